@@ -1,0 +1,21 @@
+"""fminfer: a file of completions requests in, a file of answers out, offline.
+
+`fminfer.Engine` is the Python API; it is loaded on first use, because torch takes seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fminfer.errors import CheckpointError, FminferError, RequestError, UsageError
+
+__version__ = "0.1.0"
+__all__ = ["CheckpointError", "Engine", "FminferError", "RequestError", "UsageError"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Engine":
+        from fminfer.worker import Engine
+
+        return Engine
+    raise AttributeError(f"module 'fminfer' has no attribute {name!r}")

@@ -1,0 +1,5 @@
+"""`python -m fminfer` is `fminfer`."""
+
+from fminfer.cli import main
+
+main()

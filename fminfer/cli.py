@@ -1,0 +1,225 @@
+"""The command line: flags in, exit status out. Heavy imports wait until a run needs them."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import click
+
+from fminfer import __version__
+from fminfer.config import EngineConfig
+from fminfer.errors import FminferError, UsageError
+from fminfer.input.lines import find_inputs
+
+STARTED_S = time.perf_counter()
+EXIT_FAILED, EXIT_USAGE, EXIT_SOME_ERRORS, EXIT_INTERRUPTED = 1, 2, 3, 130
+DEFAULTS = EngineConfig()
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="fminfer")
+def main() -> None:
+    """Answer files of OpenAI-completions requests with a language model, offline.
+
+    \b
+    fminfer run requests.jsonl                      answers in output_requests.jsonl
+    fminfer run --help                              everything that a run can be told
+    """
+
+
+@main.command()
+@click.argument("paths", nargs=-1, type=click.Path(path_type=Path))
+@click.option(
+    "--infer-data",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="A .jsonl file of requests, or a folder of them; may be repeated.",
+)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    help="A .jsonl file, or a folder.  [default: output_<name> beside the input]",
+)
+@click.option(
+    "--model-name",
+    "--model",
+    "model",
+    help="A local folder or hub id.  [default: the demo model of the package]",
+)
+@click.option("--model-type", help="Checked against the model's config (opt, bloom, gptj, …).")
+@click.option(
+    "--random-init",
+    metavar="CONFIG_OR_SIZE",
+    help="Random weights of a config.json or a known size (llama-160m, …), for benches.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+    default=DEFAULTS.dtype,
+    show_default=True,
+    help="auto: bfloat16 where the machine is fast in it.",
+)
+@click.option("--fp16", is_flag=True, help="The same as --dtype float16.")
+@click.option("--device", default=DEFAULTS.device, show_default=True, help="auto, cpu, cuda:0, …")
+@click.option(
+    "--budget",
+    type=int,
+    help="Tokens of KV cache for all rows that run at once, prompt and max_tokens counted.  "
+    "[default: half of the free memory]",
+)
+@click.option(
+    "--chunk-size",
+    type=int,
+    default=DEFAULTS.chunk_size,
+    show_default=True,
+    help="Most tokens of one step.",
+)
+@click.option(
+    "--max-rows",
+    type=int,
+    default=DEFAULTS.max_rows,
+    show_default=True,
+    help="Most sequences that run at once.",
+)
+@click.option(
+    "--micro-batches",
+    type=int,
+    default=DEFAULTS.micro_batches,
+    show_default=True,
+    help="Steps in flight.",
+)
+@click.option(
+    "--attention",
+    type=click.Choice(["auto", "eager", "compiled"]),
+    default=DEFAULTS.attention,
+    show_default=True,
+    help="Decode attention on the CPU; auto compiles it once a job is long enough.",
+)
+@click.option(
+    "--seed",
+    type=int,
+    default=DEFAULTS.seed,
+    show_default=True,
+    help="For requests without a seed of their own.",
+)
+@click.option(
+    "--max-logprobs",
+    type=int,
+    default=DEFAULTS.max_logprobs,
+    show_default=True,
+    help="Largest logprobs that a request may ask for.",
+)
+@click.option("--restart", is_flag=True, help="Answer again what is already answered.")
+@click.option("--stats", type=click.Path(path_type=Path), help="Write the summary as JSON.")
+@click.option("-q", "--quiet", is_flag=True, help="Say nothing but errors.")
+@click.option("-v", "--verbose", is_flag=True, help="Show tracebacks and library warnings.")
+def run(
+    paths: tuple[Path, ...],
+    infer_data: tuple[Path, ...],
+    output: Path | None,
+    model_type: str | None,
+    fp16: bool,
+    restart: bool,
+    stats: Path | None,
+    quiet: bool,
+    verbose: bool,
+    **options: Any,
+) -> None:
+    """Answer every line of the given files.
+
+    \b
+    fminfer run requests.jsonl
+    fminfer run --infer-data shards/ --model-name /models/llama --output answers/
+    fminfer run requests.jsonl --random-init llama-160m --stats stats.json
+
+    Each line is one request; each line of the output is {"request": …, "result": …}, in the order
+    of the input. A line that cannot be answered stands in <output>.errors.jsonl with what is wrong
+    and what to do, and costs no other line. The output's name appears when it is complete.
+
+    \b
+    Exit status: 0 every line answered; 1 the run failed; 2 wrong usage;
+    3 finished, some lines are in the errors file; 130 interrupted.
+    """
+    if fp16:
+        if options["dtype"] not in ("auto", "float16"):
+            raise click.UsageError(f"--fp16 and --dtype {options['dtype']} contradict each other")
+        options["dtype"] = "float16"
+    try:
+        config = EngineConfig(**options)
+        inputs = find_inputs([*infer_data, *paths])
+        if not inputs:
+            raise UsageError("no input; give a .jsonl file, as in: fminfer run requests.jsonl")
+        status = _run(config, inputs, output, model_type, restart, stats, quiet, verbose)
+    except UsageError as error:
+        _fail(error, EXIT_USAGE, verbose)
+    except FminferError as error:
+        _fail(error, EXIT_FAILED, verbose)
+    except KeyboardInterrupt:
+        click.echo("Interrupted. Finished rows are in the .partial files.", err=True)
+        sys.exit(EXIT_INTERRUPTED)
+    except Exception as error:
+        _fail(error, EXIT_FAILED, verbose=True)
+    sys.exit(status)
+
+
+def _run(
+    config: EngineConfig,
+    inputs: list[Path],
+    output: Path | None,
+    model_type: str | None,
+    restart: bool,
+    stats: Path | None,
+    is_quiet: bool,
+    is_verbose: bool,
+) -> int:
+    from dataclasses import asdict
+
+    import transformers
+
+    from fminfer.job import plan_outputs, run_job
+    from fminfer.output.progress import LoadingBar
+    from fminfer.worker import Engine
+
+    if not is_verbose:
+        transformers.logging.set_verbosity_error()
+    outputs = plan_outputs(inputs, output, restart=restart)
+    if config.model is None and config.random_init is None and not is_quiet:
+        click.echo(
+            "Using the demo model, which knows only the way between rooms; "
+            "--model-name gives another.",
+            err=True,
+        )
+    loading = LoadingBar(is_quiet=is_quiet)
+    engine = Engine(on_progress=loading, **asdict(config))
+    loading.close()
+    _check_model_type(engine, model_type)
+    ready_s = time.perf_counter() - STARTED_S
+    summary = run_job(engine, inputs, outputs, start_to_ready_s=ready_s, is_quiet=is_quiet)
+    engine.close()
+    if stats is not None:
+        stats.write_text(json.dumps(summary.to_dict(), indent=2) + "\n")
+    if not is_quiet:
+        click.echo(summary.to_text(), err=True)
+    return EXIT_SOME_ERRORS if summary.num_errors else 0
+
+
+def _check_model_type(engine: Any, name: str | None) -> None:
+    """Refuse a --model-type that is not the config's; old spellings (gptneox, gpt-j) are known."""
+    plain = (name or "").replace("_", "").replace("-", "").lower()
+    if name is not None and plain != engine.model_type.replace("_", ""):
+        raise UsageError(
+            f"--model-type {name} clashes with the model's config, which says {engine.model_type}; "
+            "leave the flag out"
+        )
+
+
+def _fail(error: Exception, status: int, verbose: bool) -> None:
+    if verbose:
+        traceback.print_exception(error)
+    click.echo(f"Error: {error}", err=True)
+    sys.exit(status)

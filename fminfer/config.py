@@ -1,0 +1,47 @@
+"""What an engine is told: every option of the engine with its default, written once.
+
+The command line reads its defaults from here. It knows nothing of files or of torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fminfer.errors import UsageError
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+AttentionBody = Literal["auto", "eager", "compiled"]
+
+
+@dataclass(slots=True, frozen=True)
+class EngineConfig:
+    """Options of one engine.
+
+    Raises:
+        UsageError: a value outside its limits.
+    """
+
+    model: str | None = None  # a folder or hub id; None is the demo model of the package
+    random_init: str | None = None  # a config.json, its folder, or a size of models.sizes
+    dtype: DType = "auto"
+    device: str = "auto"  # auto, cpu, cuda, cuda:1, …
+    seed: int = 1  # for requests without a seed of their own, and for random weights
+    budget: int | None = None  # tokens of KV cache for all running rows; None: from free memory
+    block_size: int = 32  # tokens a KV block
+    chunk_size: int = 512  # most tokens of one step
+    max_rows: int = 256  # most sequences that run at once
+    micro_batches: int = 2  # steps in flight
+    max_logprobs: int = 100  # largest `logprobs` a request may ask for
+    attention: AttentionBody = "auto"
+
+    def __post_init__(self) -> None:
+        for field in ("block_size", "chunk_size", "max_rows", "micro_batches"):
+            if getattr(self, field) < 1:
+                raise UsageError(f"{field} is {getattr(self, field)}; it must be at least 1")
+        if self.budget is not None and self.budget < self.block_size:
+            raise UsageError(
+                f"budget is {self.budget} tokens; it must hold one block, {self.block_size} tokens"
+            )
+        if self.model is not None and self.random_init is not None:
+            raise UsageError("give either a model or random_init, not both")

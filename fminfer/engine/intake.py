@@ -1,0 +1,123 @@
+"""From an input line to a request that can run: parse, tokenize, check lengths.
+
+It knows the model's limits, and nothing of what else is running.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+from fminfer.engine.noise import noise_key
+from fminfer.engine.sequence import PromptState, RequestState, Sequence
+from fminfer.errors import RequestError
+from fminfer.input.lines import Line
+from fminfer.request import Request, SamplingParams, parse_request
+from fminfer.tokenizer import Detokenizer, EncodedPrompt, Tokenizer
+
+
+@dataclass(slots=True, frozen=True)
+class Limits:
+    """What a model and a run allow."""
+
+    context_length: int
+    vocab_size: int
+    max_logprobs: int
+
+
+class Intake:
+    """Prepares lines one by one.
+
+    Args:
+        seed: for requests without one of their own.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, limits: Limits, seed: int) -> None:
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._seed = seed
+        self._num_equal: Counter[tuple[int, bytes]] = Counter()  # unseeded lines seen, by file
+        self.warnings: Counter[str] = Counter()
+
+    def prepare(self, line: Line) -> RequestState:
+        """Return the line's request, ready for the scheduler.
+
+        Raises:
+            RequestError: what is wrong with it.
+        """
+        request = parse_request(line.raw, max_logprobs=self._limits.max_logprobs)
+        state = RequestState(line, request, read_s=time.perf_counter())
+        repeat = self._count_repeat(line.source, request)
+        for index, prompt in enumerate(request.prompts):
+            encoded = self._encode(prompt, request.params)
+            self._check_length(encoded, request.params)
+            state.prompts.append(self._start(state, index, encoded, repeat))
+        self.warnings.update(request.warnings)
+        return state
+
+    def _count_repeat(self, source: int, request: Request) -> int:
+        """Count equal lines without a seed before this one in its file, so that they differ."""
+        if request.params.seed is not None or request.params.is_greedy:
+            return 0
+        key = source, hashlib.blake2b(request.raw, digest_size=8).digest()
+        self._num_equal[key] += 1
+        return self._num_equal[key] - 1
+
+    def _encode(self, prompt: str | list[int], params: SamplingParams) -> EncodedPrompt:
+        with_offsets = params.echo and params.logprobs is not None
+        if isinstance(prompt, list):
+            self._check_ids(prompt)
+            needs_text = params.echo or params.logprobs is not None
+            if not needs_text:
+                return EncodedPrompt(prompt, "", [])
+            return self._tokenizer.describe_ids(prompt, with_offsets=with_offsets)
+        encoded = self._tokenizer.encode(prompt, with_offsets=with_offsets)
+        if not encoded.ids:
+            raise RequestError(
+                "missing_prompt",
+                'prompt is "", and this model\'s tokenizer has no token to begin with (BOS); '
+                "give at least one character",
+                "prompt",
+            )
+        return encoded
+
+    def _check_ids(self, ids: list[int]) -> None:
+        vocab_size = self._limits.vocab_size
+        for place, token_id in enumerate(ids):
+            if not 0 <= token_id < vocab_size:
+                raise RequestError(
+                    "token_out_of_range",
+                    f"prompt holds token id {token_id} at place {place}; this model's ids go from "
+                    f"0 to {vocab_size - 1}. Was it tokenized for another model?",
+                    "prompt",
+                )
+
+    def _check_length(self, encoded: EncodedPrompt, params: SamplingParams) -> None:
+        context = self._limits.context_length
+        # A last token that is scored and never fed needs no place.
+        is_scored_only = params.max_tokens == 0 and params.echo
+        asked = len(encoded.ids) + params.max_tokens
+        if asked > context + is_scored_only:
+            raise RequestError(
+                "context_length_exceeded",
+                f"the prompt has {len(encoded.ids)} tokens and max_tokens is {params.max_tokens}, "
+                f"{asked} in all; this model's context is {context} tokens. "
+                "Shorten the prompt or lower max_tokens",
+                "max_tokens" if len(encoded.ids) < context else "prompt",
+            )
+
+    def _start(
+        self, state: RequestState, index: int, encoded: EncodedPrompt, repeat: int
+    ) -> PromptState:
+        prompt = PromptState(state, index, encoded)
+        params = state.request.params
+        seed = self._seed if params.seed is None else params.seed
+        for candidate in range(params.num_candidates):
+            key = noise_key(seed, repeat, state.request.raw, index, candidate)
+            detokenizer = (
+                Detokenizer(self._tokenizer, encoded.ids) if params.max_tokens > 0 else None
+            )
+            prompt.sequences.append(Sequence(prompt, key, detokenizer))
+        return prompt

@@ -1,0 +1,197 @@
+"""The engine's loop: take lines in, keep the pipeline full, hand records out.
+
+It knows the pipeline as `submit` and `collect` only, and nothing of files.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+from fminfer.engine.advance import advance
+from fminfer.engine.answer import build_record
+from fminfer.engine.intake import Intake
+from fminfer.engine.scheduler import PlannedStep, Scheduler
+from fminfer.engine.sequence import PromptState, RequestState, Sequence, TokenReport
+from fminfer.engine.stats import EngineStats
+from fminfer.errors import RequestError
+from fminfer.input.lines import Line
+from fminfer.messages import Step, StepResult, TokenLogprobs
+from fminfer.output.records import Record
+from fminfer.timing import RowClock
+from fminfer.tokenizer import Tokenizer
+
+LOOKAHEAD = 64  # prompts that wait beside those that run; reading is lazy beyond
+
+
+class Pipeline(Protocol):
+    """What the engine sees of the ranks."""
+
+    num_in_flight: int
+
+    def submit(self, step: Step) -> None: ...
+
+    def collect(self) -> StepResult: ...
+
+
+class EngineLoop:
+    """Answers lines with what it is given.
+
+    Args:
+        micro_batches: steps to keep in flight.
+        eos_ids: the model's ends of sequence.
+    """
+
+    def __init__(
+        self,
+        intake: Intake,
+        scheduler: Scheduler,
+        pipeline: Pipeline,
+        tokenizer: Tokenizer,
+        *,
+        micro_batches: int,
+        eos_ids: frozenset[int],
+        kv_capacity: int,
+    ) -> None:
+        self._intake = intake
+        self._scheduler = scheduler
+        self._pipeline = pipeline
+        self._tokenizer = tokenizer
+        self._micro_batches = micro_batches
+        self._eos_ids = eos_ids
+        self._clock = RowClock()
+        self._in_flight: deque[PlannedStep] = deque()
+        self._done: deque[Record] = deque()
+        self.stats = EngineStats(num_kv_tokens=kv_capacity)
+
+    def run(self, lines: Iterable[Line]) -> Iterator[Record]:
+        """Yield one record a line, as they finish. Lines are read as room for them appears."""
+        source = iter(lines)
+        while True:
+            has_more = self._take_in(source)
+            self._fill_pipeline()
+            if self._in_flight:
+                self._apply(self._in_flight.popleft(), self._pipeline.collect())
+            while self._done:
+                yield self._done.popleft()
+            if not has_more and not self._in_flight and self._scheduler.is_idle:
+                break
+        self._scheduler.check_idle()
+
+    def _take_in(self, source: Iterator[Line]) -> bool:
+        """Read lines until enough wait; return False at the end of the input."""
+        while self._scheduler.num_waiting < LOOKAHEAD:
+            if len(self._done) >= LOOKAHEAD:  # lines that need no step: hand them out first
+                return True
+            line = next(source, None)
+            if line is None:
+                return False
+            self._take_line(line)
+        return True
+
+    def _take_line(self, line: Line) -> None:
+        try:
+            state = self._intake.prepare(line)
+            self._check_memory(state)
+        except RequestError as error:
+            self._done.append(Record(line, line.raw.strip(), error=error))
+            return
+        for prompt in state.prompts:
+            if prompt.num_to_feed > 0:
+                self._scheduler.add(prompt)
+            else:  # nothing to compute: max_tokens 0 without scores, or one token to score
+                for sequence in prompt.sequences:
+                    sequence.finish_reason = "length"
+        if state.is_finished:
+            self._finish(state)
+
+    def _check_memory(self, state: RequestState) -> None:
+        for prompt in state.prompts:
+            if prompt.num_to_feed > 0 and not self._scheduler.fits(prompt):
+                raise RequestError(
+                    "out_of_memory",
+                    f"the prompt needs the KV cache of {prompt.num_kv_tokens} tokens for each of "
+                    f"its {len(prompt.sequences)} candidates at once; the budget is "
+                    f"{self.stats.num_kv_tokens} tokens. Raise --budget, or lower max_tokens, n or "
+                    "best_of",
+                    "max_tokens",
+                )
+
+    def _fill_pipeline(self) -> None:
+        while self._pipeline.num_in_flight < self._micro_batches:
+            for prompt in self._scheduler.admit():
+                if prompt.owner.times is None:
+                    prompt.owner.times = self._clock.start(time.perf_counter())
+            planned = self._scheduler.schedule()
+            if planned is None:
+                return
+            self._pipeline.submit(planned.step)
+            self._in_flight.append(planned)
+            running = self._scheduler.num_running
+            self.stats.max_rows_running = max(self.stats.max_rows_running, running)
+
+    def _apply(self, planned: PlannedStep, result: StepResult) -> None:
+        assert planned.step.step_id == result.step_id, "the pipeline changed the order of steps"
+        self.stats.num_steps += 1
+        self.stats.stage_busy_s += result.compute_s
+        self.stats.num_prompt_tokens += planned.num_prompt_tokens
+        scores = _reports(result.scored)
+        for prompt, report in zip(planned.scored_prompts, scores, strict=True):
+            self._take_score(prompt, report)
+        draws = _reports(result.sampled)
+        for sequence, report in zip(planned.sequences, draws, strict=True):
+            self._take_token(sequence, report)
+
+    def _take_score(self, prompt: PromptState, report: TokenReport) -> None:
+        prompt.reports.append(report)
+        if math.isnan(report.logprob):
+            prompt.owner.error = _nan_error(f"prompt token {len(prompt.reports)}")
+        if prompt.params.max_tokens == 0 and len(prompt.reports) == len(prompt.ids) - 1:
+            for sequence in prompt.sequences:
+                sequence.finish_reason = "length"
+                self._end(sequence)
+
+    def _take_token(self, sequence: Sequence, report: TokenReport) -> None:
+        state = sequence.prompt.owner
+        assert state.times is not None, "a row ran before it was admitted"
+        if state.times.first_token_s is None:
+            state.times.first_token_s = time.perf_counter()
+        self.stats.num_generated_tokens += 1
+        if math.isnan(report.logprob):
+            state.error = _nan_error(f"generated token {len(sequence.tokens)}")
+            sequence.finish_reason = "stop"
+        else:
+            advance(sequence, report, self._eos_ids)
+        if sequence.finish_reason is None:
+            self._scheduler.resume(sequence)
+        else:
+            self._end(sequence)
+
+    def _end(self, sequence: Sequence) -> None:
+        self._scheduler.release(sequence)
+        if sequence.prompt.owner.is_finished:
+            self._finish(sequence.prompt.owner)
+
+    def _finish(self, state: RequestState) -> None:
+        now_s = time.perf_counter()
+        if state.times is not None:
+            self._clock.stop(state.times, now_s)
+        self._done.append(build_record(state, self._tokenizer, now_s))
+
+
+def _reports(columns: TokenLogprobs) -> Iterator[TokenReport]:
+    for token_id, logprob, top_ids, top_logprobs in zip(
+        columns.ids, columns.logprobs, columns.top_ids, columns.top_logprobs, strict=True
+    ):
+        yield TokenReport(token_id, logprob, list(zip(top_ids, top_logprobs, strict=True)))
+
+
+def _nan_error(where: str) -> RequestError:
+    return RequestError(
+        "nan_logits",
+        f"the model's logits for {where} are not numbers (nan); its weights or dtype overflow. "
+        "Try --dtype float32 or bfloat16",
+    )

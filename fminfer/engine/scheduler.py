@@ -1,0 +1,229 @@
+"""What runs next, in plain Python: a token budget, KV blocks, continuous batching.
+
+A prompt enters when blocks for all its tokens, drawn ones included, are free; so nothing that runs
+is ever thrown out. Prompts are fed in chunks that fill each step beside the decode rows. It knows
+no tensor, no text and no file.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from fminfer.engine.blocks import BlockPool
+from fminfer.engine.noise import uniform
+from fminfer.engine.sequence import PromptState, Sequence
+from fminfer.messages import SamplingRows, ScoringRows, Step, StepRow
+
+
+@dataclass(slots=True)
+class PlannedStep:
+    """A step, and whose its sampling and scoring rows are, in order."""
+
+    step: Step
+    num_prompt_tokens: int
+    sequences: list[Sequence] = field(default_factory=list)
+    scored_prompts: list[PromptState] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Row:
+    """A row of a step before its place is known; indices count from its first token."""
+
+    row: StepRow
+    is_prompt: bool
+    sequences: list[Sequence]  # draw from the row's last token
+    scored: PromptState | None = None
+
+
+class Scheduler:
+    """Forms steps from waiting and running prompts.
+
+    Args:
+        pool: the KV blocks.
+        chunk_size: most tokens of a step.
+        max_rows: most sequences that run at once.
+        micro_batches: steps in flight; running sequences are spread over them.
+    """
+
+    def __init__(
+        self, pool: BlockPool, *, chunk_size: int, max_rows: int, micro_batches: int
+    ) -> None:
+        self._pool = pool
+        self._chunk_size = chunk_size
+        self._max_rows = max_rows
+        self._micro_batches = micro_batches
+        self._waiting: deque[PromptState] = deque()
+        self._prefilling: deque[PromptState] = deque()
+        self._ready: deque[Sequence] = deque()  # sequences whose newest token can be fed
+        self._copies: list[tuple[int, int]] = []
+        self._num_steps = 0
+        self.num_running = 0  # sequences that hold blocks
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self._waiting or self.num_running)
+
+    def fits(self, prompt: PromptState) -> bool:
+        """Tell whether the prompt could run if it were alone."""
+        return self._num_blocks(prompt) <= self._pool.num_blocks and (
+            len(prompt.sequences) <= self._max_rows
+        )
+
+    def add(self, prompt: PromptState) -> None:
+        """Queue a prompt that fits."""
+        self._waiting.append(prompt)
+
+    def admit(self) -> list[PromptState]:
+        """Let in, in order, every prompt whose blocks are free; return those let in."""
+        admitted = []
+        while self._waiting and self._has_room(self._waiting[0]):
+            prompt = self._waiting.popleft()
+            self._reserve(prompt)
+            self._prefilling.append(prompt)
+            admitted.append(prompt)
+        return admitted
+
+    def schedule(self) -> PlannedStep | None:
+        """Form the next step of whatever can run now, or None."""
+        singles = self._decode_rows()
+        room = self._chunk_size - len(singles)
+        chunks: list[_Row] = []
+        while self._prefilling and room > 0:
+            row = self._chunk_row(self._prefilling[0], room)
+            room -= len(row.row.token_ids)
+            (chunks if len(row.row.token_ids) > 1 else singles).append(row)
+        if not (chunks or singles):
+            return None
+        copies, self._copies = self._copies, []
+        for row in chunks + singles:
+            self._copies += _copies_after(row, self._pool.block_size)
+        return self._assemble(chunks + singles, copies)
+
+    def resume(self, sequence: Sequence) -> None:
+        """Take back a sequence that drew a token and goes on."""
+        self._ready.append(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """Free the blocks of a sequence that is done."""
+        self._pool.release(sequence.block_table)
+        sequence.block_table = []
+        self.num_running -= 1
+
+    def check_idle(self) -> None:
+        """Prove the books: nothing runs, so every block is free."""
+        assert self.is_idle and not self._ready and not self._prefilling
+        self._pool.check_idle()
+
+    def _num_blocks(self, prompt: PromptState) -> int:
+        each = self._pool.blocks_for(prompt.num_kv_tokens)
+        return each + (len(prompt.sequences) - 1) * (each - self._num_shared(prompt))
+
+    def _num_shared(self, prompt: PromptState) -> int:
+        """Return how many full blocks of the prompt all its sequences share."""
+        return prompt.num_to_feed // self._pool.block_size
+
+    def _has_room(self, prompt: PromptState) -> bool:
+        return (
+            self._num_blocks(prompt) <= self._pool.num_free
+            and self.num_running + len(prompt.sequences) <= self._max_rows
+        )
+
+    def _reserve(self, prompt: PromptState) -> None:
+        each = self._pool.blocks_for(prompt.num_kv_tokens)
+        first, *others = prompt.sequences
+        first.block_table = self._pool.allocate(each)
+        shared = first.block_table[: self._num_shared(prompt)]
+        for sequence in others:
+            self._pool.share(shared)
+            sequence.block_table = shared + self._pool.allocate(each - len(shared))
+        self.num_running += len(prompt.sequences)
+
+    def _decode_rows(self) -> list[_Row]:
+        """Take this micro-batch's share of the running sequences."""
+        share = -(-self.num_running // self._micro_batches)
+        count = min(len(self._ready), max(1, share), self._chunk_size)
+        rows = []
+        for _ in range(count):
+            sequence = self._ready.popleft()
+            newest = sequence.tokens[-1].token_id
+            row = StepRow([newest], sequence.position, sequence.block_table)
+            rows.append(_Row(row, is_prompt=False, sequences=[sequence]))
+        return rows
+
+    def _chunk_row(self, prompt: PromptState, room: int) -> _Row:
+        """Feed the next tokens of a prompt; the last chunk also draws, for every candidate."""
+        start, last = prompt.num_fed, min(prompt.num_fed + room, prompt.num_to_feed)
+        row = StepRow(prompt.ids[start:last], start, prompt.sequences[0].block_table)
+        prompt.num_fed = last
+        draws = last == prompt.num_to_feed and prompt.params.max_tokens > 0
+        if last == prompt.num_to_feed:
+            self._prefilling.popleft()
+        scored = prompt if prompt.wants_scores else None
+        return _Row(
+            row,
+            is_prompt=True,
+            sequences=list(prompt.sequences) if draws else [],
+            scored=scored,
+        )
+
+    def _assemble(self, rows: list[_Row], copies: list[tuple[int, int]]) -> PlannedStep:
+        sampling, scoring = SamplingRows(), ScoringRows()
+        step = Step(self._num_steps, [row.row for row in rows], copies, sampling, scoring)
+        num_prompt_tokens = sum(len(row.row.token_ids) for row in rows if row.is_prompt)
+        planned = PlannedStep(step, num_prompt_tokens)
+        self._num_steps += 1
+        first = 0
+        for row in rows:
+            last = first + len(row.row.token_ids) - 1
+            for sequence in row.sequences:
+                _add_sample(sampling, sequence, last)
+                planned.sequences.append(sequence)
+            if row.scored is not None:
+                count = _add_scores(scoring, row.scored, row.row, first)
+                planned.scored_prompts += [row.scored] * count
+            first = last + 1
+        return planned
+
+
+def _copies_after(row: _Row, block_size: int) -> list[tuple[int, int]]:
+    """List the copies of a prompt's last, unfilled block that its other sequences need.
+
+    They are made at the start of the next step: the pipeline keeps order, so the block is written
+    by then, and whoever owned it in between has not yet been given it.
+    """
+    end = row.row.position + len(row.row.token_ids)
+    if len(row.sequences) < 2 or end % block_size == 0:
+        return []
+    index = end // block_size
+    first, *others = row.sequences
+    # A sequence that can draw only one token feeds none, and has no block of its own there.
+    return [
+        (first.block_table[index], sequence.block_table[index])
+        for sequence in others
+        if sequence.prompt.params.max_tokens > 1
+    ]
+
+
+def _add_sample(sampling: SamplingRows, sequence: Sequence, token_index: int) -> None:
+    params = sequence.prompt.params
+    sampling.token_index.append(token_index)
+    sampling.temperature.append(params.temperature)
+    sampling.top_p.append(params.top_p)
+    sampling.top_k.append(params.top_k)
+    noise = 0.0 if params.is_greedy else uniform(sequence.noise_key, len(sequence.tokens))
+    sampling.noise.append(noise)
+    sampling.num_top_logprobs = max(sampling.num_top_logprobs, params.logprobs or 0)
+
+
+def _add_scores(scoring: ScoringRows, prompt: PromptState, row: StepRow, first: int) -> int:
+    """Ask for the logprobs of the prompt tokens that follow this row's; return how many."""
+    targets = prompt.ids[row.position + 1 : row.position + 1 + len(row.token_ids)]
+    scoring.token_index += range(first, first + len(targets))
+    scoring.target_id += targets
+    scoring.num_top_logprobs = max(scoring.num_top_logprobs, prompt.params.logprobs or 0)
+    return len(targets)

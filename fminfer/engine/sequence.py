@@ -1,0 +1,118 @@
+"""The nouns of the engine: a request being answered, its prompts, and their sequences.
+
+They hold state and know nothing of scheduling, tensors or output.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from fminfer.errors import RequestError
+from fminfer.input.lines import Line
+from fminfer.request import Request, SamplingParams
+from fminfer.timing import RowTimes
+from fminfer.tokenizer import Detokenizer, EncodedPrompt
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(slots=True, frozen=True)
+class TokenReport:
+    """One token with its logprob and the best alternatives, best first."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]
+    offset: int = 0  # code points of completion before it (completion tokens only)
+
+
+@dataclass(slots=True)
+class RequestState:
+    """One line between reading and its record."""
+
+    line: Line
+    request: Request
+    read_s: float
+    prompts: list[PromptState] = field(default_factory=list)
+    times: RowTimes | None = None  # once its first prompt was admitted
+    error: RequestError | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        return all(prompt.is_finished for prompt in self.prompts)
+
+
+@dataclass(slots=True)
+class PromptState:
+    """One prompt of a request, prefilled once whatever its number of candidates."""
+
+    owner: RequestState
+    index: int
+    encoded: EncodedPrompt
+    sequences: list[Sequence] = field(default_factory=list)
+    num_fed: int = 0  # tokens of it that were sent to the model
+    reports: list[TokenReport] = field(default_factory=list)  # of its tokens 1 … , under echo
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.owner.request.params
+
+    @property
+    def ids(self) -> list[int]:
+        return self.encoded.ids
+
+    @property
+    def num_to_feed(self) -> int:
+        """Prompt tokens the model must see; a last token that is only scored is never fed."""
+        if self.params.max_tokens > 0:
+            return len(self.ids)
+        return len(self.ids) - 1 if self.wants_scores else 0
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Most tokens of KV cache one sequence of it can need; the last one drawn is never fed."""
+        return self.num_to_feed + max(0, self.params.max_tokens - 1)
+
+    @property
+    def wants_scores(self) -> bool:
+        return self.params.echo and self.params.logprobs is not None
+
+    @property
+    def is_finished(self) -> bool:
+        return all(sequence.finish_reason is not None for sequence in self.sequences)
+
+
+@dataclass(slots=True)
+class Sequence:
+    """One choice being made."""
+
+    prompt: PromptState
+    noise_key: bytes
+    detokenizer: Detokenizer | None  # None if nothing is generated
+    block_table: list[int] = field(default_factory=list)
+    tokens: list[TokenReport] = field(default_factory=list)
+    text: str = ""
+    num_cut: int = 0  # tokens at the end that start behind a stop string's cut
+    ended_by_eos: bool = False
+    finish_reason: FinishReason | None = None
+
+    @property
+    def position(self) -> int:
+        """Where its newest token stands in the sequence."""
+        return len(self.prompt.ids) + len(self.tokens) - 1
+
+    @property
+    def listed_tokens(self) -> list[TokenReport]:
+        """The tokens that the logprobs arrays show: none behind a cut, EOS only under echo."""
+        last = len(self.tokens) - self.num_cut
+        if self.ended_by_eos and not self.prompt.params.echo:
+            last = min(last, len(self.tokens) - 1)
+        return self.tokens[:last]
+
+    @property
+    def mean_logprob(self) -> float:
+        """What best_of ranks by; an empty completion comes last."""
+        if not self.tokens:
+            return float("-inf")
+        return sum(token.logprob for token in self.tokens) / len(self.tokens)

@@ -1,0 +1,54 @@
+"""Every error that fminfer raises on purpose. It knows nothing of where they end up.
+
+FminferError                 the run cannot go on; the message says what to do
+├── UsageError               a flag, a path or an argument is wrong (exit status 2)
+├── CheckpointError          the model cannot be loaded or run
+└── RequestError             one input line is wrong; it costs that line only
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+ErrorCode = Literal[
+    "invalid_json",
+    "invalid_utf8",
+    "not_an_object",
+    "missing_prompt",
+    "invalid_type",
+    "out_of_range",
+    "context_length_exceeded",
+    "token_out_of_range",
+    "unsupported_parameter",
+    "out_of_memory",
+    "nan_logits",
+    "internal_error",
+]
+
+
+class FminferError(Exception):
+    """Base of all errors of this package; its text is meant for the user."""
+
+
+class UsageError(FminferError):
+    """The caller asked for something that cannot be: a missing file, a clash of flags."""
+
+
+class CheckpointError(FminferError):
+    """A model folder, config, tokenizer or weight file that cannot be used."""
+
+
+class RequestError(FminferError):
+    """What is wrong with one request: what was found, what is allowed, what to do."""
+
+    def __init__(self, code: ErrorCode, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code: ErrorCode = code
+        self.message = message
+        self.param = param
+
+    @property
+    def type(self) -> str:
+        """The OpenAI error object's `type`: whose fault it is."""
+        is_ours = self.code in ("out_of_memory", "nan_logits", "internal_error")
+        return "server_error" if is_ours else "invalid_request_error"

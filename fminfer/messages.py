@@ -1,0 +1,73 @@
+"""What travels between the engine and the pipeline: a Step down, a StepResult back.
+
+Plain Python values only, so that they can cross a process and be read in a debugger.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class StepRow:
+    """The tokens of one sequence in a step: a chunk of its prompt, or its one newest token."""
+
+    token_ids: list[int]
+    position: int  # of the first of them in the sequence
+    block_table: list[int]  # KV blocks of the sequence from its start; may reach further
+
+
+@dataclass(slots=True)
+class SamplingRows:
+    """Columns, one entry a token to draw."""
+
+    token_index: list[int] = field(default_factory=list)  # packed token whose logits are used
+    temperature: list[float] = field(default_factory=list)  # 0: greedy
+    top_p: list[float] = field(default_factory=list)
+    top_k: list[int] = field(default_factory=list)  # 0: off
+    noise: list[float] = field(default_factory=list)  # uniform in [0, 1)
+    num_top_logprobs: int = 0  # the most any row asks for
+
+
+@dataclass(slots=True)
+class ScoringRows:
+    """Columns, one entry a prompt token whose logprob is wanted."""
+
+    token_index: list[int] = field(default_factory=list)  # packed token before the scored one
+    target_id: list[int] = field(default_factory=list)
+    num_top_logprobs: int = 0
+
+
+@dataclass(slots=True)
+class Step:
+    """One pass of a micro-batch through the pipeline. Tokens are packed row after row."""
+
+    step_id: int
+    rows: list[StepRow]
+    block_copies: list[tuple[int, int]]  # (from, to), done before anything else
+    sampling: SamplingRows
+    scoring: ScoringRows
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(row.token_ids) for row in self.rows)
+
+
+@dataclass(slots=True)
+class TokenLogprobs:
+    """Columns, one entry a token: the token, its logprob, and the best alternatives."""
+
+    ids: list[int]
+    logprobs: list[float]  # nan where the logits were
+    top_ids: list[list[int]]  # best first, num_top_logprobs each
+    top_logprobs: list[list[float]]
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What the last stage found, in the order of the step's sampling and scoring rows."""
+
+    step_id: int
+    sampled: TokenLogprobs
+    scored: TokenLogprobs
+    compute_s: float  # how long the stage was busy with it

@@ -1,0 +1,54 @@
+"""The pipeline of one stage: `submit` and `collect` over a thread of this process.
+
+The engine sees nothing else of a pipeline; one of several ranks has the same two verbs.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+from fminfer.messages import Step, StepResult
+
+
+class LocalPipeline:
+    """Runs steps in order on a thread of its own, while the caller prepares the next.
+
+    Args:
+        run: the stage's `run`.
+    """
+
+    def __init__(self, run: Callable[[Step], StepResult]) -> None:
+        self._run = run
+        self._steps: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[StepResult | BaseException] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="stage-0", daemon=True)
+        self._thread.start()
+        self.num_in_flight = 0
+
+    def submit(self, step: Step) -> None:
+        """Send a step in; steps are done in the order of their submission."""
+        self.num_in_flight += 1
+        self._steps.put(step)
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest step's result; what the stage raised is raised here."""
+        assert self.num_in_flight, "nothing is in flight"
+        result = self._results.get()
+        self.num_in_flight -= 1
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    def close(self) -> None:
+        """End the thread once the steps in flight are done."""
+        self._steps.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (step := self._steps.get()) is not None:
+            try:
+                self._results.put(self._run(step))
+            except BaseException as error:
+                self._results.put(error)

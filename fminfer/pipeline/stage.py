@@ -1,0 +1,177 @@
+"""One rank's compute: its layers, its KV cache, and on the last stage the sampling.
+
+It knows steps, not requests; which rows run and why is the engine's business.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+
+from fminfer.attention import PagedAttention, PartialBody, plan_attention
+from fminfer.messages import Step, StepResult, TokenLogprobs
+from fminfer.models.families import Family
+from fminfer.sampling import Draws, SamplingTensors, sample, score
+
+ATTENTION_NAME = "fminfer_paged"
+MAX_LOGITS = 1 << 24  # elements of logits that exist at once (64 MB in float32)
+
+
+class Stage:
+    """A loaded model over a paged KV cache.
+
+    Args:
+        model: transformers' causal LM, weights loaded.
+        family: where its parts are.
+        num_blocks, block_size: the size of the KV cache.
+        partial: the body of the decode rows' attention.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        family: Family,
+        *,
+        num_blocks: int,
+        block_size: int,
+        partial: PartialBody,
+    ) -> None:
+        self._decoder = model.get_submodule(family.decoder)
+        self._head = model.get_output_embeddings()
+        self._takes_positions = family.takes_positions
+        self._block_size = block_size
+        self._device = self._head.weight.device
+        self._dtype = self._head.weight.dtype
+        AttentionInterface.register(ATTENTION_NAME, _paged_forward)
+        # transformers asks the config at each call; an unknown name also means "make no mask".
+        model.config._attn_implementation = ATTENTION_NAME
+        kv_heads, head_dim = kv_shape(model.config)
+        self._caches: list[PagedAttention] = []
+        for layer in self._decoder.get_submodule(family.layers):
+            cache = PagedAttention(
+                num_blocks,
+                block_size,
+                kv_heads,
+                head_dim,
+                dtype=self._dtype,
+                device=self._device,
+                partial=partial,
+            )
+            self._caches.append(cache)
+            attention = layer.get_submodule(family.attention)
+            attention.paged_attention = cache
+            if family.adapter is not None:
+                importlib.import_module(f"fminfer.models.adapters.{family.adapter}").adapt(
+                    attention
+                )
+
+    @torch.inference_mode()
+    def run(self, step: Step) -> StepResult:
+        """Compute one step: forward, then sampling and scoring."""
+        started = time.perf_counter()
+        if step.block_copies:
+            self._copy_blocks(step.block_copies)
+        hidden = self._forward(step)
+        sampled = self._sample(hidden, step)
+        scored = self._score(hidden, step)
+        return StepResult(step.step_id, sampled, scored, time.perf_counter() - started)
+
+    def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        sources, targets = torch.tensor(copies, device=self._device).T
+        for cache in self._caches:
+            cache.copy_blocks(sources, targets)
+
+    def _forward(self, step: Step) -> torch.Tensor:  # (tokens, hidden)
+        plan = plan_attention(step.rows, self._block_size, self._device)
+        for cache in self._caches:
+            cache.plan = plan
+        ids = [token_id for row in step.rows for token_id in row.token_ids]
+        inputs = {"input_ids": torch.tensor([ids], device=self._device)}
+        if self._takes_positions:
+            positions = [
+                position
+                for row in step.rows
+                for position in range(row.position, row.position + len(row.token_ids))
+            ]
+            inputs["position_ids"] = torch.tensor([positions], device=self._device)
+        hidden: torch.Tensor = self._decoder(**inputs, use_cache=False).last_hidden_state
+        return hidden[0]
+
+    def _sample(self, hidden: torch.Tensor, step: Step) -> TokenLogprobs:
+        rows = step.sampling
+        how = SamplingTensors(
+            torch.tensor(rows.temperature, dtype=torch.float32, device=self._device),
+            torch.tensor(rows.top_p, dtype=torch.float32, device=self._device),
+            torch.tensor(rows.top_k, dtype=torch.int64, device=self._device),
+            torch.tensor(rows.noise, dtype=torch.float64, device=self._device),
+        )
+
+        def draw(logits: torch.Tensor, part: slice) -> Draws:
+            return sample(logits, how.rows(part), rows.num_top_logprobs)
+
+        return self._by_parts(hidden, rows.token_index, draw)
+
+    def _score(self, hidden: torch.Tensor, step: Step) -> TokenLogprobs:
+        rows = step.scoring
+        targets = torch.tensor(rows.target_id, dtype=torch.int64, device=self._device)
+
+        def judge(logits: torch.Tensor, part: slice) -> Draws:
+            return score(logits, targets[part], rows.num_top_logprobs)
+
+        return self._by_parts(hidden, rows.token_index, judge)
+
+    def _by_parts(
+        self,
+        hidden: torch.Tensor,
+        token_index: list[int],
+        use: Callable[[torch.Tensor, slice], Draws],
+    ) -> TokenLogprobs:
+        """Run the head and `use` its float32 logits a bounded number of rows at a time."""
+        result = TokenLogprobs([], [], [], [])
+        for part in _parts(len(token_index), MAX_LOGITS // self._head.weight.shape[0]):
+            index = torch.tensor(token_index[part], device=self._device)
+            draws = use(self._head(hidden[index]).float(), part)
+            result.ids += draws.ids.tolist()
+            result.logprobs += draws.logprobs.tolist()
+            result.top_ids += draws.top_ids.tolist()
+            result.top_logprobs += draws.top_logprobs.tolist()
+        return result
+
+
+def kv_shape(config: Any) -> tuple[int, int]:
+    """Return a config's (KV heads, head dim)."""
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return kv_heads, head_dim
+
+
+def _parts(count: int, size: int) -> Iterator[slice]:
+    for start in range(0, count, max(1, size)):
+        yield slice(start, min(start + max(1, size), count))
+
+
+def _paged_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: object,
+) -> tuple[torch.Tensor, None]:
+    """Answer transformers' attention call from the module's own paged cache."""
+    assert attention_mask is None, "a mask was made although rows are packed"
+    assert softcap is None, "attention soft caps are not supported"
+    cache = module.paged_attention
+    assert isinstance(cache, PagedAttention)
+    return cache(query, key, value, scaling=scaling, sliding_window=sliding_window), None

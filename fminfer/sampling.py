@@ -1,0 +1,123 @@
+"""From logits to tokens: drawing with each row's own parameters, and logprobs in float32.
+
+The logprob is of the raw logits, before temperature and filters. A row's draw depends on its own
+logits, parameters and noise only. It knows nothing of requests, models or where logits come from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+TOP_P_CANDIDATES = 256  # tried before the whole vocabulary is sorted
+
+
+@dataclass(slots=True)
+class Draws:
+    """Tensors, one row a token: ids, logprobs, and the best alternatives, best first."""
+
+    ids: torch.Tensor  # (rows,) int64
+    logprobs: torch.Tensor  # (rows,) float32
+    top_ids: torch.Tensor  # (rows, k) int64
+    top_logprobs: torch.Tensor  # (rows, k) float32
+
+
+@dataclass(slots=True, frozen=True)
+class SamplingTensors:
+    """How each row draws."""
+
+    temperature: torch.Tensor  # (rows,) float32; 0: greedy
+    top_p: torch.Tensor  # (rows,) float32; 0: greedy
+    top_k: torch.Tensor  # (rows,) int64; 0: off
+    noise: torch.Tensor  # (rows,) float64, uniform in [0, 1)
+
+    def rows(self, rows: slice | torch.Tensor) -> SamplingTensors:
+        return SamplingTensors(
+            self.temperature[rows], self.top_p[rows], self.top_k[rows], self.noise[rows]
+        )
+
+
+def sample(logits: torch.Tensor, how: SamplingTensors, num_top: int) -> Draws:
+    """Draw one token a row.
+
+    Args:
+        logits: (rows, vocab) float32.
+        num_top: how many alternatives to report.
+    """
+    ids = logits.argmax(-1)  # ties go to the lowest id
+    is_random = (how.temperature > 0) & (how.top_p > 0) & (how.top_k != 1)
+    drawn_rows = is_random.nonzero()[:, 0]
+    if len(drawn_rows):
+        ids[drawn_rows] = _draw(logits[drawn_rows], how.rows(drawn_rows))
+    return score(logits, ids, num_top)
+
+
+def score(logits: torch.Tensor, ids: torch.Tensor, num_top: int) -> Draws:
+    """Return the logprob of each row's given id, and the best alternatives.
+
+    Args:
+        logits: (rows, vocab) float32.
+        ids: (rows,) int64.
+    """
+    normalizer = logits.logsumexp(-1, keepdim=True)
+    logprobs = logits.gather(-1, ids[:, None]) - normalizer
+    # A chosen token that is also among the best has the very same float there.
+    if num_top == 1:
+        best, top_ids = logits.max(-1, keepdim=True)
+    else:
+        best, top_ids = logits.topk(min(num_top, logits.shape[-1]), -1)
+    return Draws(ids, logprobs[:, 0], top_ids, best - normalizer)
+
+
+def _draw(logits: torch.Tensor, how: SamplingTensors) -> torch.Tensor:  # (rows,) int64
+    """Draw by inverting the cumulated probabilities in id order, after top_k and top_p."""
+    largest = logits.amax(-1, keepdim=True)
+    scaled = (logits - largest) / how.temperature[:, None]
+    if (how.top_k > 0).any():
+        scaled = _keep_top_k(scaled, how.top_k)
+    probs = torch.softmax(scaled, -1)
+    if (how.top_p < 1).any():
+        probs = _keep_top_p(probs, how.top_p)
+    cumulated = probs.double().cumsum(-1)
+    threshold = how.noise[:, None] * cumulated[:, -1:]
+    ids = torch.searchsorted(cumulated, threshold, right=True)[:, 0]
+    # Rounding could point past the last token that has any mass; a row of nan has none.
+    last = probs.shape[-1] - 1 - (probs > 0).flip(-1).to(torch.uint8).argmax(-1)
+    return torch.minimum(ids, last)
+
+
+def _keep_top_k(scaled: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
+    """Set all but each row's top_k best to -inf; ties go to the lowest ids. 0 keeps all."""
+    vocab = scaled.shape[-1]
+    counts = torch.where(top_k > 0, top_k, vocab).clamp(max=vocab)
+    best = scaled.topk(int(counts[counts < vocab].max()) if (counts < vocab).any() else 1, -1)[0]
+    last = best.gather(-1, (counts - 1).clamp(max=best.shape[-1] - 1)[:, None])
+    keep = _keep_first(scaled, last, counts)
+    return scaled.masked_fill(~keep & (counts < vocab)[:, None], float("-inf"))
+
+
+def _keep_top_p(probs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Zero all but the smallest set of mass >= top_p, at least one; ties go to the lowest ids."""
+    is_limited = top_p < 1
+    candidates = min(TOP_P_CANDIDATES, probs.shape[-1])
+    best = probs.topk(candidates, -1)[0]
+    is_short = is_limited & (best.double().sum(-1) < top_p.double())
+    if is_short.any():  # the set is larger than the candidates: sort everything
+        best = probs.sort(-1, descending=True)[0]
+    mass_before = best.double().cumsum(-1) - best
+    counts = (mass_before < top_p.double()[:, None]).sum(-1).clamp(min=1)
+    keep = _keep_first(probs, best.gather(-1, counts[:, None] - 1), counts)
+    return probs.masked_fill(~keep & is_limited[:, None], 0.0)
+
+
+def _keep_first(
+    values: torch.Tensor,  # (rows, vocab)
+    last: torch.Tensor,  # (rows, 1): the smallest value that is kept
+    counts: torch.Tensor,  # (rows,): how many are kept
+) -> torch.Tensor:  # (rows, vocab) bool
+    """Keep what is above `last`, and of its equals the first, `counts` in all."""
+    above = values > last
+    is_equal = values == last
+    num_equal = counts[:, None] - above.sum(-1, keepdim=True)
+    return above | (is_equal & (is_equal.cumsum(-1) <= num_equal))

@@ -1,0 +1,61 @@
+"""Clocks: how long a row took and how many rows shared the machine meanwhile.
+
+It knows nothing of requests or tokens; callers pass times in seconds (time.perf_counter).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class RowClock:
+    """Accounts the wall time fairly among the rows in flight.
+
+    While `n` rows are in flight each of them is charged dt/n. A row's `batch_size` is then
+    batch_time / charged, the harmonic mean of the rows in flight during its life, so that the
+    sum of batch_time / batch_size over all rows is exactly the time during which any row ran
+    (docs/contract of `request_time`, which HELM divides this way).
+    """
+
+    num_rows: int = 0
+    charged_s: float = 0.0
+    _last_s: float = 0.0
+
+    def _advance(self, now_s: float) -> None:
+        if self.num_rows:
+            self.charged_s += (now_s - self._last_s) / self.num_rows
+        self._last_s = now_s
+
+    def start(self, now_s: float) -> RowTimes:
+        """Put one more row in flight and return its stopwatch."""
+        self._advance(now_s)
+        self.num_rows += 1
+        return RowTimes(admitted_s=now_s, charged_at_start_s=self.charged_s)
+
+    def stop(self, row: RowTimes, now_s: float) -> None:
+        """Take a row out of flight; its `batch_time` and `batch_size` are final after this."""
+        self._advance(now_s)
+        self.num_rows -= 1
+        row.finished_s = now_s
+        row.share_s = self.charged_s - row.charged_at_start_s
+
+
+@dataclass(slots=True)
+class RowTimes:
+    """The moments of one row's life, seconds on one clock."""
+
+    admitted_s: float
+    charged_at_start_s: float
+    first_token_s: float | None = None
+    finished_s: float = 0.0
+    share_s: float = 0.0
+
+    @property
+    def batch_time_s(self) -> float:
+        return self.finished_s - self.admitted_s
+
+    @property
+    def batch_size(self) -> float:
+        """Harmonic mean of the rows in flight during this row's life, at least 1."""
+        return max(1.0, self.batch_time_s / self.share_s) if self.share_s > 0 else 1.0
