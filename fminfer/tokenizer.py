@@ -15,6 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from fminfer.errors import CheckpointError
 
 BROKEN = "\ufffd"  # what a tokenizer shows for bytes that are no character (yet)
+MAX_PENDING_IDS = 8  # held back at most; a character has at most four bytes
 CONTEXT_IDS = 8  # prompt ids before a completion that settle its first leading space
 
 
@@ -135,21 +136,24 @@ class Detokenizer:
 
     A window of recent ids is detokenized with and without the new one, and the difference is the
     new text: so spaces and characters split over several ids come out right (the scheme of
-    Hugging Face's text-generation-inference). A broken last character is held back until it
-    completes or `flush` is called.
+    Hugging Face's text-generation-inference). A broken end is held back until it completes or
+    `flush` is called. Byte-fallback tokenizers show a whole run of bytes as broken while its last
+    character is, so the whole run counts as the broken end.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: list[int]) -> None:
         self._tokenizer = tokenizer
         self._ids = prompt_ids[-CONTEXT_IDS:]  # the window
         self._num_settled = len(self._ids)  # ids of the window whose text is wholly out
-        self._text_out = tokenizer.decode(self._ids).removesuffix(BROKEN) if self._ids else ""
+        self._text_out = tokenizer.decode(self._ids).rstrip(BROKEN) if self._ids else ""
 
     def add(self, token_id: int) -> str:
         """Take the next id and return the text that is now certain."""
         self._ids.append(token_id)
         text = self._tokenizer.decode(self._ids)
-        certain = text.removesuffix(BROKEN)
+        certain = text.rstrip(BROKEN)
+        if certain != text and len(self._ids) - self._num_settled >= MAX_PENDING_IDS:
+            certain = text  # no character is that long: these bytes will never be one
         new = certain[len(self._text_out) :]
         if new and certain == text:
             self._ids = self._ids[self._num_settled :]
@@ -161,7 +165,10 @@ class Detokenizer:
 
     def flush(self) -> str:
         """Return what was held back; an unfinished character becomes U+FFFD."""
-        return self._tokenizer.decode(self._ids)[len(self._text_out) :]
+        text = self._tokenizer.decode(self._ids)
+        if text.startswith(self._text_out):
+            return text[len(self._text_out) :]
+        return self._tokenizer.decode(self._ids[self._num_settled :])
 
 
 def _byte_tokenizer() -> BackendTokenizer:

@@ -1,0 +1,164 @@
+"""Loading: what is wrong with a checkpoint is named before the first row."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import fminfer
+from fminfer.errors import CheckpointError, UsageError
+from fminfer.models.checkpoint import load_model, open_checkpoint, open_random
+from tests.conftest import make_model, save_byte_tokenizer
+
+CPU = torch.device("cpu")
+
+
+def load(folder: Path) -> Any:
+    return load_model(open_checkpoint(str(folder)), dtype=torch.float32, device=CPU, seed=1)
+
+
+def damage(source: Path, target: Path, change: Any) -> Path:
+    """Copy a checkpoint with its tensors changed."""
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (target / name).write_bytes((source / name).read_bytes())
+    tensors = load_file(source / "model.safetensors")
+    change(tensors)
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def test_a_missing_tensor_is_fatal_and_named(llama_checkpoint: Any, tmp_path: Path) -> None:
+    """The ancestor said "randomly initialized" and went on."""
+    name = "model.layers.1.mlp.up_proj.weight"
+    folder = damage(llama_checkpoint[0], tmp_path, lambda tensors: tensors.pop(name))
+    with pytest.raises(CheckpointError, match=name):
+        load(folder)
+
+
+def test_an_unexpected_tensor_is_fatal_and_named(llama_checkpoint: Any, tmp_path: Path) -> None:
+    extra = {"model.layers.9.mlp.up_proj.weight": torch.zeros(2)}
+    folder = damage(llama_checkpoint[0], tmp_path, lambda tensors: tensors.update(extra))
+    with pytest.raises(CheckpointError, match=r"model\.layers\.9"):
+        load(folder)
+
+
+def test_a_wrong_shape_is_fatal_and_named(llama_checkpoint: Any, tmp_path: Path) -> None:
+    extra = {"model.norm.weight": torch.zeros(2)}
+    folder = damage(llama_checkpoint[0], tmp_path, lambda tensors: tensors.update(extra))
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight.*\(2,\).*\(64,\)"):
+        load(folder)
+
+
+def test_a_truncated_file_is_fatal_and_named(llama_checkpoint: Any, tmp_path: Path) -> None:
+    folder = damage(llama_checkpoint[0], tmp_path, lambda tensors: None)
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[:-100])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is broken"):
+        load(folder)
+
+
+def test_no_weights_no_config_no_tokenizer(llama_checkpoint: Any, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="config"):
+        open_checkpoint(str(tmp_path))
+    (tmp_path / "config.json").write_bytes((llama_checkpoint[0] / "config.json").read_bytes())
+    with pytest.raises(CheckpointError, match=r"no \.safetensors"):
+        load(tmp_path)
+    with pytest.raises(CheckpointError, match="tokenizer"):
+        fminfer.Engine(str(tmp_path))
+
+
+def test_an_architecture_that_does_not_run_is_named_with_those_that_do(tmp_path: Path) -> None:
+    transformers.MambaConfig().save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"'mamba'.*bloom.*gptj.*qwen3"):
+        open_checkpoint(str(tmp_path))
+
+
+def test_shards_and_a_base_model_prefix(tmp_path: Path) -> None:
+    """gpt2's own files leave `transformer.` out and hold masks; big models come in pieces."""
+    model = make_model("gpt2")
+    model.save_pretrained(tmp_path)
+    tensors = {
+        name.removeprefix("transformer."): tensor
+        for name, tensor in load_file(tmp_path / "model.safetensors").items()
+    }
+    tensors["h.0.attn.bias"] = torch.ones(1, 1, 256, 256)
+    (tmp_path / "model.safetensors").unlink()
+    names = sorted(tensors)
+    for piece in range(3):
+        part = {name: tensors[name] for name in names[piece::3]}
+        save_file(part, tmp_path / f"model-{piece}-of-3.safetensors", metadata={"format": "pt"})
+    ids = torch.arange(20)[None]
+    torch.testing.assert_close(load(tmp_path)(ids).logits, model(ids).logits)
+
+
+def test_old_names_of_gpt_neox(tmp_path: Path) -> None:
+    """Published GPT-NeoX files call the head embed_out."""
+    model = make_model("gpt_neox")
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    head = [name for name in tensors if name in ("lm_head.weight", "embed_out.weight")]
+    tensors["embed_out.weight"] = tensors.pop(head[0])
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    ids = torch.arange(20)[None]
+    torch.testing.assert_close(load(tmp_path)(ids).logits, model(ids).logits)
+
+
+def test_tied_embeddings(tmp_path: Path) -> None:
+    config = make_model("llama").config
+    config.tie_word_embeddings = True
+    model = transformers.LlamaForCausalLM(config).eval()
+    model.save_pretrained(tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    loaded = load(tmp_path)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    ids = torch.arange(20)[None]
+    torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
+
+
+def test_progress_ends_at_the_whole(llama_checkpoint: Any) -> None:
+    seen: list[tuple[int, int]] = []
+    checkpoint = open_checkpoint(str(llama_checkpoint[0]))
+    load_model(
+        checkpoint,
+        dtype=torch.float32,
+        device=CPU,
+        seed=1,
+        on_progress=lambda done, total: seen.append((done, total)),
+    )
+    assert len(seen) > 10 and seen[-1][0] == seen[-1][1]
+    assert seen == sorted(seen)
+
+
+def test_random_weights_from_a_size_a_file_or_a_folder(tmp_path: Path) -> None:
+    fields = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 256}
+    fields |= {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    logits = []
+    for name, seed in [(tmp_path, 1), (tmp_path / "config.json", 1), (tmp_path, 2)]:
+        model = load_model(open_random(str(name)), dtype=torch.float32, device=CPU, seed=seed)
+        logits.append(model(torch.arange(9)[None]).logits)
+    assert torch.equal(logits[0], logits[1]) and not torch.equal(logits[0], logits[2])
+    assert open_random("bloom-560m").config.num_hidden_layers == 24
+    with pytest.raises(CheckpointError, match="llama-160m"):
+        open_random("no-such-size")
+    with pytest.raises(UsageError, match="either a model or random_init"):
+        fminfer.Engine("x", random_init="y")
+
+
+def test_a_generation_config_may_name_several_ends(llama_checkpoint: Any, tmp_path: Path) -> None:
+    folder = damage(llama_checkpoint[0], tmp_path, lambda tensors: None)
+    assert open_checkpoint(str(folder)).eos_ids == frozenset()
+    (folder / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
+    assert open_checkpoint(str(folder)).eos_ids == {3, 4}
+
+
+def test_a_device_that_is_not_here(llama_checkpoint: Any) -> None:
+    save_byte_tokenizer(llama_checkpoint[0])
+    with pytest.raises(UsageError, match="cuda:77"):
+        fminfer.Engine(str(llama_checkpoint[0]), device="cuda:77")

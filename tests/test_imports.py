@@ -1,0 +1,85 @@
+"""The floors: a file imports only from strictly lower ones (docs/structure.md)."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent / "fminfer"
+FLOORS: list[list[str]] = [
+    ["errors", "timing", "engine.blocks", "engine.noise", "engine.stats", "engine.stopping"],
+    ["config", "request", "input.lines", "tokenizer", "models.families", "models.sizes"],
+    ["messages", "sampling", "placement", "models.adapters.bloom", "models.adapters.gptj"],
+    ["models.checkpoint", "attention", "engine.sequence"],
+    ["output.records", "output.writer", "output.progress", "engine.scheduler", "engine.advance"],
+    ["engine.answer", "engine.intake", "pipeline.local", "pipeline.stage"],
+    ["engine.loop"],
+    ["worker"],
+    ["job"],
+    ["cli"],
+    ["__main__"],
+]
+FLOOR = {f"fminfer.{name}": floor for floor, names in enumerate(FLOORS) for name in names}
+# These run on machines, and in tests, that have neither torch nor transformers.
+NEEDS_NO_TORCH = ["request", "engine.scheduler", "engine.advance", "output.writer", "input.lines"]
+
+
+def modules() -> dict[str, ast.Module]:
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        name = ".".join(("fminfer", *path.relative_to(PACKAGE).with_suffix("").parts))
+        if path.name != "__init__.py":
+            found[name] = ast.parse(path.read_text())
+    return found
+
+
+def imports(tree: ast.Module) -> list[str]:
+    names = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names.append(node.module or "")
+    return [name for name in names if name.startswith("fminfer.")]
+
+
+def test_every_module_has_a_floor() -> None:
+    assert sorted(modules()) == sorted(FLOOR)
+
+
+def test_imports_go_down_only() -> None:
+    edges = [(name, used) for name, tree in modules().items() for used in imports(tree)]
+    assert len(edges) > 50, "the test looks at nothing"
+    wrong = [f"{a} -> {b}" for a, b in edges if FLOOR[b] >= FLOOR[a]]
+    assert not wrong
+
+
+def test_engine_and_pipeline_never_meet() -> None:
+    for name, tree in modules().items():
+        if name.startswith("fminfer.engine."):
+            assert not [used for used in imports(tree) if used.startswith("fminfer.pipeline.")]
+        if name.startswith("fminfer.pipeline."):
+            assert not [used for used in imports(tree) if used.startswith("fminfer.engine.")]
+
+
+def test_planning_and_output_need_no_torch() -> None:
+    names = ", ".join(f"fminfer.{name}" for name in NEEDS_NO_TORCH)
+    code = f"import sys, {names}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_help_imports_nothing_heavy() -> None:
+    """`fminfer --help` answers in under 0.3 s because none of these is imported for it."""
+    code = (
+        "import sys; from fminfer.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "sys.exit(bool({'torch', 'transformers', 'numpy', 'tokenizers'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_every_module_says_what_it_is() -> None:
+    assert not [name for name, tree in modules().items() if not ast.get_docstring(tree)]

@@ -1,0 +1,138 @@
+"""The small parts that need neither torch nor a model: blocks, stops, clocks, noise, files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fminfer.engine.blocks import BlockPool
+from fminfer.engine.noise import noise_key, uniform
+from fminfer.engine.stopping import find_stop
+from fminfer.errors import UsageError
+from fminfer.input.lines import find_inputs, read_lines
+from fminfer.output.progress import Progress, remaining_s, show_seconds
+from fminfer.output.writer import OutputFile, errors_path
+from fminfer.timing import RowClock
+
+
+def test_blocks_are_shared_and_come_back() -> None:
+    pool = BlockPool(4, block_size=8)
+    assert pool.blocks_for(0) == 0 and pool.blocks_for(8) == 1 and pool.blocks_for(9) == 2
+    first = pool.allocate(2)
+    pool.share(first[:1])
+    pool.release(first)
+    assert pool.num_free == 3, "a shared block is free only when its last holder lets go"
+    with pytest.raises(AssertionError, match="lost or doubled"):
+        pool.check_idle()
+    pool.release(first[:1])
+    pool.check_idle()
+    with pytest.raises(AssertionError, match="released twice"):
+        pool.release(first[:1])
+
+
+@pytest.mark.parametrize(
+    "text, stops, num_new, expected",
+    [
+        ("one two", ("two",), 3, 4),
+        ("one two", ("e t",), 3, 2),  # begins before the new characters
+        ("one two", ("three", "two", "o"), 7, 0),  # the earliest wins, not the first listed
+        ("one two", ("one",), 3, None),  # was searched before, when it was new
+        ("one two", (), 3, None),
+    ],
+)
+def test_find_stop(text: str, stops: tuple[str, ...], num_new: int, expected: int | None) -> None:
+    assert find_stop(text, stops, num_new) == expected
+
+
+def test_row_times_add_up_to_the_wall_time() -> None:
+    """HELM adds batch_time / batch_size over rows; that must be the time that passed."""
+    clock = RowClock()
+    first = clock.start(0.0)
+    second = clock.start(1.0)
+    clock.stop(first, 4.0)
+    third = clock.start(5.0)
+    clock.stop(second, 6.0)
+    clock.stop(third, 10.0)
+    rows = [first, second, third]
+    assert sum(row.batch_time_s / row.batch_size for row in rows) == pytest.approx(10.0)
+    assert first.batch_time_s == 4.0 and 1 < first.batch_size < 2
+
+
+def test_noise_belongs_to_the_request() -> None:
+    key = noise_key(1, 0, b"{}", 0, 0)
+    assert uniform(key, 3) == uniform(noise_key(1, 0, b"{}", 0, 0), 3)
+    others = [
+        noise_key(2, 0, b"{}", 0, 0),
+        noise_key(1, 1, b"{}", 0, 0),
+        noise_key(1, 0, b"{ }", 0, 0),
+        noise_key(1, 0, b"{}", 1, 0),
+        noise_key(1, 0, b"{}", 0, 1),
+    ]
+    draws = [uniform(key, 3), uniform(key, 4), *(uniform(other, 3) for other in others)]
+    assert len(set(draws)) == len(draws)
+    assert noise_key(-(2**63), 0, b"", 0, 0) != noise_key(2**63 - 1, 0, b"", 0, 0)
+
+
+def test_noise_is_uniform() -> None:
+    key = noise_key(1, 0, b"{}", 0, 0)
+    tenths = [0] * 10
+    for step in range(20_000):
+        tenths[int(uniform(key, step) * 10)] += 1
+    chi_square = sum((count - 2000) ** 2 / 2000 for count in tenths)
+    assert chi_square < 27.9, "p < 0.001 with 9 degrees of freedom"
+
+
+def test_lines_are_numbered_with_blank_ones_counted(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf{}\r\n\n  \n[]")
+    assert [(line.number, line.raw.strip()) for line in read_lines(path, 0)] == [
+        (1, b"{}"),
+        (4, b"[]"),
+    ]
+
+
+def test_find_inputs_says_what_is_wrong(tmp_path: Path) -> None:
+    for name in ("b.jsonl", "a.jsonl", "output_a.jsonl", "x.errors.jsonl", "c.txt"):
+        (tmp_path / name).touch()
+    assert [p.name for p in find_inputs([tmp_path])] == ["a.jsonl", "b.jsonl"]
+    (tmp_path / "empty").mkdir()
+    for path, hint in [("no.jsonl", "does not exist"), ("c.txt", "jsonl"), ("empty", "holds no")]:
+        with pytest.raises(UsageError, match=hint):
+            find_inputs([tmp_path / path])
+    with pytest.raises(UsageError, match="twice"):
+        find_inputs([tmp_path, tmp_path / "a.jsonl"])
+
+
+def test_output_is_in_input_order_and_appears_only_when_complete(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    errors_path(path).write_text("stale\n")
+    output = OutputFile(path)
+    for number in (3, 1, 12, 2):
+        output.append(number, json.dumps(number).encode(), is_error=False)
+    assert not path.exists()
+    assert (tmp_path / "answers.jsonl.partial").read_text() == "3\n1\n12\n2\n", "on disk at once"
+    output.finish()
+    assert path.read_text() == "1\n2\n3\n12\n"
+    assert [p.name for p in tmp_path.iterdir()] == ["answers.jsonl"], "an old errors file goes too"
+
+
+def test_errors_stand_in_their_own_file(tmp_path: Path) -> None:
+    output = OutputFile(tmp_path / "answers.jsonl")
+    output.append(2, b"two", is_error=True)
+    output.append(3, b"three", is_error=False)
+    output.append(1, b"one", is_error=True)
+    assert output.num_records == 3
+    output.finish()
+    assert (tmp_path / "answers.jsonl").read_text() == "three\n"
+    assert (tmp_path / "answers.errors.jsonl").read_text() == "one\ntwo\n"
+
+
+def test_the_time_left_counts_rows_that_are_half_done() -> None:
+    # 10 of 40 rows took 1,000 tokens in 10 s; 500 more tokens are in rows not yet finished.
+    progress = Progress(num_rows=10, num_errors=0, num_tokens=1500, num_finished_tokens=1000)
+    assert remaining_s(progress, 40, elapsed_s=15.0) == pytest.approx(25.0)
+    nothing = Progress(num_rows=0, num_errors=0, num_tokens=10, num_finished_tokens=0)
+    assert remaining_s(nothing, 40, elapsed_s=1.0) is None
+    assert show_seconds(3725) == "1:02:05" and show_seconds(59.7) == "1:00"

@@ -1,0 +1,170 @@
+"""One line in, a Request or a RequestError with its code, its field and what to do."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fminfer.errors import RequestError
+from fminfer.request import SamplingParams, parse_request
+
+
+def params(**fields: object) -> SamplingParams:
+    line = json.dumps({"prompt": "x"} | fields).encode()
+    return parse_request(line, max_logprobs=100).params
+
+
+def refused(line: bytes | dict[str, object]) -> RequestError:
+    raw = line if isinstance(line, bytes) else json.dumps(line).encode()
+    with pytest.raises(RequestError) as caught:
+        parse_request(raw, max_logprobs=100)
+    return caught.value
+
+
+def test_defaults_are_those_of_openai() -> None:
+    found = params()
+    assert (found.max_tokens, found.temperature, found.top_p, found.n) == (16, 1.0, 1.0, 1)
+    assert found == params(max_tokens=None, temperature=None, stop=None, best_of=None, echo=None)
+
+
+def test_raw_is_kept_byte_for_byte() -> None:
+    raw = b'{"b": 0.0, "prompt":"\\u0120x" ,"a":null, "temperature":0,"nest":{"z":[1,  2]}}'
+    assert parse_request(b"  " + raw + b"\r\n", max_logprobs=100).raw == raw
+
+
+def test_integral_floats_pass_for_integers_and_booleans_do_not() -> None:
+    assert params(max_tokens=2.0, logprobs=1.0).max_tokens == 2
+    assert refused({"prompt": "x", "max_tokens": True}).code == "invalid_type"
+    assert refused({"prompt": "x", "max_tokens": "5"}).code == "invalid_type"
+    assert refused({"prompt": "x", "max_tokens": 2.5}).code == "invalid_type"
+
+
+def test_echo_takes_0_and_1() -> None:
+    assert params(echo=1).echo and not params(echo=0).echo
+    assert refused({"prompt": "x", "echo": "yes"}).code == "invalid_type"
+    assert refused({"prompt": "x", "echo": 2}).code == "invalid_type"
+
+
+def test_stop_is_a_string_or_a_list() -> None:
+    assert params(stop="a").stop == ("a",)
+    assert params(stop=["a", "b", "a"]).stop == ("a", "b")
+    assert params(stop=[]).stop == ()
+    assert refused({"prompt": "x", "stop": ["a", ""]}).code == "out_of_range"
+    assert refused({"prompt": "x", "stop": [1]}).code == "invalid_type"
+
+
+@pytest.mark.parametrize(
+    "prompt, expected",
+    [
+        ("", [""]),
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+    ],
+)
+def test_prompts(prompt: object, expected: object) -> None:
+    line = json.dumps({"prompt": prompt}).encode()
+    assert parse_request(line, max_logprobs=100).prompts == expected
+
+
+@pytest.mark.parametrize("prompt", [5, True, {"a": 1}, [1, "a"], [[1], "a"], [None], [True]])
+def test_prompts_of_a_wrong_type(prompt: object) -> None:
+    assert refused({"prompt": prompt}).code == "invalid_type"
+
+
+@pytest.mark.parametrize(
+    "fields, code, param",
+    [
+        ({"temperature": 2.1}, "out_of_range", "temperature"),
+        ({"temperature": -1}, "out_of_range", "temperature"),
+        ({"top_p": 1.5}, "out_of_range", "top_p"),
+        ({"top_k": -1}, "out_of_range", "top_k"),
+        ({"n": 0}, "out_of_range", "n"),
+        ({"n": 129}, "out_of_range", "n"),
+        ({"best_of": 129}, "out_of_range", "best_of"),
+        ({"logprobs": 101}, "out_of_range", "logprobs"),
+        ({"logprobs": True}, "invalid_type", "logprobs"),
+        ({"max_tokens": -1}, "out_of_range", "max_tokens"),
+        ({"seed": 2**70}, "out_of_range", "seed"),
+        ({"stream": True}, "unsupported_parameter", "stream"),
+        ({"suffix": "x"}, "unsupported_parameter", "suffix"),
+        ({"frequency_penalty": 0.5}, "unsupported_parameter", "frequency_penalty"),
+        ({"logit_bias": {"5": 1}}, "unsupported_parameter", "logit_bias"),
+        ({"prompt": None}, "missing_prompt", "prompt"),
+        ({"prompt": []}, "out_of_range", "prompt"),
+        ({"prompt": [[]]}, "out_of_range", "prompt"),
+    ],
+)
+def test_refused_values(fields: dict[str, object], code: str, param: str) -> None:
+    error = refused({"prompt": "x"} | fields)
+    assert (error.code, error.param) == (code, param)
+    assert param in error.message
+
+
+@pytest.mark.parametrize(
+    "name, neutral",
+    [
+        ("suffix", ""),
+        ("stream", False),
+        ("frequency_penalty", 0),
+        ("presence_penalty", 0.0),
+        ("repetition_penalty", 1.0),
+        ("logit_bias", {}),
+        ("min_tokens", None),
+    ],
+)
+def test_neutral_values_of_what_is_not_supported_pass(name: str, neutral: object) -> None:
+    assert params(**{name: neutral}) == params()
+
+
+def test_a_missing_prompt_is_told_from_a_null_one() -> None:
+    assert "absent" in refused({}).message
+    assert "null" in refused({"prompt": None}).message
+
+
+@pytest.mark.parametrize(
+    "line, code, hint",
+    [
+        (b"{", "invalid_json", "spread over several lines"),
+        (b'"prompt": "x",', "invalid_json", "spread over several lines"),
+        (b'{"prompt": "x",}', "invalid_json", "comma before the last brace"),
+        (b"hello", "invalid_json", "one JSON object"),
+        (b'{"prompt": "x", "top_p": NaN}', "invalid_json", "NaN"),
+        (b'{"prompt": "x", "top_p": Infinity}', "invalid_json", "Infinity"),
+        (b"[1]", "not_an_object", "list"),
+        (b"null", "not_an_object", "null"),
+        (b'{"prompt": "\xff"}', "invalid_utf8", "byte 12"),
+        (b'{"prompt": "\\ud800"}', "invalid_utf8", "surrogate"),
+        (b"[" * 100_000, "invalid_json", "nested"),
+    ],
+)
+def test_lines_that_are_no_request(line: bytes, code: str, hint: str) -> None:
+    error = refused(line)
+    assert error.code == code
+    assert hint in error.message
+
+
+def test_a_lone_surrogate_outside_the_prompt_is_no_error() -> None:
+    """orjson refuses lone surrogates everywhere; JSON allows them, and only a prompt is text."""
+    assert parse_request(b'{"prompt": "x", "id": "\\ud800"}', max_logprobs=5).prompts == ["x"]
+
+
+def test_best_of_below_n_is_n_with_a_warning() -> None:
+    """Real HELM files hold best_of 1 with n 4."""
+    request = parse_request(b'{"prompt": "x", "n": 4, "best_of": 1}', max_logprobs=5)
+    assert request.params.best_of == 4
+    assert any("best_of 1" in warning for warning in request.warnings)
+
+
+def test_unknown_keys_are_kept_with_a_warning() -> None:
+    request = parse_request(b'{"prompt": "x", "foo": 1, "engine": "e"}', max_logprobs=5)
+    assert request.warnings == ("unknown parameters are kept and not acted on: foo",)
+
+
+def test_greedy_candidates_are_computed_once() -> None:
+    assert params(temperature=0, best_of=5).num_candidates == 1
+    assert params(top_p=0, n=3).num_candidates == 1
+    assert params(n=3, best_of=5).num_candidates == 5
+    assert params(n=3, max_tokens=0).num_candidates == 1
