@@ -55,29 +55,30 @@ class DecodeRows:
 class AttentionPlan:
     """Everything attention needs to know of a step, made once and used by every layer."""
 
-    block_of_token: torch.Tensor  # (tokens,) int64: where each new key goes
-    offset_of_token: torch.Tensor  # (tokens,) int64
+    slots: torch.Tensor  # (tokens * kv_heads,) int64: where new keys go, in rows of head_dim
     chunks: list[ChunkRow]
     decode: DecodeRows | None
 
 
-def plan_attention(rows: Sequence[StepRow], block_size: int, device: torch.device) -> AttentionPlan:
+def plan_attention(
+    rows: Sequence[StepRow], block_size: int, kv_heads: int, device: torch.device
+) -> AttentionPlan:
     """Lay out a step. Rows of one token must come last.
 
     Args:
         rows: the step's rows in packed order.
         block_size: tokens a block.
+        kv_heads: heads of keys, on which a token's place in the cache depends.
     """
-    block_of_token: list[int] = []
-    offset_of_token: list[int] = []
+    first_slots: list[int] = []  # of each token, for head 0
     chunks: list[ChunkRow] = []
     decode: list[StepRow] = []
     first = 0
     for row in rows:
         last = first + len(row.token_ids)
         for position in range(row.position, row.position + len(row.token_ids)):
-            block_of_token.append(row.block_table[position // block_size])
-            offset_of_token.append(position % block_size)
+            block = row.block_table[position // block_size]
+            first_slots.append(block * kv_heads * block_size + position % block_size)
         if len(row.token_ids) == 1:
             decode.append(row)
         else:
@@ -85,9 +86,9 @@ def plan_attention(rows: Sequence[StepRow], block_size: int, device: torch.devic
             blocks = torch.tensor(_used_blocks(row, block_size), device=device)
             chunks.append(ChunkRow(first, last, row.position, blocks))
         first = last
+    slots = torch.tensor(first_slots)[:, None] + torch.arange(kv_heads) * block_size
     return AttentionPlan(
-        torch.tensor(block_of_token, device=device),
-        torch.tensor(offset_of_token, device=device),
+        slots.flatten().to(device),
         chunks,
         _plan_decode(decode, first - len(decode), block_size, device) if decode else None,
     )
@@ -162,8 +163,9 @@ class PagedAttention:
         """
         plan = self.plan
         assert plan is not None, "no step is planned"
-        self.keys[plan.block_of_token, :, plan.offset_of_token] = key[0].transpose(0, 1)
-        self.values[plan.block_of_token, :, plan.offset_of_token] = value[0].transpose(0, 1)
+        for cache, new in ((self.keys, key), (self.values, value)):
+            rows = new[0].transpose(0, 1).reshape(-1, new.shape[-1])
+            cache.view(-1, new.shape[-1]).index_copy_(0, plan.slots, rows)
         out = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
         for chunk in plan.chunks:
             keys, values = self._gather(chunk, key, value)
@@ -200,8 +202,10 @@ class PagedAttention:
         if chunk.position == 0:  # they are all at hand
             return key[0, :, chunk.first : chunk.last], value[0, :, chunk.first : chunk.last]
         num_keys = chunk.position + chunk.last - chunk.first
-        keys = self.keys[chunk.blocks].transpose(0, 1).flatten(1, 2)[:, :num_keys]
-        values = self.values[chunk.blocks].transpose(0, 1).flatten(1, 2)[:, :num_keys]
+        keys, values = (
+            cache.index_select(0, chunk.blocks).transpose(0, 1).flatten(1, 2)[:, :num_keys]
+            for cache in (self.keys, self.values)
+        )
         return keys, values
 
 
@@ -326,11 +330,11 @@ def eager_partial(
     """
     offsets = torch.arange(key_blocks.shape[2], device=grouped.device)
     distance = (positions[row_of_block] - block_start)[:, None] - offsets
-    scores = grouped[row_of_block] @ key_blocks[blocks].float().transpose(2, 3)
+    scores = grouped[row_of_block] @ key_blocks.index_select(0, blocks).float().transpose(2, 3)
     scores = block_scores(scores, distance, sliding_window, slopes)
     largest = scores.amax(-1)
     weights = torch.exp(scores - largest[..., None])
-    values = value_blocks[blocks].float()
+    values = value_blocks.index_select(0, blocks).float()
     # Past a row's end lies what another row left, or nothing: 0 times it might still be nan.
     ends = (distance[:, -1] < 0).nonzero()[:, 0]
     values[ends] = values[ends].masked_fill((distance[ends] < 0)[:, None, :, None], 0.0)

@@ -63,7 +63,9 @@ def score(logits: torch.Tensor, ids: torch.Tensor, num_top: int) -> Draws:
     normalizer = logits.logsumexp(-1, keepdim=True)
     logprobs = logits.gather(-1, ids[:, None]) - normalizer
     # A chosen token that is also among the best has the very same float there.
-    if num_top == 1:
+    if num_top == 0:
+        best, top_ids = logits[:, :0], ids[:, None][:, :0]
+    elif num_top == 1:
         best, top_ids = logits.max(-1, keepdim=True)
     else:
         best, top_ids = logits.topk(min(num_top, logits.shape[-1]), -1)

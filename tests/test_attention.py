@@ -62,7 +62,7 @@ def test_every_kind_of_row(partial: attention.PartialBody, window: int, has_alib
 
     def run(parts: list[tuple[int, int, int]]) -> None:  # (row, first token, last token)
         rows = [StepRow([0] * (b - a), a, tables[r]) for r, a, b in parts]
-        paged.plan = plan_attention(rows, BLOCK, CPU)
+        paged.plan = plan_attention(rows, BLOCK, KV_HEADS, CPU)
         packed = [
             torch.cat([x[r][a:b] for r, a, b in parts]).transpose(0, 1)[None] for x in (q, k, v)
         ]

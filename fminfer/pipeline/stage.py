@@ -51,13 +51,13 @@ class Stage:
         AttentionInterface.register(ATTENTION_NAME, _paged_forward)
         # transformers asks the config at each call; an unknown name also means "make no mask".
         model.config._attn_implementation = ATTENTION_NAME
-        kv_heads, head_dim = kv_shape(model.config)
+        self._kv_heads, head_dim = kv_shape(model.config)
         self._caches: list[PagedAttention] = []
         for layer in self._decoder.get_submodule(family.layers):
             cache = PagedAttention(
                 num_blocks,
                 block_size,
-                kv_heads,
+                self._kv_heads,
                 head_dim,
                 dtype=self._dtype,
                 device=self._device,
@@ -88,7 +88,7 @@ class Stage:
             cache.copy_blocks(sources, targets)
 
     def _forward(self, step: Step) -> torch.Tensor:  # (tokens, hidden)
-        plan = plan_attention(step.rows, self._block_size, self._device)
+        plan = plan_attention(step.rows, self._block_size, self._kv_heads, self._device)
         for cache in self._caches:
             cache.plan = plan
         ids = [token_id for row in step.rows for token_id in row.token_ids]
