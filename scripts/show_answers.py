@@ -13,6 +13,8 @@ from pathlib import Path
 
 def main() -> None:
     for path in map(Path, sys.argv[1:]):
+        if path.name.endswith(".errors.jsonl"):
+            continue
         with path.open() as lines:
             line = next(lines, None)
         print(f"\n── {path.name}")

@@ -360,3 +360,11 @@ def test_times_add_up() -> None:
     for time in times:
         parts = time["prefill_time"] + time["decode_time"]
         assert parts == pytest.approx(time["batch_time"])
+
+
+def test_prompts_that_cannot_be_fed_yet_hold_no_blocks() -> None:
+    """Ninety-six prompts let in at once held 2 GB of KV cache while one of them was being fed."""
+    bench = Bench(num_blocks=1000, max_rows=100)
+    scored = {"prompt": "x" * 16, "max_tokens": 0, "echo": True, "logprobs": 0}
+    bench.run(*[scored] * 50)
+    assert bench.loop.stats.max_rows_running <= 4

@@ -60,6 +60,7 @@ class Scheduler:
         self._waiting: deque[PromptState] = deque()
         self._prefilling: deque[PromptState] = deque()
         self._ready: deque[Sequence] = deque()  # sequences whose newest token can be fed
+        self._num_unfed = 0  # tokens of admitted prompts that are not yet in a step
         self._num_drawing = 0  # sequences that draw a token in a step in flight
         self._copies: list[tuple[int, int]] = []
         self._num_steps = 0
@@ -84,11 +85,20 @@ class Scheduler:
         self._waiting.append(prompt)
 
     def admit(self) -> list[PromptState]:
-        """Let in, in order, every prompt whose blocks are free; return those let in."""
+        """Let in, in order, prompts whose blocks are free; return those let in.
+
+        No more than the next step can feed: a prompt that could only stand in line inside would
+        hold blocks, and so memory, for nothing.
+        """
         admitted = []
-        while self._waiting and self._has_room(self._waiting[0]):
+        while (
+            self._waiting
+            and self._num_unfed < self._chunk_size
+            and self._has_room(self._waiting[0])
+        ):
             prompt = self._waiting.popleft()
             self._reserve(prompt)
+            self._num_unfed += prompt.num_to_feed
             self._prefilling.append(prompt)
             admitted.append(prompt)
         return admitted
@@ -126,6 +136,7 @@ class Scheduler:
         """Prove the books: nothing runs, so every block is free."""
         assert self.is_idle and not self._ready and not self._prefilling
         assert self._num_drawing == 0, "a sequence in flight was forgotten"
+        assert self._num_unfed == 0, "a prompt was fed in part"
         self._pool.check_idle()
 
     def _num_blocks(self, prompt: PromptState) -> int:
@@ -176,6 +187,7 @@ class Scheduler:
         start, last = prompt.num_fed, min(prompt.num_fed + room, prompt.num_to_feed)
         row = StepRow(prompt.ids[start:last], start, prompt.sequences[0].block_table)
         prompt.num_fed = last
+        self._num_unfed -= last - start
         draws = last == prompt.num_to_feed and prompt.params.max_tokens > 0
         if last == prompt.num_to_feed:
             self._prefilling.popleft()

@@ -1,0 +1,163 @@
+"""The engine with a small real model: draws belong to their request, neighbours do not matter."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fminfer
+from fminfer.models.checkpoint import load_model, open_checkpoint
+
+Options = dict[str, Any]
+
+
+@pytest.fixture
+def engine(llama_checkpoint: tuple[Path, Any]) -> Iterator[fminfer.Engine]:
+    engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="float32", attention="eager")
+    yield engine
+    engine.close()
+
+
+def texts(engine: fminfer.Engine, requests: list[Options]) -> list[list[str]]:
+    records = sorted(engine.run(requests), key=lambda record: record.line.number)
+    return [
+        ["".join(c["logprobs"]["tokens"]) for c in record.to_dict()["result"]["choices"]]
+        for record in records
+    ]
+
+
+def sampled(index: int, **fields: Any) -> Options:
+    prompt = random.Random(index).choices(range(300), k=1 + index * 7 % 60)
+    return {"prompt": prompt, "max_tokens": 8, "temperature": 1.2, "logprobs": 0} | fields
+
+
+def test_text_is_the_same_alone_and_among_others(engine: fminfer.Engine) -> None:
+    requests = [sampled(i, top_p=0.9, seed=i, n=1 + i % 2) for i in range(33)]
+    together = texts(engine, requests)
+    for index in (0, 7, 32):
+        assert texts(engine, [requests[index]]) == [together[index]]
+
+
+def test_a_shuffled_file_gives_the_same_answers(engine: fminfer.Engine) -> None:
+    requests = [sampled(i, tag=i) for i in range(20)]  # without seeds
+    order = random.Random(1).sample(range(20), 20)
+    expected = texts(engine, requests)
+    assert texts(engine, [requests[i] for i in order]) == [expected[i] for i in order]
+
+
+def test_equal_lines_differ_without_a_seed_and_agree_with_one(
+    llama_checkpoint: tuple[Path, Any],
+) -> None:
+    runs = []
+    for _ in range(2):
+        engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="float32", attention="eager")
+        unseeded, seeded = sampled(3), sampled(3, seed=9)
+        runs.append(texts(engine, [unseeded] * 4 + [seeded] * 3))
+        engine.close()
+    assert runs[0] == runs[1], "a whole run repeats"
+    assert len({answer[0] for answer in runs[0][:4]}) == 4
+    assert len({answer[0] for answer in runs[0][4:]}) == 1
+
+
+def test_candidates_share_their_prompt_and_differ(engine: fminfer.Engine) -> None:
+    """The prompt's last block is half full, so each candidate writes into a copy of its own."""
+    request = sampled(5, n=6, max_tokens=40)
+    (together,) = texts(engine, [request])
+    assert len(set(together)) == 6
+    greedy = {"prompt": request["prompt"], "max_tokens": 40, "temperature": 0, "logprobs": 0}
+    others = [sampled(i, n=5, max_tokens=30) for i in range(8)]
+    alone = texts(engine, [greedy])
+    assert texts(engine, [*others, greedy, *others])[8] == alone[0]
+    assert texts(engine, [*others, request])[8] == together
+
+
+def test_best_of_returns_the_candidates_with_the_highest_mean_logprob(
+    engine: fminfer.Engine,
+) -> None:
+    prompt = sampled(5)["prompt"]
+    request = {"prompt": prompt, "max_tokens": 6, "logprobs": 0, "seed": 4, "temperature": 1}
+    # The draws of a candidate depend on the request's bytes: ask for all of the very same request.
+    (record,) = engine.run([request | {"n": 2, "best_of": 7}])
+    result = record.to_dict()["result"]
+    means = [sum(c["logprobs"]["token_logprobs"]) / 6 for c in result["choices"]]
+    assert len(means) == 2 and means[0] >= means[1]
+    assert result["usage"]["completion_tokens"] == 42
+    (every,) = engine.run([request | {"n": 7}])
+    spread = [
+        sum(c["logprobs"]["token_logprobs"]) / 6 for c in every.to_dict()["result"]["choices"]
+    ]
+    assert means[0] > sorted(spread)[3], "the best of seven is above the middle of seven others"
+
+
+def test_few_rows_stay_one_micro_batch(engine: fminfer.Engine) -> None:
+    """Two half-filled micro-batches that never meet would read all weights twice as often."""
+    requests = [sampled(i, max_tokens=20, temperature=0) for i in range(16)]
+    list(engine.run(requests))
+    assert engine.stats.num_steps <= 20 + 4
+
+
+def test_nan_weights_cost_each_row_an_error_and_not_the_run(
+    llama_checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One token's embedding is nan: the rows that hold it fail, their neighbours are unharmed."""
+
+    def load_damaged(*arguments: Any, **options: Any) -> Any:
+        model: Any = load_model(*arguments, **options)
+        model.model.embed_tokens.weight[77] = float("nan")
+        return model
+
+    monkeypatch.setattr("fminfer.worker.load_model", load_damaged)
+    engine = fminfer.Engine(
+        str(llama_checkpoint[0]), dtype="float32", attention="eager", budget=512
+    )
+    clean = {"prompt": [1, 2, 3, 4], "max_tokens": 5, "temperature": 0, "logprobs": 1}
+    poisoned = clean | {"prompt": [1, 2, 77, 4]}
+    scored = poisoned | {"echo": True, "max_tokens": 0}
+    records = sorted(
+        engine.run([clean, poisoned, clean, scored, *[clean] * 20]), key=lambda r: r.line.number
+    )
+    engine.close()
+    codes = [record.error.code if record.error else None for record in records]
+    assert codes == [None, "nan_logits", None, "nan_logits"] + [None] * 20
+    answers = [record.to_dict()["result"]["choices"] for record in records if not record.error]
+    assert all(answer == answers[0] for answer in answers), "blocks of a nan row are used again"
+    checkpoint = open_checkpoint(str(llama_checkpoint[0]))
+    sound = load_model(checkpoint, dtype=torch.float32, device=torch.device("cpu"), seed=1)
+    assert not torch.isnan(sound(torch.tensor([[77]])).logits).any()
+
+
+def test_bfloat16_runs_and_is_near(llama_checkpoint: tuple[Path, Any]) -> None:
+    folder, model = llama_checkpoint
+    engine = fminfer.Engine(str(folder), dtype="bfloat16", attention="eager")
+    ids = list(range(40, 90))
+    (record,) = engine.run([{"prompt": ids, "max_tokens": 0, "echo": True, "logprobs": 0}])
+    engine.close()
+    found = record.to_dict()["result"]["choices"][0]["logprobs"]["token_logprobs"][1:]
+    with torch.no_grad():
+        expected = torch.log_softmax(model(torch.tensor([ids])).logits[0], -1)
+    exact = expected[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    assert torch.tensor(found).sub(exact).abs().max() < 0.15
+
+
+def test_requests_must_be_dicts(engine: fminfer.Engine) -> None:
+    with pytest.raises(fminfer.UsageError, match="request 1 is a str"):
+        list(engine.run(["hello"]))  # type: ignore[list-item]
+
+
+def test_the_sum_of_row_shares_is_the_wall_time(engine: fminfer.Engine) -> None:
+    """HELM reads runtime = batch_time / batch_size a row; the rows must add up to the run."""
+    import time
+
+    requests = [sampled(i, max_tokens=1 + i * 5 % 30) for i in range(40)]
+    list(engine.run(requests[:2]))
+    started = time.perf_counter()
+    records = list(engine.run(requests))
+    wall_s = time.perf_counter() - started
+    times = [record.to_dict()["result"]["request_time"] for record in records]
+    shares = sum(t["batch_time"] / t["batch_size"] for t in times)
+    assert shares == pytest.approx(wall_s, rel=0.1)
