@@ -38,7 +38,8 @@ def main() -> None:
     "--infer-data",
     multiple=True,
     type=click.Path(path_type=Path),
-    help="A .jsonl file of requests, or a folder of them; may be repeated.",
+    help="A .jsonl file of requests, or a folder of them (outputs of earlier runs left out); "
+    "may be repeated.",
 )
 @click.option(
     "--output",
@@ -69,7 +70,8 @@ def main() -> None:
 @click.option(
     "--budget",
     type=int,
-    help="Tokens of KV cache for all rows that run at once, prompt and max_tokens counted.  "
+    help="Tokens of KV cache for all rows that run at once, prompt and max_tokens counted, "
+    "rounded up to blocks of 32.  "
     "[default: half of the free memory]",
 )
 @click.option(
@@ -122,7 +124,6 @@ def run(
     paths: tuple[Path, ...],
     infer_data: tuple[Path, ...],
     output: Path | None,
-    model_type: str | None,
     fp16: bool,
     restart: bool,
     stats: Path | None,
@@ -154,7 +155,7 @@ def run(
         inputs = find_inputs([*infer_data, *paths])
         if not inputs:
             raise UsageError("no input; give a .jsonl file, as in: fminfer run requests.jsonl")
-        status = _run(config, inputs, output, model_type, restart, stats, quiet, verbose)
+        status = _run(config, inputs, output, restart, stats, quiet, verbose)
     except UsageError as error:
         _fail(error, EXIT_USAGE, verbose)
     except FminferError as error:
@@ -171,7 +172,6 @@ def _run(
     config: EngineConfig,
     inputs: list[Path],
     output: Path | None,
-    model_type: str | None,
     restart: bool,
     stats: Path | None,
     is_quiet: bool,
@@ -188,6 +188,8 @@ def _run(
     if not is_verbose:
         transformers.logging.set_verbosity_error()
     outputs = plan_outputs(inputs, output, restart=restart)
+    if stats is not None and not stats.parent.is_dir():
+        raise UsageError(f"--stats {stats}: there is no folder {stats.parent}")
     if config.model is None and config.random_init is None and not is_quiet:
         click.echo(
             "Using the demo model, which knows only the way between rooms; "
@@ -197,25 +199,16 @@ def _run(
     loading = LoadingBar(is_quiet=is_quiet)
     engine = Engine(on_progress=loading, **asdict(config))
     loading.close()
-    _check_model_type(engine, model_type)
     ready_s = time.perf_counter() - STARTED_S
-    summary = run_job(engine, inputs, outputs, start_to_ready_s=ready_s, is_quiet=is_quiet)
-    engine.close()
+    try:
+        summary = run_job(engine, inputs, outputs, start_to_ready_s=ready_s, is_quiet=is_quiet)
+    finally:
+        engine.close()
     if stats is not None:
         stats.write_text(json.dumps(summary.to_dict(), indent=2) + "\n")
     if not is_quiet:
         click.echo(summary.to_text(), err=True)
     return EXIT_SOME_ERRORS if summary.num_errors else 0
-
-
-def _check_model_type(engine: Any, name: str | None) -> None:
-    """Refuse a --model-type that is not the config's; old spellings (gptneox, gpt-j) are known."""
-    plain = (name or "").replace("_", "").replace("-", "").lower()
-    if name is not None and plain != engine.model_type.replace("_", ""):
-        raise UsageError(
-            f"--model-type {name} clashes with the model's config, which says {engine.model_type}; "
-            "leave the flag out"
-        )
 
 
 def _fail(error: Exception, status: int, verbose: bool) -> None:

@@ -24,10 +24,11 @@ class EngineConfig:
 
     model: str | None = None  # a folder or hub id; None is the demo model of the package
     random_init: str | None = None  # a config.json, its folder, or a size of models.sizes
+    model_type: str | None = None  # checked against the config's
     dtype: DType = "auto"
     device: str = "auto"  # auto, cpu, cuda, cuda:1, …
     seed: int = 1  # for requests without a seed of their own, and for random weights
-    budget: int | None = None  # tokens of KV cache for all running rows; None: from free memory
+    budget: int | None = None  # tokens of KV cache for all running rows, rounded up to blocks
     block_size: int = 32  # tokens a KV block
     chunk_size: int = 512  # most tokens of one step
     max_rows: int = 256  # most sequences that run at once
@@ -39,6 +40,10 @@ class EngineConfig:
         for field in ("block_size", "chunk_size", "max_rows", "micro_batches"):
             if getattr(self, field) < 1:
                 raise UsageError(f"{field} is {getattr(self, field)}; it must be at least 1")
+        if not -(2**63) <= self.seed < 2**63:
+            raise UsageError(f"seed is {self.seed}; it must fit 64 bits, with a sign")
+        if self.max_logprobs < 0:
+            raise UsageError(f"max_logprobs is {self.max_logprobs}; it must be at least 0")
         if self.budget is not None and self.budget < self.block_size:
             raise UsageError(
                 f"budget is {self.budget} tokens; it must hold one block, {self.block_size} tokens"

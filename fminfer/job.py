@@ -14,7 +14,7 @@ from typing import Any
 from fminfer.errors import UsageError
 from fminfer.input.lines import Line, read_lines
 from fminfer.output.progress import Progress, ProgressBar, show_seconds
-from fminfer.output.writer import OutputFile, errors_path
+from fminfer.output.writer import PARTIAL, OutputFile, errors_path, traces
 from fminfer.worker import Engine
 
 
@@ -81,6 +81,12 @@ class _File:
     is_read: bool = False
     is_finished: bool = False
 
+    def finish_if_complete(self) -> None:
+        """Give the output its final name once every line of the input has its record."""
+        if self.is_read and not self.is_finished and self.output.num_records == self.num_read:
+            self.output.finish()
+            self.is_finished = True
+
 
 def plan_outputs(inputs: list[Path], output: Path | None, *, restart: bool) -> list[Path]:
     """Return where each input's answers go.
@@ -92,7 +98,7 @@ def plan_outputs(inputs: list[Path], output: Path | None, *, restart: bool) -> l
     Raises:
         UsageError: one file for several inputs, two inputs for one file, or an output that exists.
     """
-    if output is not None and not output.is_dir() and output.suffix == ".jsonl":
+    if output is not None and (output.is_file() or output.suffix == ".jsonl"):
         if len(inputs) > 1:
             raise UsageError(
                 f"--output {output} is one file, and there are {len(inputs)} inputs; give a folder"
@@ -100,20 +106,28 @@ def plan_outputs(inputs: list[Path], output: Path | None, *, restart: bool) -> l
         outputs = [output]
     else:
         outputs = [(output or path.parent) / f"output_{path.name}" for path in inputs]
-    for index, path in enumerate(outputs):
-        if path in outputs[:index]:
-            raise UsageError(
-                f"two inputs are named {inputs[index].name} and would both be answered in {path}; "
-                "run them apart, each with an --output of its own"
-            )
-        if path.resolve() in [p.resolve() for p in inputs]:
-            raise UsageError(f"--output {path} is an input; give another name")
-        if path.exists() and not restart:
-            raise UsageError(
-                f"{path} exists: its input is already answered. Give --restart to answer it again, "
-                "or another --output"
-            )
+    taken = {path.resolve(): f"is the input {path}" for path in inputs}
+    for source, path in zip(inputs, outputs, strict=True):
+        for trace in traces(path):
+            if trace.resolve() in taken:
+                raise UsageError(
+                    f"the answers to {source} would be written to {trace}, which "
+                    f"{taken[trace.resolve()]}; run it apart, or give another --output"
+                )
+            taken[trace.resolve()] = f"also belongs to the answers to {source}"
+            if trace.exists() and not restart:
+                raise UsageError(_what_exists(source, trace))
     return outputs
+
+
+def _what_exists(source: Path, trace: Path) -> str:
+    what = "is already answered"
+    if trace.name.endswith(PARTIAL):
+        what = "is being answered by another run, or was by one that was interrupted"
+    return (
+        f"{trace} exists: {source} {what}. Give --restart to answer it again from the start, or "
+        "another --output"
+    )
 
 
 def count_rows(inputs: list[Path]) -> int:
@@ -140,6 +154,9 @@ def run_job(
     )
     for path in outputs:
         path.parent.mkdir(parents=True, exist_ok=True)
+        for trace in traces(path):  # plan_outputs asked for --restart; answers stay till the end
+            if trace.name.endswith(PARTIAL):
+                trace.unlink(missing_ok=True)
     files = [_File(i, OutputFile(o)) for i, o in zip(inputs, outputs, strict=True)]
     bar = ProgressBar(count_rows(inputs), is_quiet=is_quiet)
     started = time.perf_counter()
@@ -151,9 +168,8 @@ def run_job(
             _count(summary, record.error.code if record.error is not None else None)
             summary.prompt_tokens += record.num_prompt_tokens
             summary.completion_tokens += record.num_completion_tokens
-            _finish_complete(files)
+            file.finish_if_complete()
             bar.update(_progress(summary, engine))
-        _finish_complete(files)
     finally:
         bar.close()
         for file in files:
@@ -171,14 +187,7 @@ def _lines(files: list[_File]) -> Iterator[Line]:
             file.num_read += 1
             yield line
         file.is_read = True
-
-
-def _finish_complete(files: list[_File]) -> None:
-    """Give every file whose lines all have their record its final name."""
-    for file in files:
-        if file.is_read and not file.is_finished and file.output.num_records == file.num_read:
-            file.output.finish()
-            file.is_finished = True
+        file.finish_if_complete()  # its last record may have come before its end was seen
 
 
 def _count(summary: JobSummary, error_code: str | None) -> None:

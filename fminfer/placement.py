@@ -24,6 +24,10 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise UsageError(f"device {name!r} is unknown; give auto, cpu or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(
+            f"device {name!r} is not one that fminfer runs on; give auto, cpu or cuda:N"
+        )
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UsageError(
             f"device {name} is not here; torch sees {torch.cuda.device_count()} GPUs. "

@@ -138,7 +138,7 @@ def _load_leniently(raw: bytes, error: orjson.JSONDecodeError) -> Any:
         raise RequestError("invalid_json", f"{name} is not JSON; use a number or null")
 
     try:
-        return json.loads(raw, parse_constant=refuse_constant)
+        return json.loads(raw.decode(), parse_constant=refuse_constant)
     except RecursionError:
         raise RequestError("invalid_json", "the JSON is nested too deep") from None
     except ValueError:
@@ -149,6 +149,8 @@ def _load_leniently(raw: bytes, error: orjson.JSONDecodeError) -> Any:
 
 
 def _json_remedy(raw: bytes) -> str:
+    if raw.startswith(b"\xef\xbb\xbf"):
+        return "A byte order mark stands before it; only a file's first line may have one"
     if raw[-1:] == b"}" and raw[:-1].rstrip()[-1:] == b",":
         return "There is a comma before the last brace; remove it"
     if (raw[:1] == b"{" and raw[-1:] != b"}") or raw[:1] in (b'"', b"}", b"]"):
@@ -331,5 +333,8 @@ def _json_type(value: object) -> str:
 
 
 def _show(value: object) -> str:
-    text = json.dumps(value)
+    try:
+        text = json.dumps(value)
+    except RecursionError:
+        return f"a {_json_type(value)} nested too deep to show"
     return text if len(text) <= 60 else text[:57] + "…"

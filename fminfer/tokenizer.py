@@ -53,7 +53,7 @@ class Tokenizer:
         from transformers import AutoTokenizer  # slow to import; only where it is needed
 
         try:
-            return cls(AutoTokenizer.from_pretrained(folder))
+            return cls(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{folder} has no usable tokenizer: {error}") from error
 
@@ -109,12 +109,13 @@ class Tokenizer:
         if self._backend is None:
             return self._detokenized_offsets(ids)[0]
         encoding = self._backend.encode(text)
-        if encoding.ids != ids:  # transformers added something the backend does not know of
+        spans = list(zip(encoding.offsets, encoding.special_tokens_mask, strict=True))
+        # Some tokenizers trim white space off their offsets, and tokens of nothing else vanish;
+        # and transformers may add tokens that the backend does not know of.
+        if encoding.ids != ids or any(a == b for (a, b), is_special in spans if not is_special):
             return self._detokenized_offsets(ids)[0]
         offsets, last_end = [], 0
-        for (start, end), is_special in zip(
-            encoding.offsets, encoding.special_tokens_mask, strict=True
-        ):
+        for (start, end), is_special in spans:
             if is_special:
                 start = end = last_end
             offsets.append(min(start, last_end))
@@ -139,19 +140,26 @@ class Detokenizer:
     Hugging Face's text-generation-inference). A broken end is held back until it completes or
     `flush` is called. Byte-fallback tokenizers show a whole run of bytes as broken while its last
     character is, so the whole run counts as the broken end.
+
+    Args:
+        is_whole_text: the prompt was text, so a U+FFFD at its end is its own and not a broken end.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: list[int]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: list[int], *, is_whole_text: bool = False
+    ) -> None:
         self._tokenizer = tokenizer
         self._ids = prompt_ids[-CONTEXT_IDS:]  # the window
         self._num_settled = len(self._ids)  # ids of the window whose text is wholly out
-        self._text_out = tokenizer.decode(self._ids).rstrip(BROKEN) if self._ids else ""
+        self._text_out = tokenizer.decode(self._ids) if self._ids else ""
+        if not is_whole_text:
+            self._text_out = self._text_out.rstrip(BROKEN)
 
     def add(self, token_id: int) -> str:
         """Take the next id and return the text that is now certain."""
         self._ids.append(token_id)
         text = self._tokenizer.decode(self._ids)
-        certain = text.rstrip(BROKEN)
+        certain = text if text == self._text_out else text.rstrip(BROKEN)
         if certain != text and len(self._ids) - self._num_settled >= MAX_PENDING_IDS:
             certain = text  # no character is that long: these bytes will never be one
         new = certain[len(self._text_out) :]
@@ -159,6 +167,8 @@ class Detokenizer:
             self._ids = self._ids[self._num_settled :]
             self._num_settled = len(self._ids)
             self._text_out = self._tokenizer.decode(self._ids)
+        elif not new and text and text == self._text_out:
+            self._ids.pop()  # an id without text, such as EOS when it is ignored
         else:
             self._text_out += new
         return new

@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
-
-import orjson
 
 from fminfer.attention import PartialAttention
 from fminfer.config import EngineConfig
@@ -59,8 +58,8 @@ class Engine:
             checkpoint = open_random(config.random_init)
         else:
             checkpoint = open_checkpoint(config.model)
+        _check_model_type(config.model_type, str(checkpoint.config.model_type))
         self.model_name = checkpoint.name
-        self.model_type = str(checkpoint.config.model_type)
         self.tokenizer = _load_tokenizer(checkpoint, config)
         self.dtype = choose_dtype(config.dtype, checkpoint.config.dtype, self.device)
         network = load_model(
@@ -102,6 +101,9 @@ class Engine:
         Yields:
             one Record a request, in the order in which they finish; `record.line.number` counts the
             requests from 1. A request that is wrong gives a record with `error` set.
+
+        Raises:
+            UsageError: a request that JSON cannot hold, or an earlier run that is not finished.
         """
         return self._loop.run(_as_lines(requests))
 
@@ -116,9 +118,10 @@ class Engine:
         self.kv_bytes_per_token = 2 * layers * kv_heads * head_dim * self.dtype.itemsize
         budget = config.budget
         if budget is None:
-            most = config.max_rows * checkpoint.context_length
+            context_blocks = -(-checkpoint.context_length // config.block_size)
+            most = config.max_rows * context_blocks * config.block_size
             budget = auto_budget(self.kv_bytes_per_token, most, self.device)
-        return max(1, budget // config.block_size)
+        return -(-budget // config.block_size)
 
     def _build_loop(self, checkpoint: Checkpoint, num_blocks: int) -> EngineLoop:
         config = self.config
@@ -138,7 +141,7 @@ class Engine:
             self._pipeline,
             self.tokenizer,
             micro_batches=config.micro_batches,
-            eos_ids=checkpoint.eos_ids,
+            eos_ids=_ends(checkpoint, self.tokenizer),
             kv_capacity=num_blocks * config.block_size,
         )
 
@@ -154,11 +157,32 @@ def _load_tokenizer(checkpoint: Checkpoint, config: EngineConfig) -> Tokenizer:
     return Tokenizer(None)
 
 
+def _ends(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the ids that end a sequence: the config's, or else the tokenizer's."""
+    if checkpoint.eos_ids or tokenizer.eos_id is None:
+        return checkpoint.eos_ids
+    return frozenset({tokenizer.eos_id})
+
+
+def _check_model_type(name: str | None, of_config: str) -> None:
+    """Refuse a model type that is not the config's; old spellings (gptneox, gpt-j) are known."""
+    plain = (name or "").replace("_", "").replace("-", "").lower()
+    if name is not None and plain != of_config.replace("_", ""):
+        raise UsageError(
+            f"--model-type {name} clashes with the model's config, which says {of_config}; "
+            "leave the flag out"
+        )
+
+
 def _as_lines(requests: Iterable[Mapping[str, Any] | Line]) -> Iterator[Line]:
     for number, request in enumerate(requests, start=1):
         if isinstance(request, Line):
             yield request
         elif isinstance(request, Mapping):
-            yield Line(0, number, orjson.dumps(dict(request)))
+            try:
+                raw = json.dumps(dict(request)).encode()  # nan stays nan, and is refused by name
+            except (TypeError, ValueError, RecursionError) as error:
+                raise UsageError(f"request {number} is no JSON: {error}") from error
+            yield Line(0, number, raw)
         else:
             raise UsageError(f"request {number} is a {type(request).__name__}; give dicts")

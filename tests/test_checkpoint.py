@@ -97,6 +97,21 @@ def test_shards_and_a_base_model_prefix(tmp_path: Path) -> None:
     torch.testing.assert_close(load(tmp_path)(ids).logits, model(ids).logits)
 
 
+def test_weights_that_a_folder_holds_twice(llama_checkpoint: Any, tmp_path: Path) -> None:
+    """Mistral's repositories hold consolidated.safetensors, in another format, beside the model."""
+    folder = damage(llama_checkpoint[0], tmp_path, lambda tensors: None)
+    save_file({"tok_embeddings.weight": torch.zeros(2)}, folder / "consolidated.safetensors")
+    load(folder)
+    (folder / "model.safetensors").rename(folder / "part.safetensors")
+    names = load_file(folder / "part.safetensors")
+    index = {"weight_map": dict.fromkeys(names, "part.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    load(folder)
+    (folder / "part.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"part\.safetensors is broken"):
+        load(folder)
+
+
 def test_old_names_of_gpt_neox(tmp_path: Path) -> None:
     """Published GPT-NeoX files call the head embed_out."""
     model = make_model("gpt_neox")

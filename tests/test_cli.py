@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +197,10 @@ def test_wrong_usage_is_status_2_and_says_what_to_do(tmp_path: Path) -> None:
         ([], "no input"),
         ([tmp_path / "none.jsonl"], "does not exist"),
         ([path, "--budget", 3], "budget"),
-        ([path, "--output", path], "is an input"),
+        ([path, "--output", path], "is the input"),
+        ([path, "--stats", tmp_path / "no" / "stats.json"], "no folder"),
+        ([path, "--seed", 10**40], "64 bits"),
+        ([path, "--device", "meta"], "not one that fminfer runs on"),
         ([path, tmp_path / "b.jsonl", "--output", tmp_path / "c.jsonl"], "give a folder"),
         ([path, "--fp16", "--dtype", "float32"], "contradict"),
         ([path, "--no-such-flag"], "No such option"),
@@ -215,6 +221,39 @@ def test_an_output_that_exists_is_kept_unless_told(tmp_path: Path) -> None:
     assert refused.returncode == 2 and "--restart" in refused.stderr
     assert (tmp_path / "output_a.jsonl").read_text() == before
     assert run(path, "--restart").returncode == 0
+
+
+def test_more_files_than_may_be_open_at_once(tmp_path: Path) -> None:
+    for number in range(300):
+        (tmp_path / f"request_{number}.jsonl").write_text('{"prompt": "x", "max_tokens": 1}\n')
+
+    def few_files() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+
+    command = [sys.executable, "-m", "fminfer", "run", "-q", str(tmp_path)]
+    assert subprocess.run(command, preexec_fn=few_files).returncode == 0
+    assert len(list(tmp_path.glob("output_request_*.jsonl"))) == 300
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_an_interrupted_run_is_status_130_and_keeps_its_rows(tmp_path: Path) -> None:
+    """It used to end in SIGABRT: the stage's thread was inside torch at the interpreter's exit."""
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "x", "max_tokens": 400, "ignore_eos": true}\n' * 3000)
+    partial = tmp_path / "output_a.jsonl.partial"
+    command = [sys.executable, "-m", "fminfer", "run", str(path), "--max-rows", "8"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        for _ in range(600):
+            if partial.exists() or process.poll() is not None:
+                break
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert "Interrupted" in said and "terminate" not in said
+    assert len(read(partial)) > 0
+    refused = run(path)
+    assert refused.returncode == 2 and "interrupted" in refused.stderr, "they are not overwritten"
 
 
 def test_an_empty_file_gives_an_empty_output(tmp_path: Path) -> None:

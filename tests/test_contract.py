@@ -17,6 +17,7 @@ from fminfer.engine.blocks import BlockPool
 from fminfer.engine.intake import Intake, Limits
 from fminfer.engine.loop import EngineLoop
 from fminfer.engine.scheduler import Scheduler
+from fminfer.errors import UsageError
 from fminfer.input.lines import Line
 from fminfer.messages import Step, StepResult, TokenLogprobs
 from fminfer.output.records import Record
@@ -34,6 +35,7 @@ class ScriptedPipeline:
         self.script = script
         self.block_size = block_size
         self.num_in_flight = 0
+        self.fails = False
         self.steps: list[Step] = []
         self._results: list[StepResult] = []
 
@@ -48,7 +50,10 @@ class ScriptedPipeline:
 
     def collect(self) -> StepResult:
         self.num_in_flight -= 1
-        return self._results.pop(0)
+        result = self._results.pop(0)
+        if self.fails:
+            raise RuntimeError("the stage failed")
+        return result
 
     def _answer(self, step: Step) -> StepResult:
         last_position = {}
@@ -302,6 +307,7 @@ def test_what_can_never_fit_is_an_error_of_its_row() -> None:
     )
     codes = [record.error.code if record.error else None for record in records]
     assert codes == ["out_of_memory", None, "out_of_memory"]
+    assert records[2].error is not None and "--max-rows allows 8" in records[2].error.message
     assert records[0].error is not None and "16 tokens" in records[0].error.message
 
 
@@ -330,6 +336,43 @@ def test_any_budget_and_chunk_size_gives_the_same(num_blocks: int, chunk_size: i
     assert texts(found) == texts(Bench().run(*requests))
     assert all(step.num_tokens <= chunk_size for step in bench.pipeline.steps)
     bench.scheduler.check_idle()
+
+
+def test_a_fault_of_ours_costs_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    encode = bench.tokenizer.encode
+
+    def fail_on_x(text: str, **options: Any) -> Any:
+        if text == "x":
+            raise ValueError("boom")
+        return encode(text, **options)
+
+    monkeypatch.setattr(bench.tokenizer, "encode", fail_on_x)
+    records = bench.run({"prompt": "x"}, {"prompt": ">", "max_tokens": 1})
+    assert records[0].error is not None and records[0].error.code == "internal_error"
+    assert records[1].error is None
+
+
+def test_a_run_that_is_left_early_leaves_nothing_behind() -> None:
+    """The next run used to yield the old run's records, or never end."""
+    bench = Bench()
+    lines = [Line(0, i, b'{"prompt": ">", "max_tokens": 9}') for i in range(1, 40)]
+    left = bench.loop.run(lines)
+    next(left)
+    with pytest.raises(UsageError, match="in the middle of a run"):
+        next(bench.loop.run(lines))
+    left.close()
+    assert [r.line.number for r in bench.run({"prompt": ">", "max_tokens": 3})] == [1]
+
+
+def test_an_engine_can_be_used_after_a_failure() -> None:
+    """It used to wait for ever: blocks were held by sequences that nobody would end."""
+    bench = Bench()
+    bench.pipeline.fails = True
+    with pytest.raises(RuntimeError, match="the stage failed"):
+        bench.run({"prompt": ">"}, {"prompt": ">>", "n": 3})
+    bench.pipeline.fails = False
+    assert bench.result(max_tokens=2)["choices"][0]["text"] == "ab"
 
 
 def test_reading_is_lazy() -> None:

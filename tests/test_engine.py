@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 import fminfer
 from fminfer.models.checkpoint import load_model, open_checkpoint
+from fminfer.tokenizer import EncodedPrompt
 
 Options = dict[str, Any]
 
@@ -147,6 +149,45 @@ def test_bfloat16_runs_and_is_near(llama_checkpoint: tuple[Path, Any]) -> None:
 def test_requests_must_be_dicts(engine: fminfer.Engine) -> None:
     with pytest.raises(fminfer.UsageError, match="request 1 is a str"):
         list(engine.run(["hello"]))  # type: ignore[list-item]
+    with pytest.raises(fminfer.UsageError, match="request 1 is no JSON"):
+        list(engine.run([{"prompt": b"x"}]))
+
+
+def test_values_that_json_lacks_are_refused_and_never_become_null(engine: fminfer.Engine) -> None:
+    """orjson writes nan as null, and a null temperature is 1."""
+    requests = [{"prompt": "x", "temperature": math.nan}, {"prompt": "\ud800"}]
+    records = [*engine.run(requests), *engine.run([{"prompt": "x", "user": "\ud800"}])]
+    codes = [record.error.code if record.error else None for record in records]
+    assert codes == ["invalid_json", "invalid_utf8", None]
+    assert records[2].to_dict()["request"]["user"] == "\ud800"
+
+
+def test_a_run_repeated_on_one_engine_gives_the_same(engine: fminfer.Engine) -> None:
+    requests = [sampled(3), sampled(3)]
+    assert texts(engine, requests) == texts(engine, requests)
+
+
+def test_a_closed_engine_says_so(llama_checkpoint: tuple[Path, Any]) -> None:
+    """It used to wait for ever."""
+    engine = fminfer.Engine(str(llama_checkpoint[0]))
+    engine.close()
+    with pytest.raises(fminfer.UsageError, match="closed"):
+        list(engine.run([sampled(1)]))
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model(llama_checkpoint: tuple[Path, Any]) -> None:
+    """Llama-2 checkpoints with an added <pad>: its id, in a prompt, ended the whole run."""
+    engine = fminfer.Engine(str(llama_checkpoint[0]))
+    ids = engine.tokenizer.encode("a").ids
+    engine.tokenizer.encode = lambda text, **_: EncodedPrompt(  # type: ignore[method-assign]
+        [300] if text == "<pad>" else ids, text, []
+    )
+    records = list(engine.run([{"prompt": "<pad>"}, {"prompt": "a", "max_tokens": 1}]))
+    engine.close()
+    assert [record.error and record.error.code for record in records] == [
+        "token_out_of_range",
+        None,
+    ]
 
 
 def test_the_sum_of_row_shares_is_the_wall_time(engine: fminfer.Engine) -> None:

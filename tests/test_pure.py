@@ -118,6 +118,29 @@ def test_output_is_in_input_order_and_appears_only_when_complete(tmp_path: Path)
     assert [p.name for p in tmp_path.iterdir()] == ["answers.jsonl"], "an old errors file goes too"
 
 
+def test_rows_without_tokens_do_not_break_the_estimate() -> None:
+    """Three lines of max_tokens 0 ended the run with a division by zero, on a terminal only."""
+    progress = Progress(num_rows=3, num_errors=0, num_tokens=0, num_finished_tokens=3)
+    assert remaining_s(progress, 3, elapsed_s=1.0) is None
+
+
+def test_two_answers_in_one_place_are_refused(tmp_path: Path) -> None:
+    """The errors of `a` and the answers of `a.errors` would share a name; inputs were deleted."""
+    from fminfer.job import plan_outputs
+
+    first, second = tmp_path / "a.jsonl", tmp_path / "a.errors.jsonl"
+    with pytest.raises(UsageError, match="also belongs"):
+        plan_outputs([first, second], None, restart=True)
+    with pytest.raises(UsageError, match="is the input"):
+        plan_outputs([second], first, restart=True)
+    (tmp_path / "output_a.jsonl.partial").touch()
+    with pytest.raises(UsageError, match="interrupted"):
+        plan_outputs([first], None, restart=False)
+    assert plan_outputs([first], None, restart=True) == [tmp_path / "output_a.jsonl"]
+    (tmp_path / "plain").touch()
+    assert plan_outputs([first], tmp_path / "plain", restart=True) == [tmp_path / "plain"]
+
+
 def test_errors_stand_in_their_own_file(tmp_path: Path) -> None:
     output = OutputFile(tmp_path / "answers.jsonl")
     output.append(2, b"two", is_error=True)

@@ -138,6 +138,9 @@ def test_a_missing_prompt_is_told_from_a_null_one() -> None:
         (b'{"prompt": "\xff"}', "invalid_utf8", "byte 12"),
         (b'{"prompt": "\\ud800"}', "invalid_utf8", "surrogate"),
         (b"[" * 100_000, "invalid_json", "nested"),
+        (b'{"prompt":' + b"[" * 1000 + b"]" * 1000 + b"}", "invalid_type", "a list"),
+        (b"\xef\xbb\xbf" + b'{"prompt": "x"}', "invalid_json", "byte order mark"),
+        ('{"prompt": "x"}'.encode("utf-16-le"), "invalid_json", "not JSON"),
     ],
 )
 def test_lines_that_are_no_request(line: bytes, code: str, hint: str) -> None:

@@ -86,6 +86,23 @@ def test_an_unfinished_character_becomes_a_replacement_at_the_end() -> None:
     assert detokenizer.flush() == "\ufffd"
 
 
+def test_a_replacement_character_of_the_prompt_is_its_own() -> None:
+    tokenizer = Tokenizer(None)
+    detokenizer = Detokenizer(tokenizer, tokenizer.encode("abc\ufffd").ids, is_whole_text=True)
+    ids = [*tokenizer.encode(" d").ids, 0xC3, 0xA9, 0xC3]
+    assert [detokenizer.add(i) for i in ids] == [" ", "d", "", "é", ""]
+    assert detokenizer.flush() == "\ufffd"
+
+
+def test_ids_without_text_do_not_fill_the_window() -> None:
+    """After seven ignored EOS a split é came out as U+FFFD, and the window grew with each."""
+    tokenizer = byte_level()
+    detokenizer = Detokenizer(tokenizer, tokenizer.encode("The").ids)
+    parts = [detokenizer.add(i) for i in [0] * 20 + tokenizer.encode("é").ids]
+    assert "".join(parts) == "é"
+    assert len(detokenizer._ids) < 10
+
+
 def test_bytes_that_never_become_text_do_not_block() -> None:
     """A model that babbles bytes must not make the window of held-back ids grow for ever."""
     detokenizer = Detokenizer(Tokenizer(None), [])

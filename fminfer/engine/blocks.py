@@ -12,9 +12,13 @@ class BlockPool:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size  # tokens a block
+        self.clear()
+
+    def clear(self) -> None:
+        """Make every block free, whoever held it."""
         # A stack: the block freed last is used first, so little memory is ever touched.
-        self._free = list(range(num_blocks - 1, -1, -1))
-        self._num_holders = [0] * num_blocks
+        self._free = list(range(self.num_blocks - 1, -1, -1))
+        self._num_holders = [0] * self.num_blocks
 
     @property
     def num_free(self) -> int:

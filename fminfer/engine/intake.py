@@ -5,16 +5,15 @@ It knows the model's limits, and nothing of what else is running.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections import Counter
 from dataclasses import dataclass
 
-from fminfer.engine.noise import noise_key
+from fminfer.engine.noise import digest, noise_key
 from fminfer.engine.sequence import PromptState, RequestState, Sequence
 from fminfer.errors import RequestError
 from fminfer.input.lines import Line
-from fminfer.request import Request, SamplingParams, parse_request
+from fminfer.request import SamplingParams, parse_request
 from fminfer.tokenizer import Detokenizer, EncodedPrompt, Tokenizer
 
 
@@ -38,8 +37,14 @@ class Intake:
         self._tokenizer = tokenizer
         self._limits = limits
         self._seed = seed
-        self._num_equal: Counter[tuple[int, bytes]] = Counter()  # unseeded lines seen, by file
+        self._source = 0  # the file being read
+        self._num_equal: Counter[bytes] = Counter()  # its unseeded lines so far, by digest
         self.warnings: Counter[str] = Counter()
+
+    def start_run(self) -> None:
+        """Forget the lines of earlier runs, so that a run repeated gives the same answers."""
+        self._num_equal.clear()
+        self.warnings.clear()
 
     def prepare(self, line: Line) -> RequestState:
         """Return the line's request, ready for the scheduler.
@@ -49,26 +54,29 @@ class Intake:
         """
         request = parse_request(line.raw, max_logprobs=self._limits.max_logprobs)
         state = RequestState(line, request, read_s=time.perf_counter())
-        repeat = self._count_repeat(line.source, request)
+        request_digest = digest(request.raw)
+        repeat = self._count_repeat(line.source, request.params, request_digest)
         for index, prompt in enumerate(request.prompts):
             encoded = self._encode(prompt, request.params)
             self._check_length(encoded, request.params)
-            state.prompts.append(self._start(state, index, encoded, repeat))
+            state.prompts.append(self._start(state, index, encoded, request_digest, repeat))
         self.warnings.update(request.warnings)
         return state
 
-    def _count_repeat(self, source: int, request: Request) -> int:
+    def _count_repeat(self, source: int, params: SamplingParams, request_digest: bytes) -> int:
         """Count equal lines without a seed before this one in its file, so that they differ."""
-        if request.params.seed is not None or request.params.is_greedy:
+        if source != self._source:
+            self._source = source
+            self._num_equal.clear()
+        if params.seed is not None or params.is_greedy:
             return 0
-        key = source, hashlib.blake2b(request.raw, digest_size=8).digest()
-        self._num_equal[key] += 1
-        return self._num_equal[key] - 1
+        self._num_equal[request_digest] += 1
+        return self._num_equal[request_digest] - 1
 
     def _encode(self, prompt: str | list[int], params: SamplingParams) -> EncodedPrompt:
         with_offsets = params.echo and params.logprobs is not None
         if isinstance(prompt, list):
-            self._check_ids(prompt)
+            self._check_ids(prompt, "Was it tokenized for another model?")
             needs_text = params.echo or params.logprobs is not None
             if not needs_text:
                 return EncodedPrompt(prompt, "", [])
@@ -81,16 +89,17 @@ class Intake:
                 "give at least one character",
                 "prompt",
             )
+        self._check_ids(encoded.ids, "The tokenizer has more tokens than the model has rows")
         return encoded
 
-    def _check_ids(self, ids: list[int]) -> None:
+    def _check_ids(self, ids: list[int], hint: str) -> None:
         vocab_size = self._limits.vocab_size
         for place, token_id in enumerate(ids):
             if not 0 <= token_id < vocab_size:
                 raise RequestError(
                     "token_out_of_range",
                     f"prompt holds token id {token_id} at place {place}; this model's ids go from "
-                    f"0 to {vocab_size - 1}. Was it tokenized for another model?",
+                    f"0 to {vocab_size - 1}. {hint}",
                     "prompt",
                 )
 
@@ -109,15 +118,21 @@ class Intake:
             )
 
     def _start(
-        self, state: RequestState, index: int, encoded: EncodedPrompt, repeat: int
+        self,
+        state: RequestState,
+        index: int,
+        encoded: EncodedPrompt,
+        request_digest: bytes,
+        repeat: int,
     ) -> PromptState:
         prompt = PromptState(state, index, encoded)
         params = state.request.params
         seed = self._seed if params.seed is None else params.seed
         for candidate in range(params.num_candidates):
-            key = noise_key(seed, repeat, state.request.raw, index, candidate)
-            detokenizer = (
-                Detokenizer(self._tokenizer, encoded.ids) if params.max_tokens > 0 else None
-            )
+            key = noise_key(seed, repeat, request_digest, index, candidate)
+            is_text = isinstance(state.request.prompts[index], str)
+            detokenizer = None
+            if params.max_tokens > 0:
+                detokenizer = Detokenizer(self._tokenizer, encoded.ids, is_whole_text=is_text)
             prompt.sequences.append(Sequence(prompt, key, detokenizer))
         return prompt

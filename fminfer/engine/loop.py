@@ -5,6 +5,7 @@ It knows the pipeline as `submit` and `collect` only, and nothing of files.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import deque
@@ -17,7 +18,7 @@ from fminfer.engine.intake import Intake
 from fminfer.engine.scheduler import PlannedStep, Scheduler
 from fminfer.engine.sequence import PromptState, RequestState, Sequence, TokenReport
 from fminfer.engine.stats import EngineStats
-from fminfer.errors import RequestError
+from fminfer.errors import RequestError, UsageError
 from fminfer.input.lines import Line
 from fminfer.messages import Step, StepResult, TokenLogprobs
 from fminfer.output.records import Record
@@ -65,11 +66,27 @@ class EngineLoop:
         self._clock = RowClock()
         self._in_flight: deque[PlannedStep] = deque()
         self._done: deque[Record] = deque()
+        self._is_running = False
         self.stats = EngineStats(num_kv_tokens=kv_capacity)
 
     def run(self, lines: Iterable[Line]) -> Iterator[Record]:
-        """Yield one record a line, as they finish. Lines are read as room for them appears."""
-        source = iter(lines)
+        """Yield one record a line, as they finish. Lines are read as room for them appears.
+
+        Raises:
+            UsageError: an earlier run is not finished.
+        """
+        if self._is_running:
+            raise UsageError("the engine is in the middle of a run; finish or close that one first")
+        self._is_running = True
+        self._intake.start_run()
+        try:
+            yield from self._run(iter(lines))
+            self._scheduler.check_idle()
+        finally:  # also after an error, or when the caller wants no more records
+            self._drop_everything()
+            self._is_running = False
+
+    def _run(self, source: Iterator[Line]) -> Iterator[Record]:
         while True:
             has_more = self._take_in(source)
             self._fill_pipeline()
@@ -78,8 +95,16 @@ class EngineLoop:
             while self._done:
                 yield self._done.popleft()
             if not has_more and not self._in_flight and self._scheduler.is_idle:
-                break
-        self._scheduler.check_idle()
+                return
+
+    def _drop_everything(self) -> None:
+        while self._pipeline.num_in_flight:
+            with contextlib.suppress(Exception):  # what matters was raised before
+                self._pipeline.collect()
+        self._in_flight.clear()
+        self._done.clear()
+        self._scheduler.clear()
+        self._clock = RowClock()
 
     def _take_in(self, source: Iterator[Line]) -> bool:
         """Read lines until enough wait; return False at the end of the input."""
@@ -99,6 +124,13 @@ class EngineLoop:
         except RequestError as error:
             self._done.append(Record(line, line.raw.strip(), error=error))
             return
+        except Exception as error:  # a fault of ours must not cost the other lines
+            fault = RequestError(
+                "internal_error",
+                f"fminfer failed on this line ({type(error).__name__}: {error}); please report it",
+            )
+            self._done.append(Record(line, line.raw.strip(), error=fault))
+            return
         for prompt in state.prompts:
             if prompt.num_to_feed > 0:
                 self._scheduler.add(prompt)
@@ -110,6 +142,14 @@ class EngineLoop:
 
     def _check_memory(self, state: RequestState) -> None:
         for prompt in state.prompts:
+            if len(prompt.sequences) > self._scheduler.max_rows:
+                raise RequestError(
+                    "out_of_memory",
+                    f"the prompt has {len(prompt.sequences)} candidates, which run together; "
+                    f"--max-rows allows {self._scheduler.max_rows} sequences at once. Raise it, or "
+                    "lower n or best_of",
+                    "best_of",
+                )
             if prompt.num_to_feed > 0 and not self._scheduler.fits(prompt):
                 raise RequestError(
                     "out_of_memory",

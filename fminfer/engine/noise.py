@@ -8,20 +8,25 @@ from __future__ import annotations
 import hashlib
 
 
-def noise_key(seed: int, repeat: int, raw: bytes, prompt_index: int, candidate: int) -> bytes:
+def digest(raw: bytes) -> bytes:
+    """Return 16 bytes that stand for a request's own bytes."""
+    return hashlib.blake2b(raw, digest_size=16).digest()
+
+
+def noise_key(seed: int, repeat: int, digest: bytes, prompt_index: int, candidate: int) -> bytes:
     """Return the key of one sequence's draws.
 
     Args:
         seed: the request's own, or the run's.
         repeat: how many equal lines without a seed came before; 0 where the seed is given.
-        raw: the request's bytes.
+        digest: of the request's bytes.
     """
     numbers = (seed, repeat, prompt_index, candidate)
     head = b"".join(number.to_bytes(16, "little", signed=True) for number in numbers)
-    return hashlib.blake2b(head + raw, digest_size=16).digest()
+    return hashlib.blake2b(head + digest, digest_size=16).digest()
 
 
 def uniform(key: bytes, step: int) -> float:
     """Return the draw of one step, uniform in [0, 1) with 53 bits."""
-    digest = hashlib.blake2b(step.to_bytes(8, "little"), key=key, digest_size=8).digest()
-    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+    drawn = hashlib.blake2b(step.to_bytes(8, "little"), key=key, digest_size=8).digest()
+    return (int.from_bytes(drawn, "little") >> 11) * 2.0**-53

@@ -57,14 +57,23 @@ class Scheduler:
         self._chunk_size = chunk_size
         self._max_rows = max_rows
         self._micro_batches = micro_batches
+        self._num_steps = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget every prompt and free every block; nothing may be in flight."""
+        self._pool.clear()
         self._waiting: deque[PromptState] = deque()
         self._prefilling: deque[PromptState] = deque()
         self._ready: deque[Sequence] = deque()  # sequences whose newest token can be fed
         self._num_unfed = 0  # tokens of admitted prompts that are not yet in a step
         self._num_drawing = 0  # sequences that draw a token in a step in flight
         self._copies: list[tuple[int, int]] = []
-        self._num_steps = 0
         self.num_running = 0  # sequences that hold blocks
+
+    @property
+    def max_rows(self) -> int:
+        return self._max_rows
 
     @property
     def num_waiting(self) -> int:
@@ -75,10 +84,8 @@ class Scheduler:
         return not (self._waiting or self.num_running)
 
     def fits(self, prompt: PromptState) -> bool:
-        """Tell whether the prompt could run if it were alone."""
-        return self._num_blocks(prompt) <= self._pool.num_blocks and (
-            len(prompt.sequences) <= self._max_rows
-        )
+        """Tell whether the cache could hold the prompt if it were alone."""
+        return self._num_blocks(prompt) <= self._pool.num_blocks
 
     def add(self, prompt: PromptState) -> None:
         """Queue a prompt that fits."""

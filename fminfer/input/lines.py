@@ -31,7 +31,7 @@ def find_inputs(paths: list[Path]) -> list[Path]:
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
-            found = sorted(p for p in path.glob("*.jsonl") if not _is_output(p))
+            found = sorted(p for p in path.glob("*.jsonl") if p.is_file() and not _is_output(p))
             if not found:
                 raise UsageError(f"{path} holds no .jsonl file to answer")
             files += found
@@ -41,9 +41,11 @@ def find_inputs(paths: list[Path]) -> list[Path]:
             raise UsageError(f"{path} does not end in .jsonl, the one format this version reads")
         else:
             files.append(path)
-    for index, file in enumerate(files):
-        if file.resolve() in [f.resolve() for f in files[:index]]:
+    seen: set[Path] = set()
+    for file in files:
+        if file.resolve() in seen:
             raise UsageError(f"{file} is given twice; each file is answered once")
+        seen.add(file.resolve())
     return files
 
 

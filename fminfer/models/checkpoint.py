@@ -23,6 +23,7 @@ from fminfer.models.families import Family, family_of
 from fminfer.models.sizes import SIZES
 
 DEMO_MODEL = Path(__file__).parent.parent / "demo_model"
+HUB_FILES = ["*.json", "model*.safetensors", "*.model", "*.txt", "*.jinja"]
 # Tensors that old checkpoints carry and nothing reads: causal masks and rotary tables.
 _IGNORED = re.compile(r"\.(attn\.bias|masked_bias|rotary_emb\.inv_freq|attention\.bias)$")
 
@@ -50,8 +51,13 @@ class Checkpoint:
         """The ids that end a sequence, by generation_config.json or else the config."""
         eos = self.config.eos_token_id
         if self.folder is not None and (self.folder / "generation_config.json").exists():
-            fields = json.loads((self.folder / "generation_config.json").read_text())
-            eos = fields.get("eos_token_id", eos)
+            try:
+                fields = json.loads((self.folder / "generation_config.json").read_text())
+                eos = fields.get("eos_token_id", eos)
+            except (ValueError, AttributeError) as error:
+                raise CheckpointError(
+                    f"{self.folder}/generation_config.json is no JSON object: {error}"
+                ) from error
         return frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
 
 
@@ -61,10 +67,17 @@ def open_checkpoint(name: str | None) -> Checkpoint:
     Raises:
         CheckpointError: nothing there, no config, or an architecture that does not run.
     """
-    folder = DEMO_MODEL if name is None else _find_folder(name)
+    if name is None:
+        name, folder = "fminfer demo model", DEMO_MODEL
+    elif Path(name).is_dir():
+        folder = Path(name)
+    else:
+        # The config first: an architecture that does not run is refused before the download.
+        config = _read_config(_download(name, ["config.json"]))
+        family_of(config.model_type)
+        folder = _download(name, HUB_FILES)
     config = _read_config(folder)
-    label = "fminfer demo model" if name is None else name
-    return Checkpoint(label, folder, config, family_of(config.model_type))
+    return Checkpoint(name, folder, config, family_of(config.model_type))
 
 
 def open_random(name: str) -> Checkpoint:
@@ -86,15 +99,12 @@ def open_random(name: str) -> Checkpoint:
     return Checkpoint(f"random {name}", None, config, family_of(config.model_type))
 
 
-def _find_folder(name: str) -> Path:
-    if Path(name).is_dir():
-        return Path(name)
+def _download(name: str, files: list[str]) -> Path:
     from huggingface_hub import snapshot_download  # only for models that are not local
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
     try:
-        return Path(snapshot_download(name, allow_patterns=wanted))
+        return Path(snapshot_download(name, allow_patterns=files))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(
             f"the model {name!r} is no local folder, and the hub did not give it: {error}"
@@ -103,7 +113,7 @@ def _find_folder(name: str) -> Path:
 
 def _read_config(path: Path) -> Any:
     try:
-        return transformers.AutoConfig.from_pretrained(path)
+        return transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{path} has no usable config.json: {error}") from error
 
@@ -146,7 +156,9 @@ def _build_on_meta(checkpoint: Checkpoint) -> Any:
 
 def _fill_randomly(model: Any, dtype: torch.dtype, device: torch.device, seed: int) -> None:
     """Draw weights as transformers would; norms are 1, biases 0, the rest normal."""
-    model.to_empty(device=device).to(dtype)
+    model.to_empty(device=device)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
     for module in model.modules():
         module._is_hf_initialized = False
     with torch.random.fork_rng(devices=[]):
@@ -201,13 +213,13 @@ def _read_tensors(
     checkpoint: Checkpoint, on_progress: Callable[[int, int], None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     assert checkpoint.folder is not None
-    files = sorted(checkpoint.folder.glob("*.safetensors"))
+    files = _weight_files(checkpoint.folder)
     if not files:
         raise CheckpointError(
             f"{checkpoint.folder} holds no .safetensors file; convert other weights with "
             "transformers' save_pretrained"
         )
-    total, done = sum(file.stat().st_size for file in files), 0
+    total, done = sum(file.stat().st_size for file in files if file.exists()), 0
     for file in files:
         try:
             with safe_open(file, framework="pt") as tensors:
@@ -216,9 +228,23 @@ def _read_tensors(
                     yield name, tensor
                     done += tensor.nbytes
                     on_progress(done, total)
-        except SafetensorError as error:
+        except (SafetensorError, FileNotFoundError) as error:
             raise CheckpointError(f"{file} is broken ({error}); fetch it again") from error
     on_progress(total, total)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """List the files that make up the model: those of the index, else the one, else all.
+
+    Some repositories hold the same weights twice, the second time in another format.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        return sorted(folder / name for name in names)
+    if (folder / "model.safetensors").exists():
+        return [folder / "model.safetensors"]
+    return sorted(folder.glob("*.safetensors"))
 
 
 def _resolve_name(

@@ -30,7 +30,7 @@ def remaining_s(progress: Progress, total_rows: int, elapsed_s: float) -> float 
 
     The rows to come are taken to be as long as the finished ones are on average.
     """
-    if not (progress.num_rows and progress.num_finished_tokens and elapsed_s > 0):
+    if not (progress.num_finished_tokens and progress.num_tokens and elapsed_s > 0):
         return None
     expected = progress.num_finished_tokens / progress.num_rows * total_rows
     left = max(0.0, expected - progress.num_tokens)

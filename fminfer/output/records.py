@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,5 +49,5 @@ class Record:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the output line as Python values."""
-        value: dict[str, Any] = orjson.loads(self.to_json())
+        value: dict[str, Any] = json.loads(self.to_json())  # which takes lone surrogates
         return value

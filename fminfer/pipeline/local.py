@@ -9,6 +9,7 @@ import queue
 import threading
 from collections.abc import Callable
 
+from fminfer.errors import UsageError
 from fminfer.messages import Step, StepResult
 
 
@@ -25,10 +26,17 @@ class LocalPipeline:
         self._results: queue.SimpleQueue[StepResult | BaseException] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="stage-0", daemon=True)
         self._thread.start()
+        self._is_closed = False
         self.num_in_flight = 0
 
     def submit(self, step: Step) -> None:
-        """Send a step in; steps are done in the order of their submission."""
+        """Send a step in; steps are done in the order of their submission.
+
+        Raises:
+            UsageError: the pipeline was closed.
+        """
+        if self._is_closed:
+            raise UsageError("the engine is closed; make a new one")
         self.num_in_flight += 1
         self._steps.put(step)
 
@@ -43,6 +51,7 @@ class LocalPipeline:
 
     def close(self) -> None:
         """End the thread once the steps in flight are done."""
+        self._is_closed = True
         self._steps.put(None)
         self._thread.join()
 
