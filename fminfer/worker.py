@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from fminfer.attention import PartialAttention
 from fminfer.config import EngineConfig
+from fminfer.decode_attention import PartialAttention
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.intake import Intake, Limits
 from fminfer.engine.loop import EngineLoop

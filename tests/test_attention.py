@@ -7,13 +7,14 @@ import random
 import pytest
 import torch
 
-from fminfer import attention
-from fminfer.attention import (
-    PagedAttention,
+from fminfer import attention, decode_attention
+from fminfer.attention import PagedAttention, plan_attention
+from fminfer.config import AttentionBody
+from fminfer.decode_attention import (
     PartialAttention,
+    PartialBody,
     eager_partial,
     fusable_partial,
-    plan_attention,
 )
 from fminfer.errors import UsageError
 from fminfer.messages import StepRow
@@ -45,7 +46,7 @@ def plain(
 @pytest.mark.parametrize("partial", [eager_partial, fusable_partial])
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("has_alibi", [False, True])
-def test_every_kind_of_row(partial: attention.PartialBody, window: int, has_alibi: bool) -> None:
+def test_every_kind_of_row(partial: PartialBody, window: int, has_alibi: bool) -> None:
     torch.manual_seed(0)
     slopes = torch.rand(HEADS) if has_alibi else None
     paged = PagedAttention(
@@ -93,18 +94,18 @@ def test_auto_compiles_after_enough_work_and_only_with_a_compiler(
 ) -> None:
     compiled: list[object] = []
 
-    def fake_compile(body: attention.PartialBody, **kwargs: object) -> attention.PartialBody:
+    def fake_compile(body: PartialBody, **kwargs: object) -> PartialBody:
         compiled.append(body)
         return body
 
     monkeypatch.setattr(torch, "compile", fake_compile)
-    monkeypatch.setattr(attention, "COMPILE_AFTER", 3 * 2 * 5 * KV_HEADS * BLOCK * DIM)
+    monkeypatch.setattr(decode_attention, "COMPILE_AFTER", 3 * 2 * 5 * KV_HEADS * BLOCK * DIM)
     cache = torch.zeros(8, KV_HEADS, BLOCK, DIM)
     grouped = torch.zeros(5, KV_HEADS, HEADS // KV_HEADS, DIM)
     numbers = torch.arange(5)
     rows = (numbers, numbers, numbers, torch.zeros(5, dtype=torch.int64), None, None)
 
-    def steps_until_compiled(body: attention.AttentionBody) -> int:
+    def steps_until_compiled(body: AttentionBody) -> int:
         compiled.clear()
         partial = PartialAttention(body, CPU)
         for step in range(6):
@@ -113,9 +114,9 @@ def test_auto_compiles_after_enough_work_and_only_with_a_compiler(
                 return step
         return -1
 
-    monkeypatch.setattr(attention, "has_compiler", lambda: True)
+    monkeypatch.setattr(decode_attention, "has_compiler", lambda: True)
     assert [steps_until_compiled(b) for b in ("auto", "eager", "compiled")] == [2, -1, 0]
-    monkeypatch.setattr(attention, "has_compiler", lambda: False)
+    monkeypatch.setattr(decode_attention, "has_compiler", lambda: False)
     assert steps_until_compiled("auto") == -1
     with pytest.raises(UsageError, match="compiler"):
         PartialAttention("compiled", CPU)

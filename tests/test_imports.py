@@ -11,7 +11,14 @@ PACKAGE = Path(__file__).parent.parent / "fminfer"
 FLOORS: list[list[str]] = [
     ["errors", "timing", "engine.blocks", "engine.noise", "engine.stats", "engine.stopping"],
     ["config", "request", "input.lines", "tokenizer", "models.families", "models.sizes"],
-    ["messages", "sampling", "placement", "models.adapters.bloom", "models.adapters.gptj"],
+    [
+        "messages",
+        "sampling",
+        "placement",
+        "decode_attention",
+        "models.adapters.bloom",
+        "models.adapters.gptj",
+    ],
     ["models.checkpoint", "attention", "engine.sequence"],
     ["output.records", "output.writer", "output.progress", "engine.scheduler", "engine.advance"],
     ["engine.answer", "engine.intake", "pipeline.local", "pipeline.stage"],

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from fminfer.attention import PagedAttention, PartialBody, plan_attention
+from fminfer.attention import PagedAttention, plan_attention
+from fminfer.decode_attention import PartialBody
 from fminfer.messages import Step, StepResult, TokenLogprobs
 from fminfer.models.families import Family
 from fminfer.sampling import Draws, SamplingTensors, sample, score
