@@ -133,7 +133,7 @@ def test_five_sets_of_hyperparameters_in_one_file(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [
         {"temperature": 0, "max_tokens": 3},
         {"temperature": 0, "stop": "\n", "logprobs": 2},
-        {"temperature": 1.9, "seed": 3, "n": 4, "max_tokens": 5, "prompt": "Way:"},
+        {"temperature": 1.9, "seed": 3, "n": 4, "max_tokens": 5, "prompt": "Once upon a time"},
         {"temperature": 2, "top_k": 1, "max_tokens": 4},
         {"temperature": 2, "top_p": 0, "echo": True, "max_tokens": 2},
     ]
