@@ -52,10 +52,11 @@ class JobSummary:
 
     def to_text(self) -> str:
         """Return the summary for people."""
-        errors = "".join(f", {count} {code}" for code, count in self.errors_by_code.items())
+        codes = ", ".join(f"{count} {code}" for code, count in self.errors_by_code.items())
         lines = [
             f"model     {self.model} ({self.dtype} on {self.device})",
-            f"rows      {self.num_rows:,} answered, {self.num_errors:,} in error{errors}",
+            f"rows      {self.num_rows:,} answered, {self.num_errors:,} in error"
+            + (f" ({codes})" if codes else ""),
             f"tokens    {self.prompt_tokens:,} prompt + {self.completion_tokens:,} generated",
             f"speed     {self.tokens_per_s:,.0f} tokens/s, of them {self.generated_per_s:,.0f} "
             f"generated; stage busy {self.engine['stage_busy_s'] / max(self.wall_s, 1e-9):.0%}",
