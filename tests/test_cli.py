@@ -19,7 +19,6 @@ from fminfer.models.checkpoint import DEMO_MODEL
 from scripts.train_demo_model import HOUSE, all_examples
 
 QUERIES = Path(__file__).parent.parent / "examples" / "queries"
-SEED_REQUEST_KEYS = ["best_of", "echo", "engine", "logprobs", "max_tokens", "n"]
 
 
 def run(*arguments: object, timeout: float = 120) -> subprocess.CompletedProcess[str]:
@@ -155,26 +154,14 @@ def test_five_sets_of_hyperparameters_in_one_file(tmp_path: Path) -> None:
 
 def test_the_seeds_own_sample_on_gpt_j(tmp_path: Path) -> None:
     """Done when: the sample request of the seed, made valid JSON, gives the seed's keys."""
-    passage = "Passage: The bedroom is north of the garden.\nThe office is east of the kitchen.\n"
-    question = "Question: How do you go from the bathroom to the office?\nAnswer:"
-    request = {
-        "best_of": 1,
-        "echo": False,
-        "engine": "gpt-j-6b",
-        "logprobs": 1,
-        "max_tokens": 2,
-        "n": 1,
-        "prompt": "\n\n".join([passage + question + " north east"] * 5 + [passage + question]),
-        "stop": ["\n"],
-        "temperature": 0.0,
-        "top_p": 1,
-    }
+    line = (Path(__file__).parent / "data" / "seed_request.jsonl").read_text()
+    request = json.loads(line)
     config = transformers.GPTJConfig(
         n_embd=64, n_layer=2, n_head=4, rotary_dim=8, vocab_size=256, n_positions=2048
     )
     config.save_pretrained(tmp_path)
     path = tmp_path / "request_0.jsonl"
-    path.write_text(json.dumps(request) + "\n")
+    path.write_text(line)
     found = run("--infer-data", path, "--random-init", tmp_path, "--model-type", "gptj")
     assert found.returncode == 0, found.stderr
     (record,) = read(tmp_path / "output_request_0.jsonl")
