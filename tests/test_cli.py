@@ -229,13 +229,23 @@ def test_an_interrupted_run_is_status_130_and_keeps_its_rows(tmp_path: Path) -> 
     path.write_text('{"prompt": "x", "max_tokens": 400, "ignore_eos": true}\n' * 3000)
     partial = tmp_path / "output_a.jsonl.partial"
     command = [sys.executable, "-m", "fminfer", "run", str(path), "--max-rows", "8"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+
+    def mind_interrupts() -> None:  # a shell's background jobs are started with SIGINT ignored
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, preexec_fn=mind_interrupts
+    )
+    try:
         for _ in range(600):
             if partial.exists() or process.poll() is not None:
                 break
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
     assert process.returncode == 130, said
     assert "Interrupted" in said and "terminate" not in said
     assert len(read(partial)) > 0

@@ -55,6 +55,10 @@ class ScriptedPipeline:
             raise RuntimeError("the stage failed")
         return result
 
+    def drop(self) -> None:
+        self._results.clear()
+        self.num_in_flight = 0
+
     def _answer(self, step: Step) -> StepResult:
         last_position = {}
         packed = [(row, i) for row in step.rows for i in range(len(row.token_ids))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import pytest
 import torch
 
 import fminfer
+from fminfer.messages import SamplingRows, ScoringRows, Step, StepResult, TokenLogprobs
 from fminfer.models.checkpoint import load_model, open_checkpoint
+from fminfer.pipeline.local import LocalPipeline
 from fminfer.tokenizer import EncodedPrompt
 
 Options = dict[str, Any]
@@ -165,6 +168,24 @@ def test_values_that_json_lacks_are_refused_and_never_become_null(engine: fminfe
 def test_a_run_repeated_on_one_engine_gives_the_same(engine: fminfer.Engine) -> None:
     requests = [sampled(3), sampled(3)]
     assert texts(engine, requests) == texts(engine, requests)
+
+
+def test_an_interrupt_between_a_result_and_its_counting_hangs_nothing() -> None:
+    """The count of steps in flight was one too high then, and the end waited for ever."""
+    empty = TokenLogprobs([], [], [], [])
+    pipeline = LocalPipeline(lambda step: StepResult(step.step_id, empty, empty, 0.0))
+    step = Step(0, [], [], SamplingRows(), ScoringRows())
+    for _ in range(2):
+        pipeline.submit(step)
+    pipeline._results.get()  # … and the interrupt comes here
+    dropping = threading.Thread(target=pipeline.drop, daemon=True)
+    dropping.start()
+    dropping.join(timeout=30)
+    assert not dropping.is_alive() and pipeline.num_in_flight == 0
+    pipeline.submit(step)
+    assert pipeline.collect().step_id == 0, "what was dropped is not mistaken for the next result"
+    pipeline.close()
+    pipeline.drop()
 
 
 def test_a_closed_engine_says_so(llama_checkpoint: tuple[Path, Any]) -> None:

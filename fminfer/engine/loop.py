@@ -5,7 +5,6 @@ It knows the pipeline as `submit` and `collect` only, and nothing of files.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections import deque
@@ -36,6 +35,8 @@ class Pipeline(Protocol):
     def submit(self, step: Step) -> None: ...
 
     def collect(self) -> StepResult: ...
+
+    def drop(self) -> None: ...
 
 
 class EngineLoop:
@@ -98,9 +99,7 @@ class EngineLoop:
                 return
 
     def _drop_everything(self) -> None:
-        while self._pipeline.num_in_flight:
-            with contextlib.suppress(Exception):  # what matters was raised before
-                self._pipeline.collect()
+        self._pipeline.drop()
         self._in_flight.clear()
         self._done.clear()
         self._scheduler.clear()

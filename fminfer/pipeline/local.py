@@ -13,6 +13,10 @@ from fminfer.errors import UsageError
 from fminfer.messages import Step, StepResult
 
 
+class _Mark:
+    """Goes through the pipeline behind the steps, and comes out when they are done."""
+
+
 class LocalPipeline:
     """Runs steps in order on a thread of its own, while the caller prepares the next.
 
@@ -22,8 +26,8 @@ class LocalPipeline:
 
     def __init__(self, run: Callable[[Step], StepResult]) -> None:
         self._run = run
-        self._steps: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[StepResult | BaseException] = queue.SimpleQueue()
+        self._steps: queue.SimpleQueue[Step | _Mark | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[StepResult | _Mark | BaseException] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="stage-0", daemon=True)
         self._thread.start()
         self._is_closed = False
@@ -44,10 +48,24 @@ class LocalPipeline:
         """Wait for the oldest step's result; what the stage raised is raised here."""
         assert self.num_in_flight, "nothing is in flight"
         result = self._results.get()
+        assert not isinstance(result, _Mark), "drop() waits for its own mark"
         self.num_in_flight -= 1
         if isinstance(result, BaseException):
             raise result
         return result
+
+    def drop(self) -> None:
+        """Wait for the steps in flight and throw their results away.
+
+        It relies on no count: an interrupt (KeyboardInterrupt) can fall between a result's arrival
+        and its counting, and waiting for one more would then last for ever.
+        """
+        if not self._is_closed:
+            mark = _Mark()
+            self._steps.put(mark)
+            while self._results.get() is not mark:
+                pass
+        self.num_in_flight = 0
 
     def close(self) -> None:
         """End the thread once the steps in flight are done."""
@@ -57,6 +75,9 @@ class LocalPipeline:
 
     def _work(self) -> None:
         while (step := self._steps.get()) is not None:
+            if isinstance(step, _Mark):
+                self._results.put(step)
+                continue
             try:
                 self._results.put(self._run(step))
             except BaseException as error:
