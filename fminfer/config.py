@@ -33,6 +33,7 @@ class EngineConfig:
     chunk_size: int = 512  # most tokens of one step
     max_rows: int = 256  # most sequences that run at once
     micro_batches: int = 2  # steps in flight
+    prefix_cache: bool = True  # compute a prefix that prompts share only once
     max_logprobs: int = 100  # largest `logprobs` a request may ask for
     attention: AttentionBody = "auto"
 

@@ -1,10 +1,11 @@
 """What travels between the engine and the pipeline: a Step down, a StepResult back.
 
-Plain Python values only, so that they can cross a process and be read in a debugger.
+Plain Python values and arrays only, so that they can cross a process and be read in a debugger.
 """
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 
 
@@ -18,6 +19,33 @@ class StepRow:
 
 
 @dataclass(slots=True)
+class EditColumns:
+    """Changes of single logits: (logit + bias), its size times or over factor, less minus.
+
+    Arrays, so that a step's can be joined and sent without a loop over tokens.
+    """
+
+    token_id: array[int] = field(default_factory=lambda: array("q"))
+    bias: array[float] = field(default_factory=lambda: array("f"))  # logit_bias
+    factor: array[float] = field(default_factory=lambda: array("f"))  # repetition_penalty
+    minus: array[float] = field(default_factory=lambda: array("f"))  # frequency and presence
+
+    def add(self, token_id: int) -> None:
+        """Append an entry that changes nothing."""
+        self.token_id.append(token_id)
+        self.bias.append(0.0)
+        self.factor.append(1.0)
+        self.minus.append(0.0)
+
+    def extend(self, other: EditColumns) -> None:
+        """Append all entries of another."""
+        self.token_id.extend(other.token_id)
+        self.bias.extend(other.bias)
+        self.factor.extend(other.factor)
+        self.minus.extend(other.minus)
+
+
+@dataclass(slots=True)
 class SamplingRows:
     """Columns, one entry a token to draw."""
 
@@ -25,7 +53,12 @@ class SamplingRows:
     temperature: list[float] = field(default_factory=list)  # 0: greedy
     top_p: list[float] = field(default_factory=list)
     top_k: list[int] = field(default_factory=list)  # 0: off
+    min_p: list[float] = field(default_factory=list)
     noise: list[float] = field(default_factory=list)  # uniform in [0, 1)
+    edits: EditColumns = field(default_factory=EditColumns)  # of all rows, row after row
+    num_edits: list[int] = field(default_factory=list)
+    banned_ids: list[int] = field(default_factory=list)  # of all rows, row after row
+    num_banned: list[int] = field(default_factory=list)
     num_top_logprobs: int = 0  # the most any row asks for
 
 

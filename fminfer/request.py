@@ -7,17 +7,33 @@ knows nothing of tokenizers or models: lengths in tokens are checked later, by t
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import orjson
 
 from fminfer.errors import RequestError
+from fminfer.fields import (
+    INT64,
+    FieldReader,
+    is_integral,
+    json_type,
+    out_of_range,
+    show,
+    wrong_type,
+)
 
 MAX_CANDIDATES = 128  # n and best_of
-INT64 = 2**63
+MAX_BIAS = 100  # of logit_bias, on either side of 0
+MAX_REPETITION = 1000  # above it float32 logits lose their order
+_SWITCHES = (
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "add_special_tokens",
+    "skip_special_tokens",
+    "return_token_ids",
+)
 
 
 @dataclass(slots=True, frozen=True)
@@ -25,20 +41,36 @@ class SamplingParams:
     """How the tokens of one request are drawn, and what is reported of them."""
 
     max_tokens: int = 16
+    min_tokens: int = 0  # no EOS, stop token or stop string before so many
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0: off
+    min_p: float = 0.0  # of the likeliest token's probability
     n: int = 1
     best_of: int = 1  # never below n
     logprobs: int | None = None
     echo: bool = False
     stop: tuple[str, ...] = ()
-    seed: int | None = None  # None: the run's seed, and equal lines differ
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added)
+    seed: int | None = None  # None: the run's seed, and equal lines differ
+    add_special_tokens: bool = True
+    skip_special_tokens: bool = True
+    return_token_ids: bool = False
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0 or self.top_p == 0 or self.top_k == 1
+
+    @property
+    def has_penalties(self) -> bool:
+        """Tell whether a drawn token changes the logits of those after it."""
+        return (self.frequency_penalty, self.presence_penalty, self.repetition_penalty) != (0, 0, 1)
 
     @property
     def num_candidates(self) -> int:
@@ -59,40 +91,11 @@ class Request:
     warnings: tuple[str, ...] = field(default=())
 
 
-# Parameters of the format that this version does not act on yet. Each is accepted at the value
-# that changes nothing, and refused otherwise, so that no answer ever ignores a wish in silence.
-_NEUTRAL: dict[str, tuple[object, ...]] = {
-    "suffix": ("",),
-    "stream": (False,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "logit_bias": ({},),
-    "stop_token_ids": ([],),
-    "add_special_tokens": (True,),
-    "skip_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
-    "return_token_ids": (False,),
-}
+# Parameters that mean nothing in a file of completions: accepted at the value that changes nothing
+# and refused otherwise, so that no answer ever ignores a wish in silence.
+_NEUTRAL: dict[str, tuple[object, ...]] = {"suffix": ("",), "stream": (False,)}
 _RECORDED = frozenset({"model", "engine", "request_type", "user"})
-_KNOWN = frozenset(
-    {
-        "prompt",
-        "max_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "n",
-        "best_of",
-        "logprobs",
-        "echo",
-        "stop",
-        "seed",
-        "ignore_eos",
-    }
-)
+_ACTED_ON = frozenset(field.name for field in fields(SamplingParams)) | {"prompt"}
 
 
 def parse_request(raw: bytes, *, max_logprobs: int) -> Request:
@@ -125,7 +128,7 @@ def _load_object(raw: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RequestError(
             "not_an_object",
-            f"the line holds a JSON {_json_type(value)}; a request is a JSON object, "
+            f"the line holds a JSON {json_type(value)}; a request is a JSON object, "
             'such as {"prompt": "Hello", "max_tokens": 5}',
         )
     return value
@@ -162,30 +165,57 @@ def _json_remedy(raw: bytes) -> str:
 
 
 def _check(raw: bytes, obj: dict[str, Any], max_logprobs: int) -> Request:
-    reader = _Reader(obj)
+    reader = FieldReader(obj)
     warnings = []
     _refuse_unsupported(obj)
-    unknown = sorted(obj.keys() - _KNOWN - _RECORDED - _NEUTRAL.keys())
+    unknown = sorted(obj.keys() - _ACTED_ON - _RECORDED - _NEUTRAL.keys())
     if unknown:
         warnings.append(f"unknown parameters are kept and not acted on: {', '.join(unknown)}")
     n = reader.integer("n", DEFAULTS.n, 1, MAX_CANDIDATES)
     best_of = reader.integer("best_of", n, 0, MAX_CANDIDATES)
     if "best_of" in obj and best_of < n and obj["best_of"] is not None:
         warnings.append(f"best_of {best_of} is below n {n} and is taken as {n}")
+    max_tokens = reader.integer("max_tokens", DEFAULTS.max_tokens, 0, INT64 - 1)
     params = SamplingParams(
-        max_tokens=reader.integer("max_tokens", DEFAULTS.max_tokens, 0, INT64 - 1),
+        max_tokens=max_tokens,
+        min_tokens=_min_tokens(reader, max_tokens),
         temperature=reader.number("temperature", DEFAULTS.temperature, 0, 2),
         top_p=reader.number("top_p", DEFAULTS.top_p, 0, 1),
         top_k=reader.integer("top_k", DEFAULTS.top_k, 0, INT64 - 1),
+        min_p=reader.number("min_p", DEFAULTS.min_p, 0, 1),
         n=n,
         best_of=max(n, best_of),
         logprobs=reader.optional_integer("logprobs", 0, max_logprobs),
         echo=reader.boolean("echo", DEFAULTS.echo, also_0_1=True),
-        stop=reader.stops(),
+        stop=reader.strings("stop"),
+        stop_token_ids=reader.token_ids("stop_token_ids"),
+        frequency_penalty=reader.number("frequency_penalty", DEFAULTS.frequency_penalty, -2, 2),
+        presence_penalty=reader.number("presence_penalty", DEFAULTS.presence_penalty, -2, 2),
+        repetition_penalty=_repetition_penalty(reader),
+        logit_bias=reader.biases("logit_bias", MAX_BIAS),
         seed=reader.optional_integer("seed", -INT64, INT64 - 1),
-        ignore_eos=reader.boolean("ignore_eos", DEFAULTS.ignore_eos),
+        **{name: reader.boolean(name, getattr(DEFAULTS, name)) for name in _SWITCHES},
     )
-    return Request(raw=raw, prompts=reader.prompts(), params=params, warnings=tuple(warnings))
+    return Request(raw=raw, prompts=_prompts(obj), params=params, warnings=tuple(warnings))
+
+
+def _min_tokens(reader: FieldReader, max_tokens: int) -> int:
+    min_tokens = reader.integer("min_tokens", DEFAULTS.min_tokens, 0, INT64 - 1)
+    if min_tokens > max_tokens:
+        raise RequestError(
+            "out_of_range",
+            f"min_tokens is {min_tokens} and max_tokens is {max_tokens}; min_tokens must not be "
+            "larger. Lower min_tokens or raise max_tokens",
+            "min_tokens",
+        )
+    return min_tokens
+
+
+def _repetition_penalty(reader: FieldReader) -> float:
+    penalty = reader.number("repetition_penalty", DEFAULTS.repetition_penalty, 0, MAX_REPETITION)
+    if penalty == 0:
+        raise out_of_range("repetition_penalty", penalty, f"above 0, up to {MAX_REPETITION}")
+    return penalty
 
 
 def _refuse_unsupported(obj: dict[str, Any]) -> None:
@@ -198,100 +228,41 @@ def _refuse_unsupported(obj: dict[str, Any]) -> None:
         allowed = " or ".join(["null", *(json.dumps(ok) for ok in neutral)])
         raise RequestError(
             "unsupported_parameter",
-            f"{name} is {_show(value)}, and this version cannot do that; "
+            f"{name} is {show(value)}, and this version cannot do that; "
             f"remove {name} or set it to {allowed}",
             name,
         )
 
 
-class _Reader:
-    """Reads fields of one request by type and limits; null always means the default."""
-
-    def __init__(self, obj: dict[str, Any]) -> None:
-        self._obj = obj
-
-    def number(self, name: str, default: float, low: float, high: float) -> float:
-        value = self._obj.get(name)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise _wrong_type(name, value, "a number or null")
-        if not (low <= value <= high) or math.isnan(value):
-            raise _out_of_range(name, value, f"from {low} to {high}")
-        return float(value)
-
-    def optional_integer(self, name: str, low: int, high: int) -> int | None:
-        value = self._obj.get(name)
-        if value is None:
-            return None
-        is_integral = isinstance(value, float) and value.is_integer()
-        if isinstance(value, bool) or not (isinstance(value, int) or is_integral):
-            raise _wrong_type(name, value, "an integer or null")
-        if not low <= value <= high:
-            limit = f"from {low} to {high}" if high < INT64 - 1 else f"at least {low}"
-            raise _out_of_range(name, value, limit)
-        return int(value)
-
-    def integer(self, name: str, default: int, low: int, high: int) -> int:
-        value = self.optional_integer(name, low, high)
-        return default if value is None else value
-
-    def boolean(self, name: str, default: bool, *, also_0_1: bool = False) -> bool:
-        value = self._obj.get(name)
-        if value is None:
-            return default
-        if also_0_1 and value in (0, 1) and not isinstance(value, str):
-            return bool(value)
-        if not isinstance(value, bool):
-            raise _wrong_type(name, value, "true, false or null")
-        return value
-
-    def stops(self) -> tuple[str, ...]:
-        value = self._obj.get("stop")
-        stops = [] if value is None else [value] if isinstance(value, str) else value
-        if not isinstance(stops, list) or not all(isinstance(s, str) for s in stops):
-            raise _wrong_type("stop", value, "a string, a list of strings or null")
-        if "" in stops:
-            raise RequestError(
-                "out_of_range", "stop holds an empty string, which stops nothing; remove it", "stop"
-            )
-        return tuple(dict.fromkeys(stops))
-
-    def prompts(self) -> list[str | list[int]]:
-        value = self._obj.get("prompt")
-        if value is None:
-            found = "null" if "prompt" in self._obj else "absent"
-            raise RequestError(
-                "missing_prompt",
-                f"prompt is {found}; give a string, a list of strings, token ids, or a list of "
-                'lists of token ids ("" generates from the start)',
-                "prompt",
-            )
-        if isinstance(value, str):
-            return [_encodable(value)]
-        if isinstance(value, list) and not value:
-            raise RequestError("out_of_range", "prompt is an empty list; give a prompt", "prompt")
-        if _is_all(value, lambda v: isinstance(v, str)):
-            return [_encodable(text) for text in value]
-        if _is_all(value, _is_token_id):
-            return [_token_ids(value)]
-        if _is_all(value, lambda ids: _is_all(ids, _is_token_id)):
-            return [_token_ids(ids) for ids in value]
-        raise _wrong_type(
+def _prompts(obj: dict[str, Any]) -> list[str | list[int]]:
+    value = obj.get("prompt")
+    if value is None:
+        found = "null" if "prompt" in obj else "absent"
+        raise RequestError(
+            "missing_prompt",
+            f"prompt is {found}; give a string, a list of strings, token ids, or a list of "
+            'lists of token ids ("" generates from the start)',
             "prompt",
-            value,
-            "a string, a list of strings, a list of token ids, or a list of lists of token ids",
         )
+    if isinstance(value, str):
+        return [_encodable(value)]
+    if isinstance(value, list) and not value:
+        raise RequestError("out_of_range", "prompt is an empty list; give a prompt", "prompt")
+    if _is_all(value, lambda v: isinstance(v, str)):
+        return [_encodable(text) for text in value]
+    if _is_all(value, is_integral):
+        return [_token_ids(value)]
+    if _is_all(value, lambda ids: _is_all(ids, is_integral)):
+        return [_token_ids(ids) for ids in value]
+    raise wrong_type(
+        "prompt",
+        value,
+        "a string, a list of strings, a list of token ids, or a list of lists of token ids",
+    )
 
 
 def _is_all(value: Any, test: Callable[[Any], bool]) -> bool:
     return isinstance(value, list) and all(test(item) for item in value)
-
-
-def _is_token_id(value: Any) -> bool:
-    return (isinstance(value, int) and not isinstance(value, bool)) or (
-        isinstance(value, float) and value.is_integer()
-    )
 
 
 def _token_ids(ids: list[Any]) -> list[int]:
@@ -313,28 +284,3 @@ def _encodable(text: str) -> str:
             "prompt",
         ) from None
     return text
-
-
-def _wrong_type(name: str, value: object, allowed: str) -> RequestError:
-    return RequestError(
-        "invalid_type",
-        f"{name} is {_show(value)}, a {_json_type(value)}; it must be {allowed}",
-        name,
-    )
-
-
-def _out_of_range(name: str, value: object, allowed: str) -> RequestError:
-    return RequestError("out_of_range", f"{name} is {_show(value)}; it must be {allowed}", name)
-
-
-def _json_type(value: object) -> str:
-    names = {dict: "object", list: "list", str: "string", bool: "boolean", type(None): "null"}
-    return names.get(type(value), "number")
-
-
-def _show(value: object) -> str:
-    try:
-        text = json.dumps(value)
-    except RecursionError:
-        return f"a {_json_type(value)} nested too deep to show"
-    return text if len(text) <= 60 else text[:57] + "…"

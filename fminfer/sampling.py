@@ -30,26 +30,85 @@ class SamplingTensors:
     temperature: torch.Tensor  # (rows,) float32; 0: greedy
     top_p: torch.Tensor  # (rows,) float32; 0: greedy
     top_k: torch.Tensor  # (rows,) int64; 0: off
+    min_p: torch.Tensor  # (rows,) float32; 0: off
     noise: torch.Tensor  # (rows,) float64, uniform in [0, 1)
 
     def rows(self, rows: slice | torch.Tensor) -> SamplingTensors:
         return SamplingTensors(
-            self.temperature[rows], self.top_p[rows], self.top_k[rows], self.noise[rows]
+            self.temperature[rows],
+            self.top_p[rows],
+            self.top_k[rows],
+            self.min_p[rows],
+            self.noise[rows],
         )
 
 
-def sample(logits: torch.Tensor, how: SamplingTensors, num_top: int) -> Draws:
+@dataclass(slots=True, frozen=True)
+class LogitEditTensors:
+    """What is changed of single logits before they are drawn from; entries are (row, token id).
+
+    An entry stands at most once in `rows` and `ids`; a banned one may also be there.
+    """
+
+    rows: torch.Tensor  # (entries,) int64
+    ids: torch.Tensor  # (entries,) int64
+    bias: torch.Tensor  # (entries,) float32, added first
+    factor: torch.Tensor  # (entries,) float32: repetition penalty, 1 changes nothing
+    minus: torch.Tensor  # (entries,) float32, subtracted last
+    banned_rows: torch.Tensor  # (banned,) int64
+    banned_ids: torch.Tensor  # (banned,) int64
+
+    def part(self, part: slice) -> LogitEditTensors:
+        """Return the entries of some rows, counted from the part's first row."""
+        low, high = torch.searchsorted(self.rows, self.rows.new_tensor([part.start, part.stop]))
+        first, last = torch.searchsorted(
+            self.banned_rows, self.rows.new_tensor([part.start, part.stop])
+        )
+        return LogitEditTensors(
+            self.rows[low:high] - part.start,
+            self.ids[low:high],
+            self.bias[low:high],
+            self.factor[low:high],
+            self.minus[low:high],
+            self.banned_rows[first:last] - part.start,
+            self.banned_ids[first:last],
+        )
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:  # (rows, vocab)
+        """Return changed logits; the given ones stay, their logprobs are reported.
+
+        The repetition penalty is that of Keskar et al. 2019 (CTRL): a logit above 0 is divided by
+        it, another is multiplied.
+        """
+        if not (len(self.ids) or len(self.banned_ids)):
+            return logits
+        changed = logits.clone()
+        biased = changed[self.rows, self.ids] + self.bias
+        scaled = torch.where(biased > 0, biased / self.factor, biased * self.factor)
+        changed[self.rows, self.ids] = scaled - self.minus
+        changed[self.banned_rows, self.banned_ids] = float("-inf")
+        return changed
+
+
+def sample(
+    logits: torch.Tensor,
+    how: SamplingTensors,
+    num_top: int,
+    edits: LogitEditTensors | None = None,
+) -> Draws:
     """Draw one token a row.
 
     Args:
         logits: (rows, vocab) float32.
         num_top: how many alternatives to report.
+        edits: changes of single logits; the logprobs are those of the logits without them.
     """
-    ids = logits.argmax(-1)  # ties go to the lowest id
+    edited = logits if edits is None else edits.apply(logits)
+    ids = edited.argmax(-1)  # ties go to the lowest id
     is_random = (how.temperature > 0) & (how.top_p > 0) & (how.top_k != 1)
     drawn_rows = is_random.nonzero()[:, 0]
     if len(drawn_rows):
-        ids[drawn_rows] = _draw(logits[drawn_rows], how.rows(drawn_rows))
+        ids[drawn_rows] = _draw(edited[drawn_rows], how.rows(drawn_rows))
     return score(logits, ids, num_top)
 
 
@@ -73,11 +132,13 @@ def score(logits: torch.Tensor, ids: torch.Tensor, num_top: int) -> Draws:
 
 
 def _draw(logits: torch.Tensor, how: SamplingTensors) -> torch.Tensor:  # (rows,) int64
-    """Draw by inverting the cumulated probabilities in id order, after top_k and top_p."""
+    """Draw by inverting the cumulated probabilities in id order, after top_k, min_p and top_p."""
     largest = logits.amax(-1, keepdim=True)
     scaled = (logits - largest) / how.temperature[:, None]
     if (how.top_k > 0).any():
         scaled = _keep_top_k(scaled, how.top_k)
+    if (how.min_p > 0).any():  # the likeliest token stands at 0 here; log(0) keeps all
+        scaled = scaled.masked_fill(scaled < how.min_p.log()[:, None], float("-inf"))
     probs = torch.softmax(scaled, -1)
     if (how.top_p < 1).any():
         probs = _keep_top_p(probs, how.top_p)

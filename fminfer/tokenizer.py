@@ -6,6 +6,7 @@ It wraps transformers' tokenizers (fast ones and sentencepiece ones) and knows n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,30 +58,37 @@ class Tokenizer:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{folder} has no usable tokenizer: {error}") from error
 
-    def encode(self, text: str, *, with_offsets: bool = False) -> EncodedPrompt:
+    def encode(
+        self, text: str, *, with_offsets: bool = False, add_special_tokens: bool = True
+    ) -> EncodedPrompt:
         """Turn a prompt string into ids by the tokenizer's own special-token policy.
+
+        Without `add_special_tokens` only those that the text itself spells are there.
 
         An empty result (an empty prompt of a tokenizer that adds nothing) becomes BOS, or EOS
         where there is no BOS; it stays empty if the tokenizer has neither.
         """
         if self._hf is None:
             assert self._backend is not None
-            ids = self._backend.encode(text).ids
+            ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         else:
-            ids = self._hf(text)["input_ids"]
+            ids = self._hf(text, add_special_tokens=add_special_tokens)["input_ids"]
         if not ids:
             start = self.bos_id if self.bos_id is not None else self.eos_id
             return EncodedPrompt(
                 [] if start is None else [start], text, [] if start is None else [0]
             )
-        return EncodedPrompt(ids, text, self._text_offsets(text, ids) if with_offsets else [])
+        offsets = self._text_offsets(text, ids, add_special_tokens) if with_offsets else []
+        return EncodedPrompt(ids, text, offsets)
 
-    def describe_ids(self, ids: list[int], *, with_offsets: bool = False) -> EncodedPrompt:
+    def describe_ids(
+        self, ids: list[int], *, with_offsets: bool = False, skip_special_tokens: bool = True
+    ) -> EncodedPrompt:
         """Give a prompt of ids its text and, if asked, the offset of each id in it."""
         offsets: list[int] = []
-        text = self.decode(ids)
+        text = self.decode(ids, skip_special_tokens=skip_special_tokens)
         if with_offsets:
-            offsets, text = self._detokenized_offsets(ids)
+            offsets, text = self._detokenized_offsets(ids, skip_special_tokens)
         return EncodedPrompt(ids, text, offsets)
 
     def piece(self, token_id: int) -> str:
@@ -94,21 +102,25 @@ class Tokenizer:
         # Checkpoints pad their vocabulary: such ids can be sampled but have no spelling.
         return piece if piece is not None else f"<|id:{token_id}|>"
 
-    def decode(self, ids: list[int]) -> str:
-        """Return the text of a whole id sequence, special tokens left out."""
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of a whole id sequence."""
         if self._backend is not None:
-            return str(self._backend.decode(ids, skip_special_tokens=True))
+            return str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
         assert self._hf is not None
         known = [i for i in ids if i < len(self._hf)]
         return str(
-            self._hf.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            self._hf.decode(
+                known,
+                skip_special_tokens=skip_special_tokens,
+                clean_up_tokenization_spaces=False,
+            )
         )
 
-    def _text_offsets(self, text: str, ids: list[int]) -> list[int]:
+    def _text_offsets(self, text: str, ids: list[int], add_special_tokens: bool) -> list[int]:
         """Offsets of a string prompt's ids: from the tokenizer, gaps given to the next token."""
         if self._backend is None:
             return self._detokenized_offsets(ids)[0]
-        encoding = self._backend.encode(text)
+        encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
         spans = list(zip(encoding.offsets, encoding.special_tokens_mask, strict=True))
         # Some tokenizers trim white space off their offsets, and tokens of nothing else vanish;
         # and transformers may add tokens that the backend does not know of.
@@ -122,8 +134,11 @@ class Tokenizer:
             last_end = max(end, last_end)
         return offsets
 
-    def _detokenized_offsets(self, ids: list[int]) -> tuple[list[int], str]:
-        detokenizer, offsets, parts, length = Detokenizer(self, []), [], [], 0
+    def _detokenized_offsets(
+        self, ids: list[int], skip_special_tokens: bool = True
+    ) -> tuple[list[int], str]:
+        detokenizer = Detokenizer(self, [], skip_special_tokens=skip_special_tokens)
+        offsets, parts, length = [], [], 0
         for token_id in ids:
             offsets.append(length)
             parts.append(detokenizer.add(token_id))
@@ -146,19 +161,24 @@ class Detokenizer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_ids: list[int], *, is_whole_text: bool = False
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: list[int],
+        *,
+        is_whole_text: bool = False,
+        skip_special_tokens: bool = True,
     ) -> None:
-        self._tokenizer = tokenizer
+        self._decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
         self._ids = prompt_ids[-CONTEXT_IDS:]  # the window
         self._num_settled = len(self._ids)  # ids of the window whose text is wholly out
-        self._text_out = tokenizer.decode(self._ids) if self._ids else ""
+        self._text_out = self._decode(self._ids) if self._ids else ""
         if not is_whole_text:
             self._text_out = self._text_out.rstrip(BROKEN)
 
     def add(self, token_id: int) -> str:
         """Take the next id and return the text that is now certain."""
         self._ids.append(token_id)
-        text = self._tokenizer.decode(self._ids)
+        text = self._decode(self._ids)
         certain = text if text == self._text_out else text.rstrip(BROKEN)
         if certain != text and len(self._ids) - self._num_settled >= MAX_PENDING_IDS:
             certain = text  # no character is that long: these bytes will never be one
@@ -166,7 +186,7 @@ class Detokenizer:
         if new and certain == text:
             self._ids = self._ids[self._num_settled :]
             self._num_settled = len(self._ids)
-            self._text_out = self._tokenizer.decode(self._ids)
+            self._text_out = self._decode(self._ids)
         elif not new and text and text == self._text_out:
             self._ids.pop()  # an id without text, such as EOS when it is ignored
         else:
@@ -175,10 +195,10 @@ class Detokenizer:
 
     def flush(self) -> str:
         """Return what was held back; an unfinished character becomes U+FFFD."""
-        text = self._tokenizer.decode(self._ids)
+        text = self._decode(self._ids)
         if text.startswith(self._text_out):
             return text[len(self._text_out) :]
-        return self._tokenizer.decode(self._ids[self._num_settled :])
+        return self._decode(self._ids[self._num_settled :])
 
 
 def _byte_tokenizer() -> BackendTokenizer:

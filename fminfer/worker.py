@@ -15,6 +15,7 @@ from fminfer.decode_attention import PartialAttention
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.intake import Intake, Limits
 from fminfer.engine.loop import EngineLoop
+from fminfer.engine.prefix import PrefixCache
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.stats import EngineStats
 from fminfer.errors import CheckpointError, UsageError
@@ -126,14 +127,19 @@ class Engine:
     def _build_loop(self, checkpoint: Checkpoint, num_blocks: int) -> EngineLoop:
         config = self.config
         limits = Limits(
-            checkpoint.context_length, checkpoint.config.vocab_size, config.max_logprobs
+            checkpoint.context_length,
+            checkpoint.config.vocab_size,
+            config.max_logprobs,
+            _ends(checkpoint, self.tokenizer),
         )
         self._intake = Intake(self.tokenizer, limits, config.seed)
+        pool = BlockPool(num_blocks, config.block_size)
         scheduler = Scheduler(
-            BlockPool(num_blocks, config.block_size),
+            pool,
             chunk_size=config.chunk_size,
             max_rows=config.max_rows,
             micro_batches=config.micro_batches,
+            cache=PrefixCache(pool) if config.prefix_cache else None,
         )
         return EngineLoop(
             self._intake,
@@ -141,7 +147,6 @@ class Engine:
             self._pipeline,
             self.tokenizer,
             micro_batches=config.micro_batches,
-            eos_ids=_ends(checkpoint, self.tokenizer),
             kv_capacity=num_blocks * config.block_size,
         )
 

@@ -16,6 +16,7 @@ import pytest
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.intake import Intake, Limits
 from fminfer.engine.loop import EngineLoop
+from fminfer.engine.prefix import PrefixCache
 from fminfer.engine.scheduler import Scheduler
 from fminfer.errors import UsageError
 from fminfer.input.lines import Line
@@ -87,6 +88,15 @@ def _logprobs(ids: list[int], k: int) -> TokenLogprobs:
     )
 
 
+def usage(num_prompt: int, num_completion: int, num_cached: int = 0) -> dict[str, Any]:
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_completion,
+        "total_tokens": num_prompt + num_completion,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+    }
+
+
 class Bench:
     """An engine loop over the scripted pipeline. The script is read from the prompt's end on."""
 
@@ -94,20 +104,21 @@ class Bench:
         block_size = options.get("block_size", 4)
         num_blocks = options.get("num_blocks", 64)
         self.tokenizer = Tokenizer(None)
+        pool = BlockPool(num_blocks, block_size)
         self.scheduler = Scheduler(
-            BlockPool(num_blocks, block_size),
+            pool,
             chunk_size=options.get("chunk_size", 16),
             max_rows=options.get("max_rows", 8),
             micro_batches=2,
+            cache=PrefixCache(pool) if options.get("prefix_cache", True) else None,
         )
         self.pipeline = ScriptedPipeline(script, block_size)
         self.loop = EngineLoop(
-            Intake(self.tokenizer, Limits(CONTEXT, VOCAB, 100), seed=1),
+            Intake(self.tokenizer, Limits(CONTEXT, VOCAB, 100, frozenset({EOS})), seed=1),
             self.scheduler,
             self.pipeline,
             self.tokenizer,
             micro_batches=2,
-            eos_ids=frozenset({EOS}),
             kv_capacity=num_blocks * block_size,
         )
 
@@ -175,7 +186,7 @@ def test_stop_strings(stop: str | list[str], text: str, tokens: str, echo: bool)
 def test_stop_wins_over_length_and_its_tokens_count() -> None:
     result = Bench().result(stop="c", max_tokens=3)
     assert result["choices"][0]["finish_reason"] == "stop"
-    assert result["usage"] == {"prompt_tokens": 1, "completion_tokens": 3, "total_tokens": 4}
+    assert result["usage"] == usage(1, 3)
 
 
 def test_a_stop_inside_a_token_keeps_the_token_across_the_cut() -> None:
@@ -204,7 +215,7 @@ def test_max_tokens_0(echo: bool, logprobs: int | None) -> None:
     assert ("logprobs" in choice) == (logprobs is not None)
     if logprobs is not None:
         assert choice["logprobs"]["token_logprobs"] == ([None, -1.5, -1.5] if echo else [])
-    assert result["usage"] == {"prompt_tokens": 3, "completion_tokens": 0, "total_tokens": 3}
+    assert result["usage"] == usage(3, 0)
     fed = sum(step.num_tokens for step in bench.pipeline.steps)
     assert fed == (2 if echo and logprobs is not None else 0), "what nobody asks for is not run"
 
@@ -249,7 +260,7 @@ def test_prompts_times_n_in_order() -> None:
     result = Bench().result(prompt=[">", ">>"], n=2, max_tokens=2)
     assert [c["text"] for c in result["choices"]] == ["ab", "ab", "bc", "bc"]
     assert [c["index"] for c in result["choices"]] == [0, 1, 2, 3]
-    assert result["usage"] == {"prompt_tokens": 3, "completion_tokens": 8, "total_tokens": 11}
+    assert result["usage"] == usage(3, 8)
 
 
 def test_a_prompt_is_fed_once_whatever_n() -> None:
@@ -411,7 +422,7 @@ def test_times_add_up() -> None:
 
 def test_prompts_that_cannot_be_fed_yet_hold_no_blocks() -> None:
     """Ninety-six prompts let in at once held 2 GB of KV cache while one of them was being fed."""
-    bench = Bench(num_blocks=1000, max_rows=100)
+    bench = Bench(num_blocks=1000, max_rows=100, prefix_cache=False)
     scored = {"prompt": "x" * 16, "max_tokens": 0, "echo": True, "logprobs": 0}
     bench.run(*[scored] * 50)
     assert bench.loop.stats.max_rows_running <= 4

@@ -118,7 +118,11 @@ def test_nan_weights_cost_each_row_an_error_and_not_the_run(
 
     monkeypatch.setattr("fminfer.worker.load_model", load_damaged)
     engine = fminfer.Engine(
-        str(llama_checkpoint[0]), dtype="float32", attention="eager", budget=512
+        str(llama_checkpoint[0]),
+        dtype="float32",
+        attention="eager",
+        budget=512,
+        prefix_cache=False,  # a prefix from the cache may round the last digit otherwise
     )
     clean = {"prompt": [1, 2, 3, 4], "max_tokens": 5, "temperature": 0, "logprobs": 1}
     poisoned = clean | {"prompt": [1, 2, 77, 4]}

@@ -9,19 +9,14 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "fminfer"
 FLOORS: list[list[str]] = [
-    ["errors", "timing", "engine.blocks", "engine.noise", "engine.stats", "engine.stopping"],
-    ["config", "request", "input.lines", "tokenizer", "models.families", "models.sizes"],
-    [
-        "messages",
-        "sampling",
-        "placement",
-        "decode_attention",
-        "models.adapters.bloom",
-        "models.adapters.gptj",
-    ],
-    ["models.checkpoint", "attention", "engine.sequence"],
-    ["output.records", "output.writer", "output.progress", "engine.scheduler", "engine.advance"],
-    ["engine.answer", "engine.intake", "pipeline.local", "pipeline.stage"],
+    ["errors", "timing", "messages", "engine.blocks", "engine.noise", "engine.stats"],
+    ["config", "fields", "input.lines", "tokenizer", "models.families", "models.sizes"],
+    ["engine.stopping", "request", "sampling", "placement", "decode_attention"],
+    ["models.adapters.bloom", "models.adapters.gptj", "models.checkpoint", "attention"],
+    ["engine.logit_edits", "output.records", "output.writer", "output.progress"],
+    ["engine.sequence", "pipeline.local", "pipeline.stage"],
+    ["engine.prefix", "engine.advance"],
+    ["engine.scheduler", "engine.answer", "engine.intake"],
     ["engine.loop"],
     ["worker"],
     ["job"],

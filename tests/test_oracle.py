@@ -21,11 +21,17 @@ Request = dict[str, Any]
 
 
 def mixed_requests() -> list[Request]:
-    """Draw 30 greedy requests, with 12 sampled ones strewn among them, as token ids."""
+    """Draw 30 greedy requests, with 12 sampled ones strewn among them, as token ids.
+
+    A third of them share a prefix with others, of whole blocks and of parts of one.
+    """
     rng = random.Random(5)
+    stem = [rng.randrange(VOCAB) for _ in range(70)]
     requests: list[Request] = []
     for index in range(42):
         ids = [rng.randrange(VOCAB) for _ in range(rng.choice([1, 2, 5, 17, 32, 33, 64, 90]))]
+        if index % 3 == 1:
+            ids = stem[: rng.choice([20, 32, 45, 70])] + ids[:20]
         request: Request = {"prompt": ids, "max_tokens": rng.randint(1, 12), "logprobs": 3}
         if index % 7 < 2:
             request |= {"temperature": 0.9, "top_p": 0.8, "top_k": 40, "n": 2, "seed": index}
@@ -81,6 +87,7 @@ def test_greedy_equals_transformers_alone(
     records = {record.line.number: record for record in engine.run(requests)}
     engine.close()
     assert sorted(records) == list(range(1, len(requests) + 1))
+    assert engine.stats.num_cached_tokens > 100
     for number, request in enumerate(requests, start=1):
         record = records[number]
         assert record.error is None, record.error

@@ -24,7 +24,7 @@ def test_blocks_are_shared_and_come_back() -> None:
     pool.share(first[:1])
     pool.release(first)
     assert pool.num_free == 3, "a shared block is free only when its last holder lets go"
-    with pytest.raises(AssertionError, match="lost or doubled"):
+    with pytest.raises(AssertionError, match="has a holder"):
         pool.check_idle()
     pool.release(first[:1])
     pool.check_idle()
@@ -35,14 +35,18 @@ def test_blocks_are_shared_and_come_back() -> None:
 @pytest.mark.parametrize(
     "text, stops, num_new, expected",
     [
-        ("one two", ("two",), 3, 4),
-        ("one two", ("e t",), 3, 2),  # begins before the new characters
-        ("one two", ("three", "two", "o"), 7, 0),  # the earliest wins, not the first listed
+        ("one two", ("two",), 3, (4, "two")),
+        ("one two", ("e t",), 3, (2, "e t")),  # begins before the new characters
+        ("one two", ("three", "two", "o"), 7, (0, "o")),  # the earliest wins, not the first listed
         ("one two", ("one",), 3, None),  # was searched before, when it was new
+        ("one two", ("a long one", "one"), 3, None),
+        ("one two", ("tw", "two"), 3, (4, "tw")),  # of two at one place the first listed
         ("one two", (), 3, None),
     ],
 )
-def test_find_stop(text: str, stops: tuple[str, ...], num_new: int, expected: int | None) -> None:
+def test_find_stop(
+    text: str, stops: tuple[str, ...], num_new: int, expected: tuple[int, str] | None
+) -> None:
     assert find_stop(text, stops, num_new) == expected
 
 

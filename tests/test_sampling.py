@@ -15,6 +15,7 @@ def how(rows: list[tuple[float, float, int, float]]) -> SamplingTensors:
         torch.tensor(temperature),
         torch.tensor(top_p),
         torch.tensor(top_k),
+        torch.zeros(len(rows)),
         torch.tensor(noise, dtype=torch.float64),
     )
 

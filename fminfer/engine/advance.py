@@ -6,17 +6,17 @@ from fminfer.engine.sequence import Sequence, TokenReport
 from fminfer.engine.stopping import find_stop
 
 
-def advance(sequence: Sequence, token: TokenReport, eos_ids: frozenset[int]) -> None:
+def advance(sequence: Sequence, token: TokenReport) -> None:
     """Append a drawn token; afterwards `finish_reason` tells whether the sequence is done."""
     params = sequence.prompt.params
     detokenizer = sequence.detokenizer
     assert detokenizer is not None, "a sequence that generates nothing drew a token"
     offset = len(sequence.text)
     sequence.tokens.append(TokenReport(token.token_id, token.logprob, token.top, offset))
-    if token.token_id in eos_ids and not params.ignore_eos:
-        _add_text(sequence, detokenizer.flush())
-        sequence.ended_by_eos = True
-        sequence.finish_reason = "stop"
+    if sequence.edits is not None:
+        sequence.edits.count(token.token_id)
+    if token.token_id in sequence.prompt.end_ids and len(sequence.tokens) > params.min_tokens:
+        _end(sequence, token.token_id)
         return
     _add_text(sequence, detokenizer.add(token.token_id))
     if sequence.finish_reason is None and len(sequence.tokens) >= params.max_tokens:
@@ -24,13 +24,32 @@ def advance(sequence: Sequence, token: TokenReport, eos_ids: frozenset[int]) -> 
         sequence.finish_reason = sequence.finish_reason or "length"
 
 
+def _end(sequence: Sequence, token_id: int) -> None:
+    """Finish at EOS or a stop token, which has no part in the text unless that was asked for."""
+    params, detokenizer = sequence.prompt.params, sequence.detokenizer
+    assert detokenizer is not None
+    if params.include_stop_str_in_output:
+        _add_text(sequence, detokenizer.add(token_id))
+    if sequence.finish_reason is None:
+        _add_text(sequence, detokenizer.flush())
+    sequence.ended_by_token = True
+    sequence.finish_reason = "stop"
+    if sequence.stop_reason is None and token_id in params.stop_token_ids:
+        sequence.stop_reason = token_id
+
+
 def _add_text(sequence: Sequence, new: str) -> None:
     """Append text; at a stop string cut it, and the tokens that start at the cut or later."""
     if not new:
         return
+    params = sequence.prompt.params
     sequence.text += new
-    cut = find_stop(sequence.text, sequence.prompt.params.stop, len(new))
-    if cut is not None:
+    if len(sequence.tokens) <= params.min_tokens:
+        return
+    found = find_stop(sequence.text, params.stop, len(new))
+    if found is not None:
+        cut, stop = found
+        cut += len(stop) if params.include_stop_str_in_output else 0
         sequence.text = sequence.text[:cut]
         sequence.num_cut = sum(token.offset >= cut for token in sequence.tokens)
-        sequence.finish_reason = "stop"
+        sequence.finish_reason, sequence.stop_reason = "stop", stop

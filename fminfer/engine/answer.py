@@ -29,6 +29,9 @@ def build_record(state: RequestState, tokenizer: Tokenizer, finished_s: float) -
             "prompt_tokens": num_prompt,
             "completion_tokens": num_completion,
             "total_tokens": num_prompt + num_completion,
+            "prompt_tokens_details": {
+                "cached_tokens": sum(prompt.num_cached for prompt in state.prompts)
+            },
         },
     }
     return Record(
@@ -63,6 +66,11 @@ def _choice(sequence: Sequence, index: int, tokenizer: Tokenizer) -> dict[str, A
     if params.logprobs is not None:
         choice["logprobs"] = _logprobs(sequence, params.logprobs, tokenizer)
     choice["finish_reason"] = sequence.finish_reason
+    if sequence.stop_reason is not None:
+        choice["stop_reason"] = sequence.stop_reason
+    if params.return_token_ids:
+        choice["prompt_token_ids"] = sequence.prompt.ids
+        choice["token_ids"] = [token.token_id for token in sequence.tokens]
     return choice
 
 

@@ -1,4 +1,4 @@
-"""The books of the KV cache: which block is free, and how many sequences hold each.
+"""The books of the KV cache: which block is free, who holds each, and which are kept for later.
 
 It knows no tensor: the ids it hands out are the same on every stage.
 """
@@ -7,7 +7,10 @@ from __future__ import annotations
 
 
 class BlockPool:
-    """Blocks 0 … num_blocks-1 with reference counts; a shared prefix is shared blocks."""
+    """Blocks 0 … num_blocks-1 with two counts: sequences that hold them, and keeps of the cache.
+
+    A block with neither is free; one that is only kept is idle, and can be had back.
+    """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
@@ -19,6 +22,8 @@ class BlockPool:
         # A stack: the block freed last is used first, so little memory is ever touched.
         self._free = list(range(self.num_blocks - 1, -1, -1))
         self._num_holders = [0] * self.num_blocks
+        self._num_keeps = [0] * self.num_blocks
+        self.num_idle = 0  # blocks that are kept and held by no sequence
 
     @property
     def num_free(self) -> int:
@@ -27,6 +32,10 @@ class BlockPool:
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
+
+    def is_held(self, block: int) -> bool:
+        """Tell whether a sequence holds the block."""
+        return self._num_holders[block] > 0
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` free blocks, each with one holder."""
@@ -39,18 +48,41 @@ class BlockPool:
     def share(self, blocks: list[int]) -> None:
         """Add one holder to each of `blocks`."""
         for block in blocks:
-            assert self._num_holders[block] > 0, f"block {block} is free and cannot be shared"
+            assert not self._is_free(block), f"block {block} is free and cannot be shared"
+            self.num_idle -= self._num_holders[block] == 0
             self._num_holders[block] += 1
 
     def release(self, blocks: list[int]) -> None:
-        """Drop one holder from each of `blocks`; those without any become free."""
+        """Drop one holder from each of `blocks`."""
         for block in blocks:
             self._num_holders[block] -= 1
             assert self._num_holders[block] >= 0, f"block {block} was released twice"
-            if self._num_holders[block] == 0:
+            if self._num_holders[block] == 0 and self._num_keeps[block] > 0:
+                self.num_idle += 1
+            elif self._num_holders[block] == 0:
+                self._free.append(block)
+
+    def keep(self, blocks: list[int]) -> None:
+        """Keep each of `blocks` once more, also when no sequence holds it any longer."""
+        for block in blocks:
+            assert not self._is_free(block), f"block {block} is free and cannot be kept"
+            self._num_keeps[block] += 1
+
+    def drop(self, blocks: list[int]) -> None:
+        """Keep each of `blocks` once less."""
+        for block in blocks:
+            self._num_keeps[block] -= 1
+            assert self._num_keeps[block] >= 0, f"block {block} was dropped twice"
+            if self._is_free(block):
+                self.num_idle -= 1
                 self._free.append(block)
 
     def check_idle(self) -> None:
-        """Prove the books when nothing runs: every block is free, once, and without holder."""
-        assert sorted(self._free) == list(range(self.num_blocks)), "a block was lost or doubled"
-        assert not any(self._num_holders), "a block is free but has a holder"
+        """Prove the books when nothing runs: each block is free or idle, once, without holder."""
+        assert not any(self._num_holders), "a block has a holder, and nothing runs"
+        idle = [block for block, count in enumerate(self._num_keeps) if count > 0]
+        assert len(idle) == self.num_idle, "idle blocks were miscounted"
+        assert sorted(self._free + idle) == list(range(self.num_blocks)), "a block was lost"
+
+    def _is_free(self, block: int) -> bool:
+        return self._num_holders[block] == 0 and self._num_keeps[block] == 0

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from fminfer.engine.logit_edits import LogitEdits
 from fminfer.engine.noise import digest, noise_key
 from fminfer.engine.sequence import PromptState, RequestState, Sequence
 from fminfer.errors import RequestError
@@ -24,6 +26,7 @@ class Limits:
     context_length: int
     vocab_size: int
     max_logprobs: int
+    eos_ids: frozenset[int] = frozenset()
 
 
 class Intake:
@@ -54,6 +57,7 @@ class Intake:
         """
         request = parse_request(line.raw, max_logprobs=self._limits.max_logprobs)
         state = RequestState(line, request, read_s=time.perf_counter())
+        self._check_params(request.params)
         request_digest = digest(request.raw)
         repeat = self._count_repeat(line.source, request.params, request_digest)
         for index, prompt in enumerate(request.prompts):
@@ -76,12 +80,16 @@ class Intake:
     def _encode(self, prompt: str | list[int], params: SamplingParams) -> EncodedPrompt:
         with_offsets = params.echo and params.logprobs is not None
         if isinstance(prompt, list):
-            self._check_ids(prompt, "Was it tokenized for another model?")
+            self._check_ids(prompt, "prompt", "Was it tokenized for another model?")
             needs_text = params.echo or params.logprobs is not None
             if not needs_text:
                 return EncodedPrompt(prompt, "", [])
-            return self._tokenizer.describe_ids(prompt, with_offsets=with_offsets)
-        encoded = self._tokenizer.encode(prompt, with_offsets=with_offsets)
+            return self._tokenizer.describe_ids(
+                prompt, with_offsets=with_offsets, skip_special_tokens=params.skip_special_tokens
+            )
+        encoded = self._tokenizer.encode(
+            prompt, with_offsets=with_offsets, add_special_tokens=params.add_special_tokens
+        )
         if not encoded.ids:
             raise RequestError(
                 "missing_prompt",
@@ -89,18 +97,24 @@ class Intake:
                 "give at least one character",
                 "prompt",
             )
-        self._check_ids(encoded.ids, "The tokenizer has more tokens than the model has rows")
+        hint = "The tokenizer has more tokens than the model has rows"
+        self._check_ids(encoded.ids, "prompt", hint)
         return encoded
 
-    def _check_ids(self, ids: list[int], hint: str) -> None:
+    def _check_params(self, params: SamplingParams) -> None:
+        hint = "Was it written for another model?"
+        self._check_ids(params.stop_token_ids, "stop_token_ids", hint)
+        self._check_ids([token_id for token_id, _ in params.logit_bias], "logit_bias", hint)
+
+    def _check_ids(self, ids: Iterable[int], param: str, hint: str) -> None:
         vocab_size = self._limits.vocab_size
         for place, token_id in enumerate(ids):
             if not 0 <= token_id < vocab_size:
                 raise RequestError(
                     "token_out_of_range",
-                    f"prompt holds token id {token_id} at place {place}; this model's ids go from "
+                    f"{param} holds token id {token_id} at place {place}; this model's ids go from "
                     f"0 to {vocab_size - 1}. {hint}",
-                    "prompt",
+                    param,
                 )
 
     def _check_length(self, encoded: EncodedPrompt, params: SamplingParams) -> None:
@@ -125,14 +139,22 @@ class Intake:
         request_digest: bytes,
         repeat: int,
     ) -> PromptState:
-        prompt = PromptState(state, index, encoded)
         params = state.request.params
+        eos_ids = frozenset() if params.ignore_eos else self._limits.eos_ids
+        end_ids = eos_ids.union(params.stop_token_ids)
+        prompt = PromptState(state, index, encoded, end_ids=end_ids)
         seed = self._seed if params.seed is None else params.seed
         for candidate in range(params.num_candidates):
             key = noise_key(seed, repeat, request_digest, index, candidate)
-            is_text = isinstance(state.request.prompts[index], str)
-            detokenizer = None
+            sequence = Sequence(prompt, key, None)
             if params.max_tokens > 0:
-                detokenizer = Detokenizer(self._tokenizer, encoded.ids, is_whole_text=is_text)
-            prompt.sequences.append(Sequence(prompt, key, detokenizer))
+                sequence.detokenizer = Detokenizer(
+                    self._tokenizer,
+                    encoded.ids,
+                    is_whole_text=isinstance(state.request.prompts[index], str),
+                    skip_special_tokens=params.skip_special_tokens,
+                )
+            if params.logit_bias or params.has_penalties:
+                sequence.edits = LogitEdits(params, encoded.ids)
+            prompt.sequences.append(sequence)
         return prompt

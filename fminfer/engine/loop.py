@@ -14,6 +14,7 @@ from typing import Protocol
 from fminfer.engine.advance import advance
 from fminfer.engine.answer import build_record
 from fminfer.engine.intake import Intake
+from fminfer.engine.prefix import SharedTokens
 from fminfer.engine.scheduler import PlannedStep, Scheduler
 from fminfer.engine.sequence import PromptState, RequestState, Sequence, TokenReport
 from fminfer.engine.stats import EngineStats
@@ -44,7 +45,6 @@ class EngineLoop:
 
     Args:
         micro_batches: steps to keep in flight.
-        eos_ids: the model's ends of sequence.
     """
 
     def __init__(
@@ -55,7 +55,6 @@ class EngineLoop:
         tokenizer: Tokenizer,
         *,
         micro_batches: int,
-        eos_ids: frozenset[int],
         kv_capacity: int,
     ) -> None:
         self._intake = intake
@@ -63,11 +62,11 @@ class EngineLoop:
         self._pipeline = pipeline
         self._tokenizer = tokenizer
         self._micro_batches = micro_batches
-        self._eos_ids = eos_ids
         self._clock = RowClock()
         self._in_flight: deque[PlannedStep] = deque()
         self._done: deque[Record] = deque()
         self._is_running = False
+        self._shared_tokens = SharedTokens()
         self.stats = EngineStats(num_kv_tokens=kv_capacity)
 
     def run(self, lines: Iterable[Line]) -> Iterator[Record]:
@@ -83,8 +82,10 @@ class EngineLoop:
         try:
             yield from self._run(iter(lines))
             self._scheduler.check_idle()
-        finally:  # also after an error, or when the caller wants no more records
+        except BaseException:  # also when the caller wants no more records
             self._drop_everything()
+            raise
+        finally:
             self._is_running = False
 
     def _run(self, source: Iterator[Line]) -> Iterator[Record]:
@@ -162,6 +163,7 @@ class EngineLoop:
     def _fill_pipeline(self) -> None:
         while self._pipeline.num_in_flight < self._micro_batches:
             for prompt in self._scheduler.admit():
+                self._count_shared(prompt)
                 if prompt.owner.times is None:
                     prompt.owner.times = self._clock.start(time.perf_counter())
             planned = self._scheduler.schedule()
@@ -184,7 +186,17 @@ class EngineLoop:
         for sequence, report in zip(planned.sequences, draws, strict=True):
             self._take_token(sequence, report)
 
+    def _count_shared(self, prompt: PromptState) -> None:
+        stats = self.stats
+        stats.num_cached_tokens += prompt.num_cached
+        if not self._shared_tokens.is_full:
+            num_shared = self._shared_tokens.add(prompt.ids[: prompt.num_to_feed])
+            stats.num_counted_tokens += prompt.num_to_feed
+            stats.num_counted_cached += prompt.num_cached
+            stats.num_counted_shareable += min(num_shared, prompt.num_to_feed - 1)
+
     def _take_score(self, prompt: PromptState, report: TokenReport) -> None:
+        prompt.take_shared_scores()
         prompt.reports.append(report)
         if math.isnan(report.logprob):
             prompt.owner.error = _nan_error(f"prompt token {len(prompt.reports)}")
@@ -195,6 +207,7 @@ class EngineLoop:
 
     def _take_token(self, sequence: Sequence, report: TokenReport) -> None:
         state = sequence.prompt.owner
+        sequence.prompt.take_shared_scores()
         assert state.times is not None, "a row ran before it was admitted"
         if state.times.first_token_s is None:
             state.times.first_token_s = time.perf_counter()
@@ -203,7 +216,7 @@ class EngineLoop:
             state.error = _nan_error(f"generated token {len(sequence.tokens)}")
             sequence.finish_reason = "stop"
         else:
-            advance(sequence, report, self._eos_ids)
+            advance(sequence, report)
         if sequence.finish_reason is None:
             self._scheduler.resume(sequence)
         else:

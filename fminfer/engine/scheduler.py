@@ -1,8 +1,8 @@
 """What runs next, in plain Python: a token budget, KV blocks, continuous batching.
 
 A prompt enters when blocks for all its tokens, drawn ones included, are free; so nothing that runs
-is ever thrown out. Prompts are fed in chunks that fill each step beside the decode rows. It knows
-no tensor, no text and no file.
+is ever thrown out. What the prefix cache has of it is not fed again. Prompts are fed in chunks that
+fill each step beside the decode rows. It knows no tensor, no text and no file.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ from dataclasses import dataclass, field
 
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.noise import uniform
+from fminfer.engine.prefix import Match, PrefixCache
 from fminfer.engine.sequence import PromptState, Sequence
 from fminfer.messages import SamplingRows, ScoringRows, Step, StepRow
 
 # Measured on 2 CPU cores, llama of 12 × 768: 16 rows in one micro-batch instead of two took 0.62
 # of the time; from about 64 rows on the products, not the weights, set the pace.
 MIN_SHARE = 64
+# A prompt waits for another that is being fed if it will find so many more tokens in the cache.
+MIN_GAIN = 16
 
 
 @dataclass(slots=True)
@@ -48,12 +51,20 @@ class Scheduler:
         chunk_size: most tokens of a step.
         max_rows: most sequences that run at once.
         micro_batches: steps in flight; many running sequences are spread over them.
+        cache: of prompts' prefixes; None: every prompt is fed whole.
     """
 
     def __init__(
-        self, pool: BlockPool, *, chunk_size: int, max_rows: int, micro_batches: int
+        self,
+        pool: BlockPool,
+        *,
+        chunk_size: int,
+        max_rows: int,
+        micro_batches: int,
+        cache: PrefixCache | None = None,
     ) -> None:
         self._pool = pool
+        self._cache = cache
         self._chunk_size = chunk_size
         self._max_rows = max_rows
         self._micro_batches = micro_batches
@@ -63,6 +74,8 @@ class Scheduler:
     def clear(self) -> None:
         """Forget every prompt and free every block; nothing may be in flight."""
         self._pool.clear()
+        if self._cache is not None:
+            self._cache.clear()
         self._waiting: deque[PromptState] = deque()
         self._prefilling: deque[PromptState] = deque()
         self._ready: deque[Sequence] = deque()  # sequences whose newest token can be fed
@@ -95,19 +108,23 @@ class Scheduler:
         """Let in, in order, prompts whose blocks are free; return those let in.
 
         No more than the next step can feed: a prompt that could only stand in line inside would
-        hold blocks, and so memory, for nothing.
+        hold blocks, and so memory, for nothing. One whose prefix is being fed right now stands back
+        until it is in the cache.
         """
-        admitted = []
-        while (
-            self._waiting
-            and self._num_unfed < self._chunk_size
-            and self._has_room(self._waiting[0])
-        ):
-            prompt = self._waiting.popleft()
-            self._reserve(prompt)
-            self._num_unfed += prompt.num_to_feed
-            self._prefilling.append(prompt)
-            admitted.append(prompt)
+        admitted: list[PromptState] = []
+        stood_back: list[PromptState] = []
+        while self._waiting and self._num_unfed < self._chunk_size:
+            prompt = self._waiting[0]
+            match = self._find_prefix(prompt)
+            if self._is_being_fed(prompt, match.length):
+                stood_back.append(self._waiting.popleft())
+            elif self._reserve(prompt, match):
+                admitted.append(self._waiting.popleft())
+                self._num_unfed += prompt.num_to_feed - prompt.num_fed
+                self._prefilling.append(prompt)
+            else:
+                break
+        self._waiting.extendleft(reversed(stood_back))
         return admitted
 
     def schedule(self) -> PlannedStep | None:
@@ -154,20 +171,68 @@ class Scheduler:
         """Return how many full blocks of the prompt all its sequences share."""
         return prompt.num_to_feed // self._pool.block_size
 
-    def _has_room(self, prompt: PromptState) -> bool:
-        return (
-            self._num_blocks(prompt) <= self._pool.num_free
-            and self.num_running + len(prompt.sequences) <= self._max_rows
+    def _find_prefix(self, prompt: PromptState) -> Match:
+        """Find what need not be fed; of a scored prompt, the scores of those tokens as well."""
+        if self._cache is None:
+            return Match()
+        if not prompt.wants_scores:  # the last token is fed to draw from it
+            return self._cache.match(prompt.ids, prompt.num_to_feed - 1, None)
+        match = self._cache.match(prompt.ids, prompt.num_to_feed, prompt.num_top)
+        # The last token of the prefix is fed again: what follows it is scored from it.
+        match.length = max(0, match.length - 1)
+        return match
+
+    def _is_being_fed(self, prompt: PromptState, num_found: int) -> bool:
+        """Tell whether a prompt that is being fed will soon give MIN_GAIN more tokens of prefix."""
+        if self._cache is None:
+            return False
+        wanted = num_found + MIN_GAIN + prompt.wants_scores
+        head = prompt.ids[:wanted]
+        return prompt.num_to_feed >= wanted and any(
+            other.num_fed < wanted <= other.num_to_feed
+            and other.ids[:wanted] == head
+            and (not prompt.wants_scores or other.num_scored_top >= prompt.num_top)
+            for other in self._prefilling
         )
 
-    def _reserve(self, prompt: PromptState) -> None:
+    def _reserve(self, prompt: PromptState, match: Match) -> bool:
+        """Give a prompt all its blocks, the cached ones first; False if there is no room."""
+        if self.num_running + len(prompt.sequences) > self._max_rows:
+            return False
+        num_full, num_rest = divmod(match.length, self._pool.block_size)
+        shared = match.blocks[:num_full]
+        self._pool.share(shared)
+        if not self._make_room(self._num_blocks(prompt) - num_full):
+            self._pool.release(shared)
+            if self.num_running > 0 or self._cache is None or not match.length:
+                return False
+            # Nothing runs, and what is in the way is the prefix's own: feed the prompt whole.
+            self._cache.evict(self._pool.num_blocks)
+            return self._reserve(prompt, Match())
+        self._hand_out(prompt, shared)
+        if num_rest:  # the next block is used in part: this prompt goes on in a copy
+            copy = prompt.sequences[0].block_table[num_full]
+            self._copies.append((match.blocks[num_full], copy))
+        prompt.num_fed = prompt.num_cached = match.length
+        prompt.shared_scores = match.scores
+        return True
+
+    def _make_room(self, num_blocks: int) -> bool:
+        """See that so many blocks are free, at the cost of the prefix cache; False: cannot be."""
+        if self._pool.num_free + self._pool.num_idle < num_blocks:
+            return False
+        if self._cache is not None:
+            self._cache.evict(num_blocks)
+        return self._pool.num_free >= num_blocks
+
+    def _hand_out(self, prompt: PromptState, shared: list[int]) -> None:
         each = self._pool.blocks_for(prompt.num_kv_tokens)
         first, *others = prompt.sequences
-        first.block_table = self._pool.allocate(each)
-        shared = first.block_table[: self._num_shared(prompt)]
+        first.block_table = shared + self._pool.allocate(each - len(shared))
+        common = first.block_table[: self._num_shared(prompt)]
         for sequence in others:
-            self._pool.share(shared)
-            sequence.block_table = shared + self._pool.allocate(each - len(shared))
+            self._pool.share(common)
+            sequence.block_table = common + self._pool.allocate(each - len(common))
         self.num_running += len(prompt.sequences)
 
     def _decode_rows(self) -> list[_Row]:
@@ -198,6 +263,10 @@ class Scheduler:
         draws = last == prompt.num_to_feed and prompt.params.max_tokens > 0
         if last == prompt.num_to_feed:
             self._prefilling.popleft()
+        if self._cache is not None:  # whoever comes after this step can share it
+            reports = prompt.reports if prompt.wants_scores else None
+            table = prompt.sequences[0].block_table
+            self._cache.insert(prompt.ids, last, table, reports, prompt.num_top)
         scored = prompt if prompt.wants_scores else None
         return _Row(
             row,
@@ -251,9 +320,16 @@ def _add_sample(sampling: SamplingRows, sequence: Sequence, token_index: int) ->
     sampling.temperature.append(params.temperature)
     sampling.top_p.append(params.top_p)
     sampling.top_k.append(params.top_k)
+    sampling.min_p.append(params.min_p)
     noise = 0.0 if params.is_greedy else uniform(sequence.noise_key, len(sequence.tokens))
     sampling.noise.append(noise)
-    sampling.num_top_logprobs = max(sampling.num_top_logprobs, params.logprobs or 0)
+    if sequence.edits is not None:
+        sampling.edits.extend(sequence.edits.columns)
+    sampling.num_edits.append(0 if sequence.edits is None else len(sequence.edits.columns.token_id))
+    banned = sequence.prompt.end_ids if len(sequence.tokens) < params.min_tokens else ()
+    sampling.banned_ids += banned
+    sampling.num_banned.append(len(banned))
+    sampling.num_top_logprobs = max(sampling.num_top_logprobs, sequence.prompt.num_top)
 
 
 def _add_scores(scoring: ScoringRows, prompt: PromptState, row: StepRow, first: int) -> int:
@@ -261,5 +337,5 @@ def _add_scores(scoring: ScoringRows, prompt: PromptState, row: StepRow, first: 
     targets = prompt.ids[row.position + 1 : row.position + 1 + len(row.token_ids)]
     scoring.token_index += range(first, first + len(targets))
     scoring.target_id += targets
-    scoring.num_top_logprobs = max(scoring.num_top_logprobs, prompt.params.logprobs or 0)
+    scoring.num_top_logprobs = max(scoring.num_top_logprobs, prompt.num_top)
     return len(targets)

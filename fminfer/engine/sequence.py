@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from fminfer.engine.logit_edits import LogitEdits
 from fminfer.errors import RequestError
 from fminfer.input.lines import Line
 from fminfer.request import Request, SamplingParams
@@ -25,6 +26,9 @@ class TokenReport:
     logprob: float
     top: list[tuple[int, float]]
     offset: int = 0  # code points of completion before it (completion tokens only)
+
+
+ReportSlice = tuple[list[TokenReport], int, int]  # a list, often still growing, and [start, end)
 
 
 @dataclass(slots=True)
@@ -51,7 +55,10 @@ class PromptState:
     index: int
     encoded: EncodedPrompt
     sequences: list[Sequence] = field(default_factory=list)
-    num_fed: int = 0  # tokens of it that were sent to the model
+    end_ids: frozenset[int] = frozenset()  # tokens that end it: EOS and stop_token_ids
+    num_cached: int = 0  # tokens of it that were found in the prefix cache
+    num_fed: int = 0  # tokens of it that need no more feeding: cached, or sent to the model
+    shared_scores: list[ReportSlice] = field(default_factory=list)  # of the cached tokens
     reports: list[TokenReport] = field(default_factory=list)  # of its tokens 1 … , under echo
 
     @property
@@ -75,8 +82,27 @@ class PromptState:
         return self.num_to_feed + max(0, self.params.max_tokens - 1)
 
     @property
+    def num_top(self) -> int:
+        """Alternatives to report for each token."""
+        return self.params.logprobs or 0
+
+    @property
+    def num_scored_top(self) -> int:
+        """Alternatives that its prompt tokens' reports will have; -1 if it is not scored."""
+        return self.num_top if self.wants_scores else -1
+
+    @property
     def wants_scores(self) -> bool:
         return self.params.echo and self.params.logprobs is not None
+
+    def take_shared_scores(self) -> None:
+        """Copy the reports that other prompts' prefixes gave; theirs are in by now.
+
+        Call it when the first result comes: what this prompt shares was sent in before it.
+        """
+        for reports, start, end in self.shared_scores:
+            self.reports += reports[start:end]
+        self.shared_scores = []
 
     @property
     def is_finished(self) -> bool:
@@ -94,8 +120,10 @@ class Sequence:
     tokens: list[TokenReport] = field(default_factory=list)
     text: str = ""
     num_cut: int = 0  # tokens at the end that start behind a stop string's cut
-    ended_by_eos: bool = False
+    edits: LogitEdits | None = None  # None if its logits are left as they are
+    ended_by_token: bool = False  # EOS or one of stop_token_ids
     finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None  # the stop string or stop token id
 
     @property
     def position(self) -> int:
@@ -104,9 +132,13 @@ class Sequence:
 
     @property
     def listed_tokens(self) -> list[TokenReport]:
-        """The tokens that the logprobs arrays show: none behind a cut, EOS only under echo."""
+        """The tokens that the logprobs arrays show: none behind a cut, the end only under echo.
+
+        The end is EOS or a stop token; where its text is wanted it is listed, too.
+        """
+        params = self.prompt.params
         last = len(self.tokens) - self.num_cut
-        if self.ended_by_eos and not self.prompt.params.echo:
+        if self.ended_by_token and not (params.echo or params.include_stop_str_in_output):
             last = min(last, len(self.tokens) - 1)
         return self.tokens[:last]
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 
-def find_stop(text: str, stops: tuple[str, ...], num_new: int) -> int | None:
-    """Return where the earliest stop string begins in `text`, or None.
+def find_stop(text: str, stops: tuple[str, ...], num_new: int) -> tuple[int, str] | None:
+    """Return where the earliest stop string begins in `text`, and which it is, or None.
+
+    Of several at one place the one listed first counts.
 
     Args:
         num_new: how many of the text's last characters were not searched before. A stop string may
-            begin before them.
+            begin before them, but not end there.
     """
-    if not stops:
-        return None
-    longest = max(len(stop) for stop in stops)
-    start = max(0, len(text) - num_new - longest + 1)
-    found = [at for stop in stops if (at := text.find(stop, start)) >= 0]
-    return min(found, default=None)
+    found = []
+    for stop in stops:
+        at = text.find(stop, max(0, len(text) - num_new - len(stop) + 1))
+        if at >= 0:
+            found.append((at, stop))
+    return min(found, key=lambda place: place[0], default=None)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,9 +17,9 @@ from transformers import AttentionInterface
 
 from fminfer.attention import PagedAttention, plan_attention
 from fminfer.decode_attention import PartialBody
-from fminfer.messages import Step, StepResult, TokenLogprobs
+from fminfer.messages import SamplingRows, Step, StepResult, TokenLogprobs
 from fminfer.models.families import Family
-from fminfer.sampling import Draws, SamplingTensors, sample, score
+from fminfer.sampling import Draws, LogitEditTensors, SamplingTensors, sample, score
 
 ATTENTION_NAME = "fminfer_paged"
 # Elements of logits that exist at once. Above 32 MB glibc asks the system for fresh, zeroed memory
@@ -112,11 +113,15 @@ class Stage:
             torch.tensor(rows.temperature, dtype=torch.float32, device=self._device),
             torch.tensor(rows.top_p, dtype=torch.float32, device=self._device),
             torch.tensor(rows.top_k, dtype=torch.int64, device=self._device),
+            torch.tensor(rows.min_p, dtype=torch.float32, device=self._device),
             torch.tensor(rows.noise, dtype=torch.float64, device=self._device),
         )
 
+        edits = _edit_tensors(rows, self._device)
+
         def draw(logits: torch.Tensor, part: slice) -> Draws:
-            return sample(logits, how.rows(part), rows.num_top_logprobs)
+            part_edits = None if edits is None else edits.part(part)
+            return sample(logits, how.rows(part), rows.num_top_logprobs, part_edits)
 
         return self._by_parts(hidden, rows.token_index, draw)
 
@@ -145,6 +150,29 @@ class Stage:
             result.top_ids += draws.top_ids.tolist()
             result.top_logprobs += draws.top_logprobs.tolist()
         return result
+
+
+def _edit_tensors(rows: SamplingRows, device: torch.device) -> LogitEditTensors | None:
+    if not (rows.edits.token_id or rows.banned_ids):
+        return None
+
+    def row_of(counts: list[int]) -> torch.Tensor:
+        return torch.repeat_interleave(torch.tensor(counts)).to(device)
+
+    def column(values: array[int] | array[float], dtype: torch.dtype) -> torch.Tensor:
+        empty = torch.empty(0, dtype=dtype)
+        return (torch.frombuffer(values, dtype=dtype) if values else empty).to(device)
+
+    edits = rows.edits
+    return LogitEditTensors(
+        row_of(rows.num_edits),
+        column(edits.token_id, torch.int64),
+        column(edits.bias, torch.float32),
+        column(edits.factor, torch.float32),
+        column(edits.minus, torch.float32),
+        row_of(rows.num_banned),
+        torch.tensor(rows.banned_ids, dtype=torch.int64, device=device),
+    )
 
 
 def kv_shape(config: Any) -> tuple[int, int]:

@@ -1,0 +1,227 @@
+"""The prefix cache: which token prefixes lie in which KV blocks, and with which scores.
+
+A radix tree over prompts, exact to the token: prompts that part in the middle of a block have the
+block twice, the second made by copying. Leaves used longest ago go first when blocks are needed. It
+knows no tensor and no request.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+from itertools import count
+
+from fminfer.engine.blocks import BlockPool
+from fminfer.engine.sequence import ReportSlice, TokenReport
+
+MIN_ENTRIES = 1024  # in the heap of leaves before stale ones are swept out
+MAX_COUNTED_TOKENS = 500_000  # distinct prefixes that the optimum is counted over; about 40 MB
+
+
+@dataclass(slots=True)
+class Match:
+    """The longest prefix that is in the cache."""
+
+    length: int = 0  # tokens
+    blocks: list[int] = field(default_factory=list)  # the last one may be used in part
+    scores: list[ReportSlice] = field(default_factory=list)  # of tokens 1 … length - 1, if asked
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """An edge of the tree: tokens [start, start + len(tokens)) of every prompt below it."""
+
+    parent: _Node | None
+    start: int
+    tokens: list[int]
+    blocks: list[int]  # those that the tokens lie in; the first may be shared with the parent's end
+    children: dict[int, _Node] = field(default_factory=dict)  # by their first token
+    reports: list[TokenReport] | None = None  # of a whole prompt: [i] is of its token i + 1
+    num_top: int = 0  # alternatives in each of the reports
+    last_used: int = 0
+    is_removed: bool = False
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+
+class PrefixCache:
+    """Keeps blocks of prompts in the pool, to be found by later prompts."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._ticks = count(1)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything; the pool's books are the caller's to clear."""
+        self._root = _Node(None, 0, [], [])
+        self._leaves: list[tuple[int, _Node]] = []  # a heap of (last_used, node); may be stale
+        self._max_entries = MIN_ENTRIES
+
+    def match(self, ids: list[int], limit: int, num_top: int | None) -> Match:
+        """Find the longest cached prefix of `ids`, of at most `limit` tokens.
+
+        Args:
+            num_top: only what was scored with so many alternatives or more; None: scores are not
+                wanted.
+        """
+        found, node = Match(), self._root
+        while found.length < limit:
+            child = node.children.get(ids[found.length])
+            if child is None or not _has_scores(child, num_top):
+                break
+            end = min(child.end, limit)
+            num_equal = _num_equal(child.tokens, ids, found.length, end)
+            first = found.length // self._pool.block_size
+            last = self._pool.blocks_for(found.length + num_equal)
+            found.blocks[first:] = child.blocks[: last - first]
+            if child.reports is not None and num_top is not None:
+                start, end = max(0, found.length - 1), found.length + num_equal - 1
+                found.scores.append((child.reports, start, end))
+            found.length += num_equal
+            self._touch(child)
+            if num_equal < len(child.tokens):
+                break
+            node = child
+        return found
+
+    def insert(
+        self,
+        ids: list[int],
+        end: int,
+        block_table: list[int],
+        reports: list[TokenReport] | None,
+        num_top: int,
+    ) -> None:
+        """Keep the first `end` tokens of a prompt, which lie in `block_table`.
+
+        Args:
+            reports: the list that the prompt's scores are or will be in, if it is scored.
+            num_top: alternatives in each of them.
+        """
+        node, depth = self._root, 0
+        while depth < end:
+            child = node.children.get(ids[depth])
+            if child is None:
+                blocks = block_table[depth // self._pool.block_size : self._pool.blocks_for(end)]
+                self._add_leaf(node, ids[depth:end], blocks, reports, num_top)
+                return
+            num_equal = _num_equal(child.tokens, ids, depth, min(child.end, end))
+            if num_equal < len(child.tokens):
+                if depth + num_equal == end:
+                    return
+                child = self._split(child, num_equal)
+            if reports is not None and not _has_scores(child, num_top):
+                child.reports, child.num_top = reports, num_top
+            node, depth = child, depth + num_equal
+
+    def evict(self, num_free: int) -> None:
+        """Drop the leaves used longest ago until the pool has `num_free` blocks, or no more can."""
+        in_use: list[tuple[int, _Node]] = []
+        while self._pool.num_free < num_free and self._leaves:
+            last_used, node = heapq.heappop(self._leaves)
+            if not _is_current(last_used, node):
+                continue
+            if self._pool.is_held(node.blocks[-1]):
+                in_use.append((last_used, node))
+            else:
+                self._remove(node)
+        for leaf in in_use:
+            heapq.heappush(self._leaves, leaf)
+
+    def _touch(self, node: _Node) -> None:
+        node.last_used = next(self._ticks)
+        if not node.children:
+            heapq.heappush(self._leaves, (node.last_used, node))
+        if len(self._leaves) > self._max_entries:
+            self._leaves = [entry for entry in self._leaves if _is_current(*entry)]
+            heapq.heapify(self._leaves)
+            self._max_entries = max(MIN_ENTRIES, 2 * len(self._leaves))
+
+    def _add_leaf(
+        self,
+        parent: _Node,
+        tokens: list[int],
+        blocks: list[int],
+        reports: list[TokenReport] | None,
+        num_top: int,
+    ) -> None:
+        leaf = _Node(parent, parent.end, tokens, blocks, reports=reports, num_top=num_top)
+        self._pool.keep(blocks)
+        parent.children[tokens[0]] = leaf
+        self._touch(leaf)
+
+    def _split(self, node: _Node, length: int) -> _Node:
+        """Cut a node after `length` of its tokens; return the upper part."""
+        assert node.parent is not None and 0 < length < len(node.tokens)
+        cut = node.start + length
+        num_upper = self._pool.blocks_for(cut) - node.start // self._pool.block_size
+        upper = _Node(
+            node.parent,
+            node.start,
+            node.tokens[:length],
+            node.blocks[:num_upper],
+            {node.tokens[length]: node},
+            node.reports,
+            node.num_top,
+            next(self._ticks),
+        )
+        node.parent.children[upper.tokens[0]] = upper
+        if cut % self._pool.block_size:  # both parts lie in the block that was cut
+            self._pool.keep(upper.blocks[-1:])
+            num_upper -= 1
+        node.parent, node.start = upper, cut
+        node.tokens, node.blocks = node.tokens[length:], node.blocks[num_upper:]
+        return upper
+
+    def _remove(self, leaf: _Node) -> None:
+        parent = leaf.parent
+        assert parent is not None
+        del parent.children[leaf.tokens[0]]
+        leaf.is_removed = True
+        self._pool.drop(leaf.blocks)
+        if not parent.children and parent is not self._root:
+            heapq.heappush(self._leaves, (parent.last_used, parent))
+
+
+def _is_current(last_used: int, node: _Node) -> bool:
+    return not (node.is_removed or node.children) and last_used == node.last_used
+
+
+def _has_scores(node: _Node, num_top: int | None) -> bool:
+    return num_top is None or (node.reports is not None and node.num_top >= num_top)
+
+
+def _num_equal(tokens: list[int], ids: list[int], start: int, end: int) -> int:
+    """Count how many of `tokens` equal those of ids[start:end], from the first on."""
+    others = ids[start:end]
+    if tokens[: len(others)] == others:
+        return len(others)
+    return next(i for i, (a, b) in enumerate(zip(tokens, others, strict=False)) if a != b)
+
+
+class SharedTokens:
+    """Counts the prompt tokens that the best possible prefix cache, a trie, would not compute.
+
+    Only the first MAX_COUNTED_TOKENS distinct prefixes are counted: it bounds the memory.
+    """
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._seen) >= MAX_COUNTED_TOKENS
+
+    def add(self, ids: list[int]) -> int:
+        """Return how many leading tokens of a prompt came before at the same place."""
+        key, num_shared = 0, 0
+        for index, token_id in enumerate(ids):
+            key = hash((key, token_id))
+            if key in self._seen:
+                num_shared = index + 1
+            else:
+                self._seen.add(key)
+        return num_shared

@@ -1,0 +1,239 @@
+"""The prefix cache: books, matches, shared scores; nothing of it may show in an answer."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from fminfer.engine.blocks import BlockPool
+from fminfer.engine.intake import Intake, Limits
+from fminfer.engine.loop import EngineLoop
+from fminfer.engine.prefix import PrefixCache, SharedTokens
+from fminfer.engine.scheduler import Scheduler
+from fminfer.input.lines import Line
+from fminfer.messages import Step, StepResult, TokenLogprobs
+from fminfer.output.records import Record
+from fminfer.tokenizer import Tokenizer
+
+VOCAB = 256
+
+
+class RememberingPipeline:
+    """A model whose KV cache holds token ids, and whose every logprob is a hash of all it sees.
+
+    So a block that is wrong, stale or not yet written shows in the answer.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.num_in_flight = 0
+        self._cache: dict[tuple[int, int], int] = {}  # (block, place) -> token
+        self._results: list[StepResult] = []
+
+    def submit(self, step: Step) -> None:
+        self.num_in_flight += 1
+        copied = {
+            (target, i): self._cache[source, i]
+            for source, target in step.block_copies
+            for i in range(self.block_size)
+            if (source, i) in self._cache
+        }
+        self._cache |= copied
+        for row in step.rows:
+            for i, token_id in enumerate(row.token_ids, start=row.position):
+                place = row.block_table[i // self.block_size], i % self.block_size
+                self._cache[place] = token_id
+        seen = [
+            self._view(row.block_table, row.position + i + 1)
+            for row in step.rows
+            for i in range(len(row.token_ids))
+        ]
+        sampling, scoring = step.sampling, step.scoring
+        sampled = [seen[place] for place in sampling.token_index]
+        scored = [seen[place] for place in scoring.token_index]
+        ids = [hash(view) % VOCAB for view in sampled]
+        self._results.append(
+            StepResult(
+                step.step_id,
+                self._report(sampled, ids, sampling.num_top_logprobs),
+                self._report(scored, scoring.target_id, scoring.num_top_logprobs),
+                0.0,
+            )
+        )
+
+    def collect(self) -> StepResult:
+        self.num_in_flight -= 1
+        return self._results.pop(0)
+
+    def drop(self) -> None:
+        self._results.clear()
+        self.num_in_flight = 0
+
+    def _view(self, block_table: list[int], length: int) -> tuple[int, ...]:
+        size = self.block_size
+        return tuple(self._cache[block_table[i // size], i % size] for i in range(length))
+
+    def _report(self, views: list[tuple[int, ...]], ids: list[int], k: int) -> TokenLogprobs:
+        return TokenLogprobs(
+            ids=list(ids),
+            logprobs=[
+                -1 - hash((view, i)) % 1000 / 100 for view, i in zip(views, ids, strict=True)
+            ],
+            top_ids=[[(hash(view) + j) % VOCAB for j in range(k)] for view in views],
+            top_logprobs=[[-j / 1000 - hash(view) % 7 for j in range(k)] for view in views],
+        )
+
+
+class Bench:
+    """An engine loop over the remembering pipeline."""
+
+    def __init__(self, *, has_cache: bool, block_size: int, num_blocks: int, chunk: int) -> None:
+        self.pool = BlockPool(num_blocks, block_size)
+        self.cache = PrefixCache(self.pool) if has_cache else None
+        scheduler = Scheduler(
+            self.pool, chunk_size=chunk, max_rows=12, micro_batches=2, cache=self.cache
+        )
+        tokenizer = Tokenizer(None)
+        self.loop = EngineLoop(
+            Intake(tokenizer, Limits(200, VOCAB, 100), seed=1),
+            scheduler,
+            RememberingPipeline(block_size),
+            tokenizer,
+            micro_batches=2,
+            kv_capacity=num_blocks * block_size,
+        )
+
+    def answers(self, requests: list[dict[str, Any]]) -> list[Any]:
+        lines = [Line(0, i, json.dumps(r).encode()) for i, r in enumerate(requests, start=1)]
+        records = sorted(self.loop.run(lines), key=lambda record: record.line.number)
+        assert [record.line.number for record in records] == list(range(1, len(requests) + 1))
+        return [_shown(record) for record in records]
+
+
+def _shown(record: Record) -> Any:
+    return record.error.code if record.error else record.to_dict()["result"]["choices"]
+
+
+def random_requests(seed: int, count: int) -> list[dict[str, Any]]:
+    """Draw requests whose prompts share prefixes of all lengths, repeats among them."""
+    rng = random.Random(seed)
+    stems = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 60))] for _ in range(3)]
+    requests: list[dict[str, Any]] = []
+    for _ in range(count):
+        stem = rng.choice(stems)
+        ids = stem[: rng.randint(1, len(stem))]
+        ids = ids + [rng.randrange(3) for _ in range(rng.choice([0, 0, 1, 5, 20]))]
+        request: dict[str, Any] = {"prompt": ids, "max_tokens": rng.choice([0, 1, 4, 9])}
+        request["temperature"] = rng.choice([0, 1])
+        request["logprobs"] = rng.choice([None, 0, 2, 5])
+        request["echo"] = rng.random() < 0.5
+        request["n"] = rng.choice([1, 1, 3])
+        requests.append(request)
+    return requests
+
+
+# Shrinking a seed would shrink nothing; the same examples each time, so that CI never wavers.
+@settings(
+    max_examples=60, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate]
+)
+@given(
+    seed=st.integers(0, 10_000),
+    block_size=st.integers(1, 9),
+    num_blocks=st.integers(60, 400),
+    chunk=st.integers(1, 40),
+)
+def test_answers_are_the_same_with_the_cache_on_or_off(
+    seed: int, block_size: int, num_blocks: int, chunk: int
+) -> None:
+    requests = random_requests(seed, 25)
+    shape = {"block_size": block_size, "num_blocks": num_blocks, "chunk": chunk}
+    plain = Bench(has_cache=False, **shape)
+    cached = Bench(has_cache=True, **shape)
+    expected = plain.answers(requests)
+    assert cached.answers(requests) == expected
+    assert cached.answers(requests) == expected, "and on what the first run left in the cache"
+    fed, cached_fed = plain.loop.stats.num_prompt_tokens, cached.loop.stats.num_prompt_tokens
+    assert cached_fed + cached.loop.stats.num_cached_tokens == 2 * fed
+
+
+def test_a_cache_larger_than_the_file_saves_what_a_trie_would() -> None:
+    """All but the token that must be fed to draw from, and MIN_GAIN tokens where rows race."""
+    bench = Bench(has_cache=True, block_size=8, num_blocks=2000, chunk=64)
+    rng = random.Random(1)
+    stem = [rng.randrange(VOCAB) for _ in range(100)]
+    requests = [
+        {"prompt": stem + [rng.randrange(VOCAB) for _ in range(30)], "max_tokens": 1}
+        for _ in range(100)
+    ]
+    bench.answers(requests)
+    stats = bench.loop.stats
+    assert stats.num_counted_shareable >= 99 * 100
+    assert stats.num_cached_tokens >= 0.99 * stats.num_counted_shareable
+    assert stats.num_prompt_tokens == 100 * 130 - stats.num_cached_tokens
+
+
+def test_scores_of_a_shared_prefix_are_computed_once() -> None:
+    bench = Bench(has_cache=True, block_size=8, num_blocks=2000, chunk=64)
+    stem = list(range(100))
+    asked = {"max_tokens": 0, "echo": True, "logprobs": 2}
+    requests = [{"prompt": [*stem, 7 * i, i], **asked} for i in range(20)]
+    bench.answers(requests)
+    # 99 of the stem's tokens: the last is fed again, for the token after it is scored from it.
+    assert bench.loop.stats.num_cached_tokens == 19 * 99
+    alone = Bench(has_cache=False, block_size=8, num_blocks=2000, chunk=64)
+    assert bench.answers(requests) == alone.answers(requests)
+
+
+def test_scores_with_more_alternatives_are_not_taken_from_fewer() -> None:
+    bench = Bench(has_cache=True, block_size=8, num_blocks=2000, chunk=64)
+    asked = {"prompt": list(range(50)), "max_tokens": 0, "echo": True}
+    alone = Bench(has_cache=False, block_size=8, num_blocks=2000, chunk=64)
+    for k, num_cached in [(1, 0), (5, 0), (3, 48), (0, 48), (5, 48)]:
+        before = bench.loop.stats.num_cached_tokens
+        assert bench.answers([asked | {"logprobs": k}]) == alone.answers([asked | {"logprobs": k}])
+        assert bench.loop.stats.num_cached_tokens - before == num_cached
+
+
+def test_cached_blocks_make_room_and_the_prompts_own_prefix_never_blocks_it() -> None:
+    """A prefix that is kept twice, cut in a block, must not stand in the way of its own prompt."""
+    bench = Bench(has_cache=True, block_size=4, num_blocks=10, chunk=64)
+    first = list(range(22))
+    for ids in (first, [*first[:10], 99, 98], first[:10], [*first, *range(100, 116)], first):
+        (choices,) = bench.answers([{"prompt": ids, "max_tokens": 1}])
+        assert choices[0]["finish_reason"] == "length"
+    bench.pool.check_idle()
+
+
+def test_many_matches_do_not_pile_up() -> None:
+    pool = BlockPool(8, block_size=4)
+    cache = PrefixCache(pool)
+    table = pool.allocate(2)
+    cache.insert(list(range(8)), 8, table, None, 0)
+    pool.release(table)
+    for _ in range(5000):
+        cache.match(list(range(8)), 8, None)
+    assert len(cache._leaves) < 2100
+    cache.evict(8)
+    assert pool.num_free == 8
+
+
+def test_shared_tokens_are_those_of_a_trie() -> None:
+    shared = SharedTokens()
+    found = [shared.add(ids) for ids in ([1, 2, 3], [1, 2, 4], [2], [1, 2, 3, 4], [1, 2, 3])]
+    assert found == [0, 2, 0, 3, 3]
+
+
+@pytest.mark.parametrize("has_cache", [True, False])
+def test_cached_tokens_are_told(has_cache: bool) -> None:
+    bench = Bench(has_cache=has_cache, block_size=4, num_blocks=100, chunk=64)
+    line = Line(0, 1, json.dumps({"prompt": list(range(30)), "max_tokens": 2, "n": 2}).encode())
+    told = []
+    for _ in range(2):
+        (record,) = bench.loop.run([line])
+        told.append(record.to_dict()["result"]["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert told == ([0, 29] if has_cache else [0, 0])
