@@ -138,9 +138,7 @@ def random_requests(seed: int, count: int) -> list[dict[str, Any]]:
 
 
 # Shrinking a seed would shrink nothing; the same examples each time, so that CI never wavers.
-@settings(
-    max_examples=60, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate]
-)
+@settings(max_examples=60, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 @given(
     seed=st.integers(0, 10_000),
     block_size=st.integers(1, 9),
