@@ -12,6 +12,7 @@ from fminfer.errors import UsageError
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionBody = Literal["auto", "eager", "compiled"]
+OnTooLong = Literal["error", "truncate-left", "truncate-right"]
 
 
 @dataclass(slots=True, frozen=True)
@@ -34,6 +35,7 @@ class EngineConfig:
     max_rows: int = 256  # most sequences that run at once
     micro_batches: int = 2  # steps in flight
     prefix_cache: bool = True  # compute a prefix that prompts share only once
+    on_too_long: OnTooLong = "error"  # a prompt that leaves no room for max_tokens
     max_logprobs: int = 100  # largest `logprobs` a request may ask for
     attention: AttentionBody = "auto"
 

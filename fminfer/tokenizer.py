@@ -27,6 +27,7 @@ class EncodedPrompt:
     ids: list[int]
     text: str
     offsets: list[int]  # empty unless asked for
+    num_cut: int = 0  # tokens that were taken away to make it fit
 
 
 class Tokenizer:

@@ -131,6 +131,7 @@ class Engine:
             checkpoint.config.vocab_size,
             config.max_logprobs,
             _ends(checkpoint, self.tokenizer),
+            config.on_too_long,
         )
         self._intake = Intake(self.tokenizer, limits, config.seed)
         pool = BlockPool(num_blocks, config.block_size)

@@ -227,3 +227,42 @@ def test_the_sum_of_row_shares_is_the_wall_time(engine: fminfer.Engine) -> None:
     times = [record.to_dict()["result"]["request_time"] for record in records]
     shares = sum(t["batch_time"] / t["batch_size"] for t in times)
     assert shares == pytest.approx(wall_s, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "on_too_long, echoed",
+    [("truncate-left", "0123456789"), ("truncate-right", "abcdefghij")],
+)
+def test_prompts_are_cut_when_asked_and_it_is_told(
+    llama_checkpoint: tuple[Path, Any], on_too_long: str, echoed: str
+) -> None:
+    engine = fminfer.Engine(
+        str(llama_checkpoint[0]), dtype="float32", attention="eager", on_too_long=on_too_long
+    )
+    asked = {"echo": True, "max_tokens": 246, "ignore_eos": True, "logprobs": 0}
+    requests = [
+        asked | {"prompt": "abcdefghij" + "." * 200 + "0123456789"},
+        asked | {"prompt": "x"},
+    ]
+    cut, whole = sorted(engine.run(requests), key=lambda record: record.line.number)
+    hopeless = next(engine.run([{"prompt": "xx", "max_tokens": 256}]))
+    engine.close()
+    result = cut.to_dict()["result"]
+    assert result["choices"][0]["text"].startswith(echoed)
+    assert result["choices"][0]["logprobs"]["text_offset"][:10] == list(range(10))
+    assert result["usage"]["prompt_tokens_details"]["truncated_tokens"] == 210
+    assert "truncated_tokens" not in whole.to_dict()["result"]["usage"]["prompt_tokens_details"]
+    assert hopeless.error is not None and hopeless.error.code == "context_length_exceeded"
+
+
+def test_a_cut_prompt_keeps_its_bos(llama_checkpoint: tuple[Path, Any]) -> None:
+    engine = fminfer.Engine(
+        str(llama_checkpoint[0]), dtype="float32", attention="eager", on_too_long="truncate-left"
+    )
+    engine.tokenizer.bos_id = 1
+    asked = {"max_tokens": 200, "return_token_ids": True}
+    (record,) = engine.run([asked | {"prompt": [1, *range(100, 200)]}])
+    engine.close()
+    assert engine.warnings == {"prompts were cut by --on-too-long truncate-left": 1}
+    ids = record.to_dict()["result"]["choices"][0]["prompt_token_ids"]
+    assert ids == [1, *range(145, 200)]

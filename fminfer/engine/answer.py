@@ -29,9 +29,7 @@ def build_record(state: RequestState, tokenizer: Tokenizer, finished_s: float) -
             "prompt_tokens": num_prompt,
             "completion_tokens": num_completion,
             "total_tokens": num_prompt + num_completion,
-            "prompt_tokens_details": {
-                "cached_tokens": sum(prompt.num_cached for prompt in state.prompts)
-            },
+            "prompt_tokens_details": _prompt_details(state),
         },
     }
     return Record(
@@ -41,6 +39,12 @@ def build_record(state: RequestState, tokenizer: Tokenizer, finished_s: float) -
         num_prompt_tokens=num_prompt,
         num_completion_tokens=num_completion,
     )
+
+
+def _prompt_details(state: RequestState) -> dict[str, int]:
+    details = {"cached_tokens": sum(prompt.num_cached for prompt in state.prompts)}
+    num_cut = sum(prompt.encoded.num_cut for prompt in state.prompts)
+    return details | ({"truncated_tokens": num_cut} if num_cut else {})
 
 
 def _chosen(prompt: PromptState) -> list[Sequence]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from fminfer.config import OnTooLong
 from fminfer.engine.logit_edits import LogitEdits
 from fminfer.engine.noise import digest, noise_key
 from fminfer.engine.sequence import PromptState, RequestState, Sequence
@@ -27,6 +28,7 @@ class Limits:
     vocab_size: int
     max_logprobs: int
     eos_ids: frozenset[int] = frozenset()
+    on_too_long: OnTooLong = "error"
 
 
 class Intake:
@@ -61,8 +63,7 @@ class Intake:
         request_digest = digest(request.raw)
         repeat = self._count_repeat(line.source, request.params, request_digest)
         for index, prompt in enumerate(request.prompts):
-            encoded = self._encode(prompt, request.params)
-            self._check_length(encoded, request.params)
+            encoded = self._fit(self._encode(prompt, request.params), request.params)
             state.prompts.append(self._start(state, index, encoded, request_digest, repeat))
         self.warnings.update(request.warnings)
         return state
@@ -117,19 +118,42 @@ class Intake:
                     param,
                 )
 
-    def _check_length(self, encoded: EncodedPrompt, params: SamplingParams) -> None:
-        context = self._limits.context_length
+    def _fit(self, encoded: EncodedPrompt, params: SamplingParams) -> EncodedPrompt:
+        """Return the prompt if it fits the context, or what is left of it if it may be cut."""
         # A last token that is scored and never fed needs no place.
         is_scored_only = params.max_tokens == 0 and params.echo
-        asked = len(encoded.ids) + params.max_tokens
-        if asked > context + is_scored_only:
-            raise RequestError(
-                "context_length_exceeded",
-                f"the prompt has {len(encoded.ids)} tokens and max_tokens is {params.max_tokens}, "
-                f"{asked} in all; this model's context is {context} tokens. "
-                "Shorten the prompt or lower max_tokens",
-                "max_tokens" if len(encoded.ids) < context else "prompt",
-            )
+        room = self._limits.context_length + is_scored_only - params.max_tokens
+        if len(encoded.ids) <= room:
+            return encoded
+        if self._limits.on_too_long == "error" or room < 1:
+            raise self._too_long(encoded, params)
+        return self._cut(encoded, room, params)
+
+    def _too_long(self, encoded: EncodedPrompt, params: SamplingParams) -> RequestError:
+        context, num_prompt = self._limits.context_length, len(encoded.ids)
+        return RequestError(
+            "context_length_exceeded",
+            f"the prompt has {num_prompt} tokens and max_tokens is {params.max_tokens}, "
+            f"{num_prompt + params.max_tokens} in all; this model's context is {context} tokens. "
+            "Shorten the prompt or lower max_tokens, or let --on-too-long cut prompts",
+            "max_tokens" if num_prompt < context else "prompt",
+        )
+
+    def _cut(self, encoded: EncodedPrompt, room: int, params: SamplingParams) -> EncodedPrompt:
+        """Cut a prompt to `room` tokens; a BOS in front stays when the left is cut."""
+        ids, num_cut = encoded.ids, len(encoded.ids) - room
+        self.warnings[f"prompts were cut by --on-too-long {self._limits.on_too_long}"] += 1
+        if self._limits.on_too_long == "truncate-right":
+            ids = ids[:room]
+        else:
+            num_kept = int(ids[0] == self._tokenizer.bos_id and room > 1)
+            ids = ids[:num_kept] + ids[num_kept + num_cut :]
+        kept = self._tokenizer.describe_ids(
+            ids,
+            with_offsets=params.echo and params.logprobs is not None,
+            skip_special_tokens=params.skip_special_tokens,
+        )
+        return replace(kept, num_cut=num_cut)
 
     def _start(
         self,
