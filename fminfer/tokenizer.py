@@ -173,7 +173,9 @@ class Detokenizer:
         self._ids = prompt_ids[-CONTEXT_IDS:]  # the window
         self._num_settled = len(self._ids)  # ids of the window whose text is wholly out
         self._text_out = self._decode(self._ids) if self._ids else ""
+        self._broken_prompt = ""  # the prompt's own broken end, which its text shows already
         if not is_whole_text:
+            self._broken_prompt = self._text_out[len(self._text_out.rstrip(BROKEN)) :]
             self._text_out = self._text_out.rstrip(BROKEN)
 
     def add(self, token_id: int) -> str:
@@ -192,14 +194,21 @@ class Detokenizer:
             self._ids.pop()  # an id without text, such as EOS when it is ignored
         else:
             self._text_out += new
-        return new
+        return self._without_broken_prompt(new)
 
     def flush(self) -> str:
         """Return what was held back; an unfinished character becomes U+FFFD."""
         text = self._decode(self._ids)
         if text.startswith(self._text_out):
-            return text[len(self._text_out) :]
+            return self._without_broken_prompt(text[len(self._text_out) :])
         return self._decode(self._ids[self._num_settled :])
+
+    def _without_broken_prompt(self, new: str) -> str:
+        """Leave out a character that the prompt left unfinished, unless it is whole now."""
+        if not new:
+            return new
+        broken, self._broken_prompt = self._broken_prompt, ""
+        return new.removeprefix(broken)
 
 
 def _byte_tokenizer() -> BackendTokenizer:
