@@ -202,7 +202,7 @@ def chunk_attention(
     scaling: float,
     sliding_window: int | None,
     alibi_slopes: torch.Tensor | None,
-    softcap: float | None,
+    softcap: float | None = None,
 ) -> torch.Tensor:  # (queries, heads, head_dim)
     """Attend from consecutive tokens of one row, the first at `position`, to all before them."""
     heads, queries, head_dim = query.shape

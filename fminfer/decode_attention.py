@@ -106,7 +106,7 @@ def eager_partial(
     block_start: torch.Tensor,
     sliding_window: int | None,
     slopes: torch.Tensor | None,
-    softcap: float | None,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return each block's largest score, sum of exponentials and weighted values, by products.
 
@@ -135,7 +135,7 @@ def fusable_partial(
     block_start: torch.Tensor,
     sliding_window: int | None,
     slopes: torch.Tensor | None,
-    softcap: float | None,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Do the same as `eager_partial` in sums that torch.compile fuses, blocks read in place."""
     offsets = torch.arange(key_blocks.shape[2], device=grouped.device)

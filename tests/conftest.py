@@ -85,7 +85,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "gpt2-inverse": {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True},
     "gpt_bigcode": {},
     "gpt_bigcode-heads": {"multi_query": False, "attention_softmax_in_fp32": False},
-    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 10, "num_layers": 4},
+    "gpt_neo": {"attention_types": [[["global", "local", "local"], 1]], "window_size": 10},
     "gpt_neox": BIGGER,
     "gptj": {"rotary_dim": 8},
     "codegen": {"rotary_dim": 8},

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
@@ -122,7 +123,7 @@ def _read_config(path: Path) -> Any:
     family_of(str(model_type))
     try:
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise CheckpointError(f"{path} has no usable config.json: {error}") from error
     check_variant(config)
     return config

@@ -44,9 +44,9 @@ def check_variant(config: Any) -> None:
         for found in _find(config, path):
             if found not in runnable:
                 raise CheckpointError(
-                    f"config.json of this {config.model_type} model sets {path} to {found!r}, which "
-                    f"fminfer does not compute; it runs {' or '.join(map(repr, runnable))}. "
-                    "Use a checkpoint without it"
+                    f"config.json sets {path} to {found!r}, and a {config.model_type} model is "
+                    f"computed only with {' or '.join(map(repr, runnable))}; use a checkpoint "
+                    "that has that"
                 )
 
 

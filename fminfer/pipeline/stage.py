@@ -158,11 +158,11 @@ class Stage:
 def kv_shape(config: Any) -> tuple[int, int]:
     """Return a config's (KV heads, head dim)."""
     heads = config.num_attention_heads
-    # Falcon's newer layout ignores multi_query and names its KV heads otherwise.
+    # Falcon's newer layout ignores multi_query; GPT-BigCode ignores num_key_value_heads.
     if getattr(config, "new_decoder_architecture", False):
         kv_heads = config.num_kv_heads
-    elif getattr(config, "multi_query", False):
-        kv_heads = 1
+    elif hasattr(config, "multi_query"):
+        kv_heads = 1 if config.multi_query else heads
     else:
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
