@@ -9,7 +9,15 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "fminfer"
 FLOORS: list[list[str]] = [
-    ["errors", "timing", "engine.blocks", "engine.noise", "engine.stats", "engine.stopping"],
+    [
+        "errors",
+        "timing",
+        "engine.blocks",
+        "engine.noise",
+        "engine.stats",
+        "engine.stopping",
+        "sentencepieces",
+    ],
     [
         "config",
         "request",
