@@ -6,7 +6,7 @@ It wraps transformers' tokenizers (fast ones and sentencepiece ones) and knows n
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,10 @@ class Tokenizer:
         self._hf = hf
         self._backend: BackendTokenizer | None = backend
         self._bytes = {} if backend is None else _byte_fallback(backend)
-        self._special_ids = set() if backend is None else _special_ids(backend)
+        self._special_ids = set(hf.all_special_ids) if hf is not None else set()
+        if backend is not None:
+            added = backend.get_added_tokens_decoder()
+            self._special_ids = {token_id for token_id, token in added.items() if token.special}
         self.bos_id: int | None = None if hf is None else hf.bos_token_id
         self.eos_id: int | None = None if hf is None else hf.eos_token_id
 
@@ -60,8 +63,7 @@ class Tokenizer:
             hf = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{folder} has no usable tokenizer: {error}") from error
-        backend = getattr(hf, "backend_tokenizer", None)
-        if backend is not None:
+        if (backend := getattr(hf, "backend_tokenizer", None)) is not None:
             follow_model_file(backend, folder)
         return cls(hf)
 
@@ -109,10 +111,15 @@ class Tokenizer:
                 return self._decode_with_bytes(self._backend, ids)
             return str(self._backend.decode(ids, skip_special_tokens=True))
         assert self._hf is not None
-        known = [i for i in ids if i < len(self._hf)]
-        return str(
-            self._hf.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        )
+        shown = list(filter(self.has_text, ids))
+        return str(self._hf.decode(shown, clean_up_tokenization_spaces=False))
+
+    def has_text(self, token_id: int) -> bool:
+        """Tell whether `decode` looks at an id: not if it is special or has no spelling."""
+        if self._backend is None:
+            assert self._hf is not None
+            return token_id < len(self._hf) and token_id not in self._special_ids
+        return token_id not in self._special_ids and self._backend.id_to_token(token_id) is not None
 
     def _decode_with_bytes(self, backend: BackendTokenizer, ids: list[int]) -> str:
         """Decode ids with byte-fallback tokens among them, as sentencepiece itself does.
@@ -121,11 +128,10 @@ class Tokenizer:
         that text already given out would change. Here only bytes of no character are replaced.
         """
         pieces: list[str] = []
-        shown = [token_id for token_id in ids if token_id not in self._special_ids]
+        shown = filter(self.has_text, ids)
         for is_bytes, run in groupby(shown, self._bytes.__contains__):
             if not is_bytes:
-                found = (backend.id_to_token(token_id) for token_id in run)
-                pieces += [piece for piece in found if piece is not None]
+                pieces += map(self.piece, run)
                 continue
             raw = bytes(self._bytes[token_id] for token_id in run)
             for char in raw.decode("utf-8", "surrogateescape"):
@@ -177,37 +183,33 @@ class Detokenizer:
         self, tokenizer: Tokenizer, prompt_ids: list[int], *, is_whole_text: bool = False
     ) -> None:
         self._tokenizer = tokenizer
-        self._ids = prompt_ids[-CONTEXT_IDS:]  # the window
-        if not tokenizer.decode(self._ids):  # nothing but special tokens: look further back
-            self._ids = list(prompt_ids)
+        shown = islice(filter(tokenizer.has_text, reversed(prompt_ids)), CONTEXT_IDS)
+        self._ids = list(shown)[::-1]  # the window
         self._num_settled = len(self._ids)  # ids of the window whose text is wholly out
-        self._text = tokenizer.decode(self._ids)  # of the window
-        self._text_out = self._text if is_whole_text else without_broken_end(self._text)
+        text = tokenizer.decode(self._ids)
+        self._text_out = text if is_whole_text else without_broken_end(text)
 
     def add(self, token_id: int) -> str:
         """Take the next id and return the text that is now certain."""
+        if not self._tokenizer.has_text(token_id):
+            return ""
         self._ids.append(token_id)
         text = self._tokenizer.decode(self._ids)
-        certain = text if text == self._text_out else without_broken_end(text)
+        certain = without_broken_end(text)
         new = certain[len(self._text_out) :]
+        self._text_out += new
         if new and certain == text:
             self._slide(self._num_settled, 0)
-        elif text and text == self._text and not self._tokenizer.decode([token_id]):
-            self._ids.pop()  # an id without text, such as EOS when it is ignored
-        else:
-            self._text_out += new
-            if len(self._ids) > self._num_settled + CONTEXT_IDS:  # bytes and bytes, no character
-                self._slide(len(self._ids) - CONTEXT_IDS, len(text) - len(self._text_out))
-            else:
-                self._text = text
+        elif len(self._ids) > self._num_settled + CONTEXT_IDS:  # bytes and bytes, no character
+            self._slide(len(self._ids) - CONTEXT_IDS, len(text) - len(self._text_out))
         return new
 
     def _slide(self, num_dropped: int, num_held: int) -> None:
         """Forget the window's first ids; the last `num_held` characters are not out yet."""
         self._ids = self._ids[num_dropped:]
         self._num_settled = len(self._ids)
-        self._text = self._tokenizer.decode(self._ids)
-        self._text_out = self._text[: len(self._text) - num_held]
+        text = self._tokenizer.decode(self._ids)
+        self._text_out = text[: len(text) - num_held]
 
     def flush(self) -> str:
         """Return what was held back; an unfinished character becomes U+FFFD."""
@@ -226,11 +228,6 @@ def _byte_fallback(backend: BackendTokenizer) -> dict[int, int]:
         return {}
     ids = {backend.token_to_id(f"<0x{byte:02X}>"): byte for byte in range(256)}
     return {token_id: byte for token_id, byte in ids.items() if token_id is not None}
-
-
-def _special_ids(backend: BackendTokenizer) -> set[int]:
-    added = backend.get_added_tokens_decoder()
-    return {token_id for token_id, token in added.items() if token.special}
 
 
 def _byte_tokenizer() -> BackendTokenizer:

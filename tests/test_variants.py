@@ -33,6 +33,12 @@ def test_every_family_has_an_oracle() -> None:
     assert {name.partition("-")[0] for name in FIELDS} == set(FAMILIES)
 
 
+def test_the_readme_lists_the_families() -> None:
+    text = (Path(__file__).parent.parent / "README.md").read_text()
+    models = text.partition("- **Models**:")[2].partition(";")[0]
+    assert [name.strip() for name in models.split(",")] == sorted(FAMILIES)
+
+
 @pytest.mark.parametrize("name", sorted(FIELDS))
 def test_random_weights_in_bfloat16(name: str, tmp_path: Path) -> None:
     """Every family can be benched without weights, and its 16-bit path runs."""
