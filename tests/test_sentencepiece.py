@@ -11,6 +11,7 @@ import pytest
 import sentencepiece
 import transformers
 
+from fminfer.sentencepieces import follow_model_file
 from fminfer.tokenizer import Detokenizer, Tokenizer, without_broken_end
 from tests.test_tokenizer import byte_level
 
@@ -181,6 +182,18 @@ def test_a_tokenizer_json_rules_where_there_is_one(tmp_path: Path) -> None:
     assert (tmp_path / "tokenizer.json").exists()
     text = "  two  spaces"
     assert Tokenizer.load(tmp_path).encode(text).ids == hf(text)["input_ids"]
+
+
+def test_files_that_are_no_model_of_this_tokenizer(tmp_path: Path) -> None:
+    """Tiktoken's tokenizer.model is text; XLM-R's and others' pieces have shifted ids."""
+    backend = byte_level()._backend
+    assert backend is not None
+    before = backend.to_str()
+    (tmp_path / "a.model").write_text("aGVsbG8= 0\nd29ybGQ= 1\n")
+    (tmp_path / "b.model").write_bytes(b"")
+    make_folder(tmp_path, "llama")
+    follow_model_file(backend, tmp_path)
+    assert backend.to_str() == before
 
 
 def random_ids(tokenizer: Tokenizer, vocab: int, rng: random.Random) -> list[int]:

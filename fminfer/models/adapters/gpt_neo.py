@@ -27,3 +27,4 @@ class PagedGPTNeoAttention(GPTNeoSelfAttention):
 def adapt(attention: nn.Module, config: Any) -> None:
     """Turn one loaded GPT-Neo attention module into the paged one, in place."""
     attention.__class__ = PagedGPTNeoAttention
+    del attention.bias  # its causal mask, context × context: nothing here reads it
