@@ -16,6 +16,7 @@ import torch
 
 from fminfer.decode_attention import DecodeRows, PartialBody, decode_attention
 from fminfer.messages import StepRow
+from fminfer.soft_cap import soft_cap
 
 QUERY_TILE = 128  # query tokens of one product; bounds the memory of the scores
 MAX_SCORES = 1 << 24  # elements of one product's scores (64 MB in float32)
@@ -136,10 +137,12 @@ class PagedAttention:
         scaling: float,
         sliding_window: int | None = None,
         alibi_slopes: torch.Tensor | None = None,  # (heads,) float32
+        softcap: float | None = None,
     ) -> torch.Tensor:  # (1, tokens, heads, head_dim)
         """Store the new keys and values, then attend; each row sees only itself, causally.
 
         A key is seen if 0 <= query position - key position < sliding_window (None: no limit).
+        Scores are bent into (-softcap, softcap) before ALiBi and mask (None: left as they are).
         """
         plan = self.plan
         assert plan is not None, "no step is planned"
@@ -160,6 +163,7 @@ class PagedAttention:
                     scaling,
                     sliding_window,
                     alibi_slopes,
+                    softcap,
                 )
         if plan.decode is not None:
             first = plan.decode.first
@@ -171,6 +175,7 @@ class PagedAttention:
                 scaling,
                 sliding_window,
                 alibi_slopes,
+                softcap,
                 self._partial,
             )
         return out
@@ -197,6 +202,7 @@ def chunk_attention(
     scaling: float,
     sliding_window: int | None,
     alibi_slopes: torch.Tensor | None,
+    softcap: float | None = None,
 ) -> torch.Tensor:  # (queries, heads, head_dim)
     """Attend from consecutive tokens of one row, the first at `position`, to all before them."""
     heads, queries, head_dim = query.shape
@@ -213,12 +219,15 @@ def chunk_attention(
                 scaling,
                 sliding_window,
                 alibi_slopes,
+                softcap,
             )
             for half in halves
         ]
         return torch.cat(parts)
     grouped = (query * scaling).reshape(kv_heads, -1, head_dim)
     scores = (grouped @ keys.transpose(1, 2)).view(heads, queries, num_keys)
+    if softcap is not None:
+        scores = soft_cap(scores, softcap)
     distance = _distance(position, queries, num_keys, query.device)
     if alibi_slopes is not None:
         scores = scores - alibi_slopes[:, None, None] * distance

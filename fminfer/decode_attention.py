@@ -16,6 +16,7 @@ import torch
 
 from fminfer.config import AttentionBody
 from fminfer.errors import UsageError
+from fminfer.soft_cap import soft_cap
 
 LOWEST = torch.finfo(torch.float32).min
 COMPILE_AFTER = 7_000_000_000  # elements of the cache read by decode rows, about 10 s of a core
@@ -43,6 +44,7 @@ def decode_attention(
     scaling: float,
     sliding_window: int | None,
     alibi_slopes: torch.Tensor | None,
+    softcap: float | None,
     partial: PartialBody,
 ) -> torch.Tensor:  # (rows, heads, head_dim)
     """Attend from one token a row, over the flat list of all rows' blocks.
@@ -64,6 +66,7 @@ def decode_attention(
         rows.block_start,
         sliding_window,
         slopes,
+        softcap,
     )
     row_of_block = rows.row_of_block
     shape = (num_rows, *largest.shape[1:])
@@ -80,8 +83,11 @@ def block_scores(
     distance: torch.Tensor,  # (blocks, block_size)
     sliding_window: int | None,
     slopes: torch.Tensor | None,  # (kv_heads, group, 1)
+    softcap: float | None,
 ) -> torch.Tensor:
-    """Add ALiBi and hide what a query must not see: a finite lowest value, never nan."""
+    """Cap, add ALiBi and hide what a query must not see: a finite lowest value, never nan."""
+    if softcap is not None:
+        scores = soft_cap(scores, softcap)
     if slopes is not None:
         scores = scores - slopes * distance[:, None, None]
     is_hidden = distance < 0
@@ -100,6 +106,7 @@ def eager_partial(
     block_start: torch.Tensor,
     sliding_window: int | None,
     slopes: torch.Tensor | None,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return each block's largest score, sum of exponentials and weighted values, by products.
 
@@ -108,7 +115,7 @@ def eager_partial(
     offsets = torch.arange(key_blocks.shape[2], device=grouped.device)
     distance = (positions[row_of_block] - block_start)[:, None] - offsets
     scores = grouped[row_of_block] @ key_blocks.index_select(0, blocks).float().transpose(2, 3)
-    scores = block_scores(scores, distance, sliding_window, slopes)
+    scores = block_scores(scores, distance, sliding_window, slopes, softcap)
     largest = scores.amax(-1)
     weights = torch.exp(scores - largest[..., None])
     values = value_blocks.index_select(0, blocks).float()
@@ -128,13 +135,14 @@ def fusable_partial(
     block_start: torch.Tensor,
     sliding_window: int | None,
     slopes: torch.Tensor | None,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Do the same as `eager_partial` in sums that torch.compile fuses, blocks read in place."""
     offsets = torch.arange(key_blocks.shape[2], device=grouped.device)
     distance = (positions[row_of_block] - block_start)[:, None] - offsets
     keys = key_blocks[blocks].float()[:, :, None]
     scores = (grouped[row_of_block][..., None, :] * keys).sum(-1)
-    scores = block_scores(scores, distance, sliding_window, slopes)
+    scores = block_scores(scores, distance, sliding_window, slopes, softcap)
     largest = scores.amax(-1)
     weights = torch.exp(scores - largest[..., None])
     is_past = (distance < 0)[:, None, :, None]
