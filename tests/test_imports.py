@@ -10,7 +10,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "fminfer"
 # From the lowest up. A sign of the house: a new module finds its place here or is in the wrong one.
 FLOORS = """
-errors timing messages sentencepieces soft_cap \
+errors timing messages sentencepieces shared_runs soft_cap \
     engine.blocks engine.noise engine.stats engine.stopping
 config fields input.lines tokenizer models.alibi models.families models.sizes models.variants
 request sampling placement decode_attention models.experts
