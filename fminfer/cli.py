@@ -116,6 +116,19 @@ def main() -> None:
     show_default=True,
     help="Largest logprobs that a request may ask for.",
 )
+@click.option(
+    "--on-too-long",
+    type=click.Choice(["error", "truncate-left", "truncate-right"]),
+    default=DEFAULTS.on_too_long,
+    show_default=True,
+    help="What becomes of a prompt that leaves no room for max_tokens; cuts are told.",
+)
+@click.option(
+    "--prefix-cache/--no-prefix-cache",
+    default=DEFAULTS.prefix_cache,
+    show_default=True,
+    help="Compute a prefix that prompts share only once.",
+)
 @click.option("--restart", is_flag=True, help="Answer again what is already answered.")
 @click.option("--stats", type=click.Path(path_type=Path), help="Write the summary as JSON.")
 @click.option("-q", "--quiet", is_flag=True, help="Say nothing but errors.")
