@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 import traceback
@@ -38,13 +39,14 @@ def main() -> None:
     "--infer-data",
     multiple=True,
     type=click.Path(path_type=Path),
-    help="A .jsonl file of requests, or a folder of them (outputs of earlier runs left out); "
-    "may be repeated.",
+    help="A .jsonl or .json file of requests, also .gz or .zst; a folder of them (outputs of "
+    "earlier runs left out); or - for stdin. May be repeated.",
 )
 @click.option(
     "--output",
     type=click.Path(path_type=Path),
-    help="A .jsonl file, or a folder.  [default: output_<name> beside the input]",
+    help="A .jsonl file, a folder, or - for stdout (errors then go to stderr).  "
+    "[default: output_<name>.jsonl beside the input; stdout for stdin]",
 )
 @click.option(
     "--model-name",
@@ -129,6 +131,25 @@ def main() -> None:
     show_default=True,
     help="Compute a prefix that prompts share only once.",
 )
+@click.option(
+    "--token-format",
+    type=click.Choice(["auto", "vocab", "text"]),
+    default=DEFAULTS.token_format,
+    show_default=True,
+    help="Spelling of logprobs.tokens: vocabulary pieces, or text. auto: text for Batch lines.",
+)
+@click.option(
+    "--strict",
+    is_flag=True,
+    default=DEFAULTS.strict,
+    help="Unknown parameters, best_of below n and the like are errors of their line.",
+)
+@click.option(
+    "--check-model",
+    is_flag=True,
+    default=DEFAULTS.check_model,
+    help="A line whose model or engine is not --model-name, or its last part, is an error.",
+)
 @click.option("--restart", is_flag=True, help="Answer again what is already answered.")
 @click.option("--stats", type=click.Path(path_type=Path), help="Write the summary as JSON.")
 @click.option("-q", "--quiet", is_flag=True, help="Say nothing but errors.")
@@ -150,10 +171,12 @@ def run(
     fminfer run requests.jsonl
     fminfer run --infer-data shards/ --model-name /models/llama --output answers/
     fminfer run requests.jsonl --random-init llama-160m --stats stats.json
+    zstdcat requests.jsonl.zst | fminfer run -q - > answers.jsonl 2> errors.jsonl
 
-    Each line is one request; each line of the output is {"request": …, "result": …}, in the order
-    of the input. A line that cannot be answered stands in <output>.errors.jsonl with what is wrong
-    and what to do, and costs no other line. The output's name appears when it is complete.
+    Each line is one request, {"request": {…}, …} or an OpenAI Batch line, and is answered in its
+    own shape, in the order of the input. A line that cannot be answered stands in
+    <output>.errors.jsonl with what is wrong and what to do, and costs no other line. The output's
+    name appears when it is complete; <output>.status.json says how far it is.
 
     \b
     Exit status: 0 every line answered; 1 the run failed; 2 wrong usage;
@@ -173,6 +196,9 @@ def run(
         _fail(error, EXIT_USAGE, verbose)
     except FminferError as error:
         _fail(error, EXIT_FAILED, verbose)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # quiet at exit, too
+        _fail(FminferError("whoever read the answers stopped reading"), EXIT_FAILED, verbose)
     except KeyboardInterrupt:
         click.echo("Interrupted. Finished rows are in the .partial files.", err=True)
         sys.exit(EXIT_INTERRUPTED)
@@ -194,7 +220,8 @@ def _run(
 
     import transformers
 
-    from fminfer.job import plan_outputs, run_job
+    from fminfer.job import run_job
+    from fminfer.output.places import plan_outputs
     from fminfer.output.progress import LoadingBar
     from fminfer.worker import Engine
 

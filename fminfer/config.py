@@ -11,6 +11,7 @@ from typing import Literal
 from fminfer.errors import UsageError
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+TokenFormat = Literal["auto", "vocab", "text"]
 AttentionBody = Literal["auto", "eager", "compiled"]
 OnTooLong = Literal["error", "truncate-left", "truncate-right"]
 
@@ -37,6 +38,9 @@ class EngineConfig:
     prefix_cache: bool = True  # compute a prefix that prompts share only once
     on_too_long: OnTooLong = "error"  # a prompt that leaves no room for max_tokens
     max_logprobs: int = 100  # largest `logprobs` a request may ask for
+    token_format: TokenFormat = "auto"  # of logprobs.tokens; auto: text in Batch lines, else vocab
+    strict: bool = False  # what is otherwise only warned of is the line's error
+    check_model: bool = False  # a line that names another model is an error
     attention: AttentionBody = "auto"
 
     def __post_init__(self) -> None:

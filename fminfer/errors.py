@@ -3,6 +3,7 @@
 FminferError                 the run cannot go on; the message says what to do
 ├── UsageError               a flag, a path or an argument is wrong (exit status 2)
 ├── CheckpointError          the model cannot be loaded or run
+├── DamagedInputError        the rest of an input file cannot be read; what came before it can
 └── RequestError             one input line is wrong; it costs that line only
 """
 
@@ -20,6 +21,7 @@ ErrorCode = Literal[
     "context_length_exceeded",
     "token_out_of_range",
     "unsupported_parameter",
+    "duplicate_custom_id",
     "out_of_memory",
     "nan_logits",
     "internal_error",
@@ -38,6 +40,14 @@ class CheckpointError(FminferError):
     """A model folder, config, tokenizer or weight file that cannot be used."""
 
 
+class DamagedInputError(FminferError):
+    """An input file that breaks off: what is wrong, and the piece in which it was noticed."""
+
+    def __init__(self, message: str, rest: bytes = b"") -> None:
+        super().__init__(message)
+        self.rest = rest
+
+
 class RequestError(FminferError):
     """What is wrong with one request: what was found, what is allowed, what to do."""
 
@@ -48,7 +58,11 @@ class RequestError(FminferError):
         self.param = param
 
     @property
+    def is_ours(self) -> bool:
+        """Tell whether the request was right and this run could not answer it."""
+        return self.code in ("out_of_memory", "nan_logits", "internal_error")
+
+    @property
     def type(self) -> str:
         """The OpenAI error object's `type`: whose fault it is."""
-        is_ours = self.code in ("out_of_memory", "nan_logits", "internal_error")
-        return "server_error" if is_ours else "invalid_request_error"
+        return "server_error" if self.is_ours else "invalid_request_error"

@@ -11,14 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import orjson
-
 from fminfer.errors import RequestError
 from fminfer.fields import (
     INT64,
     FieldReader,
     is_integral,
-    json_type,
     out_of_range,
     show,
     wrong_type,
@@ -98,82 +95,45 @@ _RECORDED = frozenset({"model", "engine", "request_type", "user"})
 _ACTED_ON = frozenset(field.name for field in fields(SamplingParams)) | {"prompt"}
 
 
-def parse_request(raw: bytes, *, max_logprobs: int) -> Request:
-    """Read one line.
+def parse_request(
+    fields: dict[str, Any], raw: bytes, *, max_logprobs: int, is_strict: bool = False
+) -> Request:
+    """Check one request.
 
     Args:
-        raw: the line's bytes.
+        fields: the request's object, parsed.
+        raw: its bytes.
         max_logprobs: the largest `logprobs` that is allowed.
+        is_strict: what is otherwise only warned of is an error.
 
     Raises:
         RequestError: with one of the codes of the contract's section 3.
     """
-    raw = raw.strip()
-    return _check(raw, _load_object(raw), max_logprobs)
+    return _check(raw, fields, max_logprobs, is_strict)
 
 
-def _load_object(raw: bytes) -> dict[str, Any]:
-    try:
-        raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise RequestError(
-            "invalid_utf8",
-            f"byte {error.start} of the line is not UTF-8 ({raw[error.start]:#04x}); "
-            "save the file as UTF-8",
-        ) from None
-    try:
-        value = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        value = _load_leniently(raw, error)
-    if not isinstance(value, dict):
-        raise RequestError(
-            "not_an_object",
-            f"the line holds a JSON {json_type(value)}; a request is a JSON object, "
-            'such as {"prompt": "Hello", "max_tokens": 5}',
-        )
-    return value
-
-
-def _load_leniently(raw: bytes, error: orjson.JSONDecodeError) -> Any:
-    """Accept what JSON allows and orjson refuses (lone surrogates); explain the rest."""
-
-    def refuse_constant(name: str) -> None:
-        raise RequestError("invalid_json", f"{name} is not JSON; use a number or null")
-
-    try:
-        return json.loads(raw.decode(), parse_constant=refuse_constant)
-    except RecursionError:
-        raise RequestError("invalid_json", "the JSON is nested too deep") from None
-    except ValueError:
-        raise RequestError(
-            "invalid_json",
-            f"the line is not JSON: {error.msg} at character {error.pos + 1}. " + _json_remedy(raw),
-        ) from None
-
-
-def _json_remedy(raw: bytes) -> str:
-    if raw.startswith(b"\xef\xbb\xbf"):
-        return "A byte order mark stands before it; only a file's first line may have one"
-    if raw[-1:] == b"}" and raw[:-1].rstrip()[-1:] == b",":
-        return "There is a comma before the last brace; remove it"
-    if (raw[:1] == b"{" and raw[-1:] != b"}") or raw[:1] in (b'"', b"}", b"]"):
-        return (
-            "It looks like a piece of a request that is spread over several lines; "
-            "write each request on one line (jq -c . does it)"
-        )
-    return "Write one JSON object on the line"
-
-
-def _check(raw: bytes, obj: dict[str, Any], max_logprobs: int) -> Request:
+def _check(raw: bytes, obj: dict[str, Any], max_logprobs: int, is_strict: bool) -> Request:
     reader = FieldReader(obj)
     warnings = []
     _refuse_unsupported(obj)
     unknown = sorted(obj.keys() - _ACTED_ON - _RECORDED - _NEUTRAL.keys())
+    if unknown and is_strict:
+        raise RequestError(
+            "unsupported_parameter",
+            f"{unknown[0]} is {show(obj[unknown[0]])}, and no parameter has that name; remove it, "
+            "or run without --strict to keep it and not act on it",
+            unknown[0],
+        )
     if unknown:
         warnings.append(f"unknown parameters are kept and not acted on: {', '.join(unknown)}")
     n = reader.integer("n", DEFAULTS.n, 1, MAX_CANDIDATES)
     best_of = reader.integer("best_of", n, 0, MAX_CANDIDATES)
-    if "best_of" in obj and best_of < n and obj["best_of"] is not None:
+    is_below = best_of < n and obj.get("best_of") is not None
+    if is_below and is_strict:
+        raise out_of_range(
+            "best_of", best_of, f"at least n, which is {n}; without --strict it is taken as {n}"
+        )
+    if is_below:
         warnings.append(f"best_of {best_of} is below n {n} and is taken as {n}")
     max_tokens = reader.integer("max_tokens", DEFAULTS.max_tokens, 0, INT64 - 1)
     params = SamplingParams(

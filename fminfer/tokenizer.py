@@ -6,7 +6,7 @@ It wraps transformers' tokenizers (fast ones and sentencepiece ones) and knows n
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
@@ -45,12 +45,13 @@ class Tokenizer:
         self._hf = hf
         self._backend: BackendTokenizer | None = backend
         self._bytes = {} if backend is None else _byte_fallback(backend)
-        self._special_ids = set(hf.all_special_ids) if hf is not None else set()
-        if backend is not None:
-            added = backend.get_added_tokens_decoder()
-            self._special_ids = {token_id for token_id, token in added.items() if token.special}
         self.bos_id: int | None = None if hf is None else hf.bos_token_id
         self.eos_id: int | None = None if hf is None else hf.eos_token_id
+        added = {} if hf is None else hf.added_tokens_decoder
+        self._added_ids = frozenset(added)  # their pieces are text as it is
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        decoder = None if backend is None else backend.decoder
+        self._is_byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
@@ -113,6 +114,17 @@ class Tokenizer:
         # Checkpoints pad their vocabulary: such ids can be sampled but have no spelling.
         return piece if piece is not None else f"<|id:{token_id}|>"
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return what an id stands for, in UTF-8; it may be a piece of a character."""
+        piece = self.piece(token_id)
+        if token_id in self._added_ids:
+            return piece.encode()
+        if self._is_byte_level:
+            return b"".join(_bytes_by_spelling().get(sign, sign.encode()) for sign in piece)
+        if token_id in self._bytes:
+            return bytes([self._bytes[token_id]])
+        return piece.replace("▁", " ").encode()  # sentencepiece's sign for a space
+
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of a whole id sequence."""
         if self._backend is not None and self._bytes.keys().isdisjoint(ids):
@@ -126,7 +138,7 @@ class Tokenizer:
 
     def has_text(self, token_id: int, *, skip_special_tokens: bool = True) -> bool:
         """Tell whether `decode` looks at an id: not if it has no spelling, or is special."""
-        if skip_special_tokens and token_id in self._special_ids:
+        if skip_special_tokens and token_id in self.special_ids:
             return False
         if self._backend is None:
             assert self._hf is not None
@@ -260,19 +272,18 @@ def _byte_fallback(backend: BackendTokenizer) -> dict[int, int]:
 
 def _byte_tokenizer() -> BackendTokenizer:
     """Build a tokenizer of the 256 bytes, id = byte."""
-    spellings = pre_tokenizers.ByteLevel.alphabet()
-    by_byte = {_byte_of(spelling): spelling for spelling in spellings}
-    vocab = {by_byte[byte]: byte for byte in range(256)}
+    vocab = {spelling: byte[0] for spelling, byte in _bytes_by_spelling().items()}
     tokenizer = BackendTokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
-def _byte_of(spelling: str) -> int:
-    """Invert GPT-2's byte alphabet: printable bytes stand for themselves, others from U+0100."""
+@cache
+def _bytes_by_spelling() -> dict[str, bytes]:
+    """Return GPT-2's byte alphabet: printable bytes stand for themselves, others from U+0100."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    code = ord(spelling)
-    if code < 256:
-        return code
-    return [byte for byte in range(256) if byte not in printable][code - 256]
+    others = [byte for byte in range(256) if byte not in printable]
+    pairs = [(chr(byte), byte) for byte in printable]
+    pairs += [(chr(256 + place), byte) for place, byte in enumerate(others)]
+    return {spelling: bytes([byte]) for spelling, byte in sorted(pairs, key=lambda pair: pair[1])}

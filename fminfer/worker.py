@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from fminfer.config import EngineConfig
 from fminfer.decode_attention import PartialAttention
+from fminfer.engine.answer import AnswerForm
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.intake import Intake, Limits
 from fminfer.engine.loop import EngineLoop
@@ -132,6 +134,8 @@ class Engine:
             config.max_logprobs,
             _ends(checkpoint, self.tokenizer),
             config.on_too_long,
+            config.strict,
+            _model_names(config.model, checkpoint.name) if config.check_model else None,
         )
         self._intake = Intake(self.tokenizer, limits, config.seed)
         pool = BlockPool(num_blocks, config.block_size)
@@ -146,7 +150,7 @@ class Engine:
             self._intake,
             scheduler,
             self._pipeline,
-            self.tokenizer,
+            AnswerForm(self.tokenizer, self.model_name, config.token_format),
             micro_batches=config.micro_batches,
             kv_capacity=num_blocks * config.block_size,
         )
@@ -161,6 +165,11 @@ def _load_tokenizer(checkpoint: Checkpoint, config: EngineConfig) -> Tokenizer:
             "are used with a tokenizer of bytes, which needs at least 256"
         )
     return Tokenizer(None)
+
+
+def _model_names(asked: str | None, name: str) -> frozenset[str]:
+    """Return what a line may call the model: as the run was told, or the last part of that."""
+    return frozenset({name} if asked is None else {asked, Path(asked).name})
 
 
 def _ends(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[int]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from fminfer.engine.answer import AnswerForm
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.intake import Intake, Limits
 from fminfer.engine.loop import EngineLoop
@@ -117,7 +118,7 @@ class Bench:
             Intake(self.tokenizer, Limits(CONTEXT, VOCAB, 100, frozenset({EOS})), seed=1),
             self.scheduler,
             self.pipeline,
-            self.tokenizer,
+            AnswerForm(self.tokenizer, "scripted", "auto"),
             micro_batches=2,
             kv_capacity=num_blocks * block_size,
         )

@@ -12,13 +12,15 @@ PACKAGE = Path(__file__).parent.parent / "fminfer"
 FLOORS = """
 errors timing messages sentencepieces shared_runs soft_cap \
     engine.blocks engine.noise engine.stats engine.stopping
-config fields input.lines tokenizer models.alibi models.families models.sizes models.variants
-request sampling placement decode_attention models.experts
-attention models.checkpoint models.adapters.bloom models.adapters.codegen models.adapters.falcon \
-    models.adapters.gpt_neo models.adapters.gptj models.adapters.mpt
-engine.logit_edits output.records output.writer output.progress
-engine.sequence pipeline.local pipeline.stage
-engine.prefix engine.advance
+config fields input.streams input.values input.spans tokenizer \
+    models.alibi models.families models.sizes models.variants
+input.lines spelling sampling placement decode_attention models.experts
+input.envelope attention models.checkpoint models.adapters.bloom models.adapters.codegen \
+    models.adapters.falcon models.adapters.gpt_neo models.adapters.gptj models.adapters.mpt
+request output.records output.writer output.stream output.progress
+engine.logit_edits output.status
+engine.sequence pipeline.local pipeline.stage output.places
+engine.prefix engine.advance output.summary
 engine.scheduler engine.answer engine.intake
 engine.loop
 worker

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from fminfer.engine.answer import AnswerForm
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.intake import Intake, Limits
 from fminfer.engine.loop import EngineLoop
@@ -103,7 +104,7 @@ class Bench:
             Intake(tokenizer, Limits(200, VOCAB, 100), seed=1),
             scheduler,
             RememberingPipeline(block_size),
-            tokenizer,
+            AnswerForm(tokenizer, "scripted", "auto"),
             micro_batches=2,
             kv_capacity=num_blocks * block_size,
         )

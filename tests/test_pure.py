@@ -98,7 +98,8 @@ def test_lines_are_numbered_with_blank_ones_counted(tmp_path: Path) -> None:
 
 
 def test_find_inputs_says_what_is_wrong(tmp_path: Path) -> None:
-    for name in ("b.jsonl", "a.jsonl", "output_a.jsonl", "x.errors.jsonl", "c.txt"):
+    written = ("output_a.jsonl", "x.errors.jsonl", "x.status.json")
+    for name in ("b.jsonl", "a.jsonl", "c.txt", *written):
         (tmp_path / name).touch()
     assert [p.name for p in find_inputs([tmp_path])] == ["a.jsonl", "b.jsonl"]
     (tmp_path / "empty").mkdir()
@@ -130,7 +131,7 @@ def test_rows_without_tokens_do_not_break_the_estimate() -> None:
 
 def test_two_answers_in_one_place_are_refused(tmp_path: Path) -> None:
     """The errors of `a` and the answers of `a.errors` would share a name; inputs were deleted."""
-    from fminfer.job import plan_outputs
+    from fminfer.output.places import plan_outputs
 
     first, second = tmp_path / "a.jsonl", tmp_path / "a.errors.jsonl"
     with pytest.raises(UsageError, match="also belongs"):

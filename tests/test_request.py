@@ -7,7 +7,19 @@ import json
 import pytest
 
 from fminfer.errors import RequestError
-from fminfer.request import SamplingParams, parse_request
+from fminfer.input.envelope import open_envelope
+from fminfer.input.lines import Line
+from fminfer.request import Request, SamplingParams
+from fminfer.request import parse_request as check_fields
+
+
+def parse_request(raw: bytes, *, max_logprobs: int, is_strict: bool = False) -> Request:
+    envelope = open_envelope(Line(0, 1, raw))
+    if envelope.error is not None:
+        raise envelope.error
+    return check_fields(
+        envelope.fields, envelope.request, max_logprobs=max_logprobs, is_strict=is_strict
+    )
 
 
 def params(**fields: object) -> SamplingParams:

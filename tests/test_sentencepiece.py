@@ -229,8 +229,10 @@ def test_one_by_one_equals_at_once(kind: str, tmp_path: Path) -> None:
         detokenizer = Detokenizer(tokenizer, ids[:cut])
         parts = [detokenizer.add(token_id) for token_id in ids[cut:]]
         parts.append(detokenizer.flush())
-        prompt = without_broken_end(tokenizer.decode(ids[:cut]))
-        assert prompt + "".join(parts) == tokenizer.decode(ids)
+        prompt, found = tokenizer.decode(ids[:cut]), "".join(parts)
+        # A character that the prompt left broken is the prompt's, unless it was completed.
+        prompts = (prompt, without_broken_end(prompt))
+        assert tokenizer.decode(ids) in [shown + found for shown in prompts]
         assert len(detokenizer._ids) < 40, "the window must not grow for ever"
 
 

@@ -2,43 +2,81 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
+from fminfer.config import TokenFormat
 from fminfer.engine.sequence import PromptState, RequestState, Sequence, TokenReport
-from fminfer.output.records import Record
+from fminfer.input.envelope import Shape
+from fminfer.output.records import Record, make_id
+from fminfer.spelling import Spelling
 from fminfer.timing import RowTimes
 from fminfer.tokenizer import Tokenizer
 
 LOWEST_LOGPROB = -9999.0  # what -inf and everything below it becomes
 
 
-def build_record(state: RequestState, tokenizer: Tokenizer, finished_s: float) -> Record:
+@dataclass(slots=True)
+class AnswerForm:
+    """What the answers of a run have in common.
+
+    `created` is the Unix time at which the run began, seconds.
+    """
+
+    tokenizer: Tokenizer
+    model_name: str
+    token_format: TokenFormat
+    created: int = 0
+    _spellings: dict[bool, Spelling] = field(default_factory=dict)
+
+    def spelling(self, shape: Shape) -> Spelling:
+        """Return how tokens are spelled in answers to lines of this shape."""
+        is_text = self.token_format == "text" or (self.token_format == "auto" and shape == "batch")
+        if is_text not in self._spellings:
+            self._spellings[is_text] = Spelling(self.tokenizer, is_text=is_text)
+        return self._spellings[is_text]
+
+
+def build_record(state: RequestState, form: AnswerForm, finished_s: float) -> Record:
     """Build the record of a request whose prompts are all finished."""
     if state.error is not None:
-        return Record(state.line, state.request.raw, error=state.error)
+        return Record(state.line, state.envelope, error=state.error)
+    is_batch = state.envelope.shape == "batch"
+    spelling = form.spelling(state.envelope.shape)
     choices: list[dict[str, Any]] = []
     for prompt in state.prompts:
         for sequence in _chosen(prompt):
-            choices.append(_choice(sequence, len(choices), tokenizer))
+            choices.append(_choice(sequence, len(choices), spelling, is_batch))
     num_prompt = sum(len(prompt.ids) for prompt in state.prompts)
     num_completion = sum(_num_drawn(prompt) for prompt in state.prompts)
-    result = {
-        "choices": choices,
-        "request_time": _request_time(state, finished_s),
-        "usage": {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_completion,
-            "total_tokens": num_prompt + num_completion,
-            "prompt_tokens_details": _prompt_details(state),
-        },
+    details = _prompt_details(state)
+    usage = {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_completion,
+        "total_tokens": num_prompt + num_completion,
+        "prompt_tokens_details": details,
     }
+    head = _completion_head(state, form) if is_batch else {}
+    time = {} if is_batch else {"request_time": _request_time(state, finished_s)}
     return Record(
         state.line,
-        state.request.raw,
-        result=result,
+        state.envelope,
+        result=head | {"choices": choices} | time | {"usage": usage},
         num_prompt_tokens=num_prompt,
+        num_cached_tokens=details["cached_tokens"],
         num_completion_tokens=num_completion,
     )
+
+
+def _completion_head(state: RequestState, form: AnswerForm) -> dict[str, Any]:
+    """Return what an OpenAI completion object has before its choices."""
+    model = state.envelope.fields.get("model")
+    return {
+        "id": f"cmpl-{make_id(state.line, state.envelope)}",
+        "object": "text_completion",
+        "created": form.created,
+        "model": model if isinstance(model, str) and model else form.model_name,
+    }
 
 
 def _prompt_details(state: RequestState) -> dict[str, int]:
@@ -63,12 +101,14 @@ def _num_drawn(prompt: PromptState) -> int:
     return copies * sum(len(sequence.tokens) for sequence in prompt.sequences)
 
 
-def _choice(sequence: Sequence, index: int, tokenizer: Tokenizer) -> dict[str, Any]:
+def _choice(sequence: Sequence, index: int, spelling: Spelling, is_batch: bool) -> dict[str, Any]:
     params = sequence.prompt.params
     text = sequence.prompt.encoded.text + sequence.text if params.echo else sequence.text
     choice: dict[str, Any] = {"text": text, "index": index}
     if params.logprobs is not None:
-        choice["logprobs"] = _logprobs(sequence, params.logprobs, tokenizer)
+        choice["logprobs"] = _logprobs(sequence, params.logprobs, spelling)
+    elif is_batch:  # its schema has the key always; HELM's client raises on a null
+        choice["logprobs"] = None
     choice["finish_reason"] = sequence.finish_reason
     if sequence.stop_reason is not None:
         choice["stop_reason"] = sequence.stop_reason
@@ -78,9 +118,12 @@ def _choice(sequence: Sequence, index: int, tokenizer: Tokenizer) -> dict[str, A
     return choice
 
 
-def _logprobs(sequence: Sequence, k: int, tokenizer: Tokenizer) -> dict[str, Any]:
+def _logprobs(sequence: Sequence, k: int, spelling: Spelling) -> dict[str, Any]:
     prompt, tokens = sequence.prompt, sequence.listed_tokens
     ids = [token.token_id for token in tokens]
+    first = spelling.find_first(
+        prompt.ids + ids, skip_special_tokens=prompt.params.skip_special_tokens
+    )
     reports: list[TokenReport | None] = list(tokens)
     base = len(prompt.encoded.text)
     offsets = [base + token.offset for token in tokens]
@@ -88,22 +131,30 @@ def _logprobs(sequence: Sequence, k: int, tokenizer: Tokenizer) -> dict[str, Any
         ids = prompt.ids + ids
         reports = [None, *prompt.reports, *reports]
         offsets = prompt.encoded.offsets + offsets
+    else:
+        first -= len(prompt.ids)
+    top = [
+        None if r is None else _alternatives(r, k, spelling, is_first=place == first)
+        for place, r in enumerate(reports)
+    ]
     return {
-        "tokens": [tokenizer.piece(token_id) for token_id in ids],
+        "tokens": [
+            spelling.spell(token_id, is_first=place == first) for place, token_id in enumerate(ids)
+        ],
         "token_logprobs": [None if r is None else _floor(r.logprob) for r in reports],
-        "top_logprobs": None
-        if k == 0
-        else [None if r is None else _alternatives(r, k, tokenizer) for r in reports],
+        "top_logprobs": None if k == 0 else top,
         "text_offset": offsets,
     }
 
 
-def _alternatives(report: TokenReport, k: int, tokenizer: Tokenizer) -> dict[str, float]:
+def _alternatives(
+    report: TokenReport, k: int, spelling: Spelling, *, is_first: bool
+) -> dict[str, float]:
     """Return the k best, best first, then the chosen one; of equal spellings the better stays."""
     pairs = [*report.top[:k], (report.token_id, report.logprob)]
     found: dict[str, float] = {}
     for token_id, logprob in pairs:
-        found.setdefault(tokenizer.piece(token_id), _floor(logprob))
+        found.setdefault(spelling.spell(token_id, is_first=is_first), _floor(logprob))
     return found
 
 

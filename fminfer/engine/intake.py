@@ -5,16 +5,20 @@ It knows the model's limits, and nothing of what else is running.
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from fminfer.config import OnTooLong
 from fminfer.engine.logit_edits import LogitEdits
 from fminfer.engine.noise import digest, noise_key
 from fminfer.engine.sequence import PromptState, RequestState, Sequence
 from fminfer.errors import RequestError
+from fminfer.fields import show
+from fminfer.input.envelope import Envelope
 from fminfer.input.lines import Line
 from fminfer.request import SamplingParams, parse_request
 from fminfer.tokenizer import Detokenizer, EncodedPrompt, Tokenizer
@@ -29,6 +33,8 @@ class Limits:
     max_logprobs: int
     eos_ids: frozenset[int] = frozenset()
     on_too_long: OnTooLong = "error"
+    is_strict: bool = False  # what is otherwise only warned of is an error
+    model_names: frozenset[str] | None = None  # what a line may call the model; None: anything
 
 
 class Intake:
@@ -44,35 +50,83 @@ class Intake:
         self._seed = seed
         self._source = 0  # the file being read
         self._num_equal: Counter[bytes] = Counter()  # its unseeded lines so far, by digest
+        self._custom_ids: set[bytes] = set()  # the file's so far, 16 bytes of each
         self.warnings: Counter[str] = Counter()
 
     def start_run(self) -> None:
         """Forget the lines of earlier runs, so that a run repeated gives the same answers."""
-        self._num_equal.clear()
+        self._start_file(0)
         self.warnings.clear()
 
-    def prepare(self, line: Line) -> RequestState:
+    def prepare(self, line: Line, envelope: Envelope) -> RequestState:
         """Return the line's request, ready for the scheduler.
 
         Raises:
             RequestError: what is wrong with it.
         """
-        request = parse_request(line.raw, max_logprobs=self._limits.max_logprobs)
-        state = RequestState(line, request, read_s=time.perf_counter())
+        if line.source != self._source:
+            self._start_file(line.source)
+        self._check_envelope(line, envelope)
+        request = parse_request(
+            envelope.fields,
+            envelope.request,
+            max_logprobs=self._limits.max_logprobs,
+            is_strict=self._limits.is_strict,
+        )
+        state = RequestState(line, envelope, request, read_s=time.perf_counter())
         self._check_params(request.params)
         request_digest = digest(request.raw)
-        repeat = self._count_repeat(line.source, request.params, request_digest)
+        repeat = self._count_repeat(request.params, request_digest)
         for index, prompt in enumerate(request.prompts):
             encoded = self._fit(self._encode(prompt, request.params), request.params)
             state.prompts.append(self._start(state, index, encoded, request_digest, repeat))
-        self.warnings.update(request.warnings)
+        self.warnings.update((*envelope.warnings, *request.warnings))
         return state
 
-    def _count_repeat(self, source: int, params: SamplingParams, request_digest: bytes) -> int:
+    def _start_file(self, source: int) -> None:
+        self._source = source
+        self._num_equal.clear()
+        self._custom_ids.clear()
+
+    def _check_envelope(self, line: Line, envelope: Envelope) -> None:
+        """Check what stands around the request, and that it is for this model."""
+        custom_id = envelope.custom_id
+        if envelope.shape == "batch" and custom_id.startswith(b'"'):
+            name = json.loads(custom_id.decode())  # one string can be written in many ways
+            id_digest = digest(name.encode("utf-8", "surrogatepass"))
+            if id_digest in self._custom_ids:
+                raise RequestError(
+                    "duplicate_custom_id",
+                    f"custom_id {show(name)} of line {line.number} is also an earlier line's; "
+                    "each line of a file needs one of its own. Change or remove one of the two",
+                    "custom_id",
+                )
+            self._custom_ids.add(id_digest)
+        if envelope.error is not None:
+            raise envelope.error
+        if self._limits.is_strict and envelope.warnings:
+            raise RequestError(
+                "unsupported_parameter",
+                f"{envelope.warnings[0]}; take it out, or run without --strict",
+            )
+        self._check_model(envelope.fields)
+
+    def _check_model(self, fields: dict[str, Any]) -> None:
+        names = self._limits.model_names
+        for name in ("model", "engine"):
+            asked = fields.get(name)
+            is_same = asked is None or (isinstance(asked, str) and asked in (names or ()))
+            if names is not None and not is_same:
+                known = " or ".join(sorted(names))
+                raise RequestError(
+                    "unsupported_parameter",
+                    f"{name} is {show(asked)}, and the model of this run is {known}; answer the "
+                    "line with its own model, or run without --check-model",
+                    name,
+                )
+
+    def _count_repeat(self, params: SamplingParams, request_digest: bytes) -> int:
         """Count equal lines without a seed before this one in its file, so that they differ."""
-        if source != self._source:
-            self._source = source
-            self._num_equal.clear()
         if params.seed is not None or params.is_greedy:
             return 0
         self._num_equal[request_digest] += 1

@@ -12,18 +12,18 @@ from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from fminfer.engine.advance import advance
-from fminfer.engine.answer import build_record
+from fminfer.engine.answer import AnswerForm, build_record
 from fminfer.engine.intake import Intake
 from fminfer.engine.prefix import SharedTokens
 from fminfer.engine.scheduler import PlannedStep, Scheduler
 from fminfer.engine.sequence import PromptState, RequestState, Sequence, TokenReport
 from fminfer.engine.stats import EngineStats
 from fminfer.errors import RequestError, UsageError
+from fminfer.input.envelope import Envelope, as_text, open_envelope
 from fminfer.input.lines import Line
 from fminfer.messages import Step, StepResult, TokenLogprobs
 from fminfer.output.records import Record
 from fminfer.timing import RowClock
-from fminfer.tokenizer import Tokenizer
 
 LOOKAHEAD = 64  # prompts that wait beside those that run; reading is lazy beyond
 
@@ -41,26 +41,22 @@ class Pipeline(Protocol):
 
 
 class EngineLoop:
-    """Answers lines with what it is given.
-
-    Args:
-        micro_batches: steps to keep in flight.
-    """
+    """Answers lines with what it is given."""
 
     def __init__(
         self,
         intake: Intake,
         scheduler: Scheduler,
         pipeline: Pipeline,
-        tokenizer: Tokenizer,
+        form: AnswerForm,
         *,
-        micro_batches: int,
+        micro_batches: int,  # steps to keep in flight
         kv_capacity: int,
     ) -> None:
         self._intake = intake
         self._scheduler = scheduler
         self._pipeline = pipeline
-        self._tokenizer = tokenizer
+        self._form = form
         self._micro_batches = micro_batches
         self._clock = RowClock()
         self._in_flight: deque[PlannedStep] = deque()
@@ -79,6 +75,7 @@ class EngineLoop:
             raise UsageError("the engine is in the middle of a run; finish or close that one first")
         self._is_running = True
         self._intake.start_run()
+        self._form.created = int(time.time())
         try:
             yield from self._run(iter(lines))
             self._scheduler.check_idle()
@@ -118,18 +115,20 @@ class EngineLoop:
         return True
 
     def _take_line(self, line: Line) -> None:
+        envelope = Envelope("bare", as_text(line.raw))  # until it is opened
         try:
-            state = self._intake.prepare(line)
+            envelope = open_envelope(line)
+            state = self._intake.prepare(line, envelope)
             self._check_memory(state)
         except RequestError as error:
-            self._done.append(Record(line, line.raw.strip(), error=error))
+            self._done.append(Record(line, envelope, error=error))
             return
         except Exception as error:  # a fault of ours must not cost the other lines
             fault = RequestError(
                 "internal_error",
                 f"fminfer failed on this line ({type(error).__name__}: {error}); please report it",
             )
-            self._done.append(Record(line, line.raw.strip(), error=fault))
+            self._done.append(Record(line, envelope, error=fault))
             return
         for prompt in state.prompts:
             if prompt.num_to_feed > 0:
@@ -231,7 +230,7 @@ class EngineLoop:
         now_s = time.perf_counter()
         if state.times is not None:
             self._clock.stop(state.times, now_s)
-        self._done.append(build_record(state, self._tokenizer, now_s))
+        self._done.append(build_record(state, self._form, now_s))
 
 
 def _reports(columns: TokenLogprobs) -> Iterator[TokenReport]:

@@ -10,6 +10,7 @@ from typing import Literal
 
 from fminfer.engine.logit_edits import LogitEdits
 from fminfer.errors import RequestError
+from fminfer.input.envelope import Envelope
 from fminfer.input.lines import Line
 from fminfer.request import Request, SamplingParams
 from fminfer.timing import RowTimes
@@ -36,6 +37,7 @@ class RequestState:
     """One line between reading and its record."""
 
     line: Line
+    envelope: Envelope
     request: Request
     read_s: float
     prompts: list[PromptState] = field(default_factory=list)

@@ -1,29 +1,42 @@
-"""Reads input files lazily: (source, line number, raw bytes). It knows no JSON."""
+"""Finds input files and reads them lazily: (source, number, raw bytes).
+
+It knows where one request ends and the next begins, and nothing of what they say.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
-from fminfer.errors import UsageError
+from fminfer.errors import DamagedInputError, UsageError
+from fminfer.input.streams import COMPRESSED, STDIN, check_readable, read_chunks
+from fminfer.input.values import split_values
 
 UTF8_BOM = b"\xef\xbb\xbf"
+ENDINGS = tuple(f".{kind}{how}" for kind in ("jsonl", "json") for how in ("", *COMPRESSED))
 
 
 @dataclass(slots=True, frozen=True)
 class Line:
-    """One line that is not blank; `source` counts the files of a run, `number` starts at 1."""
+    """One line that is not blank; `source` counts the files of a run, `number` starts at 1.
+
+    In a `.json` file `number` counts the values, which may spread over many lines.
+    """
 
     source: int
     number: int
     raw: bytes
+    damage: str = ""  # why this line and the rest of its file cannot be read
 
 
 def find_inputs(paths: list[Path]) -> list[Path]:
-    """Return the files to answer, in order; a folder gives its `.jsonl` files by name.
+    """Return the files to answer, in order; a folder gives those with a known ending, by name.
 
-    Files that are outputs of an earlier run (`output_*`, `*.errors.jsonl`) are left out of folders.
+    Files that earlier runs wrote (`output_*`, `*.errors.jsonl`, `*.status.json`) are left out of
+    folders. `-` is stdin.
 
     Raises:
         UsageError: a path that does not exist, has another ending, or comes twice.
@@ -31,33 +44,131 @@ def find_inputs(paths: list[Path]) -> list[Path]:
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
-            found = sorted(p for p in path.glob("*.jsonl") if p.is_file() and not _is_output(p))
+            found = sorted(p for p in path.iterdir() if _is_input(p))
             if not found:
-                raise UsageError(f"{path} holds no .jsonl file to answer")
+                raise UsageError(f"{path} holds no file to answer ({', '.join(ENDINGS)})")
             files += found
-        elif not path.exists():
+        elif path != STDIN and not path.exists():
             raise UsageError(f"{path} does not exist; give a .jsonl file or a folder of them")
-        elif path.suffix != ".jsonl":
-            raise UsageError(f"{path} does not end in .jsonl, the one format this version reads")
+        elif path != STDIN and not path.name.endswith(ENDINGS):
+            raise UsageError(f"{path} has none of the endings {', '.join(ENDINGS)}; rename it")
         else:
             files.append(path)
     seen: set[Path] = set()
     for file in files:
+        check_readable(file)
         if file.resolve() in seen:
             raise UsageError(f"{file} is given twice; each file is answered once")
         seen.add(file.resolve())
     return files
 
 
-def _is_output(path: Path) -> bool:
-    return path.name.startswith("output_") or path.name.endswith(".errors.jsonl")
+def _is_input(path: Path) -> bool:
+    is_written = path.name.startswith("output_") or path.name.endswith(
+        (".errors.jsonl", ".status.json")
+    )
+    return path.name.endswith(ENDINGS) and path.is_file() and not is_written
+
+
+def stem(path: Path) -> str:
+    """Return an input's name without its ending: `a` for `a.jsonl` and `a.json.gz`."""
+    if path == STDIN:
+        return "stdin"
+    return _without_compression(path).stem
+
+
+def count_rows(path: Path) -> int | None:
+    """Count the lines to answer; None where that would mean to decompress or parse them twice."""
+    if path.suffix != ".jsonl":
+        return None
+    return sum(1 for _ in read_lines(path, 0))
 
 
 def read_lines(path: Path, source: int) -> Iterator[Line]:
-    """Yield the lines of one file; blank ones are skipped but counted."""
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
-            if number == 1:
-                raw = raw.removeprefix(UTF8_BOM)
+    """Yield the lines of one file; blank ones are skipped but counted.
+
+    Where the file breaks off, its last line says so in `damage`.
+    """
+    number = 0
+    try:
+        for number, raw in enumerate(_read_values(path), start=1):
             if raw.strip():
                 yield Line(source, number, raw)
+    except DamagedInputError as error:
+        message = (
+            f"{error}. What stands before it is answered, what follows is lost; mend the file and "
+            "answer it again with --restart"
+        )
+        yield Line(source, number + 1, error.rest, message)
+
+
+def _read_values(path: Path) -> Iterator[bytes]:
+    chunks = _without_bom(read_chunks(path))
+    if _kind(path) != ".json":
+        return _split_lines(chunks)
+    head = _read_until(chunks, lambda chunk: bool(chunk.strip()))
+    if head.lstrip().startswith(b"["):
+        return split_values(chain([head.lstrip()[1:]], chunks), is_array=True)
+    head = _read_until(chain([head], chunks), lambda chunk: b"\n" in chunk)
+    # One object a line, as in a .jsonl file; or objects over many lines, one after another.
+    is_spread = not _is_json(head.strip().partition(b"\n")[0])
+    if is_spread and head.lstrip().startswith(b"{"):
+        return split_values(chain([head], chunks), is_array=False)
+    return _split_lines(chain([head], chunks))
+
+
+def _kind(path: Path) -> str:
+    """Return .json or .jsonl; stdin is .jsonl."""
+    return _without_compression(path).suffix
+
+
+def _without_compression(path: Path) -> Path:
+    return path.with_suffix("") if path.suffix in COMPRESSED else path
+
+
+def _split_lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield lines without their newlines, the last one too if it has none."""
+    parts: list[bytes] = []  # of the line being read
+    try:
+        for chunk in chunks:
+            first, *others = chunk.split(b"\n")
+            parts.append(first)
+            for other in others:
+                yield b"".join(parts)
+                parts = [other]
+    except DamagedInputError as error:
+        error.rest = b"".join(parts)
+        raise
+    yield b"".join(parts)
+
+
+def _without_bom(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    head = b""
+    for chunk in chunks:
+        head += chunk
+        if len(head) >= len(UTF8_BOM):
+            break
+    yield head.removeprefix(UTF8_BOM)
+    yield from chunks
+
+
+def _read_until(chunks: Iterator[bytes], is_last: Callable[[bytes], bool]) -> bytes:
+    """Read chunks up to the first that `is_last` holds of, or to the end."""
+    parts: list[bytes] = []
+    try:
+        for chunk in chunks:
+            parts.append(chunk)
+            if is_last(chunk):
+                break
+    except DamagedInputError as error:
+        error.rest = b"".join(parts)
+        raise
+    return b"".join(parts)
+
+
+def _is_json(text: bytes) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True

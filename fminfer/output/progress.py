@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from tqdm import tqdm
 
 LINE_EVERY_S = 30.0  # without a terminal
+BAR_OF_UNKNOWN = "{desc}: {n_fmt}/? rows{postfix}"
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} rows{postfix}"
 
 
@@ -25,11 +26,14 @@ class Progress:
     num_finished_tokens: int  # the same of finished rows
 
 
-def remaining_s(progress: Progress, total_rows: int, elapsed_s: float) -> float | None:
+def remaining_s(progress: Progress, total_rows: int | None, elapsed_s: float) -> float | None:
     """Estimate the seconds left from tokens: rows that are half done count as half done.
 
-    The rows to come are taken to be as long as the finished ones are on average.
+    None where nothing is known yet, or how many rows there are is not. The rows to come are taken
+    to be as long as the finished ones are on average.
     """
+    if total_rows is None:
+        return None
     if not (progress.num_finished_tokens and progress.num_tokens and elapsed_s > 0):
         return None
     expected = progress.num_finished_tokens / progress.num_rows * total_rows
@@ -45,15 +49,20 @@ def show_seconds(seconds: float) -> str:
 
 
 class ProgressBar:
-    """Shows rows, tokens/s and the time left."""
+    """Shows rows, tokens/s and the time left.
 
-    def __init__(self, total_rows: int, *, is_quiet: bool) -> None:
+    Args:
+        total_rows: None if it is not known before the input's end.
+    """
+
+    def __init__(self, total_rows: int | None, *, is_quiet: bool) -> None:
         self._total = total_rows
         self._is_terminal = sys.stderr.isatty()
         self._is_quiet = is_quiet
         self._started_s = self._last_line_s = time.perf_counter()
         hide = is_quiet or not self._is_terminal
-        self._bar = tqdm(total=total_rows, desc="fminfer", bar_format=BAR, disable=hide)
+        form = BAR_OF_UNKNOWN if total_rows is None else BAR
+        self._bar = tqdm(total=total_rows, desc="fminfer", bar_format=form, disable=hide)
 
     def update(self, progress: Progress) -> None:
         """Show the newest counts, if it is time to."""
@@ -72,10 +81,18 @@ class ProgressBar:
             self._bar.update(progress.num_rows - self._bar.n)
         else:
             self._last_line_s = now_s
-            print(f"{progress.num_rows}/{self._total} rows, {postfix}", file=sys.stderr, flush=True)
+            total = "?" if self._total is None else self._total
+            print(f"{progress.num_rows}/{total} rows, {postfix}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         self._bar.close()
+
+
+def write_beside_bar(line: bytes) -> None:
+    """Write a line to stderr without disturbing a bar that is shown there."""
+    with tqdm.external_write_mode(file=sys.stderr):
+        sys.stderr.buffer.write(line + b"\n")
+        sys.stderr.buffer.flush()
 
 
 class LoadingBar:

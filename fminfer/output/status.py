@@ -1,0 +1,113 @@
+"""The status file beside an output: how far it is, as the OpenAI Batch object says it.
+
+It knows counts and paths. Fields: https://platform.openai.com/docs/api-reference/batch/object
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from fminfer.output.writer import PARTIAL, errors_path
+
+Status = Literal["validating", "in_progress", "finalizing", "completed", "failed", "cancelled"]
+WRITE_EVERY_S = 1.0
+
+
+def status_path(output: Path) -> Path:
+    """Return where an output's status stands: `answers.status.json` for `answers.jsonl`."""
+    return output.with_name(output.name.removesuffix(".jsonl") + ".status.json")
+
+
+@dataclass(slots=True)
+class Counts:
+    """What was done of one input. Tokens are those of answered lines, as in `usage`."""
+
+    num_rows: int = 0  # known so far: all of them once the input is read
+    num_completed: int = 0
+    num_failed: int = 0
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+    @property
+    def num_done(self) -> int:
+        return self.num_completed + self.num_failed
+
+
+class StatusFile:
+    """Writes the status of one output; always whole, by replacing the file.
+
+    Args:
+        counts: kept up to date by the caller.
+    """
+
+    def __init__(self, source: Path, output: Path, model: str, counts: Counts) -> None:
+        self._source = source
+        self._output = output
+        self._model = model
+        self._counts = counts
+        self._path = status_path(output)
+        self._status: Status = "validating"
+        self._errors: list[dict[str, Any]] = []
+        self._times: dict[str, int] = {"created_at": int(time.time())}
+        self._written_s = float("-inf")
+
+    def move(self, status: Status, error: str | None = None) -> None:
+        """Enter a status; `error` says why a run failed."""
+        self._status = status
+        if status != "validating":
+            self._times[f"{status}_at"] = int(time.time())
+        if error is not None:
+            failure = {"code": "run_failed", "message": error, "param": None, "line": None}
+            self._errors.append(failure)
+        self._write()
+
+    def update(self) -> None:
+        """Write the newest counts, at most once a second."""
+        if time.perf_counter() - self._written_s >= WRITE_EVERY_S:
+            self._write()
+
+    def _write(self) -> None:
+        new = self._path.with_name(self._path.name + PARTIAL)
+        new.write_text(json.dumps(self._to_batch(), indent=2) + "\n")
+        os.replace(new, self._path)
+        self._written_s = time.perf_counter()
+
+    def _to_batch(self) -> dict[str, Any]:
+        counts, is_completed = self._counts, self._status == "completed"
+        digest = hashlib.blake2b(str(self._source.resolve()).encode(), digest_size=16)
+        times = ("created", "in_progress", "finalizing", "completed", "failed", "cancelled")
+        return {
+            "id": f"batch_{digest.hexdigest()}",
+            "object": "batch",
+            "endpoint": "/v1/completions",
+            "model": self._model,
+            "errors": {"object": "list", "data": self._errors} if self._errors else None,
+            "input_file_id": str(self._source),
+            "completion_window": "none",  # the schema wants a string, and there is no window
+            "status": self._status,
+            "output_file_id": str(self._output) if is_completed else None,
+            "error_file_id": str(errors_path(self._output))
+            if is_completed and counts.num_failed
+            else None,
+            **{f"{name}_at": self._times.get(f"{name}_at") for name in times},
+            "request_counts": {
+                "total": counts.num_rows,
+                "completed": counts.num_completed,
+                "failed": counts.num_failed,
+            },
+            "usage": {
+                "input_tokens": counts.input_tokens,
+                "input_tokens_details": {"cached_tokens": counts.cached_tokens},
+                "output_tokens": counts.output_tokens,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": counts.input_tokens + counts.output_tokens,
+            },
+            "metadata": None,
+        }

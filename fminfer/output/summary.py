@@ -1,0 +1,80 @@
+"""What a run did: for people, and as JSON for `--stats`. It knows counts and seconds only."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fminfer.output.places import STDOUT
+from fminfer.output.progress import show_seconds
+from fminfer.output.writer import errors_path
+
+
+@dataclass(slots=True)
+class JobSummary:
+    """What a run did; `--stats` writes it as JSON."""
+
+    model: str
+    dtype: str
+    device: str
+    inputs: list[str]
+    outputs: list[str]
+    start_to_ready_s: float
+    num_rows: int = 0  # answered
+    num_errors: int = 0
+    errors_by_code: dict[str, int] = field(default_factory=dict)
+    prompt_tokens: int = 0  # as in usage: of answered rows
+    completion_tokens: int = 0
+    wall_s: float = 0.0  # of answering, loading left out
+    engine: dict[str, Any] = field(default_factory=dict)
+    warnings: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def tokens_per_s(self) -> float:
+        total = self.prompt_tokens + self.completion_tokens
+        return total / self.wall_s if self.wall_s > 0 else 0.0
+
+    @property
+    def generated_per_s(self) -> float:
+        return self.completion_tokens / self.wall_s if self.wall_s > 0 else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        rates = {"tokens_per_s": self.tokens_per_s, "generated_per_s": self.generated_per_s}
+        return asdict(self) | rates
+
+    def _prefix_line(self) -> str:
+        """Tell what the prefix cache saved, beside what the best possible one would have."""
+        stats = self.engine
+        total = stats["num_prompt_tokens"] + stats["num_cached_tokens"]
+        line = f"prefix    {stats['num_cached_tokens']:,} of {total:,} prompt tokens were shared "
+        line += "and not computed again"
+        if stats["num_counted_shareable"]:
+            share = stats["num_counted_cached"] / stats["num_counted_shareable"]
+            is_whole = stats["num_counted_tokens"] == total
+            line += f"; {share:.1%} of what a trie over the file allows"
+            line += "" if is_whole else ", counted over the first rows"
+        return line
+
+    def to_text(self) -> str:
+        """Return the summary for people."""
+        codes = ", ".join(f"{count} {code}" for code, count in self.errors_by_code.items())
+        lines = [
+            f"model     {self.model} ({self.dtype} on {self.device})",
+            f"rows      {self.num_rows:,} answered, {self.num_errors:,} in error"
+            + (f" ({codes})" if codes else ""),
+            f"tokens    {self.prompt_tokens:,} prompt + {self.completion_tokens:,} generated",
+            f"speed     {self.tokens_per_s:,.0f} tokens/s, of them {self.generated_per_s:,.0f} "
+            f"generated; stage busy {self.engine['stage_busy_s'] / max(self.wall_s, 1e-9):.0%}",
+            f"time      ready after {self.start_to_ready_s:.1f} s, then "
+            f"{show_seconds(self.wall_s) if self.wall_s >= 60 else f'{self.wall_s:.1f} s'}",
+        ]
+        if self.engine["num_cached_tokens"]:
+            lines.insert(3, self._prefix_line())
+        lines += [f"warning   {text} ({count} rows)" for text, count in self.warnings.items()]
+        files = [Path(path) for path in dict.fromkeys(self.outputs)]
+        lines += [f"output    {'stdout' if path == STDOUT else path}" for path in files]
+        if self.num_errors:
+            errors = [errors_path(path) for path in files]
+            lines += [f"errors    {path}" for path in errors if path.exists()]
+        return "\n".join(lines)
