@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import fminfer
 from fminfer.input.lines import Line, read_lines
 from fminfer.request import SamplingParams
-from fminfer.tokenizer import _byte_of
+from fminfer.tokenizer import _bytes_by_spelling
 
 # Emoji (with joiners and skin tones), CJK, combining marks, control characters, what tokenizers
 # treat specially, and anything else that UTF-8 can say.
@@ -107,7 +107,7 @@ def check_choice(request: dict[str, Any], choice: dict[str, Any]) -> None:
 
 def check_text(request: dict[str, Any], text: str, tokens: list[str], offsets: list[int]) -> None:
     pieces = [
-        b"" if token == "<|endoftext|>" else bytes(_byte_of(letter) for letter in token)
+        b"" if token == "<|endoftext|>" else b"".join(map(_bytes_by_spelling().__getitem__, token))
         for token in tokens
     ]
     joined = b"".join(pieces)
