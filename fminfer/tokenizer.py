@@ -43,6 +43,11 @@ class Tokenizer:
         self.bos_id: int | None = None if hf is None else hf.bos_token_id
         self.eos_id: int | None = None if hf is None else hf.eos_token_id
 
+    @property
+    def hf(self) -> Any | None:
+        """The tokenizer of transformers; None for plain bytes."""
+        return self._hf
+
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
         """Load the tokenizer of a checkpoint folder.

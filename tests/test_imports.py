@@ -10,7 +10,15 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "fminfer"
 FLOORS: list[list[str]] = [
     ["errors", "timing", "engine.blocks", "engine.noise", "engine.stats", "engine.stopping"],
-    ["config", "request", "input.lines", "tokenizer", "models.families", "models.sizes"],
+    [
+        "config",
+        "integrations.generation",
+        "request",
+        "input.lines",
+        "tokenizer",
+        "models.families",
+        "models.sizes",
+    ],
     [
         "messages",
         "sampling",
@@ -24,8 +32,8 @@ FLOORS: list[list[str]] = [
     ["engine.answer", "engine.intake", "pipeline.local", "pipeline.stage"],
     ["engine.loop"],
     ["worker"],
-    ["job"],
-    ["cli"],
+    ["job", "integrations.batch"],
+    ["cli", "integrations.lm_eval"],
     ["__main__"],
 ]
 FLOOR = {f"fminfer.{name}": floor for floor, names in enumerate(FLOORS) for name in names}
