@@ -64,8 +64,8 @@ def generation_task(name: str, texts: list[str], **gen_kwargs: Any) -> Task:
 
 
 def tasks() -> list[Task]:
-    # An empty context, a trailing space, and one that is cut from the left.
-    contexts = [*QUESTIONS, "", "Answer: ", LONG + QUESTIONS[0]]
+    # A BOS spelled out, an empty context, a trailing space, and one that is cut from the left.
+    contexts = [*QUESTIONS, "<s>" + QUESTIONS[0], "", "Answer: ", LONG + QUESTIONS[0]]
     texts = ["north", QUESTIONS[0] + " north east\n", LONG + QUESTIONS[1], "\n\n é 東 \n"]
     perplexities = ["word_perplexity", "byte_perplexity", "bits_per_byte"]
     return [
@@ -138,6 +138,9 @@ def llama_style(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = make_model("llama")
     with torch.no_grad():
         model.lm_head.weight[[2, 3]] *= 2.5  # so that texts do end by a special token
+        # … and begin with a space, where they would with a colon
+        colon, space = (backend.token_to_id(piece) for piece in (":", "▁"))
+        model.lm_head.weight[space] = model.lm_head.weight[colon] * 1.02
     model.save_pretrained(folder)
     return folder
 
@@ -180,7 +183,7 @@ def test_the_tasks_metrics_are_those_of_hf(both: Any) -> None:
 
 def test_loglikelihoods_and_greedy_flags(both: Any) -> None:
     ours, theirs = (responses(results, "choice") for results in both)
-    assert len(ours) == 11 * len(STEPS)
+    assert len(ours) == 12 * len(STEPS)
     for (our,), (their,) in zip(ours, theirs, strict=True):
         assert our[0] == pytest.approx(their[0], abs=TOLERANCE)
         assert our[1] == their[1]
