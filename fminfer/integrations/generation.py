@@ -42,7 +42,7 @@ class Generation:
         if end < len(ids):
             return alone
         text = str(choice["text"])
-        return text[1:] if text.startswith(" ") and not alone.startswith(" ") else text
+        return text if alone.startswith(text) else text.removeprefix(" ")
 
 
 def plan_generation(
