@@ -53,6 +53,11 @@ class Tokenizer:
         decoder = None if backend is None else backend.decoder
         self._is_byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
 
+    @property
+    def hf(self) -> Any | None:
+        """The tokenizer of transformers; None for plain bytes."""
+        return self._hf
+
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
         """Load the tokenizer of a checkpoint folder.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,7 @@ class Engine:
             checkpoint = open_checkpoint(config.model)
         _check_model_type(config.model_type, str(checkpoint.config.model_type))
         self.model_name = checkpoint.name
+        self.context_length = checkpoint.context_length  # most tokens of prompt and completion
         self.tokenizer = _load_tokenizer(checkpoint, config)
         self.dtype = choose_dtype(config.dtype, checkpoint.config.dtype, self.device)
         network = load_model(
@@ -95,7 +96,7 @@ class Engine:
         """What was strange about requests that were answered all the same, and how often."""
         return dict(self._intake.warnings)
 
-    def run(self, requests: Iterable[Mapping[str, Any] | Line]) -> Iterator[Record]:
+    def run(self, requests: Iterable[Mapping[str, Any] | Line]) -> Generator[Record, None, None]:
         """Answer requests, reading them as room for them appears.
 
         Args:
@@ -103,7 +104,8 @@ class Engine:
 
         Yields:
             one Record a request, in the order in which they finish; `record.line.number` counts the
-            requests from 1. A request that is wrong gives a record with `error` set.
+            requests from 1. A request that is wrong gives a record with `error` set. Closing the
+            generator ends the run early.
 
         Raises:
             UsageError: a request that JSON cannot hold, or an earlier run that is not finished.

@@ -13,7 +13,7 @@ FLOORS = """
 errors timing messages sentencepieces shared_runs soft_cap \
     engine.blocks engine.noise engine.stats engine.stopping
 config fields input.streams input.values input.spans tokenizer \
-    models.alibi models.families models.sizes models.variants
+    models.alibi models.families models.sizes models.variants integrations.generation
 input.lines spelling sampling placement decode_attention models.experts
 input.envelope attention models.checkpoint models.adapters.bloom models.adapters.codegen \
     models.adapters.falcon models.adapters.gpt_neo models.adapters.gptj models.adapters.mpt
@@ -24,8 +24,8 @@ engine.prefix engine.advance output.summary
 engine.scheduler engine.answer engine.intake
 engine.loop
 worker
-job
-cli
+job integrations.batch
+cli integrations.lm_eval
 __main__
 """
 LINES = FLOORS.strip().splitlines()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Protocol
 
 from fminfer.engine.advance import advance
@@ -65,7 +65,7 @@ class EngineLoop:
         self._shared_tokens = SharedTokens()
         self.stats = EngineStats(num_kv_tokens=kv_capacity)
 
-    def run(self, lines: Iterable[Line]) -> Iterator[Record]:
+    def run(self, lines: Iterable[Line]) -> Generator[Record, None, None]:
         """Yield one record a line, as they finish. Lines are read as room for them appears.
 
         Raises:

@@ -5,6 +5,7 @@ The engine sees nothing else of a pipeline; one of several ranks has the same tw
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 from collections.abc import Callable
@@ -30,6 +31,9 @@ class LocalPipeline:
         self._results: queue.SimpleQueue[StepResult | _Mark | BaseException] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="stage-0", daemon=True)
         self._thread.start()
+        # Before Python ends, which stops daemon threads wherever they are: a run that is still
+        # open would wait for this one for ever.
+        atexit.register(self.close)
         self._is_closed = False
         self.num_in_flight = 0
 
@@ -70,6 +74,7 @@ class LocalPipeline:
     def close(self) -> None:
         """End the thread once the steps in flight are done."""
         self._is_closed = True
+        atexit.unregister(self.close)
         self._steps.put(None)
         self._thread.join()
 

@@ -1,0 +1,256 @@
+"""fminfer as a model of lm-evaluation-harness, under the name `fminfer`.
+
+    import fminfer.integrations.lm_eval  # registers it
+    lm_eval.simple_evaluate("fminfer", {"pretrained": "path/to/model"}, tasks=["hellaswag"])
+
+or, as lm-eval's own command with the model known to it:
+
+    python -m fminfer.integrations.lm_eval --model fminfer --model_args pretrained=… --tasks …
+
+It gives the numbers of lm-eval's `hf` model: same ids, same windows, same cuts. All requests of a
+call go to the engine together. Needs the extra `lm-eval`; it knows the engine by its public API.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import has_bos_prefix
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from fminfer.config import EngineConfig
+from fminfer.errors import UsageError
+from fminfer.integrations.batch import answer_all, score, shown
+from fminfer.integrations.generation import Generation, plan_generation
+from fminfer.worker import Engine
+
+LM_EVAL_DEVICE = "cuda:0"  # what lm-eval's command passes if the user says nothing
+
+log = logging.getLogger(__name__)
+
+Pair = tuple[tuple[str, str] | None, list[int], list[int]]  # cache key, context, continuation
+
+
+@register_model("fminfer")
+class FminferLM(TemplateLM):
+    """Scores and generates for lm-eval with an `Engine`.
+
+    Args:
+        pretrained: the engine's model: a folder or hub id; None is the demo model of the package.
+        device: as for the engine; lm-eval's default, cuda:0, is the CPU where there is no GPU.
+        max_length: tokens of context to use, at most the model's.
+        max_gen_toks: tokens to generate where the task does not say.
+        prefix_token_id: what an empty context becomes; default BOS, or else EOS.
+        batch_size, max_batch_size: passed by lm-eval and not used: all requests run together, as
+            many at once as the engine's `budget` and `max_rows` allow.
+        options: other fields of `EngineConfig`.
+
+    Raises:
+        UsageError: an option that cannot be, or a model without a tokenizer.
+    """
+
+    backend = "causal"
+
+    def __init__(
+        self,
+        pretrained: str | None = None,
+        *,
+        device: str = "auto",
+        max_length: int | None = None,
+        max_gen_toks: int = 256,
+        prefix_token_id: int | None = None,
+        batch_size: int | str | None = None,
+        max_batch_size: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        _check_options(options)
+        if batch_size not in (None, 1, "1", "auto"):
+            log.warning("batch_size %s is not used; see the engine's budget", batch_size)
+        device = "auto" if device == LM_EVAL_DEVICE else device
+        self.engine = Engine(pretrained, device=device, **options)
+        self.tokenizer: Any = self.engine.tokenizer.hf
+        if self.tokenizer is None:
+            raise UsageError(
+                f"{self.engine.model_name} has no tokenizer; give a model folder that has one"
+            )
+        self.max_length = _checked_length(max_length, self.engine.context_length)
+        self.max_gen_toks = max_gen_toks
+        starts = (prefix_token_id, self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
+        self._prefix_token_id: int | None = next((i for i in starts if i is not None), None)
+
+    @property
+    def eot_token_id(self) -> int | None:
+        token_id: int | None = self.tokenizer.eos_token_id
+        return token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        if self._prefix_token_id is None:
+            raise UsageError(
+                "the tokenizer has neither BOS nor EOS to stand for an empty context; "
+                "give prefix_token_id in model_args"
+            )
+        return self._prefix_token_id
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.engine.model_name.replace("/", "__")
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
+        """Tokenize; None is the tokenizer's own policy, unless the text brings its BOS along."""
+        if add_special_tokens is None:
+            prefix_id = self._prefix_token_id
+            prefix = None if prefix_id is None else self.tokenizer.decode(prefix_id)
+            add_special_tokens = not has_bos_prefix(string, prefix)
+        ids: list[int] = self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
+        return ids
+
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Return each text's whole log-likelihood, over windows of at most max_length tokens."""
+        pairs: list[Pair] = []
+        owners: list[int] = []  # the request of each window
+        for place, request in enumerate(requests):
+            for window in self._windows(request.args[0]):
+                pairs.append((None, *window))
+                owners.append(place)
+        totals = [0.0] * len(requests)
+        scores = self._loglikelihood_tokens(pairs, disable_tqdm=disable_tqdm)
+        for place, (logprob, _) in zip(owners, scores, strict=True):
+            totals[place] += logprob
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def _windows(self, text: str) -> Iterator[tuple[list[int], list[int]]]:
+        rolling = get_rolling_token_windows(
+            token_list=self.tok_encode(text),
+            prefix_token=self.prefix_token_id,
+            max_seq_len=self.max_length,
+            context_len=1,
+        )
+        return map(make_disjoint_window, rolling)
+
+    def _loglikelihood_tokens(
+        self, requests: list[Pair], disable_tqdm: bool = False, **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        """Score continuations; lm-eval's `loglikelihood` tokenizes and calls this."""
+        prompts = [self._scored_ids(*pair) for pair in requests]
+        num_cut = sum(
+            len(prompt) < len(context) + len(continuation)
+            for prompt, (_, context, continuation) in zip(prompts, requests, strict=True)
+        )
+        self._warn_of_cuts(num_cut, len(requests))
+        bodies = [
+            {"prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 1, "temperature": 0}
+            for prompt in prompts
+        ]
+        scores: dict[int, tuple[float, bool]] = {}
+        answers = answer_all(
+            self.engine, bodies, lambda i: shown(requests[i][0]), is_quiet=disable_tqdm
+        )
+        for place, choice in answers:
+            key, _, continuation = requests[place]
+            scores[place] = score(choice["logprobs"], len(continuation))
+            if key is not None:  # a window of a rolling text is cached with its text
+                self.cache_hook.add_partial("loglikelihood", key, scores[place])
+        return [scores[place] for place in range(len(requests))]
+
+    def _scored_ids(
+        self, key: tuple[str, str] | None, context: list[int], continuation: list[int]
+    ) -> list[int]:
+        """Join a pair and keep its last max_length + 1 ids, as `hf` does: the last is never fed."""
+        if not 0 < len(continuation) <= self.max_length:
+            raise UsageError(
+                f"the continuation of {shown(key)} has {len(continuation)} tokens; it must have "
+                f"from 1 to max_length, {self.max_length}"
+            )
+        return (context + continuation)[-(self.max_length + 1) :]
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Generate one text a request, up to its stop strings."""
+        plans = [self._plan(*request.args) for request in requests]
+        self._warn_of_cuts(sum(plan.is_cut for plan in plans), len(requests))
+        bodies = [plan.body for plan in plans]
+        texts: dict[int, str] = {}
+        answers = answer_all(
+            self.engine, bodies, lambda i: shown(requests[i].args[:1]), is_quiet=disable_tqdm
+        )
+        for place, choice in answers:
+            texts[place] = plans[place].text(choice, self.tokenizer)
+            self.cache_hook.add_partial("generate_until", requests[place].args, texts[place])
+        return [texts[place] for place in range(len(requests))]
+
+    def _plan(self, context: str, gen_kwargs: dict[str, Any]) -> Generation:
+        ids = self.tok_encode(context) or [self.prefix_token_id]
+        return plan_generation(
+            ids,
+            gen_kwargs,
+            self.tokenizer,
+            max_length=self.max_length,
+            max_gen_toks=self.max_gen_toks,
+        )
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """Refuse: the engine answers completions."""
+        raise _no_chat()
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """Return "", no template; refuse any other."""
+        if chat_template:
+            raise _no_chat()
+        return ""
+
+    def _warn_of_cuts(self, num_cut: int, total: int) -> None:
+        if num_cut:
+            log.warning(
+                "%d of %d prompts are longer than max_length, %d tokens, allows; their beginnings "
+                "were cut off, as lm-eval asks of a model",
+                *(num_cut, total, self.max_length),
+            )
+
+
+def _checked_length(asked: int | None, context_length: int) -> int:
+    if asked is None:
+        return context_length
+    if not 1 < asked <= context_length:
+        raise UsageError(
+            f"max_length is {asked}; it must be from 2 to the model's context, {context_length}"
+        )
+    return asked
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    known = {field.name for field in fields(EngineConfig)} - {"model", "device"}
+    unknown = sorted(options.keys() - known)
+    if unknown:
+        raise UsageError(
+            f"model_args holds {', '.join(unknown)}, which fminfer does not know; it knows "
+            f"pretrained, device, max_length, max_gen_toks, prefix_token_id, "
+            f"{', '.join(sorted(known))}"
+        )
+
+
+def _no_chat() -> UsageError:
+    return UsageError(
+        "fminfer answers completions and applies no chat template; leave apply_chat_template out, "
+        "or put the template into the task's prompts"
+    )
+
+
+if __name__ == "__main__":
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()

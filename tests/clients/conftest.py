@@ -1,0 +1,25 @@
+"""The readers run over answers of our own, and nothing here reaches the network."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any, NoReturn
+
+import pytest
+
+# Read by datasets and huggingface_hub when they are imported, which is after this.
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+
+
+@pytest.fixture(scope="package", autouse=True)
+def no_network() -> Any:
+    """Make every attempt to connect a failure."""
+
+    def refuse(self: socket.socket, address: Any) -> NoReturn:
+        raise AssertionError(f"a test tried to connect to {address}")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket.socket, "connect", refuse)
+        patch.setattr(socket.socket, "connect_ex", refuse)
+        yield

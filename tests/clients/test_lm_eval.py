@@ -1,0 +1,353 @@
+"""lm-evaluation-harness itself: its tasks with our model and with its own `hf`, side by side."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import lm_eval
+import pytest
+import torch
+import transformers
+from lm_eval.api.instance import Instance
+from lm_eval.tasks import TaskManager
+from tokenizers import Tokenizer as BackendTokenizer
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+import fminfer
+from fminfer.integrations.lm_eval import FminferLM
+from fminfer.models.checkpoint import DEMO_MODEL
+from tests.conftest import make_model
+
+Task = dict[str, Any]
+TOLERANCE = 1e-4
+ROOMS = ["bathroom", "office", "garden", "den", "attic", "basement", "library", "cellar"]
+STEPS = [" north", " south east", " east east", " north east east east east east"]
+SPECIAL = ["<unk>", "<s>", "</s>", "<|im_end|>"]
+LONG = "Question: How do you go from the den to the porch?\nAnswer: north\n" * 60
+
+
+def question(start: str, end: str) -> str:
+    return f"Question: How do you go from the {start} to the {end}?\nAnswer:"
+
+
+QUESTIONS = [question(a, b) for a, b in zip(ROOMS, ROOMS[1:] + ROOMS[:1], strict=True)]
+
+
+def task(name: str, output_type: str, docs: list[dict[str, Any]], **fields: Any) -> Task:
+    return {
+        "task": name,
+        "output_type": output_type,
+        "custom_dataset": lambda **_: {"test": datasets.Dataset.from_list(docs)},
+        "test_split": "test",
+        "doc_to_text": "{{text}}",
+        **fields,
+    }
+
+
+def generation_task(name: str, texts: list[str], **gen_kwargs: Any) -> Task:
+    return task(
+        name,
+        "generate_until",
+        [{"text": text} for text in texts],
+        doc_to_target=" north",
+        generation_kwargs=gen_kwargs,
+        metric_list=[{"metric": "exact_match"}],
+    )
+
+
+def tasks() -> list[Task]:
+    # A BOS spelled out, an empty context, a trailing space, and one that is cut from the left.
+    contexts = [*QUESTIONS, "<s>" + QUESTIONS[0], "", "Answer: ", LONG + QUESTIONS[0]]
+    texts = ["north", QUESTIONS[0] + " north east\n", LONG + QUESTIONS[1], "\n\n é 東 \n"]
+    perplexities = ["word_perplexity", "byte_perplexity", "bits_per_byte"]
+    return [
+        task(
+            "choice",
+            "multiple_choice",
+            [{"text": text} for text in contexts],
+            doc_to_choice=STEPS,
+            doc_to_target=3,
+            target_delimiter="",
+            metric_list=[{"metric": "acc"}, {"metric": "acc_norm"}],
+        ),
+        task(
+            "perplexity",
+            "loglikelihood_rolling",
+            [{"text": text} for text in texts],
+            doc_to_text="",
+            doc_to_target="{{text}}",
+            metric_list=[{"metric": name} for name in perplexities],
+        ),
+        generation_task("stops", contexts[:-3], until=["\n", " west"], max_gen_toks=12),
+        generation_task(
+            "inside", contexts[:-3], until=["h e", "ast"], max_gen_toks=40, do_sample=False
+        ),
+        generation_task(
+            "lengths",
+            [LONG, *contexts[:3]],
+            until="</s>",
+            max_gen_toks=9,
+            do_sample=False,
+            temperature=0.7,
+        ),
+        generation_task(
+            "ends", contexts[:-3], until=["<|im_end|>"], max_new_tokens=40, temperature=0
+        ),
+    ]
+
+
+@pytest.fixture(scope="module")
+def llama_style(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Save a random llama with a tokenizer that adds BOS and writes spaces as `▁`."""
+    folder = tmp_path_factory.mktemp("llama-style")
+    backend = BackendTokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=[*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))],
+        show_progress=False,
+    )
+    backend.train_from_iterator(QUESTIONS + STEPS, trainer)
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    hf = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        additional_special_tokens=["<|im_end|>"],
+    )
+    hf.save_pretrained(folder)
+    model = make_model("llama")
+    with torch.no_grad():
+        model.lm_head.weight[[2, 3]] *= 2.5  # so that texts do end by a special token
+        # … and begin with a space, where they would with a colon
+        colon, space = (backend.token_to_id(piece) for piece in (":", "▁"))
+        model.lm_head.weight[space] = model.lm_head.weight[colon] * 1.02
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=["demo", "llama_style"])
+def folder(request: pytest.FixtureRequest, llama_style: Path) -> Path:
+    return DEMO_MODEL if request.param == "demo" else llama_style
+
+
+def evaluate(model: str, folder: Path, **model_args: Any) -> dict[str, Any]:
+    results: dict[str, Any] = lm_eval.simple_evaluate(
+        model=model,
+        model_args={"pretrained": str(folder), "dtype": "float32", **model_args},
+        tasks=tasks(),
+        device="cpu",
+        bootstrap_iters=0,
+        task_manager=TaskManager(include_defaults=False),  # the thousands that come with it
+    )
+    return results
+
+
+@pytest.fixture(scope="module")
+def both(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    return evaluate("fminfer", folder, attention="eager"), evaluate("hf", folder)
+
+
+def responses(results: dict[str, Any], name: str) -> list[Any]:
+    samples = sorted(results["samples"][name], key=lambda sample: sample["doc_id"])
+    return [response for sample in samples for response in sample["resps"]]
+
+
+def test_the_tasks_metrics_are_those_of_hf(both: Any) -> None:
+    ours, theirs = both
+    assert set(ours["results"]) == {task["task"] for task in tasks()}
+    for name, metrics in theirs["results"].items():
+        for metric, value in metrics.items():
+            if isinstance(value, float):
+                assert ours["results"][name][metric] == pytest.approx(value, rel=TOLERANCE), metric
+
+
+def test_loglikelihoods_and_greedy_flags(both: Any) -> None:
+    ours, theirs = (responses(results, "choice") for results in both)
+    assert len(ours) == 12 * len(STEPS)
+    for (our,), (their,) in zip(ours, theirs, strict=True):
+        assert our[0] == pytest.approx(their[0], abs=TOLERANCE)
+        assert our[1] == their[1]
+    assert {our[1] for (our,) in ours} >= {False}
+
+
+def test_rolling_loglikelihoods_over_many_windows(both: Any, folder: Path) -> None:
+    ours, theirs = (responses(results, "perplexity") for results in both)
+    hf = transformers.AutoTokenizer.from_pretrained(folder)
+    assert len(hf.encode(LONG)) > 2 * 512, "the long text fits a window"
+    for (our,), (their,) in zip(ours, theirs, strict=True):
+        # `hf` adds the logprobs of a window up in float32: at -10,000 that is good to 0.001.
+        assert our == pytest.approx(their, abs=TOLERANCE, rel=1e-7)
+
+
+@pytest.mark.parametrize("name", ["stops", "inside", "lengths", "ends"])
+def test_generated_texts(both: Any, name: str) -> None:
+    ours, theirs = (responses(results, name) for results in both)
+    assert ours == theirs
+    assert any(text for (text,) in ours)
+
+
+def test_the_demo_model_answers_its_questions(both: Any, folder: Path) -> None:
+    """What is compared above are real answers, greedy flags of both kinds among them."""
+    ours, _ = both
+    if folder == DEMO_MODEL:
+        assert responses(ours, "stops")[0] == [" north east east east east east"]
+        assert {flag for ((_, flag),) in responses(ours, "choice")} == {False, True}
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[FminferLM]:
+    model = FminferLM(dtype="float32", attention="eager", max_length=64)
+    yield model
+    model.engine.close()
+
+
+def instances(request_type: Any, arguments: list[tuple[Any, ...]]) -> list[Instance]:
+    return [Instance(request_type, {}, args, i) for i, args in enumerate(arguments)]
+
+
+def test_max_length_cuts_contexts_and_says_so(
+    demo: FminferLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With less context than the model's, `hf` and we cut alike; 64 ids are fed, 65 scored."""
+    requests = instances("loglikelihood", [(LONG + text, " north") for text in QUESTIONS])
+    with caplog.at_level(logging.WARNING, "fminfer"):
+        ours = demo.loglikelihood(requests, disable_tqdm=True)
+    assert "8 of 8 prompts are longer than max_length, 64 tokens" in caplog.text
+    model = transformers.AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
+    for request, (logprob, _) in zip(requests, ours, strict=True):
+        ids = demo.tok_encode("".join(request.args))[-65:]
+        with torch.no_grad():
+            row = torch.log_softmax(model(torch.tensor([ids[:-1]])).logits[0, -1], -1)
+        assert logprob == pytest.approx(row[ids[-1]].item(), abs=TOLERANCE)
+
+
+def test_a_refused_request_is_named_and_the_next_call_works(demo: FminferLM) -> None:
+    gen_kwargs = {"until": ["\n"], "max_gen_toks": 5, "do_sample": True, "temperature": 3}
+    good = instances("generate_until", [(QUESTIONS[0], gen_kwargs | {"temperature": 1})] * 3)
+    bad = instances("generate_until", [(QUESTIONS[1], gen_kwargs)])
+    message = r"request 2 of 4, '…stion: .*': temperature is 3"
+    with pytest.raises(fminfer.FminferError, match=message):
+        demo.generate_until(good[:1] + bad + good[1:], disable_tqdm=True)
+    assert len(demo.generate_until(good, disable_tqdm=True)) == 3
+
+
+def test_sampled_texts_follow_their_kwargs(demo: FminferLM) -> None:
+    gen_kwargs = {"until": [], "max_gen_toks": 12, "do_sample": True, "temperature": 1.5}
+    texts = demo.generate_until(
+        instances("generate_until", [("north", gen_kwargs)] * 8), disable_tqdm=True
+    )
+    assert len(set(texts)) > 4, "repeats of a document are draws of their own"
+    greedy = [gen_kwargs | change for change in ({"top_k": 1}, {"do_sample": False})]
+    texts = demo.generate_until(
+        instances("generate_until", [("north", kwargs) for kwargs in greedy]), disable_tqdm=True
+    )
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("gen_kwargs", "message"),
+    [
+        ({"num_beams": 4}, "num_beams, which fminfer cannot do; it knows until"),
+        ({"max_gen_toks": 64}, "max_gen_toks is 64, .* 64 tokens"),
+        ({"until": ""}, "stop holds an empty string"),
+    ],
+)
+def test_generation_kwargs_that_cannot_be_done(
+    demo: FminferLM, gen_kwargs: dict[str, Any], message: str
+) -> None:
+    kwargs = {"until": ["\n"], "max_gen_toks": 3} | gen_kwargs
+    with pytest.raises(fminfer.FminferError, match=message):
+        demo.generate_until(instances("generate_until", [("north", kwargs)]), disable_tqdm=True)
+
+
+def test_what_lm_eval_cannot_have(demo: FminferLM) -> None:
+    with pytest.raises(fminfer.UsageError, match="no chat template"):
+        demo.apply_chat_template([{"role": "user", "content": "hello"}])
+    with pytest.raises(fminfer.UsageError, match="no chat template"):
+        demo.chat_template(True)
+    with pytest.raises(fminfer.UsageError, match="peft, which fminfer does not know; it knows pre"):
+        FminferLM(peft="adapter")
+    with pytest.raises(fminfer.UsageError, match=r"max_length is 513; it must be from 2 to .* 512"):
+        FminferLM(max_length=513, dtype="float32")
+    with pytest.raises(fminfer.UsageError, match=r"demo_model has no tokenizer; give"):
+        FminferLM(random_init=str(DEMO_MODEL), dtype="float32")
+    long = instances("loglikelihood", [("north", " north" * 80)])
+    with pytest.raises(fminfer.UsageError, match=r"has 80 tokens; it must have from 1 to .* 64"):
+        demo.loglikelihood(long, disable_tqdm=True)
+
+
+def test_lm_evals_cache_holds_the_answers(tmp_path: Path) -> None:
+    def run() -> dict[str, Any]:
+        results: dict[str, Any] = lm_eval.simple_evaluate(
+            model="fminfer",
+            model_args="dtype=float32,attention=eager",
+            tasks=tasks()[:3],
+            use_cache=str(tmp_path / "cache"),
+            bootstrap_iters=0,
+            task_manager=TaskManager(include_defaults=False),
+        )
+        return results
+
+    first = run()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fminfer.Engine, "run", None)  # nothing may be asked again
+        second = run()
+    for name in ("choice", "perplexity", "stops"):
+        assert [responses(first, name)] == [responses(second, name)]
+
+
+def test_the_command(tmp_path: Path) -> None:
+    """`python -m fminfer.integrations.lm_eval` is lm-eval's command, and knows fminfer."""
+    docs = tmp_path / "docs.jsonl"
+    docs.write_text(
+        "".join(json.dumps({"text": text, "steps": " north"}) + "\n" for text in QUESTIONS)
+    )
+    (tmp_path / "rooms.yaml").write_text(
+        f"""
+task: rooms
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {docs}}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{text}}}}"
+doc_to_target: "{{{{steps}}}}"
+generation_kwargs: {{until: ["\\n"], max_gen_toks: 10}}
+metric_list: [{{metric: exact_match}}]
+"""
+    )
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "fminfer.integrations.lm_eval", "run"),
+            *("--model", "fminfer", "--model_args", "dtype=float32,attention=eager"),
+            *("--tasks", str(tmp_path / "rooms.yaml"), "--output_path", str(tmp_path / "out")),
+            *("--limit", "4", "--log_samples"),
+        ],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"HF_HOME": str(tmp_path / "home")},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    (path,) = (tmp_path / "out").rglob("samples_rooms_*.jsonl")
+    samples = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(samples) == 4
+    assert samples[0]["resps"] == [[" north east east east east east"]]
