@@ -111,7 +111,7 @@ def test_bad_lines_are_named_with_what_to_do(answered: tuple[Path, str]) -> None
         8: "context_length_exceeded",
         9: "token_out_of_range",
         10: "unsupported_parameter",
-        11: "unsupported_parameter",
+        11: "out_of_range",
     }
     assert all(len(error["error"]["message"]) > 30 for error in errors)
     good = read(answered[0] / "output_bad_lines.jsonl")
@@ -121,9 +121,9 @@ def test_bad_lines_are_named_with_what_to_do(answered: tuple[Path, str]) -> None
 
 def test_stats(answered: tuple[Path, str]) -> None:
     stats = json.loads((answered[0] / "stats.json").read_text())
-    assert stats["num_rows"] == 33 and stats["num_errors"] == 10
+    assert stats["num_rows"] == 38 and stats["num_errors"] == 10
     assert stats["completion_tokens"] > 50 and stats["start_to_ready_s"] > 0
-    assert len(stats["outputs"]) == 8
+    assert len(stats["outputs"]) == 10
 
 
 def test_five_sets_of_hyperparameters_in_one_file(tmp_path: Path) -> None:
