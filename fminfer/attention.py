@@ -8,16 +8,19 @@ It knows nothing of models, requests or scheduling.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 import torch
 
-from fminfer.decode_attention import DecodeRows, PartialBody, decode_attention
+from fminfer.decode_attention import DecodeRows, PartialBody, SharedBlocks, decode_attention
 from fminfer.messages import StepRow
+from fminfer.shared_runs import SharedRun, find_shared_runs
+from fminfer.soft_cap import soft_cap
 
 QUERY_TILE = 128  # query tokens of one product; bounds the memory of the scores
+SHARED_KEYS = 512  # keys that decode rows share, of one product
 MAX_SCORES = 1 << 24  # elements of one product's scores (64 MB in float32)
 
 
@@ -83,17 +86,41 @@ def _plan_decode(
     rows: list[StepRow], first: int, block_size: int, device: torch.device
 ) -> DecodeRows:
     tables = [_used_blocks(row, block_size) for row in rows]
-    counts = torch.tensor([len(table) for table in tables])
+    runs = find_shared_runs(tables)
+    num_shared = [0] * len(rows)  # blocks of each row that are in runs
+    for run in runs:
+        for place in run.rows:
+            num_shared[place] = max(num_shared[place], run.end)
+    own = [table[count:] for table, count in zip(tables, num_shared, strict=True)]
+    counts = torch.tensor([len(table) for table in own])
     row_of_block = torch.repeat_interleave(torch.arange(len(rows)), counts)
     start_of_row = counts.cumsum(0) - counts
     index_in_row = torch.arange(len(row_of_block)) - start_of_row[row_of_block]
+    index_in_row += torch.tensor(num_shared)[row_of_block]
     return DecodeRows(
         first,
         torch.tensor([row.position for row in rows], device=device),
-        torch.tensor(list(chain.from_iterable(tables)), device=device),
+        torch.tensor(list(chain.from_iterable(own)), device=device),
         row_of_block.to(device),
         (index_in_row * block_size).to(device),
+        list(_shared_blocks(runs, tables, block_size, device)),
     )
+
+
+def _shared_blocks(
+    runs: list[SharedRun], tables: list[list[int]], block_size: int, device: torch.device
+) -> Iterator[SharedBlocks]:
+    """Cut runs into pieces that bound the memory of their scores."""
+    size = max(1, SHARED_KEYS // block_size)
+    for run in runs:
+        table = tables[run.rows[0]]
+        for start in range(run.start, run.end, size):
+            blocks = table[start : min(start + size, run.end)]
+            yield SharedBlocks(
+                torch.tensor(run.rows, device=device),
+                torch.tensor(blocks, device=device),
+                start * block_size,
+            )
 
 
 class PagedAttention:
@@ -136,10 +163,12 @@ class PagedAttention:
         scaling: float,
         sliding_window: int | None = None,
         alibi_slopes: torch.Tensor | None = None,  # (heads,) float32
+        softcap: float | None = None,
     ) -> torch.Tensor:  # (1, tokens, heads, head_dim)
         """Store the new keys and values, then attend; each row sees only itself, causally.
 
         A key is seen if 0 <= query position - key position < sliding_window (None: no limit).
+        Scores are bent into (-softcap, softcap) before ALiBi and mask (None: left as they are).
         """
         plan = self.plan
         assert plan is not None, "no step is planned"
@@ -160,6 +189,7 @@ class PagedAttention:
                     scaling,
                     sliding_window,
                     alibi_slopes,
+                    softcap,
                 )
         if plan.decode is not None:
             first = plan.decode.first
@@ -171,6 +201,7 @@ class PagedAttention:
                 scaling,
                 sliding_window,
                 alibi_slopes,
+                softcap,
                 self._partial,
             )
         return out
@@ -197,6 +228,7 @@ def chunk_attention(
     scaling: float,
     sliding_window: int | None,
     alibi_slopes: torch.Tensor | None,
+    softcap: float | None = None,
 ) -> torch.Tensor:  # (queries, heads, head_dim)
     """Attend from consecutive tokens of one row, the first at `position`, to all before them."""
     heads, queries, head_dim = query.shape
@@ -213,12 +245,15 @@ def chunk_attention(
                 scaling,
                 sliding_window,
                 alibi_slopes,
+                softcap,
             )
             for half in halves
         ]
         return torch.cat(parts)
     grouped = (query * scaling).reshape(kv_heads, -1, head_dim)
     scores = (grouped @ keys.transpose(1, 2)).view(heads, queries, num_keys)
+    if softcap is not None:
+        scores = soft_cap(scores, softcap)
     distance = _distance(position, queries, num_keys, query.device)
     if alibi_slopes is not None:
         scores = scores - alibi_slopes[:, None, None] * distance

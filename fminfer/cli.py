@@ -119,6 +119,19 @@ def main() -> None:
     help="Largest logprobs that a request may ask for.",
 )
 @click.option(
+    "--on-too-long",
+    type=click.Choice(["error", "truncate-left", "truncate-right"]),
+    default=DEFAULTS.on_too_long,
+    show_default=True,
+    help="What becomes of a prompt that leaves no room for max_tokens; cuts are told.",
+)
+@click.option(
+    "--prefix-cache/--no-prefix-cache",
+    default=DEFAULTS.prefix_cache,
+    show_default=True,
+    help="Compute a prefix that prompts share only once.",
+)
+@click.option(
     "--token-format",
     type=click.Choice(["auto", "vocab", "text"]),
     default=DEFAULTS.token_format,

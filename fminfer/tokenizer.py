@@ -5,9 +5,9 @@ It wraps transformers' tokenizers (fast ones and sentencepiece ones) and knows n
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,11 @@ from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from fminfer.errors import CheckpointError
+from fminfer.sentencepieces import follow_model_file
 
 BROKEN = "\ufffd"  # what a tokenizer shows for bytes that are no character (yet)
-MAX_PENDING_IDS = 8  # held back at most; a character has at most four bytes
-BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")  # of tokenizers that fall back to bytes
-CONTEXT_IDS = 8  # prompt ids before a completion that settle its first leading space
+MAX_BROKEN = 3  # so many of them may yet become a character, which has at most four bytes
+CONTEXT_IDS = 8  # ids before a completion, or before the newest, that settle leading spaces
 
 
 @dataclass(slots=True, frozen=True)
@@ -44,6 +44,7 @@ class Tokenizer:
         backend = _byte_tokenizer() if hf is None else getattr(hf, "backend_tokenizer", None)
         self._hf = hf
         self._backend: BackendTokenizer | None = backend
+        self._bytes = {} if backend is None else _byte_fallback(backend)
         self.bos_id: int | None = None if hf is None else hf.bos_token_id
         self.eos_id: int | None = None if hf is None else hf.eos_token_id
         added = {} if hf is None else hf.added_tokens_decoder
@@ -62,9 +63,12 @@ class Tokenizer:
         from transformers import AutoTokenizer  # slow to import; only where it is needed
 
         try:
-            return cls(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
+            hf = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{folder} has no usable tokenizer: {error}") from error
+        if (backend := getattr(hf, "backend_tokenizer", None)) is not None:
+            follow_model_file(backend, folder)
+        return cls(hf)
 
     def encode(
         self, text: str, *, with_offsets: bool = False, add_special_tokens: bool = True
@@ -117,23 +121,46 @@ class Tokenizer:
             return piece.encode()
         if self._is_byte_level:
             return b"".join(_bytes_by_spelling().get(sign, sign.encode()) for sign in piece)
-        if (byte := BYTE_PIECE.fullmatch(piece)) is not None:
-            return bytes.fromhex(byte[1])
+        if token_id in self._bytes:
+            return bytes([self._bytes[token_id]])
         return piece.replace("▁", " ").encode()  # sentencepiece's sign for a space
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of a whole id sequence."""
-        if self._backend is not None:
+        if self._backend is not None and self._bytes.keys().isdisjoint(ids):
             return str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
+        has_text = partial(self.has_text, skip_special_tokens=skip_special_tokens)
+        shown = list(filter(has_text, ids))
+        if self._backend is not None:
+            return self._decode_with_bytes(self._backend, shown)
         assert self._hf is not None
-        known = [i for i in ids if i < len(self._hf)]
-        return str(
-            self._hf.decode(
-                known,
-                skip_special_tokens=skip_special_tokens,
-                clean_up_tokenization_spaces=False,
-            )
-        )
+        return str(self._hf.decode(shown, clean_up_tokenization_spaces=False))
+
+    def has_text(self, token_id: int, *, skip_special_tokens: bool = True) -> bool:
+        """Tell whether `decode` looks at an id: not if it has no spelling, or is special."""
+        if skip_special_tokens and token_id in self.special_ids:
+            return False
+        if self._backend is None:
+            assert self._hf is not None
+            return token_id < len(self._hf)
+        return self._backend.id_to_token(token_id) is not None
+
+    def _decode_with_bytes(self, backend: BackendTokenizer, shown: list[int]) -> str:
+        """Decode ids with byte-fallback tokens among them, as sentencepiece itself does.
+
+        One broken byte makes the backend's ByteFallback show its whole run of bytes as broken, so
+        that text already given out would change. Here only bytes of no character are replaced.
+        """
+        pieces: list[str] = []
+        for is_bytes, run in groupby(shown, self._bytes.__contains__):
+            if not is_bytes:
+                pieces += map(self.piece, run)
+                continue
+            raw = bytes(self._bytes[token_id] for token_id in run)
+            for char in raw.decode("utf-8", "surrogateescape"):
+                is_broken = "\udc80" <= char <= "\udcff"
+                pieces += [BROKEN] if is_broken else [f"<0x{byte:02X}>" for byte in char.encode()]
+        return str(backend.decoder.decode(pieces))
 
     def _text_offsets(self, text: str, ids: list[int], add_special_tokens: bool) -> list[int]:
         """Offsets of a string prompt's ids: from the tokenizer, gaps given to the next token."""
@@ -171,9 +198,8 @@ class Detokenizer:
 
     A window of recent ids is detokenized with and without the new one, and the difference is the
     new text: so spaces and characters split over several ids come out right (the scheme of
-    Hugging Face's text-generation-inference). A broken end is held back until it completes or
-    `flush` is called. Byte-fallback tokenizers show a whole run of bytes as broken while its last
-    character is, so the whole run counts as the broken end.
+    Hugging Face's text-generation-inference). A broken end is held back until it completes, until
+    so much follows that it cannot any more, or until `flush` is called.
 
     Args:
         is_whole_text: the prompt was text, so a U+FFFD at its end is its own and not a broken end.
@@ -188,36 +214,60 @@ class Detokenizer:
         skip_special_tokens: bool = True,
     ) -> None:
         self._decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
-        self._ids = prompt_ids[-CONTEXT_IDS:]  # the window
+        self._has_text = partial(tokenizer.has_text, skip_special_tokens=skip_special_tokens)
+        shown = islice(filter(self._has_text, reversed(prompt_ids)), CONTEXT_IDS)
+        self._ids = list(shown)[::-1]  # the window
         self._num_settled = len(self._ids)  # ids of the window whose text is wholly out
-        self._text_out = self._decode(self._ids) if self._ids else ""
-        if not is_whole_text:
-            self._text_out = self._text_out.rstrip(BROKEN)
+        text = self._decode(self._ids)
+        self._text_out = text if is_whole_text else without_broken_end(text)
+        self._broken_prompt = text[len(self._text_out) :]  # its text shows it already
 
     def add(self, token_id: int) -> str:
         """Take the next id and return the text that is now certain."""
+        if not self._has_text(token_id):
+            return ""
         self._ids.append(token_id)
         text = self._decode(self._ids)
-        certain = text if text == self._text_out else text.rstrip(BROKEN)
-        if certain != text and len(self._ids) - self._num_settled >= MAX_PENDING_IDS:
-            certain = text  # no character is that long: these bytes will never be one
+        certain = without_broken_end(text)
         new = certain[len(self._text_out) :]
+        self._text_out += new
         if new and certain == text:
-            self._ids = self._ids[self._num_settled :]
-            self._num_settled = len(self._ids)
-            self._text_out = self._decode(self._ids)
-        elif not new and text and text == self._text_out:
-            self._ids.pop()  # an id without text, such as EOS when it is ignored
-        else:
-            self._text_out += new
-        return new
+            self._slide(self._num_settled, 0)
+        elif len(self._ids) > self._num_settled + CONTEXT_IDS:  # bytes and bytes, no character
+            self._slide(len(self._ids) - CONTEXT_IDS, len(text) - len(self._text_out))
+        return self._without_broken_prompt(new)
+
+    def _slide(self, num_dropped: int, num_held: int) -> None:
+        """Forget the window's first ids; the last `num_held` characters are not out yet."""
+        self._ids = self._ids[num_dropped:]
+        self._num_settled = len(self._ids)
+        text = self._decode(self._ids)
+        self._text_out = text[: len(text) - num_held]
 
     def flush(self) -> str:
         """Return what was held back; an unfinished character becomes U+FFFD."""
-        text = self._decode(self._ids)
-        if text.startswith(self._text_out):
-            return text[len(self._text_out) :]
-        return self._decode(self._ids[self._num_settled :])
+        return self._without_broken_prompt(self._decode(self._ids)[len(self._text_out) :])
+
+    def _without_broken_prompt(self, new: str) -> str:
+        """Leave out a character that the prompt left unfinished, unless it is whole now."""
+        if not new:
+            return new
+        broken, self._broken_prompt = self._broken_prompt, ""
+        return new.removeprefix(broken)
+
+
+def without_broken_end(text: str) -> str:
+    """Leave out the U+FFFD at a text's end that further bytes may make a character of."""
+    end = text[-MAX_BROKEN:]
+    return text[: len(text) - len(end)] + end.rstrip(BROKEN)
+
+
+def _byte_fallback(backend: BackendTokenizer) -> dict[int, int]:
+    """Return id -> byte of a tokenizer whose decoder reads `<0x41>` as a byte; else nothing."""
+    if backend.decoder is None or backend.decoder.decode(["<0x41>"]) != "A":
+        return {}
+    ids = {backend.token_to_id(f"<0x{byte:02X}>"): byte for byte in range(256)}
+    return {token_id: byte for token_id, byte in ids.items() if token_id is not None}
 
 
 def _byte_tokenizer() -> BackendTokenizer:

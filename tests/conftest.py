@@ -23,24 +23,84 @@ SHAPE = {
     "pad_token_id": None,
 }
 GROUPED: dict[str, Any] = {"intermediate_size": 128, "num_key_value_heads": 2}
+BIGGER = {"intermediate_size": 128}
+EXPERTS = {"num_experts_per_tok": 2, "sliding_window": None}
+# A name is a model_type, or one with a variant behind a dash.
 FIELDS: dict[str, dict[str, Any]] = {
     "llama": GROUPED,
+    "llama-dynamic": GROUPED | {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
     "mistral": GROUPED | {"sliding_window": 24, "head_dim": 16},
     "qwen2": GROUPED,
+    "qwen2-window": GROUPED
+    | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
     "qwen3": GROUPED | {"head_dim": 32},
-    "gemma": {"intermediate_size": 128, "num_key_value_heads": 1, "head_dim": 32},
-    "phi": {"intermediate_size": 128},
+    "gemma": BIGGER | {"num_key_value_heads": 1, "head_dim": 32},
+    # Windows shorter than the prompts, and caps low enough to bend.
+    "gemma2": GROUPED
+    | {
+        "head_dim": 32,
+        "query_pre_attn_scalar": 20,
+        "sliding_window": 13,
+        "attn_logit_softcapping": 1.5,
+        "final_logit_softcapping": 2.0,
+    },
+    "gemma3_text": GROUPED
+    | {
+        "head_dim": 32,
+        "query_pre_attn_scalar": 20,
+        "sliding_window": 11,
+        "sliding_window_pattern": 2,
+        "final_logit_softcapping": 3.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+    "phi": BIGGER,
+    "phi3": GROUPED | {"sliding_window": 24},
+    "phi3-long": GROUPED
+    | {
+        "max_position_embeddings": 512,
+        "original_max_position_embeddings": 256,
+        "rope_scaling": {
+            "rope_type": "longrope",
+            "short_factor": [1.0 + 0.1 * i for i in range(8)],
+            "long_factor": [2.0 + i for i in range(8)],
+        },
+    },
+    "stablelm": GROUPED,
+    "stablelm-parallel": GROUPED | {"use_parallel_residual": True, "qk_layernorm": True},
+    "starcoder2": GROUPED | {"sliding_window": 17},
+    "olmo2": GROUPED,
+    "glm4": GROUPED | {"head_dim": 16},
+    "mixtral": GROUPED | EXPERTS | {"num_local_experts": 4},
+    "qwen3_moe": GROUPED
+    | EXPERTS
+    | {
+        "num_experts": 8,
+        "moe_intermediate_size": 48,
+        "head_dim": 32,
+        "mlp_only_layers": [1],
+        "norm_topk_prob": True,
+    },
     "opt": {"ffn_dim": 128, "word_embed_proj_dim": 32},
     "gpt2": {},
-    "gpt_neox": {"intermediate_size": 128},
+    "gpt2-inverse": {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True},
+    "gpt_bigcode": {},
+    "gpt_bigcode-heads": {"multi_query": False, "attention_softmax_in_fp32": False},
+    "gpt_neo": {"attention_types": [[["global", "local", "local"], 1]], "window_size": 10},
+    "gpt_neox": BIGGER,
     "gptj": {"rotary_dim": 8},
+    "codegen": {"rotary_dim": 8},
+    "falcon": {"multi_query": True, "bias": True},
+    "falcon-new": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "falcon-alibi": {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
+    "mpt": {"max_seq_len": 256, "attn_config": {"clip_qkv": 0.9, "softmax_scale": 0.4}},
     "bloom": {"seq_length": 256},
 }
 
 
-def make_model(model_type: str) -> Any:
-    """Build a small random model in float32 whose every parameter is far from 0 and 1."""
-    config = transformers.AutoConfig.for_model(model_type, **(SHAPE | FIELDS[model_type]))
+def make_model(name: str) -> Any:
+    """Build the small random model of FIELDS[name], every parameter far from 0 and 1, float32."""
+    model_type = name.partition("-")[0]
+    config = transformers.AutoConfig.for_model(model_type, **(SHAPE | FIELDS[name]))
     torch.manual_seed(7)
     model = getattr(transformers, FAMILIES[model_type].class_name)(config).eval()
     with torch.no_grad():
@@ -59,7 +119,7 @@ def save_byte_tokenizer(folder: Path) -> None:
     transformers.PreTrainedTokenizerFast(tokenizer_object=_byte_tokenizer()).save_pretrained(folder)
 
 
-@pytest.fixture(scope="session", params=sorted(FAMILIES))
+@pytest.fixture(scope="session", params=sorted(FIELDS))
 def family_checkpoint(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Any]:

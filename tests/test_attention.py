@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ def plain(
     values: torch.Tensor,
     window: int | None,
     slopes: torch.Tensor | None,
+    softcap: float | None,
 ) -> torch.Tensor:
     out = torch.empty_like(query)
     for i in range(len(query)):
@@ -37,6 +39,8 @@ def plain(
         for head in range(HEADS):
             shared = head * KV_HEADS // HEADS
             scores = keys[seen, shared] @ query[i, head] * DIM**-0.5
+            if softcap is not None:
+                scores = torch.tanh(scores / softcap) * softcap
             if slopes is not None:
                 scores = scores + slopes[head] * torch.arange(len(keys))[seen]
             out[i, head] = torch.softmax(scores, 0) @ values[seen, shared]
@@ -46,7 +50,10 @@ def plain(
 @pytest.mark.parametrize("partial", [eager_partial, fusable_partial])
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("has_alibi", [False, True])
-def test_every_kind_of_row(partial: PartialBody, window: int, has_alibi: bool) -> None:
+@pytest.mark.parametrize("softcap", [None, 0.7])
+def test_every_kind_of_row(
+    partial: PartialBody, window: int, has_alibi: bool, softcap: float | None
+) -> None:
     torch.manual_seed(0)
     slopes = torch.rand(HEADS) if has_alibi else None
     paged = PagedAttention(
@@ -67,10 +74,11 @@ def test_every_kind_of_row(partial: PartialBody, window: int, has_alibi: bool) -
         packed = [
             torch.cat([x[r][a:b] for r, a, b in parts]).transpose(0, 1)[None] for x in (q, k, v)
         ]
-        out = paged(*packed, scaling=DIM**-0.5, sliding_window=window, alibi_slopes=slopes)[0]
+        how: Any = {"sliding_window": window, "alibi_slopes": slopes, "softcap": softcap}
+        out = paged(*packed, scaling=DIM**-0.5, **how)[0]
         first = 0
         for r, a, b in parts:
-            expected = plain(q[r][a:b], k[r][:b], v[r][:b], window, slopes)
+            expected = plain(q[r][a:b], k[r][:b], v[r][:b], window, slopes, softcap)
             torch.testing.assert_close(out[first : first + b - a], expected, atol=5e-5, rtol=5e-5)
             first += b - a
 
@@ -83,9 +91,9 @@ def test_a_context_too_long_for_one_product_is_split(monkeypatch: pytest.MonkeyP
     torch.manual_seed(0)
     query, keys = torch.randn(HEADS, 20, DIM), torch.randn(KV_HEADS, 50, DIM)
     values = torch.randn(KV_HEADS, 50, DIM)
-    whole = attention.chunk_attention(query, keys, values, 30, 0.25, 9, None)
+    whole = attention.chunk_attention(query, keys, values, 30, 0.25, 9, None, 0.5)
     monkeypatch.setattr(attention, "MAX_SCORES", 3 * HEADS * 50)
-    parts = attention.chunk_attention(query, keys, values, 30, 0.25, 9, None)
+    parts = attention.chunk_attention(query, keys, values, 30, 0.25, 9, None, 0.5)
     torch.testing.assert_close(whole, parts, atol=1e-6, rtol=1e-6)
 
 

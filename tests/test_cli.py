@@ -111,7 +111,7 @@ def test_bad_lines_are_named_with_what_to_do(answered: tuple[Path, str]) -> None
         8: "context_length_exceeded",
         9: "token_out_of_range",
         10: "unsupported_parameter",
-        11: "out_of_range",
+        11: "unsupported_parameter",
     }
     assert all(len(error["error"]["message"]) > 30 for error in errors)
     good = read(answered[0] / "output_bad_lines.jsonl")

@@ -110,6 +110,22 @@ def test_bytes_that_never_become_text_do_not_block() -> None:
     assert text == "\ufffd" * 40 + "A"
 
 
+@pytest.mark.parametrize(
+    "prompt, completion, text",
+    [
+        (b"a\xf0\x9f", b"bc", "bc"),  # its U+FFFD stands in the prompt's text already
+        (b"a\xf0\x9f\x99", b"\x82b", "🙂b"),
+        (b"\xff", b"", ""),
+    ],
+)
+def test_a_prompt_of_ids_that_ends_inside_a_character(
+    prompt: bytes, completion: bytes, text: str
+) -> None:
+    detokenizer = Detokenizer(Tokenizer(None), list(prompt))
+    found = "".join(detokenizer.add(byte) for byte in completion) + detokenizer.flush()
+    assert found == text
+
+
 def test_leading_space_of_a_completion(sentencepiece_tokenizer: Tokenizer) -> None:
     """Alone, sentencepiece drops the space of `▁no`; after a prompt it must stay."""
     ids = sentencepiece_tokenizer.encode("is north").ids

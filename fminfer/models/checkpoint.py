@@ -15,17 +15,22 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from fminfer.errors import CheckpointError
+from fminfer.models.experts import ExpertAssembler, find_piece
 from fminfer.models.families import Family, family_of
 from fminfer.models.sizes import SIZES
+from fminfer.models.variants import check_variant, context_length
 
 DEMO_MODEL = Path(__file__).parent.parent / "demo_model"
 HUB_FILES = ["*.json", "model*.safetensors", "*.model", "*.txt", "*.jinja"]
 # Tensors that old checkpoints carry and nothing reads: causal masks and rotary tables.
-_IGNORED = re.compile(r"\.(attn\.bias|masked_bias|rotary_emb\.inv_freq|attention\.bias)$")
+_IGNORED = re.compile(
+    r"\.(attn\.bias|masked_bias|rotary_emb\.inv_freq|attention\.bias|attn\.causal_mask)$"
+)
 
 
 @dataclass(slots=True, frozen=True)
@@ -39,12 +44,8 @@ class Checkpoint:
 
     @property
     def context_length(self) -> int:
-        """Most tokens of one sequence; for BLOOM, which states none that binds, 2048."""
-        for field in ("max_position_embeddings", "n_positions", "seq_length"):
-            length = getattr(self.config, field, None)
-            if length:
-                return int(length)
-        return 2048
+        """Most tokens of one sequence."""
+        return context_length(self.config)
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -73,8 +74,7 @@ def open_checkpoint(name: str | None) -> Checkpoint:
         folder = Path(name)
     else:
         # The config first: an architecture that does not run is refused before the download.
-        config = _read_config(_download(name, ["config.json"]))
-        family_of(config.model_type)
+        _read_config(_download(name, ["config.json"]))
         folder = _download(name, HUB_FILES)
     config = _read_config(folder)
     return Checkpoint(name, folder, config, family_of(config.model_type))
@@ -112,10 +112,21 @@ def _download(name: str, files: list[str]) -> Path:
 
 
 def _read_config(path: Path) -> Any:
+    """Read a config.json, refusing what does not run: some of it transformers cannot even read."""
+    file = path / "config.json" if path.is_dir() else path
     try:
-        return transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+        model_type = json.loads(file.read_text())["model_type"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} has no config.json that is a JSON object with a model_type: {error!r}"
+        ) from error
+    family_of(str(model_type))
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise CheckpointError(f"{path} has no usable config.json: {error}") from error
+    check_variant(config)
+    return config
 
 
 def load_model(
@@ -177,8 +188,16 @@ def _fill_from_files(
     wanted = dict(model.named_parameters(remove_duplicate=False))
     tied = _tied_names(model)
     loaded: set[str] = set()
+    assembler = ExpertAssembler(dtype, device)
     for name, tensor in _read_tensors(checkpoint, on_progress):
-        target = _resolve_name(name, wanted, model.base_model_prefix, checkpoint.family)
+        name = _rename(name, checkpoint.family)
+        piece = find_piece(name, checkpoint.family)
+        if piece is not None and piece.target in wanted:
+            if assembler.add(piece, tensor, wanted[piece.target].shape):
+                _set_parameter(model, piece.target, assembler.take(piece.target))
+                loaded.add(piece.target)
+            continue
+        target = _resolve_name(name, wanted, model.base_model_prefix)
         if target is None:
             if _IGNORED.search(name):
                 continue
@@ -247,13 +266,14 @@ def _weight_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
-def _resolve_name(
-    name: str, wanted: dict[str, nn.Parameter], prefix: str, family: Family
-) -> str | None:
-    """Find the parameter that a checkpoint's tensor name means, or None."""
+def _rename(name: str, family: Family) -> str:
     for old, new in family.renames:
-        if name.startswith(old):
-            name = new + name.removeprefix(old)
+        name = name.replace(old, new)
+    return name
+
+
+def _resolve_name(name: str, wanted: dict[str, nn.Parameter], prefix: str) -> str | None:
+    """Find the parameter that a checkpoint's tensor name means, or None."""
     if name in wanted:
         return name
     # Base-model checkpoints (gpt2's own, say) leave the prefix out.

@@ -43,6 +43,19 @@ class JobSummary:
         rates = {"tokens_per_s": self.tokens_per_s, "generated_per_s": self.generated_per_s}
         return asdict(self) | rates
 
+    def _prefix_line(self) -> str:
+        """Tell what the prefix cache saved, beside what the best possible one would have."""
+        stats = self.engine
+        total = stats["num_prompt_tokens"] + stats["num_cached_tokens"]
+        line = f"prefix    {stats['num_cached_tokens']:,} of {total:,} prompt tokens were shared "
+        line += "and not computed again"
+        if stats["num_counted_shareable"]:
+            share = stats["num_counted_cached"] / stats["num_counted_shareable"]
+            is_whole = stats["num_counted_tokens"] == total
+            line += f"; {share:.1%} of what a trie over the file allows"
+            line += "" if is_whole else ", counted over the first rows"
+        return line
+
     def to_text(self) -> str:
         """Return the summary for people."""
         codes = ", ".join(f"{count} {code}" for code, count in self.errors_by_code.items())
@@ -56,6 +69,8 @@ class JobSummary:
             f"time      ready after {self.start_to_ready_s:.1f} s, then "
             f"{show_seconds(self.wall_s) if self.wall_s >= 60 else f'{self.wall_s:.1f} s'}",
         ]
+        if self.engine["num_cached_tokens"]:
+            lines.insert(3, self._prefix_line())
         lines += [f"warning   {text} ({count} rows)" for text, count in self.warnings.items()]
         files = [Path(path) for path in dict.fromkeys(self.outputs)]
         lines += [f"output    {'stdout' if path == STDOUT else path}" for path in files]

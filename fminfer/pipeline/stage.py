@@ -20,6 +20,7 @@ from fminfer.decode_attention import PartialBody
 from fminfer.messages import SamplingRows, Step, StepResult, TokenLogprobs
 from fminfer.models.families import Family
 from fminfer.sampling import Draws, LogitEditTensors, SamplingTensors, sample, score
+from fminfer.soft_cap import soft_cap
 
 ATTENTION_NAME = "fminfer_paged"
 # Elements of logits that exist at once. Above 32 MB glibc asks the system for fresh, zeroed memory
@@ -49,6 +50,8 @@ class Stage:
         self._decoder = model.get_submodule(family.decoder)
         self._head = model.get_output_embeddings()
         self._takes_positions = family.takes_positions
+        self._wants_mask = family.wants_mask
+        self._logit_cap: float | None = getattr(model.config, "final_logit_softcapping", None)
         self._block_size = block_size
         self._device = self._head.weight.device
         self._dtype = self._head.weight.dtype
@@ -72,7 +75,7 @@ class Stage:
             attention.paged_attention = cache
             if family.adapter is not None:
                 importlib.import_module(f"fminfer.models.adapters.{family.adapter}").adapt(
-                    attention
+                    attention, model.config
                 )
 
     @torch.inference_mode()
@@ -104,6 +107,8 @@ class Stage:
                 for position in range(row.position, row.position + len(row.token_ids))
             ]
             inputs["position_ids"] = torch.tensor([positions], device=self._device)
+        if self._wants_mask:  # four dimensions: transformers passes it on as it is
+            inputs["attention_mask"] = torch.zeros((1, 1, 1, 1), device=self._device)
         hidden: torch.Tensor = self._decoder(**inputs, use_cache=False).last_hidden_state
         return hidden[0]
 
@@ -144,7 +149,10 @@ class Stage:
         result = TokenLogprobs([], [], [], [])
         for part in _parts(len(token_index), MAX_LOGITS // self._head.weight.shape[0]):
             index = torch.tensor(token_index[part], device=self._device)
-            draws = use(self._head(hidden[index]).float(), part)
+            logits = self._head(hidden[index]).float()
+            if self._logit_cap is not None:
+                logits = soft_cap(logits, self._logit_cap)
+            draws = use(logits, part)
             result.ids += draws.ids.tolist()
             result.logprobs += draws.logprobs.tolist()
             result.top_ids += draws.top_ids.tolist()
@@ -178,7 +186,13 @@ def _edit_tensors(rows: SamplingRows, device: torch.device) -> LogitEditTensors 
 def kv_shape(config: Any) -> tuple[int, int]:
     """Return a config's (KV heads, head dim)."""
     heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    # Falcon's newer layout ignores multi_query; GPT-BigCode ignores num_key_value_heads.
+    if getattr(config, "new_decoder_architecture", False):
+        kv_heads = config.num_kv_heads
+    elif hasattr(config, "multi_query"):
+        kv_heads = 1 if config.multi_query else heads
+    else:
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return kv_heads, head_dim
 
@@ -202,7 +216,7 @@ def _paged_forward(
 ) -> tuple[torch.Tensor, None]:
     """Answer transformers' attention call from the module's own paged cache."""
     assert attention_mask is None, "a mask was made although rows are packed"
-    assert softcap is None, "attention soft caps are not supported"
     cache = module.paged_attention
     assert isinstance(cache, PagedAttention)
-    return cache(query, key, value, scaling=scaling, sliding_window=sliding_window), None
+    out = cache(query, key, value, scaling=scaling, sliding_window=sliding_window, softcap=softcap)
+    return out, None

@@ -1,25 +1,18 @@
 """BLOOM's attention with ALiBi, over the paged cache.
 
-The bias of head h for a key at position j is slope_h · j (Press et al. 2021, "Train Short, Test
-Long", in BLOOM's translation-invariant form); the paged attention adds it from key positions, so
-the alibi tensor that transformers builds over the packed tokens is not used.
+The paged attention adds the bias from key positions, so the alibi tensor that transformers builds
+over the packed tokens is not used.
 """
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 import torch
 from torch import nn
 from transformers.models.bloom.modeling_bloom import BloomAttention
 
-
-def alibi_slopes(num_heads: int) -> torch.Tensor:  # (heads,) float32
-    """Return the ALiBi slopes; heads beyond a power of two interleave the next power's."""
-    power = 2 ** math.floor(math.log2(num_heads))
-    slopes = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
-    extra = [2.0 ** (-4.0 * (2 * i + 1) / power) for i in range(num_heads - power)]
-    return torch.tensor(slopes + extra, dtype=torch.float32)
+from fminfer.models.alibi import interleaved_slopes
 
 
 class PagedBloomAttention(BloomAttention):
@@ -39,8 +32,9 @@ class PagedBloomAttention(BloomAttention):
         return residual + self.dense(out.flatten(2)), None
 
 
-def adapt(attention: nn.Module) -> None:
+def adapt(attention: nn.Module, config: Any) -> None:
     """Turn one loaded BLOOM attention module into the paged one, in place."""
     attention.__class__ = PagedBloomAttention
     assert isinstance(attention, PagedBloomAttention)
-    attention.alibi_slopes = alibi_slopes(attention.num_heads).to(attention.dense.weight.device)
+    slopes = interleaved_slopes(attention.num_heads)
+    attention.alibi_slopes = slopes.to(attention.dense.weight.device)

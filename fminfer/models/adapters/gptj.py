@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers.models.gptj.modeling_gptj import GPTJAttention
@@ -21,6 +23,6 @@ class PagedGPTJAttention(GPTJAttention):
         return out.transpose(1, 2), None
 
 
-def adapt(attention: nn.Module) -> None:
+def adapt(attention: nn.Module, config: Any) -> None:
     """Turn one loaded GPT-J attention module into the paged one, in place."""
     attention.__class__ = PagedGPTJAttention

@@ -1,0 +1,180 @@
+"""What differs between checkpoints of one family: settings, lengths, experts, ALiBi."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor as bloom_alibi
+from transformers.models.falcon.modeling_falcon import build_alibi_tensor as falcon_alibi
+from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
+
+import fminfer
+from fminfer.errors import CheckpointError
+from fminfer.models.alibi import interleaved_slopes, mpt_slopes
+from fminfer.models.checkpoint import load_model, open_checkpoint, open_random
+from fminfer.models.families import FAMILIES
+from tests.conftest import FIELDS, SHAPE, make_model
+
+CPU = torch.device("cpu")
+
+
+def config_folder(folder: Path, **fields: Any) -> str:
+    (folder / "config.json").write_text(json.dumps(fields))
+    return str(folder)
+
+
+def test_every_family_has_an_oracle() -> None:
+    assert {name.partition("-")[0] for name in FIELDS} == set(FAMILIES)
+
+
+def test_the_readme_lists_the_families() -> None:
+    text = (Path(__file__).parent.parent / "README.md").read_text()
+    models = text.partition("- **Models**:")[2].partition(";")[0]
+    assert [name.strip() for name in models.split(",")] == sorted(FAMILIES)
+
+
+@pytest.mark.parametrize("name", sorted(FIELDS))
+def test_random_weights_in_bfloat16(name: str, tmp_path: Path) -> None:
+    """Every family can be benched without weights, and its 16-bit path runs."""
+    fields = SHAPE | FIELDS[name]
+    transformers.AutoConfig.for_model(name.partition("-")[0], **fields).save_pretrained(tmp_path)
+    engine = fminfer.Engine(random_init=str(tmp_path), dtype="bfloat16", attention="eager")
+    prompts = [list(range(40)), [7]]
+    request = {"prompt": prompts, "max_tokens": 3, "logprobs": 1, "temperature": 0}
+    (record,) = engine.run([request | {"ignore_eos": True}])
+    engine.close()
+    assert record.error is None and record.result is not None
+    for choice in record.result["choices"]:
+        found = choice["logprobs"]["token_logprobs"]
+        assert len(found) == 3 and all(-30 < value <= 0 for value in found)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "setting", "fields"),
+    [
+        ("mpt", "attn_config.alibi", {"attn_config": {"alibi": False}}),
+        ("mpt", "attn_config.qk_ln", {"attn_config": {"qk_ln": True}}),
+        ("mpt", "attn_config.prefix_lm", {"attn_config": {"prefix_lm": True}}),
+        ("mpt", "attn_config.rope", {"attn_config": {"rope": True}}),
+        ("mpt", "attn_config.attn_type", {"attn_config": {"attn_type": "multiquery_attention"}}),
+        ("mpt", "logit_scale", {"logit_scale": "inv_sqrt_d_model"}),
+        ("mpt", "no_bias", {"no_bias": False}),
+        ("mpt", "norm_type", {"norm_type": "rmsnorm"}),
+        ("mpt", "expansion_ratio", {"expansion_ratio": 2}),
+        ("gemma3_text", "use_bidirectional_attention", {"use_bidirectional_attention": True}),
+        ("llama", "quantization_config", {"quantization_config": {"quant_method": "gptq"}}),
+    ],
+)
+def test_a_setting_that_would_be_wrong_is_refused_by_name(
+    model_type: str, setting: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    name = config_folder(tmp_path, model_type=model_type, **fields)
+    for open_model in (open_checkpoint, open_random):
+        with pytest.raises(CheckpointError, match=rf"sets {setting} to .*computed only with"):
+            open_model(name)
+
+
+def test_a_config_that_transformers_refuses(tmp_path: Path) -> None:
+    name = config_folder(tmp_path, model_type="mpt", attn_config={"attn_type": "no_such_kind"})
+    with pytest.raises(CheckpointError, match="no usable config"):
+        open_checkpoint(name)
+
+
+@pytest.mark.parametrize("model_type", ["t5", "RefinedWeb", "not_yet_invented"])
+def test_what_cannot_run_is_named_with_what_can(model_type: str, tmp_path: Path) -> None:
+    """Encoder-decoders, and names that transformers itself does not know."""
+    name = config_folder(tmp_path, model_type=model_type)
+    for open_model in (open_checkpoint, open_random):
+        with pytest.raises(CheckpointError, match=rf"'{model_type}'.*bloom.*falcon.*starcoder2"):
+            open_model(name)
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", "no json"])
+def test_a_config_that_is_none(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match="model_type"):
+        open_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "length"),
+    [
+        ("mpt", 256),
+        ("bloom", 256),
+        ("gpt_bigcode", 256),
+        ("llama-dynamic", 256),
+        ("phi3-long", 256),
+        ("gemma3_text", 256),
+    ],
+)
+def test_context_length(name: str, length: int, tmp_path: Path) -> None:
+    """`longrope` ends where its frequencies would change, although 512 positions are stated."""
+    fields = SHAPE | FIELDS[name]
+    transformers.AutoConfig.for_model(name.partition("-")[0], **fields).save_pretrained(tmp_path)
+    assert open_random(str(tmp_path)).context_length == length
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 4, 6, 12, 16, 28, 71])
+def test_alibi_slopes_equal_transformers(num_heads: int) -> None:
+    two = torch.ones(1, 2, dtype=torch.int64)
+    for build in (bloom_alibi, falcon_alibi):
+        slopes = interleaved_slopes(num_heads)
+        if build is falcon_alibi:
+            slopes = slopes.bfloat16().float()
+        expected = build(two, num_heads, torch.float32)[:, 0, 1]
+        torch.testing.assert_close(slopes, expected, rtol=1e-6, atol=0)
+    for bias_max in (8, 16):
+        expected = -build_mpt_alibi_tensor(num_heads, 2, bias_max)[:, 0, 0]
+        torch.testing.assert_close(mpt_slopes(num_heads, bias_max), expected, rtol=1e-6, atol=0)
+
+
+def load(folder: Path) -> Any:
+    return load_model(open_checkpoint(str(folder)), dtype=torch.float32, device=CPU, seed=1)
+
+
+def change_weights(folder: Path, change: Any) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("name", "gate"),
+    [
+        ("mixtral", "model.layers.2.block_sparse_moe.experts.3.w1.weight"),
+        ("qwen3_moe", "model.layers.2.mlp.experts.3.gate_proj.weight"),
+    ],
+)
+def test_experts_as_checkpoints_hold_them(name: str, gate: str, tmp_path: Path) -> None:
+    """One tensor an expert in whatever order; one that is missing or does not fit is fatal."""
+    model = make_model(name)
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert gate in saved
+    ids = torch.arange(20)[None]
+    torch.testing.assert_close(load(tmp_path)(ids).logits, model(ids).logits)
+    change_weights(tmp_path, lambda tensors: tensors.update({gate: torch.zeros(5, 64)}))
+    with pytest.raises(CheckpointError, match=r"expert 3 of .*experts\.gate_up_proj.*\(5, 64\)"):
+        load(tmp_path)
+    change_weights(tmp_path, lambda tensors: tensors.pop(gate))
+    with pytest.raises(CheckpointError, match=r"lacks 1 tensors.*2\.mlp\.experts\.gate_up_proj"):
+        load(tmp_path)
+    extra = gate.replace("experts.3", "experts.11")
+    change_weights(tmp_path, lambda tensors: tensors.update({gate: saved[gate]}))
+    change_weights(tmp_path, lambda tensors: tensors.update({extra: saved[gate]}))
+    with pytest.raises(CheckpointError, match="expert 11 of"):
+        load(tmp_path)
+
+
+def test_experts_that_are_fused_on_disk_too(tmp_path: Path) -> None:
+    model = make_model("qwen3_moe")
+    model.save_pretrained(tmp_path)
+    save_file(dict(model.state_dict()), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    ids = torch.arange(20)[None]
+    torch.testing.assert_close(load(tmp_path)(ids).logits, model(ids).logits)
