@@ -137,7 +137,7 @@ class Engine:
             _ends(checkpoint, self.tokenizer),
             config.on_too_long,
             config.strict,
-            _model_names(config.model, checkpoint.name) if config.check_model else None,
+            _model_names(config, checkpoint.name),
         )
         self._intake = Intake(self.tokenizer, limits, config.seed)
         pool = BlockPool(num_blocks, config.block_size)
@@ -169,8 +169,14 @@ def _load_tokenizer(checkpoint: Checkpoint, config: EngineConfig) -> Tokenizer:
     return Tokenizer(None)
 
 
-def _model_names(asked: str | None, name: str) -> frozenset[str]:
-    """Return what a line may call the model: as the run was told, or the last part of that."""
+def _model_names(config: EngineConfig, name: str) -> frozenset[str] | None:
+    """Return what a line may call the model: as the run was told, or the last part of that.
+
+    None: it may say anything.
+    """
+    if not config.check_model:
+        return None
+    asked = config.model or config.random_init
     return frozenset({name} if asked is None else {asked, Path(asked).name})
 
 

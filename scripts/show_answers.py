@@ -18,7 +18,10 @@ def main() -> None:
         records = [json.loads(line) for line in path.read_text().splitlines()]
         if path.name.endswith(".errors.jsonl"):
             for record in records:
-                print(f"line {record['line']}: {record['error']['message']}")
+                is_batch = "response" in record
+                error = record["response"]["body"]["error"] if is_batch else record["error"]
+                place = record["custom_id"] if is_batch else f"line {record['line']}"
+                print(f"{place}: {error['message']}")
         elif records:
             show_answer(records[0])
         else:
@@ -26,9 +29,14 @@ def main() -> None:
 
 
 def show_answer(record: dict[str, Any]) -> None:
-    prompt = record["request"]["prompt"]
-    print(prompt if isinstance(prompt, str) else json.dumps(prompt))
-    for choice in record["result"]["choices"]:
+    if "response" in record:  # of an OpenAI Batch file, which does not repeat the prompt
+        print(record["custom_id"])
+        result = record["response"]["body"]
+    else:
+        prompt = record["request"]["prompt"]
+        print(prompt if isinstance(prompt, str) else json.dumps(prompt))
+        result = record["result"]
+    for choice in result["choices"]:
         print(f"   → {choice['text']!r}  ({choice['finish_reason']})")
 
 

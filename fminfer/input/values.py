@@ -72,7 +72,8 @@ class _Splitter:
                 start = place
                 yield from self._take_value(chunk, place)
         if self._is_closed and chunk[start:].strip():
-            self._break(chunk, start, len(chunk), "text stands behind the array's last bracket")
+            place = len(chunk) - len(chunk[start:].lstrip()) + 1
+            self._break(chunk, start, place, "text stands behind the array's last bracket")
         self._parts.append(chunk[start:])
         self._num_newlines += chunk.count(b"\n")
 
@@ -113,7 +114,8 @@ class _Splitter:
             self._break(chunk, place, place, "a comma has no value beside it")
 
     def _break(self, chunk: bytes, start: int, place: int, reason: str) -> None:
-        line = self._num_newlines + chunk[:place].count(b"\n") + 1
+        # The sign before `place` is where it breaks; a newline belongs to the line that it ends.
+        line = self._num_newlines + chunk[: max(0, place - 1)].count(b"\n") + 1
         raise DamagedInputError(
             f"the file's JSON breaks in its line {line}: {reason}", self.rest + chunk[start:place]
         )

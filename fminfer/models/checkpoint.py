@@ -69,7 +69,7 @@ def open_checkpoint(name: str | None) -> Checkpoint:
         CheckpointError: nothing there, no config, or an architecture that does not run.
     """
     if name is None:
-        name, folder = "fminfer demo model", DEMO_MODEL
+        name, folder = "fminfer-demo", DEMO_MODEL
     elif Path(name).is_dir():
         folder = Path(name)
     else:

@@ -40,7 +40,7 @@ class Record:
             return self._to_error_json(self.error)
         members = [
             b'"request":' + self.envelope.request,
-            b'"result":' + orjson.dumps(self.result),
+            b'"result":' + _dumps(self.result),
             *self.envelope.others.values(),
         ]
         return b"{" + b",".join(members) + b"}"
@@ -49,7 +49,7 @@ class Record:
         own = {
             "line": b'"line":%d' % self.line.number,
             "custom_id": b'"custom_id":null',
-            "error": b'"error":' + orjson.dumps(_describe(error)),
+            "error": b'"error":' + _dumps(_describe(error)),
             "retryable": b'"retryable":false',
             "request": b'"request":' + self.envelope.request,
         }
@@ -73,7 +73,7 @@ class Record:
         members = [
             b'"id":"batch_req_' + request_id.encode() + b'"',
             b'"custom_id":' + self.envelope.custom_id,
-            b'"response":' + orjson.dumps(response),
+            b'"response":' + _dumps(response),
             b'"error":null',
         ]
         return b"{" + b",".join(members) + b"}"
@@ -98,3 +98,10 @@ def _describe(error: RequestError) -> dict[str, str | None]:
         "param": error.param,
         "code": error.code,
     }
+
+
+def _dumps(value: object) -> bytes:
+    try:
+        return orjson.dumps(value)
+    except orjson.JSONEncodeError:  # half a surrogate pair, from a name that the line gave
+        return json.dumps(value).encode()

@@ -1,0 +1,308 @@
+"""Files of all endings, stdin and stdout: nothing is lost, whatever the packing or the damage."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import fminfer
+from fminfer.cli import main
+from fminfer.errors import UsageError
+from fminfer.input import streams
+from fminfer.input.lines import Line, count_rows, find_inputs, read_lines
+from fminfer.input.streams import STDIN, find_zstd
+from fminfer.job import run_job
+from fminfer.output.places import STDOUT, plan_outputs
+from fminfer.output.progress import Progress, ProgressBar, remaining_s
+from fminfer.output.stream import OrderedStream
+
+zstd = find_zstd()
+assert zstd is not None, "the tests need fminfer[zst]"
+PACK: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".zst": zstd.compress,
+}
+ROWS = b"".join(
+    b'{"prompt":"x","max_tokens":1,"temperature":0,"user":"%d"}\n' % i for i in range(5)
+)
+
+
+def write(path: Path, data: bytes) -> Path:
+    path.write_bytes(PACK.get(path.suffix, bytes)(data))
+    return path
+
+
+def values(path: Path) -> list[tuple[int, Any]]:
+    return [(line.number, json.loads(line.raw)) for line in read_lines(path, 0)]
+
+
+def only(lines: Iterator[Line]) -> tuple[list[Line], Line]:
+    """Return the sound lines, and the one that tells of the damage."""
+    *sound, damaged = lines
+    assert not [line for line in sound if line.damage] and damaged.damage
+    return sound, damaged
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[fminfer.Engine]:
+    engine = fminfer.Engine(dtype="float32", attention="eager")
+    yield engine
+    engine.close()
+
+
+def job(engine: fminfer.Engine, inputs: list[Path], output: Path | None = None) -> Any:
+    found = find_inputs(inputs)
+    outputs = plan_outputs(found, output, restart=False)
+    return run_job(engine, found, outputs, start_to_ready_s=0.0, is_quiet=True)
+
+
+@pytest.mark.parametrize("how", PACK)
+def test_lines_of_every_packing(tmp_path: Path, how: str) -> None:
+    path = write(tmp_path / f"a.jsonl{how}", b'\xef\xbb\xbf{"a":1}\r\n\n  \n{"a":2}')
+    assert values(path) == [(1, {"a": 1}), (4, {"a": 2})]
+    assert count_rows(path) == (None if how else 2), "packed files are not unpacked twice"
+
+
+@pytest.mark.parametrize("how", PACK)
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'[{"a":1},{"a":[2,"],["]}]',
+        b'\xef\xbb\xbf \n[\n  {"a": 1},\r\n  {\n    "a": [2, "],["]\n  }\n]\n',
+        b'{"a":1}\n{"a":[2,"],["]}\n',
+        b'{\n  "a": 1\n}\n{\n  "a": [2, "],["]\n}',
+    ],
+)
+def test_json_files_of_every_layout(tmp_path: Path, data: bytes, how: str) -> None:
+    path = write(tmp_path / f"a.json{how}", data)
+    assert values(path) == [(1, {"a": 1}), (2, {"a": [2, "],["]})]
+
+
+def test_json_files_with_one_object_or_none(tmp_path: Path) -> None:
+    assert values(write(tmp_path / "a.json", b'{"a":\n1}')) == [(1, {"a": 1})]
+    assert values(write(tmp_path / "b.json", b'{"a":1}')) == [(1, {"a": 1})]
+    for empty in (b"", b"[]", b" [ \n ] ", b"\n"):
+        assert values(write(tmp_path / "c.json", empty)) == []
+
+
+def test_a_bad_line_of_a_json_file_of_lines_costs_only_itself(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.json", b'{"a":1}\n{"a":\n{"a":3}\n')
+    assert [line.raw for line in read_lines(path, 0)] == [b'{"a":1}', b'{"a":', b'{"a":3}']
+
+
+def test_long_lines_and_many_chunks(tmp_path: Path) -> None:
+    rows = [{"a": "é" * size} for size in (1, 200_000, 65_531, 65_532, 65_533, 3)]
+    lines = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows).encode()
+    array = json.dumps(rows, indent=1).encode()
+    for name, data in [("a.jsonl", lines), ("a.jsonl.gz", lines), ("a.json.zst", array)]:
+        assert [value for _, value in values(write(tmp_path / name, data))] == rows
+
+
+def test_bytes_that_come_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(io.BytesIO):
+        def read1(self, size: int | None = -1) -> bytes:
+            return super().read1(1)
+
+    stdin = io.TextIOWrapper(Slow(b'\xef\xbb\xbf{"a":1}\n\n{"a":2}'))
+    monkeypatch.setattr(sys, "stdin", stdin)
+    assert values(STDIN) == [(1, {"a": 1}), (3, {"a": 2})]
+    assert not stdin.closed
+
+
+@pytest.mark.parametrize("how", [".gz", ".zst"])
+@pytest.mark.parametrize("ending", [".jsonl", ".json"])
+def test_a_cut_off_file_gives_what_it_holds_and_says_so(
+    tmp_path: Path, how: str, ending: str
+) -> None:
+    """A copy that broke off: the rows before are answered, and that others are lost is told."""
+    rows = [{"a": i, "text": f"{i * 7919:x}"} for i in range(50_000)]
+    lines = "\n".join(map(json.dumps, rows)).encode()
+    data = lines if ending == ".jsonl" else json.dumps(rows).encode()
+    packed = PACK[how](data)
+    path = tmp_path / f"a{ending}{how}"
+    path.write_bytes(packed[: len(packed) // 2])
+    sound, damaged = only(read_lines(path, 0))
+    assert len(sound) > 1000 and [json.loads(line.raw) for line in sound] == rows[: len(sound)]
+    assert damaged.number == len(sound) + 1
+    assert "cut off" in damaged.damage and "--restart" in damaged.damage
+
+
+def test_a_damaged_checksum_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(ROWS)[:-8] + b"\0" * 8)
+    sound, damaged = only(read_lines(path, 0))
+    assert len(sound) == 5 and "CRC" in damaged.damage
+    path.write_bytes(b"no gzip at all")
+    sound, damaged = only(read_lines(path, 0))
+    assert not sound and damaged.number == 1
+
+
+@pytest.mark.parametrize(
+    "data, num_sound, hint",
+    [
+        (b'[{"a":1},\n{"a":2},\n{"a":', 2, "line 3: the array's last bracket is missing"),
+        (b'[{"a":1},\n{"a":"2\n"}]', 1, "line 2: a string is not closed"),
+        (b'[{"a":1},]', 1, "comma"),
+        (b'[{"a":1}] {"a":2}', 1, "behind the array's last bracket"),
+        (b'{\n"a":1}\n{\n"a":', 1, "line 4: a bracket or a quote is not closed"),
+    ],
+)
+def test_a_broken_json_file_gives_what_stands_before(
+    tmp_path: Path, data: bytes, num_sound: int, hint: str
+) -> None:
+    sound, damaged = only(read_lines(write(tmp_path / "a.json", data), 0))
+    assert len(sound) == num_sound and hint in damaged.damage
+
+
+def test_damage_is_one_error_record_with_its_place(engine: fminfer.Engine, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(b'[{"prompt":"x","max_tokens":1,\n"temperature":0}, {"prompt": "y"')
+    summary = job(engine, [path])
+    assert (summary.num_rows, summary.num_errors) == (1, 1)
+    (error,) = map(json.loads, (tmp_path / "output_a.errors.jsonl").read_text().splitlines())
+    assert error["line"] == 2 and error["error"]["code"] == "invalid_json"
+    assert "line 2" in error["error"]["message"] and error["request"] == '{"prompt": "y"'
+    (answer,) = (tmp_path / "output_a.jsonl").read_bytes().splitlines()
+    assert answer.startswith(b'{"request":{"prompt":"x","max_tokens":1,"temperature":0},"result"')
+
+
+def test_a_folder_of_all_endings_and_its_outputs(engine: fminfer.Engine, tmp_path: Path) -> None:
+    array = b"[" + ROWS.strip().replace(b"\n", b",\n") + b"]"
+    for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst"):
+        write(tmp_path / name, ROWS)
+    for name in ("d.json", "e.json.gz", "f.json.zst"):
+        write(tmp_path / name, array)
+    (tmp_path / "notes.txt").touch()
+    summary = job(engine, [tmp_path])
+    assert summary.num_rows == 30 and summary.num_errors == 0
+    texts = {(tmp_path / f"output_{name}.jsonl").read_bytes().count(b"\n") for name in "abcdef"}
+    assert texts == {5}, "plain files, named without .gz and .zst"
+    users = [json.loads(line) for line in (tmp_path / "output_f.jsonl").read_text().splitlines()]
+    assert [record["request"]["user"] for record in users] == list("01234")
+    assert [path.name[0] for path in find_inputs([tmp_path])] == list("abcdef")
+
+
+def test_two_inputs_of_one_name_are_refused(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "a.jsonl.gz"):
+        write(tmp_path / name, ROWS)
+    with pytest.raises(UsageError, match=r"output_a\.jsonl, which also belongs"):
+        plan_outputs(find_inputs([tmp_path]), None, restart=True)
+
+
+def test_outputs_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    source = write(tmp_path / "a.jsonl", ROWS)
+    for name in ("b.jsonl.gz", "b.jsonl.zst", "b.json"):
+        with pytest.raises(UsageError, match="plain JSON lines; give a name that ends in"):
+            plan_outputs([source], tmp_path / name, restart=False)
+    with pytest.raises(UsageError, match=r"a\.txt has none of the endings \.jsonl, \.jsonl\.gz"):
+        find_inputs([write(tmp_path / "a.txt", ROWS)])
+    with pytest.raises(UsageError, match="- is given twice"):
+        find_inputs([STDIN, source, STDIN])
+    status = write(tmp_path / "b.status.json", ROWS)
+    with pytest.raises(UsageError, match="which is the input"):
+        plan_outputs([status], tmp_path / "b.jsonl", restart=True)
+
+
+def test_zstd_without_its_package_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "a.jsonl.zst", ROWS)
+    monkeypatch.setattr(streams, "find_zstd", lambda: None)
+    with pytest.raises(UsageError, match=r"install fminfer\[zst\]"):
+        find_inputs([path])
+
+
+def test_stdout_is_in_input_order_as_soon_as_it_can_be() -> None:
+    out, errors = io.BytesIO(), list[bytes]()
+    stream = OrderedStream(out, errors.append)
+    for number in (1, 2, 5):
+        stream.expect(0, number)
+    stream.append(0, 2, b"two", is_error=False)
+    assert out.getvalue() == b""
+    stream.append(0, 1, b"one", is_error=True)
+    assert out.getvalue() == b"two\n" and errors == [b"one"]
+    stream.expect(1, 1)
+    stream.append(1, 1, b"next file", is_error=False)
+    stream.append(0, 5, b"five", is_error=False)
+    assert out.getvalue() == b"two\nfive\nnext file\n"
+
+
+def test_where_answers_go() -> None:
+    source, output = Path("x/a.json.zst"), Path("out.jsonl")
+    assert plan_outputs([STDIN], None, restart=False) == [STDOUT]
+    assert plan_outputs([STDIN], output, restart=False) == [output]
+    assert plan_outputs([source, STDIN], Path("-"), restart=False) == [STDOUT, STDOUT]
+    assert plan_outputs([source, STDIN], None, restart=False) == [
+        Path("x/output_a.jsonl"),
+        STDOUT,
+    ]
+    assert plan_outputs([source, STDIN], Path("there"), restart=False) == [
+        Path("there/output_a.jsonl"),
+        Path("there/output_stdin.jsonl"),
+    ]
+
+
+def test_stdout_carries_records_only(
+    engine: fminfer.Engine, tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    path = write(tmp_path / "a.jsonl", ROWS + b'{"prompt":5}\n' + ROWS)
+    summary = job(engine, [path], Path("-"))
+    found = capsysbinary.readouterr()
+    records = [json.loads(line) for line in found.out.splitlines()]
+    assert [record["request"]["user"] for record in records] == list("0123401234")
+    (error,) = map(json.loads, found.err.splitlines())
+    assert error["line"] == 6 and error["error"]["code"] == "invalid_type"
+    assert summary.num_errors == 1 and "stdout" in summary.to_text()
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"], "nothing beside it"
+
+
+def test_the_command_from_stdin_to_stdout() -> None:
+    command = [sys.executable, "-m", "fminfer", "run", "-q", "-"]
+    found = subprocess.run(command, input=ROWS + b"{}\n" + ROWS.strip(), capture_output=True)
+    assert found.returncode == 3
+    records = [json.loads(line) for line in found.stdout.splitlines()]
+    assert [record["request"]["user"] for record in records] == list("0123401234")
+    (error,) = map(json.loads, found.stderr.splitlines())
+    assert error["error"]["code"] == "missing_prompt"
+
+
+def test_a_reader_that_stops_ends_the_run() -> None:
+    command = f"{sys.executable} -m fminfer run -q - | head -n 1; exit ${{PIPESTATUS[0]}}"
+    found = subprocess.run(["bash", "-c", command], input=ROWS * 2000, capture_output=True)
+    assert found.returncode == 1 and len(found.stdout.splitlines()) == 1
+    assert found.stderr.decode().splitlines() == ["Error: whoever read the answers stopped reading"]
+
+
+def test_strict_and_check_model_through_the_command(tmp_path: Path) -> None:
+    rows = [{"user": "u"}, {"colour": "red"}, {"model": "opt"}, {"engine": "fminfer-demo"}]
+    lines = [json.dumps({"prompt": "x", "max_tokens": 1, "logprobs": 1} | row) for row in rows]
+    path = write(tmp_path / "a.jsonl", "\n".join(lines).encode())
+    flags = ["--strict", "--check-model", "--token-format", "text", "-q"]
+    found = CliRunner().invoke(main, ["run", str(path), *flags])
+    assert found.exit_code == 3, found.output
+    errors = map(json.loads, (tmp_path / "output_a.errors.jsonl").read_text().splitlines())
+    assert [error["error"]["param"] for error in errors] == ["colour", "model"]
+    answers = (tmp_path / "output_a.jsonl").read_text()
+    assert answers.count("\n") == 2 and "Ġ" not in answers
+
+
+def test_progress_is_honest_about_what_it_does_not_know(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fminfer.output.progress.LINE_EVERY_S", -1.0)
+    progress = Progress(num_rows=3, num_errors=0, num_tokens=30, num_finished_tokens=30)
+    assert remaining_s(progress, None, elapsed_s=1.0) is None
+    bar = ProgressBar(None, is_quiet=False)
+    bar.update(progress)
+    bar.close()
+    assert capsys.readouterr().err.startswith("3/? rows,")
