@@ -1,0 +1,188 @@
+"""That draws have the right probabilities: chi-square over the engine's own noise and sampler.
+
+The seeds are fixed, so a right sampler always passes; a wrong one is far over the limits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fminfer
+from fminfer.engine.noise import digest, noise_key, uniform
+from fminfer.sampling import SamplingTensors, sample
+
+VOCAB = 60
+NUM_DRAWS = 24_000  # of each setting
+NORMAL_QUANTILE = 3.719  # one right sampler in 10,000 is beyond it
+
+
+@dataclass(frozen=True)
+class Setting:
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+SETTINGS = [
+    Setting(),
+    Setting(temperature=0.6),
+    Setting(temperature=1.7),
+    Setting(temperature=0.8, top_k=7),
+    Setting(temperature=1.4, top_k=25),
+    Setting(temperature=0.9, top_p=0.75),
+    Setting(temperature=1.5, top_p=0.95),
+    Setting(temperature=1.2, top_k=20, top_p=0.8),
+    Setting(temperature=1.3, min_p=0.1),
+    Setting(temperature=1.5, top_k=12, top_p=0.9, min_p=0.05),
+]
+
+
+def exact_probs(logits: np.ndarray, how: Setting) -> np.ndarray:
+    """Return each id's probability by the definition: temperature, top_k, min_p, top_p in turn."""
+    scaled = logits.astype(np.float64) / how.temperature
+    probs = np.exp(scaled - scaled.max())
+    best_first = np.argsort(-probs, kind="stable")
+    if how.top_k:
+        probs[best_first[how.top_k :]] = 0
+    probs[probs < how.min_p * probs.max()] = 0
+    probs /= probs.sum()
+    mass_before = np.concatenate([[0.0], np.cumsum(probs[best_first])[:-1]])
+    probs[best_first[mass_before >= how.top_p]] = 0
+    return np.asarray(probs / probs.sum())
+
+
+def chi_square_limit(degrees: int) -> float:
+    """Return the chi-square quantile (Wilson and Hilferty, 1931, doi:10.1073/pnas.17.12.684)."""
+    ninth = 2 / (9 * degrees)
+    return float(degrees * (1 - ninth + NORMAL_QUANTILE * ninth**0.5) ** 3)
+
+
+def check_counts(counts: np.ndarray, probs: np.ndarray, what: object) -> None:
+    """Compare counts with probabilities; ids that are expected fewer than 10 times are one bin."""
+    assert counts[probs == 0].sum() == 0, f"{what} drew what has no probability"
+    expected = probs * counts.sum()
+    is_rare = expected < 10
+    observed = np.append(counts[~is_rare], counts[is_rare].sum())
+    expected = np.append(expected[~is_rare], expected[is_rare].sum())
+    observed, expected = observed[expected > 0], expected[expected > 0]
+    chi_square = ((observed - expected) ** 2 / expected).sum()
+    limit = chi_square_limit(len(expected) - 1)
+    assert chi_square < limit, f"{what}: {chi_square:.1f} is over {limit:.1f}"
+
+
+def rows_of(settings: list[Setting], noise: list[float]) -> SamplingTensors:
+    return SamplingTensors(
+        temperature=torch.tensor([s.temperature for s in settings]),
+        top_p=torch.tensor([s.top_p for s in settings]),
+        top_k=torch.tensor([s.top_k for s in settings]),
+        min_p=torch.tensor([s.min_p for s in settings]),
+        noise=torch.tensor(noise, dtype=torch.float64),
+    )
+
+
+@pytest.fixture(scope="module")
+def counts() -> tuple[np.ndarray, list[np.ndarray]]:
+    """Draw for all settings, mixed in each batch; return the logits and each setting's counts."""
+    generator = np.random.default_rng(5)
+    logits = generator.normal(0, 1.5, VOCAB).astype(np.float32)
+    found = [np.zeros(VOCAB, dtype=np.int64) for _ in SETTINGS]
+    requests = [digest(b'{"prompt": "%d"}' % i) for i in range(NUM_DRAWS)]
+    for start in range(0, NUM_DRAWS, 2000):
+        noise = [
+            uniform(noise_key(1, 0, request, 0, place), 0)
+            for request in requests[start : start + 2000]
+            for place in range(len(SETTINGS))
+        ]
+        rows = rows_of(SETTINGS * 2000, noise)
+        ids = sample(torch.from_numpy(logits).expand(len(noise), -1), rows, 0).ids
+        for place, column in enumerate(ids.view(2000, -1).numpy().T):
+            found[place] += np.bincount(column, minlength=VOCAB)
+    return logits, found
+
+
+@pytest.mark.parametrize("place", range(len(SETTINGS)), ids=[str(s) for s in SETTINGS])
+def test_draws_follow_the_exact_probabilities(
+    counts: tuple[np.ndarray, list[np.ndarray]], place: int
+) -> None:
+    logits, found = counts
+    assert found[place].sum() == NUM_DRAWS
+    check_counts(found[place], exact_probs(logits, SETTINGS[place]), SETTINGS[place])
+
+
+def test_a_neighbouring_setting_would_be_noticed(
+    counts: tuple[np.ndarray, list[np.ndarray]],
+) -> None:
+    """The limits are worth something: draws of one setting fail those of one close by."""
+    logits, found = counts
+    near = [
+        (1, Setting(temperature=0.63)),
+        (3, Setting(temperature=0.8, top_k=8)),
+        (3, Setting(temperature=0.8, top_k=6)),
+        (5, Setting(temperature=0.9, top_p=0.7)),
+        (5, Setting(temperature=0.9, top_p=0.8)),
+        (8, Setting(temperature=1.3, min_p=0.15)),
+    ]
+    for place, other in near:
+        with pytest.raises(AssertionError):
+            check_counts(found[place], exact_probs(logits, other), other)
+
+
+def test_draws_through_the_engine(llama_checkpoint: tuple[Path, Any]) -> None:
+    """5,120 first tokens of one prompt: candidates of a line, and equal lines without a seed."""
+    folder, model = llama_checkpoint
+    how = Setting(temperature=1.3, top_k=40, top_p=0.9)
+    request = {
+        "prompt": [5, 17, 80, 33, 200],
+        "max_tokens": 1,
+        "temperature": how.temperature,
+        "top_k": how.top_k,
+        "top_p": how.top_p,
+        "n": 128,
+        "logprobs": 0,
+        "ignore_eos": True,
+    }
+    engine = fminfer.Engine(str(folder), dtype="float32", attention="eager")
+    ids_of = {engine.tokenizer.piece(i): i for i in range(model.config.vocab_size)}
+    drawn = [
+        ids_of[choice["logprobs"]["tokens"][0]]
+        for record in engine.run([request] * 40)
+        for choice in record.to_dict()["result"]["choices"]
+    ]
+    engine.close()
+    with torch.no_grad():
+        logits = model(torch.tensor([request["prompt"]])).logits[0, -1].numpy()
+    assert len(drawn) == 5120
+    check_counts(np.bincount(drawn, minlength=len(logits)), exact_probs(logits, how), how)
+
+
+SAME = digest(b'{"prompt": "north"}')
+STREAMS: dict[str, Callable[[int], float]] = {
+    "steps": lambda i: uniform(noise_key(1, 0, SAME, 0, 0), i),
+    "candidates": lambda i: uniform(noise_key(1, 0, SAME, 0, i), 0),
+    "prompts": lambda i: uniform(noise_key(1, 0, SAME, i, 0), 0),
+    "repeats": lambda i: uniform(noise_key(1, i, SAME, 0, 0), 0),
+    "seeds": lambda i: uniform(noise_key(i - NUM_DRAWS // 2, 0, SAME, 0, 0), 0),
+    "requests": lambda i: uniform(noise_key(1, 0, digest(b"%d" % i), 0, 0), 0),
+}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_noise_is_uniform_and_neighbours_are_unrelated(name: str) -> None:
+    """Whichever of its numbers counts up: values, pairs of neighbours, and their correlation."""
+    values = np.array([STREAMS[name](i) for i in range(NUM_DRAWS)])
+    assert values.min() >= 0 and values.max() < 1
+    bins = (values * 200).astype(int)
+    check_counts(np.bincount(bins, minlength=200), np.full(200, 1 / 200), name)
+    pairs = (values[::2] * 20).astype(int) * 20 + (values[1::2] * 20).astype(int)
+    check_counts(np.bincount(pairs, minlength=400), np.full(400, 1 / 400), f"pairs of {name}")
+    for lag in (1, 2, 3):
+        correlation = np.corrcoef(values[:-lag], values[lag:])[0, 1]
+        assert abs(correlation) < NORMAL_QUANTILE / NUM_DRAWS**0.5, (name, lag)
