@@ -26,7 +26,6 @@ class Generation:
     """One text to generate."""
 
     body: dict[str, Any]  # the completions request
-    end_ids: frozenset[int]  # stop strings that are special tokens: they never stand in a text
     is_cut: bool  # the prompt lost its beginning
 
     def text(self, choice: dict[str, Any], tokenizer: Any) -> str:
@@ -35,12 +34,9 @@ class Generation:
         `hf` detokenizes the completion without its prompt; sentencepiece then drops a first space.
         """
         ids = tokenizer.convert_tokens_to_ids(choice["logprobs"]["tokens"])
-        end = next((i for i, token_id in enumerate(ids) if token_id in self.end_ids), len(ids))
         # Ids beyond the tokenizer's vocabulary, which checkpoints pad, have no text.
-        known = [token_id for token_id in ids[:end] if token_id is not None]
+        known = [token_id for token_id in ids if token_id is not None]
         alone = str(tokenizer.decode(known, skip_special_tokens=True))
-        if end < len(ids):
-            return alone
         text = str(choice["text"])
         return text if alone.startswith(text) else text.removeprefix(" ")
 
@@ -67,7 +63,7 @@ def plan_generation(
     eos_id = tokenizer.eos_token_id
     eos = None if eos_id is None else tokenizer.decode(eos_id)
     until = handle_stop_sequences([s for s in kwargs.pop("until") if s is not None], eos=eos)
-    end_ids = {stop: _special_id(stop, tokenizer) for stop in until}
+    special = {stop: _special_id(stop, tokenizer) for stop in until}
     max_tokens = kwargs.pop("max_gen_toks")
     room = _room(max_tokens, max_length)
     is_sampled = kwargs.pop("do_sample")
@@ -77,12 +73,13 @@ def plan_generation(
         "prompt": ids[-room:],
         "max_tokens": max_tokens,
         "temperature": temperature if is_sampled else 0,
-        "stop": [stop for stop, token_id in end_ids.items() if token_id is None],
+        "stop": [stop for stop, token_id in special.items() if token_id is None],
+        # Stop strings that are special tokens never stand in a text.
+        "stop_token_ids": [token_id for token_id in special.values() if token_id is not None],
         "logprobs": 0,  # gives the tokens
     }
     body |= {name: value for name, value in kwargs.items() if name in PASSED_ON}
-    special = frozenset(token_id for token_id in end_ids.values() if token_id is not None)
-    return Generation(body, special, is_cut=len(ids) > room)
+    return Generation(body, is_cut=len(ids) > room)
 
 
 def _special_id(stop: str, tokenizer: Any) -> int | None:

@@ -42,6 +42,7 @@ SAMPLED = helm_request(prompt="Answer: north", temperature=1.9, n=3, stop=None)
 SCORED = helm_request(logprobs=1)
 NO_ROOM = helm_request(max_tokens=2000)
 ECHOED = helm_request(echo=True, max_tokens=0, logprobs=1, stop=None)
+WRAPPED = helm_request(max_tokens=3)
 ONE_TOKEN = {"max_tokens": 1}
 
 
@@ -53,7 +54,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for continuation in CONTINUATIONS:
         requests.append(adapter_request(CONTEXT + continuation))
         requests.append(adapter_request(CONTEXT + continuation, **ONE_TOKEN))
-    lines = [json.dumps(request) + "\n" for request in requests]
+    # HELM's export wraps its requests, and says which scenario they are of.
+    wrapped = {"request": WRAPPED, "scenario": {"name": "rooms"}}
+    lines = [json.dumps(request) + "\n" for request in [*requests, wrapped]]
     (folder / "requests.jsonl").write_text("\n".join(lines))
     found = run(folder / "requests.jsonl", "--dtype", "float32")
     assert found.returncode == 3, found.stderr
@@ -84,7 +87,7 @@ def helm(results: Path, request: dict[str, Any]) -> HelmAnswer:
 
 
 def test_helm_finds_its_requests_and_their_times(results: Path) -> None:
-    for request in (helm_request(), SAMPLED, SCORED, ECHOED):
+    for request in (helm_request(), SAMPLED, SCORED, ECHOED, WRAPPED):
         answer = helm(results, request)
         assert len(answer.completions) == request["n"]
         assert answer.batch_size >= 1
