@@ -23,7 +23,7 @@ from fminfer.fields import (
 
 MAX_CANDIDATES = 128  # n and best_of
 MAX_BIAS = 100  # of logit_bias, on either side of 0
-MAX_REPETITION = 1000  # above it float32 logits lose their order
+MAX_REPETITION = 1000  # beyond it, or one over it, float32 logits lose their order
 _SWITCHES = (
     "ignore_eos",
     "include_stop_str_in_output",
@@ -151,7 +151,9 @@ def _check(raw: bytes, obj: dict[str, Any], max_logprobs: int, is_strict: bool) 
         stop_token_ids=reader.token_ids("stop_token_ids"),
         frequency_penalty=reader.number("frequency_penalty", DEFAULTS.frequency_penalty, -2, 2),
         presence_penalty=reader.number("presence_penalty", DEFAULTS.presence_penalty, -2, 2),
-        repetition_penalty=_repetition_penalty(reader),
+        repetition_penalty=reader.number(
+            "repetition_penalty", DEFAULTS.repetition_penalty, 1 / MAX_REPETITION, MAX_REPETITION
+        ),
         logit_bias=reader.biases("logit_bias", MAX_BIAS),
         seed=reader.optional_integer("seed", -INT64, INT64 - 1),
         **{name: reader.boolean(name, getattr(DEFAULTS, name)) for name in _SWITCHES},
@@ -169,13 +171,6 @@ def _min_tokens(reader: FieldReader, max_tokens: int) -> int:
             "min_tokens",
         )
     return min_tokens
-
-
-def _repetition_penalty(reader: FieldReader) -> float:
-    penalty = reader.number("repetition_penalty", DEFAULTS.repetition_penalty, 0, MAX_REPETITION)
-    if penalty == 0:
-        raise out_of_range("repetition_penalty", penalty, f"above 0, up to {MAX_REPETITION}")
-    return penalty
 
 
 def _refuse_unsupported(obj: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ import fminfer
 from fminfer.messages import SamplingRows, ScoringRows, Step, StepResult, TokenLogprobs
 from fminfer.models.checkpoint import load_model, open_checkpoint
 from fminfer.pipeline.local import LocalPipeline
+from fminfer.sampling import score
 from fminfer.tokenizer import EncodedPrompt
 
 Options = dict[str, Any]
@@ -138,6 +139,44 @@ def test_nan_weights_cost_each_row_an_error_and_not_the_run(
     checkpoint = open_checkpoint(str(llama_checkpoint[0]))
     sound = load_model(checkpoint, dtype=torch.float32, device=torch.device("cpu"), seed=1)
     assert not torch.isnan(sound(torch.tensor([[77]])).logits).any()
+
+
+def test_a_nan_score_of_a_shared_prefix_is_told_to_all_that_share_it(
+    llama_checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second line took the score from the prefix cache, and it came out as null."""
+
+    def score_damaged(logits: torch.Tensor, ids: torch.Tensor, num_top: int) -> Any:
+        draws = score(logits, ids, num_top)
+        draws.logprobs[ids == 77] = float("nan")
+        return draws
+
+    monkeypatch.setattr("fminfer.pipeline.stage.score", score_damaged)
+    engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="float32", attention="eager")
+    asked = {"prompt": [5, 77, *range(30)], "max_tokens": 0, "echo": True, "logprobs": 0}
+    codes = []
+    for _ in range(2):
+        (record,) = engine.run([asked])
+        codes.append(None if record.error is None else record.error.code)
+    engine.close()
+    assert engine.stats.num_cached_tokens > 20
+    assert codes == ["nan_logits", "nan_logits"]
+
+
+def test_a_cut_inside_a_character_loses_nothing_that_is_drawn(
+    llama_checkpoint: tuple[Path, Any],
+) -> None:
+    """The cut prompt ends in half an emoji, and the model draws the other half."""
+    engine = fminfer.Engine(
+        str(llama_checkpoint[0]), dtype="float32", attention="eager", on_too_long="truncate-right"
+    )
+    emoji = list("🙂".encode())
+    prompt = "x" * 252 + "🙂"
+    asked = {"max_tokens": 1, "logit_bias": {str(emoji[3]): 100}, "temperature": 0}
+    (record,) = engine.run([asked | {"prompt": prompt}])
+    engine.close()
+    assert record.to_dict()["result"]["usage"]["prompt_tokens_details"]["truncated_tokens"] == 1
+    assert record.to_dict()["result"]["choices"][0]["text"] == "🙂"
 
 
 def test_bfloat16_runs_and_is_near(llama_checkpoint: tuple[Path, Any]) -> None:

@@ -100,6 +100,20 @@ def test_a_bad_line_of_a_json_file_of_lines_costs_only_itself(tmp_path: Path) ->
     assert [line.raw for line in read_lines(path, 0)] == [b'{"a":1}', b'{"a":', b'{"a":3}']
 
 
+@pytest.mark.parametrize("bad", [b'{"a":1', b'{"a":"1', b"x", b"{}}"])
+def test_a_bad_first_line_of_a_json_file_of_lines_costs_only_itself(
+    tmp_path: Path, bad: bytes
+) -> None:
+    """It made the file look like objects over many lines, and everything behind it was lost."""
+    path = write(tmp_path / "a.json", b"\n" + bad + b'\n{"a":2}\n{"a":3}')
+    assert [line.raw for line in read_lines(path, 0)] == [bad, b'{"a":2}', b'{"a":3}']
+
+
+def test_a_control_character_in_an_array_costs_only_its_element(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.json", b'[{"a":"x\ty"},\n{"a":2}]')
+    assert [line.raw.strip() for line in read_lines(path, 0)] == [b'{"a":"x\ty"}', b'{"a":2}']
+
+
 def test_long_lines_and_many_chunks(tmp_path: Path) -> None:
     rows = [{"a": "é" * size} for size in (1, 200_000, 65_531, 65_532, 65_533, 3)]
     lines = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows).encode()

@@ -38,6 +38,8 @@ class RememberingPipeline:
 
     def submit(self, step: Step) -> None:
         self.num_in_flight += 1
+        targets = [target for _, target in step.block_copies]
+        assert len(set(targets)) == len(targets), "two copies into one block: which one wins?"
         copied = {
             (target, i): self._cache[source, i]
             for source, target in step.block_copies
@@ -93,11 +95,13 @@ class RememberingPipeline:
 class Bench:
     """An engine loop over the remembering pipeline."""
 
-    def __init__(self, *, has_cache: bool, block_size: int, num_blocks: int, chunk: int) -> None:
+    def __init__(
+        self, *, has_cache: bool, block_size: int, num_blocks: int, chunk: int, max_rows: int = 12
+    ) -> None:
         self.pool = BlockPool(num_blocks, block_size)
         self.cache = PrefixCache(self.pool) if has_cache else None
         scheduler = Scheduler(
-            self.pool, chunk_size=chunk, max_rows=12, micro_batches=2, cache=self.cache
+            self.pool, chunk_size=chunk, max_rows=max_rows, micro_batches=2, cache=self.cache
         )
         tokenizer = Tokenizer(None)
         self.loop = EngineLoop(
@@ -205,6 +209,33 @@ def test_cached_blocks_make_room_and_the_prompts_own_prefix_never_blocks_it() ->
     for ids in (first, [*first[:10], 99, 98], first[:10], [*first, *range(100, 116)], first):
         (choices,) = bench.answers([{"prompt": ids, "max_tokens": 1}])
         assert choices[0]["finish_reason"] == "length"
+    bench.pool.check_idle()
+
+
+def test_a_block_given_on_is_not_filled_for_its_former_owner() -> None:
+    """A candidate that ended at once left its copy behind, for the block of the next prompt.
+
+    Both copies went into one block in one step, and threads decided which of them won.
+    """
+    stem = list(range(10))
+    ending = {"prompt": stem, "max_tokens": 2, "n": 2, "stop_token_ids": list(range(VOCAB))}
+    after = {"prompt": [*stem, 77, 78, 79], "max_tokens": 3, "n": 2, "logprobs": 0}
+    found = []
+    for has_cache in (True, False):
+        bench = Bench(has_cache=has_cache, block_size=4, num_blocks=40, chunk=64, max_rows=2)
+        found.append(bench.answers([ending, after]))
+    assert found[0] == found[1]
+
+
+def test_kept_scores_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are Python objects beside the KV cache; prompts used longest ago go first."""
+    monkeypatch.setattr("fminfer.engine.prefix.MAX_SCORES", 500)
+    bench = Bench(has_cache=True, block_size=4, num_blocks=4000, chunk=64)
+    asked = {"max_tokens": 0, "echo": True, "logprobs": 4}
+    requests = [{"prompt": [i, *range(50)], **asked} for i in range(40)]
+    alone = Bench(has_cache=False, block_size=4, num_blocks=4000, chunk=64)
+    assert bench.answers(requests) == alone.answers(requests)
+    assert bench.cache is not None and 0 < bench.cache._num_scores <= 500
     bench.pool.check_idle()
 
 

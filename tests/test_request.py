@@ -105,6 +105,8 @@ def test_prompts_of_a_wrong_type(prompt: object) -> None:
         ({"frequency_penalty": 2.1}, "out_of_range", "frequency_penalty"),
         ({"presence_penalty": -2.1}, "out_of_range", "presence_penalty"),
         ({"repetition_penalty": 0}, "out_of_range", "repetition_penalty"),
+        ({"repetition_penalty": 1e-38}, "out_of_range", "repetition_penalty"),
+        ({"repetition_penalty": 1001}, "out_of_range", "repetition_penalty"),
         ({"min_p": 1.1}, "out_of_range", "min_p"),
         ({"min_tokens": 17}, "out_of_range", "min_tokens"),
         ({"min_tokens": 3, "max_tokens": 2}, "out_of_range", "min_tokens"),

@@ -222,6 +222,7 @@ class Intake:
         end_ids = eos_ids.union(params.stop_token_ids)
         prompt = PromptState(state, index, encoded, end_ids=end_ids)
         seed = self._seed if params.seed is None else params.seed
+        is_text = isinstance(state.request.prompts[index], str) and not encoded.num_cut
         for candidate in range(params.num_candidates):
             key = noise_key(seed, repeat, request_digest, index, candidate)
             sequence = Sequence(prompt, key, None)
@@ -229,7 +230,7 @@ class Intake:
                 sequence.detokenizer = Detokenizer(
                     self._tokenizer,
                     encoded.ids,
-                    is_whole_text=isinstance(state.request.prompts[index], str),
+                    is_whole_text=is_text,
                     skip_special_tokens=params.skip_special_tokens,
                 )
             if params.logit_bias or params.has_penalties:

@@ -194,8 +194,15 @@ class EngineLoop:
             stats.num_counted_cached += prompt.num_cached
             stats.num_counted_shareable += min(num_shared, prompt.num_to_feed - 1)
 
+    def _take_shared_scores(self, prompt: PromptState) -> None:
+        if prompt.shared_scores:
+            prompt.take_shared_scores()
+            for place, report in enumerate(prompt.reports, start=1):
+                if math.isnan(report.logprob):
+                    prompt.owner.error = _nan_error(f"prompt token {place}")
+
     def _take_score(self, prompt: PromptState, report: TokenReport) -> None:
-        prompt.take_shared_scores()
+        self._take_shared_scores(prompt)
         prompt.reports.append(report)
         if math.isnan(report.logprob):
             prompt.owner.error = _nan_error(f"prompt token {len(prompt.reports)}")
@@ -206,7 +213,7 @@ class EngineLoop:
 
     def _take_token(self, sequence: Sequence, report: TokenReport) -> None:
         state = sequence.prompt.owner
-        sequence.prompt.take_shared_scores()
+        self._take_shared_scores(sequence.prompt)
         assert state.times is not None, "a row ran before it was admitted"
         if state.times.first_token_s is None:
             state.times.first_token_s = time.perf_counter()

@@ -8,12 +8,14 @@ knows no tensor and no request.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.sequence import ReportSlice, TokenReport
 
+MAX_SCORES = 2_000_000  # logprobs kept with prefixes, some 100 bytes each
 MIN_ENTRIES = 1024  # in the heap of leaves before stale ones are swept out
 MAX_COUNTED_TOKENS = 500_000  # distinct prefixes that the optimum is counted over; about 40 MB
 
@@ -45,6 +47,11 @@ class _Node:
     def end(self) -> int:
         return self.start + len(self.tokens)
 
+    @property
+    def num_scores(self) -> int:
+        """Logprobs that are kept for its tokens, alternatives counted."""
+        return 0 if self.reports is None else len(self.tokens) * (1 + self.num_top)
+
 
 class PrefixCache:
     """Keeps blocks of prompts in the pool, to be found by later prompts."""
@@ -59,6 +66,7 @@ class PrefixCache:
         self._root = _Node(None, 0, [], [])
         self._leaves: list[tuple[int, _Node]] = []  # a heap of (last_used, node); may be stale
         self._max_entries = MIN_ENTRIES
+        self._num_scores = 0  # of all nodes
 
     def match(self, ids: list[int], limit: int, num_top: int | None) -> Match:
         """Find the longest cached prefix of `ids`, of at most `limit` tokens.
@@ -114,13 +122,18 @@ class PrefixCache:
                     return
                 child = self._split(child, num_equal)
             if reports is not None and not _has_scores(child, num_top):
+                self._num_scores -= child.num_scores
                 child.reports, child.num_top = reports, num_top
+                self._num_scores += child.num_scores
             node, depth = child, depth + num_equal
 
     def evict(self, num_free: int) -> None:
         """Drop the leaves used longest ago until the pool has `num_free` blocks, or no more can."""
+        self._evict_while(lambda: self._pool.num_free < num_free)
+
+    def _evict_while(self, is_too_full: Callable[[], bool]) -> None:
         in_use: list[tuple[int, _Node]] = []
-        while self._pool.num_free < num_free and self._leaves:
+        while is_too_full() and self._leaves:
             last_used, node = heapq.heappop(self._leaves)
             if not _is_current(last_used, node):
                 continue
@@ -150,8 +163,10 @@ class PrefixCache:
     ) -> None:
         leaf = _Node(parent, parent.end, tokens, blocks, reports=reports, num_top=num_top)
         self._pool.keep(blocks)
+        self._num_scores += leaf.num_scores
         parent.children[tokens[0]] = leaf
         self._touch(leaf)
+        self._evict_while(lambda: self._num_scores > MAX_SCORES)
 
     def _split(self, node: _Node, length: int) -> _Node:
         """Cut a node after `length` of its tokens; return the upper part."""
@@ -181,6 +196,7 @@ class PrefixCache:
         assert parent is not None
         del parent.children[leaf.tokens[0]]
         leaf.is_removed = True
+        self._num_scores -= leaf.num_scores
         self._pool.drop(leaf.blocks)
         if not parent.children and parent is not self._root:
             heapq.heappush(self._leaves, (parent.last_used, parent))

@@ -150,6 +150,9 @@ class Scheduler:
 
     def release(self, sequence: Sequence) -> None:
         """Free the blocks of a sequence that is done."""
+        if self._copies:  # one that was to fill a block of it must not fill the next owner's
+            own = set(sequence.block_table)
+            self._copies = [copy for copy in self._copies if copy[1] not in own]
         self._pool.release(sequence.block_table)
         sequence.block_table = []
         self.num_running -= 1
@@ -161,6 +164,7 @@ class Scheduler:
         assert self.is_idle and not self._ready and not self._prefilling
         assert self._num_drawing == 0, "a sequence in flight was forgotten"
         assert self._num_unfed == 0, "a prompt was fed in part"
+        assert not self._copies, "a copy is left over"
         self._pool.check_idle()
 
     def _num_blocks(self, prompt: PromptState) -> int:

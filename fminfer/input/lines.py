@@ -79,7 +79,7 @@ def stem(path: Path) -> str:
 
 def count_rows(path: Path) -> int | None:
     """Count the lines to answer; None where that would mean to decompress or parse them twice."""
-    if path.suffix != ".jsonl":
+    if path.suffix != ".jsonl" or not path.is_file():  # a pipe can be read only once
         return None
     return sum(1 for _ in read_lines(path, 0))
 
@@ -109,9 +109,12 @@ def _read_values(path: Path) -> Iterator[bytes]:
     head = _read_until(chunks, lambda chunk: bool(chunk.strip()))
     if head.lstrip().startswith(b"["):
         return split_values(chain([head.lstrip()[1:]], chunks), is_array=True)
-    head = _read_until(chain([head], chunks), lambda chunk: b"\n" in chunk)
-    # One object a line, as in a .jsonl file; or objects over many lines, one after another.
-    is_spread = not _is_json(head.strip().partition(b"\n")[0])
+    num_blank = head[: len(head) - len(head.lstrip())].count(b"\n")
+    num_lines = num_blank + 2
+    head = _read_until(chain([head], chunks), _Newlines(num_lines))
+    # One object a line, as in a .jsonl file; or objects over many lines, one after another. Two
+    # lines are looked at, since one of them may be bad.
+    is_spread = not any(map(_is_object, head.lstrip().split(b"\n", 2)[:2]))
     if is_spread and head.lstrip().startswith(b"{"):
         return split_values(chain([head], chunks), is_array=False)
     return _split_lines(chain([head], chunks))
@@ -166,9 +169,19 @@ def _read_until(chunks: Iterator[bytes], is_last: Callable[[bytes], bool]) -> by
     return b"".join(parts)
 
 
-def _is_json(text: bytes) -> bool:
+class _Newlines:
+    """Tells when so many newlines have come by."""
+
+    def __init__(self, count: int) -> None:
+        self._num_left = count
+
+    def __call__(self, chunk: bytes) -> bool:
+        self._num_left -= chunk.count(b"\n")
+        return self._num_left <= 0
+
+
+def _is_object(text: bytes) -> bool:
     try:
-        json.loads(text)
+        return isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):
         return False
-    return True

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from fminfer.errors import DamagedInputError
 
-_IN_STRING = re.compile(rb'["\\\x00-\x1f]')
+_IN_STRING = re.compile(rb'["\\\n]')  # a newline: the string was not closed
 _IN_VALUE = re.compile(rb'["\[\]{}]')
 _IN_ARRAY = re.compile(rb'["\[\]{},]')
 _OPENED_BY = {b"]": ord("["), b"}": ord("{")}
