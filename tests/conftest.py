@@ -91,7 +91,10 @@ FIELDS: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": 8},
     "falcon": {"multi_query": True, "bias": True},
     "falcon-new": {"new_decoder_architecture": True, "num_kv_heads": 2},
-    "falcon-alibi": {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
+    # 16 heads have slopes that are no powers of two, so that Falcon's rounding shows.
+    "falcon-alibi": {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}
+    | {"num_attention_heads": 16},
+    "falcon-alibi-shared": {"alibi": True, "multi_query": True, "num_attention_heads": 16},
     "mpt": {"max_seq_len": 256, "attn_config": {"clip_qkv": 0.9, "softmax_scale": 0.4}},
     "bloom": {"seq_length": 256},
 }

@@ -194,6 +194,8 @@ def kv_shape(config: Any) -> tuple[int, int]:
     else:
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if config.model_type == "falcon" and config.alibi:
+        return heads, head_dim + 1  # the bias is kept with the keys, see the adapter
     return kv_heads, head_dim
 
 

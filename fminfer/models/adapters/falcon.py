@@ -1,8 +1,9 @@
 """Falcon's attention over the paged cache: rotary or ALiBi, with one, few or all heads of keys.
 
-ALiBi of Falcon (its "rw" models) is slope_h · j / sqrt(head_dim) with slopes rounded to bfloat16.
-transformers also rounds each product slope_h · j to bfloat16, which makes neighbouring keys equal
-where j is large; we keep the products exact, as the formula has them (Press et al. 2021).
+With ALiBi (the "rw" models) Falcon adds slope_h · j to query · key of the key at position j before
+both are scaled, rounded to bfloat16: by up to 4 where j passes 1000, so the rounding is part of the
+model. It depends on nothing but head and j, so it is kept as one more dimension of the key, which
+the query meets with a 1. Keys of shared heads are repeated for that, as each head has its own.
 """
 
 from __future__ import annotations
@@ -23,16 +24,21 @@ class PagedFalconAttention(FalconAttention):
         self,
         hidden_states: torch.Tensor,  # (1, tokens, hidden)
         *args: object,
+        position_ids: torch.Tensor,  # (1, tokens)
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         **kwargs: object,
     ) -> tuple[torch.Tensor, None]:
         query, key, value = self._split_qkv(self.query_key_value(hidden_states))
         if self.alibi_slopes is None:
             query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
-        out = self.paged_attention(
-            query, key, value, scaling=self.inv_norm_factor, alibi_slopes=self.alibi_slopes
-        )
-        return self.dense(out.flatten(2)), None
+        else:
+            bias = (self.alibi_slopes[:, None] * position_ids[0]).to(key.dtype)
+            group = self.num_heads // key.shape[1]
+            key = torch.cat([key.repeat_interleave(group, 1), bias[None, :, :, None]], -1)
+            value = nn.functional.pad(value.repeat_interleave(group, 1), (0, 1))
+            query = nn.functional.pad(query, (0, 1), value=1.0)
+        out = self.paged_attention(query, key, value, scaling=self.inv_norm_factor)
+        return self.dense(out[..., : self.head_dim].flatten(2)), None
 
     def _split_qkv(
         self, fused: torch.Tensor
@@ -52,6 +58,5 @@ def adapt(attention: nn.Module, config: Any) -> None:
     assert isinstance(attention, PagedFalconAttention)
     attention.alibi_slopes = None
     if config.alibi:
-        slopes = interleaved_slopes(attention.num_heads).bfloat16().float()
-        slopes *= attention.inv_norm_factor
+        slopes = interleaved_slopes(attention.num_heads).bfloat16()
         attention.alibi_slopes = slopes.to(attention.dense.weight.device)
