@@ -90,7 +90,7 @@ def run_fminfer(workload: list[Row], dtype: str, attention: str, passes: int) ->
         "kv_bytes_per_token": engine.kv_bytes_per_token,
         "saved_tokens": stats.num_counted_cached / passes,
         "savable_tokens": stats.num_counted_shareable / passes,
-        "busy_s": stats.stage_busy_s / passes,
+        "busy_s": sum(stage.busy_s for stage in stats.stages) / passes,
     }
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
 import traceback
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,14 @@ import click
 
 from fminfer import __version__
 from fminfer.config import EngineConfig
-from fminfer.errors import FminferError, UsageError
-from fminfer.input.lines import find_inputs
+from fminfer.errors import FminferError, PipelineError, UsageError
+from fminfer.launcher import launch
+from fminfer.paths import JobPaths
+from fminfer.ranks import RankConfig, find_facts
+from fminfer.run_options import run_options
 
 STARTED_S = time.perf_counter()
 EXIT_FAILED, EXIT_USAGE, EXIT_SOME_ERRORS, EXIT_INTERRUPTED = 1, 2, 3, 130
-DEFAULTS = EngineConfig()
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -33,127 +35,17 @@ def main() -> None:
     """
 
 
-@main.command()
+class _KeepsArguments(click.Command):
+    """Remembers what it was called with, for the ranks that it may start."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta["arguments"] = list(args)
+        return super().parse_args(ctx, args)
+
+
+@main.command(cls=_KeepsArguments)
 @click.argument("paths", nargs=-1, type=click.Path(path_type=Path))
-@click.option(
-    "--infer-data",
-    multiple=True,
-    type=click.Path(path_type=Path),
-    help="A .jsonl or .json file of requests, also .gz or .zst; a folder of them (outputs of "
-    "earlier runs left out); or - for stdin. May be repeated.",
-)
-@click.option(
-    "--output",
-    type=click.Path(path_type=Path),
-    help="A .jsonl file, a folder, or - for stdout (errors then go to stderr).  "
-    "[default: output_<name>.jsonl beside the input; stdout for stdin]",
-)
-@click.option(
-    "--model-name",
-    "--model",
-    "model",
-    help="A local folder or hub id.  [default: the demo model of the package]",
-)
-@click.option("--model-type", help="Checked against the model's config (opt, bloom, gptj, …).")
-@click.option(
-    "--random-init",
-    metavar="CONFIG_OR_SIZE",
-    help="Random weights of a config.json or a known size (llama-160m, …), for benches.",
-)
-@click.option(
-    "--dtype",
-    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-    default=DEFAULTS.dtype,
-    show_default=True,
-    help="auto: bfloat16 where the machine is fast in it.",
-)
-@click.option("--fp16", is_flag=True, help="The same as --dtype float16.")
-@click.option("--device", default=DEFAULTS.device, show_default=True, help="auto, cpu, cuda:0, …")
-@click.option(
-    "--budget",
-    type=int,
-    help="Tokens of KV cache for all rows that run at once, prompt and max_tokens counted, "
-    "rounded up to blocks of 32.  "
-    "[default: half of the free memory]",
-)
-@click.option(
-    "--chunk-size",
-    type=int,
-    default=DEFAULTS.chunk_size,
-    show_default=True,
-    help="Most tokens of one step.",
-)
-@click.option(
-    "--max-rows",
-    type=int,
-    default=DEFAULTS.max_rows,
-    show_default=True,
-    help="Most sequences that run at once.",
-)
-@click.option(
-    "--micro-batches",
-    type=int,
-    default=DEFAULTS.micro_batches,
-    show_default=True,
-    help="Steps in flight.",
-)
-@click.option(
-    "--attention",
-    type=click.Choice(["auto", "eager", "compiled"]),
-    default=DEFAULTS.attention,
-    show_default=True,
-    help="Decode attention on the CPU; auto compiles it once a job is long enough.",
-)
-@click.option(
-    "--seed",
-    type=int,
-    default=DEFAULTS.seed,
-    show_default=True,
-    help="For requests without a seed of their own.",
-)
-@click.option(
-    "--max-logprobs",
-    type=int,
-    default=DEFAULTS.max_logprobs,
-    show_default=True,
-    help="Largest logprobs that a request may ask for.",
-)
-@click.option(
-    "--on-too-long",
-    type=click.Choice(["error", "truncate-left", "truncate-right"]),
-    default=DEFAULTS.on_too_long,
-    show_default=True,
-    help="What becomes of a prompt that leaves no room for max_tokens; cuts are told.",
-)
-@click.option(
-    "--prefix-cache/--no-prefix-cache",
-    default=DEFAULTS.prefix_cache,
-    show_default=True,
-    help="Compute a prefix that prompts share only once.",
-)
-@click.option(
-    "--token-format",
-    type=click.Choice(["auto", "vocab", "text"]),
-    default=DEFAULTS.token_format,
-    show_default=True,
-    help="Spelling of logprobs.tokens: vocabulary pieces, or text. auto: text for Batch lines.",
-)
-@click.option(
-    "--strict",
-    is_flag=True,
-    default=DEFAULTS.strict,
-    help="Unknown parameters, best_of below n and the like are errors of their line.",
-)
-@click.option(
-    "--check-model",
-    is_flag=True,
-    default=DEFAULTS.check_model,
-    help="A line whose model or engine is not --model-name, or its last part, is an error.",
-)
-@click.option("--restart", is_flag=True, help="Answer again what is already answered.")
-@click.option("--stats", type=click.Path(path_type=Path), help="Write the summary as JSON.")
-@click.option("-q", "--quiet", is_flag=True, help="Say nothing but errors.")
-@click.option("-v", "--verbose", is_flag=True, help="Show tracebacks and library warnings.")
+@run_options
 def run(
     paths: tuple[Path, ...],
     infer_data: tuple[Path, ...],
@@ -163,6 +55,8 @@ def run(
     stats: Path | None,
     quiet: bool,
     verbose: bool,
+    trace: Path | None,
+    pp_mode: str | None,
     **options: Any,
 ) -> None:
     """Answer every line of the given files.
@@ -186,14 +80,24 @@ def run(
         if options["dtype"] not in ("auto", "float16"):
             raise click.UsageError(f"--fp16 and --dtype {options['dtype']} contradict each other")
         options["dtype"] = "float16"
+    is_rank = {field.name: options.pop(field.name) for field in fields(RankConfig)}
+    job = JobPaths([*infer_data, *paths], output, restart, stats, trace, quiet, verbose)
     try:
-        config = EngineConfig(**options)
-        inputs = find_inputs([*infer_data, *paths])
-        if not inputs:
-            raise UsageError("no input; give a .jsonl file, as in: fminfer run requests.jsonl")
-        status = _run(config, inputs, output, restart, stats, quiet, verbose)
+        ranks, config = RankConfig(**is_rank), EngineConfig(**options)
+        facts = find_facts(ranks, os.environ)
+        # Mistakes in it are told before anything is started or loaded.
+        plan = job.plan() if facts is None or facts.rank == 0 else None
+        if facts is None and (ranks.size or 1) > 1:
+            arguments = click.get_current_context().meta["arguments"]
+            sys.exit(launch(["run", *arguments], ranks.size or 1))
+        from fminfer.running import run_process
+
+        summary = run_process(job, plan, config, ranks, facts, _elapsed_s)
+        status = EXIT_SOME_ERRORS if summary is not None and summary.num_errors else 0
     except UsageError as error:
         _fail(error, EXIT_USAGE, verbose)
+    except PipelineError as error:
+        _fail(error, EXIT_FAILED, verbose, at_once=True)
     except FminferError as error:
         _fail(error, EXIT_FAILED, verbose)
     except BrokenPipeError:
@@ -207,52 +111,16 @@ def run(
     sys.exit(status)
 
 
-def _run(
-    config: EngineConfig,
-    inputs: list[Path],
-    output: Path | None,
-    restart: bool,
-    stats: Path | None,
-    is_quiet: bool,
-    is_verbose: bool,
-) -> int:
-    from dataclasses import asdict
-
-    import transformers
-
-    from fminfer.job import run_job
-    from fminfer.output.places import plan_outputs
-    from fminfer.output.progress import LoadingBar
-    from fminfer.worker import Engine
-
-    if not is_verbose:
-        transformers.logging.set_verbosity_error()
-    outputs = plan_outputs(inputs, output, restart=restart)
-    if stats is not None and not stats.parent.is_dir():
-        raise UsageError(f"--stats {stats}: there is no folder {stats.parent}")
-    if config.model is None and config.random_init is None and not is_quiet:
-        click.echo(
-            "Using the demo model, which knows only the way between rooms; "
-            "--model-name gives another.",
-            err=True,
-        )
-    loading = LoadingBar(is_quiet=is_quiet)
-    engine = Engine(on_progress=loading, **asdict(config))
-    loading.close()
-    ready_s = time.perf_counter() - STARTED_S
-    try:
-        summary = run_job(engine, inputs, outputs, start_to_ready_s=ready_s, is_quiet=is_quiet)
-    finally:
-        engine.close()
-    if stats is not None:
-        stats.write_text(json.dumps(summary.to_dict(), indent=2) + "\n")
-    if not is_quiet:
-        click.echo(summary.to_text(), err=True)
-    return EXIT_SOME_ERRORS if summary.num_errors else 0
+def _elapsed_s() -> float:
+    return time.perf_counter() - STARTED_S
 
 
-def _fail(error: Exception, status: int, verbose: bool) -> None:
+def _fail(error: Exception, status: int, verbose: bool, *, at_once: bool = False) -> None:
+    """Say what is wrong and end; `at_once` if threads wait for ranks that are gone."""
     if verbose:
         traceback.print_exception(error)
     click.echo(f"Error: {error}", err=True)
+    if at_once:
+        sys.stdout.flush()
+        os._exit(status)
     sys.exit(status)

@@ -34,7 +34,7 @@ class EngineConfig:
     block_size: int = 32  # tokens a KV block
     chunk_size: int = 512  # most tokens of one step
     max_rows: int = 256  # most sequences that run at once
-    micro_batches: int = 2  # steps in flight
+    micro_batches: int | None = None  # steps in flight; None: one more than there are stages
     prefix_cache: bool = True  # compute a prefix that prompts share only once
     on_too_long: OnTooLong = "error"  # a prompt that leaves no room for max_tokens
     max_logprobs: int = 100  # largest `logprobs` a request may ask for
@@ -42,11 +42,18 @@ class EngineConfig:
     strict: bool = False  # what is otherwise only warned of is the line's error
     check_model: bool = False  # a line that names another model is an error
     attention: AttentionBody = "auto"
+    max_steps: int | None = None  # micro-batches after which a run stops; None: no limit
+    cuda_ids: tuple[int, ...] = ()  # the GPUs of this machine's ranks, in their order
+    num_layers: int | None = None  # a rank; None: balanced by cost
+    max_layers: int | None = None  # of the model, counted from its first; the others are left out
+    stage_layers: tuple[int, ...] | None = None  # of each rank
 
     def __post_init__(self) -> None:
-        for field in ("block_size", "chunk_size", "max_rows", "micro_batches"):
-            if getattr(self, field) < 1:
-                raise UsageError(f"{field} is {getattr(self, field)}; it must be at least 1")
+        at_least_1 = ("block_size", "chunk_size", "max_rows", "micro_batches")
+        for field in (*at_least_1, "num_layers", "max_layers", "max_steps"):
+            value = getattr(self, field)
+            if value is not None and value < 1:
+                raise UsageError(f"{field} is {value}; it must be at least 1")
         if not -(2**63) <= self.seed < 2**63:
             raise UsageError(f"seed is {self.seed}; it must fit 64 bits, with a sign")
         if self.max_logprobs < 0:

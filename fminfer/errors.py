@@ -3,6 +3,8 @@
 FminferError                 the run cannot go on; the message says what to do
 ├── UsageError               a flag, a path or an argument is wrong (exit status 2)
 ├── CheckpointError          the model cannot be loaded or run
+├── PipelineError            a rank failed, died, fell silent or never came
+├── StepLimitError           as many micro-batches have run as were allowed
 ├── DamagedInputError        the rest of an input file cannot be read; what came before it can
 └── RequestError             one input line is wrong; it costs that line only
 """
@@ -38,6 +40,14 @@ class UsageError(FminferError):
 
 class CheckpointError(FminferError):
     """A model folder, config, tokenizer or weight file that cannot be used."""
+
+
+class PipelineError(FminferError):
+    """What became of the ranks of a run, and whose fault it is."""
+
+
+class StepLimitError(FminferError):
+    """The run did all the steps that it was allowed, and rows are left."""
 
 
 class DamagedInputError(FminferError):

@@ -18,6 +18,7 @@ from fminfer.output.records import Record
 from fminfer.output.status import Counts, StatusFile
 from fminfer.output.stream import OrderedStream
 from fminfer.output.summary import JobSummary
+from fminfer.output.trace import TraceFile
 from fminfer.output.writer import PARTIAL, OutputFile, traces
 from fminfer.worker import Engine
 
@@ -98,8 +99,13 @@ def run_job(
     *,
     start_to_ready_s: float,
     is_quiet: bool,
+    trace: Path | None = None,
 ) -> JobSummary:
-    """Answer every line of the inputs into the outputs."""
+    """Answer every line of the inputs into the outputs.
+
+    Args:
+        trace: where to write what each rank did when.
+    """
     summary = JobSummary(
         engine.model_name,
         str(engine.dtype).removeprefix("torch."),
@@ -112,6 +118,9 @@ def run_job(
     expected = [file.expected_rows for file in files]
     total = None if None in expected else sum(count or 0 for count in expected)
     bar = ProgressBar(total, is_quiet=is_quiet)
+    trace_file = None if trace is None else TraceFile(trace)
+    if trace_file is not None:
+        engine.trace(trace_file.add)
     started = time.perf_counter()
     try:
         for record in engine.run(line for file in files for line in file.lines()):
@@ -124,6 +133,8 @@ def run_job(
         raise
     finally:
         bar.close()
+        if trace_file is not None:
+            trace_file.close()
     summary.wall_s = time.perf_counter() - started
     summary.engine = asdict(engine.stats)
     summary.warnings = engine.warnings

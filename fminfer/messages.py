@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from typing import Literal
+
+Phase = Literal["prefill", "decode", "mixed"]
 
 
 @dataclass(slots=True)
@@ -96,6 +99,15 @@ class TokenLogprobs:
     top_logprobs: list[list[float]]
 
 
+@dataclass(slots=True, frozen=True)
+class StageSpan:
+    """When one stage worked on a step, and what it then sent on."""
+
+    start_s: float  # time.time() of its machine
+    end_s: float
+    sent_bytes: int = 0
+
+
 @dataclass(slots=True)
 class StepResult:
     """What the last stage found, in the order of the step's sampling and scoring rows."""
@@ -103,4 +115,20 @@ class StepResult:
     step_id: int
     sampled: TokenLogprobs
     scored: TokenLogprobs
-    compute_s: float  # how long the stage was busy with it
+    spans: list[StageSpan]  # one a stage
+
+
+@dataclass(slots=True, frozen=True)
+class StepTrace:
+    """What a trace shows of a step."""
+
+    step_id: int
+    num_prompt_tokens: int
+    num_decode_rows: int
+    spans: list[StageSpan]
+
+    @property
+    def phase(self) -> Phase:
+        if not self.num_decode_rows:
+            return "prefill"
+        return "mixed" if self.num_prompt_tokens else "decode"

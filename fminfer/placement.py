@@ -12,14 +12,21 @@ from fminfer.errors import UsageError
 KV_SHARE = 0.5  # of the memory that is free once the weights are loaded
 
 
-def choose_device(name: str) -> torch.device:
-    """Return the device of a name; `auto` is the first GPU, or else the CPU.
+def choose_device(name: str, cuda_ids: tuple[int, ...] = (), local_rank: int = 0) -> torch.device:
+    """Return the device of a name; `auto` is this rank's GPU, or the CPU where there is none.
+
+    Args:
+        cuda_ids: the GPUs to use; none: all that torch sees.
+        local_rank: which of this machine's ranks asks; they take the GPUs in turn.
 
     Raises:
         UsageError: no such device here.
     """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        ids = cuda_ids or tuple(range(torch.cuda.device_count()))
+        name = f"cuda:{ids[local_rank % len(ids)]}"
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -61,13 +68,28 @@ def is_fast_in_bfloat16(device: torch.device) -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
-def auto_budget(kv_bytes_per_token: int, most_useful: int, device: torch.device) -> int:
-    """Return the tokens of KV cache that half of the free memory holds, at most `most_useful`."""
+def free_bytes(device: torch.device) -> int:
+    """Return the memory that is free on a device."""
     if device.type == "cuda":
-        free_bytes, _ = torch.cuda.mem_get_info(device)
-    else:
-        free_bytes = _free_host_bytes()
-    return max(1, min(most_useful, int(free_bytes * KV_SHARE) // kv_bytes_per_token))
+        free: int = torch.cuda.mem_get_info(device)[0]
+        return free
+    return _free_host_bytes()
+
+
+def memory_name(device: torch.device, host: str) -> str:
+    """Name the memory of a device, so that ranks know with whom they share it."""
+    if device.type == "cuda":
+        return f"{host}/{torch.cuda.get_device_properties(device).uuid}"
+    return f"{host}/cpu"
+
+
+def auto_budget(kv_bytes_per_token: int, most_useful: int, free: int) -> int:
+    """Return the tokens of KV cache that half of `free` bytes hold, at most `most_useful`.
+
+    Args:
+        kv_bytes_per_token: of all that share the memory.
+    """
+    return max(1, min(most_useful, int(free * KV_SHARE) // kv_bytes_per_token))
 
 
 def _free_host_bytes() -> int:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from fminfer.config import EngineConfig
-from fminfer.decode_attention import PartialAttention
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.intake import Intake, Limits
@@ -20,13 +19,16 @@ from fminfer.engine.loop import EngineLoop
 from fminfer.engine.prefix import PrefixCache
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.stats import EngineStats
-from fminfer.errors import CheckpointError, UsageError
+from fminfer.errors import CheckpointError, PipelineError, UsageError
 from fminfer.input.lines import Line
-from fminfer.models.checkpoint import Checkpoint, load_model, open_checkpoint, open_random
+from fminfer.loading import LoadedPart, build_stage, count_blocks, load_part, open_model
+from fminfer.messages import StepTrace
+from fminfer.models.checkpoint import Checkpoint
 from fminfer.output.records import Record
-from fminfer.pipeline.local import LocalPipeline
-from fminfer.pipeline.stage import Stage, kv_shape
-from fminfer.placement import auto_budget, choose_device, choose_dtype
+from fminfer.pipeline.group import Group
+from fminfer.pipeline.local import LocalPipeline, QueuedPipeline
+from fminfer.pipeline.ring import RingPipeline, serve
+from fminfer.pipeline.stage import Stage
 from fminfer.tokenizer import Tokenizer
 
 
@@ -40,10 +42,12 @@ class Engine:
     Args:
         model: a folder or hub id; None is the demo model of the package.
         on_progress: called with (bytes read, bytes in all) while weights load.
+        group: the ranks among which this process is rank 0; None: it runs the model alone.
         options: the other fields of `EngineConfig`.
 
     Raises:
         CheckpointError: the model cannot be loaded.
+        PipelineError: the ranks were started with different options.
         UsageError: an option that cannot be.
     """
 
@@ -52,38 +56,24 @@ class Engine:
         model: str | None = None,
         *,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
+        group: Group | None = None,
         **options: Any,
     ) -> None:
         started = time.perf_counter()
         self.config = config = EngineConfig(model=model, **options)
-        self.device = choose_device(config.device)
-        if config.random_init is not None:
-            checkpoint = open_random(config.random_init)
-        else:
-            checkpoint = open_checkpoint(config.model)
-        _check_model_type(config.model_type, str(checkpoint.config.model_type))
+        checkpoint = open_model(config)
         self.model_name = checkpoint.name
-        self.context_length = checkpoint.context_length  # most tokens of prompt and completion
         self.tokenizer = _load_tokenizer(checkpoint, config)
-        self.dtype = choose_dtype(config.dtype, checkpoint.config.dtype, self.device)
-        network = load_model(
-            checkpoint,
-            dtype=self.dtype,
-            device=self.device,
-            seed=config.seed,
-            on_progress=on_progress,
-        )
-        self.weight_bytes = sum(p.nbytes for p in network.parameters())
-        num_blocks = self._count_blocks(checkpoint)
-        stage = Stage(
-            network,
-            checkpoint.family,
-            num_blocks=num_blocks,
-            block_size=config.block_size,
-            partial=PartialAttention(config.attention, self.device),
-        )
-        self._pipeline = LocalPipeline(stage.run)
-        self._loop = self._build_loop(checkpoint, num_blocks)
+        loaded = load_part(config, checkpoint, group, on_progress)
+        self.context_length = checkpoint.context_length  # most tokens of prompt and completion
+        self.device, self.dtype = loaded.device, loaded.dtype
+        self.weight_bytes = loaded.weight_bytes  # of this rank
+        self.kv_bytes_per_token = loaded.kv_bytes_per_token  # of this rank
+        num_blocks = count_blocks(config, loaded, group)
+        stage = build_stage(config, loaded, num_blocks)
+        self._group = group
+        self._pipeline = _build_pipeline(stage, loaded, group)
+        self._loop = self._build_loop(checkpoint, num_blocks, loaded.part.num_stages)
         self.load_s = time.perf_counter() - started
 
     @property
@@ -95,6 +85,10 @@ class Engine:
     def warnings(self) -> dict[str, int]:
         """What was strange about requests that were answered all the same, and how often."""
         return dict(self._intake.warnings)
+
+    def trace(self, on_step: Callable[[StepTrace], None]) -> None:
+        """Have a function told of every step that is finished."""
+        self._loop.on_step = on_step
 
     def run(self, requests: Iterable[Mapping[str, Any] | Line]) -> Generator[Record, None, None]:
         """Answer requests, reading them as room for them appears.
@@ -113,23 +107,17 @@ class Engine:
         return self._loop.run(_as_lines(requests))
 
     def close(self) -> None:
-        """End the stage's thread. The engine cannot be used afterwards."""
+        """End the stage's thread, and the other ranks. The engine cannot be used afterwards."""
+        group, self._group = self._group, None
+        if group is not None and not self._pipeline.is_broken:
+            group.watch.stop()
         self._pipeline.close()
+        if group is not None and not self._pipeline.is_broken:
+            group.leave()
 
-    def _count_blocks(self, checkpoint: Checkpoint) -> int:
+    def _build_loop(self, checkpoint: Checkpoint, num_blocks: int, num_stages: int) -> EngineLoop:
         config = self.config
-        kv_heads, head_dim = kv_shape(checkpoint.config)
-        layers = checkpoint.config.num_hidden_layers
-        self.kv_bytes_per_token = 2 * layers * kv_heads * head_dim * self.dtype.itemsize
-        budget = config.budget
-        if budget is None:
-            context_blocks = -(-checkpoint.context_length // config.block_size)
-            most = config.max_rows * context_blocks * config.block_size
-            budget = auto_budget(self.kv_bytes_per_token, most, self.device)
-        return -(-budget // config.block_size)
-
-    def _build_loop(self, checkpoint: Checkpoint, num_blocks: int) -> EngineLoop:
-        config = self.config
+        micro_batches = config.micro_batches or num_stages + 1
         limits = Limits(
             checkpoint.context_length,
             checkpoint.config.vocab_size,
@@ -145,7 +133,8 @@ class Engine:
             pool,
             chunk_size=config.chunk_size,
             max_rows=config.max_rows,
-            micro_batches=config.micro_batches,
+            micro_batches=micro_batches,
+            num_stages=num_stages,
             cache=PrefixCache(pool) if config.prefix_cache else None,
         )
         return EngineLoop(
@@ -153,9 +142,40 @@ class Engine:
             scheduler,
             self._pipeline,
             AnswerForm(self.tokenizer, self.model_name, config.token_format),
-            micro_batches=config.micro_batches,
+            micro_batches=micro_batches,
             kv_capacity=num_blocks * config.block_size,
+            max_steps=config.max_steps,
         )
+
+
+def serve_rank(
+    group: Group,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    **options: Any,
+) -> None:
+    """Be a rank other than 0: load its layers, and compute until rank 0 says stop.
+
+    What goes wrong ends this process and the run.
+
+    Args:
+        options: the fields of `EngineConfig`, as rank 0 has them.
+    """
+    try:
+        config = EngineConfig(**options)
+        loaded = load_part(config, open_model(config), group, on_progress)
+        stage = build_stage(config, loaded, count_blocks(config, loaded, group))
+        serve(stage, loaded.part, loaded.form, on_stop=group.watch.stop)
+    except Exception as error:
+        group.fail(error)
+    group.leave()
+
+
+def _build_pipeline(stage: Stage, loaded: LoadedPart, group: Group | None) -> QueuedPipeline:
+    if group is None:
+        return LocalPipeline(stage.run)
+    ring = RingPipeline(stage, loaded.part, loaded.form)
+    group.watch.on_fault = lambda fault: ring.fail(PipelineError(fault))
+    return ring
 
 
 def _load_tokenizer(checkpoint: Checkpoint, config: EngineConfig) -> Tokenizer:
@@ -185,16 +205,6 @@ def _ends(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[int]:
     if checkpoint.eos_ids or tokenizer.eos_id is None:
         return checkpoint.eos_ids
     return frozenset({tokenizer.eos_id})
-
-
-def _check_model_type(name: str | None, of_config: str) -> None:
-    """Refuse a model type that is not the config's; old spellings (gptneox, gpt-j) are known."""
-    plain = (name or "").replace("_", "").replace("-", "").lower()
-    if name is not None and plain != of_config.replace("_", ""):
-        raise UsageError(
-            f"--model-type {name} clashes with the model's config, which says {of_config}; "
-            "leave the flag out"
-        )
 
 
 def _as_lines(requests: Iterable[Mapping[str, Any] | Line]) -> Iterator[Line]:

@@ -100,10 +100,17 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_model(name: str) -> Any:
-    """Build the small random model of FIELDS[name], every parameter far from 0 and 1, float32."""
+def make_model(name: str, num_layers: int = 3) -> Any:
+    """Build the small random model of FIELDS[name], every parameter far from 0 and 1, float32.
+
+    Args:
+        num_layers: a multiple of 3.
+    """
     model_type = name.partition("-")[0]
-    config = transformers.AutoConfig.for_model(model_type, **(SHAPE | FIELDS[name]))
+    fields = SHAPE | {"num_hidden_layers": num_layers} | FIELDS[name]
+    if "attention_types" in fields:  # of gpt_neo: a pattern, and how often it comes
+        fields["attention_types"] = [[fields["attention_types"][0][0], num_layers // 3]]
+    config = transformers.AutoConfig.for_model(model_type, **fields)
     torch.manual_seed(7)
     model = getattr(transformers, FAMILIES[model_type].class_name)(config).eval()
     with torch.no_grad():

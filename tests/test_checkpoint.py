@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 import fminfer
 from fminfer.errors import CheckpointError, UsageError
-from fminfer.models.checkpoint import load_model, open_checkpoint, open_random
+from fminfer.models.checkpoint import open_checkpoint, open_random
+from fminfer.models.weights import load_model
 from tests.conftest import make_model, save_byte_tokenizer
 
 CPU = torch.device("cpu")

@@ -75,7 +75,7 @@ class ScriptedPipeline:
             step.step_id,
             _logprobs(ids, k),
             _logprobs(step.scoring.target_id, step.scoring.num_top_logprobs),
-            0.0,
+            [],
         )
 
 

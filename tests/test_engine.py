@@ -14,7 +14,8 @@ import torch
 
 import fminfer
 from fminfer.messages import SamplingRows, ScoringRows, Step, StepResult, TokenLogprobs
-from fminfer.models.checkpoint import load_model, open_checkpoint
+from fminfer.models.checkpoint import open_checkpoint
+from fminfer.models.weights import load_model
 from fminfer.pipeline.local import LocalPipeline
 from fminfer.sampling import score
 from fminfer.tokenizer import EncodedPrompt
@@ -117,7 +118,7 @@ def test_nan_weights_cost_each_row_an_error_and_not_the_run(
         model.model.embed_tokens.weight[77] = float("nan")
         return model
 
-    monkeypatch.setattr("fminfer.worker.load_model", load_damaged)
+    monkeypatch.setattr("fminfer.loading.load_model", load_damaged)
     engine = fminfer.Engine(
         str(llama_checkpoint[0]),
         dtype="float32",
@@ -216,7 +217,7 @@ def test_a_run_repeated_on_one_engine_gives_the_same(engine: fminfer.Engine) -> 
 def test_an_interrupt_between_a_result_and_its_counting_hangs_nothing() -> None:
     """The count of steps in flight was one too high then, and the end waited for ever."""
     empty = TokenLogprobs([], [], [], [])
-    pipeline = LocalPipeline(lambda step: StepResult(step.step_id, empty, empty, 0.0))
+    pipeline = LocalPipeline(lambda step: StepResult(step.step_id, empty, empty, []))
     step = Step(0, [], [], SamplingRows(), ScoringRows())
     for _ in range(2):
         pipeline.submit(step)

@@ -65,7 +65,7 @@ class RememberingPipeline:
                 step.step_id,
                 self._report(sampled, ids, sampling.num_top_logprobs),
                 self._report(scored, scoring.target_id, scoring.num_top_logprobs),
-                0.0,
+                [],
             )
         )
 

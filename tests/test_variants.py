@@ -17,8 +17,9 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 import fminfer
 from fminfer.errors import CheckpointError
 from fminfer.models.alibi import interleaved_slopes, mpt_slopes
-from fminfer.models.checkpoint import load_model, open_checkpoint, open_random
+from fminfer.models.checkpoint import open_checkpoint, open_random
 from fminfer.models.families import FAMILIES
+from fminfer.models.weights import load_model
 from tests.conftest import FIELDS, SHAPE, make_model
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Protocol
 
 from fminfer.engine.advance import advance
@@ -18,10 +18,10 @@ from fminfer.engine.prefix import SharedTokens
 from fminfer.engine.scheduler import PlannedStep, Scheduler
 from fminfer.engine.sequence import PromptState, RequestState, Sequence, TokenReport
 from fminfer.engine.stats import EngineStats
-from fminfer.errors import RequestError, UsageError
+from fminfer.errors import RequestError, StepLimitError, UsageError
 from fminfer.input.envelope import Envelope, as_text, open_envelope
 from fminfer.input.lines import Line
-from fminfer.messages import Step, StepResult, TokenLogprobs
+from fminfer.messages import Step, StepResult, StepTrace, TokenLogprobs
 from fminfer.output.records import Record
 from fminfer.timing import RowClock
 
@@ -52,12 +52,15 @@ class EngineLoop:
         *,
         micro_batches: int,  # steps to keep in flight
         kv_capacity: int,
+        max_steps: int | None = None,
     ) -> None:
         self._intake = intake
         self._scheduler = scheduler
         self._pipeline = pipeline
         self._form = form
         self._micro_batches = micro_batches
+        self._max_steps = max_steps
+        self.on_step: Callable[[StepTrace], None] | None = None  # told of every finished step
         self._clock = RowClock()
         self._in_flight: deque[PlannedStep] = deque()
         self._done: deque[Record] = deque()
@@ -95,6 +98,16 @@ class EngineLoop:
                 yield self._done.popleft()
             if not has_more and not self._in_flight and self._scheduler.is_idle:
                 return
+            if self._is_at_limit and not self._in_flight:
+                raise StepLimitError(
+                    f"stopped after {self._max_steps} micro-batches, as --num-iters says; rows "
+                    "are left. Leave the flag out to answer all"
+                )
+
+    @property
+    def _is_at_limit(self) -> bool:
+        num_steps = self.stats.num_steps + self._pipeline.num_in_flight
+        return self._max_steps is not None and num_steps >= self._max_steps
 
     def _drop_everything(self) -> None:
         self._pipeline.drop()
@@ -160,7 +173,7 @@ class EngineLoop:
                 )
 
     def _fill_pipeline(self) -> None:
-        while self._pipeline.num_in_flight < self._micro_batches:
+        while self._pipeline.num_in_flight < self._micro_batches and not self._is_at_limit:
             for prompt in self._scheduler.admit():
                 self._count_shared(prompt)
                 if prompt.owner.times is None:
@@ -176,7 +189,11 @@ class EngineLoop:
     def _apply(self, planned: PlannedStep, result: StepResult) -> None:
         assert planned.step.step_id == result.step_id, "the pipeline changed the order of steps"
         self.stats.num_steps += 1
-        self.stats.stage_busy_s += result.compute_s
+        self.stats.add_spans(result.spans)
+        self._scheduler.collect(planned)
+        if self.on_step is not None:
+            counts = planned.num_prompt_tokens, planned.num_decode_rows
+            self.on_step(StepTrace(result.step_id, *counts, result.spans))
         self.stats.num_prompt_tokens += planned.num_prompt_tokens
         scores = _reports(result.scored)
         for prompt, report in zip(planned.scored_prompts, scores, strict=True):

@@ -29,6 +29,7 @@ class PlannedStep:
 
     step: Step
     num_prompt_tokens: int
+    num_decode_rows: int
     sequences: list[Sequence] = field(default_factory=list)
     scored_prompts: list[PromptState] = field(default_factory=list)
 
@@ -50,7 +51,8 @@ class Scheduler:
         pool: the KV blocks.
         chunk_size: most tokens of a step.
         max_rows: most sequences that run at once.
-        micro_batches: steps in flight; many running sequences are spread over them.
+        micro_batches: steps in flight, at least as many as stages.
+        num_stages: of the pipeline.
         cache: of prompts' prefixes; None: every prompt is fed whole.
     """
 
@@ -61,6 +63,7 @@ class Scheduler:
         chunk_size: int,
         max_rows: int,
         micro_batches: int,
+        num_stages: int = 1,
         cache: PrefixCache | None = None,
     ) -> None:
         self._pool = pool
@@ -68,6 +71,7 @@ class Scheduler:
         self._chunk_size = chunk_size
         self._max_rows = max_rows
         self._micro_batches = micro_batches
+        self._num_stages = min(num_stages, micro_batches)
         self._num_steps = 0
         self.clear()
 
@@ -81,6 +85,7 @@ class Scheduler:
         self._ready: deque[Sequence] = deque()  # sequences whose newest token can be fed
         self._num_unfed = 0  # tokens of admitted prompts that are not yet in a step
         self._num_drawing = 0  # sequences that draw a token in a step in flight
+        self._num_decoding = 0  # steps in flight that have decode rows
         self._copies: list[tuple[int, int]] = []
         self.num_running = 0  # sequences that hold blocks
 
@@ -143,6 +148,10 @@ class Scheduler:
             self._copies += _copies_after(row, self._pool.block_size)
         return self._assemble(chunks + singles, copies)
 
+    def collect(self, planned: PlannedStep) -> None:
+        """Take note that a step is no longer in flight."""
+        self._num_decoding -= planned.num_decode_rows > 0
+
     def resume(self, sequence: Sequence) -> None:
         """Take back a sequence that drew a token and goes on."""
         self._num_drawing -= 1
@@ -163,6 +172,7 @@ class Scheduler:
         """Prove the books: nothing runs, so every block is free."""
         assert self.is_idle and not self._ready and not self._prefilling
         assert self._num_drawing == 0, "a sequence in flight was forgotten"
+        assert self._num_decoding == 0, "a step in flight was forgotten"
         assert self._num_unfed == 0, "a prompt was fed in part"
         assert not self._copies, "a copy is left over"
         self._pool.check_idle()
@@ -242,14 +252,16 @@ class Scheduler:
     def _decode_rows(self) -> list[_Row]:
         """Take this micro-batch's share of the running sequences.
 
-        A share is not made smaller than MIN_SHARE rows: each micro-batch reads all weights, and
-        below that the reading is what takes the time.
+        They are spread over all micro-batches if each has MIN_SHARE rows; otherwise over one for
+        each stage: every micro-batch reads all weights, and below that the reading is what takes
+        the time. What is left over waits for the next micro-batch that comes back.
         """
-        share = -(-(len(self._ready) + self._num_drawing) // self._micro_batches)
-        share = min(max(share, MIN_SHARE), self._chunk_size)
-        if len(self._ready) < share and self._num_drawing > 0:
-            return []  # the others come back soon; together they are one better micro-batch
-        count = min(len(self._ready), share)
+        num_rows = len(self._ready) + self._num_drawing
+        is_plenty = num_rows >= self._micro_batches * MIN_SHARE
+        num_groups = self._micro_batches if is_plenty else self._num_stages
+        if self._num_decoding >= num_groups:
+            return []
+        count = min(len(self._ready), -(-num_rows // num_groups), self._chunk_size)
         rows = []
         for _ in range(count):
             sequence = self._ready.popleft()
@@ -283,7 +295,9 @@ class Scheduler:
         sampling, scoring = SamplingRows(), ScoringRows()
         step = Step(self._num_steps, [row.row for row in rows], copies, sampling, scoring)
         num_prompt_tokens = sum(len(row.row.token_ids) for row in rows if row.is_prompt)
-        planned = PlannedStep(step, num_prompt_tokens)
+        num_decode_rows = sum(not row.is_prompt for row in rows)
+        planned = PlannedStep(step, num_prompt_tokens, num_decode_rows)
+        self._num_decoding += num_decode_rows > 0
         self._num_steps += 1
         first = 0
         for row in rows:

@@ -2,7 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from fminfer.messages import StageSpan
+
+
+@dataclass(slots=True)
+class StageStats:
+    """What one stage did, all its steps together."""
+
+    busy_s: float = 0.0
+    first_s: float = 0.0  # start of its first step, time.time() of its machine
+    last_s: float = 0.0  # end of its last step
+    sent_bytes: int = 0
+
+    @property
+    def busy_share(self) -> float:
+        """The part of the time between its first and its last step in which it computed."""
+        return self.busy_s / (self.last_s - self.first_s) if self.last_s > self.first_s else 0.0
+
+    def add(self, span: StageSpan) -> None:
+        """Count one step."""
+        self.first_s = self.first_s or span.start_s
+        self.last_s = span.end_s
+        self.busy_s += span.end_s - span.start_s
+        self.sent_bytes += span.sent_bytes
 
 
 @dataclass(slots=True)
@@ -17,6 +41,13 @@ class EngineStats:
     num_counted_cached: int = 0  # of them, not fed
     num_counted_shareable: int = 0  # of them, those that the best possible cache would not feed
     num_generated_tokens: int = 0
-    stage_busy_s: float = 0.0
     max_rows_running: int = 0
     num_kv_tokens: int = 0  # the size of the KV cache
+    stages: list[StageStats] = field(default_factory=list)  # one a stage
+
+    def add_spans(self, spans: list[StageSpan]) -> None:
+        """Count what each stage did in one step."""
+        while len(self.stages) < len(spans):
+            self.stages.append(StageStats())
+        for stage, span in zip(self.stages, spans, strict=True):
+            stage.add(span)

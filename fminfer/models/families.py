@@ -32,12 +32,19 @@ def _experts(gate: str, up: str, down: str) -> tuple[ExpertPart, ...]:
 
 @dataclass(slots=True, frozen=True)
 class Family:
-    """Where one architecture keeps its decoder, its layers and its attention."""
+    """Where one architecture keeps its decoder, its layers and its attention.
+
+    `tables`, `entry` and `exit` are modules of the decoder; one stage of several lacks those that
+    are another stage's.
+    """
 
     class_name: str  # in transformers
     decoder: str  # the module that maps ids and positions to normed hidden states
     layers: str  # the list of layers, from the decoder
     attention: str  # the attention module, from a layer
+    tables: tuple[str, ...]  # the first stage's, looked up by token id or position
+    exit: tuple[str, ...]  # the last stage's, from hidden states to hidden states
+    entry: tuple[str, ...] = ()  # the first stage's, from hidden states to hidden states
     takes_positions: bool = True  # the decoder's forward has position_ids
     wants_mask: bool = False  # its forward cannot do without one, though the adapter reads none
     adapter: str | None = None
@@ -50,8 +57,28 @@ def _llama_like(
     *,
     renames: tuple[tuple[str, str], ...] = (),
     experts: tuple[ExpertPart, ...] = (),
+    norm: str = "norm",
 ) -> Family:
-    return Family(class_name, "model", "layers", "self_attn", renames=renames, experts=experts)
+    return Family(
+        class_name,
+        "model",
+        "layers",
+        "self_attn",
+        ("embed_tokens",),
+        (norm,),
+        renames=renames,
+        experts=experts,
+    )
+
+
+def _gpt_like(
+    class_name: str,
+    attention: str = "attn",
+    *,
+    tables: tuple[str, ...] = ("wte",),
+    adapter: str | None = None,
+) -> Family:
+    return Family(class_name, "transformer", "h", attention, tables, ("ln_f",), adapter=adapter)
 
 
 FAMILIES: dict[str, Family] = {
@@ -62,7 +89,7 @@ FAMILIES: dict[str, Family] = {
     "gemma": _llama_like("GemmaForCausalLM"),
     "gemma2": _llama_like("Gemma2ForCausalLM"),
     "gemma3_text": _llama_like("Gemma3ForCausalLM"),
-    "phi": _llama_like("PhiForCausalLM"),
+    "phi": _llama_like("PhiForCausalLM", norm="final_layernorm"),
     "phi3": _llama_like("Phi3ForCausalLM"),
     "stablelm": _llama_like("StableLmForCausalLM"),
     "starcoder2": _llama_like("Starcoder2ForCausalLM"),
@@ -76,25 +103,41 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": _llama_like(
         "Qwen3MoeForCausalLM", experts=_experts("gate_proj", "up_proj", "down_proj")
     ),
-    "opt": Family("OPTForCausalLM", "model.decoder", "layers", "self_attn"),
-    "gpt2": Family("GPT2LMHeadModel", "transformer", "h", "attn"),
-    "gpt_bigcode": Family("GPTBigCodeForCausalLM", "transformer", "h", "attn"),
-    "gpt_neo": Family("GPTNeoForCausalLM", "transformer", "h", "attn.attention", adapter="gpt_neo"),
+    "opt": Family(
+        "OPTForCausalLM",
+        "model.decoder",
+        "layers",
+        "self_attn",
+        ("embed_tokens", "embed_positions"),
+        ("final_layer_norm", "project_out"),
+        entry=("project_in",),
+    ),
+    "gpt2": _gpt_like("GPT2LMHeadModel", tables=("wte", "wpe")),
+    "gpt_bigcode": _gpt_like("GPTBigCodeForCausalLM", tables=("wte", "wpe")),
+    "gpt_neo": _gpt_like(
+        "GPTNeoForCausalLM", "attn.attention", tables=("wte", "wpe"), adapter="gpt_neo"
+    ),
     "gpt_neox": Family(
         "GPTNeoXForCausalLM",
         "gpt_neox",
         "layers",
         "attention",
+        ("embed_in",),
+        ("final_layer_norm",),
         renames=(("embed_out.", "lm_head."),),
     ),
-    "gptj": Family("GPTJForCausalLM", "transformer", "h", "attn", adapter="gptj"),
-    "codegen": Family("CodeGenForCausalLM", "transformer", "h", "attn", adapter="codegen"),
-    "falcon": Family("FalconForCausalLM", "transformer", "h", "self_attention", adapter="falcon"),
+    "gptj": _gpt_like("GPTJForCausalLM", adapter="gptj"),
+    "codegen": _gpt_like("CodeGenForCausalLM", adapter="codegen"),
+    "falcon": _gpt_like(
+        "FalconForCausalLM", "self_attention", tables=("word_embeddings",), adapter="falcon"
+    ),
     "mpt": Family(
         "MptForCausalLM",
         "transformer",
         "blocks",
         "attn",
+        ("wte",),
+        ("norm_f",),
         takes_positions=False,
         wants_mask=True,
         adapter="mpt",
@@ -104,6 +147,9 @@ FAMILIES: dict[str, Family] = {
         "transformer",
         "h",
         "self_attention",
+        ("word_embeddings",),
+        ("ln_f",),
+        entry=("word_embeddings_layernorm",),
         takes_positions=False,
         adapter="bloom",
     ),

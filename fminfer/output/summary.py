@@ -56,6 +56,16 @@ class JobSummary:
             line += "" if is_whole else ", counted over the first rows"
         return line
 
+    def _busy_text(self) -> str:
+        """Tell what part of the run each stage was computing."""
+        shares = [stage["busy_s"] / max(self.wall_s, 1e-9) for stage in self.engine["stages"]]
+        if len(shares) < 2:
+            return f"stage busy {sum(shares):.0%}"
+        bubble = 1 - sum(shares) / len(shares)
+        sent = sum(stage["sent_bytes"] for stage in self.engine["stages"])
+        each = ", ".join(f"{share:.0%}" for share in shares)
+        return f"stages busy {each} (bubble {bubble:.0%}); {sent / 1e6:,.1f} MB sent"
+
     def to_text(self) -> str:
         """Return the summary for people."""
         codes = ", ".join(f"{count} {code}" for code, count in self.errors_by_code.items())
@@ -65,7 +75,7 @@ class JobSummary:
             + (f" ({codes})" if codes else ""),
             f"tokens    {self.prompt_tokens:,} prompt + {self.completion_tokens:,} generated",
             f"speed     {self.tokens_per_s:,.0f} tokens/s, of them {self.generated_per_s:,.0f} "
-            f"generated; stage busy {self.engine['stage_busy_s'] / max(self.wall_s, 1e-9):.0%}",
+            f"generated; {self._busy_text()}",
             f"time      ready after {self.start_to_ready_s:.1f} s, then "
             f"{show_seconds(self.wall_s) if self.wall_s >= 60 else f'{self.wall_s:.1f} s'}",
         ]

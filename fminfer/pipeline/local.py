@@ -1,6 +1,6 @@
 """The pipeline of one stage: `submit` and `collect` over a thread of this process.
 
-The engine sees nothing else of a pipeline; one of several ranks has the same two verbs.
+The engine sees nothing else of a pipeline; one of several ranks has the same verbs (ring.py).
 """
 
 from __future__ import annotations
@@ -8,33 +8,29 @@ from __future__ import annotations
 import atexit
 import queue
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from fminfer.errors import UsageError
 from fminfer.messages import Step, StepResult
 
 
-class _Mark:
+class Mark:
     """Goes through the pipeline behind the steps, and comes out when they are done."""
 
 
-class LocalPipeline:
-    """Runs steps in order on a thread of its own, while the caller prepares the next.
+class QueuedPipeline(ABC):
+    """Runs steps in order on a thread of its own, while the caller prepares the next."""
 
-    Args:
-        run: the stage's `run`.
-    """
-
-    def __init__(self, run: Callable[[Step], StepResult]) -> None:
-        self._run = run
-        self._steps: queue.SimpleQueue[Step | _Mark | None] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[StepResult | _Mark | BaseException] = queue.SimpleQueue()
+    def __init__(self) -> None:
+        self._steps: queue.SimpleQueue[Step | Mark | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[StepResult | Mark | BaseException] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="stage-0", daemon=True)
-        self._thread.start()
         # Before Python ends, which stops daemon threads wherever they are: a run that is still
         # open would wait for this one for ever.
         atexit.register(self.close)
         self._is_closed = False
+        self.is_broken = False  # a rank failed; no result will come any more
         self.num_in_flight = 0
 
     def submit(self, step: Step) -> None:
@@ -49,10 +45,10 @@ class LocalPipeline:
         self._steps.put(step)
 
     def collect(self) -> StepResult:
-        """Wait for the oldest step's result; what the stage raised is raised here."""
+        """Wait for the oldest step's result; what a stage raised is raised here."""
         assert self.num_in_flight, "nothing is in flight"
         result = self._results.get()
-        assert not isinstance(result, _Mark), "drop() waits for its own mark"
+        assert not isinstance(result, Mark), "drop() waits for its own mark"
         self.num_in_flight -= 1
         if isinstance(result, BaseException):
             raise result
@@ -64,23 +60,43 @@ class LocalPipeline:
         It relies on no count: an interrupt (KeyboardInterrupt) can fall between a result's arrival
         and its counting, and waiting for one more would then last for ever.
         """
-        if not self._is_closed:
-            mark = _Mark()
+        if not (self._is_closed or self.is_broken):
+            mark = Mark()
             self._steps.put(mark)
-            while self._results.get() is not mark:
+            while self._results.get() is not mark and not self.is_broken:
                 pass
         self.num_in_flight = 0
 
     def close(self) -> None:
         """End the thread once the steps in flight are done."""
+        if self._is_closed:
+            return
         self._is_closed = True
         atexit.unregister(self.close)
         self._steps.put(None)
-        self._thread.join()
+        if not self.is_broken:
+            self._thread.join()
+
+    @abstractmethod
+    def _work(self) -> None:
+        """Run what is in the queue of steps until a None, on the pipeline's thread."""
+
+
+class LocalPipeline(QueuedPipeline):
+    """The pipeline of a single stage.
+
+    Args:
+        run: the stage's `run`.
+    """
+
+    def __init__(self, run: Callable[[Step], StepResult]) -> None:
+        super().__init__()
+        self._run = run
+        self._thread.start()
 
     def _work(self) -> None:
         while (step := self._steps.get()) is not None:
-            if isinstance(step, _Mark):
+            if isinstance(step, Mark):
                 self._results.put(step)
                 continue
             try:

@@ -1,4 +1,4 @@
-"""One rank's compute: its layers, its KV cache, and on the last stage the sampling.
+"""One stage's compute: its layers, its KV cache, and on the last stage the sampling.
 
 It knows steps, not requests; which rows run and why is the engine's business.
 """
@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 
 from fminfer.attention import PagedAttention, plan_attention
 from fminfer.decode_attention import PartialBody
-from fminfer.messages import SamplingRows, Step, StepResult, TokenLogprobs
+from fminfer.messages import SamplingRows, StageSpan, Step, StepResult, TokenLogprobs
 from fminfer.models.families import Family
 from fminfer.sampling import Draws, LogitEditTensors, SamplingTensors, sample, score
 from fminfer.soft_cap import soft_cap
@@ -29,11 +29,12 @@ MAX_LOGITS = 6 << 20  # 24 MB in float32
 
 
 class Stage:
-    """A loaded model over a paged KV cache.
+    """A loaded model, or a part of one, over a paged KV cache.
 
     Args:
         model: transformers' causal LM, weights loaded.
         family: where its parts are.
+        dtype, device: of its weights, its hidden states and the KV cache.
         num_blocks, block_size: the size of the KV cache.
         partial: the body of the decode rows' attention.
     """
@@ -43,6 +44,8 @@ class Stage:
         model: Any,
         family: Family,
         *,
+        dtype: torch.dtype,
+        device: torch.device,
         num_blocks: int,
         block_size: int,
         partial: PartialBody,
@@ -53,11 +56,12 @@ class Stage:
         self._wants_mask = family.wants_mask
         self._logit_cap: float | None = getattr(model.config, "final_logit_softcapping", None)
         self._block_size = block_size
-        self._device = self._head.weight.device
-        self._dtype = self._head.weight.dtype
+        self._device = device
+        self._dtype = dtype
         AttentionInterface.register(ATTENTION_NAME, _paged_forward)
         # transformers asks the config at each call; an unknown name also means "make no mask".
         model.config._attn_implementation = ATTENTION_NAME
+        self._decoder.config._attn_implementation = ATTENTION_NAME  # a stage's may be a copy
         self._kv_heads, head_dim = kv_shape(model.config)
         self._caches: list[PagedAttention] = []
         for layer in self._decoder.get_submodule(family.layers):
@@ -78,28 +82,45 @@ class Stage:
                     attention, model.config
                 )
 
-    @torch.inference_mode()
     def run(self, step: Step) -> StepResult:
-        """Compute one step: forward, then sampling and scoring."""
-        started = time.perf_counter()
+        """Compute one step of a whole model: forward, then sampling and scoring."""
+        start_s = time.time()
+        sampled, scored = self.finish(step, self.forward(step, None))
+        return StepResult(step.step_id, sampled, scored, [StageSpan(start_s, time.time())])
+
+    @torch.inference_mode()
+    def forward(self, step: Step, hidden: torch.Tensor | None) -> torch.Tensor:
+        """Run the stage's layers over a step's packed tokens.
+
+        Args:
+            hidden: (tokens, hidden) of the stage before; None on the first stage.
+
+        Returns:
+            (tokens, hidden), on the last stage normed.
+        """
         if step.block_copies:
             self._copy_blocks(step.block_copies)
-        hidden = self._forward(step)
-        sampled = self._sample(hidden, step)
-        scored = self._score(hidden, step)
-        return StepResult(step.step_id, sampled, scored, time.perf_counter() - started)
+        return self._forward(step, hidden)
+
+    @torch.inference_mode()
+    def finish(self, step: Step, hidden: torch.Tensor) -> tuple[TokenLogprobs, TokenLogprobs]:
+        """Sample and score a step, on the last stage."""
+        return self._sample(hidden, step), self._score(hidden, step)
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         sources, targets = torch.tensor(copies, device=self._device).T
         for cache in self._caches:
             cache.copy_blocks(sources, targets)
 
-    def _forward(self, step: Step) -> torch.Tensor:  # (tokens, hidden)
+    def _forward(self, step: Step, before: torch.Tensor | None) -> torch.Tensor:
         plan = plan_attention(step.rows, self._block_size, self._kv_heads, self._device)
         for cache in self._caches:
             cache.plan = plan
-        ids = [token_id for row in step.rows for token_id in row.token_ids]
-        inputs = {"input_ids": torch.tensor([ids], device=self._device)}
+        if before is None:
+            ids = [token_id for row in step.rows for token_id in row.token_ids]
+            inputs = {"input_ids": torch.tensor([ids], device=self._device)}
+        else:
+            inputs = {"inputs_embeds": before[None]}
         if self._takes_positions:
             positions = [
                 position

@@ -1,0 +1,124 @@
+"""Starts one process a rank on this machine, watches them, and ends them together.
+
+Each is this very command with torchrun's variables set. It knows processes and needs no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from types import FrameType
+from typing import IO
+
+from fminfer.ranks import LISTEN_FD, PARENT
+
+GRACE_S = 6.0  # for ranks to end by themselves once one has failed
+KILL_S = 2.0  # from SIGTERM to SIGKILL
+POLL_S = 0.05
+
+
+def launch(args: list[str], world_size: int) -> int:
+    """Run `fminfer` with these arguments as so many ranks; return the exit status.
+
+    The status is rank 0's, which knows what became of the rows; 1 if a signal ended it.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(1024)
+        ranks = [_start(args, rank, world_size, listener) for rank in range(world_size)]
+    try:
+        return _Launcher(ranks).wait()
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.kill()  # also one that is stopped
+                rank.wait()
+
+
+def _start(
+    args: list[str], rank: int, world_size: int, listener: socket.socket
+) -> subprocess.Popen[bytes]:
+    """Start a rank. Rank 0 has this terminal; the others' words come with their names."""
+    environ = os.environ | {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(listener.getsockname()[1]),
+        PARENT: str(os.getpid()),
+    }
+    environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    command = [sys.executable, "-m", "fminfer", *args]
+    # A session of their own: Ctrl-C reaches the launcher alone, which tells rank 0.
+    if rank == 0:
+        environ[LISTEN_FD] = str(listener.fileno())
+        descriptors = (listener.fileno(),)
+        return subprocess.Popen(command, env=environ, pass_fds=descriptors, start_new_session=True)
+    process = subprocess.Popen(
+        command,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    threading.Thread(target=_forward, args=(process.stdout, rank), daemon=True).start()
+    return process
+
+
+def _forward(output: IO[bytes], rank: int) -> None:
+    for line in output:
+        sys.stderr.write(f"[rank {rank}] {line.decode(errors='replace')}")
+        sys.stderr.flush()
+
+
+class _Launcher:
+    """Waits for the ranks."""
+
+    def __init__(self, ranks: list[subprocess.Popen[bytes]]) -> None:
+        self._ranks = ranks
+        self._term_at: float | None = None  # when those that are left are asked to end
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._pass_on)
+
+    def wait(self) -> int:
+        """Return the exit status once every rank has ended."""
+        first_failed: int | None = None
+        while any(rank.poll() is None for rank in self._ranks):
+            ended = {r: rank.returncode for r, rank in enumerate(self._ranks)}
+            failed = [r for r, status in ended.items() if status not in (None, 0)]
+            if failed and self._term_at is None:
+                first_failed = failed[0]
+                self._term_at = time.monotonic() + GRACE_S
+            elif self._ranks[0].poll() is not None and self._term_at is None:
+                self._term_at = time.monotonic() + GRACE_S
+            if self._ranks[0].poll():  # nothing is left to be saved
+                self._term_at = min(self._term_at or time.monotonic(), time.monotonic())
+            self._end_late_ones()
+            time.sleep(POLL_S)
+        return self._status(first_failed)
+
+    def _end_late_ones(self) -> None:
+        late_s = time.monotonic() - (self._term_at or time.monotonic())
+        for rank in self._ranks if late_s > 0 else ():
+            if rank.poll() is None:
+                rank.send_signal(signal.SIGKILL if late_s > KILL_S else signal.SIGTERM)
+
+    def _status(self, first_failed: int | None) -> int:
+        statuses = [rank.returncode for rank in self._ranks]
+        for rank, status in enumerate(statuses):
+            if status < 0 and rank == first_failed:
+                name = signal.Signals(-status).name
+                print(f"Error: rank {rank} was ended by {name}", file=sys.stderr)
+        return statuses[0] if statuses[0] >= 0 else 1
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        """Rank 0 ends the run in good order; the others end with it."""
+        if self._ranks[0].poll() is None:
+            self._ranks[0].send_signal(number)

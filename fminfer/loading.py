@@ -1,0 +1,213 @@
+"""Loads one rank's part of the model and builds its stage; alone or agreeing with other ranks.
+
+It knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fminfer import __version__
+from fminfer.config import EngineConfig
+from fminfer.decode_attention import PartialAttention
+from fminfer.errors import PipelineError, UsageError
+from fminfer.models.checkpoint import Checkpoint, open_checkpoint, open_random
+from fminfer.models.slicing import head_cost
+from fminfer.models.weights import build_on_meta, load_model
+from fminfer.partition import Part, split_layers
+from fminfer.pipeline.group import Group
+from fminfer.pipeline.stage import Stage, kv_shape
+from fminfer.pipeline.transport import HiddenForm
+from fminfer.placement import auto_budget, choose_device, choose_dtype, free_bytes, memory_name
+
+
+@dataclass(slots=True)
+class LoadedPart:
+    """One rank's part of a model, in memory."""
+
+    checkpoint: Checkpoint
+    part: Part
+    network: nn.Module
+    dtype: torch.dtype
+    device: torch.device
+    form: HiddenForm
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self.network.parameters())
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """What one token's keys and values take on this rank."""
+        kv_heads, head_dim = kv_shape(self.checkpoint.config)
+        return 2 * self.part.num_layers * kv_heads * head_dim * self.dtype.itemsize
+
+
+def open_model(config: EngineConfig) -> Checkpoint:
+    """Find the model that a run is to use.
+
+    Raises:
+        CheckpointError: there is none, or it does not run.
+        UsageError: --model-type says it is another.
+    """
+    if config.random_init is not None:
+        checkpoint = open_random(config.random_init)
+    else:
+        checkpoint = open_checkpoint(config.model)
+    _check_model_type(config.model_type, str(checkpoint.config.model_type))
+    return checkpoint
+
+
+def load_part(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    group: Group | None = None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> LoadedPart:
+    """Load this rank's layers.
+
+    Args:
+        group: the ranks; None: this process alone runs the model.
+        on_progress: called with (bytes read, bytes in all) while weights load.
+
+    Raises:
+        CheckpointError: the model cannot be loaded.
+        PipelineError: the ranks were started with different options.
+        UsageError: an option that cannot be.
+    """
+    device = choose_device(config.device, config.cuda_ids, group.local_rank if group else 0)
+    dtype = choose_dtype(config.dtype, checkpoint.config.dtype, device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    parts = _split(config, checkpoint, group.world_size if group else 1)
+    part = parts[group.rank if group else 0]
+    hidden_group = None
+    if group is not None:
+        _share_cores(group.local_size)
+        _agree(group, config, checkpoint, dtype, parts)
+        hidden_group = _gpu_group(group, device)
+    network = load_model(
+        checkpoint, dtype=dtype, device=device, seed=config.seed, part=part, on_progress=on_progress
+    )
+    form = HiddenForm(checkpoint.config.hidden_size, dtype, device, hidden_group)
+    return LoadedPart(checkpoint, part, network, dtype, device, form)
+
+
+def count_blocks(config: EngineConfig, loaded: LoadedPart, group: Group | None = None) -> int:
+    """Return the size of the KV cache in blocks, the same on every rank.
+
+    Of an automatic budget each rank allows what half of its memory, which it may share with other
+    ranks, holds beside the weights; the least counts.
+    """
+    budget, size = config.budget, config.block_size
+    if budget is None:
+        host = socket.gethostname()
+        mine: dict[str, Any] = {
+            "memory": memory_name(loaded.device, host),
+            "free": 0,
+            "kv_bytes_per_token": loaded.kv_bytes_per_token,
+        }
+        if group is not None:
+            group.gather("loaded", True)  # every rank's weights are in memory
+        mine["free"] = free_bytes(loaded.device)
+        ranks = [mine] if group is None else group.gather("memory", mine)
+        most = config.max_rows * -(-loaded.checkpoint.context_length // size) * size
+        budget = min(
+            auto_budget(
+                sum(r["kv_bytes_per_token"] for r in ranks if r["memory"] == rank["memory"]),
+                most,
+                rank["free"],
+            )
+            for rank in ranks
+        )
+    return -(-budget // size)
+
+
+def build_stage(config: EngineConfig, loaded: LoadedPart, num_blocks: int) -> Stage:
+    """Give a loaded part its KV cache."""
+    return Stage(
+        loaded.network,
+        loaded.checkpoint.family,
+        dtype=loaded.dtype,
+        device=loaded.device,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        partial=PartialAttention(config.attention, loaded.device),
+    )
+
+
+def _split(config: EngineConfig, checkpoint: Checkpoint, num_stages: int) -> list[Part]:
+    cost = 0.0
+    if num_stages > 1 and config.num_layers is None and config.stage_layers is None:
+        cost = head_cost(build_on_meta(checkpoint), checkpoint.family)
+    return split_layers(
+        checkpoint.config.num_hidden_layers,
+        num_stages,
+        head_cost=cost,
+        each=config.num_layers,
+        most=config.max_layers,
+        counts=config.stage_layers,
+    )
+
+
+def _share_cores(num_ranks: int) -> None:
+    """Give this rank its share of the machine's cores, unless OMP_NUM_THREADS says otherwise."""
+    if "OMP_NUM_THREADS" not in os.environ and num_ranks > 1:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_ranks))
+
+
+def _agree(
+    group: Group,
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    parts: list[Part],
+) -> None:
+    """See that every rank was started for the same run as rank 0."""
+    text = json.dumps(checkpoint.config.to_dict(), sort_keys=True, default=str)
+    mine = {
+        "fminfer's version": __version__,
+        "the model's config": hashlib.sha256(text.encode()).hexdigest()[:12],
+        "the dtype": str(dtype).removeprefix("torch."),
+        "the layers of each rank": [part.num_layers for part in parts],
+        "--budget": config.budget,
+        "the block size": config.block_size,
+        "--max-rows": config.max_rows,
+        "--seed": config.seed,
+    }
+    theirs = group.gather("options", mine)[0]
+    for name, value in mine.items():
+        if theirs[name] != value:
+            raise PipelineError(
+                f"{name} is {value} on rank {group.rank} and {theirs[name]} on rank 0; start every "
+                "rank with the same model and options"
+            )
+
+
+def _gpu_group(group: Group, device: torch.device) -> dist.ProcessGroup | None:
+    """Return NCCL's group if each rank has a GPU of its own, which is when it works."""
+    names = group.gather("device", memory_name(device, socket.gethostname()))
+    if any(name.endswith("/cpu") for name in names) or len(set(names)) < len(names):
+        return None
+    gpus: dist.ProcessGroup = dist.new_group(backend="nccl")
+    return gpus
+
+
+def _check_model_type(name: str | None, of_config: str) -> None:
+    """Refuse a model type that is not the config's; old spellings (gptneox, gpt-j) are known."""
+    plain = (name or "").replace("_", "").replace("-", "").lower()
+    if name is not None and plain != of_config.replace("_", ""):
+        raise UsageError(
+            f"--model-type {name} clashes with the model's config, which says {of_config}; "
+            "leave the flag out"
+        )

@@ -1,0 +1,245 @@
+"""From an opened checkpoint to a loaded model on a device, or one stage's part of it.
+
+The model is transformers' own class, built without memory (meta device) and filled straight from
+safetensors; what belongs to another stage is never read. It knows nothing of attention or requests.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from fminfer.errors import CheckpointError
+from fminfer.models.checkpoint import Checkpoint
+from fminfer.models.experts import ExpertAssembler, find_piece
+from fminfer.models.families import Family
+from fminfer.models.slicing import cut
+from fminfer.partition import Part
+
+# Tensors that old checkpoints carry and nothing reads: causal masks and rotary tables.
+_IGNORED = re.compile(
+    r"\.(attn\.bias|masked_bias|rotary_emb\.inv_freq|attention\.bias|attn\.causal_mask)$"
+)
+OnProgress = Callable[[int, int], None]
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    part: Part | None = None,
+    on_progress: OnProgress = lambda done, total: None,
+) -> nn.Module:
+    """Build the model, or one stage's part of it, and fill it.
+
+    Args:
+        dtype: the type its parameters are held and computed in.
+        seed: for random weights, which are the same in whatever parts they are drawn.
+        part: the layers to build; None: all.
+        on_progress: called with (bytes read, bytes in all) as tensors arrive.
+
+    Raises:
+        CheckpointError: a tensor is missing, unexpected, of another shape, or a file is broken.
+    """
+    model = build_on_meta(checkpoint)
+    names = _Names(model)
+    if part is not None:
+        cut(model, checkpoint.family, part, device)
+    names.keep(model)
+    if checkpoint.folder is None:
+        _fill_randomly(model, names, dtype, device, seed)
+    else:
+        _fill_from_files(names, checkpoint, dtype, device, on_progress)
+    _fill_buffers(model, device)
+    loaded: nn.Module = model.eval().requires_grad_(False)
+    return loaded
+
+
+def build_on_meta(checkpoint: Checkpoint) -> Any:
+    """Build transformers' model without memory."""
+    model_class = getattr(transformers, checkpoint.family.class_name)
+    config = checkpoint.config
+    config._attn_implementation = "eager"
+    with torch.device("meta"):
+        return model_class(config)
+
+
+class _Names:
+    """The parameters of a whole model by name, and where they go in the part that is built.
+
+    A parameter that others are tied to goes to their places too, also where its own is cut away:
+    the last stage's head may be the embedding's.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.modules: dict[str, nn.Module] = dict(model.named_modules())
+        self.shapes = {
+            name: parameter.shape
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+        }
+        self._prefix: str = model.base_model_prefix
+        self._tied: dict[str, str] = model.get_expanded_tied_weights_keys(all_submodels=True)
+        self.places: dict[str, list[tuple[nn.Module, str]]] = {}
+
+    def keep(self, model: nn.Module) -> None:
+        """Note what is left of the model; `places` then holds the parameters to fill."""
+        alive = set(model.modules())
+        for name in self.shapes:
+            path, _, leaf = name.rpartition(".")
+            if self.modules[path] in alive:
+                source = self._tied.get(name, name)
+                self.places.setdefault(source, []).append((self.modules[path], leaf))
+
+    def is_tied(self, name: str) -> bool:
+        """Tell whether a parameter holds the same values as another, which is the one to load."""
+        return name in self._tied
+
+    def resolve(self, name: str) -> str | None:
+        """Find the parameter that a checkpoint's tensor name means, or None."""
+        # Base-model checkpoints (gpt2's own, say) leave the prefix out.
+        return next((n for n in (name, f"{self._prefix}.{name}") if n in self.shapes), None)
+
+    def fill(self, name: str, tensor: torch.Tensor) -> None:
+        """Set a parameter everywhere it goes."""
+        parameter = nn.Parameter(tensor, requires_grad=False)
+        for module, leaf in self.places[name]:
+            setattr(module, leaf, parameter)
+
+
+def _fill_randomly(
+    model: Any, names: _Names, dtype: torch.dtype, device: torch.device, seed: int
+) -> None:
+    """Draw each module's weights as transformers would, by a seed of its own.
+
+    Norms are 1, biases 0, the rest normal.
+    """
+    with torch.random.fork_rng(devices=[]):
+        for path, module in names.modules.items():
+            leaves = [leaf for leaf, _ in module.named_parameters(recurse=False)]
+            wanted = [leaf for leaf in leaves if f"{path}.{leaf}" in names.places]
+            if not wanted:
+                continue
+            for leaf in leaves:
+                empty = torch.empty(names.shapes[f"{path}.{leaf}"], dtype=dtype, device=device)
+                setattr(module, leaf, nn.Parameter(empty, requires_grad=False))
+            torch.manual_seed(zlib.crc32(f"{seed} {path}".encode()))
+            model._init_weights(module)
+            for leaf in wanted:
+                names.fill(f"{path}.{leaf}", getattr(module, leaf).data)
+
+
+def _fill_from_files(
+    names: _Names,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    on_progress: OnProgress,
+) -> None:
+    loaded: set[str] = set()
+    assembler = ExpertAssembler(dtype, device)
+    for stored_name, read in _read_tensors(checkpoint, on_progress):
+        name = _rename(stored_name, checkpoint.family)
+        piece = find_piece(name, checkpoint.family)
+        if piece is not None and piece.target in names.shapes:
+            if piece.target not in names.places:
+                continue
+            if assembler.add(piece, read(), names.shapes[piece.target]):
+                names.fill(piece.target, assembler.take(piece.target))
+                loaded.add(piece.target)
+            continue
+        target = names.resolve(name)
+        if target is None:
+            if _IGNORED.search(name):
+                continue
+            raise CheckpointError(
+                f"{checkpoint.name} holds a tensor {name!r} that a {checkpoint.family.class_name} "
+                "of its config.json does not have; config and weights do not belong together"
+            )
+        if target not in names.places and not names.is_tied(target):
+            continue  # another stage's
+        tensor = read()
+        if tensor.shape != names.shapes[target]:
+            raise CheckpointError(
+                f"{checkpoint.name}: tensor {name!r} has shape {tuple(tensor.shape)}, and "
+                f"config.json asks for {tuple(names.shapes[target])}"
+            )
+        if target in names.places:
+            names.fill(target, tensor.to(device=device, dtype=dtype))
+            loaded.add(target)
+    missing = sorted(names.places.keys() - loaded)
+    if missing:
+        raise CheckpointError(
+            f"{checkpoint.name} lacks {len(missing)} tensors, such as {missing[0]!r}; "
+            "the checkpoint is incomplete, fetch it again"
+        )
+
+
+def _read_tensors(
+    checkpoint: Checkpoint, on_progress: OnProgress
+) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+    """Give every tensor's name, and a function that reads it."""
+    assert checkpoint.folder is not None
+    files = _weight_files(checkpoint.folder)
+    if not files:
+        raise CheckpointError(
+            f"{checkpoint.folder} holds no .safetensors file; convert other weights with "
+            "transformers' save_pretrained"
+        )
+    total, done = sum(file.stat().st_size for file in files if file.exists()), 0
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                names = list(tensors.keys())
+                size = file.stat().st_size
+                for index, name in enumerate(names, start=1):
+                    yield name, partial(tensors.get_tensor, name)
+                    on_progress(done + size * index // len(names), total)
+                done += size
+        except (SafetensorError, FileNotFoundError) as error:
+            raise CheckpointError(f"{file} is broken ({error}); fetch it again") from error
+    on_progress(total, total)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """List the files that make up the model: those of the index, else the one, else all.
+
+    Some repositories hold the same weights twice, the second time in another format.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        return sorted(folder / name for name in names)
+    if (folder / "model.safetensors").exists():
+        return [folder / "model.safetensors"]
+    return sorted(folder.glob("*.safetensors"))
+
+
+def _rename(name: str, family: Family) -> str:
+    for old, new in family.renames:
+        name = name.replace(old, new)
+    return name
+
+
+def _fill_buffers(model: Any, device: torch.device) -> None:
+    """Let transformers compute the tables that no checkpoint holds (rotary frequencies, …)."""
+    for module in model.modules():
+        module._is_hf_initialized = False
+        for name, buffer in module.named_buffers(recurse=False):
+            empty = torch.empty_like(buffer, device=device)
+            persistent = name not in module._non_persistent_buffers_set
+            module.register_buffer(name, empty, persistent=persistent)
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True  # keep what was loaded
+    model.initialize_weights()

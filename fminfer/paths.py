@@ -1,0 +1,49 @@
+"""What a run reads and writes, as the command line names it. It knows neither ranks nor models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fminfer.errors import UsageError
+from fminfer.input.lines import find_inputs
+from fminfer.output.places import plan_outputs
+
+Plan = tuple[list[Path], list[Path]]  # inputs, and the output of each
+
+
+@dataclass(slots=True, frozen=True)
+class JobPaths:
+    """What to answer, where to, and how much to say."""
+
+    paths: list[Path]
+    output: Path | None
+    restart: bool
+    stats: Path | None
+    trace: Path | None
+    is_quiet: bool
+    is_verbose: bool
+
+    def find_inputs(self) -> list[Path]:
+        """List the input files.
+
+        Raises:
+            UsageError: there are none.
+        """
+        inputs = find_inputs(self.paths)
+        if not inputs:
+            raise UsageError("no input; give a .jsonl file, as in: fminfer run requests.jsonl")
+        return inputs
+
+    def plan(self) -> Plan:
+        """Return the inputs and the output of each, once it is sure that they can be written.
+
+        Raises:
+            UsageError: no input, an output that is there already, or a folder that is not.
+        """
+        inputs = self.find_inputs()
+        outputs = plan_outputs(inputs, self.output, restart=self.restart)
+        for flag, path in (("--stats", self.stats), ("--trace", self.trace)):
+            if path is not None and not path.parent.is_dir():
+                raise UsageError(f"{flag} {path}: there is no folder {path.parent}")
+        return inputs, outputs

@@ -1,0 +1,195 @@
+"""The pipeline of several ranks: hidden states go from stage to stage, results back to rank 0.
+
+A rank computes while a second thread receives the next message and a third sends the last one:
+transfers hide behind compute. It knows steps and neighbours, neither requests nor who starts ranks.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from fminfer.errors import PipelineError
+from fminfer.messages import StageSpan, Step
+from fminfer.partition import Part
+from fminfer.pipeline.local import Mark, QueuedPipeline
+from fminfer.pipeline.stage import Stage
+from fminfer.pipeline.transport import HiddenForm, Message, receive, send
+from fminfer.pipeline.wire import (
+    decode_result,
+    decode_spans,
+    decode_step,
+    encode_result,
+    encode_spans,
+    encode_step,
+)
+
+CLOSE_TIMEOUT_S = 10.0  # for the word that ends every rank to come round
+
+
+class _Sender:
+    """Sends messages to one rank, in order, on a thread of its own."""
+
+    def __init__(self, rank: int, form: HiddenForm, on_error: Callable[[BaseException], None]):
+        self._rank, self._form, self._on_error = rank, form, on_error
+        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=f"to-rank-{rank}", daemon=True)
+        self._thread.start()
+
+    def put(self, message: Message) -> None:
+        self._messages.put(message)
+
+    def join(self) -> None:
+        """Wait until the last message, a `stop`, is sent."""
+        self._thread.join(CLOSE_TIMEOUT_S)
+
+    def _work(self) -> None:
+        try:
+            while True:
+                message = self._messages.get()
+                send(message, self._rank, self._form)
+                if message.kind == "stop":
+                    return
+        except BaseException as error:
+            self._on_error(_explain(error, self._rank))
+
+
+class _Receiver:
+    """Hands on what one rank sends, on a thread of its own."""
+
+    def __init__(self, rank: int, form: HiddenForm, use: Callable[[Message | BaseException], None]):
+        self._rank, self._form, self._use = rank, form, use
+        self._thread = threading.Thread(target=self._work, name=f"from-rank-{rank}", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait until a `stop` has come."""
+        self._thread.join(CLOSE_TIMEOUT_S)
+
+    def _work(self) -> None:
+        try:
+            while True:
+                message = receive(self._rank, self._form)
+                self._use(message)
+                if message.kind == "stop":
+                    return
+        except BaseException as error:
+            self._use(_explain(error, self._rank))
+
+
+def _explain(error: BaseException, rank: int) -> BaseException:
+    """Say which neighbour a broken connection led to."""
+    if isinstance(error, RuntimeError):  # what torch.distributed raises
+        return PipelineError(f"the connection to rank {rank} broke ({error}); it may have died")
+    return error
+
+
+class _Computer:
+    """One stage's work on a message: the message for the next rank."""
+
+    def __init__(self, stage: Stage, part: Part) -> None:
+        self._stage, self._part = stage, part
+
+    def run(self, step: Step, body: bytes, spans: bytes, hidden: torch.Tensor | None) -> Message:
+        """Compute a step.
+
+        Args:
+            body: the step as bytes; they are passed on as they came.
+            spans, hidden: of the stages before.
+        """
+        start_s = time.time()
+        hidden = self._stage.forward(step, hidden)
+        if self._part.is_last:
+            sampled, scored = self._stage.finish(step, hidden)
+            out = Message("result", encode_result(step.step_id, sampled, scored))
+        else:
+            out = Message("step", body, hidden=hidden)
+        span = StageSpan(start_s, time.time(), out.num_bytes + len(spans))
+        out.spans = spans + encode_spans([span])
+        return out
+
+
+def serve(stage: Stage, part: Part, form: HiddenForm, on_stop: Callable[[], None]) -> None:
+    """Do a rank's part of every step until rank 0 says stop; for all ranks but that one.
+
+    Args:
+        on_stop: called when it does, before the other ranks hear it.
+
+    Raises:
+        PipelineError: a neighbour is gone, or sends what does not fit.
+    """
+    inbox: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
+    receiver = _Receiver(part.stage - 1, form, inbox.put)
+    sender = _Sender((part.stage + 1) % part.num_stages, form, inbox.put)
+    computer = _Computer(stage, part)
+    while True:
+        message = inbox.get()
+        if isinstance(message, BaseException):
+            raise message
+        if message.kind == "step":
+            step = decode_step(message.body)
+            message = computer.run(step, message.body, message.spans, message.hidden)
+        if message.kind == "stop":
+            on_stop()
+        sender.put(message)
+        if message.kind == "stop":
+            receiver.join()
+            sender.join()
+            return
+
+
+class RingPipeline(QueuedPipeline):
+    """Rank 0's end of the ring: the first stage, and the results of the last.
+
+    Args:
+        stage, part: of rank 0.
+        form: of the hidden states.
+    """
+
+    def __init__(self, stage: Stage, part: Part, form: HiddenForm) -> None:
+        super().__init__()
+        assert part.is_first and not part.is_last, "a ring has at least two ranks"
+        self._computer = _Computer(stage, part)
+        self._marks: queue.SimpleQueue[Mark] = queue.SimpleQueue()
+        self._sender = _Sender(1, form, self.fail)
+        self._receiver = _Receiver(part.num_stages - 1, form, self._take)
+        self._thread.start()
+
+    def fail(self, error: BaseException) -> None:
+        """Raise an error in whoever waits for a result; nothing more comes."""
+        self.is_broken = True
+        self._results.put(error)
+
+    def close(self) -> None:
+        """Tell every rank to stop, and wait until the word has come round."""
+        if self._is_closed:
+            return
+        super().close()
+        if not self.is_broken:
+            self._sender.join()
+            self._receiver.join()
+
+    def _work(self) -> None:
+        try:
+            while (step := self._steps.get()) is not None:
+                if isinstance(step, Mark):
+                    self._marks.put(step)
+                    self._sender.put(Message("mark"))
+                else:
+                    self._sender.put(self._computer.run(step, encode_step(step), b"", None))
+        except BaseException as error:
+            self.fail(error)
+        else:
+            self._sender.put(Message("stop"))
+
+    def _take(self, message: Message | BaseException) -> None:
+        if isinstance(message, BaseException):
+            self.fail(message)
+        elif message.kind == "result":
+            self._results.put(decode_result(message.body, decode_spans(message.spans)))
+        elif message.kind == "mark":
+            self._results.put(self._marks.get())

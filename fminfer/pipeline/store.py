@@ -1,0 +1,182 @@
+"""Where ranks find each other: torch's TCPStore, by address or through a shared folder.
+
+It knows nothing of what the ranks will do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from fminfer.errors import PipelineError
+from fminfer.ranks import RankFacts
+
+RENDEZVOUS_FILE = "fminfer-rendezvous.json"
+
+
+@dataclass(slots=True)
+class StorePlace:
+    """An open store, and what other connections to it need."""
+
+    store: dist.TCPStore
+    host: str
+    port: int
+    timeout_s: float
+    file: Path | None = None  # of the rendezvous, if this process wrote it
+
+    def connect(self) -> dist.TCPStore:
+        """Open another connection; calls on one wait for each other."""
+        return _connect(self.host, self.port, self.timeout_s)
+
+    def leave(self) -> None:
+        """Remove the rendezvous file."""
+        if self.file is not None:
+            self.file.unlink(missing_ok=True)
+
+
+def open_store(facts: RankFacts, timeout_s: float) -> StorePlace:
+    """Open the store, or connect to the one that another rank has opened.
+
+    Raises:
+        PipelineError: nobody opened it in time, or its port is taken.
+    """
+    if facts.folder is not None:
+        return _through_folder(facts.folder, timeout_s)
+    host, port = facts.host, facts.port
+    if facts.listen_fd is not None:
+        store = _open(port, facts.listen_fd, timeout_s)
+        return StorePlace(store, host, port, timeout_s)
+    if facts.holds_store or (facts.holds_store is None and _is_here(host)):
+        try:
+            listener = _listen(host, port)
+        except OSError as error:
+            if facts.holds_store:
+                raise PipelineError(
+                    f"rank {facts.rank} cannot listen at {host}:{port} ({error}). Is another run "
+                    "using the port? Give --dist-url another"
+                ) from error
+        else:
+            store = _open(port, listener.detach(), timeout_s)
+            return StorePlace(store, host, port, timeout_s)
+    return StorePlace(_connect(host, port, timeout_s), host, port, timeout_s)
+
+
+def _open(port: int, listen_fd: int, timeout_s: float) -> dist.TCPStore:
+    return dist.TCPStore(
+        "localhost",
+        port,
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listen_fd,
+    )
+
+
+def _connect(host: str, port: int, timeout_s: float) -> dist.TCPStore:
+    try:
+        return dist.TCPStore(
+            host,
+            port,
+            is_master=False,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+        )
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        raise PipelineError(
+            f"nobody answered at {host}:{port} within {timeout_s:g} s, where rank 0 was to be; "
+            "is it started, and can this machine reach it?"
+        ) from error
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Listen on the loopback only if that is what the address says, else on every interface.
+
+    A machine's own name often leads to its loopback, where no other machine could reach it.
+    """
+    is_loopback = host.startswith("127.") or host == "localhost"
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host if is_loopback else "", port))
+        listener.listen(1024)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _is_here(host: str) -> bool:
+    """Tell whether an address is this machine's."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError:
+            return False
+    return True
+
+
+def _through_folder(folder: Path, timeout_s: float) -> StorePlace:
+    """The first to come writes its address into the folder; the others read it.
+
+    A file that a killed run left behind leads nowhere; it is removed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file, deadline = folder / RENDEZVOUS_FILE, time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            fields = json.loads(file.read_text())
+            is_same_machine = fields["name"] == socket.gethostname()
+            host = "127.0.0.1" if is_same_machine else fields["host"]
+            if _answers(host, fields["port"]):
+                store = _connect(host, fields["port"], timeout_s)
+                return StorePlace(store, host, fields["port"], timeout_s)
+            file.unlink(missing_ok=True)
+        place = _found(file, timeout_s)
+        if place is not None:
+            return place
+    raise PipelineError(f"the ranks found no common store through {folder} in {timeout_s:g} s")
+
+
+def _found(file: Path, timeout_s: float) -> StorePlace | None:
+    """Open a store and write its address; None: another rank was faster."""
+    listener = _listen("", 0)
+    port = listener.getsockname()[1]
+    fields = {"host": own_address(), "port": port, "name": socket.gethostname()}
+    draft = file.with_name(f".{file.name}.{os.getpid()}.{port}")
+    draft.write_text(json.dumps(fields))
+    try:
+        os.link(draft, file)
+    except FileExistsError:
+        listener.close()
+        return None
+    finally:
+        draft.unlink()
+    store = _open(port, listener.detach(), timeout_s)
+    return StorePlace(store, "127.0.0.1", port, timeout_s, file)
+
+
+def _answers(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
+def own_address(towards: str = "10.255.255.255") -> str:
+    """Return this machine's address on the way to another; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((towards, 9))
+            address: str = probe.getsockname()[0]
+        except OSError:
+            return "127.0.0.1"
+    return address

@@ -1,0 +1,115 @@
+"""Notices ranks that die, fail or fall silent, and tells every other one within seconds.
+
+Each rank sets a beat in the store; rank 0 watches all, all watch rank 0 and one key for faults.
+Silence is counted in this process's own turns, so that a run that was suspended as a whole can go
+on. It knows nothing of steps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+TURN_S = 0.5
+FAULT = "fault"
+
+
+class Watch:
+    """Watches over the ranks, on threads of its own.
+
+    Args:
+        store: a connection that nobody else uses.
+        rank, world_size: this rank's place.
+        timeout_s: silence that counts as death.
+        parent: process id of the launcher; its death ends this rank. None: there is none.
+        on_fault: told what happened, once; it may end the process.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        *,
+        timeout_s: float,
+        parent: int | None,
+        on_fault: Callable[[str], None],
+    ) -> None:
+        self._store, self._rank, self._world_size = store, rank, world_size
+        self._max_turns = max(2, round(timeout_s / TURN_S))
+        self._timeout_s = timeout_s
+        self._parent = parent
+        self.on_fault = on_fault
+        self._stop = threading.Event()
+        self._told = threading.Lock()  # held for good once a fault was handed on
+        self._lock = threading.Lock()  # of the store's connection
+        self._turns_since_answer = 0
+        self._silent_turns = [0] * world_size
+        self._beats = [b""] * world_size
+        self._num_beats = 0
+        self.all_joined = threading.Event()
+        for work, name in ((self._beat, "beat"), (self._guard, "guard")):
+            threading.Thread(target=work, name=name, daemon=True).start()
+
+    def report(self, text: str) -> str:
+        """Make a fault known to all ranks; return the fault that was known first."""
+        try:
+            with self._lock:
+                known = self._store.compare_set(FAULT, "", json.dumps({"text": text}))
+        except Exception:
+            return text
+        return str(json.loads(known)["text"])
+
+    def stop(self) -> None:
+        """Watch no longer; the run is over."""
+        self._stop.set()
+
+    def _beat(self) -> None:
+        while not self._stop.wait(TURN_S):
+            try:
+                with self._lock:
+                    fault = self._turn()
+            except Exception as error:
+                fault = f"rank 0, which holds the ranks together, is gone ({error})"
+            self._turns_since_answer = 0
+            if fault is not None:
+                self._tell(fault)
+
+    def _turn(self) -> str | None:
+        self._num_beats += 1
+        self._store.set(f"beat/{self._rank}", str(self._num_beats))
+        if self._store.check([FAULT]):
+            return str(json.loads(self._store.get(FAULT))["text"])
+        if not self.all_joined.is_set():
+            return None
+        watched = range(1, self._world_size) if self._rank == 0 else [0]
+        beats = self._store.multi_get([f"beat/{rank}" for rank in watched])
+        for rank, beat in zip(watched, beats, strict=True):
+            is_silent = beat == self._beats[rank]
+            self._silent_turns[rank] = self._silent_turns[rank] + 1 if is_silent else 0
+            self._beats[rank] = beat
+            if self._silent_turns[rank] > self._max_turns:
+                text = f"rank {rank} has not answered for {self._timeout_s:g} s (--rank-timeout)"
+                known = self._store.compare_set(FAULT, "", json.dumps({"text": text}))
+                return str(json.loads(known)["text"])
+        return None
+
+    def _guard(self) -> None:
+        """Notice a store that does not even answer, and a launcher that is gone."""
+        while not self._stop.wait(TURN_S):
+            self._turns_since_answer += 1
+            if self._parent is not None and os.getppid() != self._parent:
+                self._tell("the launcher of the ranks is gone")
+            elif self._turns_since_answer > self._max_turns + 2:
+                self._tell(
+                    f"rank 0 has not answered for {self._timeout_s:g} s (--rank-timeout): the "
+                    "ranks' common store is in it"
+                )
+
+    def _tell(self, fault: str) -> None:
+        if not self._stop.is_set() and self._told.acquire(blocking=False):
+            self.on_fault(fault)

@@ -1,0 +1,223 @@
+"""Who this process is among the ranks of a run: from flags, or from what a launcher has set.
+
+Understood are fminfer's own launcher and torchrun (RANK, WORLD_SIZE, …), Slurm's srun, and LSF's
+jsrun and mpirun. It knows environment variables and needs no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fminfer.errors import UsageError
+
+LISTEN_FD, PARENT = "FMINFER_LISTEN_FD", "FMINFER_PARENT"  # set by fminfer's own launcher
+FIRST_JOB_PORT, NUM_JOB_PORTS = 20000, 20000  # a port from a job's number, the same on every node
+# What each launcher calls (rank, world size).
+LAUNCHERS = {
+    "torchrun": ("RANK", "WORLD_SIZE"),
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    "jsrun": ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
+    "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+}
+
+
+@dataclass(slots=True, frozen=True)
+class RankConfig:
+    """How a run is spread over ranks, as the command line says it.
+
+    Raises:
+        UsageError: numbers that do not fit together.
+    """
+
+    world_size: int | None = None
+    pipeline_group_size: int | None = None  # left out: the world's
+    data_group_size: int = 1
+    rank: int | None = None
+    dist_url: str | None = None  # tcp://host:port
+    rendezvous: str | None = None  # host:port, or a folder that all ranks see
+    rank_timeout_s: float = 30.0  # how long a rank may be silent
+    join_timeout_s: float = 300.0  # how long a rank may take to come
+
+    def __post_init__(self) -> None:
+        for name in ("world_size", "pipeline_group_size", "data_group_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+        if self.data_group_size > 1:
+            raise UsageError(
+                f"--data-group-size {self.data_group_size}: several pipelines on one input are not "
+                "there yet; use 1, and split the input over several runs"
+            )
+        if None not in (self.world_size, self.pipeline_group_size) and (
+            self.world_size != self.pipeline_group_size
+        ):
+            raise UsageError(
+                f"--world-size {self.world_size} is not --pipeline-group-size "
+                f"{self.pipeline_group_size} × --data-group-size {self.data_group_size}"
+            )
+        if self.dist_url is not None and self.rendezvous is not None:
+            raise UsageError("give either --dist-url or --rendezvous, not both")
+        for name in ("rank_timeout_s", "join_timeout_s"):
+            if getattr(self, name) <= 0:
+                flag = f"--{name.removesuffix('_s').replace('_', '-')}"
+                raise UsageError(f"{flag} is {getattr(self, name)}; it must be above 0 seconds")
+
+    @property
+    def size(self) -> int | None:
+        """Ranks in all, if it is told."""
+        return self.world_size or self.pipeline_group_size
+
+
+@dataclass(slots=True, frozen=True)
+class RankFacts:
+    """One rank's place, and where the ranks find each other."""
+
+    rank: int | None  # None: in the order of joining
+    world_size: int
+    host: str = "127.0.0.1"
+    port: int = 0
+    folder: Path | None = None  # of the rendezvous, in the place of host and port
+    holds_store: bool | None = False  # this process opens the store; None: whoever comes first
+    listen_fd: int | None = None  # the store's socket, opened by the launcher
+    parent: int | None = None  # the launcher's process id
+    source: str = "--rank"
+
+
+def find_facts(config: RankConfig, environ: Mapping[str, str]) -> RankFacts | None:
+    """Return this process's place among ranks, or None: there are none, or they are to be started.
+
+    Raises:
+        UsageError: half of what a rank needs, or flags that a launcher's variables contradict.
+    """
+    if config.rank is not None or config.dist_url is not None:
+        return _by_hand(config)
+    for launcher, (rank_name, size_name) in LAUNCHERS.items():
+        if rank_name not in environ or int(environ.get(size_name, "1")) < 2:
+            continue
+        rank, size = int(environ[rank_name]), int(environ[size_name])
+        if config.size not in (None, size):
+            raise UsageError(
+                f"--world-size is {config.size}, but {launcher} started {size} ranks; leave the "
+                "flag out"
+            )
+        if config.rendezvous is not None:
+            return _by_rendezvous(config.rendezvous, rank, size, launcher)
+        if launcher == "torchrun":
+            return _from_torchrun(rank, size, environ)
+        host, port = _address_of_job(launcher, environ)
+        return RankFacts(rank, size, host, port, holds_store=rank == 0, source=launcher)
+    if config.rendezvous is not None:
+        if config.size is None:
+            raise UsageError("--rendezvous needs --world-size: how many ranks will come")
+        return _by_rendezvous(config.rendezvous, None, config.size, "--rendezvous")
+    return None
+
+
+def _by_hand(config: RankConfig) -> RankFacts | None:
+    if config.rank is None:
+        if config.size in (None, 1):
+            return None
+        raise UsageError("--dist-url needs --rank: which of the ranks this is")
+    if config.size is None:
+        raise UsageError("--rank needs --world-size: how many ranks there are")
+    if not 0 <= config.rank < config.size:
+        raise UsageError(
+            f"--rank is {config.rank}; with --world-size {config.size} it is from 0 to "
+            f"{config.size - 1}"
+        )
+    if config.size == 1:
+        return None
+    if config.rendezvous is not None:
+        return _by_rendezvous(config.rendezvous, config.rank, config.size, "--rank")
+    if config.dist_url is None:
+        raise UsageError(
+            "--rank needs --dist-url tcp://host:port (host: where rank 0 runs), or --rendezvous"
+        )
+    url = re.fullmatch(r"tcp://(.+)", config.dist_url)
+    if url is None:
+        raise UsageError(f"--dist-url is {config.dist_url!r}; it must be tcp://host:port")
+    host, port = parse_address(url[1], "--dist-url")
+    return RankFacts(config.rank, config.size, host, port, holds_store=config.rank == 0)
+
+
+def _by_rendezvous(where: str, rank: int | None, size: int, source: str) -> RankFacts:
+    """`where` is host:port, or the path of a folder."""
+    if re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^/:]+):\d+", where):
+        host, port = parse_address(where, "--rendezvous")
+        return RankFacts(rank, size, host, port, holds_store=None, source=source)
+    return RankFacts(rank, size, folder=Path(where), holds_store=None, source=source)
+
+
+def _from_torchrun(rank: int, size: int, environ: Mapping[str, str]) -> RankFacts:
+    """Also fminfer's own launcher, which sets the same variables."""
+    try:
+        host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+    except (KeyError, ValueError):
+        raise UsageError(
+            "RANK and WORLD_SIZE are set, but not MASTER_ADDR and MASTER_PORT; start the ranks "
+            "with torchrun, or unset them"
+        ) from None
+    fd, parent = environ.get(LISTEN_FD), environ.get(PARENT)
+    agent_has_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return RankFacts(
+        rank,
+        size,
+        host,
+        port,
+        holds_store=rank == 0 and not agent_has_store,
+        listen_fd=int(fd) if fd and rank == 0 else None,
+        parent=int(parent) if parent else None,
+        source="the launcher" if parent else "torchrun",
+    )
+
+
+def _address_of_job(launcher: str, environ: Mapping[str, str]) -> tuple[str, int]:
+    """Return where rank 0 of a cluster's job listens: MASTER_ADDR, or the job's first node."""
+    if launcher == "srun":
+        nodes = environ.get("SLURM_STEP_NODELIST", "")
+        host, job = first_node(nodes), environ.get("SLURM_JOB_ID", "0")
+    else:
+        hosts = environ.get("LSB_MCPU_HOSTS", "").split()[::2] or environ.get("LSB_HOSTS", "")
+        names = hosts if isinstance(hosts, list) else hosts.split()
+        if environ.get("LSB_DJOB_HOSTFILE"):
+            names = Path(environ["LSB_DJOB_HOSTFILE"]).read_text().split()
+        # jsrun's lists begin with the node that launches, which computes nothing.
+        nodes_of_job = [name for name in names if not re.match("batch|login", name)]
+        host = nodes_of_job[0] if nodes_of_job else ""
+        job = environ.get("LSB_JOBID", "0")
+    host = environ.get("MASTER_ADDR") or host
+    if not host:
+        raise UsageError(
+            f"{launcher} did not say on which node rank 0 runs; set MASTER_ADDR, or give "
+            "--rendezvous a folder that all nodes see"
+        )
+    digits = re.sub(r"\D", "", job) or "0"
+    return host, int(environ.get("MASTER_PORT") or FIRST_JOB_PORT + int(digits) % NUM_JOB_PORTS)
+
+
+def first_node(nodes: str) -> str:
+    """Return the first name of a Slurm node list, as node[003-007,9],other."""
+    match = re.match(r"([^\[,]*)(?:\[([^\-,\]]+)[^\]]*\])?([^,]*)", nodes)
+    assert match is not None
+    return match[1] + (match[2] or "") + (match[3] or "")
+
+
+def parse_address(text: str, flag: str) -> tuple[str, int]:
+    """Split host:port.
+
+    Raises:
+        UsageError: it is not that.
+    """
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise UsageError(f"{flag}: {text!r} is not host:port, with a port from 1 to 65535")
+    return host.strip("[]"), int(port)
+
+
+def is_spawned(environ: Mapping[str, str] = os.environ) -> bool:
+    """Tell whether fminfer's own launcher started this process, and speaks for it."""
+    return PARENT in environ

@@ -1,0 +1,259 @@
+"""The options of `fminfer run`, each with its help. Defaults come from the configs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from fminfer.config import EngineConfig
+from fminfer.ranks import RankConfig
+
+DEFAULTS = EngineConfig()
+RANK_DEFAULTS = RankConfig()
+# The ancestor's names for its schedules; here all mean the one that there is.
+PP_MODES = (
+    "pipe_sync_sample_mask_token_pipe",
+    "pipe_sync_sample_mask_token_pipe_refactored",
+    "pipe_sync_sample_mask_token_pipe_auto_batch",
+    "pipe_sync_greedy",
+    "pipe_sync_greedy_token_pipe",
+    "pipe_sync_greedy_mask_token_pipe",
+    "pipe_async_greedy",
+    "pipe_async_greedy_mask",
+    "pipe_async_sample_mask",
+    "pipe_hybrid_greedy",
+)
+
+
+class Numbers(click.ParamType):  # type: ignore[type-arg]
+    """Whole numbers with commas between them."""
+
+    name = "N,N,…"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(int(part) for part in str(value).split(","))
+        except ValueError:
+            self.fail(f"{value!r} is not whole numbers with commas between them", param, ctx)
+
+
+FILES = [
+    click.option(
+        "--infer-data",
+        multiple=True,
+        type=click.Path(path_type=Path),
+        help="A .jsonl or .json file of requests, also .gz or .zst; a folder of them (outputs of "
+        "earlier runs left out); or - for stdin. May be repeated.",
+    ),
+    click.option(
+        "--output",
+        type=click.Path(path_type=Path),
+        help="A .jsonl file, a folder, or - for stdout (errors then go to stderr).  "
+        "[default: output_<name>.jsonl beside the input; stdout for stdin]",
+    ),
+    click.option("--restart", is_flag=True, help="Answer again what is already answered."),
+    click.option("--stats", type=click.Path(path_type=Path), help="Write the summary as JSON."),
+    click.option("-q", "--quiet", is_flag=True, help="Say nothing but errors."),
+    click.option("-v", "--verbose", is_flag=True, help="Show tracebacks and library warnings."),
+]
+MODEL = [
+    click.option(
+        "--model-name",
+        "--model",
+        "model",
+        help="A local folder or hub id.  [default: the demo model of the package]",
+    ),
+    click.option("--model-type", help="Checked against the model's config (opt, bloom, gptj, …)."),
+    click.option(
+        "--random-init",
+        metavar="CONFIG_OR_SIZE",
+        help="Random weights of a config.json or a known size (llama-160m, …), for benches.",
+    ),
+    click.option(
+        "--dtype",
+        type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+        default=DEFAULTS.dtype,
+        show_default=True,
+        help="auto: bfloat16 where the machine is fast in it.",
+    ),
+    click.option("--fp16", is_flag=True, help="The same as --dtype float16."),
+    click.option(
+        "--device", default=DEFAULTS.device, show_default=True, help="auto, cpu, cuda:0, …"
+    ),
+    click.option(
+        "--attention",
+        type=click.Choice(["auto", "eager", "compiled"]),
+        default=DEFAULTS.attention,
+        show_default=True,
+        help="Decode attention on the CPU; auto compiles it once a job is long enough.",
+    ),
+]
+ENGINE = [
+    click.option(
+        "--budget",
+        type=int,
+        help="Tokens of KV cache for all rows that run at once, prompt and max_tokens counted, "
+        "rounded up to blocks of 32.  "
+        "[default: half of the free memory]",
+    ),
+    click.option(
+        "--chunk-size",
+        type=int,
+        default=DEFAULTS.chunk_size,
+        show_default=True,
+        help="Most tokens of one step.",
+    ),
+    click.option(
+        "--max-rows",
+        type=int,
+        default=DEFAULTS.max_rows,
+        show_default=True,
+        help="Most sequences that run at once.",
+    ),
+    click.option(
+        "--micro-batches",
+        type=int,
+        default=DEFAULTS.micro_batches,
+        show_default=True,
+        help="Steps in flight.",
+    ),
+    click.option(
+        "--seed",
+        type=int,
+        default=DEFAULTS.seed,
+        show_default=True,
+        help="For requests without a seed of their own.",
+    ),
+    click.option(
+        "--prefix-cache/--no-prefix-cache",
+        default=DEFAULTS.prefix_cache,
+        show_default=True,
+        help="Compute a prefix that prompts share only once.",
+    ),
+]
+CONTRACT = [
+    click.option(
+        "--max-logprobs",
+        type=int,
+        default=DEFAULTS.max_logprobs,
+        show_default=True,
+        help="Largest logprobs that a request may ask for.",
+    ),
+    click.option(
+        "--on-too-long",
+        type=click.Choice(["error", "truncate-left", "truncate-right"]),
+        default=DEFAULTS.on_too_long,
+        show_default=True,
+        help="What becomes of a prompt that leaves no room for max_tokens; cuts are told.",
+    ),
+    click.option(
+        "--token-format",
+        type=click.Choice(["auto", "vocab", "text"]),
+        default=DEFAULTS.token_format,
+        show_default=True,
+        help="Spelling of logprobs.tokens: vocabulary pieces, or text. auto: text for Batch lines.",
+    ),
+    click.option(
+        "--strict",
+        is_flag=True,
+        default=DEFAULTS.strict,
+        help="Unknown parameters, best_of below n and the like are errors of their line.",
+    ),
+    click.option(
+        "--check-model",
+        is_flag=True,
+        default=DEFAULTS.check_model,
+        help="A line whose model or engine is not --model-name, or its last part, is an error.",
+    ),
+]
+RANKS = [
+    click.option(
+        "--world-size",
+        type=int,
+        help="Ranks: processes that share the model's layers.  [default: 1]",
+    ),
+    click.option(
+        "--pipeline-group-size",
+        type=int,
+        help="Stages of the pipeline.  [default: the world's size]",
+    ),
+    click.option(
+        "--data-group-size",
+        type=int,
+        default=RANK_DEFAULTS.data_group_size,
+        show_default=True,
+        help="Pipelines; more than 1 are not there yet.",
+    ),
+    click.option("--rank", type=int, help="Be one rank; the others are started apart."),
+    click.option(
+        "--dist-url",
+        metavar="tcp://HOST:PORT",
+        help="Where rank 0 listens for ranks that are started apart.",
+    ),
+    click.option(
+        "--rendezvous",
+        metavar="HOST:PORT|FOLDER",
+        help="Where ranks that are started apart, in any order, find each other; without --rank "
+        "they are counted as they come.",
+    ),
+    click.option(
+        "--cuda-id",
+        "cuda_ids",
+        type=Numbers(),
+        default=(),
+        help="The GPUs of this machine's ranks, in their order: 0,1,2.  [default: all]",
+    ),
+    click.option(
+        "--num-layers",
+        type=int,
+        help="Layers a rank, the surplus dropped.  [default: balanced by cost]",
+    ),
+    click.option("--max-layers", type=int, help="Use only so many layers, the model's first."),
+    click.option("--stage-layers", type=Numbers(), help="Layers of each rank: 9,9,8."),
+    click.option(
+        "--join-timeout",
+        "join_timeout_s",
+        type=float,
+        default=RANK_DEFAULTS.join_timeout_s,
+        show_default=True,
+        help="Seconds that a rank may take to come.",
+    ),
+    click.option(
+        "--rank-timeout",
+        "rank_timeout_s",
+        type=float,
+        default=RANK_DEFAULTS.rank_timeout_s,
+        show_default=True,
+        help="Seconds that a rank may be silent before the run ends.",
+    ),
+    click.option(
+        "--trace",
+        type=click.Path(path_type=Path),
+        help="Write what each rank did when, for ui.perfetto.dev.",
+    ),
+    click.option(
+        "--pp-mode",
+        type=click.Choice(PP_MODES),
+        help="For old command lines; there is one schedule.",
+    ),
+    click.option(
+        "--num-iters",
+        "max_steps",
+        type=int,
+        help="Stop after so many micro-batches.  [default: no limit]",
+    ),
+]
+
+
+def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command all of them."""
+    for option in reversed(FILES + MODEL + ENGINE + RANKS + CONTRACT):
+        command = option(command)
+    return command

@@ -1,0 +1,99 @@
+"""One process of a run: the only one, or one rank. The command line's way to the engine.
+
+It knows ranks and paths, not exit statuses.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from dataclasses import asdict
+from types import FrameType
+
+import click
+import transformers
+
+from fminfer.config import EngineConfig
+from fminfer.errors import PipelineError
+from fminfer.job import run_job
+from fminfer.output.progress import LoadingBar
+from fminfer.output.summary import JobSummary
+from fminfer.paths import JobPaths, Plan
+from fminfer.pipeline.group import Group
+from fminfer.ranks import RankConfig, RankFacts
+from fminfer.worker import Engine, serve_rank
+
+
+def run_process(
+    job: JobPaths,
+    plan: Plan | None,
+    config: EngineConfig,
+    ranks: RankConfig,
+    facts: RankFacts | None,
+    elapsed_s: Callable[[], float],
+) -> JobSummary | None:
+    """Answer the job's files, or do another rank's part of it; that one has no summary.
+
+    Args:
+        plan: inputs and outputs; None: this may not be rank 0.
+        facts: this process's place among ranks; None: it is alone.
+        elapsed_s: seconds since the command started.
+
+    Raises:
+        FminferError: the run cannot go on.
+    """
+    if not job.is_verbose:
+        transformers.logging.set_verbosity_error()
+    if facts is None:
+        return _answer(job, plan or job.plan(), config, None, elapsed_s)
+    group = Group(facts, join_timeout_s=ranks.join_timeout_s, rank_timeout_s=ranks.rank_timeout_s)
+    if group.rank > 0:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is rank 0's, which ends all
+        serve_rank(group, **asdict(config))
+        return None
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return _answer(job, plan or job.plan(), config, group, elapsed_s)
+    except PipelineError:
+        raise
+    except Exception as error:
+        group.watch.report(f"rank 0 ended: {error}")
+        raise
+
+
+def _answer(
+    job: JobPaths,
+    plan: Plan,
+    config: EngineConfig,
+    group: Group | None,
+    elapsed_s: Callable[[], float],
+) -> JobSummary:
+    if config.model is None and config.random_init is None and not job.is_quiet:
+        click.echo(
+            "Using the demo model, which knows only the way between rooms; "
+            "--model-name gives another.",
+            err=True,
+        )
+    loading = LoadingBar(is_quiet=job.is_quiet)
+    engine = Engine(on_progress=loading, group=group, **asdict(config))
+    loading.close()
+    if config.cuda_ids and engine.device.type == "cpu" and not job.is_quiet:
+        click.echo("There is no GPU here: --cuda-id means nothing, the CPU computes.", err=True)
+    ready_s = elapsed_s()
+    try:
+        summary = run_job(
+            engine, *plan, start_to_ready_s=ready_s, is_quiet=job.is_quiet, trace=job.trace
+        )
+    finally:
+        engine.close()
+    if job.stats is not None:
+        job.stats.write_text(json.dumps(summary.to_dict(), indent=2) + "\n")
+    if not job.is_quiet:
+        click.echo(summary.to_text(), err=True)
+    return summary
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """End as Ctrl-C does."""
+    raise KeyboardInterrupt
