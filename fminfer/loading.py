@@ -29,6 +29,7 @@ from fminfer.pipeline.group import Group
 from fminfer.pipeline.stage import Stage, kv_shape
 from fminfer.pipeline.transport import HiddenForm
 from fminfer.placement import auto_budget, choose_device, choose_dtype, free_bytes, memory_name
+from fminfer.thin_linear import use_thin_products
 
 
 @dataclass(slots=True)
@@ -99,6 +100,8 @@ def load_part(
     network = load_model(
         checkpoint, dtype=dtype, device=device, seed=config.seed, part=part, on_progress=on_progress
     )
+    if device.type == "cpu":
+        use_thin_products(network)
     form = HiddenForm(checkpoint.config.hidden_size, dtype, device, hidden_group)
     return LoadedPart(checkpoint, part, network, dtype, device, form)
 

@@ -12,7 +12,7 @@ from fminfer.models.families import Family
 from fminfer.partition import Part
 
 # Of the head's products, how many count: drawn tokens run the head, most prompt tokens do not.
-HEAD_SHARE = 0.75
+HEAD_SHARE = 0.5
 
 
 class _Nothing(nn.Module):

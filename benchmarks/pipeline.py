@@ -1,0 +1,87 @@
+#!/usr/bin/env python
+"""A pipeline of several ranks beside one process with the same cores, the same work, in turns.
+
+The work is workload a of against_transformers.py: 64 rows, prompts of 16–191 tokens, 16–128 new
+tokens each, on a random-init llama of 12 layers × 768. Every run is the command itself, in processes
+of its own; its time is that of answering, loading left out. `busy` is each stage's share of the
+time between its first and its last step; with one micro-batch in flight (`--micro-batches 1`) only
+one stage of P can work at a time, so it must come out at about 1/P, which proves the measure.
+
+    python benchmarks/pipeline.py --repeats 3
+
+A table comes first, one JSON line last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+from against_transformers import SIZE, make_workload
+
+
+def run_once(rows: Path, folder: Path, num_ranks: int, threads: int, more: list[str]) -> Any:
+    """Answer the workload once and return what --stats says."""
+    stats = folder / "stats.json"
+    command = [sys.executable, "-m", "fminfer", "run", str(rows), "--random-init", SIZE, "-q"]
+    command += ["--output", str(folder / "out.jsonl"), "--restart", "--stats", str(stats)]
+    command += ["--world-size", str(num_ranks), "--dtype", "float32", "--attention", "eager"]
+    environ = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    subprocess.run(command + more, env=environ, check=True)
+    return json.loads(stats.read_text())
+
+
+def busy_shares(stats: Any) -> list[float]:
+    return [
+        stage["busy_s"] / (stage["last_s"] - stage["first_s"])
+        for stage in stats["engine"]["stages"]
+    ]
+
+
+@click.command()
+@click.option("--ranks", default=2, show_default=True)
+@click.option("--repeats", default=3, show_default=True)
+@click.option("--scale", default=1.0, show_default=True, help="Part of the rows.")
+@click.option("--option", "options", multiple=True, help="More of the pipeline's, as --x=y.")
+def main(ranks: int, repeats: int, scale: float, options: tuple[str, ...]) -> None:
+    sides = {
+        "1 rank": (1, ranks, []),
+        f"{ranks} ranks": (ranks, 1, list(options)),
+        f"{ranks} ranks, 1 in flight": (ranks, 1, ["--micro-batches", "1", *options]),
+    }
+    results: dict[str, list[Any]] = {name: [] for name in sides}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        rows = folder / "rows.jsonl"
+        rows.write_text("".join(json.dumps(row) + "\n" for row in make_workload("a", scale)))
+        for _ in range(repeats):
+            for side, (num_ranks, threads, more) in sides.items():
+                stats = run_once(rows, folder, num_ranks, threads, more)
+                results[side].append(stats)
+                shares = ", ".join(f"{share:.1%}" for share in busy_shares(stats))
+                print(f"  {side:22} {stats['wall_s']:6.1f} s  busy {shares}", flush=True)
+    print(f"\nworkload a, float32, medians of {repeats}")
+    print(f"{'':24}{'run s':>8}{'tokens/s':>10}  busy, a stage each")
+    summary = {}
+    for side, runs in results.items():
+        run_s = statistics.median(run["wall_s"] for run in runs)
+        rate = statistics.median(run["tokens_per_s"] for run in runs)
+        busy = [statistics.median(each) for each in zip(*map(busy_shares, runs), strict=True)]
+        summary[side] = {"run_s": run_s, "tokens_per_s": rate, "busy": busy}
+        shown = ", ".join(f"{share:.1%}" for share in busy)
+        print(f"{side:24}{run_s:8.1f}{rate:10.0f}  {shown}")
+    one, several = summary["1 rank"], summary[f"{ranks} ranks"]
+    ratio = several["tokens_per_s"] / one["tokens_per_s"]
+    print(f"{ranks} ranks ÷ 1 rank: {ratio:.2f}")
+    print(json.dumps({"ranks": ranks, "ratio": ratio, "sides": summary}))
+
+
+if __name__ == "__main__":
+    main()
