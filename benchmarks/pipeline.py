@@ -2,7 +2,7 @@
 """A pipeline of several ranks beside one process with the same cores, the same work, in turns.
 
 The work is workload a of against_transformers.py: 64 rows, prompts of 16–191 tokens, 16–128 new
-tokens each, on a random-init llama of 12 layers × 768. Every run is the command itself, in processes
+tokens each, on a random-init llama of 12 layers × 768. Every run is the command, in processes
 of its own; its time is that of answering, loading left out. `busy` is each stage's share of the
 time between its first and its last step; with one micro-batch in flight (`--micro-batches 1`) only
 one stage of P can work at a time, so it must come out at about 1/P, which proves the measure.

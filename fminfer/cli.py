@@ -14,7 +14,7 @@ import click
 
 from fminfer import __version__
 from fminfer.config import EngineConfig
-from fminfer.errors import FminferError, PipelineError, UsageError
+from fminfer.errors import FminferError, UsageError
 from fminfer.launcher import launch
 from fminfer.paths import JobPaths
 from fminfer.ranks import RankConfig, find_facts
@@ -80,11 +80,13 @@ def run(
         if options["dtype"] not in ("auto", "float16"):
             raise click.UsageError(f"--fp16 and --dtype {options['dtype']} contradict each other")
         options["dtype"] = "float16"
-    is_rank = {field.name: options.pop(field.name) for field in fields(RankConfig)}
+    rank_options = {field.name: options.pop(field.name) for field in fields(RankConfig)}
+    is_rank = False
     job = JobPaths([*infer_data, *paths], output, restart, stats, trace, quiet, verbose)
     try:
-        ranks, config = RankConfig(**is_rank), EngineConfig(**options)
+        ranks, config = RankConfig(**rank_options), EngineConfig(**options)
         facts = find_facts(ranks, os.environ)
+        is_rank = facts is not None
         # Mistakes in it are told before anything is started or loaded.
         plan = job.plan() if facts is None or facts.rank == 0 else None
         if facts is None and (ranks.size or 1) > 1:
@@ -95,19 +97,18 @@ def run(
         summary = run_process(job, plan, config, ranks, facts, _elapsed_s)
         status = EXIT_SOME_ERRORS if summary is not None and summary.num_errors else 0
     except UsageError as error:
-        _fail(error, EXIT_USAGE, verbose)
-    except PipelineError as error:
-        _fail(error, EXIT_FAILED, verbose, at_once=True)
+        _fail(error, EXIT_USAGE, verbose, is_rank)
     except FminferError as error:
-        _fail(error, EXIT_FAILED, verbose)
+        _fail(error, EXIT_FAILED, verbose, is_rank)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # quiet at exit, too
-        _fail(FminferError("whoever read the answers stopped reading"), EXIT_FAILED, verbose)
+        gone = FminferError("whoever read the answers stopped reading")
+        _fail(gone, EXIT_FAILED, verbose, is_rank)
     except KeyboardInterrupt:
         click.echo("Interrupted. Finished rows are in the .partial files.", err=True)
-        sys.exit(EXIT_INTERRUPTED)
+        _end(EXIT_INTERRUPTED, is_rank)
     except Exception as error:
-        _fail(error, EXIT_FAILED, verbose=True)
+        _fail(error, EXIT_FAILED, True, is_rank)
     sys.exit(status)
 
 
@@ -115,12 +116,16 @@ def _elapsed_s() -> float:
     return time.perf_counter() - STARTED_S
 
 
-def _fail(error: Exception, status: int, verbose: bool, *, at_once: bool = False) -> None:
-    """Say what is wrong and end; `at_once` if threads wait for ranks that are gone."""
+def _fail(error: Exception, status: int, verbose: bool, is_rank: bool) -> None:
     if verbose:
         traceback.print_exception(error)
     click.echo(f"Error: {error}", err=True)
-    if at_once:
+    _end(status, is_rank)
+
+
+def _end(status: int, is_rank: bool) -> None:
+    """Exit; a rank at once, for its threads may wait for others that are gone."""
+    if is_rank:
         sys.stdout.flush()
         os._exit(status)
     sys.exit(status)

@@ -51,6 +51,7 @@ def _start(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(listener.getsockname()[1]),
         PARENT: str(os.getpid()),
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
     }
     environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     command = [sys.executable, "-m", "fminfer", *args]
@@ -83,6 +84,7 @@ class _Launcher:
 
     def __init__(self, ranks: list[subprocess.Popen[bytes]]) -> None:
         self._ranks = ranks
+        self._num_signals = 0
         self._term_at: float | None = None  # when those that are left are asked to end
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._pass_on)
@@ -90,15 +92,13 @@ class _Launcher:
     def wait(self) -> int:
         """Return the exit status once every rank has ended."""
         first_failed: int | None = None
-        while any(rank.poll() is None for rank in self._ranks):
-            ended = {r: rank.returncode for r, rank in enumerate(self._ranks)}
-            failed = [r for r, status in ended.items() if status not in (None, 0)]
-            if failed and self._term_at is None:
+        while None in (statuses := [rank.poll() for rank in self._ranks]):
+            failed = [r for r, status in enumerate(statuses) if status]
+            if failed and first_failed is None:
                 first_failed = failed[0]
+            if self._term_at is None and (failed or statuses[0] is not None):
                 self._term_at = time.monotonic() + GRACE_S
-            elif self._ranks[0].poll() is not None and self._term_at is None:
-                self._term_at = time.monotonic() + GRACE_S
-            if self._ranks[0].poll():  # nothing is left to be saved
+            if statuses[0]:  # nothing is left to be saved
                 self._term_at = min(self._term_at or time.monotonic(), time.monotonic())
             self._end_late_ones()
             time.sleep(POLL_S)
@@ -119,6 +119,8 @@ class _Launcher:
         return statuses[0] if statuses[0] >= 0 else 1
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        """Rank 0 ends the run in good order; the others end with it."""
-        if self._ranks[0].poll() is None:
-            self._ranks[0].send_signal(number)
+        """Let rank 0 end the run in good order; a second signal ends all ranks at once."""
+        self._num_signals += 1
+        for rank in self._ranks if self._num_signals > 1 else self._ranks[:1]:
+            if rank.poll() is None:
+                rank.send_signal(number if self._num_signals == 1 else signal.SIGKILL)

@@ -58,7 +58,7 @@ def run_process(
     except PipelineError:
         raise
     except Exception as error:
-        group.watch.report(f"rank 0 ended: {error}")
+        group.watch.warn(f"rank 0 failed: {error}")
         raise
 
 

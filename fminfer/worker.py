@@ -173,7 +173,7 @@ def serve_rank(
 def _build_pipeline(stage: Stage, loaded: LoadedPart, group: Group | None) -> QueuedPipeline:
     if group is None:
         return LocalPipeline(stage.run)
-    ring = RingPipeline(stage, loaded.part, loaded.form)
+    ring = RingPipeline(stage, loaded.part, loaded.form, group.watch.report)
     group.watch.on_fault = lambda fault: ring.fail(PipelineError(fault))
     return ring
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fminfer.errors import PipelineError
+from fminfer.errors import FminferError, PipelineError
 from fminfer.pipeline.store import StorePlace, open_store, own_address
 from fminfer.pipeline.watch import Watch
 from fminfer.ranks import RankFacts, is_spawned
@@ -82,9 +82,10 @@ class Group:
 
     def fail(self, error: BaseException) -> None:
         """Tell every rank that this one failed, and end it."""
-        text = f"rank {self.rank} failed: {error}"
-        if not isinstance(error, PipelineError):
-            text += "\n" + "".join(traceback.format_exception(error)).rstrip()
+        text = str(error)
+        if not isinstance(error, FminferError):
+            text = f"rank {self.rank} failed: {error}\n"
+            text += "".join(traceback.format_exception(error)).rstrip()
         self._die(self.watch.report(text))
 
     def leave(self) -> None:

@@ -84,7 +84,7 @@ class _Receiver:
 def _explain(error: BaseException, rank: int) -> BaseException:
     """Say which neighbour a broken connection led to."""
     if isinstance(error, RuntimeError):  # what torch.distributed raises
-        return PipelineError(f"the connection to rank {rank} broke ({error}); it may have died")
+        return PipelineError(f"the connection to rank {rank} broke; it may have died")
     return error
 
 
@@ -148,10 +148,14 @@ class RingPipeline(QueuedPipeline):
     Args:
         stage, part: of rank 0.
         form: of the hidden states.
+        explain: told of a broken connection; returns what is known to have caused it.
     """
 
-    def __init__(self, stage: Stage, part: Part, form: HiddenForm) -> None:
+    def __init__(
+        self, stage: Stage, part: Part, form: HiddenForm, explain: Callable[[str], str]
+    ) -> None:
         super().__init__()
+        self._explain = explain
         assert part.is_first and not part.is_last, "a ring has at least two ranks"
         self._computer = _Computer(stage, part)
         self._marks: queue.SimpleQueue[Mark] = queue.SimpleQueue()
@@ -161,6 +165,8 @@ class RingPipeline(QueuedPipeline):
 
     def fail(self, error: BaseException) -> None:
         """Raise an error in whoever waits for a result; nothing more comes."""
+        if isinstance(error, PipelineError):
+            error = PipelineError(self._explain(str(error)))
         self.is_broken = True
         self._results.put(error)
 

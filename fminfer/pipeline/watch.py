@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from collections.abc import Callable
 
 import torch.distributed as dist
@@ -52,6 +53,7 @@ class Watch:
         self._beats = [b""] * world_size
         self._num_beats = 0
         self.all_joined = threading.Event()
+        self._store.set(f"beat/{rank}", "0")  # before anyone may look for it
         for work, name in ((self._beat, "beat"), (self._guard, "guard")):
             threading.Thread(target=work, name=name, daemon=True).start()
 
@@ -63,6 +65,11 @@ class Watch:
         except Exception:
             return text
         return str(json.loads(known)["text"])
+
+    def warn(self, text: str) -> None:
+        """Make a fault known, and give the others time to hear of it before this rank is gone."""
+        self.report(text)
+        time.sleep(2 * TURN_S)
 
     def stop(self) -> None:
         """Watch no longer; the run is over."""

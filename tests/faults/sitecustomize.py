@@ -1,0 +1,38 @@
+"""Makes one rank of a run fail at a chosen moment; Python imports it from a folder in its path.
+
+FAULT is "kind rank phase": raise, kill or stop; which rank; during load, prefill or decode.
+"""
+
+import os
+import signal
+import sys
+
+kind, _, place = os.environ.get("FAULT", "").partition(" ")
+rank, _, phase = place.partition(" ")
+
+
+def _fail() -> None:
+    if kind == "raise":
+        raise RuntimeError("a fault that the test wants")
+    os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+
+
+if kind and rank == os.environ.get("RANK") and "-m" in sys.orig_argv:
+    import fminfer.loading
+    from fminfer.pipeline.stage import Stage
+
+    load_model, forward = fminfer.loading.load_model, Stage.forward
+
+    def load_or_fail(*args, **options):
+        if phase == "load":
+            _fail()
+        return load_model(*args, **options)
+
+    def forward_or_fail(self, step, hidden):
+        is_prefill = any(len(row.token_ids) > 1 for row in step.rows)
+        if phase == ("prefill" if is_prefill else "decode"):
+            _fail()
+        return forward(self, step, hidden)
+
+    fminfer.loading.load_model = load_or_fail
+    Stage.forward = forward_or_fail

@@ -1,0 +1,72 @@
+"""A rank that dies, throws or falls silent ends the whole run within seconds, and is named."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+FAULTS = Path(__file__).parent / "faults"
+QUERIES = Path(__file__).parent.parent / "examples" / "queries"
+RANK_TIMEOUT_S = 3
+KINDS, PHASES = ("raise", "kill", "stop"), ("load", "prefill", "decode")
+ALL = [f"{kind} {rank} {phase}" for kind in KINDS for rank in (0, 1) for phase in PHASES]
+# Half of them, every pair of kind and phase once; FMINFER_ALL_FAULTS=1 runs all.
+SOME = [fault for index, fault in enumerate(ALL) if (index + index // 6) % 2]
+
+
+def command(folder: Path, *more: str) -> list[str]:
+    start = [sys.executable, "-m", "fminfer", "run", str(QUERIES / "plain.jsonl")]
+    start += ["--output", str(folder / "out.jsonl"), "--world-size", "2", "--restart"]
+    return [*start, "--rank-timeout", str(RANK_TIMEOUT_S), *more]
+
+
+def ranks_of(folder: Path) -> list[int]:
+    """List the processes that work for a run into this folder."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if str(folder).encode() in (process / "cmdline").read_bytes():
+                found.append(int(process.name))
+        except OSError:
+            continue
+    return found
+
+
+def no_process_is_left(folder: Path) -> bool:
+    deadline = time.monotonic() + 5
+    while ranks_of(folder) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return not ranks_of(folder)
+
+
+@pytest.mark.parametrize("fault", ALL if os.environ.get("FMINFER_ALL_FAULTS") else SOME)
+def test_a_rank_that_fails_ends_all(fault: str, tmp_path: Path) -> None:
+    kind, rank, phase = fault.split()
+    environ = os.environ | {"FAULT": fault, "PYTHONPATH": str(FAULTS)}
+    started = time.monotonic()
+    process = subprocess.Popen(
+        command(tmp_path), env=environ, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    took_s = time.monotonic() - started
+    assert process.returncode == 1, err
+    assert out == ""
+    assert no_process_is_left(tmp_path), "a rank outlives the run"
+    assert re.search(rf"\brank {rank}\b", err), err
+    if kind == "raise":
+        assert "RuntimeError: a fault that the test wants" in err and "in _fail" in err, err
+        assert "rank " + str(1 - int(rank)) + " failed" not in err, err
+    if kind == "kill":
+        assert "SIGKILL" in err, err
+    if phase == "decode":
+        assert (tmp_path / "out.jsonl.partial").exists() or (tmp_path / "out.jsonl").exists()
+    print(f"{fault}: {took_s:.1f} s in all", err)
