@@ -87,6 +87,8 @@ def run(
         ranks, config = RankConfig(**rank_options), EngineConfig(**options)
         facts = find_facts(ranks, os.environ)
         is_rank = facts is not None
+        if is_rank:  # torch's own words on broken connections say less than ours, at length
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         # Mistakes in it are told before anything is started or loaded.
         plan = job.plan() if facts is None or facts.rank == 0 else None
         if facts is None and (ranks.size or 1) > 1:

@@ -17,8 +17,8 @@ from typing import IO
 
 from fminfer.ranks import LISTEN_FD, PARENT
 
-GRACE_S = 6.0  # for ranks to end by themselves once one has failed
-KILL_S = 2.0  # from SIGTERM to SIGKILL
+GRACE_S = 4.0  # for ranks to end by themselves once one has failed
+KILL_S = 1.0  # from SIGTERM to SIGKILL
 POLL_S = 0.05
 
 
@@ -95,7 +95,8 @@ class _Launcher:
         while None in (statuses := [rank.poll() for rank in self._ranks]):
             failed = [r for r, status in enumerate(statuses) if status]
             if failed and first_failed is None:
-                first_failed = failed[0]
+                # Who was killed died first; others may have ended since, on its account.
+                first_failed = min(failed, key=lambda rank: statuses[rank] or 0)
             if self._term_at is None and (failed or statuses[0] is not None):
                 self._term_at = time.monotonic() + GRACE_S
             if statuses[0]:  # nothing is left to be saved

@@ -23,6 +23,7 @@ from fminfer.pipeline.watch import Watch
 from fminfer.ranks import RankFacts, is_spawned
 
 FOREVER = timedelta(days=365)  # a rank may wait for work as long as it likes; the watch sees deaths
+STORE_IS_GONE = "rank 0, which holds the ranks together, is gone"
 SIOCGIFADDR = 0x8915  # Linux: an interface's address
 
 
@@ -77,8 +78,11 @@ class Group:
         if value is not None:
             self._set(name, value)
         keys = [f"{name}/{rank}" for rank in range(self.world_size)]
-        self._store.wait(keys, FOREVER)
-        return [json.loads(self._store.get(key)) for key in keys]
+        try:
+            self._store.wait(keys, FOREVER)
+            return [json.loads(self._store.get(key)) for key in keys]
+        except dist.DistNetworkError as error:
+            raise PipelineError(STORE_IS_GONE) from error
 
     def fail(self, error: BaseException) -> None:
         """Tell every rank that this one failed, and end it."""
@@ -117,11 +121,15 @@ class Group:
             except dist.DistStoreError:
                 missing = [r for r in range(self.world_size) if not self._has_joined(r)]
                 if missing:
-                    names = ", ".join(map(str, missing))
-                    raise PipelineError(
-                        f"rank {names} did not come within {shown_s:g} s (--join-timeout); "
-                        f"{self.world_size - len(missing)} of {self.world_size} ranks are here"
-                    ) from None
+                    text = (
+                        f"rank {', '.join(map(str, missing))} did not come within {shown_s:g} s "
+                        f"(--join-timeout); {self.world_size - len(missing)} of {self.world_size} "
+                        "ranks are here"
+                    )
+                    self.watch.warn(text)
+                    raise PipelineError(text) from None
+            except dist.DistNetworkError as error:
+                raise PipelineError(STORE_IS_GONE) from error
 
     def _has_joined(self, rank: int) -> bool:
         return bool(self._store.check([f"joined/{rank}"]))

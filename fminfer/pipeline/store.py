@@ -52,7 +52,7 @@ def open_store(facts: RankFacts, timeout_s: float) -> StorePlace:
         return _through_folder(facts.folder, timeout_s)
     host, port = facts.host, facts.port
     if facts.listen_fd is not None:
-        store = _open(port, facts.listen_fd, timeout_s)
+        store = _open(host, port, facts.listen_fd, timeout_s)
         return StorePlace(store, host, port, timeout_s)
     if facts.holds_store or (facts.holds_store is None and _is_here(host)):
         try:
@@ -64,14 +64,14 @@ def open_store(facts: RankFacts, timeout_s: float) -> StorePlace:
                     "using the port? Give --dist-url another"
                 ) from error
         else:
-            store = _open(port, listener.detach(), timeout_s)
+            store = _open(host, port, listener.detach(), timeout_s)
             return StorePlace(store, host, port, timeout_s)
     return StorePlace(_connect(host, port, timeout_s), host, port, timeout_s)
 
 
-def _open(port: int, listen_fd: int, timeout_s: float) -> dist.TCPStore:
+def _open(host: str, port: int, listen_fd: int, timeout_s: float) -> dist.TCPStore:
     return dist.TCPStore(
-        "localhost",
+        host if _is_loopback(host) else "127.0.0.1",
         port,
         is_master=True,
         timeout=timedelta(seconds=timeout_s),
@@ -101,16 +101,19 @@ def _listen(host: str, port: int) -> socket.socket:
 
     A machine's own name often leads to its loopback, where no other machine could reach it.
     """
-    is_loopback = host.startswith("127.") or host == "localhost"
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((host if is_loopback else "", port))
+        listener.bind((host if _is_loopback(host) else "", port))
         listener.listen(1024)
     except OSError:
         listener.close()
         raise
     return listener
+
+
+def _is_loopback(host: str) -> bool:
+    return host.startswith("127.") or host == "localhost"
 
 
 def _is_here(host: str) -> bool:
@@ -159,7 +162,7 @@ def _found(file: Path, timeout_s: float) -> StorePlace | None:
         return None
     finally:
         draft.unlink()
-    store = _open(port, listener.detach(), timeout_s)
+    store = _open("127.0.0.1", port, listener.detach(), timeout_s)
     return StorePlace(store, "127.0.0.1", port, timeout_s, file)
 
 

@@ -68,6 +68,7 @@ class Watch:
 
     def warn(self, text: str) -> None:
         """Make a fault known, and give the others time to hear of it before this rank is gone."""
+        self._told.acquire(blocking=False)  # this rank knows, and says it itself
         self.report(text)
         time.sleep(2 * TURN_S)
 

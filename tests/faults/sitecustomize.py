@@ -1,17 +1,21 @@
 """Makes one rank of a run fail at a chosen moment; Python imports it from a folder in its path.
 
-FAULT is "kind rank phase": raise, kill or stop; which rank; during load, prefill or decode.
+FAULT is "kind rank phase": raise, kill or stop; which rank; during load, prefill or decode. In
+decode it waits until a row is finished, which FAULT_ROWS holds. FAULT_TIME is told when it happens.
 """
 
 import os
 import signal
 import sys
+import time
+from pathlib import Path
 
 kind, _, place = os.environ.get("FAULT", "").partition(" ")
 rank, _, phase = place.partition(" ")
 
 
 def _fail() -> None:
+    Path(os.environ["FAULT_TIME"]).write_text(str(time.time()))
     if kind == "raise":
         raise RuntimeError("a fault that the test wants")
     os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
@@ -30,7 +34,8 @@ if kind and rank == os.environ.get("RANK") and "-m" in sys.orig_argv:
 
     def forward_or_fail(self, step, hidden):
         is_prefill = any(len(row.token_ids) > 1 for row in step.rows)
-        if phase == ("prefill" if is_prefill else "decode"):
+        is_late = Path(os.environ["FAULT_ROWS"]).exists()
+        if (phase == "prefill" and is_prefill) or (phase == "decode" and is_late):
             _fail()
         return forward(self, step, hidden)
 

@@ -1,0 +1,219 @@
+"""Several ranks answer as one does; they find each other in every way that there is."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import fminfer
+from tests.conftest import VOCAB, save_byte_tokenizer
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+QUERIES = EXAMPLES / "queries"
+FILES = ("mixed", "echo", "logprobs", "n")
+Process = subprocess.Popen[str]
+
+
+def start(*arguments: object, before: tuple[object, ...] = (), **variables: str) -> Process:
+    command = [sys.executable, "-m", *before, "fminfer", "run", *arguments]
+    return subprocess.Popen(
+        [str(part) for part in command],
+        env=os.environ | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(*ranks: Process, timeout: float = 90) -> list[tuple[int, str]]:
+    """Wait for all and return each one's exit status and stderr."""
+    try:
+        ended = [(rank.communicate(timeout=timeout)[1], rank.returncode) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [(status, err) for err, status in ended]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def inputs() -> list[Path]:
+    return [QUERIES / f"{name}.jsonl" for name in FILES]
+
+
+def read(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return the choices of each record of each file, logprobs rounded."""
+    found = {}
+    for name in FILES:
+        lines = (folder / f"output_{name}.jsonl").read_text().splitlines()
+        found[name] = [_rounded(json.loads(line)["result"]["choices"]) for line in lines]
+    return found
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return round(value, 4) + 0.0
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    return value
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("alone")
+    [(status, err)] = finish(start(*inputs(), "--output", folder))
+    assert status == 0, err
+    return read(folder)
+
+
+def test_the_launcher(alone: dict[str, Any], tmp_path: Path) -> None:
+    more = ["--stats", tmp_path / "stats.json", "--trace", tmp_path / "trace.json"]
+    run = start(*inputs(), "--output", tmp_path, "--world-size", 2, *more)
+    [(status, err)] = finish(run)
+    assert status == 0, err
+    assert read(tmp_path) == alone
+    assert "stages busy" in err and "bubble" in err and "MB sent" in err
+    stages = json.loads((tmp_path / "stats.json").read_text())["engine"]["stages"]
+    assert len(stages) == 2 and all(stage["busy_s"] > 0 for stage in stages)
+    assert all(stage["sent_bytes"] > 1000 for stage in stages)
+    check_trace(json.loads((tmp_path / "trace.json").read_text()), num_ranks=2)
+
+
+def check_trace(events: list[dict[str, Any]], num_ranks: int) -> None:
+    names = {e["tid"]: e["args"]["name"] for e in events if e.get("name") == "thread_name"}
+    assert names == {rank: f"rank {rank}" for rank in range(num_ranks)}
+    spans = [event for event in events if event.get("ph") == "X"]
+    assert {span["name"] for span in spans} >= {"prefill", "decode"}
+    steps = [[s["args"]["step"] for s in spans if s["tid"] == r] for r in range(num_ranks)]
+    assert steps[0] == sorted(steps[0]) and all(ids == steps[0] for ids in steps)
+    for rank in range(num_ranks):
+        own = [span for span in spans if span["tid"] == rank]
+        ends = [span["ts"] + span["dur"] for span in own]
+        assert all(end <= s["ts"] + 50 for end, s in zip(ends, own[1:], strict=False))
+    first, last = ([s for s in spans if s["tid"] == r] for r in (0, num_ranks - 1))
+    for before, after in zip(first, last, strict=True):
+        assert before["ts"] + before["dur"] <= after["ts"] + 50, "a stage began before its input"
+
+
+def test_ranks_by_hand_in_any_order(alone: dict[str, Any], tmp_path: Path) -> None:
+    """As the seed's shell loop starts them, last rank first."""
+    shared = ["--world-size", 2, "--dist-url", f"tcp://127.0.0.1:{free_port()}"]
+    shared += ["--pp-mode", "pipe_sync_sample_mask_token_pipe", "--num-iters", 99999999999999]
+    shared += [*inputs(), "--output", tmp_path]
+    second = start(*shared, "--rank", 1)
+    first = start(*shared, "--rank", 0)
+    (status, err), (other, _) = finish(first, second)
+    assert (status, other) == (0, 0), err
+    assert read(tmp_path) == alone
+
+
+def test_torchrun(alone: dict[str, Any], tmp_path: Path) -> None:
+    before = ("torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_port(), "-m")
+    [(status, err)] = finish(start(*inputs(), "--output", tmp_path, before=before))
+    assert status == 0, err
+    assert read(tmp_path) == alone
+
+
+def test_a_folder_where_they_meet(alone: dict[str, Any], tmp_path: Path) -> None:
+    """Nobody is told a rank, and a killed run's address lies in the folder."""
+    place = tmp_path / "meet"
+    place.mkdir()
+    left = {"host": "127.0.0.1", "port": free_port(), "name": socket.gethostname()}
+    (place / "fminfer-rendezvous.json").write_text(json.dumps(left))
+    shared = ["--world-size", 2, "--rendezvous", place, *inputs(), "--output", tmp_path]
+    (status, err), (other, err2) = finish(start(*shared), start(*shared))
+    assert (status, other) == (0, 0), err + err2
+    assert read(tmp_path) == alone
+    assert not list(place.iterdir()), "the address is removed"
+
+
+def test_two_loopback_addresses(alone: dict[str, Any], tmp_path: Path) -> None:
+    """A host:port where they meet; one machine's address is not the other's."""
+    shared = ["--world-size", 2, "--rendezvous", f"127.0.0.2:{free_port()}"]
+    shared += [*inputs(), "--output", tmp_path]
+    (status, err), (other, err2) = finish(start(*shared), start(*shared))
+    assert (status, other) == (0, 0), err + err2
+    assert read(tmp_path) == alone
+
+
+def test_a_rank_that_never_comes(tmp_path: Path) -> None:
+    url = f"tcp://127.0.0.1:{free_port()}"
+    shared = [*inputs(), "--output", tmp_path, "--world-size", 3, "--dist-url", url]
+    shared += ["--join-timeout", 8]
+    ranks = [start(*shared, "--rank", rank) for rank in (0, 2)]
+    for status, err in finish(*ranks):
+        assert status == 1
+        assert "rank 1 did not come within 8 s" in err and "2 of 3 ranks are here" in err, err
+
+
+def test_ranks_that_differ(tmp_path: Path) -> None:
+    url = f"tcp://127.0.0.1:{free_port()}"
+    shared = [*inputs(), "--output", tmp_path, "--world-size", 2, "--dist-url", url]
+    ranks = [start(*shared, "--rank", 0), start(*shared, "--rank", 1, "--dtype", "bfloat16")]
+    for status, err in finish(*ranks):
+        assert status == 1
+        assert "the dtype is bfloat16 on rank 1 and float32 on rank 0" in err, err
+
+
+def test_mistakes_are_told_before_ranks_start(tmp_path: Path) -> None:
+    """A split without work for a rank is wrong usage, named by that rank."""
+    run = start(*inputs(), "--output", tmp_path, "--world-size", 2, "--num-layers", 99)
+    [(status, err)] = finish(run)
+    assert status in (1, 2) and "rank 1 has no work" in err, err
+    [(status, err)] = finish(start(tmp_path / "none.jsonl", "--world-size", 2), timeout=10)
+    assert status == 2 and "none.jsonl" in err
+
+
+def test_num_iters_stops_and_says_so(tmp_path: Path) -> None:
+    [(status, err)] = finish(start(*inputs(), "--output", tmp_path, "--num-iters", 3))
+    assert status == 1
+    assert "stopped after 3 micro-batches" in err
+    assert not list(tmp_path.glob("output_*.jsonl"))
+
+
+def test_the_seeds_loop(tmp_path: Path) -> None:
+    """Eight ranks by hand with the old tool's flags, in examples/run_shards.sh; shard 1 is done."""
+    model, shards = tmp_path / "model", tmp_path / "shards"
+    shards.mkdir()
+    size = {"hidden_size": 32, "n_layer": 15, "n_head": 4, "vocab_size": VOCAB}
+    config = transformers.AutoConfig.for_model("bloom", bos_token_id=None, **size)
+    transformers.BloomForCausalLM(config).save_pretrained(model)
+    save_byte_tokenizer(model)
+    request = {"prompt": [5, 17, 80, 33, 200], "max_tokens": 6, "temperature": 0}
+    for index in (0, 1):
+        (shards / f"request_{index}.jsonl").write_text(json.dumps(request) + "\n")
+    (shards / "output_request_1.jsonl").write_text("done")
+    loop = subprocess.run(
+        [EXAMPLES / "run_shards.sh", shards, "--model-name", model, "--model-type", "bloom"],
+        env=os.environ
+        | {"NUM_LAYERS": "2", "MAX_LAYERS": "15", "MAX_ID": "3", "PORT": str(free_port())}
+        | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert loop.returncode == 0, loop.stderr
+    assert (shards / "output_request_1.jsonl").read_text() == "done"
+    record = json.loads((shards / "output_request_0.jsonl").read_text())
+    engine = fminfer.Engine(str(model), dtype="float32")
+    (alone,) = engine.run([request])
+    engine.close()
+    assert alone.result is not None
+    assert record["result"]["choices"] == alone.result["choices"]
+    assert "There is no GPU here" in loop.stderr or torch.cuda.is_available()
