@@ -134,7 +134,7 @@ def test_a_folder_where_they_meet(alone: dict[str, Any], tmp_path: Path) -> None
     """Nobody is told a rank, and a killed run's address lies in the folder."""
     place = tmp_path / "meet"
     place.mkdir()
-    left = {"host": "127.0.0.1", "port": free_port(), "name": socket.gethostname()}
+    left = {"hosts": ["127.0.0.1"], "port": free_port()}
     (place / "fminfer-rendezvous.json").write_text(json.dumps(left))
     shared = ["--world-size", 2, "--rendezvous", place, *inputs(), "--output", tmp_path]
     (status, err), (other, err2) = finish(start(*shared), start(*shared))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import struct
 import sys
 import time
 import traceback
@@ -18,13 +17,12 @@ from typing import Any
 import torch.distributed as dist
 
 from fminfer.errors import FminferError, PipelineError
-from fminfer.pipeline.store import StorePlace, open_store, own_address
+from fminfer.pipeline.store import StorePlace, interfaces, open_store, own_address
 from fminfer.pipeline.watch import Watch
 from fminfer.ranks import RankFacts, is_spawned
 
 FOREVER = timedelta(days=365)  # a rank may wait for work as long as it likes; the watch sees deaths
 STORE_IS_GONE = "rank 0, which holds the ranks together, is gone"
-SIOCGIFADDR = 0x8915  # Linux: an interface's address
 
 
 class Group:
@@ -146,19 +144,8 @@ class Group:
 
 def _choose_interface(place: StorePlace) -> None:
     """Let gloo use the interface that leads to the store; by itself it goes by the host's name."""
-    if "GLOO_SOCKET_IFNAME" in os.environ or not sys.platform.startswith("linux"):
-        return
-    import fcntl
-
     address = own_address(place.host)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                found = socket.inet_ntoa(fcntl.ioctl(probe, SIOCGIFADDR, request)[20:24])
-            except OSError:
-                continue  # it has no address
-            is_loopback = found.startswith("127.") and address.startswith("127.")
-            if found == address or is_loopback:
-                os.environ["GLOO_SOCKET_IFNAME"] = name
-                return
+    for name, found in interfaces().items():
+        if found == address or (found.startswith("127.") and address.startswith("127.")):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            return

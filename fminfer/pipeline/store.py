@@ -6,9 +6,12 @@ It knows nothing of what the ranks will do.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import socket
+import struct
+import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,6 +22,7 @@ import torch.distributed as dist
 from fminfer.errors import PipelineError
 from fminfer.ranks import RankFacts
 
+SIOCGIFADDR = 0x8915  # Linux: an interface's address
 RENDEZVOUS_FILE = "fminfer-rendezvous.json"
 
 
@@ -136,11 +140,10 @@ def _through_folder(folder: Path, timeout_s: float) -> StorePlace:
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError, ValueError, KeyError):
             fields = json.loads(file.read_text())
-            is_same_machine = fields["name"] == socket.gethostname()
-            host = "127.0.0.1" if is_same_machine else fields["host"]
-            if _answers(host, fields["port"]):
-                store = _connect(host, fields["port"], timeout_s)
-                return StorePlace(store, host, fields["port"], timeout_s)
+            for host in fields["hosts"]:
+                if _answers(host, fields["port"]):
+                    store = _connect(host, fields["port"], timeout_s)
+                    return StorePlace(store, host, fields["port"], timeout_s)
             file.unlink(missing_ok=True)
         place = _found(file, timeout_s)
         if place is not None:
@@ -152,7 +155,8 @@ def _found(file: Path, timeout_s: float) -> StorePlace | None:
     """Open a store and write its address; None: another rank was faster."""
     listener = _listen("", 0)
     port = listener.getsockname()[1]
-    fields = {"host": own_address(), "port": port, "name": socket.gethostname()}
+    others = [address for address in interfaces().values() if not _is_loopback(address)]
+    fields = {"hosts": others or ["127.0.0.1"], "port": port}
     draft = file.with_name(f".{file.name}.{os.getpid()}.{port}")
     draft.write_text(json.dumps(fields))
     try:
@@ -168,13 +172,13 @@ def _found(file: Path, timeout_s: float) -> StorePlace | None:
 
 def _answers(host: str, port: int) -> bool:
     try:
-        socket.create_connection((host, port), timeout=5).close()
+        socket.create_connection((host, port), timeout=2).close()
     except OSError:
         return False
     return True
 
 
-def own_address(towards: str = "10.255.255.255") -> str:
+def own_address(towards: str) -> str:
     """Return this machine's address on the way to another; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -183,3 +187,17 @@ def own_address(towards: str = "10.255.255.255") -> str:
         except OSError:
             return "127.0.0.1"
     return address
+
+
+def interfaces() -> dict[str, str]:
+    """Return the IPv4 address of each network interface; empty where the system is no Linux."""
+    found: dict[str, str] = {}
+    if not sys.platform.startswith("linux"):
+        return found
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):  # it has no address
+                answer = fcntl.ioctl(probe, SIOCGIFADDR, request)
+                found[name] = socket.inet_ntoa(answer[20:24])
+    return found
