@@ -10,7 +10,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "fminfer"
 # From the lowest up. A sign of the house: a new module finds its place here or is in the wrong one.
 FLOORS = """
-errors timing messages sentencepieces shared_runs soft_cap \
+errors timing messages sentencepieces shared_runs soft_cap thin_linear \
     engine.blocks engine.noise engine.stopping
 config fields input.streams input.values input.spans tokenizer partition ranks \
     models.alibi models.families models.sizes models.variants integrations.generation \
