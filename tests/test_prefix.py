@@ -96,12 +96,24 @@ class Bench:
     """An engine loop over the remembering pipeline."""
 
     def __init__(
-        self, *, has_cache: bool, block_size: int, num_blocks: int, chunk: int, max_rows: int = 12
+        self,
+        *,
+        has_cache: bool,
+        block_size: int,
+        num_blocks: int,
+        chunk: int,
+        max_rows: int = 12,
+        num_stages: int = 1,
     ) -> None:
         self.pool = BlockPool(num_blocks, block_size)
         self.cache = PrefixCache(self.pool) if has_cache else None
         scheduler = Scheduler(
-            self.pool, chunk_size=chunk, max_rows=max_rows, micro_batches=2, cache=self.cache
+            self.pool,
+            chunk_size=chunk,
+            max_rows=max_rows,
+            micro_batches=num_stages + 1,
+            num_stages=num_stages,
+            cache=self.cache,
         )
         tokenizer = Tokenizer(None)
         self.loop = EngineLoop(
@@ -109,7 +121,7 @@ class Bench:
             scheduler,
             RememberingPipeline(block_size),
             AnswerForm(tokenizer, "scripted", "auto"),
-            micro_batches=2,
+            micro_batches=num_stages + 1,
             kv_capacity=num_blocks * block_size,
         )
 
@@ -149,12 +161,14 @@ def random_requests(seed: int, count: int) -> list[dict[str, Any]]:
     block_size=st.integers(1, 9),
     num_blocks=st.integers(60, 400),
     chunk=st.integers(1, 40),
+    num_stages=st.integers(1, 3),
 )
 def test_answers_are_the_same_with_the_cache_on_or_off(
-    seed: int, block_size: int, num_blocks: int, chunk: int
+    seed: int, block_size: int, num_blocks: int, chunk: int, num_stages: int
 ) -> None:
     requests = random_requests(seed, 25)
     shape = {"block_size": block_size, "num_blocks": num_blocks, "chunk": chunk}
+    shape["num_stages"] = num_stages
     plain = Bench(has_cache=False, **shape)
     cached = Bench(has_cache=True, **shape)
     expected = plain.answers(requests)
@@ -267,3 +281,40 @@ def test_cached_tokens_are_told(has_cache: bool) -> None:
         (record,) = bench.loop.run([line])
         told.append(record.to_dict()["result"]["usage"]["prompt_tokens_details"]["cached_tokens"])
     assert told == ([0, 29] if has_cache else [0, 0])
+
+
+def steps_of(num_stages: int, num_rows: int) -> list[tuple[int, int]]:
+    """Run short prompts and, once they decode, one of 150 tokens; return each step's token counts.
+
+    Returns:
+        (prompt tokens, decode rows) a step.
+    """
+    bench = Bench(
+        has_cache=False,
+        block_size=8,
+        num_blocks=2000,
+        chunk=512,
+        max_rows=num_rows,
+        num_stages=num_stages,
+    )
+    steps: list[tuple[int, int]] = []
+    bench.loop.on_step = lambda s: steps.append((s.num_prompt_tokens, s.num_decode_rows))
+    rows = [{"prompt": [i % VOCAB], "max_tokens": 12 + i % 2} for i in range(num_rows)]
+    bench.answers([*rows, {"prompt": [1] * 150, "max_tokens": 2}])
+    return steps
+
+
+def test_running_rows_are_spread_over_the_stages() -> None:
+    """One micro-batch for each stage: fewer leave a stage idle, more read all weights again."""
+    for num_stages, share in ((1, 12), (2, 6), (3, 4)):
+        steps = steps_of(num_stages, 12)
+        largest = max(num_rows for _, num_rows in steps)
+        assert largest <= share + 1
+        decoding = [num_rows for _, num_rows in steps if num_rows]
+        assert sum(decoding) / len(decoding) > 0.7 * share, "no micro-batch of leftovers"
+
+
+def test_in_a_pipeline_the_odd_prompt_comes_in_pieces() -> None:
+    """A long step between short ones makes every stage wait; alone, one rank has nobody to wait."""
+    assert max(tokens for tokens, _ in steps_of(1, 12)) == 150
+    assert max(tokens for tokens, _ in steps_of(2, 12)) <= 128
