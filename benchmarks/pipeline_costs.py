@@ -76,7 +76,7 @@ class Machine:
     gemm_efficiency: float = 0.55  # of flops, large products
     memory_efficiency: float = 0.8  # of memory_bytes_per_s, weights and KV cache
     attention_efficiency: float = 0.3  # of flops, prompt chunks
-    layer_s: float = 50e-6  # gaps between a layer's kernels
+    layer_s: float = 50e-6  # of a layer, whatever its work: launches that nothing hides
     step_s: float = 1e-3  # laying out a step and handing it on
 
     @property
@@ -110,6 +110,7 @@ MACHINES = {
         gemm_efficiency=1.0,
         memory_efficiency=1.0,
         attention_efficiency=0.5,
+        layer_s=1.3e-3,
     ),
 }
 

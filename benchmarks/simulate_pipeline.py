@@ -170,8 +170,8 @@ def print_table(results: list[dict[str, Any]]) -> None:
 @click.option("--between-us", type=float, help="Latency between machines, µs.")
 @click.option("--gemm-efficiency", type=float, help="Share of the peak FLOP/s.")
 @click.option("--memory-efficiency", type=float, help="Share of the peak memory bandwidth.")
-@click.option("--driver-step-ms", default=0.3, show_default=True, help="The engine's own, a step.")
-@click.option("--driver-token-us", default=25.0, show_default=True, help="And a drawn token.")
+@click.option("--driver-step-ms", default=0.1, show_default=True, help="The engine's own, a step.")
+@click.option("--driver-token-us", default=20.0, show_default=True, help="And a drawn token.")
 def main(stages: int, sweep: bool, **flags: Any) -> None:
     """Simulate the engine over a pipeline of P stages."""
     settings = Settings(**flags)
