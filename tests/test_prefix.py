@@ -314,7 +314,7 @@ def test_running_rows_are_spread_over_the_stages() -> None:
         assert sum(decoding) / len(decoding) > 0.7 * share, "no micro-batch of leftovers"
 
 
-def test_in_a_pipeline_the_odd_prompt_comes_in_pieces() -> None:
+def test_in_a_pipeline_prompts_come_in_pieces_while_rows_decode() -> None:
     """A long step between short ones makes every stage wait; alone, one rank has nobody to wait."""
     assert max(tokens for tokens, _ in steps_of(1, 12)) == 150
     assert max(tokens for tokens, _ in steps_of(2, 12)) <= 128
