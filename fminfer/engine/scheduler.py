@@ -19,8 +19,8 @@ from fminfer.messages import SamplingRows, ScoringRows, Step, StepRow
 # Measured on 2 CPU cores, llama of 12 × 768: 16 rows in one micro-batch instead of two took 0.62
 # of the time; from about 64 rows on the products, not the weights, set the pace.
 MIN_SHARE = 64
-# About where products, not the weights, set the pace. Simulated, OPT-175B: stages of 8 A100s are busy
-# 60 % of the time with pieces of 512 and 93 % with these, of 8 H200s 61 % and 98 %.
+# About where products, not the weights, set the pace. Simulated, OPT-175B: stages of 8 A100s work
+# 60 % of the time with pieces of 512, 93 % with these; of 8 H200s 61 % and 98 %.
 MIXED_STEP = 128
 # A prompt waits for another that is being fed if it will find so many more tokens in the cache.
 MIN_GAIN = 16
