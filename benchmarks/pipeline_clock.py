@@ -119,9 +119,7 @@ class SimulatedPipeline:
         self._now_s += self._driver.token_s * times.num_draws
         count = times.num_draws
         drawn = TokenLogprobs([DRAWN_ID] * count, [0.0] * count, [[]] * count, [[]] * count)
-        # The pipeline of several ranks brings spans instead of one stage's seconds.
-        spent: Any = [] if "spans" in StepResult.__dataclass_fields__ else 0.0
-        return StepResult(step.step_id, drawn, TokenLogprobs([], [], [], []), spent)
+        return StepResult(step.step_id, drawn, TokenLogprobs([], [], [], []), [])
 
     def drop(self) -> None:
         """Forget the steps in flight."""
@@ -209,8 +207,7 @@ def run_engine(pipeline: SimulatedPipeline, engine: Engine, workload: Workload) 
     """Answer the workload with the real loop over the simulated pipeline."""
     pool = BlockPool(-(-engine.kv_tokens // engine.block_size), engine.block_size)
     sizes: dict[str, Any] = {"chunk_size": engine.chunk_size, "max_rows": engine.max_rows}
-    if hasattr(Scheduler, "collect"):  # the scheduler that knows of stages; soon the only one
-        sizes["num_stages"] = pipeline.num_stages
+    sizes["num_stages"] = pipeline.num_stages
     tokenizer = Tokenizer(None)
     min_share = scheduling.MIN_SHARE if engine.min_share is None else engine.min_share
     # To see what the scheduler's threshold is worth, it is set for the length of the run.
