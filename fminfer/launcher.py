@@ -92,18 +92,20 @@ class _Launcher:
     def wait(self) -> int:
         """Return the exit status once every rank has ended."""
         first_failed: int | None = None
-        while None in (statuses := [rank.poll() for rank in self._ranks]):
+        while True:
+            statuses = [rank.poll() for rank in self._ranks]
             failed = [r for r, status in enumerate(statuses) if status]
             if failed and first_failed is None:
                 # Who was killed died first; others may have ended since, on its account.
                 first_failed = min(failed, key=lambda rank: statuses[rank] or 0)
+            if None not in statuses:  # perhaps all since the last look
+                return self._status(first_failed)
             if self._term_at is None and (failed or statuses[0] is not None):
                 self._term_at = time.monotonic() + GRACE_S
             if statuses[0]:  # nothing is left to be saved
                 self._term_at = min(self._term_at or time.monotonic(), time.monotonic())
             self._end_late_ones()
             time.sleep(POLL_S)
-        return self._status(first_failed)
 
     def _end_late_ones(self) -> None:
         late_s = time.monotonic() - (self._term_at or time.monotonic())
