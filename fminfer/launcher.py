@@ -31,6 +31,13 @@ def launch(args: list[str], world_size: int) -> int:
         listener.bind(("127.0.0.1", 0))
         listener.listen(1024)
         ranks = [_start(args, rank, world_size, listener) for rank in range(world_size)]
+    forwards = [
+        threading.Thread(target=_forward, args=(process.stdout, rank), daemon=True)
+        for rank, process in enumerate(ranks)
+        if process.stdout is not None
+    ]
+    for thread in forwards:
+        thread.start()
     try:
         return _Launcher(ranks).wait()
     finally:
@@ -38,6 +45,8 @@ def launch(args: list[str], world_size: int) -> int:
             if rank.poll() is None:
                 rank.kill()  # also one that is stopped
                 rank.wait()
+        for thread in forwards:
+            thread.join(1)  # longer only if a rank's own child keeps the pipe open
 
 
 def _start(
@@ -60,7 +69,7 @@ def _start(
         environ[LISTEN_FD] = str(listener.fileno())
         descriptors = (listener.fileno(),)
         return subprocess.Popen(command, env=environ, pass_fds=descriptors, start_new_session=True)
-    process = subprocess.Popen(
+    return subprocess.Popen(
         command,
         env=environ,
         stdin=subprocess.DEVNULL,
@@ -68,9 +77,6 @@ def _start(
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
-    assert process.stdout is not None
-    threading.Thread(target=_forward, args=(process.stdout, rank), daemon=True).start()
-    return process
 
 
 def _forward(output: IO[bytes], rank: int) -> None:

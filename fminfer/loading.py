@@ -114,15 +114,13 @@ def count_blocks(config: EngineConfig, loaded: LoadedPart, group: Group | None =
     """
     budget, size = config.budget, config.block_size
     if budget is None:
-        host = socket.gethostname()
-        mine: dict[str, Any] = {
-            "memory": memory_name(loaded.device, host),
-            "free": 0,
-            "kv_bytes_per_token": loaded.kv_bytes_per_token,
-        }
         if group is not None:
             group.gather("loaded", True)  # every rank's weights are in memory
-        mine["free"] = free_bytes(loaded.device)
+        mine: dict[str, Any] = {
+            "memory": memory_name(loaded.device, socket.gethostname()),
+            "free": free_bytes(loaded.device),
+            "kv_bytes_per_token": loaded.kv_bytes_per_token,
+        }
         ranks = [mine] if group is None else group.gather("memory", mine)
         most = config.max_rows * -(-loaded.checkpoint.context_length // size) * size
         budget = min(

@@ -29,12 +29,11 @@ class Part:
         return self.last - self.first
 
 
-def balance(num_layers: int, num_stages: int, head_cost: float, entry_cost: float) -> list[int]:
+def balance(num_layers: int, num_stages: int, head_cost: float) -> list[int]:
     """Return how many layers each stage gets so that the slowest stage is as fast as it can be.
 
     Args:
         head_cost: of the exit (norm, head, sampling) on the last stage, in layers.
-        entry_cost: of the embedding on the first stage, in layers.
 
     Raises:
         UsageError: more stages than layers.
@@ -45,12 +44,11 @@ def balance(num_layers: int, num_stages: int, head_cost: float, entry_cost: floa
             f"would have no work. Use --world-size {num_layers} or less"
         )
     counts = [1] * num_stages
-    extra = [0.0] * num_stages
-    extra[0] += entry_cost
-    extra[-1] += head_cost
+    costs = [1.0] * (num_stages - 1) + [1.0 + head_cost]
     for _ in range(num_layers - num_stages):  # layers cost the same, so one at a time is best
-        stage = min(range(num_stages), key=lambda s: (counts[s] + extra[s], s))
+        stage = costs.index(min(costs))
         counts[stage] += 1
+        costs[stage] += 1
     return counts
 
 
@@ -119,7 +117,6 @@ def split_layers(
     num_stages: int,
     *,
     head_cost: float,
-    entry_cost: float = 0.0,
     each: int | None = None,
     most: int | None = None,
     counts: tuple[int, ...] | None = None,
@@ -128,7 +125,7 @@ def split_layers(
 
     Args:
         num_layers: of the model.
-        head_cost, entry_cost: see `balance`.
+        head_cost: see `balance`.
         each, most, counts: --num-layers, --max-layers and --stage-layers.
 
     Raises:
@@ -141,4 +138,4 @@ def split_layers(
         return parts_of(explicit(total, num_stages, counts))
     if each is not None:
         return parts_of(fixed(total, num_stages, each))
-    return parts_of(balance(total, num_stages, head_cost, entry_cost))
+    return parts_of(balance(total, num_stages, head_cost))

@@ -96,9 +96,9 @@ def find_facts(config: RankConfig, environ: Mapping[str, str]) -> RankFacts | No
     if config.rank is not None or config.dist_url is not None:
         return _by_hand(config)
     for launcher, (rank_name, size_name) in LAUNCHERS.items():
-        if rank_name not in environ or int(environ.get(size_name, "1")) < 2:
+        if rank_name not in environ or _number(environ, size_name, 1) < 2:
             continue
-        rank, size = int(environ[rank_name]), int(environ[size_name])
+        rank, size = _number(environ, rank_name), _number(environ, size_name)
         if config.size not in (None, size):
             raise UsageError(
                 f"--world-size is {config.size}, but {launcher} started {size} ranks; leave the "
@@ -115,6 +115,14 @@ def find_facts(config: RankConfig, environ: Mapping[str, str]) -> RankFacts | No
             raise UsageError("--rendezvous needs --world-size: how many ranks will come")
         return _by_rendezvous(config.rendezvous, None, config.size, "--rendezvous")
     return None
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """Read a launcher's variable that holds a whole number."""
+    text = environ.get(name) or ("" if default is None else str(default))
+    if not text.isdigit():
+        raise UsageError(f"{name} is {text!r} in the environment; it must be a whole number")
+    return int(text)
 
 
 def _by_hand(config: RankConfig) -> RankFacts | None:
@@ -154,23 +162,21 @@ def _by_rendezvous(where: str, rank: int | None, size: int, source: str) -> Rank
 
 def _from_torchrun(rank: int, size: int, environ: Mapping[str, str]) -> RankFacts:
     """Also fminfer's own launcher, which sets the same variables."""
-    try:
-        host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
-    except (KeyError, ValueError):
+    if not (environ.get("MASTER_ADDR") and environ.get("MASTER_PORT")):
         raise UsageError(
             "RANK and WORLD_SIZE are set, but not MASTER_ADDR and MASTER_PORT; start the ranks "
             "with torchrun, or unset them"
-        ) from None
+        )
     fd, parent = environ.get(LISTEN_FD), environ.get(PARENT)
     agent_has_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return RankFacts(
         rank,
         size,
-        host,
-        port,
+        environ["MASTER_ADDR"],
+        _number(environ, "MASTER_PORT"),
         holds_store=rank == 0 and not agent_has_store,
-        listen_fd=int(fd) if fd and rank == 0 else None,
-        parent=int(parent) if parent else None,
+        listen_fd=_number(environ, LISTEN_FD) if fd and rank == 0 else None,
+        parent=_number(environ, PARENT) if parent else None,
         source="the launcher" if parent else "torchrun",
     )
 
@@ -196,7 +202,7 @@ def _address_of_job(launcher: str, environ: Mapping[str, str]) -> tuple[str, int
             "--rendezvous a folder that all nodes see"
         )
     digits = re.sub(r"\D", "", job) or "0"
-    return host, int(environ.get("MASTER_PORT") or FIRST_JOB_PORT + int(digits) % NUM_JOB_PORTS)
+    return host, _number(environ, "MASTER_PORT", FIRST_JOB_PORT + int(digits) % NUM_JOB_PORTS)
 
 
 def first_node(nodes: str) -> str:

@@ -121,8 +121,7 @@ ENGINE = [
         "--micro-batches",
         type=int,
         default=DEFAULTS.micro_batches,
-        show_default=True,
-        help="Steps in flight.",
+        help="Steps in flight.  [default: one more than there are ranks]",
     ),
     click.option(
         "--seed",

@@ -148,11 +148,7 @@ class Engine:
         )
 
 
-def serve_rank(
-    group: Group,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
-    **options: Any,
-) -> None:
+def serve_rank(group: Group, **options: Any) -> None:
     """Be a rank other than 0: load its layers, and compute until rank 0 says stop.
 
     What goes wrong ends this process and the run.
@@ -162,7 +158,7 @@ def serve_rank(
     """
     try:
         config = EngineConfig(**options)
-        loaded = load_part(config, open_model(config), group, on_progress)
+        loaded = load_part(config, open_model(config), group)
         stage = build_stage(config, loaded, count_blocks(config, loaded, group))
         serve(stage, loaded.part, loaded.form, on_stop=group.watch.stop)
     except Exception as error:

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 import transformers
 
 import fminfer
+from fminfer.pipeline.store import open_store
+from fminfer.ranks import RankFacts
 from tests.conftest import VOCAB, save_byte_tokenizer
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -135,12 +138,31 @@ def test_a_folder_where_they_meet(alone: dict[str, Any], tmp_path: Path) -> None
     place = tmp_path / "meet"
     place.mkdir()
     left = {"hosts": ["127.0.0.1"], "port": free_port()}
-    (place / "fminfer-rendezvous.json").write_text(json.dumps(left))
+    (place / "fminfer-rendezvous-000003.json").write_text(json.dumps(left))
     shared = ["--world-size", 2, "--rendezvous", place, *inputs(), "--output", tmp_path]
     (status, err), (other, err2) = finish(start(*shared), start(*shared))
     assert (status, other) == (0, 0), err + err2
     assert read(tmp_path) == alone
     assert not list(place.iterdir()), "the address is removed"
+
+
+def test_many_that_find_a_dead_address_agree_on_one_store(tmp_path: Path) -> None:
+    left = {"hosts": ["127.0.0.1"], "port": free_port()}
+    for turn in range(5):
+        folder = tmp_path / str(turn)
+        folder.mkdir()
+        (folder / "fminfer-rendezvous-000000.json").write_text(json.dumps(left))
+        facts = RankFacts(None, 8, folder=folder)
+        with ThreadPoolExecutor(8) as threads:
+            places = list(threads.map(lambda _, f=facts: open_store(f, 20), range(8)))
+        orders = [place.store.add("order", 1) for place in places]
+        assert sorted(orders) == list(range(1, 9)), "each counts in the same store"
+        assert len({place.port for place in places}) == 1
+
+
+def test_an_address_that_cannot_be_read_leads_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "fminfer-rendezvous-000000.json").write_text("{torn")
+    assert open_store(RankFacts(None, 2, folder=tmp_path), 20).store.add("order", 1) == 1
 
 
 def test_two_loopback_addresses(alone: dict[str, Any], tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def test_layers_are_balanced_with_the_head_counted() -> None:
     assert counts(12, 3) == [4, 4, 4]
     assert counts(70, 8) == [9, 9, 9, 9, 9, 9, 8, 8]
     assert counts(12, 2, head_cost=4) == [8, 4]
-    assert counts(24, 4, head_cost=2, entry_cost=1) == [6, 7, 7, 4], "no stage costs more than 7"
+    assert counts(24, 4, head_cost=2) == [7, 7, 6, 4], "no stage costs more than 7"
     assert counts(3, 3, head_cost=9) == [1, 1, 1], "each rank has at least one"
 
 
@@ -128,6 +128,13 @@ def test_rendezvous() -> None:
         ({}, {"join_timeout_s": 0}, "--join-timeout is 0"),
         ({"RANK": "1", "WORLD_SIZE": "4"}, {"world_size": 2}, "torchrun started 4 ranks"),
         ({"RANK": "1", "WORLD_SIZE": "4"}, {}, "MASTER_ADDR"),
+        ({"RANK": "one", "WORLD_SIZE": "4"}, {}, "RANK is 'one' in the environment"),
+        ({"RANK": "1", "WORLD_SIZE": "four"}, {}, "WORLD_SIZE is 'four'"),
+        (
+            {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "x"},
+            {},
+            "MASTER_PORT is 'x'",
+        ),
     ],
 )
 def test_half_of_what_a_rank_needs_is_refused(

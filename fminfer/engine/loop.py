@@ -14,8 +14,9 @@ from typing import Protocol
 from fminfer.engine.advance import advance
 from fminfer.engine.answer import AnswerForm, build_record
 from fminfer.engine.intake import Intake
+from fminfer.engine.packing import PlannedStep
 from fminfer.engine.prefix import SharedTokens
-from fminfer.engine.scheduler import PlannedStep, Scheduler
+from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.sequence import PromptState, RequestState, Sequence, TokenReport
 from fminfer.engine.stats import EngineStats
 from fminfer.errors import RequestError, StepLimitError, UsageError

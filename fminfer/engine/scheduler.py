@@ -8,13 +8,12 @@ fill each step beside the decode rows. It knows no tensor, no text and no file.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
 
 from fminfer.engine.blocks import BlockPool
-from fminfer.engine.noise import uniform
+from fminfer.engine.packing import PackedRow, PlannedStep, pack
 from fminfer.engine.prefix import Match, PrefixCache
 from fminfer.engine.sequence import PromptState, Sequence
-from fminfer.messages import SamplingRows, ScoringRows, Step, StepRow
+from fminfer.messages import StepRow
 
 # Measured on 2 CPU cores, llama of 12 × 768: 16 rows in one micro-batch instead of two took 0.62
 # of the time; from about 64 rows on the products, not the weights, set the pace.
@@ -24,27 +23,6 @@ MIN_SHARE = 64
 MIXED_STEP = 128
 # A prompt waits for another that is being fed if it will find so many more tokens in the cache.
 MIN_GAIN = 16
-
-
-@dataclass(slots=True)
-class PlannedStep:
-    """A step, and whose its sampling and scoring rows are, in order."""
-
-    step: Step
-    num_prompt_tokens: int
-    num_decode_rows: int
-    sequences: list[Sequence] = field(default_factory=list)
-    scored_prompts: list[PromptState] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _Row:
-    """A row of a step before its place is known; indices count from its first token."""
-
-    row: StepRow
-    is_prompt: bool
-    sequences: list[Sequence]  # draw from the row's last token
-    scored: PromptState | None = None
 
 
 class Scheduler:
@@ -140,17 +118,20 @@ class Scheduler:
         is_decoding = self._num_drawing > 0 or len(self._ready) > 0
         singles = self._decode_rows()
         room = self._step_size(is_decoding, len(singles)) - len(singles)
-        chunks: list[_Row] = []
+        chunks: list[PackedRow] = []
         while self._prefilling and room > 0:
             row = self._chunk_row(self._prefilling[0], room)
             room -= len(row.row.token_ids)
             (chunks if len(row.row.token_ids) > 1 else singles).append(row)
         if not (chunks or singles):
             return None
-        copies, self._copies = self._copies, []
-        for row in chunks + singles:
-            self._copies += _copies_after(row, self._pool.block_size)
-        return self._assemble(chunks + singles, copies)
+        rows = chunks + singles
+        planned = pack(self._num_steps, rows, self._copies)
+        self._copies = [copy for row in rows for copy in row.copies_after(self._pool.block_size)]
+        self._num_steps += 1
+        self._num_drawing += len(planned.sequences)
+        self._num_decoding += planned.num_decode_rows > 0
+        return planned
 
     def collect(self, planned: PlannedStep) -> None:
         """Take note that a step is no longer in flight."""
@@ -263,7 +244,7 @@ class Scheduler:
             sequence.block_table = common + self._pool.allocate(each - len(common))
         self.num_running += len(prompt.sequences)
 
-    def _decode_rows(self) -> list[_Row]:
+    def _decode_rows(self) -> list[PackedRow]:
         """Take this micro-batch's share of the running sequences.
 
         They are spread over all micro-batches if each has MIN_SHARE rows; otherwise over one for
@@ -281,10 +262,10 @@ class Scheduler:
             sequence = self._ready.popleft()
             newest = sequence.tokens[-1].token_id
             row = StepRow([newest], sequence.position, sequence.block_table)
-            rows.append(_Row(row, is_prompt=False, sequences=[sequence]))
+            rows.append(PackedRow(row, is_prompt=False, sequences=[sequence]))
         return rows
 
-    def _chunk_row(self, prompt: PromptState, room: int) -> _Row:
+    def _chunk_row(self, prompt: PromptState, room: int) -> PackedRow:
         """Feed the next tokens of a prompt; the last chunk also draws, for every candidate."""
         start, last = prompt.num_fed, min(prompt.num_fed + room, prompt.num_to_feed)
         row = StepRow(prompt.ids[start:last], start, prompt.sequences[0].block_table)
@@ -298,76 +279,9 @@ class Scheduler:
             table = prompt.sequences[0].block_table
             self._cache.insert(prompt.ids, last, table, reports, prompt.num_top)
         scored = prompt if prompt.wants_scores else None
-        return _Row(
+        return PackedRow(
             row,
             is_prompt=True,
             sequences=list(prompt.sequences) if draws else [],
             scored=scored,
         )
-
-    def _assemble(self, rows: list[_Row], copies: list[tuple[int, int]]) -> PlannedStep:
-        sampling, scoring = SamplingRows(), ScoringRows()
-        step = Step(self._num_steps, [row.row for row in rows], copies, sampling, scoring)
-        num_prompt_tokens = sum(len(row.row.token_ids) for row in rows if row.is_prompt)
-        num_decode_rows = sum(not row.is_prompt for row in rows)
-        planned = PlannedStep(step, num_prompt_tokens, num_decode_rows)
-        self._num_decoding += num_decode_rows > 0
-        self._num_steps += 1
-        first = 0
-        for row in rows:
-            last = first + len(row.row.token_ids) - 1
-            for sequence in row.sequences:
-                _add_sample(sampling, sequence, last)
-                planned.sequences.append(sequence)
-                self._num_drawing += 1
-            if row.scored is not None:
-                count = _add_scores(scoring, row.scored, row.row, first)
-                planned.scored_prompts += [row.scored] * count
-            first = last + 1
-        return planned
-
-
-def _copies_after(row: _Row, block_size: int) -> list[tuple[int, int]]:
-    """List the copies of a prompt's last, unfilled block that its other sequences need.
-
-    They are made at the start of the next step: the pipeline keeps order, so the block is written
-    by then, and whoever owned it in between has not yet been given it.
-    """
-    end = row.row.position + len(row.row.token_ids)
-    if len(row.sequences) < 2 or end % block_size == 0:
-        return []
-    index = end // block_size
-    first, *others = row.sequences
-    # A sequence that can draw only one token feeds none, and has no block of its own there.
-    return [
-        (first.block_table[index], sequence.block_table[index])
-        for sequence in others
-        if sequence.prompt.params.max_tokens > 1
-    ]
-
-
-def _add_sample(sampling: SamplingRows, sequence: Sequence, token_index: int) -> None:
-    params = sequence.prompt.params
-    sampling.token_index.append(token_index)
-    sampling.temperature.append(params.temperature)
-    sampling.top_p.append(params.top_p)
-    sampling.top_k.append(params.top_k)
-    sampling.min_p.append(params.min_p)
-    noise = 0.0 if params.is_greedy else uniform(sequence.noise_key, len(sequence.tokens))
-    sampling.noise.append(noise)
-    if sequence.edits is not None:
-        sampling.edits.extend(sequence.edits.columns)
-    sampling.num_edits.append(0 if sequence.edits is None else len(sequence.edits.columns.token_id))
-    banned = sequence.prompt.end_ids if len(sequence.tokens) < params.min_tokens else ()
-    sampling.banned_ids += banned
-    sampling.num_banned.append(len(banned))
-    sampling.num_top_logprobs = max(sampling.num_top_logprobs, sequence.prompt.num_top)
-
-
-def _add_scores(scoring: ScoringRows, prompt: PromptState, row: StepRow, first: int) -> int:
-    """Ask for the logprobs of the prompt tokens that follow this row's; return how many."""
-    targets = prompt.ids[row.position + 1 : row.position + 1 + len(row.token_ids)]
-    scoring.token_index += range(first, first + len(targets))
-    scoring.target_id += targets
-    scoring.num_top_logprobs = max(scoring.num_top_logprobs, prompt.num_top)
-    return len(targets)

@@ -16,11 +16,6 @@ class StageStats:
     last_s: float = 0.0  # end of its last step
     sent_bytes: int = 0
 
-    @property
-    def busy_share(self) -> float:
-        """The part of the time between its first and its last step in which it computed."""
-        return self.busy_s / (self.last_s - self.first_s) if self.last_s > self.first_s else 0.0
-
     def add(self, span: StageSpan) -> None:
         """Count one step."""
         self.first_s = self.first_s or span.start_s

@@ -52,7 +52,7 @@ class Group:
             parent=facts.parent,
             on_fault=self._die,
         )
-        self._set("joined", {"host": socket.gethostname(), "pid": os.getpid()})
+        self._set("joined", {"host": socket.gethostname()})
         self._await_all(join_timeout_s - (time.monotonic() - started), join_timeout_s)
         joined = self.gather("joined")
         same_host = [r for r, fields in enumerate(joined) if fields["host"] == socket.gethostname()]

@@ -84,7 +84,8 @@ class _Receiver:
 def _explain(error: BaseException, rank: int) -> BaseException:
     """Say which neighbour a broken connection led to."""
     if isinstance(error, RuntimeError):  # what torch.distributed raises
-        return PipelineError(f"the connection to rank {rank} broke; it may have died")
+        told = (str(error).splitlines() or [type(error).__name__])[0][:160]
+        return PipelineError(f"the connection to rank {rank} broke; it may have died ({told})")
     return error
 
 

@@ -23,7 +23,7 @@ from fminfer.errors import PipelineError
 from fminfer.ranks import RankFacts
 
 SIOCGIFADDR = 0x8915  # Linux: an interface's address
-RENDEZVOUS_FILE = "fminfer-rendezvous.json"
+RENDEZVOUS_FILES = "fminfer-rendezvous-" + "[0-9]" * 6 + ".json"
 
 
 @dataclass(slots=True)
@@ -133,31 +133,45 @@ def _is_here(host: str) -> bool:
 def _through_folder(folder: Path, timeout_s: float) -> StorePlace:
     """The first to come writes its address into the folder; the others read it.
 
-    A file that a killed run left behind leads nowhere; it is removed.
+    Files are numbered: one that leads nowhere (a killed run left it) is followed by the next
+    number, which only one rank can create. So two that find the old file agree on the new one.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    file, deadline = folder / RENDEZVOUS_FILE, time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            fields = json.loads(file.read_text())
-            for host in fields["hosts"]:
-                if _answers(host, fields["port"]):
-                    store = _connect(host, fields["port"], timeout_s)
-                    return StorePlace(store, host, fields["port"], timeout_s)
-            file.unlink(missing_ok=True)
-        place = _found(file, timeout_s)
+        files = sorted(folder.glob(RENDEZVOUS_FILES))
+        place = _join(files[-1], timeout_s) if files else None
+        if place is None:
+            place = _found(folder, files, timeout_s)
         if place is not None:
             return place
+        time.sleep(0.1)
     raise PipelineError(f"the ranks found no common store through {folder} in {timeout_s:g} s")
 
 
-def _found(file: Path, timeout_s: float) -> StorePlace | None:
-    """Open a store and write its address; None: another rank was faster."""
+def _join(file: Path, timeout_s: float) -> StorePlace | None:
+    """Connect to the store whose address a file holds; None: it leads nowhere."""
+    try:
+        fields = json.loads(file.read_text())
+        host = next(host for host in fields["hosts"] if _answers(host, fields["port"]))
+    except (OSError, ValueError, KeyError, TypeError, StopIteration):
+        return None
+    return StorePlace(_connect(host, fields["port"], timeout_s), host, fields["port"], timeout_s)
+
+
+def _found(folder: Path, old_files: list[Path], timeout_s: float) -> StorePlace | None:
+    """Open a store and write its address; None: another rank was faster.
+
+    Args:
+        old_files: in order; none of them leads anywhere.
+    """
+    number = int(old_files[-1].stem.rpartition("-")[2]) + 1 if old_files else 0
+    file = folder / RENDEZVOUS_FILES.replace("[0-9]" * 6, f"{number:06}")
     listener = _listen("", 0)
     port = listener.getsockname()[1]
     others = [address for address in interfaces().values() if not _is_loopback(address)]
     fields = {"hosts": others or ["127.0.0.1"], "port": port}
-    draft = file.with_name(f".{file.name}.{os.getpid()}.{port}")
+    draft = folder / f".{file.name}.{socket.gethostname()}.{os.getpid()}.{port}"
     draft.write_text(json.dumps(fields))
     try:
         os.link(draft, file)
@@ -166,6 +180,8 @@ def _found(file: Path, timeout_s: float) -> StorePlace | None:
         return None
     finally:
         draft.unlink()
+    for old in old_files:
+        old.unlink(missing_ok=True)
     store = _open("127.0.0.1", port, listener.detach(), timeout_s)
     return StorePlace(store, "127.0.0.1", port, timeout_s, file)
 
