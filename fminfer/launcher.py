@@ -63,6 +63,8 @@ def _start(
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
     }
     environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    if sys.path[0] not in ("", os.getcwd()):  # `python -m` must not look there if we did not
+        environ["PYTHONSAFEPATH"] = "1"
     command = [sys.executable, "-m", "fminfer", *args]
     # A session of their own: Ctrl-C reaches the launcher alone, which tells rank 0.
     if rank == 0:

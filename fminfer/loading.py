@@ -175,7 +175,9 @@ def _agree(
     parts: list[Part],
 ) -> None:
     """See that every rank was started for the same run as rank 0."""
-    text = json.dumps(checkpoint.config.to_dict(), sort_keys=True, default=str)
+    fields = checkpoint.config.to_dict()
+    fields.pop("_name_or_path", None)  # each machine may have its own copy
+    text = json.dumps(fields, sort_keys=True, default=str)
     mine = {
         "fminfer's version": __version__,
         "the model's config": hashlib.sha256(text.encode()).hexdigest()[:12],

@@ -64,18 +64,20 @@ def fixed(num_layers: int, num_stages: int, each: int) -> list[int]:
     """
     total = num_layers
     counts = [max(0, min(each, total - stage * each)) for stage in range(num_stages)]
+    even = -(-total // num_stages)
+    instead = f"--num-layers {even}" if even * (num_stages - 1) < total else "no --num-layers"
     idle = [stage for stage, count in enumerate(counts) if count == 0]
     if idle:
         raise UsageError(
             f"--num-layers {each} gives all {total} layers to {num_stages - len(idle)} of "
-            f"{num_stages} ranks: rank {idle[0]} has no work. Use --num-layers "
-            f"{-(-total // num_stages)}, or --world-size {num_stages - len(idle)}"
+            f"{num_stages} ranks: rank {idle[0]} has no work. Use {instead}, or "
+            f"--world-size {num_stages - len(idle)}"
         )
     if sum(counts) < total:
         raise UsageError(
             f"{num_stages} ranks × --num-layers {each} hold {sum(counts)} of the model's {total} "
-            f"layers. Use --num-layers {-(-total // num_stages)}; or --max-layers {sum(counts)}, "
-            "if the other layers are to be left out"
+            f"layers. Use {instead}; or --max-layers {sum(counts)}, if the other layers are to be "
+            "left out"
         )
     return counts
 

@@ -46,4 +46,6 @@ class JobPaths:
         for flag, path in (("--stats", self.stats), ("--trace", self.trace)):
             if path is not None and not path.parent.is_dir():
                 raise UsageError(f"{flag} {path}: there is no folder {path.parent}")
+            if path is not None and path.is_dir():
+                raise UsageError(f"{flag} {path} is a folder; give the name of a file")
         return inputs, outputs

@@ -15,6 +15,8 @@ KV_SHARE = 0.5  # of the memory that is free once the weights are loaded
 def choose_device(name: str, cuda_ids: tuple[int, ...] = (), local_rank: int = 0) -> torch.device:
     """Return the device of a name; `auto` is this rank's GPU, or the CPU where there is none.
 
+    `cuda` is this rank's GPU as well, and an error where there is none.
+
     Args:
         cuda_ids: the GPUs to use; none: all that torch sees.
         local_rank: which of this machine's ranks asks; they take the GPUs in turn.
@@ -22,9 +24,11 @@ def choose_device(name: str, cuda_ids: tuple[int, ...] = (), local_rank: int = 0
     Raises:
         UsageError: no such device here.
     """
-    if name == "auto":
-        if not torch.cuda.is_available():
-            return torch.device("cpu")
+    if cuda_ids and name not in ("auto", "cuda"):
+        raise UsageError(f"--device {name} and --cuda-id contradict each other; give one of them")
+    if name == "auto" and not torch.cuda.is_available():
+        return torch.device("cpu")
+    if name in ("auto", "cuda") and torch.cuda.is_available():
         ids = cuda_ids or tuple(range(torch.cuda.device_count()))
         name = f"cuda:{ids[local_rank % len(ids)]}"
     try:

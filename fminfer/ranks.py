@@ -16,12 +16,13 @@ from fminfer.errors import UsageError
 
 LISTEN_FD, PARENT = "FMINFER_LISTEN_FD", "FMINFER_PARENT"  # set by fminfer's own launcher
 FIRST_JOB_PORT, NUM_JOB_PORTS = 20000, 20000  # a port from a job's number, the same on every node
-# What each launcher calls (rank, world size).
+# What each launcher calls (rank, world size). srun is last: mpirun starts its own helpers
+# with it, so that both have set their variables.
 LAUNCHERS = {
     "torchrun": ("RANK", "WORLD_SIZE"),
-    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
     "jsrun": ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
     "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
 }
 
 
@@ -183,8 +184,9 @@ def _from_torchrun(rank: int, size: int, environ: Mapping[str, str]) -> RankFact
 
 def _address_of_job(launcher: str, environ: Mapping[str, str]) -> tuple[str, int]:
     """Return where rank 0 of a cluster's job listens: MASTER_ADDR, or the job's first node."""
-    if launcher == "srun":
-        nodes = environ.get("SLURM_STEP_NODELIST", "")
+    if launcher == "srun" or (launcher == "mpirun" and "SLURM_JOB_ID" in environ):
+        job_nodes = environ.get("SLURM_JOB_NODELIST", "")  # mpirun's own step may lack the first
+        nodes = environ.get("SLURM_STEP_NODELIST", "") if launcher == "srun" else job_nodes
         host, job = first_node(nodes), environ.get("SLURM_JOB_ID", "0")
     else:
         hosts = environ.get("LSB_MCPU_HOSTS", "").split()[::2] or environ.get("LSB_HOSTS", "")
@@ -207,9 +209,9 @@ def _address_of_job(launcher: str, environ: Mapping[str, str]) -> tuple[str, int
 
 def first_node(nodes: str) -> str:
     """Return the first name of a Slurm node list, as node[003-007,9],other."""
-    match = re.match(r"([^\[,]*)(?:\[([^\-,\]]+)[^\]]*\])?([^,]*)", nodes)
-    assert match is not None
-    return match[1] + (match[2] or "") + (match[3] or "")
+    name = re.match(r"(?:[^\[,]|\[[^\]]*\]?)*", nodes)
+    assert name is not None  # it matches the empty text
+    return re.sub(r"\[([^\-,\]]*)[^\]]*\]?", r"\1", name[0])
 
 
 def parse_address(text: str, flag: str) -> tuple[str, int]:

@@ -85,7 +85,7 @@ MODEL = [
     ),
     click.option("--fp16", is_flag=True, help="The same as --dtype float16."),
     click.option(
-        "--device", default=DEFAULTS.device, show_default=True, help="auto, cpu, cuda:0, …"
+        "--device", default=DEFAULTS.device, show_default=True, help="auto, cpu, cuda, cuda:0, …"
     ),
     click.option(
         "--attention",

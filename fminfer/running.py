@@ -20,7 +20,8 @@ from fminfer.job import run_job
 from fminfer.output.progress import LoadingBar
 from fminfer.output.summary import JobSummary
 from fminfer.paths import JobPaths, Plan
-from fminfer.pipeline.group import Group
+from fminfer.pipeline.group import Group, status_of
+from fminfer.pipeline.watch import Fault
 from fminfer.ranks import RankConfig, RankFacts
 from fminfer.worker import Engine, serve_rank
 
@@ -47,19 +48,22 @@ def run_process(
         transformers.logging.set_verbosity_error()
     if facts is None:
         return _answer(job, plan or job.plan(), config, None, elapsed_s)
+    signal.signal(signal.SIGTERM, _interrupt)
     group = Group(facts, join_timeout_s=ranks.join_timeout_s, rank_timeout_s=ranks.rank_timeout_s)
     if group.rank > 0:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is rank 0's, which ends all
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         serve_rank(group, **asdict(config))
         return None
-    signal.signal(signal.SIGTERM, _interrupt)
     try:
         return _answer(job, plan or job.plan(), config, group, elapsed_s)
     except PipelineError:
         raise
     except Exception as error:
-        group.watch.warn(f"rank 0 failed: {error}")
+        group.watch.warn(Fault(f"rank 0 failed: {error}", status_of(error)))
         raise
+    finally:
+        group.forget()
 
 
 def _answer(

@@ -29,7 +29,10 @@ from fminfer.pipeline.group import Group
 from fminfer.pipeline.local import LocalPipeline, QueuedPipeline
 from fminfer.pipeline.ring import RingPipeline, serve
 from fminfer.pipeline.stage import Stage
+from fminfer.pipeline.watch import Fault
 from fminfer.tokenizer import Tokenizer
+
+END_S = 3.0  # for rank 0 to end by itself once another rank has failed
 
 
 class Engine:
@@ -169,8 +172,18 @@ def serve_rank(group: Group, **options: Any) -> None:
 def _build_pipeline(stage: Stage, loaded: LoadedPart, group: Group | None) -> QueuedPipeline:
     if group is None:
         return LocalPipeline(stage.run)
-    ring = RingPipeline(stage, loaded.part, loaded.form, group.watch.report)
-    group.watch.on_fault = lambda fault: ring.fail(PipelineError(fault))
+
+    def explain(text: str) -> str:
+        return group.watch.report(Fault(text)).text
+
+    ring = RingPipeline(stage, loaded.part, loaded.form, explain)
+
+    def fail(fault: Fault) -> None:
+        ring.fail(PipelineError(fault.text))
+        time.sleep(END_S)
+        group.die(fault)  # whoever was to hear of it waits for something else, such as stdin
+
+    group.watch.on_fault = fail
     return ring
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import fminfer
+from fminfer.errors import StepLimitError
 from fminfer.messages import SamplingRows, ScoringRows, Step, StepResult, TokenLogprobs
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.weights import load_model
@@ -212,6 +213,16 @@ def test_values_that_json_lacks_are_refused_and_never_become_null(engine: fminfe
 def test_a_run_repeated_on_one_engine_gives_the_same(engine: fminfer.Engine) -> None:
     requests = [sampled(3), sampled(3)]
     assert texts(engine, requests) == texts(engine, requests)
+
+
+def test_a_limit_of_steps_is_each_runs_own(llama_checkpoint: tuple[Path, Any]) -> None:
+    engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="float32", max_steps=4)
+    short = {"prompt": [5, 6, 7], "max_tokens": 2, "temperature": 0}
+    for _ in range(3):
+        assert len(list(engine.run([short]))) == 1
+    with pytest.raises(StepLimitError, match="stopped after 4 micro-batches"):
+        list(engine.run([short | {"max_tokens": 9, "ignore_eos": True}]))
+    engine.close()
 
 
 def test_an_interrupt_between_a_result_and_its_counting_hangs_nothing() -> None:

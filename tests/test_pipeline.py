@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -144,6 +148,10 @@ def test_a_folder_where_they_meet(alone: dict[str, Any], tmp_path: Path) -> None
     assert (status, other) == (0, 0), err + err2
     assert read(tmp_path) == alone
     assert not list(place.iterdir()), "the address is removed"
+    broken = [*shared[:4], "--model-name", tmp_path / "nothing", *inputs(), "--output", tmp_path]
+    for status, err in finish(*[start(*broken, "--restart") for _ in range(2)]):
+        assert status == 1, err
+    assert not list(place.iterdir()), "also by a run that failed"
 
 
 def test_many_that_find_a_dead_address_agree_on_one_store(tmp_path: Path) -> None:
@@ -157,6 +165,7 @@ def test_many_that_find_a_dead_address_agree_on_one_store(tmp_path: Path) -> Non
             places = list(threads.map(lambda _, f=facts: open_store(f, 20), range(8)))
         orders = [place.store.add("order", 1) for place in places]
         assert sorted(orders) == list(range(1, 9)), "each counts in the same store"
+        assert sum(place.is_holder for place in places) == 1
         assert len({place.port for place in places}) == 1
 
 
@@ -193,13 +202,137 @@ def test_ranks_that_differ(tmp_path: Path) -> None:
         assert "the dtype is bfloat16 on rank 1 and float32 on rank 0" in err, err
 
 
-def test_mistakes_are_told_before_ranks_start(tmp_path: Path) -> None:
-    """A split without work for a rank is wrong usage, named by that rank."""
+def test_mistakes_are_wrong_usage_whichever_rank_finds_them_first(tmp_path: Path) -> None:
     run = start(*inputs(), "--output", tmp_path, "--world-size", 2, "--num-layers", 99)
     [(status, err)] = finish(run)
-    assert status in (1, 2) and "rank 1 has no work" in err, err
+    assert status == 2 and "rank 1 has no work" in err, err
     [(status, err)] = finish(start(tmp_path / "none.jsonl", "--world-size", 2), timeout=10)
-    assert status == 2 and "none.jsonl" in err
+    assert status == 2 and "none.jsonl" in err, "told before any rank is started"
+
+
+def test_copies_of_a_model_and_world_sizes_that_differ(tmp_path: Path) -> None:
+    """Each machine may have its own copy; a rank of another run may not join."""
+    config = transformers.AutoConfig.for_model(
+        "llama",
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+    )
+    copies = [tmp_path / "model", tmp_path / "copy"]
+    for copy in copies:
+        copy.mkdir()
+        config.save_pretrained(copy)
+    url = f"tcp://127.0.0.1:{free_port()}"
+    shared = [QUERIES / "plain.jsonl", "--output", tmp_path, "--dist-url", url]
+    ranks = [
+        start(*shared, "--world-size", 2, "--rank", rank, "--random-init", copy)
+        for rank, copy in enumerate(copies)
+    ]
+    for status, err in finish(*ranks):
+        assert status == 0, err
+    shared += ["--join-timeout", 6, "--restart", "--random-init", copies[0]]
+    ranks = [start(*shared, "--world-size", 2 + rank, "--rank", rank) for rank in (0, 1)]
+    (first, second) = finish(*ranks)
+    assert first[0] == second[0] == 1
+    assert "started with --world-size 3, another with 2" in second[1] or (
+        "started with --world-size 2, another with 3" in first[1]
+    )
+
+
+def answers(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_ctrl_c_while_ranks_join(tmp_path: Path) -> None:
+    port = free_port()
+    shared = [*inputs(), "--output", tmp_path, "--world-size", 2]
+    shared += ["--dist-url", f"tcp://127.0.0.1:{port}", "--rank"]
+    started = time.monotonic()
+    for rank in (0, 1):  # one waits in the store that it has opened, one for a store
+        run = start(*shared, rank)
+        while rank == 0 and not answers(port):
+            time.sleep(0.1)
+        if rank == 0:
+            took_s = time.monotonic() - started
+        time.sleep(1 if rank == 0 else took_s + 1)
+        assert run.poll() is None, finish(run)
+        run.send_signal(signal.SIGTERM)
+        [(status, err)] = finish(run, timeout=5)
+        assert status == 130 and "Interrupted" in err, err
+
+
+def test_a_rank_that_dies_while_rank_0_waits_for_stdin(tmp_path: Path) -> None:
+    run = subprocess.Popen(
+        [sys.executable, "-m", "fminfer", "run", "-", "--world-size", "2", "--rank-timeout", "3"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        assert run.stdin is not None
+        run.stdin.write(b'{"prompt": [5, 6], "max_tokens": 2}\n')
+        run.stdin.flush()
+        time.sleep(15)
+        children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+        os.kill(int(children[1]), signal.SIGSTOP)
+        assert run.wait(20) == 1
+        assert run.stderr is not None
+        assert b"rank 1 has not answered" in run.stderr.read()
+    finally:
+        run.kill()
+        run.communicate()
+
+
+def in_namespace(number: int) -> str:
+    return f"fminfer-test-{os.getpid()}-{number}"
+
+
+@pytest.fixture
+def two_machines() -> Iterator[None]:
+    """Two network namespaces with a cable between; it takes root, and iproute2."""
+    names, ends = [in_namespace(0), in_namespace(1)], [f"fm{os.getpid() % 99999}{e}" for e in "ab"]
+    commands = [f"ip netns add {name}" for name in names]
+    commands += [f"ip link add {ends[0]} type veth peer name {ends[1]}"]
+    for number, (name, end) in enumerate(zip(names, ends, strict=True)):
+        commands += [
+            f"ip link set {end} netns {name}",
+            f"ip -n {name} address add 192.168.77.{number + 1}/24 dev {end}",
+            f"ip -n {name} link set {end} up",
+            f"ip -n {name} link set lo up",
+        ]
+    try:
+        for command in commands:
+            done = subprocess.run(command.split(), capture_output=True, text=True)
+            if done.returncode:
+                pytest.skip(f"{command}: {done.stderr}")
+        yield
+    except FileNotFoundError:
+        pytest.skip("no program `ip`")
+    finally:
+        for name in names if shutil.which("ip") else ():
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+@pytest.mark.parametrize("how", ["folder", "address"])
+def test_two_machines(how: str, alone: dict[str, Any], tmp_path: Path, two_machines: None) -> None:
+    where = tmp_path / "meet" if how == "folder" else "192.168.77.1:4400"
+    ranks = []
+    for number in (0, 1):
+        command = ["ip", "netns", "exec", in_namespace(number), sys.executable, "-m", "fminfer"]
+        command += ["run", *map(str, inputs()), "--output", str(tmp_path), "--world-size", "2"]
+        command += ["--rendezvous", str(where)]
+        ranks.append(
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
+    (status, err), (other, err2) = finish(*ranks)
+    assert (status, other) == (0, 0), err + err2
+    assert read(tmp_path) == alone
 
 
 def test_num_iters_stops_and_says_so(tmp_path: Path) -> None:

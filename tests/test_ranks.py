@@ -101,6 +101,11 @@ def test_slurm_and_lsf(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="set MASTER_ADDR"):
         facts(mpirun)
     assert first_node("a1,a2") == "a1" and first_node("n[3]-ib,x") == "n3-ib"
+    assert first_node("r1i[0-1]n[0-35],z") == "r1i0n0" and first_node("") == ""
+    inside = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "7"}
+    inside |= {"OMPI_COMM_WORLD_RANK": "6", "OMPI_COMM_WORLD_SIZE": "8"}
+    found = facts(inside | {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_STEP_NODELIST": "n2"})
+    assert found == RankFacts(6, 8, "n1", 20007, source="mpirun"), "srun started mpirun's helpers"
 
 
 def test_rendezvous() -> None:

@@ -66,6 +66,7 @@ class EngineLoop:
         self._in_flight: deque[PlannedStep] = deque()
         self._done: deque[Record] = deque()
         self._is_running = False
+        self._num_steps_before = 0  # of earlier runs
         self._shared_tokens = SharedTokens()
         self.stats = EngineStats(num_kv_tokens=kv_capacity)
 
@@ -78,6 +79,7 @@ class EngineLoop:
         if self._is_running:
             raise UsageError("the engine is in the middle of a run; finish or close that one first")
         self._is_running = True
+        self._num_steps_before = self.stats.num_steps
         self._intake.start_run()
         self._form.created = int(time.time())
         try:
@@ -107,7 +109,7 @@ class EngineLoop:
 
     @property
     def _is_at_limit(self) -> bool:
-        num_steps = self.stats.num_steps + self._pipeline.num_in_flight
+        num_steps = self.stats.num_steps - self._num_steps_before + self._pipeline.num_in_flight
         return self._max_steps is not None and num_steps >= self._max_steps
 
     def _drop_everything(self) -> None:

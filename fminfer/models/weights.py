@@ -102,9 +102,9 @@ class _Names:
                 source = self._tied.get(name, name)
                 self.places.setdefault(source, []).append((self.modules[path], leaf))
 
-    def is_tied(self, name: str) -> bool:
-        """Tell whether a parameter holds the same values as another, which is the one to load."""
-        return name in self._tied
+    def is_needed(self, name: str) -> bool:
+        """Tell whether this part holds a parameter, or the one that it is tied to."""
+        return self._tied.get(name, name) in self.places
 
     def resolve(self, name: str) -> str | None:
         """Find the parameter that a checkpoint's tensor name means, or None."""
@@ -167,7 +167,7 @@ def _fill_from_files(
                 f"{checkpoint.name} holds a tensor {name!r} that a {checkpoint.family.class_name} "
                 "of its config.json does not have; config and weights do not belong together"
             )
-        if target not in names.places and not names.is_tied(target):
+        if not names.is_needed(target):
             continue  # another stage's
         tensor = read()
         if tensor.shape != names.shapes[target]:

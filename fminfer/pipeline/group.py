@@ -16,12 +16,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fminfer.errors import FminferError, PipelineError
-from fminfer.pipeline.store import StorePlace, interfaces, open_store, own_address
-from fminfer.pipeline.watch import Watch
+from fminfer.errors import FminferError, PipelineError, UsageError
+from fminfer.pipeline.store import address_of, interfaces, open_store, own_address
+from fminfer.pipeline.watch import Fault, Watch
 from fminfer.ranks import RankFacts, is_spawned
 
 FOREVER = timedelta(days=365)  # a rank may wait for work as long as it likes; the watch sees deaths
+POLL_S = 0.05
 STORE_IS_GONE = "rank 0, which holds the ranks together, is gone"
 
 
@@ -38,7 +39,7 @@ class Group:
     """
 
     def __init__(self, facts: RankFacts, *, join_timeout_s: float, rank_timeout_s: float) -> None:
-        started = time.monotonic()
+        deadline = time.monotonic() + join_timeout_s
         self.world_size = facts.world_size
         self._place = open_store(facts, join_timeout_s)
         self._store = dist.PrefixStore("fminfer", self._place.store)
@@ -50,15 +51,32 @@ class Group:
             self.world_size,
             timeout_s=rank_timeout_s,
             parent=facts.parent,
-            on_fault=self._die,
+            on_fault=self.die,
         )
-        self._set("joined", {"host": socket.gethostname()})
-        self._await_all(join_timeout_s - (time.monotonic() - started), join_timeout_s)
+        try:
+            self._meet(deadline, join_timeout_s)
+        except PipelineError as error:
+            self.watch.warn(Fault(str(error)))
+            raise
+        except Exception as error:
+            self.watch.warn(Fault(f"rank {self.rank} failed: {error}"))
+            raise
+
+    def _meet(self, deadline: float, join_timeout_s: float) -> None:
+        """Wait for the others, and connect all with all."""
+        address = address_of(self._place.host)
+        place = {
+            "host": socket.gethostname(),
+            "store": address,  # as this rank reaches it
+            "own": address if self._place.is_holder else own_address(address),
+        }
+        self._set("joined", place)
+        self._await_all(deadline, join_timeout_s)
         joined = self.gather("joined")
-        same_host = [r for r, fields in enumerate(joined) if fields["host"] == socket.gethostname()]
+        same_host = [r for r, fields in enumerate(joined) if fields["host"] == place["host"]]
         self.local_rank, self.local_size = same_host.index(self.rank), len(same_host)
         self.watch.all_joined.set()
-        _choose_interface(self._place)
+        _choose_interface(place, joined)
         dist.init_process_group(
             "gloo",
             store=dist.PrefixStore("gloo", self._place.store),
@@ -77,7 +95,8 @@ class Group:
             self._set(name, value)
         keys = [f"{name}/{rank}" for rank in range(self.world_size)]
         try:
-            self._store.wait(keys, FOREVER)
+            while not self._store.check(keys):  # the store's own wait would not hear Ctrl-C
+                time.sleep(POLL_S)
             return [json.loads(self._store.get(key)) for key in keys]
         except dist.DistNetworkError as error:
             raise PipelineError(STORE_IS_GONE) from error
@@ -88,20 +107,31 @@ class Group:
         if not isinstance(error, FminferError):
             text = f"rank {self.rank} failed: {error}\n"
             text += "".join(traceback.format_exception(error)).rstrip()
-        self._die(self.watch.report(text))
+        self.die(self.watch.report(Fault(text, status_of(error))))
 
     def leave(self) -> None:
         """End in peace: every rank has heard that the run is over."""
         self.watch.stop()
-        self._place.leave()
+        self.forget()
         if dist.is_initialized():
             dist.destroy_process_group()
 
     def _set(self, name: str, value: object) -> None:
         self._store.set(f"{name}/{self.rank}", json.dumps(value))
 
+    def forget(self) -> None:
+        """Take this run's address away, so that no other run finds it."""
+        self._place.leave()
+
     def _take_rank(self, facts: RankFacts) -> int:
-        rank = self._store.add("order", 1) - 1 if facts.rank is None else facts.rank
+        known = int(self._store.compare_set("world_size", "", str(self.world_size)))
+        if known != self.world_size:
+            raise PipelineError(
+                f"this rank was started with --world-size {self.world_size}, another with {known}"
+            )
+        rank = facts.rank
+        if rank is None:
+            rank = 0 if self._place.is_holder else self._store.add("order", 1)
         if rank >= self.world_size:
             raise PipelineError(
                 f"{self.world_size} ranks have joined already (--world-size); this one is too many"
@@ -110,42 +140,53 @@ class Group:
             raise PipelineError(f"another process is rank {rank} already; give each its own --rank")
         return rank
 
-    def _await_all(self, timeout_s: float, shown_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        for rank in range(self.world_size):
-            left = max(0.01, deadline - time.monotonic())
-            try:
-                self._store.wait([f"joined/{rank}"], timedelta(seconds=left))
-            except dist.DistStoreError:
-                missing = [r for r in range(self.world_size) if not self._has_joined(r)]
-                if missing:
-                    text = (
+    def _await_all(self, deadline: float, shown_s: float) -> None:
+        try:
+            while missing := [r for r in range(self.world_size) if not self._has_joined(r)]:
+                if time.monotonic() > deadline:
+                    raise PipelineError(
                         f"rank {', '.join(map(str, missing))} did not come within {shown_s:g} s "
                         f"(--join-timeout); {self.world_size - len(missing)} of {self.world_size} "
                         "ranks are here"
                     )
-                    self.watch.warn(text)
-                    raise PipelineError(text) from None
-            except dist.DistNetworkError as error:
-                raise PipelineError(STORE_IS_GONE) from error
+                time.sleep(POLL_S)
+        except dist.DistNetworkError as error:
+            raise PipelineError(STORE_IS_GONE) from error
 
     def _has_joined(self, rank: int) -> bool:
         return bool(self._store.check([f"joined/{rank}"]))
 
-    def _die(self, fault: str) -> None:
+    def die(self, fault: Fault) -> None:
         """End this rank at once: its threads wait for messages that will not come."""
-        # Under the launcher one voice is enough: rank 0's, unless it is the one to blame.
-        is_heard = self.rank == 0 or not is_spawned() or f"rank {self.rank} failed" in fault
-        if is_heard or fault.startswith("rank 0"):
-            print(f"Error: {fault}", file=sys.stderr, flush=True)
-        self._place.leave()
-        os._exit(1)
+        # One voice is enough: rank 0's under the launcher, and that of the rank to blame.
+        is_own = f"rank {self.rank} failed" in fault.text
+        is_of_0 = fault.text.startswith("rank 0") and not fault.text.startswith("rank 0 failed")
+        if self.rank == 0 or is_own or is_of_0 or not is_spawned():
+            print(f"Error: {fault.text}", file=sys.stderr, flush=True)
+        self.forget()
+        os._exit(fault.status)
 
 
-def _choose_interface(place: StorePlace) -> None:
-    """Let gloo use the interface that leads to the store; by itself it goes by the host's name."""
-    address = own_address(place.host)
+def status_of(error: BaseException) -> int:
+    """Return the exit status that an error ends a run with."""
+    return 2 if isinstance(error, UsageError) else 1
+
+
+def _choose_interface(mine: dict[str, str], joined: list[dict[str, str]]) -> None:
+    """Let gloo use an interface on which every other rank can reach this one.
+
+    By itself it goes by the host's name, which often leads to the loopback interface.
+    """
+    away = [fields["store"] for fields in joined if not _is_beside_store(fields)]
+    address = mine["own"]
+    if away and _is_beside_store(mine):
+        address = away[0]  # by which a rank of another machine has found this machine
     for name, found in interfaces().items():
-        if found == address or (found.startswith("127.") and address.startswith("127.")):
+        if found == address or (not away and found.startswith("127.")):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             return
+
+
+def _is_beside_store(fields: dict[str, str]) -> bool:
+    """Tell whether a rank runs on the machine that holds the store."""
+    return fields["own"] == fields["store"] or fields["own"].startswith("127.")

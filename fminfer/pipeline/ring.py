@@ -18,7 +18,7 @@ from fminfer.messages import StageSpan, Step
 from fminfer.partition import Part
 from fminfer.pipeline.local import Mark, QueuedPipeline
 from fminfer.pipeline.stage import Stage
-from fminfer.pipeline.transport import HiddenForm, Message, receive, send
+from fminfer.pipeline.transport import HiddenForm, Message, receive, send, use_own_stream
 from fminfer.pipeline.wire import (
     decode_result,
     decode_spans,
@@ -49,11 +49,12 @@ class _Sender:
 
     def _work(self) -> None:
         try:
-            while True:
-                message = self._messages.get()
-                send(message, self._rank, self._form)
-                if message.kind == "stop":
-                    return
+            with use_own_stream(self._form):
+                while True:
+                    message = self._messages.get()
+                    send(message, self._rank, self._form)
+                    if message.kind == "stop":
+                        return
         except BaseException as error:
             self._on_error(_explain(error, self._rank))
 
@@ -72,11 +73,12 @@ class _Receiver:
 
     def _work(self) -> None:
         try:
-            while True:
-                message = receive(self._rank, self._form)
-                self._use(message)
-                if message.kind == "stop":
-                    return
+            with use_own_stream(self._form):
+                while True:
+                    message = receive(self._rank, self._form)
+                    self._use(message)
+                    if message.kind == "stop":
+                        return
         except BaseException as error:
             self._use(_explain(error, self._rank))
 
@@ -109,6 +111,8 @@ class _Computer:
             out = Message("result", encode_result(step.step_id, sampled, scored))
         else:
             out = Message("step", body, hidden=hidden)
+            if hidden.is_cuda:  # other threads' streams take it, and the span ends with the work
+                torch.cuda.current_stream(hidden.device).record_event().synchronize()
         span = StageSpan(start_s, time.time(), out.num_bytes + len(spans))
         out.spans = spans + encode_spans([span])
         return out

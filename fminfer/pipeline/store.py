@@ -34,6 +34,7 @@ class StorePlace:
     host: str
     port: int
     timeout_s: float
+    is_holder: bool  # it is in this process
     file: Path | None = None  # of the rendezvous, if this process wrote it
 
     def connect(self) -> dist.TCPStore:
@@ -47,30 +48,40 @@ class StorePlace:
 
 
 def open_store(facts: RankFacts, timeout_s: float) -> StorePlace:
-    """Open the store, or connect to the one that another rank has opened.
+    """Open the store, or connect to the one that another process has opened.
+
+    It is in rank 0, or in torchrun's agent: of ranks that are told no number, whoever opens the
+    store is rank 0.
 
     Raises:
         PipelineError: nobody opened it in time, or its port is taken.
     """
     if facts.folder is not None:
-        return _through_folder(facts.folder, timeout_s)
+        return _through_folder(facts.folder, facts.rank, timeout_s)
     host, port = facts.host, facts.port
     if facts.listen_fd is not None:
-        store = _open(host, port, facts.listen_fd, timeout_s)
-        return StorePlace(store, host, port, timeout_s)
-    if facts.holds_store or (facts.holds_store is None and _is_here(host)):
+        return _hold(host, port, facts.listen_fd, timeout_s)
+    is_asked = facts.rank in (None, 0) if facts.holds_store is None else facts.holds_store
+    if is_asked and (facts.rank == 0 or _is_here(host)):
         try:
             listener = _listen(host, port)
         except OSError as error:
-            if facts.holds_store:
+            if facts.rank is not None:
                 raise PipelineError(
                     f"rank {facts.rank} cannot listen at {host}:{port} ({error}). Is another run "
                     "using the port? Give --dist-url another"
                 ) from error
         else:
-            store = _open(host, port, listener.detach(), timeout_s)
-            return StorePlace(store, host, port, timeout_s)
-    return StorePlace(_connect(host, port, timeout_s), host, port, timeout_s)
+            return _hold(host, port, listener.detach(), timeout_s)
+    store = _connect(host, port, timeout_s)
+    return StorePlace(store, host, port, timeout_s, is_holder=False)
+
+
+def _hold(
+    host: str, port: int, listen_fd: int, timeout_s: float, file: Path | None = None
+) -> StorePlace:
+    store = _open(host, port, listen_fd, timeout_s)
+    return StorePlace(store, host, port, timeout_s, is_holder=True, file=file)
 
 
 def _open(host: str, port: int, listen_fd: int, timeout_s: float) -> dist.TCPStore:
@@ -85,6 +96,12 @@ def _open(host: str, port: int, listen_fd: int, timeout_s: float) -> dist.TCPSto
 
 
 def _connect(host: str, port: int, timeout_s: float) -> dist.TCPStore:
+    deadline = time.monotonic() + timeout_s
+    # Looked for here, and not in torch's own wait, in which Ctrl-C would not be heard.
+    while not _answers(host, port):
+        if time.monotonic() > deadline:
+            raise _nobody_answered(host, port, timeout_s)
+        time.sleep(0.1)
     try:
         return dist.TCPStore(
             host,
@@ -94,10 +111,14 @@ def _connect(host: str, port: int, timeout_s: float) -> dist.TCPStore:
             wait_for_workers=False,
         )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
-        raise PipelineError(
-            f"nobody answered at {host}:{port} within {timeout_s:g} s, where rank 0 was to be; "
-            "is it started, and can this machine reach it?"
-        ) from error
+        raise _nobody_answered(host, port, timeout_s) from error
+
+
+def _nobody_answered(host: str, port: int, timeout_s: float) -> PipelineError:
+    return PipelineError(
+        f"nobody answered at {host}:{port} within {timeout_s:g} s, where rank 0 was to be; "
+        "is it started, and can this machine reach it?"
+    )
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -130,8 +151,8 @@ def _is_here(host: str) -> bool:
     return True
 
 
-def _through_folder(folder: Path, timeout_s: float) -> StorePlace:
-    """The first to come writes its address into the folder; the others read it.
+def _through_folder(folder: Path, rank: int | None, timeout_s: float) -> StorePlace:
+    """Rank 0, or the first to come, writes its address into the folder; the others read it.
 
     Files are numbered: one that leads nowhere (a killed run left it) is followed by the next
     number, which only one rank can create. So two that find the old file agree on the new one.
@@ -140,8 +161,8 @@ def _through_folder(folder: Path, timeout_s: float) -> StorePlace:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         files = sorted(folder.glob(RENDEZVOUS_FILES))
-        place = _join(files[-1], timeout_s) if files else None
-        if place is None:
+        place = _join(files[-1], timeout_s) if files and rank != 0 else None
+        if place is None and rank in (0, None):
             place = _found(folder, files, timeout_s)
         if place is not None:
             return place
@@ -156,7 +177,8 @@ def _join(file: Path, timeout_s: float) -> StorePlace | None:
         host = next(host for host in fields["hosts"] if _answers(host, fields["port"]))
     except (OSError, ValueError, KeyError, TypeError, StopIteration):
         return None
-    return StorePlace(_connect(host, fields["port"], timeout_s), host, fields["port"], timeout_s)
+    store, port = _connect(host, fields["port"], timeout_s), fields["port"]
+    return StorePlace(store, host, port, timeout_s, is_holder=False)
 
 
 def _found(folder: Path, old_files: list[Path], timeout_s: float) -> StorePlace | None:
@@ -182,8 +204,7 @@ def _found(folder: Path, old_files: list[Path], timeout_s: float) -> StorePlace 
         draft.unlink()
     for old in old_files:
         old.unlink(missing_ok=True)
-    store = _open("127.0.0.1", port, listener.detach(), timeout_s)
-    return StorePlace(store, "127.0.0.1", port, timeout_s, file)
+    return _hold("127.0.0.1", port, listener.detach(), timeout_s, file)
 
 
 def _answers(host: str, port: int) -> bool:
@@ -192,6 +213,14 @@ def _answers(host: str, port: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def address_of(host: str) -> str:
+    """Return a host's IPv4 address; a name that leads nowhere is returned as it is."""
+    try:
+        return socket.gethostbyname(host)
+    except OSError:
+        return host
 
 
 def own_address(towards: str) -> str:

@@ -6,6 +6,7 @@ else over gloo by way of the host's memory. It knows nothing of what the message
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -46,6 +47,17 @@ class HiddenForm:
     group: dist.ProcessGroup | None = None  # NCCL's; None: hidden states go over gloo
 
 
+def use_own_stream(form: HiddenForm) -> AbstractContextManager[object]:
+    """Let a thread's transfers run beside the compute of others; on a CPU they do anyway.
+
+    Both ends wait for their stream, so what is handed to another thread is always complete.
+    """
+    if form.device.type != "cuda":
+        return nullcontext()
+    torch.cuda.set_device(form.device)
+    return torch.cuda.stream(torch.cuda.Stream(form.device))  # type: ignore[no-untyped-call]
+
+
 def send(message: Message, rank: int, form: HiddenForm) -> None:
     """Send a message; it returns when the memory may be used again."""
     hidden = message.hidden
@@ -64,6 +76,7 @@ def send(message: Message, rank: int, form: HiddenForm) -> None:
             dist.send(hidden.contiguous(), rank, group=form.group)
         else:
             dist.send(hidden.to("cpu").contiguous(), rank)
+        _await_stream(form)
 
 
 def receive(rank: int, form: HiddenForm) -> Message:
@@ -100,10 +113,16 @@ def _receive_hidden(
             f"rank {rank} sends hidden states of size {shape[1]} in {dtype}; this rank expects "
             f"{form.hidden_size} in {form.dtype}. Start every rank with the same model and --dtype"
         )
-    if form.group is not None:
-        hidden = torch.empty(shape, dtype=dtype, device=form.device)
-        dist.recv(hidden, rank, group=form.group)
-        return hidden
-    hidden = torch.empty(shape, dtype=dtype)
-    dist.recv(hidden, rank)
-    return hidden.to(form.device)
+    device = form.device if form.group is not None else torch.device("cpu")
+    hidden = torch.empty(shape, dtype=dtype, device=device)
+    dist.recv(hidden, rank, group=form.group)
+    hidden = hidden.to(form.device)
+    _await_stream(form)
+    if form.device.type == "cuda":  # its memory is not reused before compute is done with it
+        hidden.record_stream(torch.cuda.default_stream(form.device))
+    return hidden
+
+
+def _await_stream(form: HiddenForm) -> None:
+    if form.device.type == "cuda":
+        torch.cuda.current_stream(form.device).synchronize()

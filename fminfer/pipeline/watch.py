@@ -12,11 +12,20 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 
 TURN_S = 0.5
 FAULT = "fault"
+
+
+@dataclass(slots=True, frozen=True)
+class Fault:
+    """What ends a run, and the exit status of all its ranks."""
+
+    text: str
+    status: int = 1
 
 
 class Watch:
@@ -38,7 +47,7 @@ class Watch:
         *,
         timeout_s: float,
         parent: int | None,
-        on_fault: Callable[[str], None],
+        on_fault: Callable[[Fault], None],
     ) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
         self._max_turns = max(2, round(timeout_s / TURN_S))
@@ -57,19 +66,21 @@ class Watch:
         for work, name in ((self._beat, "beat"), (self._guard, "guard")):
             threading.Thread(target=work, name=name, daemon=True).start()
 
-    def report(self, text: str) -> str:
+    def report(self, fault: Fault) -> Fault:
         """Make a fault known to all ranks; return the fault that was known first."""
+        if not self._lock.acquire(timeout=4 * TURN_S):
+            return fault  # the store does not answer
         try:
-            with self._lock:
-                known = self._store.compare_set(FAULT, "", json.dumps({"text": text}))
+            return self._publish(fault)
         except Exception:
-            return text
-        return str(json.loads(known)["text"])
+            return fault
+        finally:
+            self._lock.release()
 
-    def warn(self, text: str) -> None:
+    def warn(self, fault: Fault) -> None:
         """Make a fault known, and give the others time to hear of it before this rank is gone."""
         self._told.acquire(blocking=False)  # this rank knows, and says it itself
-        self.report(text)
+        self.report(fault)
         time.sleep(2 * TURN_S)
 
     def stop(self) -> None:
@@ -82,16 +93,20 @@ class Watch:
                 with self._lock:
                     fault = self._turn()
             except Exception as error:
-                fault = f"rank 0, which holds the ranks together, is gone ({error})"
+                fault = Fault(f"rank 0, which holds the ranks together, is gone ({error})")
             self._turns_since_answer = 0
             if fault is not None:
                 self._tell(fault)
 
-    def _turn(self) -> str | None:
+    def _publish(self, fault: Fault) -> Fault:
+        known = self._store.compare_set(FAULT, "", json.dumps(asdict(fault)))
+        return Fault(**json.loads(known))
+
+    def _turn(self) -> Fault | None:
         self._num_beats += 1
         self._store.set(f"beat/{self._rank}", str(self._num_beats))
         if self._store.check([FAULT]):
-            return str(json.loads(self._store.get(FAULT))["text"])
+            return Fault(**json.loads(self._store.get(FAULT)))
         if not self.all_joined.is_set():
             return None
         watched = range(1, self._world_size) if self._rank == 0 else [0]
@@ -102,8 +117,7 @@ class Watch:
             self._beats[rank] = beat
             if self._silent_turns[rank] > self._max_turns:
                 text = f"rank {rank} has not answered for {self._timeout_s:g} s (--rank-timeout)"
-                known = self._store.compare_set(FAULT, "", json.dumps({"text": text}))
-                return str(json.loads(known)["text"])
+                return self._publish(Fault(text))
         return None
 
     def _guard(self) -> None:
@@ -111,13 +125,14 @@ class Watch:
         while not self._stop.wait(TURN_S):
             self._turns_since_answer += 1
             if self._parent is not None and os.getppid() != self._parent:
-                self._tell("the launcher of the ranks is gone")
+                self._tell(Fault("the launcher of the ranks is gone"))
             elif self._turns_since_answer > self._max_turns + 2:
-                self._tell(
+                text = (
                     f"rank 0 has not answered for {self._timeout_s:g} s (--rank-timeout): the "
                     "ranks' common store is in it"
                 )
+                self._tell(Fault(text))
 
-    def _tell(self, fault: str) -> None:
+    def _tell(self, fault: Fault) -> None:
         if not self._stop.is_set() and self._told.acquire(blocking=False):
             self.on_fault(fault)
