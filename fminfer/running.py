@@ -15,7 +15,7 @@ import click
 import transformers
 
 from fminfer.config import EngineConfig
-from fminfer.errors import PipelineError
+from fminfer.errors import FminferError, PipelineError
 from fminfer.job import run_job
 from fminfer.output.progress import LoadingBar
 from fminfer.output.summary import JobSummary
@@ -59,9 +59,13 @@ def run_process(
         return _answer(job, plan or job.plan(), config, group, elapsed_s)
     except PipelineError:
         raise
-    except Exception as error:
-        group.watch.warn(Fault(f"rank 0 failed: {error}", status_of(error)))
+    except FminferError as error:
+        group.watch.warn(Fault(str(error), status_of(error)))
         raise
+    except Exception as error:
+        text = f"rank 0 failed: {error}"
+        group.watch.warn(Fault(text))
+        raise RuntimeError(text) from error
     finally:
         group.forget()
 
