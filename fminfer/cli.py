@@ -14,14 +14,15 @@ import click
 
 from fminfer import __version__
 from fminfer.config import EngineConfig
-from fminfer.errors import FminferError, UsageError
+from fminfer.errors import FminferError, StoppedError, UsageError
 from fminfer.launcher import launch
 from fminfer.paths import JobPaths
 from fminfer.ranks import RankConfig, find_facts
 from fminfer.run_options import run_options
+from fminfer.stopping import AGAIN, EXIT_INTERRUPTED, Stopper, check_times
 
 STARTED_S = time.perf_counter()
-EXIT_FAILED, EXIT_USAGE, EXIT_SOME_ERRORS, EXIT_INTERRUPTED = 1, 2, 3, 130
+EXIT_FAILED, EXIT_USAGE, EXIT_SOME_ERRORS = 1, 2, 3
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -57,6 +58,8 @@ def run(
     verbose: bool,
     trace: Path | None,
     pp_mode: str | None,
+    grace_s: float,
+    deadline_s: float | None,
     **options: Any,
 ) -> None:
     """Answer every line of the given files.
@@ -74,7 +77,9 @@ def run(
 
     \b
     Exit status: 0 every line answered; 1 the run failed; 2 wrong usage;
-    3 finished, some lines are in the errors file; 130 interrupted.
+    3 finished, some lines are in the errors file; 130 interrupted; 143 terminated; 75 out of time
+    (--deadline, or a scheduler's warning). After 1, 75, 130 and 143 the same command goes on where
+    the run ended.
     """
     if fp16:
         if options["dtype"] not in ("auto", "float16"):
@@ -85,6 +90,7 @@ def run(
     job = JobPaths([*infer_data, *paths], output, restart, stats, trace, quiet, verbose)
     try:
         ranks, config = RankConfig(**rank_options), EngineConfig(**options)
+        check_times(grace_s, deadline_s)
         facts = find_facts(ranks, os.environ)
         is_rank = facts is not None
         if is_rank:  # torch's own words on broken connections say less than ours, at length
@@ -96,8 +102,13 @@ def run(
             sys.exit(launch(["run", *arguments], ranks.size or 1))
         from fminfer.running import run_process
 
-        summary = run_process(job, plan, config, ranks, facts, _elapsed_s)
-        status = EXIT_SOME_ERRORS if summary is not None and summary.num_errors else 0
+        ends_s = None if deadline_s is None else time.monotonic() + deadline_s - _elapsed_s()
+        stopper = Stopper(grace_s, ends_s)
+        summary = run_process(job, plan, config, ranks, facts, stopper, _elapsed_s)
+        status = EXIT_SOME_ERRORS if summary is not None and summary.has_errors else 0
+    except StoppedError as error:
+        click.echo(str(error), err=True)
+        _end(error.exit_status, is_rank)
     except UsageError as error:
         _fail(error, EXIT_USAGE, verbose, is_rank)
     except FminferError as error:
@@ -107,7 +118,7 @@ def run(
         gone = FminferError("whoever read the answers stopped reading")
         _fail(gone, EXIT_FAILED, verbose, is_rank)
     except KeyboardInterrupt:
-        click.echo("Interrupted. Finished rows are in the .partial files.", err=True)
+        click.echo(f"Interrupted. {AGAIN}", err=True)
         _end(EXIT_INTERRUPTED, is_rank)
     except Exception as error:
         _fail(error, EXIT_FAILED, True, is_rank)

@@ -4,6 +4,8 @@ FminferError                 the run cannot go on; the message says what to do
 ├── UsageError               a flag, a path or an argument is wrong (exit status 2)
 ├── CheckpointError          the model cannot be loaded or run
 ├── PipelineError            a rank failed, died, fell silent or never came
+├── OutputError              finished rows cannot be written: a full disk, a folder that is gone
+├── StoppedError             the run was told to stop; the same command goes on from there
 ├── StepLimitError           as many micro-batches have run as were allowed
 ├── DamagedInputError        the rest of an input file cannot be read; what came before it can
 └── RequestError             one input line is wrong; it costs that line only
@@ -44,6 +46,24 @@ class CheckpointError(FminferError):
 
 class PipelineError(FminferError):
     """What became of the ranks of a run, and whose fault it is."""
+
+
+class OutputError(FminferError):
+    """A file that cannot be written; what was written before is kept."""
+
+
+class StoppedError(FminferError):
+    """The run was told to stop, and rows are left.
+
+    `status` is what the status file then says, and `exit_status` the command's.
+    """
+
+    def __init__(
+        self, message: str, status: Literal["cancelled", "expired"], exit_status: int
+    ) -> None:
+        super().__init__(message)
+        self.status: Literal["cancelled", "expired"] = status
+        self.exit_status = exit_status
 
 
 class StepLimitError(FminferError):

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import IO
 
 from fminfer.ranks import LISTEN_FD, PARENT
+from fminfer.stopping import WARNINGS
 
 GRACE_S = 4.0  # for ranks to end by themselves once one has failed
 KILL_S = 1.0  # from SIGTERM to SIGKILL
@@ -94,7 +95,7 @@ class _Launcher:
         self._ranks = ranks
         self._num_signals = 0
         self._term_at: float | None = None  # when those that are left are asked to end
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, *WARNINGS):
             signal.signal(number, self._pass_on)
 
     def wait(self) -> int:
@@ -131,7 +132,7 @@ class _Launcher:
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         """Let rank 0 end the run in good order; a second signal ends all ranks at once."""
-        self._num_signals += 1
+        self._num_signals += number not in WARNINGS or not self._num_signals
         for rank in self._ranks if self._num_signals > 1 else self._ranks[:1]:
             if rank.poll() is None:
                 rank.send_signal(number if self._num_signals == 1 else signal.SIGKILL)

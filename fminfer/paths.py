@@ -39,10 +39,10 @@ class JobPaths:
         """Return the inputs and the output of each, once it is sure that they can be written.
 
         Raises:
-            UsageError: no input, an output that is there already, or a folder that is not.
+            UsageError: no input, an output that is an input, or a folder that is not there.
         """
         inputs = self.find_inputs()
-        outputs = plan_outputs(inputs, self.output, restart=self.restart)
+        outputs = plan_outputs(inputs, self.output)
         for flag, path in (("--stats", self.stats), ("--trace", self.trace)):
             if path is not None and not path.parent.is_dir():
                 raise UsageError(f"{flag} {path}: there is no folder {path.parent}")

@@ -10,6 +10,7 @@ import click
 
 from fminfer.config import EngineConfig
 from fminfer.ranks import RankConfig
+from fminfer.stopping import parse_duration
 
 DEFAULTS = EngineConfig()
 RANK_DEFAULTS = RankConfig()
@@ -44,6 +45,20 @@ class Numbers(click.ParamType):  # type: ignore[type-arg]
             self.fail(f"{value!r} is not whole numbers with commas between them", param, ctx)
 
 
+class Duration(click.ParamType):  # type: ignore[type-arg]
+    """Seconds, or hours, minutes and seconds."""
+
+    name = "H:MM:SS"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        try:
+            return value if isinstance(value, float) else parse_duration(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
 FILES = [
     click.option(
         "--infer-data",
@@ -58,7 +73,25 @@ FILES = [
         help="A .jsonl file, a folder, or - for stdout (errors then go to stderr).  "
         "[default: output_<name>.jsonl beside the input; stdout for stdin]",
     ),
-    click.option("--restart", is_flag=True, help="Answer again what is already answered."),
+    click.option(
+        "--restart",
+        is_flag=True,
+        help="Answer all from the start; otherwise what earlier runs finished is kept.",
+    ),
+    click.option(
+        "--grace",
+        "grace_s",
+        type=Duration(),
+        default="10",
+        show_default=True,
+        help="How long rows that run may go on when the run is told to stop (Ctrl-C).",
+    ),
+    click.option(
+        "--deadline",
+        "deadline_s",
+        type=Duration(),
+        help="Stop in time to end by then, counted from the start: 3:50:00, 45m.  [default: never]",
+    ),
     click.option("--stats", type=click.Path(path_type=Path), help="Write the summary as JSON."),
     click.option("-q", "--quiet", is_flag=True, help="Say nothing but errors."),
     click.option("-v", "--verbose", is_flag=True, help="Show tracebacks and library warnings."),

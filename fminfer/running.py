@@ -6,23 +6,25 @@ It knows ranks and paths, not exit statuses.
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Callable
 from dataclasses import asdict
-from types import FrameType
 
 import click
 import transformers
 
 from fminfer.config import EngineConfig
-from fminfer.errors import FminferError, PipelineError
-from fminfer.job import run_job
+from fminfer.errors import FminferError, PipelineError, StoppedError
+from fminfer.fingerprint import fingerprint_of
+from fminfer.job import open_files, run_job
+from fminfer.loading import open_model
+from fminfer.output.job_file import JobFile
 from fminfer.output.progress import LoadingBar
 from fminfer.output.summary import JobSummary
 from fminfer.paths import JobPaths, Plan
 from fminfer.pipeline.group import Group, status_of
 from fminfer.pipeline.watch import Fault
 from fminfer.ranks import RankConfig, RankFacts
+from fminfer.stopping import Stopper
 from fminfer.worker import Engine, serve_rank
 
 
@@ -32,6 +34,7 @@ def run_process(
     config: EngineConfig,
     ranks: RankConfig,
     facts: RankFacts | None,
+    stopper: Stopper,
     elapsed_s: Callable[[], float],
 ) -> JobSummary | None:
     """Answer the job's files, or do another rank's part of it; that one has no summary.
@@ -39,6 +42,7 @@ def run_process(
     Args:
         plan: inputs and outputs; None: this may not be rank 0.
         facts: this process's place among ranks; None: it is alone.
+        stopper: hears that the run is to stop.
         elapsed_s: seconds since the command started.
 
     Raises:
@@ -46,18 +50,29 @@ def run_process(
     """
     if not job.is_verbose:
         transformers.logging.set_verbosity_error()
-    if facts is None:
-        return _answer(job, plan or job.plan(), config, None, elapsed_s)
-    signal.signal(signal.SIGTERM, _interrupt)
+    with stopper.listening():
+        if facts is None:
+            return _answer(job, plan or job.plan(), config, None, stopper, elapsed_s)
+        return _be_a_rank(job, plan, config, ranks, facts, stopper, elapsed_s)
+
+
+def _be_a_rank(
+    job: JobPaths,
+    plan: Plan | None,
+    config: EngineConfig,
+    ranks: RankConfig,
+    facts: RankFacts,
+    stopper: Stopper,
+    elapsed_s: Callable[[], float],
+) -> JobSummary | None:
     group = Group(facts, join_timeout_s=ranks.join_timeout_s, rank_timeout_s=ranks.rank_timeout_s)
     if group.rank > 0:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is rank 0's, which ends all
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        stopper.leave_to_rank_0()
         serve_rank(group, **asdict(config))
         return None
     try:
-        return _answer(job, plan or job.plan(), config, group, elapsed_s)
-    except PipelineError:
+        return _answer(job, plan or job.plan(), config, group, stopper, elapsed_s)
+    except (PipelineError, StoppedError):
         raise
     except FminferError as error:
         group.watch.warn(Fault(str(error), status_of(error)))
@@ -75,6 +90,32 @@ def _answer(
     plan: Plan,
     config: EngineConfig,
     group: Group | None,
+    stopper: Stopper,
+    elapsed_s: Callable[[], float],
+) -> JobSummary:
+    inputs, outputs = plan
+    checkpoint = open_model(config)
+    fingerprint = fingerprint_of(config, checkpoint)
+    files = open_files(inputs, outputs, fingerprint, model=checkpoint.name, restart=job.restart)
+    summary = JobSummary(checkpoint.name, fingerprint["the dtype"], inputs, outputs)
+    if group is None and all(file.is_finished for file in files):
+        summary = run_job(None, files, summary, is_quiet=job.is_quiet)
+    else:
+        summary = _answer_files(job, files, summary, config, group, stopper, elapsed_s)
+    if job.stats is not None:
+        job.stats.write_text(json.dumps(summary.to_dict(), indent=2) + "\n")
+    if not job.is_quiet:
+        click.echo(summary.to_text(), err=True)
+    return summary
+
+
+def _answer_files(
+    job: JobPaths,
+    files: list[JobFile],
+    summary: JobSummary,
+    config: EngineConfig,
+    group: Group | None,
+    stopper: Stopper,
     elapsed_s: Callable[[], float],
 ) -> JobSummary:
     if config.model is None and config.random_init is None and not job.is_quiet:
@@ -88,20 +129,11 @@ def _answer(
     loading.close()
     if config.cuda_ids and engine.device.type == "cpu" and not job.is_quiet:
         click.echo("There is no GPU here: --cuda-id means nothing, the CPU computes.", err=True)
-    ready_s = elapsed_s()
+    summary.device = str(engine.device)
+    summary.start_to_ready_s = elapsed_s()
     try:
-        summary = run_job(
-            engine, *plan, start_to_ready_s=ready_s, is_quiet=job.is_quiet, trace=job.trace
+        return run_job(
+            engine, files, summary, stopper=stopper, is_quiet=job.is_quiet, trace=job.trace
         )
     finally:
         engine.close()
-    if job.stats is not None:
-        job.stats.write_text(json.dumps(summary.to_dict(), indent=2) + "\n")
-    if not job.is_quiet:
-        click.echo(summary.to_text(), err=True)
-    return summary
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    """End as Ctrl-C does."""
-    raise KeyboardInterrupt

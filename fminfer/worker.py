@@ -109,6 +109,20 @@ class Engine:
         """
         return self._loop.run(_as_lines(requests))
 
+    def pass_over(self, line: Line) -> None:
+        """Take note, in the middle of a run, of a line that is not to be answered again.
+
+        Its lines, and only they, decide what equal lines after it draw.
+        """
+        self._loop.pass_over(line)
+
+    def stop(self, grace_s: float) -> None:
+        """End the run in good order: no more lines, and rows that run have so long to end.
+
+        The run's generator then raises StoppedError. It may be called from a signal handler.
+        """
+        self._loop.stop(grace_s)
+
     def close(self) -> None:
         """End the stage's thread, and the other ranks. The engine cannot be used afterwards."""
         group, self._group = self._group, None

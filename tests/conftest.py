@@ -122,6 +122,16 @@ def make_model(name: str, num_layers: int = 3) -> Any:
     return model
 
 
+def run_files(engine: Any, inputs: list[Path], outputs: list[Path]) -> Any:
+    """Answer files with an engine, as the command does."""
+    from fminfer.job import open_files, run_job
+    from fminfer.output.summary import JobSummary
+
+    files = open_files(inputs, outputs, {}, model=engine.model_name, restart=False)
+    summary = JobSummary(engine.model_name, "float32", inputs, outputs)
+    return run_job(engine, files, summary, is_quiet=True)
+
+
 def save_byte_tokenizer(folder: Path) -> None:
     """Save a tokenizer of the 256 bytes as a checkpoint's own."""
     from fminfer.tokenizer import _byte_tokenizer

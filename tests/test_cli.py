@@ -17,6 +17,7 @@ import transformers
 import fminfer
 from fminfer.models.checkpoint import DEMO_MODEL
 from scripts.train_demo_model import HOUSE, all_examples
+from tests.conftest import run_files
 
 QUERIES = Path(__file__).parent.parent / "examples" / "queries"
 
@@ -204,10 +205,16 @@ def test_an_output_that_exists_is_kept_unless_told(tmp_path: Path) -> None:
     path.write_text('{"prompt": "x", "max_tokens": 1}\n')
     assert run(path, "-q").stderr == ""
     before = (tmp_path / "output_a.jsonl").read_text()
-    refused = run(path)
-    assert refused.returncode == 2 and "--restart" in refused.stderr
+    again = run(path)
+    assert again.returncode == 0 and "1 kept from earlier runs" in again.stderr
+    refused = run(path, "--seed", 7)
+    assert refused.returncode == 2, refused.stderr
+    assert "--seed was 1, is 7" in refused.stderr and "--restart" in refused.stderr
     assert (tmp_path / "output_a.jsonl").read_text() == before
-    assert run(path, "--restart").returncode == 0
+    assert run(path, "--restart", "--seed", 7).returncode == 0
+    (tmp_path / "output_a.status.json").unlink()
+    refused = run(path)
+    assert refused.returncode == 2 and "nothing tells which run wrote it" in refused.stderr
 
 
 def test_more_files_than_may_be_open_at_once(tmp_path: Path) -> None:
@@ -220,15 +227,16 @@ def test_more_files_than_may_be_open_at_once(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fminfer", "run", "-q", str(tmp_path)]
     assert subprocess.run(command, preexec_fn=few_files).returncode == 0
     assert len(list(tmp_path.glob("output_request_*.jsonl"))) == 300
-    assert not list(tmp_path.glob("*.partial"))
+    assert not list(tmp_path.glob("*.journal"))
 
 
 def test_an_interrupted_run_is_status_130_and_keeps_its_rows(tmp_path: Path) -> None:
     """It used to end in SIGABRT: the stage's thread was inside torch at the interpreter's exit."""
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "x", "max_tokens": 400, "ignore_eos": true}\n' * 3000)
-    partial = tmp_path / "output_a.jsonl.partial"
+    journal = tmp_path / "output_a.jsonl.journal"
     command = [sys.executable, "-m", "fminfer", "run", str(path), "--max-rows", "8"]
+    command += ["--grace", "1"]
 
     def mind_interrupts() -> None:  # a shell's background jobs are started with SIGINT ignored
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -238,7 +246,9 @@ def test_an_interrupted_run_is_status_130_and_keeps_its_rows(tmp_path: Path) -> 
     )
     try:
         for _ in range(600):
-            if partial.exists() or process.poll() is not None:
+            if process.poll() is not None or (
+                journal.exists() and journal.read_bytes().count(b"\n") > 1
+            ):
                 break
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)
@@ -248,9 +258,8 @@ def test_an_interrupted_run_is_status_130_and_keeps_its_rows(tmp_path: Path) -> 
         process.wait()
     assert process.returncode == 130, said
     assert "Interrupted" in said and "terminate" not in said
-    assert len(read(partial)) > 0
-    refused = run(path)
-    assert refused.returncode == 2 and "interrupted" in refused.stderr, "they are not overwritten"
+    assert len(read(journal)) > 1
+    assert json.loads((tmp_path / "output_a.status.json").read_text())["status"] == "cancelled"
 
 
 def test_an_empty_file_gives_an_empty_output(tmp_path: Path) -> None:
@@ -271,7 +280,6 @@ def test_a_run_that_fails_keeps_what_was_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The ancestor wrote only at the very end; here finished rows are on disk at once."""
-    from fminfer.job import run_job
 
     path, output = tmp_path / "a.jsonl", tmp_path / "output_a.jsonl"
     path.write_text('{"prompt": "x", "max_tokens": 1}\n' * 200)
@@ -286,7 +294,7 @@ def test_a_run_that_fails_keeps_what_was_answered(
 
     monkeypatch.setattr(engine, "run", fail_later)
     with pytest.raises(RuntimeError, match="fire"):
-        run_job(engine, [path], [output], start_to_ready_s=0.0, is_quiet=True)
+        run_files(engine, [path], [output])
     engine.close()
     assert not output.exists()
-    assert len(read(tmp_path / "output_a.jsonl.partial")) == 50
+    assert len(read(tmp_path / "output_a.jsonl.journal")) == 1 + 50

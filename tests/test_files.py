@@ -20,10 +20,10 @@ from fminfer.errors import UsageError
 from fminfer.input import streams
 from fminfer.input.lines import Line, count_rows, find_inputs, read_lines
 from fminfer.input.streams import STDIN, find_zstd
-from fminfer.job import run_job
 from fminfer.output.places import STDOUT, plan_outputs
 from fminfer.output.progress import Progress, ProgressBar, remaining_s
 from fminfer.output.stream import OrderedStream
+from tests.conftest import run_files
 
 zstd = find_zstd()
 assert zstd is not None, "the tests need fminfer[zst]"
@@ -62,8 +62,7 @@ def engine() -> Iterator[fminfer.Engine]:
 
 def job(engine: fminfer.Engine, inputs: list[Path], output: Path | None = None) -> Any:
     found = find_inputs(inputs)
-    outputs = plan_outputs(found, output, restart=False)
-    return run_job(engine, found, outputs, start_to_ready_s=0.0, is_quiet=True)
+    return run_files(engine, found, plan_outputs(found, output))
 
 
 @pytest.mark.parametrize("how", PACK)
@@ -210,21 +209,21 @@ def test_two_inputs_of_one_name_are_refused(tmp_path: Path) -> None:
     for name in ("a.jsonl", "a.jsonl.gz"):
         write(tmp_path / name, ROWS)
     with pytest.raises(UsageError, match=r"output_a\.jsonl, which also belongs"):
-        plan_outputs(find_inputs([tmp_path]), None, restart=True)
+        plan_outputs(find_inputs([tmp_path]), None)
 
 
 def test_outputs_that_cannot_be_are_refused(tmp_path: Path) -> None:
     source = write(tmp_path / "a.jsonl", ROWS)
     for name in ("b.jsonl.gz", "b.jsonl.zst", "b.json"):
         with pytest.raises(UsageError, match="plain JSON lines; give a name that ends in"):
-            plan_outputs([source], tmp_path / name, restart=False)
+            plan_outputs([source], tmp_path / name)
     with pytest.raises(UsageError, match=r"a\.txt has none of the endings \.jsonl, \.jsonl\.gz"):
         find_inputs([write(tmp_path / "a.txt", ROWS)])
     with pytest.raises(UsageError, match="- is given twice"):
         find_inputs([STDIN, source, STDIN])
     status = write(tmp_path / "b.status.json", ROWS)
     with pytest.raises(UsageError, match="which is the input"):
-        plan_outputs([status], tmp_path / "b.jsonl", restart=True)
+        plan_outputs([status], tmp_path / "b.jsonl")
 
 
 def test_zstd_without_its_package_names_the_extra(
@@ -253,14 +252,14 @@ def test_stdout_is_in_input_order_as_soon_as_it_can_be() -> None:
 
 def test_where_answers_go() -> None:
     source, output = Path("x/a.json.zst"), Path("out.jsonl")
-    assert plan_outputs([STDIN], None, restart=False) == [STDOUT]
-    assert plan_outputs([STDIN], output, restart=False) == [output]
-    assert plan_outputs([source, STDIN], Path("-"), restart=False) == [STDOUT, STDOUT]
-    assert plan_outputs([source, STDIN], None, restart=False) == [
+    assert plan_outputs([STDIN], None) == [STDOUT]
+    assert plan_outputs([STDIN], output) == [output]
+    assert plan_outputs([source, STDIN], Path("-")) == [STDOUT, STDOUT]
+    assert plan_outputs([source, STDIN], None) == [
         Path("x/output_a.jsonl"),
         STDOUT,
     ]
-    assert plan_outputs([source, STDIN], Path("there"), restart=False) == [
+    assert plan_outputs([source, STDIN], Path("there")) == [
         Path("there/output_a.jsonl"),
         Path("there/output_stdin.jsonl"),
     ]

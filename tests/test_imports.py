@@ -11,19 +11,19 @@ PACKAGE = Path(__file__).parent.parent / "fminfer"
 # From the lowest up. A sign of the house: a new module finds its place here or is in the wrong one.
 FLOORS = """
 errors timing messages sentencepieces shared_runs soft_cap thin_linear \
-    engine.blocks engine.noise engine.stopping
+    engine.blocks engine.noise engine.seen engine.stopping
 config fields input.streams input.values input.spans tokenizer partition ranks \
     models.alibi models.families models.sizes models.variants integrations.generation \
-    engine.stats output.trace
+    engine.stats output.trace output.journal stopping
 input.lines spelling sampling placement decode_attention launcher run_options \
     models.experts models.checkpoint models.slicing pipeline.wire pipeline.transport \
     pipeline.store pipeline.watch pipeline.local
 input.envelope attention models.weights pipeline.group \
     models.adapters.bloom models.adapters.codegen \
     models.adapters.falcon models.adapters.gpt_neo models.adapters.gptj models.adapters.mpt
-request output.records output.writer output.stream output.progress
+request fingerprint output.records output.writer output.stream output.progress
 engine.logit_edits output.status pipeline.stage
-engine.sequence pipeline.ring output.places
+engine.sequence pipeline.ring output.places output.job_file
 engine.prefix engine.advance engine.packing output.summary loading paths
 engine.scheduler engine.answer engine.intake
 engine.loop

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from fminfer.engine.stopping import find_stop
 from fminfer.errors import UsageError
 from fminfer.input.lines import find_inputs, read_lines
 from fminfer.output.progress import Progress, remaining_s, show_seconds
-from fminfer.output.writer import OutputFile, errors_path
 from fminfer.timing import RowClock
 
 
@@ -110,19 +108,6 @@ def test_find_inputs_says_what_is_wrong(tmp_path: Path) -> None:
         find_inputs([tmp_path, tmp_path / "a.jsonl"])
 
 
-def test_output_is_in_input_order_and_appears_only_when_complete(tmp_path: Path) -> None:
-    path = tmp_path / "answers.jsonl"
-    errors_path(path).write_text("stale\n")
-    output = OutputFile(path)
-    for number in (3, 1, 12, 2):
-        output.append(number, json.dumps(number).encode(), is_error=False)
-    assert not path.exists()
-    assert (tmp_path / "answers.jsonl.partial").read_text() == "3\n1\n12\n2\n", "on disk at once"
-    output.finish()
-    assert path.read_text() == "1\n2\n3\n12\n"
-    assert [p.name for p in tmp_path.iterdir()] == ["answers.jsonl"], "an old errors file goes too"
-
-
 def test_rows_without_tokens_do_not_break_the_estimate() -> None:
     """Three lines of max_tokens 0 ended the run with a division by zero, on a terminal only."""
     progress = Progress(num_rows=3, num_errors=0, num_tokens=0, num_finished_tokens=3)
@@ -135,26 +120,12 @@ def test_two_answers_in_one_place_are_refused(tmp_path: Path) -> None:
 
     first, second = tmp_path / "a.jsonl", tmp_path / "a.errors.jsonl"
     with pytest.raises(UsageError, match="also belongs"):
-        plan_outputs([first, second], None, restart=True)
+        plan_outputs([first, second], None)
     with pytest.raises(UsageError, match="is the input"):
-        plan_outputs([second], first, restart=True)
-    (tmp_path / "output_a.jsonl.partial").touch()
-    with pytest.raises(UsageError, match="interrupted"):
-        plan_outputs([first], None, restart=False)
-    assert plan_outputs([first], None, restart=True) == [tmp_path / "output_a.jsonl"]
+        plan_outputs([second], first)
+    assert plan_outputs([first], None) == [tmp_path / "output_a.jsonl"]
     (tmp_path / "plain").touch()
-    assert plan_outputs([first], tmp_path / "plain", restart=True) == [tmp_path / "plain"]
-
-
-def test_errors_stand_in_their_own_file(tmp_path: Path) -> None:
-    output = OutputFile(tmp_path / "answers.jsonl")
-    output.append(2, b"two", is_error=True)
-    output.append(3, b"three", is_error=False)
-    output.append(1, b"one", is_error=True)
-    assert output.num_records == 3
-    output.finish()
-    assert (tmp_path / "answers.jsonl").read_text() == "three\n"
-    assert (tmp_path / "answers.errors.jsonl").read_text() == "one\ntwo\n"
+    assert plan_outputs([first], tmp_path / "plain") == [tmp_path / "plain"]
 
 
 def test_the_time_left_counts_rows_that_are_half_done() -> None:

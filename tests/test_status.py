@@ -12,8 +12,8 @@ import pytest
 
 import fminfer
 from fminfer.input.lines import read_lines
-from fminfer.job import run_job
 from fminfer.output.status import Counts, StatusFile, status_path
+from tests.conftest import run_files
 
 GOOD = '{"prompt":"x","max_tokens":2,"temperature":0,"ignore_eos":true}\n'
 
@@ -32,7 +32,7 @@ def read(path: Path) -> openai.types.Batch:
 
 def run(engine: fminfer.Engine, path: Path) -> None:
     output = path.with_name(f"output_{path.name}")
-    run_job(engine, [path], [output], start_to_ready_s=0.0, is_quiet=True)
+    run_files(engine, [path], [output])
 
 
 def test_a_completed_run(engine: fminfer.Engine, tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_a_run_that_does_not_end(
     monkeypatch.setattr(engine, "run", fail_later)
     outputs = [tmp_path / "x.jsonl", tmp_path / "y.jsonl"]
     with pytest.raises(type(fault)):
-        run_job(engine, [path, waiting], outputs, start_to_ready_s=0.0, is_quiet=True)
+        run_files(engine, [path, waiting], outputs)
     assert [batch.status for batch in seen] == ["in_progress", "validating"]
     for name, total, completed in (("x", 200, 10), ("y", 7, 0)):
         batch = read(tmp_path / f"{name}.status.json")
@@ -130,7 +130,7 @@ def test_it_is_written_once_a_second_and_at_each_change(
     now_s = 100.0
     monkeypatch.setattr("time.perf_counter", lambda: now_s)
     counts = Counts(num_rows=9)
-    status = StatusFile(tmp_path / "a.jsonl", tmp_path / "b.jsonl", "model", counts)
+    status = StatusFile(tmp_path / "a.jsonl", tmp_path / "b.jsonl", "model", {}, counts)
     status.move("validating")
     status.move("in_progress")
     seen = []
@@ -160,6 +160,6 @@ def test_a_file_of_unknown_length_counts_what_was_read(
 
     monkeypatch.setattr(engine, "run", watch)
     monkeypatch.setattr("fminfer.output.status.WRITE_EVERY_S", 0.0)
-    run_job(engine, [path], [tmp_path / "x.jsonl"], start_to_ready_s=0.0, is_quiet=True)
+    run_files(engine, [path], [tmp_path / "x.jsonl"])
     assert 0 < totals[0] < 300 and totals[-1] == 300 and totals == sorted(totals)
     assert sum(1 for _ in read_lines(path, 0)) == 300

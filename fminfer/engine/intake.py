@@ -5,6 +5,7 @@ It knows the model's limits, and nothing of what else is running.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections import Counter
@@ -15,12 +16,13 @@ from typing import Any
 from fminfer.config import OnTooLong
 from fminfer.engine.logit_edits import LogitEdits
 from fminfer.engine.noise import digest, noise_key
+from fminfer.engine.seen import SeenCounts
 from fminfer.engine.sequence import PromptState, RequestState, Sequence
 from fminfer.errors import RequestError
 from fminfer.fields import show
-from fminfer.input.envelope import Envelope
+from fminfer.input.envelope import Envelope, open_envelope
 from fminfer.input.lines import Line
-from fminfer.request import SamplingParams, parse_request
+from fminfer.request import Request, SamplingParams, parse_request
 from fminfer.tokenizer import Detokenizer, EncodedPrompt, Tokenizer
 
 
@@ -49,8 +51,8 @@ class Intake:
         self._limits = limits
         self._seed = seed
         self._source = 0  # the file being read
-        self._num_equal: Counter[bytes] = Counter()  # its unseeded lines so far, by digest
-        self._custom_ids: set[bytes] = set()  # the file's so far, 16 bytes of each
+        self._equal_lines = SeenCounts()  # its unseeded lines so far, by digest
+        self._custom_ids = SeenCounts()  # the file's so far, by digest
         self.warnings: Counter[str] = Counter()
 
     def start_run(self) -> None:
@@ -64,6 +66,24 @@ class Intake:
         Raises:
             RequestError: what is wrong with it.
         """
+        request, request_digest, repeat = self._identify(line, envelope)
+        state = RequestState(line, envelope, request, read_s=time.perf_counter())
+        for index, prompt in enumerate(request.prompts):
+            encoded = self._fit(self._encode(prompt, request.params), request.params)
+            state.prompts.append(self._start(state, index, encoded, request_digest, repeat))
+        self.warnings.update((*envelope.warnings, *request.warnings))
+        return state
+
+    def pass_over(self, line: Line) -> None:
+        """Count a line that an earlier run has answered: those after it depend on it.
+
+        Equal lines draw differently by their number, and no two may have one custom_id.
+        """
+        with contextlib.suppress(Exception):  # that run has told what is wrong with it
+            self._identify(line, open_envelope(line))
+
+    def _identify(self, line: Line, envelope: Envelope) -> tuple[Request, bytes, int]:
+        """Return a line's request, its digest, and how many equal ones came before it."""
         if line.source != self._source:
             self._start_file(line.source)
         self._check_envelope(line, envelope)
@@ -73,19 +93,13 @@ class Intake:
             max_logprobs=self._limits.max_logprobs,
             is_strict=self._limits.is_strict,
         )
-        state = RequestState(line, envelope, request, read_s=time.perf_counter())
         self._check_params(request.params)
         request_digest = digest(request.raw)
-        repeat = self._count_repeat(request.params, request_digest)
-        for index, prompt in enumerate(request.prompts):
-            encoded = self._fit(self._encode(prompt, request.params), request.params)
-            state.prompts.append(self._start(state, index, encoded, request_digest, repeat))
-        self.warnings.update((*envelope.warnings, *request.warnings))
-        return state
+        return request, request_digest, self._count_repeat(request.params, request_digest)
 
     def _start_file(self, source: int) -> None:
         self._source = source
-        self._num_equal.clear()
+        self._equal_lines.clear()
         self._custom_ids.clear()
 
     def _check_envelope(self, line: Line, envelope: Envelope) -> None:
@@ -94,14 +108,13 @@ class Intake:
         if envelope.shape == "batch" and custom_id.startswith(b'"'):
             name = json.loads(custom_id.decode())  # one string can be written in many ways
             id_digest = digest(name.encode("utf-8", "surrogatepass"))
-            if id_digest in self._custom_ids:
+            if self._custom_ids.add(id_digest):
                 raise RequestError(
                     "duplicate_custom_id",
                     f"custom_id {show(name)} of line {line.number} is also an earlier line's; "
                     "each line of a file needs one of its own. Change or remove one of the two",
                     "custom_id",
                 )
-            self._custom_ids.add(id_digest)
         if envelope.error is not None:
             raise envelope.error
         if self._limits.is_strict and envelope.warnings:
@@ -129,8 +142,7 @@ class Intake:
         """Count equal lines without a seed before this one in its file, so that they differ."""
         if params.seed is not None or params.is_greedy:
             return 0
-        self._num_equal[request_digest] += 1
-        return self._num_equal[request_digest] - 1
+        return self._equal_lines.add(request_digest)
 
     def _encode(self, prompt: str | list[int], params: SamplingParams) -> EncodedPrompt:
         with_offsets = params.echo and params.logprobs is not None

@@ -19,7 +19,7 @@ from fminfer.engine.prefix import SharedTokens
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.sequence import PromptState, RequestState, Sequence, TokenReport
 from fminfer.engine.stats import EngineStats
-from fminfer.errors import RequestError, StepLimitError, UsageError
+from fminfer.errors import RequestError, StepLimitError, StoppedError, UsageError
 from fminfer.input.envelope import Envelope, as_text, open_envelope
 from fminfer.input.lines import Line
 from fminfer.messages import Step, StepResult, StepTrace, TokenLogprobs
@@ -67,6 +67,7 @@ class EngineLoop:
         self._done: deque[Record] = deque()
         self._is_running = False
         self._num_steps_before = 0  # of earlier runs
+        self._stop_at_s = math.inf
         self._shared_tokens = SharedTokens()
         self.stats = EngineStats(num_kv_tokens=kv_capacity)
 
@@ -80,6 +81,7 @@ class EngineLoop:
             raise UsageError("the engine is in the middle of a run; finish or close that one first")
         self._is_running = True
         self._num_steps_before = self.stats.num_steps
+        self._stop_at_s = math.inf
         self._intake.start_run()
         self._form.created = int(time.time())
         try:
@@ -91,6 +93,21 @@ class EngineLoop:
         finally:
             self._is_running = False
 
+    def pass_over(self, line: Line) -> None:
+        """Take note of a line of this run that is not to be answered again."""
+        self._intake.pass_over(line)
+
+    def stop(self, grace_s: float) -> None:
+        """Take no more lines in; rows that run may go on so long. It may be called at any moment.
+
+        The run then raises StoppedError, unless it is complete.
+        """
+        self._stop_at_s = min(self._stop_at_s, time.perf_counter() + grace_s)
+
+    @property
+    def _is_stopping(self) -> bool:
+        return self._stop_at_s < math.inf
+
     def _run(self, source: Iterator[Line]) -> Iterator[Record]:
         while True:
             has_more = self._take_in(source)
@@ -101,6 +118,9 @@ class EngineLoop:
                 yield self._done.popleft()
             if not has_more and not self._in_flight and self._scheduler.is_idle:
                 return
+            is_late = time.perf_counter() > self._stop_at_s
+            if is_late or (self._is_stopping and not self._in_flight):
+                raise StoppedError("stopped as told, and rows are left", "cancelled", 130)
             if self._is_at_limit and not self._in_flight:
                 raise StepLimitError(
                     f"stopped after {self._max_steps} micro-batches, as --num-iters says; rows "
@@ -122,6 +142,8 @@ class EngineLoop:
     def _take_in(self, source: Iterator[Line]) -> bool:
         """Read lines until enough wait; return False at the end of the input."""
         while self._scheduler.num_waiting < LOOKAHEAD:
+            if self._is_stopping:
+                return True
             if len(self._done) >= LOOKAHEAD:  # lines that need no step: hand them out first
                 return True
             line = next(source, None)
@@ -177,7 +199,7 @@ class EngineLoop:
 
     def _fill_pipeline(self) -> None:
         while self._pipeline.num_in_flight < self._micro_batches and not self._is_at_limit:
-            for prompt in self._scheduler.admit():
+            for prompt in () if self._is_stopping else self._scheduler.admit():
                 self._count_shared(prompt)
                 if prompt.owner.times is None:
                     prompt.owner.times = self._clock.start(time.perf_counter())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import importlib
 import sys
 import zlib
@@ -16,6 +17,7 @@ from fminfer.errors import DamagedInputError, UsageError
 STDIN = Path("-")
 COMPRESSED = (".gz", ".zst")
 CHUNK_BYTES = 2**16
+DIGEST_CHUNK_BYTES = 2**20
 
 
 def read_chunks(path: Path) -> Iterator[bytes]:
@@ -40,6 +42,17 @@ def read_chunks(path: Path) -> Iterator[bytes]:
             if not chunk:
                 return
             yield chunk
+
+
+def digest_of(path: Path) -> str:
+    """Return 16 hex digits for a file's bytes; for a pipe, which can be read once, its kind."""
+    if path == STDIN or not path.is_file():
+        return "a pipe"
+    digest = hashlib.blake2b(digest_size=8)
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(DIGEST_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def check_readable(path: Path) -> None:

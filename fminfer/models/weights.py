@@ -191,7 +191,7 @@ def _read_tensors(
 ) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
     """Give every tensor's name, and a function that reads it."""
     assert checkpoint.folder is not None
-    files = _weight_files(checkpoint.folder)
+    files = weight_files(checkpoint.folder)
     if not files:
         raise CheckpointError(
             f"{checkpoint.folder} holds no .safetensors file; convert other weights with "
@@ -212,7 +212,7 @@ def _read_tensors(
     on_progress(total, total)
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     """List the files that make up the model: those of the index, else the one, else all.
 
     Some repositories hold the same weights twice, the second time in another format.

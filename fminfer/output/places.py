@@ -1,4 +1,4 @@
-"""Where each input's answers go, and that nothing is overwritten. It opens no file."""
+"""Where each input's answers go, and that no two go to one place. It opens no file."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ from fminfer.errors import UsageError
 from fminfer.input.lines import stem
 from fminfer.input.streams import STDIN
 from fminfer.output.status import status_path
-from fminfer.output.writer import PARTIAL, traces
+from fminfer.output.writer import traces
 
 STDOUT = Path("-")
 
 
-def plan_outputs(inputs: list[Path], output: Path | None, *, restart: bool) -> list[Path]:
+def plan_outputs(inputs: list[Path], output: Path | None) -> list[Path]:
     """Return where each input's answers go.
 
     Args:
         output: a file (for one input), a folder, `-` for stdout, or None for `output_<name>.jsonl`
             beside each input; stdin's answers go to stdout then.
-        restart: answer again what is already answered.
 
     Raises:
-        UsageError: one file for several inputs, two inputs for one file, or an output that exists.
+        UsageError: one file for several inputs, or two inputs for one file.
     """
     outputs = _name_outputs(inputs, output)
     taken = {path.resolve(): f"is the input {path}" for path in inputs if path != STDIN}
@@ -36,9 +35,6 @@ def plan_outputs(inputs: list[Path], output: Path | None, *, restart: bool) -> l
                     f"{taken[trace.resolve()]}; run it apart, or give another --output"
                 )
             taken[trace.resolve()] = f"also belongs to the answers to {source}"
-        existing = [trace for trace in traces(path) if trace.exists()]
-        if existing and not restart:
-            raise UsageError(_what_exists(source, existing[0]))
     return outputs
 
 
@@ -62,13 +58,3 @@ def _name_outputs(inputs: list[Path], output: Path | None) -> list[Path]:
             ".jsonl (and compress the file afterwards), or a folder"
         )
     return [output / f"output_{stem(path)}.jsonl" for path in inputs]
-
-
-def _what_exists(source: Path, trace: Path) -> str:
-    what = "is already answered"
-    if trace.name.endswith(PARTIAL):
-        what = "is being answered by another run, or was by one that was interrupted"
-    return (
-        f"{trace} exists: {source} {what}. Give --restart to answer it again from the start, or "
-        "another --output"
-    )

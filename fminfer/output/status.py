@@ -9,14 +9,20 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from fminfer.output.writer import PARTIAL, errors_path
+from fminfer.output.journal import explain
+from fminfer.output.writer import errors_path
 
-Status = Literal["validating", "in_progress", "finalizing", "completed", "failed", "cancelled"]
+Status = Literal[
+    "validating", "in_progress", "finalizing", "completed", "failed", "cancelled", "expired"
+]
+ENDS: tuple[Status, ...] = ("completed", "failed", "cancelled", "expired")
 WRITE_EVERY_S = 1.0
+NEW = ".new"  # added to its name while it is being written
 
 
 def status_path(output: Path) -> Path:
@@ -35,22 +41,48 @@ class Counts:
     cached_tokens: int = 0
     output_tokens: int = 0
 
-    @property
-    def num_done(self) -> int:
-        return self.num_completed + self.num_failed
+    def add(self, *, is_error: bool, tokens: Sequence[int]) -> None:
+        """Count a record; tokens: of the prompt, those not computed again, drawn ones."""
+        self.keep(int(not is_error), int(is_error), tokens)
+
+    def keep(self, num_completed: int, num_failed: int, tokens: Sequence[int]) -> None:
+        """Count what an earlier run has done."""
+        self.num_completed += num_completed
+        self.num_failed += num_failed
+        self.input_tokens += tokens[0]
+        self.cached_tokens += tokens[1]
+        self.output_tokens += tokens[2]
+
+
+def read_status(output: Path) -> dict[str, Any] | None:
+    """Read an output's status; None: there is none that can be read."""
+    try:
+        fields = json.loads(status_path(output).read_text())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return fields if isinstance(fields, dict) else None
 
 
 class StatusFile:
     """Writes the status of one output; always whole, by replacing the file.
 
     Args:
+        fingerprint: of the run, by which a later one knows whether the output is its own.
         counts: kept up to date by the caller.
     """
 
-    def __init__(self, source: Path, output: Path, model: str, counts: Counts) -> None:
+    def __init__(
+        self,
+        source: Path,
+        output: Path,
+        model: str,
+        fingerprint: dict[str, str],
+        counts: Counts,
+    ) -> None:
         self._source = source
         self._output = output
         self._model = model
+        self._fingerprint = fingerprint
         self._counts = counts
         self._path = status_path(output)
         self._status: Status = "validating"
@@ -74,15 +106,18 @@ class StatusFile:
             self._write()
 
     def _write(self) -> None:
-        new = self._path.with_name(self._path.name + PARTIAL)
-        new.write_text(json.dumps(self._to_batch(), indent=2) + "\n")
-        os.replace(new, self._path)
+        new = self._path.with_name(self._path.name + NEW)
+        try:
+            new.write_text(json.dumps(self._to_batch(), indent=2) + "\n")
+            os.replace(new, self._path)
+        except OSError as error:
+            raise explain(self._path, error) from error
         self._written_s = time.perf_counter()
 
     def _to_batch(self) -> dict[str, Any]:
         counts, is_completed = self._counts, self._status == "completed"
         digest = hashlib.blake2b(str(self._source.resolve()).encode(), digest_size=16)
-        times = ("created", "in_progress", "finalizing", "completed", "failed", "cancelled")
+        times = ("created", "in_progress", "finalizing", *ENDS)
         return {
             "id": f"batch_{digest.hexdigest()}",
             "object": "batch",
@@ -109,5 +144,5 @@ class StatusFile:
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": counts.input_tokens + counts.output_tokens,
             },
-            "metadata": None,
+            "metadata": self._fingerprint,
         }

@@ -17,18 +17,24 @@ class JobSummary:
 
     model: str
     dtype: str
-    device: str
-    inputs: list[str]
-    outputs: list[str]
-    start_to_ready_s: float
+    inputs: list[Path]
+    outputs: list[Path]
+    device: str = ""  # none: nothing was left to answer
+    start_to_ready_s: float = 0.0
     num_rows: int = 0  # answered
     num_errors: int = 0
+    num_kept_rows: int = 0  # answered or refused by earlier runs, and kept
+    num_kept_errors: int = 0  # of them, errors
     errors_by_code: dict[str, int] = field(default_factory=dict)
     prompt_tokens: int = 0  # as in usage: of answered rows
     completion_tokens: int = 0
     wall_s: float = 0.0  # of answering, loading left out
     engine: dict[str, Any] = field(default_factory=dict)
     warnings: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def has_errors(self) -> bool:
+        return self.num_errors + self.num_kept_errors > 0
 
     @property
     def tokens_per_s(self) -> float:
@@ -41,7 +47,8 @@ class JobSummary:
 
     def to_dict(self) -> dict[str, Any]:
         rates = {"tokens_per_s": self.tokens_per_s, "generated_per_s": self.generated_per_s}
-        return asdict(self) | rates
+        paths = {"inputs": [*map(str, self.inputs)], "outputs": [*map(str, self.outputs)]}
+        return asdict(self) | paths | rates
 
     def _prefix_line(self) -> str:
         """Tell what the prefix cache saved, beside what the best possible one would have."""
@@ -66,13 +73,23 @@ class JobSummary:
         each = ", ".join(f"{share:.0%}" for share in shares)
         return f"stages busy {each} (bubble {bubble:.0%}); {sent / 1e6:,.1f} MB sent"
 
+    def _place(self) -> str:
+        return f" on {self.device}" if self.device else ""
+
+    def _kept_text(self) -> str:
+        if not self.num_kept_rows:
+            return ""
+        errors = f", {self.num_kept_errors:,} of them in error" if self.num_kept_errors else ""
+        return f"; {self.num_kept_rows:,} kept from earlier runs{errors}"
+
     def to_text(self) -> str:
         """Return the summary for people."""
         codes = ", ".join(f"{count} {code}" for code, count in self.errors_by_code.items())
         lines = [
-            f"model     {self.model} ({self.dtype} on {self.device})",
+            f"model     {self.model} ({self.dtype}{self._place()})",
             f"rows      {self.num_rows:,} answered, {self.num_errors:,} in error"
-            + (f" ({codes})" if codes else ""),
+            + (f" ({codes})" if codes else "")
+            + self._kept_text(),
             f"tokens    {self.prompt_tokens:,} prompt + {self.completion_tokens:,} generated",
             f"speed     {self.tokens_per_s:,.0f} tokens/s, of them {self.generated_per_s:,.0f} "
             f"generated; {self._busy_text()}",
@@ -82,9 +99,9 @@ class JobSummary:
         if self.engine["num_cached_tokens"]:
             lines.insert(3, self._prefix_line())
         lines += [f"warning   {text} ({count} rows)" for text, count in self.warnings.items()]
-        files = [Path(path) for path in dict.fromkeys(self.outputs)]
+        files = list(dict.fromkeys(self.outputs))
         lines += [f"output    {'stdout' if path == STDOUT else path}" for path in files]
-        if self.num_errors:
+        if self.has_errors:
             errors = [errors_path(path) for path in files]
             lines += [f"errors    {path}" for path in errors if path.exists()]
         return "\n".join(lines)

@@ -1,7 +1,8 @@
 """Makes one rank of a run fail at a chosen moment; Python imports it from a folder in its path.
 
 FAULT is "kind rank phase": raise, kill or stop; which rank; during load, prefill or decode. In
-decode it waits until a row is finished, which FAULT_ROWS holds. FAULT_TIME is told when it happens.
+decode it waits until a row is finished, which the journal FAULT_ROWS holds. FAULT_TIME is told when
+it happens.
 """
 
 import os
@@ -34,7 +35,8 @@ if kind and rank == os.environ.get("RANK") and "-m" in sys.orig_argv:
 
     def forward_or_fail(self, step, hidden):
         is_prefill = any(len(row.token_ids) > 1 for row in step.rows)
-        is_late = Path(os.environ["FAULT_ROWS"]).exists()
+        rows = Path(os.environ["FAULT_ROWS"])
+        is_late = rows.exists() and rows.read_bytes().count(b"\n") > 1  # the first is no row
         if (phase == "prefill" and is_prefill) or (phase == "decode" and is_late):
             _fail()
         return forward(self, step, hidden)

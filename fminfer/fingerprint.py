@@ -1,0 +1,73 @@
+"""What must be the same for the rows of an earlier run to be kept: model, tokenizer, settings.
+
+It reads files and knows nothing of journals.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from fminfer import __version__
+from fminfer.config import EngineConfig
+from fminfer.models.checkpoint import Checkpoint
+from fminfer.models.weights import weight_files
+from fminfer.placement import choose_device, choose_dtype
+
+# Of a weight file its size and these many pieces, evenly spread: a checkpoint that was trained
+# further differs everywhere, and whole files of 350 GB would take minutes.
+NUM_PIECES, PIECE_BYTES = 16, 4096
+SETTINGS = ("seed", "on_too_long", "max_logprobs", "token_format", "strict", "check_model")
+
+
+def fingerprint_of(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, str]:
+    """Return what an answer depends on beside its line, each under the name that people know.
+
+    How the work is done is not in it: ranks, budget, chunks and attention may change.
+    """
+    device = choose_device(config.device, config.cuda_ids)
+    dtype = choose_dtype(config.dtype, checkpoint.config.dtype, device)
+    found = {
+        "fminfer's version": __version__,
+        "the model": _model_digest(config, checkpoint),
+        "the tokenizer": _files_digest(checkpoint.folder),
+        "the dtype": str(dtype).removeprefix("torch."),
+        "--max-layers": str(config.max_layers),
+    }
+    for name in SETTINGS:
+        found[f"--{name.replace('_', '-')}"] = str(getattr(config, name))
+    return found
+
+
+def _model_digest(config: EngineConfig, checkpoint: Checkpoint) -> str:
+    fields = checkpoint.config.to_dict()
+    fields.pop("_name_or_path", None)
+    digest = hashlib.blake2b(digest_size=8)
+    digest.update(json.dumps(fields, sort_keys=True, default=str).encode())
+    if checkpoint.folder is None:
+        digest.update(b"random %d" % config.seed)
+    else:
+        for file in weight_files(checkpoint.folder):
+            _add_weights(digest, file)
+    return digest.hexdigest()
+
+
+def _add_weights(digest: hashlib.blake2b, file: Path) -> None:
+    size = file.stat().st_size
+    digest.update(f"\n{file.name} {size}\n".encode())
+    with file.open("rb") as pieces:
+        for index in range(NUM_PIECES):
+            pieces.seek(max(0, size - PIECE_BYTES) * index // (NUM_PIECES - 1))
+            digest.update(pieces.read(PIECE_BYTES))
+
+
+def _files_digest(folder: Path | None) -> str:
+    """Return a digest of every file of a model's folder that may be the tokenizer's or config's."""
+    digest = hashlib.blake2b(digest_size=8)
+    files = [] if folder is None else sorted(file for file in folder.iterdir() if file.is_file())
+    for file in files:
+        if file.suffix in (".json", ".model", ".txt", ".jinja", ".tiktoken"):
+            digest.update(f"\n{file.name}\n".encode())
+            digest.update(file.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,210 @@
+"""One input of a run and where its answers go: what is done of it, and what is left.
+
+It knows lines, records and the journal; who answers is not its business.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from fminfer.errors import StoppedError, UsageError
+from fminfer.input.lines import Line, count_rows, read_lines
+from fminfer.input.streams import digest_of
+from fminfer.output.journal import Fingerprint, Journal, Row, check_fingerprint, explain, peek
+from fminfer.output.records import Record
+from fminfer.output.status import Counts, StatusFile, read_status
+from fminfer.output.stream import OrderedStream
+from fminfer.output.writer import finish
+
+PassOver = Callable[[Line], None]  # told of each line that an earlier run answered
+
+
+class StreamedInput:
+    """An input whose answers go to stdout: in order, as soon as those before them are out."""
+
+    def __init__(self, path: Path, source: int, stream: OrderedStream) -> None:
+        self.path, self.source = path, source
+        self.num_left = count_rows(path)  # lines to answer; None: not known before its end
+        self.num_kept_rows = self.num_kept_errors = 0  # it cannot go on where another ended
+        self.is_finished = False
+        self._stream = stream
+
+    def begin(self) -> None:
+        """Nothing is there before the first record."""
+
+    def lines(self, pass_over: PassOver) -> Iterator[Line]:
+        """Read it."""
+        for line in read_lines(self.path, self.source):
+            self._stream.expect(self.source, line.number)
+            yield line
+
+    def add(self, record: Record) -> None:
+        """Write a record when it is its turn."""
+        is_error = record.error is not None
+        self._stream.append(self.source, record.line.number, record.to_json(), is_error=is_error)
+
+    def abandon(self, error: BaseException) -> None:
+        """Stop without finishing."""
+
+
+class JournaledInput:
+    """An input whose answers go to a file, by way of its journal.
+
+    Args:
+        fingerprint: of the run, without the input's own.
+        restart: answer all lines again, whatever an earlier run has done.
+
+    Raises:
+        UsageError: rows of another run are there, or another run is at work.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        source: int,
+        output: Path,
+        model: str,
+        fingerprint: Fingerprint,
+        *,
+        restart: bool,
+    ) -> None:
+        self.path, self.source, self.output = path, source, output
+        self.is_finished = False
+        self._fingerprint = {"the input": digest_of(path)} | fingerprint
+        self._restart = restart
+        self._journal: Journal | None = None  # open while the input is being answered
+        self._num_read = 0
+        self._is_read = False
+        self._has_journal = peek(output, self._fingerprint, restart=restart) and not restart
+        self.num_kept_rows = self.num_kept_errors = 0
+        self._counts = Counts()
+        if not self._has_journal and not restart and output.exists():
+            self._check_complete()
+        self._num_rows = None if self.is_finished else count_rows(path)
+        self._counts.num_rows = self._counts.num_rows or self._num_rows or 0
+        self._status = StatusFile(path, output, model, self._fingerprint, self._counts)
+
+    @property
+    def num_left(self) -> int | None:
+        """Lines to answer; None: not known before the input's end."""
+        if self.is_finished:
+            return 0
+        return None if self._num_rows is None else self._num_rows - self.num_kept_rows
+
+    def begin(self) -> None:
+        """Count what an earlier run has done; where it had answered every line, finish for it."""
+        if self.is_finished:
+            return
+        self._make_folder()
+        self._status.move("validating")
+        if self._has_journal:
+            journal = self._journal = Journal(self.output, self._fingerprint)
+            self._keep(journal.kept.num_answers, journal.kept.num_errors, journal.kept.tokens)
+            if journal.num_rows == self._num_rows:
+                self._num_read, self._is_read = journal.num_rows, True
+                self._finish_if_complete()
+            else:  # opened again when it is this input's turn: there may be thousands
+                journal.close()
+                self._journal = None
+
+    def lines(self, pass_over: PassOver) -> Iterator[Line]:
+        """Read the lines that are left.
+
+        Raises:
+            UsageError: a line is not the one that an earlier run answered.
+            OutputError: the journal cannot be written.
+        """
+        if self.is_finished:
+            return
+        self._make_folder()
+        journal = self._journal = Journal(self.output, self._fingerprint, restart=self._restart)
+        self._status.move("in_progress")
+        for line in read_lines(self.path, self.source):
+            self._num_read += 1
+            self._counts.num_rows = max(self._num_rows or 0, self._num_read)
+            if line.number not in journal:
+                yield line
+                continue
+            if not journal.is_of(line.number, zlib.crc32(line.raw)):
+                raise UsageError(
+                    f"line {line.number} of {self.path} is not the one that an earlier run has "
+                    "answered; give --restart to answer all from the start, or another --output"
+                )
+            pass_over(line)
+        self._counts.num_rows = self._num_read
+        self._is_read = True
+        self._finish_if_complete()  # its last record may have come before its end was seen
+
+    def add(self, record: Record) -> None:
+        """Write a record at once."""
+        assert self._journal is not None, "a record of an input that is not being answered"
+        is_error = record.error is not None
+        tokens = record.num_prompt_tokens, record.num_cached_tokens, record.num_completion_tokens
+        crc, number = zlib.crc32(record.line.raw), record.line.number
+        self._journal.append(Row(number, is_error, tokens, crc, record.to_json()))
+        self._counts.add(is_error=is_error, tokens=tokens)
+        self._status.update()
+        self._finish_if_complete()
+
+    def abandon(self, error: BaseException) -> None:
+        """Stop without finishing; what was answered stays in the journal."""
+        if self.is_finished:
+            return
+        if self._journal is not None:
+            self._journal.close()
+        if isinstance(error, StoppedError):
+            self._status.move(error.status)
+        elif isinstance(error, KeyboardInterrupt):
+            self._status.move("cancelled")
+        else:
+            self._status.move("failed", f"{type(error).__name__}: {error}")
+
+    def _make_folder(self) -> None:
+        try:
+            self.output.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise explain(self.output.parent, error) from error
+
+    def _keep(self, num_answers: int, num_errors: int, tokens: Sequence[int]) -> None:
+        self.num_kept_rows = num_answers + num_errors
+        self.num_kept_errors = num_errors
+        self._counts.keep(num_answers, num_errors, tokens)
+
+    def _finish_if_complete(self) -> None:
+        """Give the output its final name once every line of the input has its record."""
+        journal = self._journal
+        if journal is None or not self._is_read or journal.num_rows < self._num_read:
+            return
+        if journal.num_rows > self._num_read:
+            raise UsageError(
+                f"an earlier run has answered {journal.num_rows} lines of {self.path}, and now it "
+                f"has {self._num_read}; give --restart to answer all from the start"
+            )
+        self._status.move("finalizing")
+        finish(journal)
+        self._journal = None
+        self._status.move("completed")
+        self.is_finished = True
+
+    def _check_complete(self) -> None:
+        """See that an output that is there is this run's own.
+
+        Raises:
+            UsageError: it is not, or nobody knows.
+        """
+        status = read_status(self.output)
+        if status is None or status.get("status") != "completed":
+            raise UsageError(
+                f"{self.output} exists, and nothing tells which run wrote it. Give --restart to "
+                f"answer {self.path} again, or another --output"
+            )
+        check_fingerprint(self.output, dict(status.get("metadata") or {}), self._fingerprint)
+        counts = status["request_counts"]
+        self._counts.num_rows = counts["total"]
+        self._keep(counts["completed"], counts["failed"], (0, 0, 0))
+        self.is_finished = True
+
+
+JobFile = StreamedInput | JournaledInput

@@ -1,0 +1,376 @@
+"""The journal of one output: every finished row at once, and what it takes to go on after a crash.
+
+It is a file of JSON lines beside the output. The first one holds the fingerprint of the run, each
+other one a finished row with its checksum:
+
+    {"line":7,"kind":"answer","tokens":[5,0,3],"input":"8c736521","check":"1d3a…","record":{…}}
+
+`record` stands there in the very bytes that the output will hold. A line that breaks off, or whose
+checksum is wrong, counts as not written. It knows nothing of what records say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import re
+import threading
+import zlib
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fminfer.errors import OutputError, UsageError
+
+JOURNAL = ".journal"  # added to the output's name
+SYNC_EVERY_S = 0.5  # a power cut costs at most a second's rows
+HAS_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+_ROW = re.compile(
+    rb'\{"line":(\d{1,18}),"kind":"(answer|error)","tokens":\[(\d+),(\d+),(\d+)\],'
+    rb'"input":"([0-9a-f]{8})","check":"([0-9a-f]{8})","record":'
+)
+Fingerprint = dict[str, str]  # what must be the same for rows to be kept; names are for people
+
+
+@dataclass(slots=True, frozen=True)
+class Row:
+    """A finished row. Tokens: of the prompt, those of it not computed again, and drawn ones."""
+
+    number: int  # of the input's line, from 1
+    is_error: bool
+    tokens: tuple[int, int, int]
+    input_crc: int  # of the input's line
+    record: bytes
+
+    def to_line(self) -> bytes:
+        """Return the journal's line, with its newline."""
+        head = b'{"line":%d,"kind":"%s","tokens":[%d,%d,%d],"input":"%08x","check":"' % (
+            self.number,
+            b"error" if self.is_error else b"answer",
+            *self.tokens,
+            self.input_crc,
+        )
+        check = zlib.crc32(self.record, zlib.crc32(head))
+        return head + b'%08x","record":' % check + self.record + b"}\n"
+
+
+def read_row(line: bytes) -> Row | None:
+    """Read a line of a journal; None: it is torn or damaged."""
+    match = _ROW.match(line)
+    if match is None or not line.endswith(b"}\n"):
+        return None
+    record = line[match.end() : -2]
+    if zlib.crc32(record, zlib.crc32(line[: match.start(7)])) != int(match[7], 16):
+        return None
+    tokens = int(match[3]), int(match[4]), int(match[5])
+    return Row(int(match[1]), match[2] == b"error", tokens, int(match[6], 16), record)
+
+
+@dataclass(slots=True)
+class Kept:
+    """What an earlier run had finished."""
+
+    num_answers: int = 0
+    num_errors: int = 0
+    tokens: list[int] = field(default_factory=lambda: [0, 0, 0])  # as Row.tokens, of answers
+
+    def add(self, row: Row) -> None:
+        self.num_errors += row.is_error
+        self.num_answers += not row.is_error
+        self.tokens = [a + b for a, b in zip(self.tokens, row.tokens, strict=True)]
+
+
+def journal_path(output: Path) -> Path:
+    """Return where an output's journal stands."""
+    return output.with_name(output.name + JOURNAL)
+
+
+class Journal:
+    """An open journal. It is locked: no other process opens it.
+
+    Args:
+        output: whose journal it is.
+        fingerprint: of this run; rows of an earlier run are kept if theirs is equal.
+        restart: keep none, whatever their fingerprint.
+
+    Raises:
+        UsageError: another run has it open, or its fingerprint differs.
+        OutputError: it cannot be read or written.
+    """
+
+    def __init__(self, output: Path, fingerprint: Fingerprint, *, restart: bool = False) -> None:
+        self.output = output
+        self.path = journal_path(output)
+        # Where each row stands, by its line's number; 0: not there. 8 bytes a line are all that
+        # grows with the file.
+        self._places = array("q")
+        self.kept = Kept()
+        self.num_rows = 0
+        self.num_damaged = 0  # lines that were not kept
+        self._end = 0
+        self._dirty = False
+        self._failure: OSError | None = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        with _told(self.path):
+            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                self._lock()
+                if restart:
+                    self._begin(fingerprint)
+                else:
+                    self._read(fingerprint)
+            except BaseException:
+                os.close(self._fd)
+                raise
+
+    def __contains__(self, number: int) -> bool:
+        return number < len(self._places) and self._places[number] > 0
+
+    def is_of(self, number: int, input_crc: int) -> bool:
+        """Tell whether a row that is there was answered from a line with this checksum."""
+        with _told(self.path):
+            start = os.pread(self._fd, 256, self._places[number])
+        match = _ROW.match(start)
+        return match is not None and int(match[6], 16) == input_crc
+
+    def rows(self) -> Iterator[Row]:
+        """Read the rows, in the order of their lines."""
+        with _told(self.path), open(self._fd, "rb", closefd=False) as file:
+            for place in self._places:
+                if place:
+                    file.seek(place)
+                    row = read_row(file.readline())
+                    if row is None:
+                        raise OutputError(
+                            f"{self.path} changed under this run, at byte {place}; run the same "
+                            "command again"
+                        )
+                    yield row
+
+    def append(self, row: Row) -> None:
+        """Write a row, at once. It is safe from a power cut within a second.
+
+        Raises:
+            OutputError: the disk is full or gone. What was written before stays good.
+        """
+        line = row.to_line()
+        with _told(self.path):
+            if self._failure is not None:
+                raise self._failure
+            try:
+                _write_all(self._fd, line, self._end)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._fd, self._end)
+                raise
+        self._note(row.number, self._end)
+        self._end += len(line)
+        self._dirty = True
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._sync_often, name="journal", daemon=True)
+            self._thread.start()
+
+    def sync(self) -> None:
+        """Have the disk keep what was written.
+
+        Raises:
+            OutputError: it does not.
+        """
+        with _told(self.path):
+            self._dirty = False
+            os.fsync(self._fd)
+            if self._failure is not None:
+                raise self._failure
+
+    def close(self) -> None:
+        """Stop writing; the file stays, and the same command goes on from there."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            try:
+                with _told(self.path):
+                    os.fsync(fd)
+            finally:
+                os.close(fd)
+
+    def remove(self) -> None:
+        """Close and delete it: the output is complete."""
+        with _told(self.path):
+            self.path.unlink(missing_ok=True)  # first, so that nobody opens what is given up
+        self.close()
+
+    def _lock(self) -> None:
+        self.has_locks = lock(self._fd, self.path, self.output)
+        # Whoever had the lock may have finished, and removed the file, in between.
+        if not self.path.exists() or not os.path.samestat(os.fstat(self._fd), self.path.stat()):
+            raise UsageError(f"another run has just finished {self.output}; run again to see")
+
+    def _read(self, fingerprint: Fingerprint) -> None:
+        with open(self._fd, "rb", closefd=False) as file:
+            head = file.readline()
+            if not head.endswith(b"\n"):  # new, or killed while its first line was written
+                self._begin(fingerprint)
+                return
+            check_fingerprint(self.path, read_fingerprint(self.path, head), fingerprint)
+            self._end = len(head)
+            for line in file:
+                row = read_row(line)
+                if row is not None and row.number not in self:
+                    self._note(row.number, self._end)
+                    self.kept.add(row)
+                elif row is not None:
+                    pass  # the same row, from two runs on a file system without locks
+                elif line.endswith(b"\n"):
+                    self.num_damaged += 1
+                else:
+                    break  # a torn tail
+                self._end += len(line)
+        os.ftruncate(self._fd, self._end)
+
+    def _begin(self, fingerprint: Fingerprint) -> None:
+        head = json.dumps({"fminfer_journal": 1, "fingerprint": fingerprint}).encode() + b"\n"
+        os.ftruncate(self._fd, 0)
+        _write_all(self._fd, head, 0)
+        self._end = len(head)
+        os.fsync(self._fd)
+        sync_folder(self.path.parent)
+
+    def _note(self, number: int, place: int) -> None:
+        if number >= len(self._places):
+            self._places.extend([0] * (number + 1 - len(self._places)))
+        self.num_rows += 1
+        self._places[number] = place
+
+    def _sync_often(self) -> None:
+        while not self._stop.wait(SYNC_EVERY_S):
+            if self._dirty:
+                self._dirty = False
+                try:
+                    os.fsync(self._fd)
+                except OSError as error:  # told with the next row: the disk may have lost some
+                    self._failure = error
+                    return
+
+
+def read_fingerprint(path: Path, head: bytes) -> Fingerprint:
+    """Read a journal's first line.
+
+    Raises:
+        UsageError: it is none.
+    """
+    try:
+        fields = json.loads(head)
+        found = fields["fingerprint"]
+        is_known = fields["fminfer_journal"] == 1 and isinstance(found, dict)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        is_known = False
+    if not is_known:
+        raise UsageError(
+            f"{path} is no journal of this version of fminfer; give --restart to answer from the "
+            "start, or another --output"
+        )
+    return {str(name): str(value) for name, value in found.items()}
+
+
+def check_fingerprint(path: Path, old: Fingerprint, new: Fingerprint) -> None:
+    """Refuse rows of another run.
+
+    Raises:
+        UsageError: what differs.
+    """
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    if names:
+        changes = "; ".join(f"{name} was {old.get(name)}, is {new.get(name)}" for name in names)
+        raise UsageError(
+            f"{path} belongs to a run that differs: {changes}. Repeat that run's command to go on "
+            "with it, give --restart to answer from the start, or another --output"
+        )
+
+
+def peek(output: Path, fingerprint: Fingerprint, *, restart: bool) -> bool:
+    """Tell whether an output has a journal that this run can go on with.
+
+    Raises:
+        UsageError, OutputError: as `Journal` does; nothing is written.
+    """
+    path = journal_path(output)
+    if not path.exists():
+        return False
+    with _told(path), path.open("rb") as file:
+        lock(file.fileno(), path, output)
+        head = file.readline()
+        if head.endswith(b"\n") and not restart:
+            check_fingerprint(path, read_fingerprint(path, head), fingerprint)
+    return True
+
+
+def lock(fd: int, path: Path, output: Path) -> bool:
+    """Keep others from a file until it is closed; return False where the file system cannot.
+
+    Raises:
+        UsageError: another process has it.
+    """
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in HAS_NO_LOCKS:
+            return False
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            raise
+        raise UsageError(
+            f"{path} is in use: another run is answering into {output}. Wait for it or end it; "
+            "its finished rows are kept"
+        ) from None
+    return True
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the disk keep the names in a folder."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EBADF):  # some file systems cannot
+            raise
+    finally:
+        os.close(fd)
+
+
+def _write_all(fd: int, data: bytes, place: int) -> None:
+    """Write at a place; a disk that takes only a part is asked again, so that it says why."""
+    view = memoryview(data)
+    while view:
+        count = os.pwrite(fd, view, place)
+        view, place = view[count:], place + count
+
+
+@contextlib.contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """Turn the system's errors into ours, which say what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise explain(path, error) from error
+
+
+def explain(path: Path, error: OSError) -> OutputError:
+    """Say what the system's error on a file means for a run."""
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        hint = "make room (the output needs as much again while it is put in order)"
+    elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        hint = "see that the folder can be written to, or give another --output"
+    else:
+        hint = "see that the disk is there and sound"
+    return OutputError(
+        f"{path} cannot be written: {reason}. Finished rows are kept; {hint}, and run the same "
+        "command again"
+    )
