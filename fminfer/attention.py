@@ -46,7 +46,7 @@ class AttentionPlan:
 def plan_attention(
     rows: Sequence[StepRow], block_size: int, kv_heads: int, device: torch.device
 ) -> AttentionPlan:
-    """Lay out a step. Rows of one token must come last.
+    """Lay out a step. Rows of one token are computed together if they come last.
 
     Args:
         rows: the step's rows in packed order.
@@ -57,15 +57,15 @@ def plan_attention(
     chunks: list[ChunkRow] = []
     decode: list[StepRow] = []
     first = 0
-    for row in rows:
+    num_chunks = max((i for i, row in enumerate(rows, 1) if len(row.token_ids) > 1), default=0)
+    for index, row in enumerate(rows):
         last = first + len(row.token_ids)
         for position in range(row.position, row.position + len(row.token_ids)):
             block = row.block_table[position // block_size]
             first_slots.append(block * kv_heads * block_size + position % block_size)
-        if len(row.token_ids) == 1:
+        if index >= num_chunks:
             decode.append(row)
-        else:
-            assert not decode, "rows of one token must come after all chunks"
+        else:  # also the one token that is left of a chunk, when a step is cut into parts
             blocks = torch.tensor(_used_blocks(row, block_size), device=device)
             chunks.append(ChunkRow(first, last, row.position, blocks))
         first = last

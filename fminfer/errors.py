@@ -5,6 +5,7 @@ FminferError                 the run cannot go on; the message says what to do
 ├── CheckpointError          the model cannot be loaded or run
 ├── PipelineError            a rank failed, died, fell silent or never came
 ├── OutputError              finished rows cannot be written: a full disk, a folder that is gone
+├── OutOfMemoryError         memory for the smallest step cannot be had
 ├── StoppedError             the run was told to stop; the same command goes on from there
 ├── StepLimitError           as many micro-batches have run as were allowed
 ├── DamagedInputError        the rest of an input file cannot be read; what came before it can
@@ -50,6 +51,10 @@ class PipelineError(FminferError):
 
 class OutputError(FminferError):
     """A file that cannot be written; what was written before is kept."""
+
+
+class OutOfMemoryError(FminferError):
+    """Memory for the smallest step cannot be had."""
 
 
 class StoppedError(FminferError):

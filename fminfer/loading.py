@@ -21,6 +21,7 @@ from fminfer import __version__
 from fminfer.config import EngineConfig
 from fminfer.decode_attention import PartialAttention
 from fminfer.errors import PipelineError, UsageError
+from fminfer.memory import is_out_of_memory
 from fminfer.models.checkpoint import Checkpoint, open_checkpoint, open_random
 from fminfer.models.slicing import head_cost
 from fminfer.models.weights import build_on_meta, load_model
@@ -135,7 +136,25 @@ def count_blocks(config: EngineConfig, loaded: LoadedPart, group: Group | None =
 
 
 def build_stage(config: EngineConfig, loaded: LoadedPart, num_blocks: int) -> Stage:
-    """Give a loaded part its KV cache."""
+    """Give a loaded part its KV cache.
+
+    Raises:
+        UsageError: there is no memory for it.
+    """
+    try:
+        return _build_stage(config, loaded, num_blocks)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        num_tokens = num_blocks * config.block_size
+        size = num_tokens * loaded.kv_bytes_per_token
+        raise UsageError(
+            f"a KV cache of {num_tokens} tokens takes {size / 2**30:.1f} GiB beside the weights, "
+            f"and {free_bytes(loaded.device) / 2**30:.1f} GiB are free; give a smaller --budget"
+        ) from error
+
+
+def _build_stage(config: EngineConfig, loaded: LoadedPart, num_blocks: int) -> Stage:
     return Stage(
         loaded.network,
         loaded.checkpoint.family,

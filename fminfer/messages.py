@@ -106,6 +106,7 @@ class StageSpan:
     start_s: float  # time.time() of its machine
     end_s: float
     sent_bytes: int = 0
+    max_tokens: int = 0  # that the stage computes at once since memory ran out; 0: it has not
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ errors timing messages sentencepieces shared_runs soft_cap thin_linear \
     engine.blocks engine.noise engine.seen engine.stopping
 config fields input.streams input.values input.spans tokenizer partition ranks \
     models.alibi models.families models.sizes models.variants integrations.generation \
-    engine.stats output.trace output.journal stopping
+    engine.stats output.trace output.journal stopping memory
 input.lines spelling sampling placement decode_attention launcher run_options \
     models.experts models.checkpoint models.slicing pipeline.wire pipeline.transport \
     pipeline.store pipeline.watch pipeline.local

@@ -43,7 +43,7 @@ def test_a_step() -> None:
 def test_a_result_with_numbers_that_json_has_not() -> None:
     sampled = TokenLogprobs([3, 4], [-0.1, NAN], [[3, 1], [0, 2]], [[-0.1, -INF], [NAN, -1 / 3]])
     scored = TokenLogprobs([8], [-INF], [[]], [[]])
-    spans = [StageSpan(1.5, 2.25, 10), StageSpan(1e9 + 0.125, 1e9 + 0.5, 2**40)]
+    spans = [StageSpan(1.5, 2.25, 10), StageSpan(1e9 + 0.125, 1e9 + 0.5, 2**40, 64)]
     result = decode_result(encode_result(5, sampled, scored), decode_spans(encode_spans(spans)))
     assert (result.step_id, result.spans) == (5, spans)
     assert repr(result.sampled) == repr(sampled), "nan is not equal to itself"

@@ -15,6 +15,7 @@ class StageStats:
     first_s: float = 0.0  # start of its first step, time.time() of its machine
     last_s: float = 0.0  # end of its last step
     sent_bytes: int = 0
+    max_tokens: int = 0  # that it computes at once since memory ran out; 0: it has not
 
     def add(self, span: StageSpan) -> None:
         """Count one step."""
@@ -22,6 +23,7 @@ class StageStats:
         self.last_s = span.end_s
         self.busy_s += span.end_s - span.start_s
         self.sent_bytes += span.sent_bytes
+        self.max_tokens = span.max_tokens
 
 
 @dataclass(slots=True)

@@ -96,6 +96,12 @@ class JobSummary:
             f"time      ready after {self.start_to_ready_s:.1f} s, then "
             f"{show_seconds(self.wall_s) if self.wall_s >= 60 else f'{self.wall_s:.1f} s'}",
         ]
+        for rank, stage in enumerate(self.engine["stages"]):
+            if stage["max_tokens"]:
+                lines.append(
+                    f"warning   memory ran out on rank {rank}: it computes {stage['max_tokens']} "
+                    "tokens at once now; a smaller --chunk-size or --budget would avoid that"
+                )
         if self.engine["num_cached_tokens"]:
             lines.insert(3, self._prefix_line())
         lines += [f"warning   {text} ({count} rows)" for text, count in self.warnings.items()]

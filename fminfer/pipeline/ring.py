@@ -113,7 +113,8 @@ class _Computer:
             out = Message("step", body, hidden=hidden)
             if hidden.is_cuda:  # other threads' streams take it, and the span ends with the work
                 torch.cuda.current_stream(hidden.device).record_event().synchronize()
-        span = StageSpan(start_s, time.time(), out.num_bytes + len(spans))
+        sent_bytes = out.num_bytes + len(spans)
+        span = StageSpan(start_s, time.time(), sent_bytes, self._stage.max_tokens)
         out.spans = spans + encode_spans([span])
         return out
 

@@ -6,9 +6,10 @@ It knows steps, not requests; which rows run and why is the engine's business.
 from __future__ import annotations
 
 import importlib
+import sys
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from transformers import AttentionInterface
 
 from fminfer.attention import PagedAttention, plan_attention
 from fminfer.decode_attention import PartialBody
-from fminfer.messages import SamplingRows, StageSpan, Step, StepResult, TokenLogprobs
+from fminfer.memory import SizeLimit
+from fminfer.messages import SamplingRows, StageSpan, Step, StepResult, StepRow, TokenLogprobs
 from fminfer.models.families import Family
 from fminfer.sampling import Draws, LogitEditTensors, SamplingTensors, sample, score
 from fminfer.soft_cap import soft_cap
@@ -63,6 +65,8 @@ class Stage:
         model.config._attn_implementation = ATTENTION_NAME
         self._decoder.config._attn_implementation = ATTENTION_NAME  # a stage's may be a copy
         self._kv_heads, head_dim = kv_shape(model.config)
+        self._token_limit = SizeLimit("tokens")
+        self._logit_limit = SizeLimit("tokens' logits")
         self._caches: list[PagedAttention] = []
         for layer in self._decoder.get_submodule(family.layers):
             cache = PagedAttention(
@@ -86,7 +90,13 @@ class Stage:
         """Compute one step of a whole model: forward, then sampling and scoring."""
         start_s = time.time()
         sampled, scored = self.finish(step, self.forward(step, None))
-        return StepResult(step.step_id, sampled, scored, [StageSpan(start_s, time.time())])
+        span = StageSpan(start_s, time.time(), max_tokens=self.max_tokens)
+        return StepResult(step.step_id, sampled, scored, [span])
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens computed at once since memory ran out; 0: it has not."""
+        return self._token_limit.most if self._token_limit.most < sys.maxsize else 0
 
     @torch.inference_mode()
     def forward(self, step: Step, hidden: torch.Tensor | None) -> torch.Tensor:
@@ -100,7 +110,13 @@ class Stage:
         """
         if step.block_copies:
             self._copy_blocks(step.block_copies)
-        return self._forward(step, hidden)
+        parts = self._token_limit.run(
+            step.num_tokens,
+            lambda first, last: self._forward(
+                _cut_rows(step.rows, first, last), None if hidden is None else hidden[first:last]
+            ),
+        )
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     @torch.inference_mode()
     def finish(self, step: Step, hidden: torch.Tensor) -> tuple[TokenLogprobs, TokenLogprobs]:
@@ -112,19 +128,19 @@ class Stage:
         for cache in self._caches:
             cache.copy_blocks(sources, targets)
 
-    def _forward(self, step: Step, before: torch.Tensor | None) -> torch.Tensor:
-        plan = plan_attention(step.rows, self._block_size, self._kv_heads, self._device)
+    def _forward(self, rows: list[StepRow], before: torch.Tensor | None) -> torch.Tensor:
+        plan = plan_attention(rows, self._block_size, self._kv_heads, self._device)
         for cache in self._caches:
             cache.plan = plan
         if before is None:
-            ids = [token_id for row in step.rows for token_id in row.token_ids]
+            ids = [token_id for row in rows for token_id in row.token_ids]
             inputs = {"input_ids": torch.tensor([ids], device=self._device)}
         else:
             inputs = {"inputs_embeds": before[None]}
         if self._takes_positions:
             positions = [
                 position
-                for row in step.rows
+                for row in rows
                 for position in range(row.position, row.position + len(row.token_ids))
             ]
             inputs["position_ids"] = torch.tensor([positions], device=self._device)
@@ -168,12 +184,18 @@ class Stage:
     ) -> TokenLogprobs:
         """Run the head and `use` its float32 logits a bounded number of rows at a time."""
         result = TokenLogprobs([], [], [], [])
-        for part in _parts(len(token_index), MAX_LOGITS // self._head.weight.shape[0]):
+
+        def use_part(first: int, last: int) -> Draws:
+            part = slice(first, last)
             index = torch.tensor(token_index[part], device=self._device)
             logits = self._head(hidden[index]).float()
             if self._logit_cap is not None:
                 logits = soft_cap(logits, self._logit_cap)
-            draws = use(logits, part)
+            return use(logits, part)
+
+        limit = self._logit_limit
+        limit.most = min(limit.most, max(1, MAX_LOGITS // self._head.weight.shape[0]))
+        for draws in limit.run(len(token_index), use_part):
             result.ids += draws.ids.tolist()
             result.logprobs += draws.logprobs.tolist()
             result.top_ids += draws.top_ids.tolist()
@@ -220,9 +242,15 @@ def kv_shape(config: Any) -> tuple[int, int]:
     return kv_heads, head_dim
 
 
-def _parts(count: int, size: int) -> Iterator[slice]:
-    for start in range(0, count, max(1, size)):
-        yield slice(start, min(start + max(1, size), count))
+def _cut_rows(rows: list[StepRow], first: int, last: int) -> list[StepRow]:
+    """Return the rows of a step's packed tokens from one place to another."""
+    parts, start = [], 0
+    for row in rows:
+        cut = slice(max(0, first - start), max(0, last - start))
+        if ids := row.token_ids[cut]:
+            parts.append(StepRow(ids, row.position + cut.start, row.block_table))
+        start += len(row.token_ids)
+    return parts
 
 
 def _paged_forward(

@@ -6,6 +6,7 @@ A step is JSON; a result is columns of 64-bit numbers, because its logprobs may 
 from __future__ import annotations
 
 from array import array
+from dataclasses import astuple
 
 import numpy as np
 import orjson
@@ -65,15 +66,13 @@ def decode_result(data: bytes, spans: list[StageSpan]) -> StepResult:
 
 def encode_spans(spans: list[StageSpan]) -> bytes:
     """Return spans as columns."""
-    return np.array(
-        [(span.start_s, span.end_s, span.sent_bytes) for span in spans], np.float64
-    ).tobytes()
+    return np.array([astuple(span) for span in spans], np.float64).tobytes()
 
 
 def decode_spans(data: bytes) -> list[StageSpan]:
     """Return the spans of `encode_spans`."""
-    rows = np.frombuffer(data, np.float64).reshape(-1, 3).tolist()
-    return [StageSpan(start_s, end_s, int(sent_bytes)) for start_s, end_s, sent_bytes in rows]
+    rows = np.frombuffer(data, np.float64).reshape(-1, 4).tolist()
+    return [StageSpan(start_s, end_s, *map(int, counts)) for start_s, end_s, *counts in rows]
 
 
 def _plain(value: object) -> list[int] | list[float]:
