@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 import traceback
@@ -107,8 +108,7 @@ def run(
         summary = run_process(job, plan, config, ranks, facts, stopper, _elapsed_s)
         status = EXIT_SOME_ERRORS if summary is not None and summary.has_errors else 0
     except StoppedError as error:
-        click.echo(str(error), err=True)
-        _end(error.exit_status, is_rank)
+        _say_and_end(str(error), error.exit_status, is_rank)
     except UsageError as error:
         _fail(error, EXIT_USAGE, verbose, is_rank)
     except FminferError as error:
@@ -118,8 +118,7 @@ def run(
         gone = FminferError("whoever read the answers stopped reading")
         _fail(gone, EXIT_FAILED, verbose, is_rank)
     except KeyboardInterrupt:
-        click.echo(f"Interrupted. {AGAIN}", err=True)
-        _end(EXIT_INTERRUPTED, is_rank)
+        _say_and_end(f"Interrupted. {AGAIN}", EXIT_INTERRUPTED, is_rank)
     except Exception as error:
         _fail(error, EXIT_FAILED, True, is_rank)
     sys.exit(status)
@@ -133,6 +132,13 @@ def _fail(error: Exception, status: int, verbose: bool, is_rank: bool) -> None:
     if verbose:
         traceback.print_exception(error)
     click.echo(f"Error: {error}", err=True)
+    _end(status, is_rank)
+
+
+def _say_and_end(text: str, status: int, is_rank: bool) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # it ends already, and with this status
+    click.echo(text, err=True)
     _end(status, is_rank)
 
 

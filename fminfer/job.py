@@ -94,6 +94,8 @@ def run_job(
                 files[record.line.source].add(record)
                 _count(summary, record)
                 bar.update(_progress(summary, engine))
+        if stopper.reason is not None and not all(file.is_finished for file in files):
+            raise stopper.reason
     except BaseException as error:
         reason = (stopper.reason or error) if isinstance(error, StoppedError) else error
         for file in files:
@@ -115,8 +117,11 @@ def _lines(files: Sequence[JobFile], engine: Engine, stopper: Stopper) -> Iterat
     for file in files:
         lines = file.lines(engine.pass_over)
         while True:
-            with stopper.reading():
-                line = next(lines, None)
+            try:
+                with stopper.reading():
+                    line = next(lines, None)
+            except StoppedError:
+                return  # rows that run may go on
             if line is None:
                 break
             yield line

@@ -1,0 +1,149 @@
+"""Peak memory by the number of rows: it must not grow with the file.
+
+    python benchmarks/memory.py --rows 10000 --rows 1000000
+
+The whole command runs but for the model: reading, tokenizing, scheduling, journal, finalising. A
+stub stands in the place of the stage and draws the same token every time. Each size runs in a
+process of its own; what is shown is the largest resident memory of its life (VmHWM).
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from pathlib import Path
+
+import click
+
+from fminfer.config import EngineConfig
+from fminfer.engine.answer import AnswerForm
+from fminfer.engine.blocks import BlockPool
+from fminfer.engine.intake import Intake, Limits
+from fminfer.engine.loop import EngineLoop
+from fminfer.engine.prefix import PrefixCache
+from fminfer.engine.scheduler import Scheduler
+from fminfer.engine.stats import EngineStats
+from fminfer.job import open_files, run_job
+from fminfer.messages import StageSpan, Step, StepResult, TokenLogprobs
+from fminfer.output.summary import JobSummary
+from fminfer.tokenizer import Tokenizer
+
+TOKEN_ID = 65
+
+
+class StubPipeline:
+    """Draws the same token for every row, at once."""
+
+    def __init__(self) -> None:
+        self._steps: deque[Step] = deque()
+        self.num_in_flight = 0
+
+    def submit(self, step: Step) -> None:
+        self._steps.append(step)
+        self.num_in_flight += 1
+
+    def collect(self) -> StepResult:
+        step = self._steps.popleft()
+        self.num_in_flight -= 1
+        counts = len(step.sampling.token_index), len(step.scoring.token_index)
+        sampled, scored = (
+            TokenLogprobs([TOKEN_ID] * n, [-1.0] * n, [[]] * n, [[]] * n) for n in counts
+        )
+        now_s = time.time()
+        return StepResult(step.step_id, sampled, scored, [StageSpan(now_s, now_s)])
+
+    def drop(self) -> None:
+        self._steps.clear()
+        self.num_in_flight = 0
+
+
+class StubEngine:
+    """An engine whose model is a stub; it has what `run_job` uses of `fminfer.Engine`."""
+
+    model_name = "stub"
+
+    def __init__(self) -> None:
+        config, tokenizer = EngineConfig(), Tokenizer(None)
+        pool = BlockPool(4096, config.block_size)
+        self._intake = Intake(tokenizer, Limits(2048, 300, 100), config.seed)
+        self._loop = EngineLoop(
+            self._intake,
+            Scheduler(
+                pool,
+                chunk_size=config.chunk_size,
+                max_rows=config.max_rows,
+                micro_batches=2,
+                cache=PrefixCache(pool),
+            ),
+            StubPipeline(),
+            AnswerForm(tokenizer, "stub", "auto"),
+            micro_batches=2,
+            kv_capacity=4096 * config.block_size,
+        )
+        self.run, self.stop = self._loop.run, self._loop.stop
+        self.pass_over = self._loop.pass_over
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._loop.stats
+
+    @property
+    def warnings(self) -> dict[str, int]:
+        return dict(self._intake.warnings)
+
+
+def write_rows(path: Path, num_rows: int) -> None:
+    """Write tiny Batch lines, sampled, each with an id: what is remembered of each is most."""
+    with path.open("w") as file:
+        for number in range(num_rows):
+            body = {"prompt": f"row {number}", "max_tokens": 2}
+            line = {"custom_id": f"id-{number}", "method": "POST", "url": "/v1/completions"}
+            file.write(json.dumps(line | {"body": body}) + "\n")
+
+
+def answer(num_rows: int, folder: Path) -> None:
+    """Answer a file of so many rows and print peak memory, in MB, and seconds."""
+    source, output = folder / "rows.jsonl", folder / "answers.jsonl"
+    write_rows(source, num_rows)
+    started = time.perf_counter()
+    files = open_files([source], [output], {}, model="stub", restart=False)
+    summary = JobSummary("stub", "none", [source], [output])
+    run_job(StubEngine(), files, summary, is_quiet=True)  # type: ignore[arg-type]
+    assert summary.num_rows == num_rows, summary
+    status = Path("/proc/self/status").read_text()
+    peak_kb = int(status.partition("VmHWM:")[2].split()[0])
+    print(json.dumps({"peak_mb": peak_kb / 1024, "run_s": time.perf_counter() - started}))
+
+
+def measure(num_rows: int) -> dict[str, float]:
+    """Answer so many rows in a process of its own."""
+    command = [sys.executable, __file__, "--rows", str(num_rows), "--here"]
+    found: dict[str, float] = json.loads(subprocess.check_output(command))
+    return found
+
+
+@click.command()
+@click.option("--rows", multiple=True, type=int, default=(10_000, 1_000_000), show_default=True)
+@click.option("--here", is_flag=True, hidden=True)
+def main(rows: tuple[int, ...], here: bool) -> None:
+    """Show peak memory for each number of rows."""
+    if here:
+        with tempfile.TemporaryDirectory() as folder:
+            answer(rows[0], Path(folder))
+        return
+    first = None
+    for num_rows in rows:
+        found = measure(num_rows)
+        first = found["peak_mb"] if first is None else first
+        print(
+            f"{num_rows:>10,} rows  {found['peak_mb']:6.0f} MB  "
+            f"{found['peak_mb'] - first:+6.1f} MB  {found['run_s']:6.1f} s"
+        )
+
+
+if __name__ == "__main__":
+    main()
