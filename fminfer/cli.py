@@ -17,6 +17,7 @@ from fminfer import __version__
 from fminfer.config import EngineConfig
 from fminfer.errors import FminferError, StoppedError, UsageError
 from fminfer.launcher import launch
+from fminfer.models.layer_count import check_split
 from fminfer.paths import JobPaths
 from fminfer.ranks import RankConfig, find_facts
 from fminfer.run_options import run_options
@@ -97,8 +98,9 @@ def run(
         if is_rank:  # torch's own words on broken connections say less than ours, at length
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         # Mistakes in it are told before anything is started or loaded.
-        plan = job.plan() if facts is None or facts.rank == 0 else None
+        plan = job.plan() if facts is None else None  # a rank's are told to all
         if facts is None and (ranks.size or 1) > 1:
+            check_split(config, ranks.size or 1)
             arguments = click.get_current_context().meta["arguments"]
             sys.exit(launch(["run", *arguments], ranks.size or 1))
         from fminfer.running import run_process

@@ -158,6 +158,8 @@ def _by_rendezvous(where: str, rank: int | None, size: int, source: str) -> Rank
     if re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^/:]+):\d+", where):
         host, port = parse_address(where, "--rendezvous")
         return RankFacts(rank, size, host, port, holds_store=None, source=source)
+    if ":" in where and "/" not in where:
+        parse_address(where, "--rendezvous")  # which says what is wrong with it
     return RankFacts(rank, size, folder=Path(where), holds_store=None, source=source)
 
 

@@ -40,7 +40,8 @@ def run_process(
     """Answer the job's files, or do another rank's part of it; that one has no summary.
 
     Args:
-        plan: inputs and outputs; None: this may not be rank 0.
+        plan: inputs and outputs; None: if this is rank 0 it finds them itself, and all ranks hear
+            of what is wrong with them.
         facts: this process's place among ranks; None: it is alone.
         stopper: hears that the run is to stop.
         elapsed_s: seconds since the command started.
@@ -73,6 +74,9 @@ def _be_a_rank(
     try:
         return _answer(job, plan or job.plan(), config, group, stopper, elapsed_s)
     except (PipelineError, StoppedError):
+        raise
+    except BrokenPipeError:
+        group.watch.warn(Fault("whoever read the answers stopped reading"))
         raise
     except FminferError as error:
         group.watch.warn(Fault(str(error), status_of(error)))

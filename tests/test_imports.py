@@ -16,8 +16,8 @@ config fields input.streams input.values input.spans tokenizer partition ranks \
     models.alibi models.families models.sizes models.variants integrations.generation \
     engine.stats output.trace output.journal stopping memory
 input.lines spelling sampling placement decode_attention launcher run_options \
-    models.experts models.checkpoint models.slicing pipeline.wire pipeline.transport \
-    pipeline.store pipeline.watch pipeline.local
+    models.experts models.checkpoint models.layer_count models.slicing pipeline.wire \
+    pipeline.transport pipeline.store pipeline.watch pipeline.local
 input.envelope attention models.weights pipeline.group \
     models.adapters.bloom models.adapters.codegen \
     models.adapters.falcon models.adapters.gpt_neo models.adapters.gptj models.adapters.mpt

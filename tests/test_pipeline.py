@@ -210,6 +210,25 @@ def test_mistakes_are_wrong_usage_whichever_rank_finds_them_first(tmp_path: Path
     assert status == 2 and "none.jsonl" in err, "told before any rank is started"
 
 
+def test_what_rank_0_refuses_is_told_to_all_at_once(tmp_path: Path) -> None:
+    """The others waited for it until --join-timeout."""
+    url = f"tcp://127.0.0.1:{free_port()}"
+    shared = [tmp_path / "none.jsonl", "--world-size", 2, "--dist-url", url]
+    started = time.monotonic()
+    for status, err in finish(*[start(*shared, "--rank", rank) for rank in (0, 1)]):
+        assert status == 2 and "none.jsonl does not exist" in err, err
+    assert time.monotonic() - started < 30
+
+
+def test_a_port_of_another_program(tmp_path: Path) -> None:
+    """torch waited in it for ever, deaf to every signal."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        url = f"tcp://127.0.0.1:{other.getsockname()[1]}"
+        shared = [*inputs(), "--output", tmp_path, "--world-size", 2, "--dist-url", url]
+        [(status, err)] = finish(start(*shared, "--rank", 1, "--join-timeout", 3))
+        assert status == 1 and "it is no rank 0 of fminfer" in err, err
+
+
 def test_copies_of_a_model_and_world_sizes_that_differ(tmp_path: Path) -> None:
     """Each machine may have its own copy; a rank of another run may not join."""
     config = transformers.AutoConfig.for_model(

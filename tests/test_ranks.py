@@ -126,6 +126,7 @@ def test_rendezvous() -> None:
         ({}, {"rank": 1, "world_size": 8, "dist_url": "a:1"}, "tcp://host:port"),
         ({}, {"rank": 1, "world_size": 8, "dist_url": "tcp://a:x"}, "not host:port"),
         ({}, {"rendezvous": "a:1"}, "needs --world-size"),
+        ({}, {"rendezvous": "a:xx", "world_size": 2}, "'a:xx' is not host:port"),
         ({}, {"rendezvous": "a:1", "dist_url": "tcp://a:1"}, "not both"),
         ({}, {"world_size": 8, "pipeline_group_size": 4}, "is not --pipeline-group-size"),
         ({}, {"data_group_size": 2}, "not there yet"),

@@ -15,10 +15,9 @@ from huggingface_hub.errors import StrictDataclassError
 
 from fminfer.errors import CheckpointError
 from fminfer.models.families import Family, family_of
-from fminfer.models.sizes import SIZES
+from fminfer.models.sizes import DEMO_MODEL, SIZES
 from fminfer.models.variants import check_variant, context_length
 
-DEMO_MODEL = Path(__file__).parent.parent / "demo_model"
 HUB_FILES = ["*.json", "model*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+DEMO_MODEL = Path(__file__).parent.parent / "demo_model"
 
 # Shapes as published in each model's config.json; `llama-160m` is the benchmarks' own.
 SIZES: dict[str, dict[str, Any]] = {

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fminfer.errors import FminferError, PipelineError, UsageError
-from fminfer.pipeline.store import address_of, interfaces, open_store, own_address
+from fminfer.pipeline.store import TELL_AFTER_S, address_of, interfaces, open_store, own_address
 from fminfer.pipeline.watch import Fault, Watch
 from fminfer.ranks import RankFacts, is_spawned
 
@@ -55,11 +55,12 @@ class Group:
         )
         try:
             self._meet(deadline, join_timeout_s)
-        except PipelineError as error:
-            self.watch.warn(Fault(str(error)))
-            raise
-        except Exception as error:
-            self.watch.warn(Fault(f"rank {self.rank} failed: {error}"))
+        except BaseException as error:
+            self.forget()
+            if isinstance(error, Exception):
+                is_told = isinstance(error, PipelineError)
+                text = str(error) if is_told else f"rank {self.rank} failed: {error}"
+                self.watch.warn(Fault(text))
             raise
 
     def _meet(self, deadline: float, join_timeout_s: float) -> None:
@@ -103,7 +104,7 @@ class Group:
 
     def fail(self, error: BaseException) -> None:
         """Tell every rank that this one failed, and end it."""
-        text = str(error)
+        text = f"rank {self.rank}: {error}"
         if not isinstance(error, FminferError):
             text = f"rank {self.rank} failed: {error}\n"
             text += "".join(traceback.format_exception(error)).rstrip()
@@ -141,6 +142,7 @@ class Group:
         return rank
 
     def _await_all(self, deadline: float, shown_s: float) -> None:
+        tell_at, is_told = time.monotonic() + TELL_AFTER_S, is_spawned() and self.rank > 0
         try:
             while missing := [r for r in range(self.world_size) if not self._has_joined(r)]:
                 if time.monotonic() > deadline:
@@ -149,6 +151,10 @@ class Group:
                         f"(--join-timeout); {self.world_size - len(missing)} of {self.world_size} "
                         "ranks are here"
                     )
+                if time.monotonic() > tell_at and not is_told:
+                    names = ", ".join(map(str, missing))
+                    print(f"Waiting for rank {names} …", file=sys.stderr, flush=True)
+                    is_told = True
                 time.sleep(POLL_S)
         except dist.DistNetworkError as error:
             raise PipelineError(STORE_IS_GONE) from error
@@ -159,8 +165,8 @@ class Group:
     def die(self, fault: Fault) -> None:
         """End this rank at once: its threads wait for messages that will not come."""
         # One voice is enough: rank 0's under the launcher, and that of the rank to blame.
-        is_own = f"rank {self.rank} failed" in fault.text
-        is_of_0 = fault.text.startswith("rank 0") and not fault.text.startswith("rank 0 failed")
+        is_own = fault.text.startswith((f"rank {self.rank} failed", f"rank {self.rank}:"))
+        is_of_0 = fault.text.startswith("rank 0 ") and not fault.text.startswith("rank 0 failed")
         if self.rank == 0 or is_own or is_of_0 or not is_spawned():
             print(f"Error: {fault.text}", file=sys.stderr, flush=True)
         self.forget()

@@ -87,7 +87,8 @@ def _explain(error: BaseException, rank: int) -> BaseException:
     """Say which neighbour a broken connection led to."""
     if isinstance(error, RuntimeError):  # what torch.distributed raises
         told = (str(error).splitlines() or [type(error).__name__])[0][:160]
-        return PipelineError(f"the connection to rank {rank} broke; it may have died ({told})")
+        detail = "" if "gloo" in told else f" ({told})"  # which says no more than that
+        return PipelineError(f"the connection to rank {rank} broke; it may have died{detail}")
     return error
 
 

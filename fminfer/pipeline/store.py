@@ -9,9 +9,11 @@ import contextlib
 import fcntl
 import json
 import os
+import queue
 import socket
 import struct
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,9 +21,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from fminfer.errors import PipelineError
+from fminfer.errors import PipelineError, UsageError
 from fminfer.ranks import RankFacts
 
+TELL_AFTER_S = 5.0  # that this rank waits for others
 SIOCGIFADDR = 0x8915  # Linux: an interface's address
 RENDEZVOUS_FILES = "fminfer-rendezvous-" + "[0-9]" * 6 + ".json"
 
@@ -39,7 +42,15 @@ class StorePlace:
 
     def connect(self) -> dist.TCPStore:
         """Open another connection; calls on one wait for each other."""
-        return _connect(self.host, self.port, self.timeout_s)
+        if not self.is_holder:
+            return _connect(self.host, self.port, self.timeout_s)
+        try:
+            return _connect(self.host, self.port, min(4.0, self.timeout_s))
+        except PipelineError:
+            raise PipelineError(
+                f"rank 0 cannot reach itself at {self.host}:{self.port}; give an address of the "
+                "machine that it runs on"
+            ) from None
 
     def leave(self) -> None:
         """Remove the rendezvous file."""
@@ -96,29 +107,50 @@ def _open(host: str, port: int, listen_fd: int, timeout_s: float) -> dist.TCPSto
 
 
 def _connect(host: str, port: int, timeout_s: float) -> dist.TCPStore:
-    deadline = time.monotonic() + timeout_s
-    # Looked for here, and not in torch's own wait, in which Ctrl-C would not be heard.
+    """Connect to a store.
+
+    torch's own waits hear no Ctrl-C, and one that meets a port of another program never ends; so
+    they are on a thread that can be left behind.
+    """
+    started, is_told = time.monotonic(), False
     while not _answers(host, port):
-        if time.monotonic() > deadline:
-            raise _nobody_answered(host, port, timeout_s)
+        waited_s = time.monotonic() - started
+        if waited_s > timeout_s:
+            raise PipelineError(_why_nobody(host, port, timeout_s))
+        if waited_s > TELL_AFTER_S and not is_told:
+            print(f"Waiting for rank 0 at {host}:{port} …", file=sys.stderr, flush=True)
+            is_told = True
         time.sleep(0.1)
-    try:
-        return dist.TCPStore(
-            host,
-            port,
-            is_master=False,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-        )
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
-        raise _nobody_answered(host, port, timeout_s) from error
+    found: queue.SimpleQueue[dist.TCPStore | Exception] = queue.SimpleQueue()
 
+    def work() -> None:
+        try:
+            timeout = timedelta(seconds=timeout_s)
+            store = dist.TCPStore(host, port, None, False, timeout, wait_for_workers=False)
+            found.put(store)
+        except Exception as error:
+            found.put(error)
 
-def _nobody_answered(host: str, port: int, timeout_s: float) -> PipelineError:
-    return PipelineError(
-        f"nobody answered at {host}:{port} within {timeout_s:g} s, where rank 0 was to be; "
-        "is it started, and can this machine reach it?"
+    threading.Thread(target=work, name="store", daemon=True).start()
+    while time.monotonic() - started < timeout_s + 1:
+        with contextlib.suppress(queue.Empty):
+            store = found.get(timeout=0.1)
+            if isinstance(store, Exception):
+                break
+            return store
+    raise PipelineError(
+        f"something answers at {host}:{port}, but it is no rank 0 of fminfer; is another program "
+        "using the port? Give all ranks another"
     )
+
+
+def _why_nobody(host: str, port: int, timeout_s: float) -> str:
+    text = f"nobody answered at {host}:{port} within {timeout_s:g} s, where rank 0 was to be; "
+    try:
+        socket.gethostbyname(host)
+    except OSError:
+        return text + f"this machine knows no host {host}"
+    return text + "is it started, and can this machine reach it?"
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -157,7 +189,10 @@ def _through_folder(folder: Path, rank: int | None, timeout_s: float) -> StorePl
     Files are numbered: one that leads nowhere (a killed run left it) is followed by the next
     number, which only one rank can create. So two that find the old file agree on the new one.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--rendezvous {folder} cannot be made a folder: {error}") from error
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         files = sorted(folder.glob(RENDEZVOUS_FILES))

@@ -1,0 +1,44 @@
+"""Checks a split of layers before any rank is started: from config.json, without torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from fminfer.config import EngineConfig
+from fminfer.models.sizes import DEMO_MODEL, SIZES
+from fminfer.partition import split_layers
+
+LAYER_NAMES = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+
+
+def check_split(config: EngineConfig, num_stages: int) -> None:
+    """Refuse a split of layers that cannot be, if the model's layers can be counted from here.
+
+    Raises:
+        UsageError: a rank without work, or layers without a rank.
+    """
+    num_layers = _count_layers(config)
+    if num_layers is not None:
+        split_layers(
+            num_layers,
+            num_stages,
+            head_cost=0.0,
+            each=config.num_layers,
+            most=config.max_layers,
+            counts=config.stage_layers,
+        )
+
+
+def _count_layers(config: EngineConfig) -> int | None:
+    """Return None for a model that is not here, or a config.json that is not plain."""
+    if config.random_init in SIZES:
+        fields = SIZES[config.random_init or ""]
+    else:
+        path = Path(config.random_init or config.model or DEMO_MODEL)
+        try:
+            fields = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+        except (OSError, ValueError):
+            return None
+    counts = [fields[name] for name in LAYER_NAMES if isinstance(fields.get(name), int)]
+    return counts[0] if len(set(counts)) == 1 else None
