@@ -1,0 +1,149 @@
+"""Kills runs at random moments, and sees that nothing is lost: `scripts/torture`.
+
+Each round repeats one command. Three times it is killed with SIGKILL: the launcher, one of its
+ranks, or all of them; while it loads, answers or finishes. The fourth is left alone, and then every
+row must be there once, in the order of the input, with the text of a run that was never disturbed;
+and every record that was on disk at a kill must be in the output in the very same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+NUM_ROWS, NUM_KILLS = 60, 3
+VICTIMS = ("launcher", "rank", "all")
+
+
+def write_rows(path: Path) -> None:
+    """Write rows of many kinds; equal unseeded ones draw by their number, so order matters."""
+    with path.open("w") as file:
+        for number in range(NUM_ROWS):
+            row: dict[str, Any] = {"prompt": f"room {number % 5}", "max_tokens": 8 + number % 40}
+            row |= {"ignore_eos": True, "temperature": 0.9 if number % 2 else 0}
+            file.write(json.dumps(row) + "\n")
+        file.write('{"prompt": 5}\n\nno json\n')
+
+
+def command(source: Path, output: Path, num_ranks: int) -> list[str]:
+    start = [sys.executable, "-m", "fminfer", "run", str(source), "--output", str(output)]
+    return [*start, "--max-rows", "8", *(["--world-size", "2"] if num_ranks == 2 else [])]
+
+
+def texts(output: Path) -> list[Any]:
+    records = map(json.loads, output.read_text().splitlines())
+    return [(r["request"], [c["text"] for c in r["result"]["choices"]]) for r in records]
+
+
+def kept_records(output: Path) -> set[bytes]:
+    """Return the records of the whole lines of a journal that a killed run has left."""
+    journal = Path(f"{output}.journal")
+    if not journal.exists():
+        return set()
+    lines = journal.read_bytes().splitlines(keepends=True)[1:]
+    return {line[line.index(b'"record":') + 9 : -2] for line in lines if line.endswith(b"}\n")}
+
+
+@dataclass(slots=True)
+class Reference:
+    """A run that was left alone."""
+
+    source: Path
+    output: Path
+    took_s: float
+
+    @property
+    def errors(self) -> bytes:
+        return self.output.with_name("whole.errors.jsonl").read_bytes()
+
+
+def run_alone(folder: Path, num_ranks: int) -> Reference:
+    source, output = folder / "rows.jsonl", folder / "whole.jsonl"
+    write_rows(source)
+    started = time.monotonic()
+    done = subprocess.run(command(source, output, num_ranks), capture_output=True, text=True)
+    assert done.returncode == 3, done.stderr
+    return Reference(source, output, time.monotonic() - started)
+
+
+def children_of(pid: int) -> list[int]:
+    try:
+        return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def kill(run: subprocess.Popen[bytes], victim: str, source: random.Random) -> None:
+    """Kill a run's processes, and wait until none is left, as a machine that starts anew has."""
+    ranks = children_of(run.pid)
+    victims = {"launcher": [run.pid], "all": [*ranks, run.pid]}.get(victim, [run.pid])
+    if victim == "rank" and ranks:
+        victims = [source.choice(ranks)]
+    for pid in victims:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    run.wait(timeout=30)
+    deadline = time.monotonic() + 15
+    while any(Path(f"/proc/{pid}").exists() for pid in ranks):
+        assert time.monotonic() < deadline, f"a rank outlives its launcher: {ranks}"
+        time.sleep(0.05)
+
+
+def one_round(number: int, whole: Reference, folder: Path, num_ranks: int) -> str:
+    """Kill a run at moments that follow from the round's number; return what was done."""
+    source = random.Random(number)
+    output = folder / f"out_{number}.jsonl"
+    kept: set[bytes] = set()
+    done = []
+    for _ in range(NUM_KILLS):
+        victim, moment = source.choice(VICTIMS), source.uniform(0, whole.took_s * 1.1)
+        run = subprocess.Popen(command(whole.source, output, num_ranks), stderr=subprocess.DEVNULL)
+        time.sleep(moment)
+        was_running = run.poll() is None
+        kill(run, victim, source)
+        kept |= kept_records(output)
+        done.append(f"{victim} {moment:.1f} s" + ("" if was_running else " (over)"))
+    last = subprocess.run(
+        command(whole.source, output, num_ranks), capture_output=True, text=True, timeout=120
+    )
+    said = f"round {number}: {', '.join(done)}; {len(kept)} rows on disk"
+    assert last.returncode == 3, f"{said}: {last.stderr}"
+    errors = output.with_name(f"out_{number}.errors.jsonl").read_bytes()
+    assert texts(output) == texts(whole.output), said
+    assert errors == whole.errors, said
+    finished = {*output.read_bytes().splitlines(), *errors.splitlines()}
+    assert kept <= finished, f"{said}: a row that was on disk has changed"
+    names = {path.name for path in folder.glob(f"out_{number}.*")}
+    endings = ("jsonl", "errors.jsonl", "status.json")
+    assert names == {f"out_{number}.{ending}" for ending in endings}, f"{said}: {names}"
+    return said
+
+
+@click.command()
+@click.option("--rounds", default=100, show_default=True)
+@click.option("--ranks", default=1, show_default=True, type=click.IntRange(1, 2))
+@click.option("--first", default=0, help="Number of the first round.", show_default=True)
+def main(rounds: int, ranks: int, first: int) -> None:
+    """Kill runs at random moments; end with status 1 at the first row that is lost."""
+    with tempfile.TemporaryDirectory() as folder:
+        whole = run_alone(Path(folder), ranks)
+        for number in range(first, first + rounds):
+            print(one_round(number, whole, Path(folder), ranks), flush=True)
+    print(f"{rounds} of {rounds} rounds lost nothing ({ranks} rank{'s' * (ranks > 1)})")
+
+
+if __name__ == "__main__":
+    main()

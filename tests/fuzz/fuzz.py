@@ -1,0 +1,187 @@
+"""Mutates lines and journals without end, and sees that nothing but what is promised comes out.
+
+    scripts/fuzz --minutes 10
+
+The lines to begin with are in tests/fuzz/lines and in examples/queries; a line that made a fault is
+put into tests/fuzz/lines, so that every later run begins with it. Checked of a line: it becomes a
+request or a RequestError, and its record is one line of JSON. Of a journal: only rows that were
+written come out, and the file can be gone on with.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import orjson
+
+from fminfer.engine.intake import Intake, Limits
+from fminfer.errors import RequestError, UsageError
+from fminfer.input.envelope import Envelope, as_text, open_envelope
+from fminfer.input.lines import Line, read_lines
+from fminfer.output.journal import Journal, Row, journal_path
+from fminfer.output.records import Record
+from fminfer.tokenizer import Tokenizer
+
+HERE = Path(__file__).parent
+QUERIES = HERE.parent.parent / "examples" / "queries"
+# Pieces that parsers trip over; they are put in, or in the place of others.
+PIECES = [
+    *(b"null", b"true", b"NaN", b"Infinity", b"-0", b"1e999", b"1E400", b"0.1e-9", b"9" * 40),
+    *(
+        b'""',
+        b'"\\ud800"',
+        b'"\\u0000"',
+        b"\\",
+        b'\\"',
+        b'"',
+        b"[]",
+        b"{}",
+        b"[[",
+        b"]]",
+        b"}",
+        b"{",
+    ),
+    *(
+        b",",
+        b":",
+        b"\xff\xfe",
+        b"\xed\xa0\x80",
+        b"\xef\xbb\xbf",
+        b"\x00",
+        b"\r\n",
+        b"\n",
+        b"\xe2\x80\xa8",
+    ),
+    *(b'"prompt":', b'"request":', b'"custom_id":', b'"body":', b'"n":', b'"stop":', b'"line":'),
+    *(b'"logprobs":', b'"max_tokens":', b'"seed":', b'"echo":true', b'"logit_bias":{"5":-100}'),
+    *(b"[" * 200, b'{"a":' * 200, b'"x"' * 50, "é\u202e👩\u200d👩".encode()),
+]
+
+
+def mutate(data: bytes, others: list[bytes], source: random.Random) -> bytes:
+    """Change some bytes, or put pieces in, out, or from other lines."""
+    changed = bytearray(data)
+    for _ in range(source.randrange(1, 6)):
+        place = source.randrange(len(changed) + 1)
+        end = min(len(changed), place + source.choice((1, 2, 8, 40)))
+        kind = source.randrange(6)
+        if kind == 0:
+            changed[place:end] = source.randbytes(end - place)
+        elif kind == 1:
+            del changed[place:end]
+        elif kind == 2:
+            changed[place:place] = source.choice(PIECES)
+        elif kind == 3:
+            changed[place:end] = source.choice(PIECES)
+        elif kind == 4:
+            other = source.choice(others)
+            first = source.randrange(len(other) + 1)
+            changed[place:end] = other[first : first + source.randrange(80)]
+        else:
+            changed[place:place] = changed[place:end] * source.randrange(1, 4)
+    return bytes(changed)
+
+
+def check_line(intake: Intake, raw: bytes, number: int) -> None:
+    """Take a line in as a run does."""
+    line = Line(0, number, raw)
+    envelope, error = Envelope("bare", as_text(raw)), None
+    try:
+        envelope = open_envelope(line)
+        intake.prepare(line, envelope)
+    except RequestError as found:
+        error = found
+    for record in (Record(line, envelope, {"choices": []}), Record(line, envelope, error=error)):
+        if record.error is None and error is not None:
+            continue  # a line that is refused is not answered
+        written = record.to_json()
+        assert b"\n" not in written, "a record of two lines"
+        json.loads(written.decode("utf-8", "surrogatepass"))
+
+
+def check_file(folder: Path, data: bytes, ending: str) -> None:
+    """Read the bytes as a file."""
+    path = folder / f"rows{ending}"
+    path.write_bytes(data)
+    numbers = [line.number for line in read_lines(path, 0)]
+    assert numbers == sorted(set(numbers))
+
+
+def check_journal(folder: Path, source: random.Random) -> None:
+    """Mutate a journal, open it, go on with it, and read what it holds."""
+    output = folder / "out.jsonl"
+    journal_path(output).unlink(missing_ok=True)
+    rows = [
+        Row(number, source.random() < 0.2, (number, 0, 1), number, orjson.dumps({"n": number}))
+        for number in source.sample(range(1, 99), source.randrange(12))
+    ]
+    journal = Journal(output, {"the model": "a"})
+    for row in rows:
+        journal.append(row)
+    journal.close()
+    data = journal_path(output).read_bytes()
+    lines = [row.to_line() for row in rows] or [b"\n"]
+    journal_path(output).write_bytes(mutate(data, lines, source))
+    try:
+        journal = Journal(output, {"the model": "a"})
+    except UsageError:
+        return  # the head was hit
+    written = {row.to_line() for row in rows}
+    assert {row.to_line() for row in journal.rows()} <= written, "a row that nobody wrote"
+    added = Row(1000, False, (1, 0, 1), 5, b'{"n":1000}')
+    journal.append(added)
+    journal.close()
+    journal = Journal(output, {"the model": "a"})
+    assert added in list(journal.rows()), "what is written after damage is lost"
+    journal.close()
+
+
+def corpus() -> list[bytes]:
+    """Return the lines to begin with."""
+    files = [*sorted(QUERIES.glob("*.jsonl")), *sorted((HERE / "lines").iterdir())]
+    return [line for file in files for line in file.read_bytes().split(b"\n") if line]
+
+
+def rounds(seed: int) -> Iterator[int]:
+    """Do one thing after another; yield how many were done."""
+    source, lines = random.Random(seed), corpus()
+    intake = Intake(Tokenizer(None), Limits(2048, 300, 100, is_strict=bool(seed % 2)), 1)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for line in lines:
+            check_line(intake, line, 1)
+        number = 0
+        while True:
+            raw = mutate(source.choice(lines), lines, source)
+            number += 1
+            try:
+                check_line(intake, raw, number)
+                if number % 20 == 0:
+                    check_file(folder, raw, source.choice((".json", ".jsonl")))
+                    check_journal(folder, source)
+            except Exception:
+                bad = HERE / "lines" / f"found_{seed}_{number}"
+                bad.write_bytes(raw)
+                print(f"seed {seed}, round {number}; the line is in {bad}")
+                raise
+            yield number
+
+
+@click.command()
+@click.option("--minutes", default=10.0, show_default=True)
+@click.option("--seed", default=int(time.time()), help="[default: the time]")
+def main(minutes: float, seed: int) -> None:
+    """Mutate lines and journals for some minutes."""
+    ends_s = time.monotonic() + minutes * 60
+    number = next(number for number in rounds(seed) if time.monotonic() > ends_s)
+    print(f"{number:,} lines and {number // 20:,} files and journals: nothing found (seed {seed})")
+
+
+if __name__ == "__main__":
+    main()
