@@ -82,6 +82,28 @@ class JobSummary:
         errors = f", {self.num_kept_errors:,} of them in error" if self.num_kept_errors else ""
         return f"; {self.num_kept_rows:,} kept from earlier runs{errors}"
 
+    def _work_lines(self) -> list[str]:
+        """Tell what was computed, and how fast."""
+        took = show_seconds(self.wall_s) if self.wall_s >= 60 else f"{self.wall_s:.1f} s"
+        lines = [
+            f"tokens    {self.prompt_tokens:,} prompt + {self.completion_tokens:,} generated",
+            f"speed     {self.tokens_per_s:,.0f} tokens/s, of them {self.generated_per_s:,.0f} "
+            f"generated; {self._busy_text()}",
+            f"time      ready after {self.start_to_ready_s:.1f} s, then {took}",
+        ]
+        if self.engine["num_cached_tokens"]:
+            lines.insert(1, self._prefix_line())
+        return lines
+
+    def _warning_lines(self) -> list[str]:
+        lines = [
+            f"warning   memory ran out on rank {rank}: it computes {stage['max_tokens']} tokens at "
+            "once now; a smaller --chunk-size or --budget would avoid that"
+            for rank, stage in enumerate(self.engine["stages"])
+            if stage["max_tokens"]
+        ]
+        return lines + [f"warning   {text} ({n} rows)" for text, n in self.warnings.items()]
+
     def to_text(self) -> str:
         """Return the summary for people."""
         codes = ", ".join(f"{count} {code}" for code, count in self.errors_by_code.items())
@@ -90,21 +112,10 @@ class JobSummary:
             f"rows      {self.num_rows:,} answered, {self.num_errors:,} in error"
             + (f" ({codes})" if codes else "")
             + self._kept_text(),
-            f"tokens    {self.prompt_tokens:,} prompt + {self.completion_tokens:,} generated",
-            f"speed     {self.tokens_per_s:,.0f} tokens/s, of them {self.generated_per_s:,.0f} "
-            f"generated; {self._busy_text()}",
-            f"time      ready after {self.start_to_ready_s:.1f} s, then "
-            f"{show_seconds(self.wall_s) if self.wall_s >= 60 else f'{self.wall_s:.1f} s'}",
         ]
-        for rank, stage in enumerate(self.engine["stages"]):
-            if stage["max_tokens"]:
-                lines.append(
-                    f"warning   memory ran out on rank {rank}: it computes {stage['max_tokens']} "
-                    "tokens at once now; a smaller --chunk-size or --budget would avoid that"
-                )
-        if self.engine["num_cached_tokens"]:
-            lines.insert(3, self._prefix_line())
-        lines += [f"warning   {text} ({count} rows)" for text, count in self.warnings.items()]
+        if self.device:  # otherwise nothing was left to do
+            lines += self._work_lines()
+        lines += self._warning_lines()
         files = list(dict.fromkeys(self.outputs))
         lines += [f"output    {'stdout' if path == STDOUT else path}" for path in files]
         if self.has_errors:
