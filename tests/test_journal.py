@@ -20,7 +20,7 @@ from fminfer.errors import OutputError, UsageError
 from fminfer.output import journal as journals
 from fminfer.output import writer
 from fminfer.output.journal import Journal, Row, journal_path, peek, read_row
-from fminfer.output.writer import errors_path, finish
+from fminfer.output.writer import errors_path, put_in_order
 
 MODEL = {"the model": "a"}
 
@@ -28,6 +28,11 @@ MODEL = {"the model": "a"}
 def row(number: int, *, is_error: bool = False, text: str = "x") -> Row:
     record = json.dumps({"row": number, "text": text}).encode()
     return Row(number, is_error, (number, 0, 2), number * 77, record)
+
+
+def finish(journal: Journal) -> None:
+    put_in_order(journal)
+    journal.remove()
 
 
 def written(folder: Path, rows: list[Row]) -> Path:

@@ -16,7 +16,7 @@ from fminfer.output.journal import Fingerprint, Journal, Row, check_fingerprint,
 from fminfer.output.records import Record
 from fminfer.output.status import Counts, StatusFile, read_status
 from fminfer.output.stream import OrderedStream
-from fminfer.output.writer import finish
+from fminfer.output.writer import put_in_order
 
 PassOver = Callable[[Line], None]  # told of each line that an earlier run answered
 
@@ -183,9 +183,10 @@ class JournaledInput:
                 f"has {self._num_read}; give --restart to answer all from the start"
             )
         self._status.move("finalizing")
-        finish(journal)
-        self._journal = None
+        put_in_order(journal)
         self._status.move("completed")
+        journal.remove()  # last: until then the next run does all of this again
+        self._journal = None
         self.is_finished = True
 
     def _check_complete(self) -> None:

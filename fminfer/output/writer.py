@@ -27,8 +27,10 @@ def traces(output: Path) -> list[Path]:
     return [*finals, *map(_draft, finals), journal_path(output)]
 
 
-def finish(journal: Journal) -> None:
-    """Write all rows in the order of their lines, answers and errors apart; remove the journal.
+def put_in_order(journal: Journal) -> None:
+    """Write all rows in the order of their lines, answers and errors apart.
+
+    The journal may be removed once whoever asks for it has noted that the output is complete.
 
     The final names appear at once and whole, the answers' last: where they are, all is complete.
 
@@ -58,7 +60,6 @@ def finish(journal: Journal) -> None:
             with contextlib.suppress(OSError):
                 _draft(path).unlink(missing_ok=True)
         raise explain(answers, error) from error
-    journal.remove()
 
 
 def _write_in_order(journal: Journal, answers: BinaryIO, errors: BinaryIO) -> int:
