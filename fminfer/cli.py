@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 import traceback
@@ -21,7 +20,7 @@ from fminfer.models.layer_count import check_split
 from fminfer.paths import JobPaths
 from fminfer.ranks import RankConfig, find_facts
 from fminfer.run_options import run_options
-from fminfer.stopping import AGAIN, EXIT_INTERRUPTED, Stopper, check_times
+from fminfer.stopping import AGAIN, Stopper, check_times
 
 STARTED_S = time.perf_counter()
 EXIT_FAILED, EXIT_USAGE, EXIT_SOME_ERRORS = 1, 2, 3
@@ -88,11 +87,13 @@ def run(
             raise click.UsageError(f"--fp16 and --dtype {options['dtype']} contradict each other")
         options["dtype"] = "float16"
     rank_options = {field.name: options.pop(field.name) for field in fields(RankConfig)}
-    is_rank = False
+    is_rank, stopper = False, Stopper(grace_s)
     job = JobPaths([*infer_data, *paths], output, restart, stats, trace, quiet, verbose)
     try:
         ranks, config = RankConfig(**rank_options), EngineConfig(**options)
         check_times(grace_s, deadline_s)
+        if deadline_s is not None:
+            stopper.set_deadline(time.monotonic() + deadline_s - _elapsed_s())
         facts = find_facts(ranks, os.environ)
         is_rank = facts is not None
         if is_rank:  # torch's own words on broken connections say less than ours, at length
@@ -105,8 +106,6 @@ def run(
             sys.exit(launch(["run", *arguments], ranks.size or 1))
         from fminfer.running import run_process
 
-        ends_s = None if deadline_s is None else time.monotonic() + deadline_s - _elapsed_s()
-        stopper = Stopper(grace_s, ends_s)
         summary = run_process(job, plan, config, ranks, facts, stopper, _elapsed_s)
         status = EXIT_SOME_ERRORS if summary is not None and summary.has_errors else 0
     except StoppedError as error:
@@ -119,8 +118,9 @@ def run(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # quiet at exit, too
         gone = FminferError("whoever read the answers stopped reading")
         _fail(gone, EXIT_FAILED, verbose, is_rank)
-    except KeyboardInterrupt:
-        _say_and_end(f"Interrupted. {AGAIN}", EXIT_INTERRUPTED, is_rank)
+    except KeyboardInterrupt:  # told twice
+        again = stopper.reason or StoppedError(f"Interrupted. {AGAIN}", "cancelled", 130)
+        _say_and_end(str(again), again.exit_status, is_rank)
     except Exception as error:
         _fail(error, EXIT_FAILED, True, is_rank)
     sys.exit(status)
@@ -138,8 +138,6 @@ def _fail(error: Exception, status: int, verbose: bool, is_rank: bool) -> None:
 
 
 def _say_and_end(text: str, status: int, is_rank: bool) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # it ends already, and with this status
     click.echo(text, err=True)
     _end(status, is_rank)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from fminfer import __version__
 from fminfer.config import EngineConfig
+from fminfer.errors import CheckpointError
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.weights import weight_files
 from fminfer.placement import choose_device, choose_dtype
@@ -18,6 +19,11 @@ from fminfer.placement import choose_device, choose_dtype
 # Of a weight file its size and these many pieces, evenly spread: a checkpoint that was trained
 # further differs everywhere, and whole files of 350 GB would take minutes.
 NUM_PIECES, PIECE_BYTES = 16, 4096
+# By name: a folder may hold outputs too.
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "generation_config.json"),
+)
 SETTINGS = ("seed", "on_too_long", "max_logprobs", "token_format", "strict", "check_model")
 
 
@@ -34,6 +40,7 @@ def fingerprint_of(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, st
         "the tokenizer": _files_digest(checkpoint.folder),
         "the dtype": str(dtype).removeprefix("torch."),
         "--max-layers": str(config.max_layers),
+        "--model-name": checkpoint.name,  # it stands in records
     }
     for name in SETTINGS:
         found[f"--{name.replace('_', '-')}"] = str(getattr(config, name))
@@ -49,7 +56,10 @@ def _model_digest(config: EngineConfig, checkpoint: Checkpoint) -> str:
         digest.update(b"random %d" % config.seed)
     else:
         for file in weight_files(checkpoint.folder):
-            _add_weights(digest, file)
+            try:
+                _add_weights(digest, file)
+            except OSError as error:
+                raise CheckpointError(f"{file} is broken ({error}); fetch it again") from error
     return digest.hexdigest()
 
 
@@ -63,11 +73,11 @@ def _add_weights(digest: hashlib.blake2b, file: Path) -> None:
 
 
 def _files_digest(folder: Path | None) -> str:
-    """Return a digest of every file of a model's folder that may be the tokenizer's or config's."""
+    """Return a digest of the tokenizer's files."""
     digest = hashlib.blake2b(digest_size=8)
     files = [] if folder is None else sorted(file for file in folder.iterdir() if file.is_file())
     for file in files:
-        if file.suffix in (".json", ".model", ".txt", ".jinja", ".tiktoken"):
+        if file.name in TOKENIZER_FILES or file.suffix in (".model", ".tiktoken"):
             digest.update(f"\n{file.name}\n".encode())
             digest.update(file.read_bytes())
     return digest.hexdigest()

@@ -96,12 +96,13 @@ def run_job(
                 bar.update(_progress(summary, engine))
         if stopper.reason is not None and not all(file.is_finished for file in files):
             raise stopper.reason
-    except BaseException as error:
-        reason = (stopper.reason or error) if isinstance(error, StoppedError) else error
-        for file in files:
-            file.abandon(reason)
-        if reason is not error:
+    except StoppedError as error:
+        if not all(file.is_finished for file in files):
+            reason = stopper.reason or error
+            abandon(files, reason)
             raise reason from None
+    except BaseException as error:
+        abandon(files, error)
         raise
     finally:
         bar.close()
@@ -111,6 +112,12 @@ def run_job(
     summary.engine = asdict(engine.stats)
     summary.warnings = engine.warnings
     return summary
+
+
+def abandon(files: Sequence[JobFile], error: BaseException) -> None:
+    """Stop without finishing; each status file says why."""
+    for file in files:
+        file.abandon(error)
 
 
 def _lines(files: Sequence[JobFile], engine: Engine, stopper: Stopper) -> Iterator[Line]:

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import IO
 
 from fminfer.ranks import LISTEN_FD, PARENT
-from fminfer.stopping import WARNINGS
+from fminfer.stopping import REPEAT_S, WARNINGS
 
 GRACE_S = 4.0  # for ranks to end by themselves once one has failed
 KILL_S = 1.0  # from SIGTERM to SIGKILL
@@ -94,6 +94,7 @@ class _Launcher:
     def __init__(self, ranks: list[subprocess.Popen[bytes]]) -> None:
         self._ranks = ranks
         self._num_signals = 0
+        self._told_s, self._told_status = 0.0, 1  # when, and what status that means
         self._term_at: float | None = None  # when those that are left are asked to end
         for number in (signal.SIGINT, signal.SIGTERM, *WARNINGS):
             signal.signal(number, self._pass_on)
@@ -125,14 +126,20 @@ class _Launcher:
     def _status(self, first_failed: int | None) -> int:
         statuses = [rank.returncode for rank in self._ranks]
         for rank, status in enumerate(statuses):
-            if status < 0 and rank == first_failed:
+            if status < 0 and rank == first_failed and self._num_signals < 2:
                 name = signal.Signals(-status).name
                 print(f"Error: rank {rank} was ended by {name}", file=sys.stderr)
+        if statuses[0] < 0 and self._num_signals > 1:  # ended at once, as told
+            return self._told_status
         return statuses[0] if statuses[0] >= 0 else 1
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         """Let rank 0 end the run in good order; a second signal ends all ranks at once."""
-        self._num_signals += number not in WARNINGS or not self._num_signals
+        now_s = time.monotonic()
+        if self._num_signals and (number in WARNINGS or now_s - self._told_s < REPEAT_S):
+            return
+        self._num_signals += 1
+        self._told_s, self._told_status = now_s, 128 + number
         for rank in self._ranks if self._num_signals > 1 else self._ranks[:1]:
             if rank.poll() is None:
                 rank.send_signal(number if self._num_signals == 1 else signal.SIGKILL)

@@ -15,7 +15,13 @@ from fminfer.errors import OutOfMemoryError
 
 Result = TypeVar("Result")
 # What torch's CPU allocator says, on Linux and elsewhere; it raises a plain RuntimeError.
-_SIGNS = ("can't allocate memory", "not enough memory", "bad_alloc", "CUDA out of memory")
+_SIGNS = (
+    "can't allocate memory",
+    "not enough memory",
+    "bad_alloc",
+    "CUDA out of memory",
+    "ALLOC_FAILED",
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -60,11 +66,12 @@ class SizeLimit:
                 first = last
                 continue
             # Outside of `except`, so that nothing holds the failed part's tensors.
-            self._halve(last - first, reason)
+            self._halve(last - first, min(size, self.most), reason)
         return results
 
-    def _halve(self, size: int, reason: str) -> None:
-        if size == 1:
+    def _halve(self, num_failed: int, size: int, reason: str) -> None:
+        """Halve the size of parts, after so much of one failed; the last part may be small."""
+        if num_failed == 1:
             raise OutOfMemoryError(
                 f"there is no memory for a step of even one of its {self._name} ({reason}). "
                 "Finished rows are kept; run the same command with a smaller --budget, or on a "

@@ -15,7 +15,7 @@ import transformers
 from fminfer.config import EngineConfig
 from fminfer.errors import FminferError, PipelineError, StoppedError
 from fminfer.fingerprint import fingerprint_of
-from fminfer.job import open_files, run_job
+from fminfer.job import abandon, open_files, run_job
 from fminfer.loading import open_model
 from fminfer.output.job_file import JobFile
 from fminfer.output.progress import LoadingBar
@@ -129,8 +129,13 @@ def _answer_files(
             err=True,
         )
     loading = LoadingBar(is_quiet=job.is_quiet)
-    engine = Engine(on_progress=loading, group=group, **asdict(config))
-    loading.close()
+    try:
+        engine = Engine(on_progress=loading, group=group, **asdict(config))
+    except BaseException as error:
+        abandon(files, error)
+        raise
+    finally:
+        loading.close()
     if config.cuda_ids and engine.device.type == "cpu" and not job.is_quiet:
         click.echo("There is no GPU here: --cuda-id means nothing, the CPU computes.", err=True)
     summary.device = str(engine.device)

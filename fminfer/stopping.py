@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +22,8 @@ EXIT_OUT_OF_TIME = 75  # sysexits' EX_TEMPFAIL: run it again
 # Slurm's --signal and LSF's -wa send one of the user's choice; LSF's run limit sends SIGUSR2.
 WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 SPARE_S = 5.0  # from the end of the grace to that of the processes
-AGAIN = "Finished rows are kept; the same command goes on from there."
+AGAIN = "Finished rows are kept; the same command, without --restart, goes on from there."
+REPEAT_S = 1.0  # a signal to all processes of a job comes by the launcher once more
 
 
 def parse_duration(text: str) -> float:
@@ -45,21 +47,27 @@ class Stopper:
 
     Args:
         grace_s: how long rows that run may go on.
-        deadline_s: time.monotonic() at which the run must have ended; None: never.
     """
 
-    def __init__(self, grace_s: float, deadline_s: float | None = None) -> None:
+    def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s
-        self._deadline_s = deadline_s
+        self._deadline_s: float | None = None
         self._stop: Callable[[float], None] | None = None  # the engine's, while it runs
+        self._watchdog: threading.Timer | None = None
         self._is_reading = False
+        self._heard_s = float("-inf")
         self.reason: StoppedError | None = None
+
+    def set_deadline(self, deadline_s: float) -> None:
+        """Have the run end by a moment, in time.monotonic()."""
+        self._deadline_s = deadline_s
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Hear signals, and mind the deadline; in the main thread."""
+        """Hear signals, and mind the deadline; in the main thread. Afterwards they are ignored."""
         numbers = (signal.SIGINT, signal.SIGTERM, *WARNINGS)
-        before = {number: signal.signal(number, self._hear) for number in numbers}
+        for number in numbers:
+            signal.signal(number, self._hear)
         timer: threading.Timer | None = None
         if self._deadline_s is not None:
             left_s = max(0.0, self._deadline_s - self._grace_s - time.monotonic())
@@ -74,8 +82,10 @@ class Stopper:
         finally:
             if timer is not None:
                 timer.cancel()
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            if self._watchdog is not None:
+                self._watchdog.cancel()
+            for number in numbers:  # the process ends now, and with the status that it has
+                signal.signal(number, signal.SIG_IGN)
 
     @contextmanager
     def telling(self, stop: Callable[[float], None]) -> Iterator[None]:
@@ -110,12 +120,23 @@ class Stopper:
         timer.daemon = True
         signal.signal(signal.SIGTERM, lambda number, frame: _start_once(timer))
 
+    def _give_up(self) -> None:
+        assert self.reason is not None
+        print(f"{self.reason} (It did not end within --grace.)", file=sys.stderr, flush=True)
+        os._exit(self.reason.exit_status)
+
     def _hear(self, number: int, frame: FrameType | None) -> None:
+        now_s = time.monotonic()
         if self.reason is not None:
-            if number in WARNINGS:
+            if number in WARNINGS or now_s - self._heard_s < REPEAT_S:
                 return  # schedulers repeat them
+            self.reason = _reason(signal.Signals(number))
             raise KeyboardInterrupt  # asked twice: at once
-        self.reason = _reason(signal.Signals(number))
+        self.reason, self._heard_s = _reason(signal.Signals(number)), now_s
+        # Steps may be long, and ranks may hang: what is on disk is good in any case.
+        self._watchdog = threading.Timer(self._grace_s + SPARE_S, self._give_up)
+        self._watchdog.daemon = True
+        self._watchdog.start()
         if self._stop is None:  # nothing runs yet
             raise self.reason
         self._stop(self._grace_s)

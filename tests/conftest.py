@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +122,16 @@ def make_model(name: str, num_layers: int = 3) -> Any:
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     return model
+
+
+@pytest.fixture(autouse=True)
+def restored_signals() -> Iterator[None]:
+    """The command leaves signals ignored when it ends, and tests call it in this process."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def run_files(engine: Any, inputs: list[Path], outputs: list[Path]) -> Any:

@@ -86,7 +86,7 @@ def test_runs_that_are_killed_at_random_moments_lose_nothing(tmp_path: Path) -> 
 def test_a_second_signal_ends_it_at_once(alone: tuple[Path, Path], tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     rows = tmp_path / "long.jsonl"
-    row = {"prompt": "x", "max_tokens": 900, "ignore_eos": True}
+    row = {"prompt": "x", "max_tokens": 400, "ignore_eos": True}
     rows.write_text((json.dumps(row) + "\n") * 500)
     run = subprocess.Popen(
         [*command(rows, output, 1), "--grace", "1h"],
@@ -105,9 +105,22 @@ def test_a_second_signal_ends_it_at_once(alone: tuple[Path, Path], tmp_path: Pat
     assert run.returncode == 130 and "Interrupted" in said
 
 
+def test_rows_that_run_may_end_within_the_grace(tmp_path: Path) -> None:
+    output, rows = tmp_path / "out.jsonl", tmp_path / "rows.jsonl"
+    row = {"prompt": "x", "max_tokens": 200, "ignore_eos": True}
+    rows.write_text((json.dumps(row) + "\n") * 500)
+    run = subprocess.Popen(command(rows, output, 1), stderr=subprocess.PIPE, text=True)
+    while run.poll() is None and not kept_records(output):
+        time.sleep(0.02)
+    run.send_signal(signal.SIGTERM)
+    _, said = run.communicate(timeout=30)
+    assert run.returncode == 143, said
+    assert len(kept_records(output)) >= 8, "as many as ran together"
+
+
 def test_a_deadline(tmp_path: Path) -> None:
     rows = tmp_path / "long.jsonl"
-    row = {"prompt": "x", "max_tokens": 900, "ignore_eos": True}
+    row = {"prompt": "x", "max_tokens": 400, "ignore_eos": True}
     rows.write_text((json.dumps(row) + "\n") * 3000)
     started = time.monotonic()
     done = subprocess.run(
@@ -256,4 +269,4 @@ def test_a_signal_while_the_model_loads_ends_it(tmp_path: Path) -> None:
     with pytest.raises(StoppedError, match="Terminated"), stopper.listening():
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(1)
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN, "the process ends"

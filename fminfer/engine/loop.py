@@ -67,6 +67,7 @@ class EngineLoop:
         self._done: deque[Record] = deque()
         self._is_running = False
         self._num_steps_before = 0  # of earlier runs
+        self._has_ended = False  # every line was read
         self._stop_at_s = math.inf
         self._shared_tokens = SharedTokens()
         self.stats = EngineStats(num_kv_tokens=kv_capacity)
@@ -82,9 +83,10 @@ class EngineLoop:
         self._is_running = True
         self._num_steps_before = self.stats.num_steps
         self._stop_at_s = math.inf
-        self._intake.start_run()
+        self._has_ended = False
         self._form.created = int(time.time())
         try:
+            self._intake.start_run()
             yield from self._run(iter(lines))
             self._scheduler.check_idle()
         except BaseException:  # also when the caller wants no more records
@@ -119,7 +121,8 @@ class EngineLoop:
             if not has_more and not self._in_flight and self._scheduler.is_idle:
                 return
             is_late = time.perf_counter() > self._stop_at_s
-            if is_late or (self._is_stopping and not self._in_flight):
+            is_drained = not self._in_flight and not self._scheduler.num_running
+            if is_late or (self._is_stopping and is_drained):
                 raise StoppedError("stopped as told, and rows are left", "cancelled", 130)
             if self._is_at_limit and not self._in_flight:
                 raise StepLimitError(
@@ -143,11 +146,12 @@ class EngineLoop:
         """Read lines until enough wait; return False at the end of the input."""
         while self._scheduler.num_waiting < LOOKAHEAD:
             if self._is_stopping:
-                return True
+                return not self._has_ended
             if len(self._done) >= LOOKAHEAD:  # lines that need no step: hand them out first
                 return True
             line = next(source, None)
             if line is None:
+                self._has_ended = True
                 return False
             self._take_line(line)
         return True

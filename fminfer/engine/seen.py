@@ -35,7 +35,9 @@ class SeenCounts:
 
     @staticmethod
     def _open() -> sqlite3.Connection:
-        database = sqlite3.connect("", isolation_level=None)  # "": a temporary file
+        database = sqlite3.connect(
+            "", isolation_level=None, check_same_thread=False
+        )  # "": a temporary file
         database.execute("PRAGMA journal_mode = OFF")
         database.execute(
             "CREATE TABLE seen (digest BLOB PRIMARY KEY, count INTEGER NOT NULL) WITHOUT ROWID"

@@ -18,6 +18,7 @@ STDIN = Path("-")
 COMPRESSED = (".gz", ".zst")
 CHUNK_BYTES = 2**16
 DIGEST_CHUNK_BYTES = 2**20
+A_PIPE = "a pipe"  # instead of a digest
 
 
 def read_chunks(path: Path) -> Iterator[bytes]:
@@ -47,7 +48,7 @@ def read_chunks(path: Path) -> Iterator[bytes]:
 def digest_of(path: Path) -> str:
     """Return 16 hex digits for a file's bytes; for a pipe, which can be read once, its kind."""
     if path == STDIN or not path.is_file():
-        return "a pipe"
+        return A_PIPE
     digest = hashlib.blake2b(digest_size=8)
     with path.open("rb", buffering=0) as file:
         while chunk := file.read(DIGEST_CHUNK_BYTES):

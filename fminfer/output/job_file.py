@@ -5,13 +5,14 @@ It knows lines, records and the journal; who answers is not its business.
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from fminfer.errors import StoppedError, UsageError
+from fminfer.errors import OutputError, StoppedError, UsageError
 from fminfer.input.lines import Line, count_rows, read_lines
-from fminfer.input.streams import digest_of
+from fminfer.input.streams import A_PIPE, digest_of
 from fminfer.output.journal import Fingerprint, Journal, Row, check_fingerprint, explain, peek
 from fminfer.output.records import Record
 from fminfer.output.status import Counts, StatusFile, read_status
@@ -28,8 +29,14 @@ class StreamedInput:
         self.path, self.source = path, source
         self.num_left = count_rows(path)  # lines to answer; None: not known before its end
         self.num_kept_rows = self.num_kept_errors = 0  # it cannot go on where another ended
-        self.is_finished = False
+        self._num_read = self._num_done = 0
+        self._is_read = False
         self._stream = stream
+
+    @property
+    def is_finished(self) -> bool:
+        """It is never known of an earlier run."""
+        return self._is_read and self._num_done == self._num_read
 
     def begin(self) -> None:
         """Nothing is there before the first record."""
@@ -38,12 +45,15 @@ class StreamedInput:
         """Read it."""
         for line in read_lines(self.path, self.source):
             self._stream.expect(self.source, line.number)
+            self._num_read += 1
             yield line
+        self._is_read = True
 
     def add(self, record: Record) -> None:
         """Write a record when it is its turn."""
         is_error = record.error is not None
         self._stream.append(self.source, record.line.number, record.to_json(), is_error=is_error)
+        self._num_done += 1
 
     def abandon(self, error: BaseException) -> None:
         """Stop without finishing."""
@@ -77,10 +87,11 @@ class JournaledInput:
         self._journal: Journal | None = None  # open while the input is being answered
         self._num_read = 0
         self._is_read = False
-        self._has_journal = peek(output, self._fingerprint, restart=restart) and not restart
+        self._is_lost = False  # to another run
+        has_journal = peek(output, self._fingerprint, restart=restart)
         self.num_kept_rows = self.num_kept_errors = 0
         self._counts = Counts()
-        if not self._has_journal and not restart and output.exists():
+        if not has_journal and not restart and output.exists():
             self._check_complete()
         self._num_rows = None if self.is_finished else count_rows(path)
         self._counts.num_rows = self._counts.num_rows or self._num_rows or 0
@@ -98,16 +109,16 @@ class JournaledInput:
         if self.is_finished:
             return
         self._make_folder()
+        # There from the start, so that no run of another kind takes the output meanwhile.
+        journal = self._journal = Journal(self.output, self._fingerprint, restart=self._restart)
         self._status.move("validating")
-        if self._has_journal:
-            journal = self._journal = Journal(self.output, self._fingerprint)
-            self._keep(journal.kept.num_answers, journal.kept.num_errors, journal.kept.tokens)
-            if journal.num_rows == self._num_rows:
-                self._num_read, self._is_read = journal.num_rows, True
-                self._finish_if_complete()
-            else:  # opened again when it is this input's turn: there may be thousands
-                journal.close()
-                self._journal = None
+        self._keep(journal.kept.num_answers, journal.kept.num_errors, journal.kept.tokens)
+        if journal.num_rows == self._num_rows and journal.num_rows:
+            self._num_read, self._is_read = journal.num_rows, True
+            self._finish_if_complete()
+        else:  # opened again when it is this input's turn: there may be thousands
+            journal.close()
+            self._journal = None
 
     def lines(self, pass_over: PassOver) -> Iterator[Line]:
         """Read the lines that are left.
@@ -118,8 +129,9 @@ class JournaledInput:
         """
         if self.is_finished:
             return
-        self._make_folder()
-        journal = self._journal = Journal(self.output, self._fingerprint, restart=self._restart)
+        journal = self._take()
+        if journal is None:
+            return
         self._status.move("in_progress")
         for line in read_lines(self.path, self.source):
             self._num_read += 1
@@ -143,23 +155,40 @@ class JournaledInput:
         is_error = record.error is not None
         tokens = record.num_prompt_tokens, record.num_cached_tokens, record.num_completion_tokens
         crc, number = zlib.crc32(record.line.raw), record.line.number
-        self._journal.append(Row(number, is_error, tokens, crc, record.to_json()))
+        is_ours = record.error is not None and record.error.is_ours
+        self._journal.append(Row(number, is_error, tokens, crc, record.to_json(), is_ours))
         self._counts.add(is_error=is_error, tokens=tokens)
         self._status.update()
         self._finish_if_complete()
 
     def abandon(self, error: BaseException) -> None:
         """Stop without finishing; what was answered stays in the journal."""
-        if self.is_finished:
+        if self.is_finished or self._is_lost:
             return
-        if self._journal is not None:
-            self._journal.close()
-        if isinstance(error, StoppedError):
-            self._status.move(error.status)
-        elif isinstance(error, KeyboardInterrupt):
-            self._status.move("cancelled")
-        else:
-            self._status.move("failed", f"{type(error).__name__}: {error}")
+        with contextlib.suppress(OutputError):  # there are other files, and a reason to be told
+            if self._journal is not None:
+                self._journal.close()
+            if isinstance(error, StoppedError):
+                self._status.move(error.status)
+            elif isinstance(error, KeyboardInterrupt):
+                self._status.move("cancelled")
+            else:
+                self._status.move("failed", f"{type(error).__name__}: {error}")
+
+    def _take(self) -> Journal | None:
+        """Open the journal for good; None: another run has finished the output since the start."""
+        try:
+            journal = Journal(self.output, self._fingerprint)
+        except UsageError:
+            self._is_lost = True
+            raise
+        if not (journal.num_rows or self._restart) and self.output.exists():
+            journal.remove()
+            self._is_lost = True  # until it is known to be ours
+            self._check_complete()
+            return None
+        self._journal = journal
+        return journal
 
     def _make_folder(self) -> None:
         try:
@@ -185,9 +214,9 @@ class JournaledInput:
         self._status.move("finalizing")
         put_in_order(journal)
         self._status.move("completed")
-        journal.remove()  # last: until then the next run does all of this again
-        self._journal = None
         self.is_finished = True
+        self._journal = None
+        journal.remove()  # last: until then the next run does all of this again
 
     def _check_complete(self) -> None:
         """See that an output that is there is this run's own.
@@ -200,6 +229,11 @@ class JournaledInput:
             raise UsageError(
                 f"{self.output} exists, and nothing tells which run wrote it. Give --restart to "
                 f"answer {self.path} again, or another --output"
+            )
+        if self._fingerprint["the input"] == A_PIPE:
+            raise UsageError(
+                f"{self.output} exists, and what {self.path} holds is not known before it is read. "
+                "Give --restart to answer it, or another --output"
             )
         check_fingerprint(self.output, dict(status.get("metadata") or {}), self._fingerprint)
         counts = status["request_counts"]

@@ -30,7 +30,7 @@ JOURNAL = ".journal"  # added to the output's name
 SYNC_EVERY_S = 0.5  # a power cut costs at most a second's rows
 HAS_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 _ROW = re.compile(
-    rb'\{"line":(\d{1,18}),"kind":"(answer|error)","tokens":\[(\d+),(\d+),(\d+)\],'
+    rb'\{"line":(\d{1,18}),"kind":"(answer|error|fault)","tokens":\[(\d+),(\d+),(\d+)\],'
     rb'"input":"([0-9a-f]{8})","check":"([0-9a-f]{8})","record":'
 )
 Fingerprint = dict[str, str]  # what must be the same for rows to be kept; names are for people
@@ -45,12 +45,17 @@ class Row:
     tokens: tuple[int, int, int]
     input_crc: int  # of the input's line
     record: bytes
+    is_ours: bool = False  # an error that another run may not meet, such as too little memory
+
+    @property
+    def kind(self) -> str:
+        return ("fault" if self.is_ours else "error") if self.is_error else "answer"
 
     def to_line(self) -> bytes:
         """Return the journal's line, with its newline."""
         head = b'{"line":%d,"kind":"%s","tokens":[%d,%d,%d],"input":"%08x","check":"' % (
             self.number,
-            b"error" if self.is_error else b"answer",
+            self.kind.encode(),
             *self.tokens,
             self.input_crc,
         )
@@ -67,7 +72,8 @@ def read_row(line: bytes) -> Row | None:
     if zlib.crc32(record, zlib.crc32(line[: match.start(7)])) != int(match[7], 16):
         return None
     tokens = int(match[3]), int(match[4]), int(match[5])
-    return Row(int(match[1]), match[2] == b"error", tokens, int(match[6], 16), record)
+    is_error, is_ours = match[2] != b"answer", match[2] == b"fault"
+    return Row(int(match[1]), is_error, tokens, int(match[6], 16), record, is_ours)
 
 
 @dataclass(slots=True)
@@ -223,11 +229,11 @@ class Journal:
             self._end = len(head)
             for line in file:
                 row = read_row(line)
-                if row is not None and row.number not in self:
+                if row is not None and row.number not in self and not row.is_ours:
                     self._note(row.number, self._end)
                     self.kept.add(row)
                 elif row is not None:
-                    pass  # the same row, from two runs on a file system without locks
+                    pass  # to be tried again, or written twice where there are no locks
                 elif line.endswith(b"\n"):
                     self.num_damaged += 1
                 else:
@@ -304,7 +310,7 @@ def peek(output: Path, fingerprint: Fingerprint, *, restart: bool) -> bool:
     path = journal_path(output)
     if not path.exists():
         return False
-    with _told(path), path.open("rb") as file:
+    with _told(path), path.open("rb+") as file:  # NFS locks only what may be written
         lock(file.fileno(), path, output)
         head = file.readline()
         if head.endswith(b"\n") and not restart:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from fminfer.output.journal import explain
+from fminfer.output.journal import explain, sync_folder
 from fminfer.output.writer import errors_path
 
 Status = Literal[
@@ -108,8 +108,14 @@ class StatusFile:
     def _write(self) -> None:
         new = self._path.with_name(self._path.name + NEW)
         try:
-            new.write_text(json.dumps(self._to_batch(), indent=2) + "\n")
+            with new.open("w") as file:
+                file.write(json.dumps(self._to_batch(), indent=2) + "\n")
+                if self._status in ENDS:  # what follows relies on it, also after a power cut
+                    file.flush()
+                    os.fsync(file.fileno())
             os.replace(new, self._path)
+            if self._status in ENDS:
+                sync_folder(self._path.parent)
         except OSError as error:
             raise explain(self._path, error) from error
         self._written_s = time.perf_counter()
