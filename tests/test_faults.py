@@ -51,7 +51,7 @@ def test_a_rank_that_fails_ends_all(fault: str, tmp_path: Path) -> None:
     kind, rank, phase = fault.split()
     rows, moment = tmp_path / "out.jsonl.journal", tmp_path / "moment"
     environ = os.environ | {"FAULT": fault, "FAULT_ROWS": str(rows), "FAULT_TIME": str(moment)}
-    environ["PYTHONPATH"] = str(FAULTS)
+    environ["PYTHONPATH"] = f"{FAULTS}:{os.environ.get('PYTHONPATH', '')}"
     process = subprocess.Popen(
         command(tmp_path), env=environ, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

@@ -283,7 +283,7 @@ def test_ctrl_c_while_ranks_join(tmp_path: Path) -> None:
         assert run.poll() is None, finish(run)
         run.send_signal(signal.SIGTERM)
         [(status, err)] = finish(run, timeout=5)
-        assert status == 130 and "Interrupted" in err, err
+        assert status == 143 and "Terminated" in err, err
 
 
 def test_a_rank_that_dies_while_rank_0_waits_for_stdin(tmp_path: Path) -> None:
