@@ -260,29 +260,27 @@ def test_copies_of_a_model_and_world_sizes_that_differ(tmp_path: Path) -> None:
     )
 
 
-def answers(port: int) -> bool:
-    try:
-        socket.create_connection(("127.0.0.1", port)).close()
-    except OSError:
-        return False
-    return True
+def wait_until_heard(number: signal.Signals, pid: int, seconds: float = 90) -> None:
+    """Wait until a process has a handler for a signal: starting takes it 3 to 15 s."""
+    until_s = time.monotonic() + seconds
+    while time.monotonic() < until_s:
+        status = Path(f"/proc/{pid}/status").read_text()
+        if int(status.split("SigCgt:")[1].split()[0], 16) >> (number - 1) & 1:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"process {pid} has no handler for {number.name} after {seconds} s")
 
 
 def test_ctrl_c_while_ranks_join(tmp_path: Path) -> None:
-    port = free_port()
     shared = [*inputs(), "--output", tmp_path, "--world-size", 2]
-    shared += ["--dist-url", f"tcp://127.0.0.1:{port}", "--rank"]
-    started = time.monotonic()
+    shared += ["--dist-url", f"tcp://127.0.0.1:{free_port()}", "--rank"]
     for rank in (0, 1):  # one waits in the store that it has opened, one for a store
         run = start(*shared, rank)
-        while rank == 0 and not answers(port):
-            time.sleep(0.1)
-        if rank == 0:
-            took_s = time.monotonic() - started
-        time.sleep(1 if rank == 0 else took_s + 1)
+        wait_until_heard(signal.SIGTERM, run.pid)
+        time.sleep(1)
         assert run.poll() is None, finish(run)
         run.send_signal(signal.SIGTERM)
-        [(status, err)] = finish(run, timeout=5)
+        [(status, err)] = finish(run, timeout=15)
         assert status == 143 and "Terminated" in err, err
 
 
@@ -297,8 +295,10 @@ def test_a_rank_that_dies_while_rank_0_waits_for_stdin(tmp_path: Path) -> None:
         assert run.stdin is not None
         run.stdin.write(b'{"prompt": [5, 6], "max_tokens": 2}\n')
         run.stdin.flush()
-        time.sleep(15)
+        wait_until_heard(signal.SIGTERM, run.pid)
         children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+        wait_until_heard(signal.SIGTERM, int(children[0]))
+        time.sleep(10)  # rank 1 is as far: both have met
         os.kill(int(children[1]), signal.SIGSTOP)
         assert run.wait(20) == 1
         assert run.stderr is not None
