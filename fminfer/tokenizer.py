@@ -58,6 +58,14 @@ class Tokenizer:
         """The tokenizer of transformers; None for plain bytes."""
         return self._hf
 
+    @property
+    def num_trained(self) -> int:
+        """The size of its vocabulary without added tokens, for which a model may have no rows."""
+        if self._backend is not None:
+            return self._backend.get_vocab_size(with_added_tokens=False)
+        assert self._hf is not None
+        return int(self._hf.vocab_size)
+
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
         """Load the tokenizer of a checkpoint folder.

@@ -202,11 +202,19 @@ def _build_pipeline(stage: Stage, loaded: LoadedPart, group: Group | None) -> Qu
 
 
 def _load_tokenizer(checkpoint: Checkpoint, config: EngineConfig) -> Tokenizer:
+    num_rows = checkpoint.config.vocab_size
     if checkpoint.folder is not None:
-        return Tokenizer.load(checkpoint.folder)
-    if checkpoint.config.vocab_size < 256:
+        tokenizer = Tokenizer.load(checkpoint.folder)
+        if tokenizer.num_trained > num_rows:
+            raise CheckpointError(
+                f"the tokenizer in {checkpoint.folder} has {tokenizer.num_trained} tokens, not "
+                f"counting added ones, and the model {num_rows}: it is another model's. Put the "
+                "model's own tokenizer files there"
+            )
+        return tokenizer
+    if num_rows < 256:
         raise CheckpointError(
-            f"{checkpoint.name} has a vocabulary of {checkpoint.config.vocab_size}; random weights "
+            f"{checkpoint.name} has a vocabulary of {num_rows}; random weights "
             "are used with a tokenizer of bytes, which needs at least 256"
         )
     return Tokenizer(None)

@@ -74,6 +74,31 @@ def test_no_weights_no_config_no_tokenizer(llama_checkpoint: Any, tmp_path: Path
         fminfer.Engine(str(tmp_path))
 
 
+def test_another_models_tokenizer(tmp_path: Path) -> None:
+    """One with more tokens cannot be the model's own; tokens added later may lack a row."""
+    config = transformers.LlamaConfig(
+        vocab_size=200,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    save_byte_tokenizer(tmp_path)
+    with pytest.raises(CheckpointError, match=r"has 256 tokens.*the model 200"):
+        fminfer.Engine(str(tmp_path))
+    config.vocab_size = 256
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.add_tokens(["<|later|>"]) == 1
+    tokenizer.save_pretrained(tmp_path)
+    engine = fminfer.Engine(str(tmp_path))
+    records = list(engine.run([{"prompt": "a", "max_tokens": 1}, {"prompt": "a<|later|>"}]))
+    codes = {record.line.number: record.error and record.error.code for record in records}
+    assert codes == {1: None, 2: "token_out_of_range"}
+    engine.close()
+
+
 def test_an_architecture_that_does_not_run_is_named_with_those_that_do(tmp_path: Path) -> None:
     transformers.MambaConfig().save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=r"'mamba'.*bloom.*gptj.*qwen3"):

@@ -62,6 +62,7 @@ def test_a_rank_that_fails_ends_all(fault: str, tmp_path: Path) -> None:
     took_s = time.time() - float(moment.read_text())
     assert process.returncode == 1, err
     assert out == ""
+    assert "How do you go" not in err, "prompts are not for logs"
     assert no_process_is_left(tmp_path), "a rank outlives the run"
     assert re.search(rf"\brank {rank}\b", err), err
     if kind == "raise":

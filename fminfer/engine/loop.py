@@ -64,7 +64,7 @@ class EngineLoop:
         self.on_step: Callable[[StepTrace], None] | None = None  # told of every finished step
         self._clock = RowClock()
         self._in_flight: deque[PlannedStep] = deque()
-        self._done: deque[Record] = deque()
+        self._done: deque[RequestState | Record] = deque()
         self._is_running = False
         self._num_steps_before = 0  # of earlier runs
         self._has_ended = False  # every line was read
@@ -116,8 +116,13 @@ class EngineLoop:
             self._fill_pipeline()
             if self._in_flight:
                 self._apply(self._in_flight.popleft(), self._pipeline.collect())
+                self._fill_pipeline()  # stages work while records are built and lines are read
             while self._done:
-                yield self._done.popleft()
+                done = self._done.popleft()
+                if isinstance(done, Record):
+                    yield done
+                else:
+                    yield build_record(done, self._form, time.perf_counter())
             if not has_more and not self._in_flight and self._scheduler.is_idle:
                 return
             is_late = time.perf_counter() > self._stop_at_s
@@ -280,10 +285,9 @@ class EngineLoop:
             self._finish(sequence.prompt.owner)
 
     def _finish(self, state: RequestState) -> None:
-        now_s = time.perf_counter()
         if state.times is not None:
-            self._clock.stop(state.times, now_s)
-        self._done.append(build_record(state, self._form, now_s))
+            self._clock.stop(state.times, time.perf_counter())
+        self._done.append(state)
 
 
 def _reports(columns: TokenLogprobs) -> Iterator[TokenReport]:
