@@ -9,6 +9,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -284,6 +285,34 @@ def test_rows_reach_the_disk_within_a_second(
         time.sleep(0.02)
     assert sizes and sizes[-1] == journal.path.stat().st_size
     journal.close()
+
+
+def test_a_slow_disk_does_not_hold_rows_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sync that takes for ever, and slow writes in pieces: rows go out, and all stand."""
+    monkeypatch.setattr(journals, "SYNC_EVERY_S", 0.01)
+    is_syncing, may_end = threading.Event(), threading.Event()
+    sync, write = os.fsync, os.pwrite
+
+    def hang(fd: int) -> None:
+        is_syncing.set()
+        assert may_end.wait(60)
+        sync(fd)
+
+    def dawdle(fd: int, data: bytes, place: int) -> int:
+        time.sleep(0.01)
+        return write(fd, data[:40], place)
+
+    journal = Journal(tmp_path / "answers.jsonl", MODEL)
+    monkeypatch.setattr(os, "fsync", hang)
+    monkeypatch.setattr(os, "pwrite", dawdle)
+    journal.append(row(1))
+    assert is_syncing.wait(60)
+    for number in range(2, 30):
+        journal.append(row(number))
+    assert journal.path.read_bytes().count(b"\n") == 30, "the head and 29 rows"
+    may_end.set()
+    finish(journal)
+    assert [json.loads(line)["row"] for line in journal.output.open()] == list(range(1, 30))
 
 
 class Killed(BaseException):
