@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ def test_the_same_command_goes_on_where_it_was_stopped(
 def test_runs_that_are_killed_at_random_moments_lose_nothing(tmp_path: Path) -> None:
     """`scripts/torture` does a hundred of these."""
     whole = run_alone(tmp_path, 2)
-    print(one_round(7, whole, tmp_path, 2))
+    print(one_round(7, whole, tmp_path, 2, Counter()))
 
 
 def test_a_second_signal_ends_it_at_once(alone: tuple[Path, Path], tmp_path: Path) -> None:
@@ -101,7 +102,7 @@ def test_a_second_signal_ends_it_at_once(alone: tuple[Path, Path], tmp_path: Pat
     time.sleep(1)
     assert run.poll() is None, "rows that run may go on"
     run.send_signal(signal.SIGINT)
-    _, said = run.communicate(timeout=10)
+    _, said = run.communicate(timeout=20)
     assert run.returncode == 130 and "Interrupted" in said
 
 
@@ -129,7 +130,7 @@ def test_a_deadline(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 75 and "Out of time" in done.stderr, done.stderr
-    assert 13 < time.monotonic() - started < 22
+    assert 13 < time.monotonic() - started < 40
 
 
 def test_a_run_that_waits_for_stdin_can_be_stopped(tmp_path: Path) -> None:

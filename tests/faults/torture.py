@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,8 +103,14 @@ def kill(run: subprocess.Popen[bytes], victim: str, source: random.Random) -> No
         time.sleep(0.05)
 
 
-def one_round(number: int, whole: Reference, folder: Path, num_ranks: int) -> str:
-    """Kill a run at moments that follow from the round's number; return what was done."""
+def one_round(
+    number: int, whole: Reference, folder: Path, num_ranks: int, met: Counter[str]
+) -> str:
+    """Kill a run at moments that follow from the round's number; return what was done.
+
+    Args:
+        met: counts what each kill came upon.
+    """
     source = random.Random(number)
     output = folder / f"out_{number}.jsonl"
     kept: set[bytes] = set()
@@ -114,8 +121,11 @@ def one_round(number: int, whole: Reference, folder: Path, num_ranks: int) -> st
         time.sleep(moment)
         was_running = run.poll() is None
         kill(run, victim, source)
-        kept |= kept_records(output)
-        done.append(f"{victim} {moment:.1f} s" + ("" if was_running else " (over)"))
+        before, kept = kept, kept | kept_records(output)
+        meeting = "answering" if kept > before else "loading, or with its rows kept"
+        meeting = meeting if was_running else "over"
+        met[meeting] += 1
+        done.append(f"{victim} {moment:.1f} s ({meeting})")
     last = subprocess.run(
         command(whole.source, output, num_ranks), capture_output=True, text=True, timeout=120
     )
@@ -138,11 +148,13 @@ def one_round(number: int, whole: Reference, folder: Path, num_ranks: int) -> st
 @click.option("--first", default=0, help="Number of the first round.", show_default=True)
 def main(rounds: int, ranks: int, first: int) -> None:
     """Kill runs at random moments; end with status 1 at the first row that is lost."""
+    met: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
         whole = run_alone(Path(folder), ranks)
         for number in range(first, first + rounds):
-            print(one_round(number, whole, Path(folder), ranks), flush=True)
+            print(one_round(number, whole, Path(folder), ranks, met), flush=True)
     print(f"{rounds} of {rounds} rounds lost nothing ({ranks} rank{'s' * (ranks > 1)})")
+    print("kills met a run " + "; ".join(f"{name}: {count}" for name, count in met.items()))
 
 
 if __name__ == "__main__":
