@@ -9,6 +9,12 @@ one stage of P can work at a time, so it must come out at about 1/P, which prove
 
     python benchmarks/pipeline.py --repeats 3
 
+With 64 rows all run at once, and fewer and fewer are left. The steady state of a long file, where a
+row enters as another leaves, needs more than the 256 that run at once; and 13 layers halve, since
+the head costs about as much as one:
+
+    python benchmarks/pipeline.py --repeats 1 --layers 13 --times 6
+
 A table comes first, one JSON line last.
 """
 
@@ -26,13 +32,16 @@ from typing import Any
 import click
 from against_transformers import SIZE, make_workload
 
+from fminfer.models.sizes import SIZES
 
-def run_once(rows: Path, folder: Path, num_ranks: int, threads: int, more: list[str]) -> Any:
+
+def run_once(folder: Path, num_ranks: int, threads: int, more: list[str]) -> Any:
     """Answer the workload once and return what --stats says."""
     stats = folder / "stats.json"
-    command = [sys.executable, "-m", "fminfer", "run", str(rows), "--random-init", SIZE, "-q"]
-    command += ["--output", str(folder / "out.jsonl"), "--restart", "--stats", str(stats)]
-    command += ["--world-size", str(num_ranks), "--dtype", "float32", "--attention", "eager"]
+    command = [sys.executable, "-m", "fminfer", "run", str(folder / "rows.jsonl"), "-q", "--restart"]
+    command += ["--random-init", str(folder / "config.json"), "--stats", str(stats)]
+    command += ["--output", str(folder / "out.jsonl"), "--world-size", str(num_ranks)]
+    command += ["--dtype", "float32", "--attention", "eager"]
     environ = os.environ | {"OMP_NUM_THREADS": str(threads)}
     subprocess.run(command + more, env=environ, check=True)
     return json.loads(stats.read_text())
@@ -45,12 +54,27 @@ def busy_shares(stats: Any) -> list[float]:
     ]
 
 
+def write_inputs(folder: Path, scale: float, times: int, layers: int) -> None:
+    """Write the workload, each time with other tokens, and the model's config."""
+    config = SIZES[SIZE] | {"num_hidden_layers": layers}
+    (folder / "config.json").write_text(json.dumps(config))
+    with (folder / "rows.jsonl").open("w") as file:
+        for number in range(times):
+            for row in make_workload("a", scale):
+                other = row | {"prompt": [(i + 977 * number) % 32000 for i in row["prompt"]]}
+                file.write(json.dumps(other) + "\n")
+
+
 @click.command()
 @click.option("--ranks", default=2, show_default=True)
 @click.option("--repeats", default=3, show_default=True)
 @click.option("--scale", default=1.0, show_default=True, help="Part of the rows.")
+@click.option("--times", default=1, show_default=True, help="Repeat them so often.")
+@click.option("--layers", default=12, show_default=True, help="Of the model.")
 @click.option("--option", "options", multiple=True, help="More of the pipeline's, as --x=y.")
-def main(ranks: int, repeats: int, scale: float, options: tuple[str, ...]) -> None:
+def main(
+    ranks: int, repeats: int, scale: float, times: int, layers: int, options: tuple[str, ...]
+) -> None:
     sides = {
         "1 rank": (1, ranks, []),
         f"{ranks} ranks": (ranks, 1, list(options)),
@@ -59,15 +83,14 @@ def main(ranks: int, repeats: int, scale: float, options: tuple[str, ...]) -> No
     results: dict[str, list[Any]] = {name: [] for name in sides}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        rows = folder / "rows.jsonl"
-        rows.write_text("".join(json.dumps(row) + "\n" for row in make_workload("a", scale)))
+        write_inputs(folder, scale, times, layers)
         for _ in range(repeats):
             for side, (num_ranks, threads, more) in sides.items():
-                stats = run_once(rows, folder, num_ranks, threads, more)
+                stats = run_once(folder, num_ranks, threads, more)
                 results[side].append(stats)
                 shares = ", ".join(f"{share:.1%}" for share in busy_shares(stats))
                 print(f"  {side:22} {stats['wall_s']:6.1f} s  busy {shares}", flush=True)
-    print(f"\nworkload a, float32, medians of {repeats}")
+    print(f"\nworkload a × {times}, {layers} layers, float32, medians of {repeats}")
     print(f"{'':24}{'run s':>8}{'tokens/s':>10}  busy, a stage each")
     summary = {}
     for side, runs in results.items():
