@@ -21,7 +21,8 @@ from pathlib import Path
 import click
 from against_transformers import SIZE, make_workload
 
-from fminfer.output.journal import Journal, Row
+from fminfer.output.journal import Journal
+from fminfer.output.rows import Row
 from fminfer.output.writer import put_in_order
 
 NUM_ROWS = 100_000

@@ -38,10 +38,10 @@ from fminfer.models.sizes import SIZES
 def run_once(folder: Path, num_ranks: int, threads: int, more: list[str]) -> Any:
     """Answer the workload once and return what --stats says."""
     stats = folder / "stats.json"
-    command = [sys.executable, "-m", "fminfer", "run", str(folder / "rows.jsonl"), "-q", "--restart"]
+    command = [sys.executable, "-m", "fminfer", "run", str(folder / "rows.jsonl"), "--restart"]
     command += ["--random-init", str(folder / "config.json"), "--stats", str(stats)]
     command += ["--output", str(folder / "out.jsonl"), "--world-size", str(num_ranks)]
-    command += ["--dtype", "float32", "--attention", "eager"]
+    command += ["--dtype", "float32", "--attention", "eager", "-q"]
     environ = os.environ | {"OMP_NUM_THREADS": str(threads)}
     subprocess.run(command + more, env=environ, check=True)
     return json.loads(stats.read_text())

@@ -15,7 +15,7 @@ import click
 from fminfer import __version__
 from fminfer.config import EngineConfig
 from fminfer.errors import FminferError, StoppedError, UsageError
-from fminfer.launcher import launch
+from fminfer.launcher import end_after, launch
 from fminfer.models.layer_count import check_split
 from fminfer.paths import JobPaths
 from fminfer.ranks import RankConfig, find_facts
@@ -98,6 +98,8 @@ def run(
         is_rank = facts is not None
         if is_rank:  # torch's own words on broken connections say less than ours, at length
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        if facts is not None and facts.parent is not None:
+            end_after(facts.parent)
         # Mistakes in it are told before anything is started or loaded.
         plan = job.plan() if facts is None else None  # a rank's are told to all
         if facts is None and (ranks.size or 1) > 1:

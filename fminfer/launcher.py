@@ -21,6 +21,7 @@ from fminfer.stopping import REPEAT_S, WARNINGS
 GRACE_S = 4.0  # for ranks to end by themselves once one has failed
 KILL_S = 1.0  # from SIGTERM to SIGKILL
 POLL_S = 0.05
+OUTLIVE_S = 5.0  # a rank that knows of its launcher's death has so long to end by itself
 
 
 def launch(args: list[str], world_size: int) -> int:
@@ -48,6 +49,21 @@ def launch(args: list[str], world_size: int) -> int:
                 rank.wait()
         for thread in forwards:
             thread.join(1)  # longer only if a rank's own child keeps the pipe open
+
+
+def end_after(parent: int) -> None:
+    """Have this rank end soon after the launcher that started it, whatever it is doing then.
+
+    While rows run it notices by itself and says so; imports and a stuck file system do not.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        time.sleep(OUTLIVE_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="launcher", daemon=True).start()
 
 
 def _start(

@@ -20,7 +20,8 @@ import pytest
 from fminfer.errors import OutputError, UsageError
 from fminfer.output import journal as journals
 from fminfer.output import writer
-from fminfer.output.journal import Journal, Row, journal_path, peek, read_row
+from fminfer.output.journal import Journal, journal_path, peek
+from fminfer.output.rows import Row, read_row
 from fminfer.output.writer import errors_path, put_in_order
 
 MODEL = {"the model": "a"}

@@ -20,7 +20,8 @@ import fminfer
 from fminfer.errors import StoppedError, UsageError
 from fminfer.input.streams import STDIN
 from fminfer.job import open_files, run_job
-from fminfer.output.journal import Journal, Row
+from fminfer.output.journal import Journal
+from fminfer.output.rows import Row
 from fminfer.output.summary import JobSummary
 from fminfer.stopping import Stopper, check_times, parse_duration
 from tests.conftest import run_files

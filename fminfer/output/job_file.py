@@ -13,8 +13,10 @@ from pathlib import Path
 from fminfer.errors import OutputError, StoppedError, UsageError
 from fminfer.input.lines import Line, count_rows, read_lines
 from fminfer.input.streams import A_PIPE, digest_of
-from fminfer.output.journal import Fingerprint, Journal, Row, check_fingerprint, explain, peek
+from fminfer.output.disk import explain
+from fminfer.output.journal import Fingerprint, Journal, check_fingerprint, peek
 from fminfer.output.records import Record
+from fminfer.output.rows import Row
 from fminfer.output.status import Counts, StatusFile, read_status
 from fminfer.output.stream import OrderedStream
 from fminfer.output.writer import put_in_order

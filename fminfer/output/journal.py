@@ -1,79 +1,28 @@
 """The journal of one output: every finished row at once, and what it takes to go on after a crash.
 
 It is a file of JSON lines beside the output. The first one holds the fingerprint of the run, each
-other one a finished row with its checksum:
-
-    {"line":7,"kind":"answer","tokens":[5,0,3],"input":"8c736521","check":"1d3a…","record":{…}}
-
-`record` stands there in the very bytes that the output will hold. A line that breaks off, or whose
-checksum is wrong, counts as not written. It knows nothing of what records say.
+other one a finished row with its checksum. A line that breaks off, or whose checksum is wrong,
+counts as not written. It knows nothing of what records say.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import os
-import re
 import threading
-import zlib
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from fminfer.errors import OutputError, UsageError
+from fminfer.output.disk import lock, sync_folder, told, write_all
+from fminfer.output.rows import Row, read_input_crc, read_row
 
 JOURNAL = ".journal"  # added to the output's name
 SYNC_EVERY_S = 0.5  # a power cut costs at most a second's rows
-HAS_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
-_ROW = re.compile(
-    rb'\{"line":(\d{1,18}),"kind":"(answer|error|fault)","tokens":\[(\d+),(\d+),(\d+)\],'
-    rb'"input":"([0-9a-f]{8})","check":"([0-9a-f]{8})","record":'
-)
 Fingerprint = dict[str, str]  # what must be the same for rows to be kept; names are for people
-
-
-@dataclass(slots=True, frozen=True)
-class Row:
-    """A finished row. Tokens: of the prompt, those of it not computed again, and drawn ones."""
-
-    number: int  # of the input's line, from 1
-    is_error: bool
-    tokens: tuple[int, int, int]
-    input_crc: int  # of the input's line
-    record: bytes
-    is_ours: bool = False  # an error that another run may not meet, such as too little memory
-
-    @property
-    def kind(self) -> str:
-        return ("fault" if self.is_ours else "error") if self.is_error else "answer"
-
-    def to_line(self) -> bytes:
-        """Return the journal's line, with its newline."""
-        head = b'{"line":%d,"kind":"%s","tokens":[%d,%d,%d],"input":"%08x","check":"' % (
-            self.number,
-            self.kind.encode(),
-            *self.tokens,
-            self.input_crc,
-        )
-        check = zlib.crc32(self.record, zlib.crc32(head))
-        return head + b'%08x","record":' % check + self.record + b"}\n"
-
-
-def read_row(line: bytes) -> Row | None:
-    """Read a line of a journal; None: it is torn or damaged."""
-    match = _ROW.match(line)
-    if match is None or not line.endswith(b"}\n"):
-        return None
-    record = line[match.end() : -2]
-    if zlib.crc32(record, zlib.crc32(line[: match.start(7)])) != int(match[7], 16):
-        return None
-    tokens = int(match[3]), int(match[4]), int(match[5])
-    is_error, is_ours = match[2] != b"answer", match[2] == b"fault"
-    return Row(int(match[1]), is_error, tokens, int(match[6], 16), record, is_ours)
 
 
 @dataclass(slots=True)
@@ -122,7 +71,7 @@ class Journal:
         self._failure: OSError | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        with _told(self.path):
+        with told(self.path):
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
             try:
                 self._lock()
@@ -139,14 +88,13 @@ class Journal:
 
     def is_of(self, number: int, input_crc: int) -> bool:
         """Tell whether a row that is there was answered from a line with this checksum."""
-        with _told(self.path):
+        with told(self.path):
             start = os.pread(self._fd, 256, self._places[number])
-        match = _ROW.match(start)
-        return match is not None and int(match[6], 16) == input_crc
+        return read_input_crc(start) == input_crc
 
     def rows(self) -> Iterator[Row]:
         """Read the rows, in the order of their lines."""
-        with _told(self.path), open(self._fd, "rb", closefd=False) as file:
+        with told(self.path), open(self._fd, "rb", closefd=False) as file:
             for place in self._places:
                 if place:
                     file.seek(place)
@@ -165,11 +113,11 @@ class Journal:
             OutputError: the disk is full or gone. What was written before stays good.
         """
         line = row.to_line()
-        with _told(self.path):
+        with told(self.path):
             if self._failure is not None:
                 raise self._failure
             try:
-                _write_all(self._fd, line, self._end)
+                write_all(self._fd, line, self._end)
             except OSError:
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._fd, self._end)
@@ -187,7 +135,7 @@ class Journal:
         Raises:
             OutputError: it does not.
         """
-        with _told(self.path):
+        with told(self.path):
             self._dirty = False
             os.fsync(self._fd)
             if self._failure is not None:
@@ -202,14 +150,14 @@ class Journal:
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             try:
-                with _told(self.path):
+                with told(self.path):
                     os.fsync(fd)
             finally:
                 os.close(fd)
 
     def remove(self) -> None:
         """Close and delete it: the output is complete."""
-        with _told(self.path):
+        with told(self.path):
             self.path.unlink(missing_ok=True)  # first, so that nobody opens what is given up
         self.close()
 
@@ -244,7 +192,7 @@ class Journal:
     def _begin(self, fingerprint: Fingerprint) -> None:
         head = json.dumps({"fminfer_journal": 1, "fingerprint": fingerprint}).encode() + b"\n"
         os.ftruncate(self._fd, 0)
-        _write_all(self._fd, head, 0)
+        write_all(self._fd, head, 0)
         self._end = len(head)
         os.fsync(self._fd)
         sync_folder(self.path.parent)
@@ -310,73 +258,9 @@ def peek(output: Path, fingerprint: Fingerprint, *, restart: bool) -> bool:
     path = journal_path(output)
     if not path.exists():
         return False
-    with _told(path), path.open("rb+") as file:  # NFS locks only what may be written
+    with told(path), path.open("rb+") as file:  # NFS locks only what may be written
         lock(file.fileno(), path, output)
         head = file.readline()
         if head.endswith(b"\n") and not restart:
             check_fingerprint(path, read_fingerprint(path, head), fingerprint)
     return True
-
-
-def lock(fd: int, path: Path, output: Path) -> bool:
-    """Keep others from a file until it is closed; return False where the file system cannot.
-
-    Raises:
-        UsageError: another process has it.
-    """
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in HAS_NO_LOCKS:
-            return False
-        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-            raise
-        raise UsageError(
-            f"{path} is in use: another run is answering into {output}. Wait for it or end it; "
-            "its finished rows are kept"
-        ) from None
-    return True
-
-
-def sync_folder(folder: Path) -> None:
-    """Have the disk keep the names in a folder."""
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EBADF):  # some file systems cannot
-            raise
-    finally:
-        os.close(fd)
-
-
-def _write_all(fd: int, data: bytes, place: int) -> None:
-    """Write at a place; a disk that takes only a part is asked again, so that it says why."""
-    view = memoryview(data)
-    while view:
-        count = os.pwrite(fd, view, place)
-        view, place = view[count:], place + count
-
-
-@contextlib.contextmanager
-def _told(path: Path) -> Iterator[None]:
-    """Turn the system's errors into ours, which say what to do."""
-    try:
-        yield
-    except OSError as error:
-        raise explain(path, error) from error
-
-
-def explain(path: Path, error: OSError) -> OutputError:
-    """Say what the system's error on a file means for a run."""
-    reason = os.strerror(error.errno) if error.errno else str(error)
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        hint = "make room (the output needs as much again while it is put in order)"
-    elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-        hint = "see that the folder can be written to, or give another --output"
-    else:
-        hint = "see that the disk is there and sound"
-    return OutputError(
-        f"{path} cannot be written: {reason}. Finished rows are kept; {hint}, and run the same "
-        "command again"
-    )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from fminfer.output.journal import explain, sync_folder
+from fminfer.output.disk import explain, sync_folder
 from fminfer.output.writer import errors_path
 
 Status = Literal[

@@ -11,7 +11,8 @@ import os
 from pathlib import Path
 from typing import BinaryIO
 
-from fminfer.output.journal import Journal, explain, journal_path, sync_folder
+from fminfer.output.disk import explain, sync_folder
+from fminfer.output.journal import Journal, journal_path
 
 ORDERED = ".ordered"  # added to a final name while the file is being written
 

@@ -1,13 +1,14 @@
 """Kills runs at random moments, and sees that nothing is lost: `scripts/torture`.
 
 Each round repeats one command. Three times it is killed with SIGKILL: the launcher, one of its
-ranks, or all of them; while it loads, answers or finishes. The fourth is left alone, and then every
+ranks, or all of them; while it loads, after some rows, or about when it finishes. The fourth is left alone, and then every
 row must be there once, in the order of the input, with the text of a run that was never disturbed;
 and every record that was on disk at a kill must be in the output in the very same bytes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -57,6 +58,15 @@ def kept_records(output: Path) -> set[bytes]:
 
 
 @dataclass(slots=True)
+class Moment:
+    """When a run is killed: so many seconds after so many rows are on disk."""
+
+    phase: str
+    num_rows: int
+    wait_s: float
+
+
+@dataclass(slots=True)
 class Reference:
     """A run that was left alone."""
 
@@ -103,6 +113,27 @@ def kill(run: subprocess.Popen[bytes], victim: str, source: random.Random) -> No
         time.sleep(0.05)
 
 
+def wait_for_phase(run: subprocess.Popen[bytes], moment: Moment, output: Path) -> None:
+    """Wait until a run is where it is to be killed, or has ended."""
+    while moment.num_rows and run.poll() is None and not output.exists():
+        if len(kept_records(output)) >= moment.num_rows:
+            break
+        time.sleep(0.002)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        run.wait(moment.wait_s)
+
+
+def choose_moment(source: random.Random, num_kept: int, took_s: float) -> Moment:
+    """Choose when to kill: while it loads, after a number of new rows, or about when all are in."""
+    phase = source.choice(("loading", "answering", "finishing"))
+    if phase == "loading":
+        return Moment(phase, 0, source.uniform(0, took_s))
+    most = NUM_ROWS + 2  # with the errors
+    first = min(num_kept + 1, most)
+    num_rows = source.randint(first, most) if phase == "answering" else most
+    return Moment(phase, num_rows, source.uniform(0, 0.05 if phase == "answering" else 0.3))
+
+
 def one_round(
     number: int, whole: Reference, folder: Path, num_ranks: int, met: Counter[str]
 ) -> str:
@@ -116,20 +147,18 @@ def one_round(
     kept: set[bytes] = set()
     done = []
     for _ in range(NUM_KILLS):
-        victim, moment = source.choice(VICTIMS), source.uniform(0, whole.took_s * 1.1)
+        victim, moment = source.choice(VICTIMS), choose_moment(source, len(kept), whole.took_s)
         run = subprocess.Popen(command(whole.source, output, num_ranks), stderr=subprocess.DEVNULL)
-        time.sleep(moment)
-        was_running = run.poll() is None
+        wait_for_phase(run, moment, output)
+        phase = moment.phase if run.poll() is None else "over"
         kill(run, victim, source)
-        before, kept = kept, kept | kept_records(output)
-        meeting = "answering" if kept > before else "loading, or with its rows kept"
-        meeting = meeting if was_running else "over"
-        met[meeting] += 1
-        done.append(f"{victim} {moment:.1f} s ({meeting})")
+        kept |= kept_records(output)
+        met[phase] += 1
+        done.append(f"{victim} {phase}, {len(kept)} rows")
     last = subprocess.run(
         command(whole.source, output, num_ranks), capture_output=True, text=True, timeout=120
     )
-    said = f"round {number}: {', '.join(done)}; {len(kept)} rows on disk"
+    said = f"round {number}: {'; '.join(done)}"
     assert last.returncode == 3, f"{said}: {last.stderr}"
     errors = output.with_name(f"out_{number}.errors.jsonl").read_bytes()
     assert texts(output) == texts(whole.output), said
@@ -154,7 +183,9 @@ def main(rounds: int, ranks: int, first: int) -> None:
         for number in range(first, first + rounds):
             print(one_round(number, whole, Path(folder), ranks, met), flush=True)
     print(f"{rounds} of {rounds} rounds lost nothing ({ranks} rank{'s' * (ranks > 1)})")
-    print("kills met a run " + "; ".join(f"{name}: {count}" for name, count in met.items()))
+    print(
+        "kills met runs that were " + "; ".join(f"{name}: {count}" for name, count in met.items())
+    )
 
 
 if __name__ == "__main__":

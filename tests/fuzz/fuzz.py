@@ -24,8 +24,9 @@ from fminfer.engine.intake import Intake, Limits
 from fminfer.errors import RequestError, UsageError
 from fminfer.input.envelope import Envelope, as_text, open_envelope
 from fminfer.input.lines import Line, read_lines
-from fminfer.output.journal import Journal, Row, journal_path
+from fminfer.output.journal import Journal, journal_path
 from fminfer.output.records import Record
+from fminfer.output.rows import Row
 from fminfer.tokenizer import Tokenizer
 
 HERE = Path(__file__).parent

@@ -1,0 +1,63 @@
+"""One row of a journal: a line of JSON with a checksum, which a crash may tear or damage.
+
+    {"line":7,"kind":"answer","tokens":[5,0,3],"input":"8c736521","check":"1d3a…","record":{…}}
+
+`record` stands there in the very bytes that the output will hold. It knows nothing of files.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from dataclasses import dataclass
+
+_ROW = re.compile(
+    rb'\{"line":(\d{1,18}),"kind":"(answer|error|fault)","tokens":\[(\d+),(\d+),(\d+)\],'
+    rb'"input":"([0-9a-f]{8})","check":"([0-9a-f]{8})","record":'
+)
+
+
+@dataclass(slots=True, frozen=True)
+class Row:
+    """A finished row. Tokens: of the prompt, those of it not computed again, and drawn ones."""
+
+    number: int  # of the input's line, from 1
+    is_error: bool
+    tokens: tuple[int, int, int]
+    input_crc: int  # of the input's line
+    record: bytes
+    is_ours: bool = False  # an error that another run may not meet, such as too little memory
+
+    @property
+    def kind(self) -> str:
+        return ("fault" if self.is_ours else "error") if self.is_error else "answer"
+
+    def to_line(self) -> bytes:
+        """Return the journal's line, with its newline."""
+        head = b'{"line":%d,"kind":"%s","tokens":[%d,%d,%d],"input":"%08x","check":"' % (
+            self.number,
+            self.kind.encode(),
+            *self.tokens,
+            self.input_crc,
+        )
+        check = zlib.crc32(self.record, zlib.crc32(head))
+        return head + b'%08x","record":' % check + self.record + b"}\n"
+
+
+def read_row(line: bytes) -> Row | None:
+    """Read a line of a journal; None: it is torn or damaged."""
+    match = _ROW.match(line)
+    if match is None or not line.endswith(b"}\n"):
+        return None
+    record = line[match.end() : -2]
+    if zlib.crc32(record, zlib.crc32(line[: match.start(7)])) != int(match[7], 16):
+        return None
+    tokens = int(match[3]), int(match[4]), int(match[5])
+    is_error, is_ours = match[2] != b"answer", match[2] == b"fault"
+    return Row(int(match[1]), is_error, tokens, int(match[6], 16), record, is_ours)
+
+
+def read_input_crc(start: bytes) -> int | None:
+    """Read the checksum of a row's input from the start of its line."""
+    match = _ROW.match(start)
+    return None if match is None else int(match[6], 16)
