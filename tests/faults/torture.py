@@ -1,9 +1,10 @@
 """Kills runs at random moments, and sees that nothing is lost: `scripts/torture`.
 
 Each round repeats one command. Three times it is killed with SIGKILL: the launcher, one of its
-ranks, or all of them; while it loads, after some rows, or about when it finishes. The fourth is left alone, and then every
-row must be there once, in the order of the input, with the text of a run that was never disturbed;
-and every record that was on disk at a kill must be in the output in the very same bytes.
+ranks, or all of them; while it loads, after some rows, or about when it finishes. The fourth is
+left alone, and then every row must be there once, in the order of the input, with the text of a run
+that was never disturbed; and every record that was on disk at a kill must be in the output in the
+very same bytes.
 """
 
 from __future__ import annotations
