@@ -156,6 +156,8 @@ def one_round(
         kept |= kept_records(output)
         met[phase] += 1
         done.append(f"{victim} {phase}, {len(kept)} rows")
+        if output.exists() and not Path(f"{output}.journal").exists():
+            break  # it was complete
     last = subprocess.run(
         command(whole.source, output, num_ranks), capture_output=True, text=True, timeout=120
     )
