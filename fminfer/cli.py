@@ -20,7 +20,7 @@ from fminfer.models.layer_count import check_split
 from fminfer.paths import JobPaths
 from fminfer.ranks import RankConfig, find_facts
 from fminfer.run_options import run_options
-from fminfer.stopping import AGAIN, Stopper, check_times
+from fminfer.stopping import Stopper, check_times
 
 STARTED_S = time.perf_counter()
 EXIT_FAILED, EXIT_USAGE, EXIT_SOME_ERRORS = 1, 2, 3
@@ -78,9 +78,9 @@ def run(
 
     \b
     Exit status: 0 every line answered; 1 the run failed; 2 wrong usage;
-    3 finished, some lines are in the errors file; 130 interrupted; 143 terminated; 75 out of time
-    (--deadline, or a scheduler's warning). After 1, 75, 130 and 143 the same command goes on where
-    the run ended.
+    3 finished, some lines are in the errors file; 75 out of time (--deadline, or a scheduler's
+    warning); 129 hung up; 130 interrupted; 143 terminated. After 1, 75, 129, 130 and 143 the same
+    command goes on where the run ended.
     """
     if fp16:
         if options["dtype"] not in ("auto", "float16"):
@@ -117,11 +117,10 @@ def run(
     except FminferError as error:
         _fail(error, EXIT_FAILED, verbose, is_rank)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # quiet at exit, too
         gone = FminferError("whoever read the answers stopped reading")
         _fail(gone, EXIT_FAILED, verbose, is_rank)
     except KeyboardInterrupt:  # told twice
-        again = stopper.reason or StoppedError(f"Interrupted. {AGAIN}", "cancelled", 130)
+        again = stopper.reason or StoppedError("Interrupted.", "cancelled", 130)
         _say_and_end(str(again), again.exit_status, is_rank)
     except Exception as error:
         _fail(error, EXIT_FAILED, True, is_rank)
@@ -146,7 +145,10 @@ def _say_and_end(text: str, status: int, is_rank: bool) -> None:
 
 def _end(status: int, is_rank: bool) -> None:
     """Exit; a rank at once, for its threads may wait for others that are gone."""
-    if is_rank:
+    try:
         sys.stdout.flush()
+    except OSError:  # told before; Python is not to try again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if is_rank:
         os._exit(status)
     sys.exit(status)

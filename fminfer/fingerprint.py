@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import BinaryIO
 
 from fminfer import __version__
 from fminfer.config import EngineConfig
@@ -16,9 +17,9 @@ from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.weights import weight_files
 from fminfer.placement import choose_device, choose_dtype
 
-# Of a weight file its size and these many pieces, evenly spread: a checkpoint that was trained
-# further differs everywhere, and whole files of 350 GB would take minutes.
-NUM_PIECES, PIECE_BYTES = 16, 4096
+# Of a weight file its header, and of each tensor this much in its middle and at its end: training
+# changes a tensor everywhere, new tokens its end, and whole files of 350 GB would take minutes.
+PIECE_BYTES = 2048
 # By name: a folder may hold outputs too.
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -66,10 +67,29 @@ def _model_digest(config: EngineConfig, checkpoint: Checkpoint) -> str:
 def _add_weights(digest: hashlib.blake2b, file: Path) -> None:
     size = file.stat().st_size
     digest.update(f"\n{file.name} {size}\n".encode())
-    with file.open("rb") as pieces:
-        for index in range(NUM_PIECES):
-            pieces.seek(max(0, size - PIECE_BYTES) * index // (NUM_PIECES - 1))
-            digest.update(pieces.read(PIECE_BYTES))
+    with file.open("rb") as tensors:
+        for first, last in _tensor_spans(tensors, size):
+            for place in ((first + last - PIECE_BYTES) // 2, last - PIECE_BYTES):
+                place = max(first, place)
+                tensors.seek(place)
+                digest.update(tensors.read(min(PIECE_BYTES, last - place)))
+
+
+def _tensor_spans(file: BinaryIO, size: int) -> list[tuple[int, int]]:
+    """Return where each part of a safetensors file begins and ends, its header first.
+
+    Of a broken one this is less; loading says what is wrong with it.
+    """
+    start = 8 + int.from_bytes(file.read(8), "little")
+    spans = [(0, min(start, size))]
+    if start <= size:
+        try:
+            header = json.loads(file.read(start - 8))
+            offsets = [entry["data_offsets"] for entry in header.values() if "dtype" in entry]
+            spans += [(start + int(first), start + int(last)) for first, last in offsets]
+        except (ValueError, TypeError, KeyError, AttributeError):
+            pass
+    return spans
 
 
 def _files_digest(folder: Path | None) -> str:

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import IO
 
 from fminfer.ranks import LISTEN_FD, PARENT
-from fminfer.stopping import REPEAT_S, WARNINGS
+from fminfer.stopping import REPEAT_S, WARNINGS, signals_to_hear
 
 GRACE_S = 4.0  # for ranks to end by themselves once one has failed
 KILL_S = 1.0  # from SIGTERM to SIGKILL
@@ -112,7 +112,7 @@ class _Launcher:
         self._num_signals = 0
         self._told_s, self._told_status = 0.0, 1  # when, and what status that means
         self._term_at: float | None = None  # when those that are left are asked to end
-        for number in (signal.SIGINT, signal.SIGTERM, *WARNINGS):
+        for number in signals_to_hear():
             signal.signal(number, self._pass_on)
 
     def wait(self) -> int:
@@ -144,7 +144,8 @@ class _Launcher:
         for rank, status in enumerate(statuses):
             if status < 0 and rank == first_failed and self._num_signals < 2:
                 name = signal.Signals(-status).name
-                print(f"Error: rank {rank} was ended by {name}", file=sys.stderr)
+                why = " (the system does so when memory runs out)" if status == -9 else ""
+                print(f"Error: rank {rank} was ended by {name}{why}", file=sys.stderr)
         if statuses[0] < 0 and self._num_signals > 1:  # ended at once, as told
             return self._told_status
         return statuses[0] if statuses[0] >= 0 else 1

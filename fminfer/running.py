@@ -6,7 +6,8 @@ It knows ranks and paths, not exit statuses.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 
 import click
@@ -17,14 +18,14 @@ from fminfer.errors import FminferError, PipelineError, StoppedError
 from fminfer.fingerprint import fingerprint_of
 from fminfer.job import abandon, open_files, run_job
 from fminfer.loading import open_model
-from fminfer.output.job_file import JobFile
+from fminfer.output.job_file import JobFile, JournaledInput
 from fminfer.output.progress import LoadingBar
 from fminfer.output.summary import JobSummary
 from fminfer.paths import JobPaths, Plan
 from fminfer.pipeline.group import Group, status_of
 from fminfer.pipeline.watch import Fault
 from fminfer.ranks import RankConfig, RankFacts
-from fminfer.stopping import Stopper
+from fminfer.stopping import AGAIN, Stopper
 from fminfer.worker import Engine, serve_rank
 
 
@@ -105,12 +106,23 @@ def _answer(
     if group is None and all(file.is_finished for file in files):
         summary = run_job(None, files, summary, is_quiet=job.is_quiet)
     else:
-        summary = _answer_files(job, files, summary, config, group, stopper, elapsed_s)
+        with _telling_how_to_go_on(files):
+            summary = _answer_files(job, files, summary, config, group, stopper, elapsed_s)
     if job.stats is not None:
         job.stats.write_text(json.dumps(summary.to_dict(), indent=2) + "\n")
     if not job.is_quiet:
         click.echo(summary.to_text(), err=True)
     return summary
+
+
+@contextmanager
+def _telling_how_to_go_on(files: list[JobFile]) -> Iterator[None]:
+    try:
+        yield
+    except (StoppedError, PipelineError) as error:
+        if any(isinstance(file, JournaledInput) for file in files):
+            error.args = (f"{str(error).rstrip('.')}. {AGAIN}",)
+        raise
 
 
 def _answer_files(

@@ -17,29 +17,35 @@ from types import FrameType
 
 from fminfer.errors import StoppedError, UsageError
 
-EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
+EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_TERMINATED = 129, 130, 143
 EXIT_OUT_OF_TIME = 75  # sysexits' EX_TEMPFAIL: run it again
 # Slurm's --signal and LSF's -wa send one of the user's choice; LSF's run limit sends SIGUSR2.
 WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 SPARE_S = 5.0  # from the end of the grace to that of the processes
 AGAIN = "Finished rows are kept; the same command, without --restart, goes on from there."
+DEADLINE = signal.SIGXCPU  # a run sends it to itself
+SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+_NUMBER = r"\d+(?:\.\d+)?"
+DURATIONS = (
+    re.compile(rf"(?P<s>{_NUMBER})"),
+    re.compile("(?=.)" + "".join(rf"(?:(?P<{unit}>{_NUMBER}){unit})?" for unit in SECONDS)),
+    re.compile(r"(?P<m>\d+):(?P<s>[0-5]\d)"),
+    re.compile(r"(?:(?P<d>\d+)-)?(?P<h>\d+):(?P<m>[0-5]\d):(?P<s>[0-5]\d)"),  # as Slurm's
+)
 REPEAT_S = 1.0  # a signal to all processes of a job comes by the launcher once more
 
 
 def parse_duration(text: str) -> float:
-    """Return the seconds of 3:50:00, 45:00 (minutes), 90 (seconds), 2h, 30m or 15s.
+    """Return the seconds of 3:50:00, 45:00 (minutes), 90 (seconds), 1.5h, 1h30m or 15s.
 
     Raises:
         ValueError: it is none of that.
     """
-    units = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text.strip())
-    if units is not None:
-        return float(units[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[units[2]]
-    parts = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d\d)", text.strip())
-    if parts is None or int(parts[4]) > 59:
-        raise ValueError(f"{text!r} is no duration; write 3:50:00, 45:00, 2h, 30m or 90 (seconds)")
-    days, hours, minutes, seconds = (int(part or 0) for part in parts.groups())
-    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+    for form in DURATIONS:
+        if (parts := form.fullmatch(text.strip())) is not None:
+            found = parts.groupdict(default="0")
+            return sum(float(found.get(unit, 0)) * size for unit, size in SECONDS.items())
+    raise ValueError(f"{text!r} is no duration; write 3:50:00, 45:00, 2h, 1h30m, or 90 (seconds)")
 
 
 class Stopper:
@@ -65,16 +71,16 @@ class Stopper:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Hear signals, and mind the deadline; in the main thread. Afterwards they are ignored."""
-        numbers = (signal.SIGINT, signal.SIGTERM, *WARNINGS)
+        numbers = signals_to_hear()
         for number in numbers:
             signal.signal(number, self._hear)
         timer: threading.Timer | None = None
         if self._deadline_s is not None:
-            left_s = max(0.0, self._deadline_s - self._grace_s - time.monotonic())
+            left_s = max(0.0, self._last_call_s(self._deadline_s) - time.monotonic())
             main = threading.main_thread().ident
             assert main is not None
             # A signal to itself is heard wherever the main thread waits.
-            timer = threading.Timer(left_s, signal.pthread_kill, (main, signal.SIGXCPU))
+            timer = threading.Timer(left_s, signal.pthread_kill, (main, DEADLINE))
             timer.daemon = True
             timer.start()
         try:
@@ -114,11 +120,27 @@ class Stopper:
 
         One that is told to end, and is still there when rank 0 must have ended, ends by itself.
         """
-        for number in (signal.SIGINT, *WARNINGS):
+        for number in (signal.SIGINT, signal.SIGHUP, *WARNINGS):
             signal.signal(number, signal.SIG_IGN)
         timer = threading.Timer(self._grace_s + SPARE_S, os._exit, (EXIT_TERMINATED,))
         timer.daemon = True
         signal.signal(signal.SIGTERM, lambda number, frame: _start_once(timer))
+
+    def _last_call_s(self, deadline_s: float) -> float:
+        """Return when rows are told to end, so that the processes end by the deadline, too."""
+        return deadline_s - self._grace_s - SPARE_S
+
+    def _reason(self, number: signal.Signals) -> StoppedError:
+        if number == signal.SIGINT:
+            return StoppedError("Interrupted.", "cancelled", EXIT_INTERRUPTED)
+        if number == signal.SIGTERM:
+            return StoppedError("Terminated.", "cancelled", EXIT_TERMINATED)
+        if number == signal.SIGHUP:
+            return StoppedError("Hung up.", "cancelled", EXIT_HUNG_UP)
+        is_deadline = number == DEADLINE and self._deadline_s is not None
+        is_deadline &= time.monotonic() >= self._last_call_s(self._deadline_s or 0.0)
+        name = "--deadline" if is_deadline else number.name
+        return StoppedError(f"Out of time ({name}).", "expired", EXIT_OUT_OF_TIME)
 
     def _give_up(self) -> None:
         assert self.reason is not None
@@ -130,9 +152,9 @@ class Stopper:
         if self.reason is not None:
             if number in WARNINGS or now_s - self._heard_s < REPEAT_S:
                 return  # schedulers repeat them
-            self.reason = _reason(signal.Signals(number))
+            self.reason = self._reason(signal.Signals(number))
             raise KeyboardInterrupt  # asked twice: at once
-        self.reason, self._heard_s = _reason(signal.Signals(number)), now_s
+        self.reason, self._heard_s = self._reason(signal.Signals(number)), now_s
         # Steps may be long, and ranks may hang: what is on disk is good in any case.
         self._watchdog = threading.Timer(self._grace_s + SPARE_S, self._give_up)
         self._watchdog.daemon = True
@@ -149,12 +171,12 @@ def _start_once(timer: threading.Timer) -> None:
         timer.start()
 
 
-def _reason(number: signal.Signals) -> StoppedError:
-    if number == signal.SIGINT:
-        return StoppedError(f"Interrupted. {AGAIN}", "cancelled", EXIT_INTERRUPTED)
-    if number == signal.SIGTERM:
-        return StoppedError(f"Terminated. {AGAIN}", "cancelled", EXIT_TERMINATED)
-    return StoppedError(f"Out of time ({number.name}). {AGAIN}", "expired", EXIT_OUT_OF_TIME)
+def signals_to_hear() -> list[signal.Signals]:
+    """List the signals that end a run; under nohup a closed terminal does not."""
+    numbers = [signal.SIGINT, signal.SIGTERM, *WARNINGS]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    return numbers
 
 
 def check_times(grace_s: float, deadline_s: float | None) -> None:
@@ -165,8 +187,9 @@ def check_times(grace_s: float, deadline_s: float | None) -> None:
     """
     if grace_s < 0:
         raise UsageError(f"--grace is {grace_s:g} seconds; it must be 0 or more")
-    if deadline_s is not None and deadline_s <= grace_s:
+    if deadline_s is not None and deadline_s <= grace_s + SPARE_S:
         raise UsageError(
-            f"--deadline is {deadline_s:g} seconds, which --grace ({grace_s:g}) uses up; rows are "
-            "taken in until so long before the deadline. Give more time, or a smaller --grace"
+            f"--deadline is {deadline_s:g} seconds, which --grace ({grace_s:g}) and {SPARE_S:g} "
+            "more for the processes to end use up; rows are taken in until so long before the "
+            "deadline. Give more time, or a smaller --grace"
         )

@@ -296,6 +296,14 @@ def test_a_reader_that_stops_ends_the_run() -> None:
     assert found.stderr.decode().splitlines() == ["Error: whoever read the answers stopped reading"]
 
 
+def test_a_full_disk_behind_stdout() -> None:
+    command = f"{sys.executable} -m fminfer run -q - > /dev/full"
+    found = subprocess.run(["bash", "-c", command], input=ROWS, capture_output=True, text=False)
+    assert found.returncode == 1
+    (line,) = found.stderr.decode().splitlines()
+    assert line.startswith("Error: stdout cannot be written: No space left on device")
+
+
 def test_strict_and_check_model_through_the_command(tmp_path: Path) -> None:
     rows = [{"user": "u"}, {"colour": "red"}, {"model": "opt"}, {"engine": "fminfer-demo"}]
     lines = [json.dumps({"prompt": "x", "max_tokens": 1, "logprobs": 1} | row) for row in rows]

@@ -170,7 +170,7 @@ def test_another_runs_rows_are_refused_by_what_differs(tmp_path: Path) -> None:
     assert journal.num_rows == 0
     journal.close()
     journal_path(output).write_text('{"some": "file"}\n')
-    with pytest.raises(UsageError, match="no journal of this version"):
+    with pytest.raises(UsageError, match="its first line is damaged"):
         Journal(output, MODEL)
 
 

@@ -132,6 +132,7 @@ def test_the_time_left_counts_rows_that_are_half_done() -> None:
     # 10 of 40 rows took 1,000 tokens in 10 s; 500 more tokens are in rows not yet finished.
     progress = Progress(num_rows=10, num_errors=0, num_tokens=1500, num_finished_tokens=1000)
     assert remaining_s(progress, 40, elapsed_s=15.0) == pytest.approx(25.0)
+    assert remaining_s(progress, 15, elapsed_s=15.0) is None, "those that run are longer"
     nothing = Progress(num_rows=0, num_errors=0, num_tokens=10, num_finished_tokens=0)
     assert remaining_s(nothing, 40, elapsed_s=1.0) is None
     assert show_seconds(3725) == "1:02:05" and show_seconds(59.7) == "1:00"

@@ -15,15 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import fminfer
+from fminfer.config import EngineConfig
 from fminfer.errors import StoppedError, UsageError
+from fminfer.fingerprint import fingerprint_of
 from fminfer.input.streams import STDIN
 from fminfer.job import open_files, run_job
+from fminfer.models.checkpoint import open_checkpoint
 from fminfer.output.journal import Journal
 from fminfer.output.rows import Row
 from fminfer.output.summary import JobSummary
-from fminfer.stopping import Stopper, check_times, parse_duration
+from fminfer.stopping import WARNINGS, Stopper, check_times, parse_duration, signals_to_hear
 from tests.conftest import run_files
 from tests.faults.torture import NUM_ROWS, command, kept_records, one_round, run_alone, texts
 
@@ -126,11 +130,11 @@ def test_a_deadline(tmp_path: Path) -> None:
     rows.write_text((json.dumps(row) + "\n") * 3000)
     started = time.monotonic()
     done = subprocess.run(
-        [*command(rows, tmp_path / "out.jsonl", 1), "--deadline", "16", "--grace", "2"],
+        [*command(rows, tmp_path / "out.jsonl", 1), "--deadline", "20", "--grace", "2"],
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 75 and "Out of time" in done.stderr, done.stderr
+    assert done.returncode == 75 and "Out of time (--deadline)" in done.stderr, done.stderr
     assert 13 < time.monotonic() - started < 40
 
 
@@ -179,7 +183,7 @@ def test_an_input_that_changed_is_refused(engine: fminfer.Engine, tmp_path: Path
     source.write_text(text)
     stop_after(engine, 5, [source], [output])
     source.write_text(text + ROW % 99)
-    with pytest.raises(UsageError, match=r"the input was [0-9a-f]{16}, is [0-9a-f]{16}.*--restart"):
+    with pytest.raises(UsageError, match=r"the input was \d+ bytes .*, is \d+ bytes .*--restart"):
         run_files(engine, [source], [output])
     source.write_text(text)
     summary = run_files(engine, [source], [output])
@@ -232,6 +236,30 @@ def test_equal_lines_draw_by_their_number_also_when_some_are_kept(
     assert texts(tmp_path / "parts.jsonl") == whole
 
 
+def test_weights_that_changed_are_another_model(
+    llama_checkpoint: tuple[Path, Any], tmp_path: Path
+) -> None:
+    """In the middle of one tensor, and at the end of another; the file's size is the same."""
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((llama_checkpoint[0] / name).read_bytes())
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(llama_checkpoint[0] / file.name)
+    config = EngineConfig(model=str(tmp_path))
+
+    def digest() -> str:
+        save_file(tensors, file, metadata={"format": "pt"})
+        return fingerprint_of(config, open_checkpoint(str(tmp_path)))["the model"]
+
+    found = {digest()}
+    for name in list(tensors)[::3]:
+        flat = tensors[name].view(-1)
+        flat[len(flat) // 2] += 1
+        found.add(digest())
+        flat[-1] += 1
+        found.add(digest())
+    assert len(found) == 1 + 2 * len(list(tensors)[::3])
+
+
 def test_a_run_that_was_killed_while_it_finished_needs_no_model(
     engine: fminfer.Engine, tmp_path: Path
 ) -> None:
@@ -255,20 +283,43 @@ def test_a_run_that_was_killed_while_it_finished_needs_no_model(
 
 def test_durations() -> None:
     shown = {"90": 90, "1.5m": 90, "2h": 7200, "3:50:00": 13800, "45:00": 2700, "1-00:00:10": 86410}
+    shown |= {"1h30m": 5400, "2d1s": 172801}
     for text, seconds in shown.items():
         assert parse_duration(text) == seconds
-    for text in ("", "x", "-3", "1:75", "1:2:3:4", "3h20"):
+    for text in ("", "x", "-3", "1:75", "3:99:00", "1:2:3:4", "3h20", "5m1h"):
         with pytest.raises(ValueError, match="is no duration"):
             parse_duration(text)
-    check_times(10, 11)
-    for grace_s, deadline_s in ((-1, None), (10, 10)):
+    check_times(10, 16)
+    for grace_s, deadline_s in ((-1, None), (10, 15)):
         with pytest.raises(UsageError, match="--"):
             check_times(grace_s, deadline_s)
 
 
-def test_a_signal_while_the_model_loads_ends_it(tmp_path: Path) -> None:
+@pytest.fixture
+def own_signals() -> Iterator[None]:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *WARNINGS)
+    before = {number: signal.getsignal(number) for number in numbers}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(
+    ("number", "word", "status"),
+    [
+        (signal.SIGTERM, "Terminated", 143),
+        (signal.SIGHUP, "Hung up", 129),
+        (signal.SIGUSR1, r"Out of time \(SIGUSR1\)", 75),
+    ],
+)
+def test_a_signal_while_the_model_loads_ends_it(
+    number: signal.Signals, word: str, status: int, own_signals: None
+) -> None:
     stopper = Stopper(5.0)
-    with pytest.raises(StoppedError, match="Terminated"), stopper.listening():
-        os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(StoppedError, match=word) as stopped, stopper.listening():
+        os.kill(os.getpid(), number)
         time.sleep(1)
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN, "the process ends"
+    assert stopped.value.exit_status == status
+    assert signal.getsignal(number) == signal.SIG_IGN, "the process ends"
+    assert signal.SIGHUP not in signals_to_hear(), "as under nohup"

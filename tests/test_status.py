@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import openai.types
 import pytest
 
 import fminfer
+from fminfer.errors import OutputError
 from fminfer.input.lines import read_lines
 from fminfer.output.status import Counts, StatusFile, status_path
 from tests.conftest import run_files
@@ -163,3 +165,19 @@ def test_a_file_of_unknown_length_counts_what_was_read(
     run_files(engine, [path], [tmp_path / "x.jsonl"])
     assert 0 < totals[0] < 300 and totals[-1] == 300 and totals == sorted(totals)
     assert sum(1 for _ in read_lines(path, 0)) == 300
+
+
+def test_the_end_is_told_also_on_a_full_disk(tmp_path: Path) -> None:
+    def refuse(*names: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    output = tmp_path / "out.jsonl"
+    status = StatusFile(Path("in.jsonl"), output, "m", {}, Counts())
+    status.move("in_progress")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.replace", refuse)
+        with pytest.raises(OutputError, match="No space left"):
+            status.move("finalizing")
+        status.move("failed", "the disk is full")
+    assert [path.name for path in tmp_path.iterdir()] == ["out.status.json"]
+    assert read(status_path(output)).status == "failed"

@@ -46,14 +46,14 @@ def read_chunks(path: Path) -> Iterator[bytes]:
 
 
 def digest_of(path: Path) -> str:
-    """Return 16 hex digits for a file's bytes; for a pipe, which can be read once, its kind."""
+    """Return a file's size and digest, for people; for a pipe, which is read once, its kind."""
     if path == STDIN or not path.is_file():
         return A_PIPE
     digest = hashlib.blake2b(digest_size=8)
     with path.open("rb", buffering=0) as file:
         while chunk := file.read(DIGEST_CHUNK_BYTES):
             digest.update(chunk)
-    return digest.hexdigest()
+    return f"{path.stat().st_size:,} bytes ({digest.hexdigest()})"
 
 
 def check_readable(path: Path) -> None:

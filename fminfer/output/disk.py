@@ -69,6 +69,11 @@ def told(path: Path) -> Iterator[None]:
 def explain(path: Path, error: OSError) -> OutputError:
     """Say what the system's error on a file means for a run."""
     reason = os.strerror(error.errno) if error.errno else str(error)
+    if error.errno == errno.ENOENT:
+        return OutputError(
+            f"{path} cannot be written: {reason}. Its folder was moved or removed, and finished "
+            "rows with it; put it back, and run the same command again"
+        )
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         hint = "make room (the output needs as much again while it is put in order)"
     elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):

@@ -228,8 +228,8 @@ def read_fingerprint(path: Path, head: bytes) -> Fingerprint:
         is_known = False
     if not is_known:
         raise UsageError(
-            f"{path} is no journal of this version of fminfer; give --restart to answer from the "
-            "start, or another --output"
+            f"{path}: its first line is damaged, or another version's; what run its rows are of is "
+            "not known. Give --restart to answer from the start, or another --output"
         )
     return {str(name): str(value) for name, value in found.items()}
 
@@ -245,7 +245,8 @@ def check_fingerprint(path: Path, old: Fingerprint, new: Fingerprint) -> None:
         changes = "; ".join(f"{name} was {old.get(name)}, is {new.get(name)}" for name in names)
         raise UsageError(
             f"{path} belongs to a run that differs: {changes}. Repeat that run's command to go on "
-            "with it, give --restart to answer from the start, or another --output"
+            "with it; or answer from the start: move that file away, or give --restart (for all "
+            "inputs), or another --output"
         )
 
 

@@ -30,15 +30,18 @@ def remaining_s(progress: Progress, total_rows: int | None, elapsed_s: float) ->
     """Estimate the seconds left from tokens: rows that are half done count as half done.
 
     None where nothing is known yet, or how many rows there are is not. The rows to come are taken
-    to be as long as the finished ones are on average.
+    to be as long as the finished ones are on average; where those that run are longer already, that
+    is no guide.
     """
     if total_rows is None:
         return None
     if not (progress.num_finished_tokens and progress.num_tokens and elapsed_s > 0):
         return None
     expected = progress.num_finished_tokens / progress.num_rows * total_rows
-    left = max(0.0, expected - progress.num_tokens)
-    return left / (progress.num_tokens / elapsed_s)
+    left = expected - progress.num_tokens
+    if left <= 0 and progress.num_rows < total_rows:
+        return None
+    return max(0.0, left) / (progress.num_tokens / elapsed_s)
 
 
 def show_seconds(seconds: float) -> str:

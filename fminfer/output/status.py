@@ -5,6 +5,7 @@ It knows counts and paths. Fields: https://platform.openai.com/docs/api-referenc
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -20,7 +21,8 @@ from fminfer.output.writer import errors_path
 Status = Literal[
     "validating", "in_progress", "finalizing", "completed", "failed", "cancelled", "expired"
 ]
-ENDS: tuple[Status, ...] = ("completed", "failed", "cancelled", "expired")
+BROKEN_OFF: tuple[Status, ...] = ("failed", "cancelled", "expired")
+ENDS: tuple[Status, ...] = ("completed", *BROKEN_OFF)
 WRITE_EVERY_S = 1.0
 NEW = ".new"  # added to its name while it is being written
 
@@ -106,19 +108,39 @@ class StatusFile:
             self._write()
 
     def _write(self) -> None:
+        text = json.dumps(self._to_batch(), indent=2) + "\n"
+        try:
+            self._replace(text)
+        except OSError as error:
+            if self._status not in BROKEN_OFF or not self._overwrite(text):
+                raise explain(self._path, error) from error
+        self._written_s = time.perf_counter()
+
+    def _replace(self, text: str) -> None:
         new = self._path.with_name(self._path.name + NEW)
         try:
             with new.open("w") as file:
-                file.write(json.dumps(self._to_batch(), indent=2) + "\n")
+                file.write(text)
                 if self._status in ENDS:  # what follows relies on it, also after a power cut
                     file.flush()
                     os.fsync(file.fileno())
             os.replace(new, self._path)
             if self._status in ENDS:
                 sync_folder(self._path.parent)
-        except OSError as error:
-            raise explain(self._path, error) from error
-        self._written_s = time.perf_counter()
+        except OSError:
+            with contextlib.suppress(OSError):
+                new.unlink(missing_ok=True)
+            raise
+
+    def _overwrite(self, text: str) -> bool:
+        """Write into the file that is there, for which a full disk has room; False: it has not."""
+        try:
+            with self._path.open("r+") as file:
+                file.write(text)
+                file.truncate()
+        except OSError:
+            return False
+        return True
 
     def _to_batch(self) -> dict[str, Any]:
         counts, is_completed = self._counts, self._status == "completed"

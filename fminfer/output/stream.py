@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import BinaryIO
 
+from fminfer.errors import OutputError
+
 
 class OrderedStream:
     """Takes records in any order; holds those that are ready before their turn.
@@ -28,12 +30,28 @@ class OrderedStream:
         self._order.append((source, number))
 
     def append(self, source: int, number: int, line: bytes, *, is_error: bool) -> None:
-        """Take the record of line `number` of an input, and write what is next in order."""
+        """Take the record of line `number` of an input, and write what is next in order.
+
+        Raises:
+            BrokenPipeError: the reader is gone.
+            OutputError: it cannot be written for another reason.
+        """
         self._ready[source, number] = line, is_error
         while self._order and self._order[0] in self._ready:
             line, is_error = self._ready.pop(self._order.popleft())
             if is_error:
                 self._write_error(line)
             else:
-                self._answers.write(line + b"\n")
-                self._answers.flush()
+                self._write(line + b"\n")
+
+    def _write(self, line: bytes) -> None:
+        try:
+            self._answers.write(line)
+            self._answers.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise OutputError(
+                f"stdout cannot be written: {error.strerror or error}. What was written is not "
+                "gone on with; give --output FILE, which is"
+            ) from error
