@@ -96,6 +96,14 @@ def children_of(pid: int) -> list[int]:
         return []
 
 
+def is_alive(pid: int) -> bool:
+    """Tell whether a process is there, and not only waiting for the system to take note."""
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
 def kill(run: subprocess.Popen[bytes], victim: str, source: random.Random) -> None:
     """Kill a run's processes, and wait until none is left, as a machine that starts anew has."""
     ranks = children_of(run.pid)
@@ -108,8 +116,8 @@ def kill(run: subprocess.Popen[bytes], victim: str, source: random.Random) -> No
         except ProcessLookupError:
             continue
     run.wait(timeout=30)
-    deadline = time.monotonic() + 15
-    while any(Path(f"/proc/{pid}").exists() for pid in ranks):
+    deadline = time.monotonic() + 30
+    while any(map(is_alive, ranks)):
         assert time.monotonic() < deadline, f"a rank outlives its launcher: {ranks}"
         time.sleep(0.05)
 
