@@ -281,7 +281,8 @@ def test_rows_reach_the_disk_within_a_second(
 
     monkeypatch.setattr(os, "fsync", watch)
     journal.append(row(1))
-    deadline = time.monotonic() + 1
+    assert journals.SYNC_EVERY_S <= 0.5, "and as long again for the disk"
+    deadline = time.monotonic() + 10  # the test's machine may be busy
     while not sizes and time.monotonic() < deadline:
         time.sleep(0.02)
     assert sizes and sizes[-1] == journal.path.stat().st_size
