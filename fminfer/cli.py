@@ -18,7 +18,7 @@ from fminfer.errors import FminferError, StoppedError, UsageError
 from fminfer.launcher import end_after, launch
 from fminfer.models.layer_count import check_split
 from fminfer.paths import JobPaths
-from fminfer.ranks import RankConfig, find_facts
+from fminfer.ranks import RankConfig, RankFacts, find_facts
 from fminfer.run_options import run_options
 from fminfer.stopping import Stopper, check_times
 
@@ -96,51 +96,53 @@ def run(
             stopper.set_deadline(time.monotonic() + deadline_s - _elapsed_s())
         facts = find_facts(ranks, os.environ)
         is_rank = facts is not None
-        if is_rank:  # torch's own words on broken connections say less than ours, at length
-            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        if facts is not None and facts.parent is not None:
-            end_after(facts.parent)
-        # Mistakes in it are told before anything is started or loaded.
-        plan = job.plan() if facts is None else None  # a rank's are told to all
-        if facts is None and (ranks.size or 1) > 1:
-            check_split(config, ranks.size or 1)
-            arguments = click.get_current_context().meta["arguments"]
-            sys.exit(launch(["run", *arguments], ranks.size or 1))
-        from fminfer.running import run_process
-
-        summary = run_process(job, plan, config, ranks, facts, stopper, _elapsed_s)
-        status = EXIT_SOME_ERRORS if summary is not None and summary.has_errors else 0
-    except StoppedError as error:
-        _say_and_end(str(error), error.exit_status, is_rank)
-    except UsageError as error:
-        _fail(error, EXIT_USAGE, verbose, is_rank)
-    except FminferError as error:
-        _fail(error, EXIT_FAILED, verbose, is_rank)
-    except BrokenPipeError:
-        gone = FminferError("whoever read the answers stopped reading")
-        _fail(gone, EXIT_FAILED, verbose, is_rank)
-    except KeyboardInterrupt:  # told twice
-        again = stopper.reason or StoppedError("Interrupted.", "cancelled", 130)
-        _say_and_end(str(again), again.exit_status, is_rank)
-    except Exception as error:
-        _fail(error, EXIT_FAILED, True, is_rank)
+        status = _run(job, config, ranks, facts, stopper)
+    except (Exception, KeyboardInterrupt) as error:
+        _end(_tell(error, stopper, verbose), is_rank)
     sys.exit(status)
+
+
+def _run(
+    job: JobPaths,
+    config: EngineConfig,
+    ranks: RankConfig,
+    facts: RankFacts | None,
+    stopper: Stopper,
+) -> int:
+    """Start ranks, be one of them, or do all alone; return the exit status."""
+    # Mistakes in the plan are told before anything is started or loaded; a rank's are told to all.
+    plan = job.plan() if facts is None else None
+    if facts is None and (ranks.size or 1) > 1:
+        check_split(config, ranks.size or 1)
+        arguments = click.get_current_context().meta["arguments"]
+        return launch(["run", *arguments], ranks.size or 1)
+    if facts is not None:  # torch's own words on broken connections say less than ours, at length
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        if facts.parent is not None:
+            end_after(facts.parent)
+    from fminfer.running import run_process
+
+    summary = run_process(job, plan, config, ranks, facts, stopper, _elapsed_s)
+    return EXIT_SOME_ERRORS if summary is not None and summary.has_errors else 0
 
 
 def _elapsed_s() -> float:
     return time.perf_counter() - STARTED_S
 
 
-def _fail(error: Exception, status: int, verbose: bool, is_rank: bool) -> None:
-    if verbose:
+def _tell(error: BaseException, stopper: Stopper, verbose: bool) -> int:
+    """Say what ended the run; return the exit status."""
+    if isinstance(error, KeyboardInterrupt):  # told twice
+        error = stopper.reason or StoppedError("Interrupted.", "cancelled", 130)
+    if isinstance(error, StoppedError):
+        click.echo(str(error), err=True)
+        return error.exit_status
+    if isinstance(error, BrokenPipeError):
+        error = FminferError("whoever read the answers stopped reading")
+    if verbose or not isinstance(error, FminferError):
         traceback.print_exception(error)
     click.echo(f"Error: {error}", err=True)
-    _end(status, is_rank)
-
-
-def _say_and_end(text: str, status: int, is_rank: bool) -> None:
-    click.echo(text, err=True)
-    _end(status, is_rank)
+    return EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILED
 
 
 def _end(status: int, is_rank: bool) -> None:

@@ -138,6 +138,7 @@ def _count_kept(summary: JobSummary, files: Sequence[JobFile]) -> None:
     for file in files:
         summary.num_kept_rows += file.num_kept_rows
         summary.num_kept_errors += file.num_kept_errors
+        summary.num_damaged_rows += file.num_damaged_rows
 
 
 def _count(summary: JobSummary, record: Record) -> None:

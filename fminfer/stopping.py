@@ -5,6 +5,7 @@ It knows signals and clocks, not rows.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -137,8 +138,8 @@ class Stopper:
             return StoppedError("Terminated.", "cancelled", EXIT_TERMINATED)
         if number == signal.SIGHUP:
             return StoppedError("Hung up.", "cancelled", EXIT_HUNG_UP)
-        is_deadline = number == DEADLINE and self._deadline_s is not None
-        is_deadline &= time.monotonic() >= self._last_call_s(self._deadline_s or 0.0)
+        last_call_s = math.inf if self._deadline_s is None else self._last_call_s(self._deadline_s)
+        is_deadline = number == DEADLINE and time.monotonic() >= last_call_s
         name = "--deadline" if is_deadline else number.name
         return StoppedError(f"Out of time ({name}).", "expired", EXIT_OUT_OF_TIME)
 

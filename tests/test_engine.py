@@ -109,6 +109,15 @@ def test_few_rows_stay_one_micro_batch(engine: fminfer.Engine) -> None:
     assert engine.stats.num_steps <= 20 + 4
 
 
+def test_stages_work_while_records_are_handled(engine: fminfer.Engine) -> None:
+    """The next step was given only after a record was built and written and new lines were read."""
+    row = {"temperature": 0, "ignore_eos": True}
+    run = engine.run([row | {"prompt": "a", "max_tokens": n} for n in (2, 90)])
+    next(run)
+    assert engine._pipeline.num_in_flight > 0
+    run.close()
+
+
 def test_nan_weights_cost_each_row_an_error_and_not_the_run(
     llama_checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

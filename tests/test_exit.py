@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 
 import pytest
+
+from tests.faults.torture import is_alive
 
 OPEN_RUN = """
 import fminfer
@@ -31,3 +34,16 @@ def test_a_run_that_is_open_at_exit_does_not_hang_or_crash(last: str, status: in
     )
     assert done.returncode == status, done.stderr
     assert ("ValueError: boom" in done.stderr) == bool(last)
+
+
+def test_a_rank_ends_after_its_launcher() -> None:
+    """Also while it imports, when nothing else watches."""
+    rank = "import os, time; from fminfer.launcher import end_after; end_after(os.getppid()); "
+    rank += "print(os.getpid(), flush=True); time.sleep(100)"
+    launcher = "import subprocess as s, sys; r = s.Popen([sys.executable, '-c', sys.argv[1]], "
+    launcher += "stdout=s.PIPE, text=True); print(r.stdout.readline())"
+    told = subprocess.run([sys.executable, "-c", launcher, rank], capture_output=True, timeout=60)
+    until_s = time.monotonic() + 30
+    while is_alive(int(told.stdout)):
+        assert time.monotonic() < until_s
+        time.sleep(0.1)

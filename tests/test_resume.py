@@ -24,7 +24,7 @@ from fminfer.fingerprint import fingerprint_of
 from fminfer.input.streams import STDIN
 from fminfer.job import open_files, run_job
 from fminfer.models.checkpoint import open_checkpoint
-from fminfer.output.journal import Journal
+from fminfer.output.journal import Journal, journal_path
 from fminfer.output.rows import Row
 from fminfer.output.summary import JobSummary
 from fminfer.stopping import WARNINGS, Stopper, check_times, parse_duration, signals_to_hear
@@ -234,6 +234,21 @@ def test_equal_lines_draw_by_their_number_also_when_some_are_kept(
     whole = texts(tmp_path / "whole.jsonl")
     assert len({str(text) for text in whole}) > 10
     assert texts(tmp_path / "parts.jsonl") == whole
+
+
+def test_rows_that_were_damaged_are_told_and_answered_again(
+    engine: fminfer.Engine, tmp_path: Path
+) -> None:
+    source, output = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(ROW % n for n in range(9)))
+    stop_after(engine, 5, [source], [output])
+    journal = journal_path(output)
+    head, first, *rest = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join([head, first.replace(b'"text"', b'"test"'), *rest]))
+    summary = run_files(engine, [source], [output])
+    assert (summary.num_rows, summary.num_kept_rows, summary.num_damaged_rows) == (5, 4, 1)
+    assert "1 rows of earlier runs were damaged" in summary.to_text()
+    assert len(output.read_bytes().splitlines()) == 9
 
 
 def test_weights_that_changed_are_another_model(

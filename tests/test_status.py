@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -181,3 +182,13 @@ def test_the_end_is_told_also_on_a_full_disk(tmp_path: Path) -> None:
         status.move("failed", "the disk is full")
     assert [path.name for path in tmp_path.iterdir()] == ["out.status.json"]
     assert read(status_path(output)).status == "failed"
+
+
+def test_a_folder_that_vanishes_has_taken_the_rows_along(tmp_path: Path) -> None:
+    folder = tmp_path / "answers"
+    folder.mkdir()
+    status = StatusFile(Path("in.jsonl"), folder / "out.jsonl", "m", {}, Counts())
+    status.move("in_progress")
+    shutil.rmtree(folder)
+    with pytest.raises(OutputError, match="moved or removed, and finished rows with it"):
+        status.move("finalizing")

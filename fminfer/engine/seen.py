@@ -35,9 +35,8 @@ class SeenCounts:
 
     @staticmethod
     def _open() -> sqlite3.Connection:
-        database = sqlite3.connect(
-            "", isolation_level=None, check_same_thread=False
-        )  # "": a temporary file
+        # "": a temporary file
+        database = sqlite3.connect("", isolation_level=None, check_same_thread=False)
         database.execute("PRAGMA journal_mode = OFF")
         database.execute(
             "CREATE TABLE seen (digest BLOB PRIMARY KEY, count INTEGER NOT NULL) WITHOUT ROWID"

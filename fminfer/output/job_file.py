@@ -30,7 +30,8 @@ class StreamedInput:
     def __init__(self, path: Path, source: int, stream: OrderedStream) -> None:
         self.path, self.source = path, source
         self.num_left = count_rows(path)  # lines to answer; None: not known before its end
-        self.num_kept_rows = self.num_kept_errors = 0  # it cannot go on where another ended
+        # It cannot go on where another ended.
+        self.num_kept_rows = self.num_kept_errors = self.num_damaged_rows = 0
         self._num_read = self._num_done = 0
         self._is_read = False
         self._stream = stream
@@ -91,7 +92,7 @@ class JournaledInput:
         self._is_read = False
         self._is_lost = False  # to another run
         has_journal = peek(output, self._fingerprint, restart=restart)
-        self.num_kept_rows = self.num_kept_errors = 0
+        self.num_kept_rows = self.num_kept_errors = self.num_damaged_rows = 0
         self._counts = Counts()
         if not has_journal and not restart and output.exists():
             self._check_complete()
@@ -115,6 +116,7 @@ class JournaledInput:
         journal = self._journal = Journal(self.output, self._fingerprint, restart=self._restart)
         self._status.move("validating")
         self._keep(journal.kept.num_answers, journal.kept.num_errors, journal.kept.tokens)
+        self.num_damaged_rows = journal.num_damaged
         if journal.num_rows == self._num_rows and journal.num_rows:
             self._num_read, self._is_read = journal.num_rows, True
             self._finish_if_complete()

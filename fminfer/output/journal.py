@@ -95,16 +95,15 @@ class Journal:
     def rows(self) -> Iterator[Row]:
         """Read the rows, in the order of their lines."""
         with told(self.path), open(self._fd, "rb", closefd=False) as file:
-            for place in self._places:
-                if place:
-                    file.seek(place)
-                    row = read_row(file.readline())
-                    if row is None:
-                        raise OutputError(
-                            f"{self.path} changed under this run, at byte {place}; run the same "
-                            "command again"
-                        )
-                    yield row
+            for place in filter(None, self._places):
+                file.seek(place)
+                row = read_row(file.readline())
+                if row is None:
+                    raise OutputError(
+                        f"{self.path} changed under this run, at byte {place}; run the same "
+                        "command again"
+                    )
+                yield row
 
     def append(self, row: Row) -> None:
         """Write a row, at once. It is safe from a power cut within a second.
@@ -176,18 +175,19 @@ class Journal:
             check_fingerprint(self.path, read_fingerprint(self.path, head), fingerprint)
             self._end = len(head)
             for line in file:
-                row = read_row(line)
-                if row is not None and row.number not in self and not row.is_ours:
-                    self._note(row.number, self._end)
-                    self.kept.add(row)
-                elif row is not None:
-                    pass  # to be tried again, or written twice where there are no locks
-                elif line.endswith(b"\n"):
-                    self.num_damaged += 1
-                else:
+                if not line.endswith(b"\n"):
                     break  # a torn tail
+                self._keep(read_row(line))
                 self._end += len(line)
         os.ftruncate(self._fd, self._end)
+
+    def _keep(self, row: Row | None) -> None:
+        """Take note of a row at the journal's end, unless it is damaged or to be tried again."""
+        if row is None:
+            self.num_damaged += 1
+        elif row.number not in self and not row.is_ours:  # twice: where there are no locks
+            self._note(row.number, self._end)
+            self.kept.add(row)
 
     def _begin(self, fingerprint: Fingerprint) -> None:
         head = json.dumps({"fminfer_journal": 1, "fingerprint": fingerprint}).encode() + b"\n"

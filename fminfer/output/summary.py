@@ -25,6 +25,7 @@ class JobSummary:
     num_errors: int = 0
     num_kept_rows: int = 0  # answered or refused by earlier runs, and kept
     num_kept_errors: int = 0  # of them, errors
+    num_damaged_rows: int = 0  # of earlier runs, not kept
     errors_by_code: dict[str, int] = field(default_factory=dict)
     prompt_tokens: int = 0  # as in usage: of answered rows
     completion_tokens: int = 0
@@ -102,6 +103,11 @@ class JobSummary:
             for rank, stage in enumerate(self.engine["stages"])
             if stage["max_tokens"]
         ]
+        if self.num_damaged_rows:
+            lines.append(
+                f"warning   {self.num_damaged_rows} rows of earlier runs were damaged on the disk, "
+                "and are answered again"
+            )
         return lines + [f"warning   {text} ({n} rows)" for text, n in self.warnings.items()]
 
     def to_text(self) -> str:
