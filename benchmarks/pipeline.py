@@ -10,10 +10,10 @@ one stage of P can work at a time, so it must come out at about 1/P, which prove
     python benchmarks/pipeline.py --repeats 3
 
 With 64 rows all run at once, and fewer and fewer are left. The steady state of a long file, where a
-row enters as another leaves, needs more than the 256 that run at once; and 13 layers halve, since
-the head costs about as much as one:
+row enters as another leaves, needs more than the 256 that run at once; and 13 layers with a
+vocabulary of 42,000 halve, since the head then costs as much as one:
 
-    python benchmarks/pipeline.py --repeats 1 --layers 13 --times 6
+    python benchmarks/pipeline.py --repeats 1 --layers 13 --vocabulary 42000 --times 6
 
 A table comes first, one JSON line last.
 """
@@ -54,9 +54,9 @@ def busy_shares(stats: Any) -> list[float]:
     ]
 
 
-def write_inputs(folder: Path, scale: float, times: int, layers: int) -> None:
+def write_inputs(folder: Path, scale: float, times: int, layers: int, vocabulary: int) -> None:
     """Write the workload, each time with other tokens, and the model's config."""
-    config = SIZES[SIZE] | {"num_hidden_layers": layers}
+    config = SIZES[SIZE] | {"num_hidden_layers": layers, "vocab_size": vocabulary}
     (folder / "config.json").write_text(json.dumps(config))
     with (folder / "rows.jsonl").open("w") as file:
         for number in range(times):
@@ -71,9 +71,16 @@ def write_inputs(folder: Path, scale: float, times: int, layers: int) -> None:
 @click.option("--scale", default=1.0, show_default=True, help="Part of the rows.")
 @click.option("--times", default=1, show_default=True, help="Repeat them so often.")
 @click.option("--layers", default=12, show_default=True, help="Of the model.")
+@click.option("--vocabulary", default=32000, show_default=True, help="Of the model.")
 @click.option("--option", "options", multiple=True, help="More of the pipeline's, as --x=y.")
 def main(
-    ranks: int, repeats: int, scale: float, times: int, layers: int, options: tuple[str, ...]
+    ranks: int,
+    repeats: int,
+    scale: float,
+    times: int,
+    layers: int,
+    vocabulary: int,
+    options: tuple[str, ...],
 ) -> None:
     sides = {
         "1 rank": (1, ranks, []),
@@ -83,14 +90,14 @@ def main(
     results: dict[str, list[Any]] = {name: [] for name in sides}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_inputs(folder, scale, times, layers)
+        write_inputs(folder, scale, times, layers, vocabulary)
         for _ in range(repeats):
             for side, (num_ranks, threads, more) in sides.items():
                 stats = run_once(folder, num_ranks, threads, more)
                 results[side].append(stats)
                 shares = ", ".join(f"{share:.1%}" for share in busy_shares(stats))
                 print(f"  {side:22} {stats['wall_s']:6.1f} s  busy {shares}", flush=True)
-    print(f"\nworkload a × {times}, {layers} layers, float32, medians of {repeats}")
+    print(f"\nworkload a × {times}, {layers} layers, vocabulary {vocabulary}, medians of {repeats}")
     print(f"{'':24}{'run s':>8}{'tokens/s':>10}  busy, a stage each")
     summary = {}
     for side, runs in results.items():

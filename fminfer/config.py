@@ -35,7 +35,7 @@ class EngineConfig:
     chunk_size: int = 512  # most tokens of one step
     max_rows: int = 256  # most sequences that run at once
     micro_batches: int | None = None  # steps in flight; None: one more than there are stages
-    prefix_cache: bool = True  # compute a prefix that prompts share only once
+    prefix_cache: bool = True  # compute shared prefixes and equal requests once
     on_too_long: OnTooLong = "error"  # a prompt that leaves no room for max_tokens
     max_logprobs: int = 100  # largest `logprobs` a request may ask for
     token_format: TokenFormat = "auto"  # of logprobs.tokens; auto: text in Batch lines, else vocab

@@ -167,7 +167,7 @@ ENGINE = [
         "--prefix-cache/--no-prefix-cache",
         default=DEFAULTS.prefix_cache,
         show_default=True,
-        help="Compute a prefix that prompts share only once.",
+        help="Compute once what prompts share, and equal greedy requests.",
     ),
 ]
 CONTRACT = [

@@ -14,6 +14,7 @@ from typing import Any
 from fminfer.config import EngineConfig
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.blocks import BlockPool
+from fminfer.engine.equal_requests import EqualRequests
 from fminfer.engine.intake import Intake, Limits
 from fminfer.engine.loop import EngineLoop
 from fminfer.engine.prefix import PrefixCache
@@ -162,6 +163,7 @@ class Engine:
             micro_batches=micro_batches,
             kv_capacity=num_blocks * config.block_size,
             max_steps=config.max_steps,
+            equal_requests=EqualRequests() if config.prefix_cache else None,
         )
 
 

@@ -80,7 +80,8 @@ def _completion_head(state: RequestState, form: AnswerForm) -> dict[str, Any]:
 
 
 def _prompt_details(state: RequestState) -> dict[str, int]:
-    details = {"cached_tokens": sum(prompt.num_cached for prompt in state.prompts)}
+    cached = (len(p.ids) if state.leader else p.num_cached for p in state.prompts)
+    details = {"cached_tokens": sum(cached)}
     num_cut = sum(prompt.encoded.num_cut for prompt in state.prompts)
     return details | ({"truncated_tokens": num_cut} if num_cut else {})
 

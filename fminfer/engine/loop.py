@@ -13,6 +13,7 @@ from typing import Protocol
 
 from fminfer.engine.advance import advance
 from fminfer.engine.answer import AnswerForm, build_record
+from fminfer.engine.equal_requests import MAX_FOLLOWERS, EqualRequests
 from fminfer.engine.intake import Intake
 from fminfer.engine.packing import PlannedStep
 from fminfer.engine.prefix import SharedTokens
@@ -54,6 +55,7 @@ class EngineLoop:
         micro_batches: int,  # steps to keep in flight
         kv_capacity: int,
         max_steps: int | None = None,
+        equal_requests: EqualRequests | None = None,
     ) -> None:
         self._intake = intake
         self._scheduler = scheduler
@@ -61,6 +63,7 @@ class EngineLoop:
         self._form = form
         self._micro_batches = micro_batches
         self._max_steps = max_steps
+        self._equal_requests = equal_requests
         self.on_step: Callable[[StepTrace], None] | None = None  # told of every finished step
         self._clock = RowClock()
         self._in_flight: deque[PlannedStep] = deque()
@@ -87,6 +90,8 @@ class EngineLoop:
         self._form.created = int(time.time())
         try:
             self._intake.start_run()
+            if self._equal_requests is not None:
+                self._equal_requests.clear()
             yield from self._run(iter(lines))
             self._scheduler.check_idle()
         except BaseException:  # also when the caller wants no more records
@@ -154,6 +159,8 @@ class EngineLoop:
                 return not self._has_ended
             if len(self._done) >= LOOKAHEAD:  # lines that need no step: hand them out first
                 return True
+            if self._equal_requests and self._equal_requests.num_followers >= MAX_FOLLOWERS:
+                return True
             line = next(source, None)
             if line is None:
                 self._has_ended = True
@@ -177,12 +184,22 @@ class EngineLoop:
             )
             self._done.append(Record(line, envelope, error=fault))
             return
+        if self._equal_requests is not None and self._equal_requests.follow(state):
+            self._follow(state)
+            return
         for prompt in state.prompts:
             if prompt.num_to_feed > 0:
                 self._scheduler.add(prompt)
             else:  # nothing to compute: max_tokens 0 without scores, or one token to score
                 for sequence in prompt.sequences:
                     sequence.finish_reason = "length"
+        if state.is_finished:
+            self._finish(state)
+
+    def _follow(self, state: RequestState) -> None:
+        """Let a request wait for the answer of an equal one, or take it if it is there."""
+        self.stats.num_copied_requests += 1
+        state.times = self._clock.start(time.perf_counter())
         if state.is_finished:
             self._finish(state)
 
@@ -288,6 +305,9 @@ class EngineLoop:
         if state.times is not None:
             self._clock.stop(state.times, time.perf_counter())
         self._done.append(state)
+        if self._equal_requests is not None:
+            for follower in self._equal_requests.finish(state):
+                self._finish(follower)
 
 
 def _reports(columns: TokenLogprobs) -> Iterator[TokenReport]:

@@ -43,6 +43,9 @@ class RequestState:
     prompts: list[PromptState] = field(default_factory=list)
     times: RowTimes | None = None  # once its first prompt was admitted
     error: RequestError | None = None
+    equal_key: bytes | None = None  # equal requests with the same answer have the same
+    leader: RequestState | None = None  # the equal request whose answer it takes
+    followers: list[RequestState] = field(default_factory=list)  # those that take its answer
 
     @property
     def is_finished(self) -> bool:

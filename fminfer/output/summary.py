@@ -92,6 +92,12 @@ class JobSummary:
             f"generated; {self._busy_text()}",
             f"time      ready after {self.start_to_ready_s:.1f} s, then {took}",
         ]
+        if self.engine["num_copied_requests"]:
+            lines.insert(
+                1,
+                f"copied    {self.engine['num_copied_requests']:,} requests had the answer of an "
+                "equal one, which was computed once",
+            )
         if self.engine["num_cached_tokens"]:
             lines.insert(1, self._prefix_line())
         return lines

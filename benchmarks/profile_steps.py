@@ -1,0 +1,175 @@
+#!/usr/bin/env python
+"""Where the time of a run goes: products, attention, the head, drawing, the rest, and waiting.
+
+A workload of against_transformers.py is answered once to warm up and once more with a clock around
+each part of the stage. "Rest" is what is left of a step: norms, rotary, activation, residuals and
+transformers' own Python; "waiting" is the stage without a step. The arithmetic of the products,
+over their time, stands beside the machine's roof, measured in the same process.
+
+    python benchmarks/profile_steps.py --workload a --dtype float32
+    python benchmarks/profile_steps.py --workload a --workload b --workload c --plot profile.svg
+
+A table comes first, one JSON line last.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from functools import wraps
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from against_transformers import SIZE, gemm_gflops, make_workload
+
+import fminfer
+from fminfer.attention import PagedAttention
+from fminfer.pipeline import stage as stage_module
+
+PARTS = ["products", "attention", "head", "drawing", "planning", "rest", "waiting"]
+COLOURS = ["#4f86b8", "#e8983e", "#7ba05b", "#c9b458", "#a46fb0", "#999999", "#eeeeee"]
+
+
+class Clock:
+    """Adds up the seconds of parts; a part's time is not counted to the one around it."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.flops = 0
+        self._inner: list[float] = []
+
+    def wrap(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._inner.append(0.0)
+            started = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                took = time.perf_counter() - started
+                self.seconds[part] += took - self._inner.pop()
+                if self._inner:
+                    self._inner[-1] += took
+
+        return timed
+
+
+def clock_stage(engine: fminfer.Engine, clock: Clock) -> None:
+    """Put the clock around the parts of an engine's only stage."""
+    stage: Any = engine._pipeline._run.__self__  # type: ignore[attr-defined]
+    head = stage._head
+    for module in stage._decoder.modules():
+        if (
+            hasattr(module, "weight")
+            and module.weight.dim() == 2
+            and hasattr(module, "in_features")
+        ):
+            module.forward = count_flops(clock, module, clock.wrap("products", module.forward))
+    head.forward = clock.wrap("head", head.forward)
+    PagedAttention.__call__ = clock.wrap("attention", PagedAttention.__call__)  # type: ignore
+    stage_module.plan_attention = clock.wrap("planning", stage_module.plan_attention)
+    stage._sample = clock.wrap("drawing", stage._sample)
+    stage._score = clock.wrap("drawing", stage._score)
+    engine._pipeline._run = clock.wrap("rest", stage.run)  # type: ignore[attr-defined]
+
+
+def count_flops(clock: Clock, module: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
+    size = 2 * module.weight.numel()
+
+    def counted(x: torch.Tensor) -> Any:
+        clock.flops += size * (x.numel() // x.shape[-1])
+        return forward(x)
+
+    return counted
+
+
+def profile(workload: str, scale: float, options: dict[str, Any]) -> dict[str, Any]:
+    """Answer a workload twice and return the second time's seconds by part."""
+    engine = fminfer.Engine(random_init=SIZE, **options)
+    rows = make_workload(workload, scale)
+    clock = Clock()
+    for number in range(2):
+        fresh = [row | {"prompt": [(i + number) % 32000 for i in row["prompt"]]} for row in rows]
+        if number:
+            clock_stage(engine, clock)
+        num_steps = engine.stats.num_steps
+        started = time.perf_counter()
+        for record in engine.run(fresh):
+            assert not record.error, record.error
+        wall_s = time.perf_counter() - started
+    engine.close()
+    seconds = dict(clock.seconds)
+    seconds["waiting"] = wall_s - sum(seconds.values())
+    return {
+        "workload": workload,
+        "wall_s": wall_s,
+        "steps": engine.stats.num_steps - num_steps,
+        "product_gflops": clock.flops / max(seconds["products"], 1e-9) / 1e9,
+        "seconds": {part: seconds.get(part, 0.0) for part in PARTS},
+    }
+
+
+def draw(runs: list[dict[str, Any]], title: str) -> str:
+    """Return an SVG picture, a bar a run."""
+    left, width, bar = 110, 640, 28
+    longest = max(run["wall_s"] for run in runs)
+    height = 70 + len(runs) * (bar + 10)
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 80}" height="{height}" '
+        'font-family="sans-serif" font-size="12">',
+        f'<rect width="100%" height="100%" fill="white"/><text x="8" y="18">{escape(title)}</text>',
+    ]
+    for place, (part, colour) in enumerate(zip(PARTS, COLOURS, strict=True)):
+        x = left + place * 90
+        out.append(f'<rect x="{x}" y="30" width="12" height="12" fill="{colour}"/>')
+        out.append(f'<text x="{x + 16}" y="41">{part}</text>')
+    for row, run in enumerate(runs):
+        y, x = 56 + row * (bar + 10), float(left)
+        out.append(f'<text x="8" y="{y + 18}">{escape(run["name"])}</text>')
+        for part, colour in zip(PARTS, COLOURS, strict=True):
+            wide = run["seconds"][part] / longest * width
+            out.append(
+                f'<rect x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{bar}" fill="{colour}"/>'
+            )
+            if wide > 34:
+                text = f"{run['seconds'][part]:.1f}"
+                out.append(f'<text x="{x + wide / 2 - 10:.1f}" y="{y + 18}">{text}</text>')
+            x += wide
+        out.append(f'<text x="{x + 6:.1f}" y="{y + 18}">{run["wall_s"]:.1f} s</text>')
+    return "\n".join([*out, "</svg>"])
+
+
+@click.command()
+@click.option("--workload", "workloads", multiple=True, default=["a"], show_default=True)
+@click.option("--dtype", default="float32", show_default=True)
+@click.option("--attention", default="auto", show_default=True)
+@click.option("--scale", default=1.0, show_default=True, help="Share of the rows.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw it, as SVG.")
+def main(
+    workloads: tuple[str, ...], dtype: str, attention: str, scale: float, plot: Path | None
+) -> None:
+    """Print where the time goes."""
+    options = {"dtype": dtype, "attention": attention}
+    original = PagedAttention.__call__, stage_module.plan_attention
+    runs = []
+    for workload in workloads:
+        runs.append(profile(workload, scale, options) | {"name": f"workload {workload}"})
+        PagedAttention.__call__, stage_module.plan_attention = original  # type: ignore
+    roof = gemm_gflops(dtype)
+    print(f"{'':12}{'wall s':>8}{'steps':>7}" + "".join(f"{part:>11}" for part in PARTS))
+    for run in runs:
+        shares = "".join(f"{run['seconds'][part] / run['wall_s']:>11.1%}" for part in PARTS)
+        print(f"{run['name']:12}{run['wall_s']:8.1f}{run['steps']:7}{shares}")
+        print(f"{'':12}products at {run['product_gflops']:.0f} of {roof:.0f} GFLOP/s")
+    if plot is not None:
+        plot.write_text(draw(runs, f"{SIZE}, {dtype}, attention {attention}: seconds by part"))
+    print(json.dumps({"dtype": dtype, "roof_gflops": roof, "runs": runs}))
+
+
+if __name__ == "__main__":
+    main()
