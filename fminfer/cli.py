@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
 import traceback
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from fminfer.launcher import end_after, launch
 from fminfer.models.layer_count import check_split
 from fminfer.paths import JobPaths
 from fminfer.ranks import RankConfig, RankFacts, find_facts
-from fminfer.run_options import run_options
+from fminfer.run_options import bench_options, run_options
 from fminfer.stopping import Stopper, check_times
 
 STARTED_S = time.perf_counter()
@@ -34,6 +35,7 @@ def main() -> None:
     \b
     fminfer run requests.jsonl                      answers in output_requests.jsonl
     fminfer run --help                              everything that a run can be told
+    fminfer bench --random-init bloom-560m          what a token takes at several batch sizes
     """
 
 
@@ -82,10 +84,7 @@ def run(
     warning); 129 hung up; 130 interrupted; 143 terminated. After 1, 75, 129, 130 and 143 the same
     command goes on where the run ended.
     """
-    if fp16:
-        if options["dtype"] not in ("auto", "float16"):
-            raise click.UsageError(f"--fp16 and --dtype {options['dtype']} contradict each other")
-        options["dtype"] = "float16"
+    options["dtype"] = _dtype(fp16, options["dtype"])
     rank_options = {field.name: options.pop(field.name) for field in fields(RankConfig)}
     is_rank, stopper = False, Stopper(grace_s)
     job = JobPaths([*infer_data, *paths], output, restart, stats, trace, quiet, verbose)
@@ -100,6 +99,41 @@ def run(
     except (Exception, KeyboardInterrupt) as error:
         _end(_tell(error, stopper, verbose), is_rank)
     sys.exit(status)
+
+
+@main.command()
+@bench_options
+def bench(batch_sizes: tuple[int, ...], new_tokens: int, fp16: bool, **options: Any) -> None:
+    """Time the generation of short rows at several batch sizes.
+
+    \b
+    fminfer bench --random-init bloom-560m
+    fminfer bench --model-name /models/bloom-7b1 --dtype bfloat16 --batch-sizes 1,8
+
+    The figures are those of the BLOOM inference scripts: greedy generation of 100 tokens from
+    inputs of a few, each batch size once, after a short row to warm up. One process; a line of JSON
+    comes last.
+    """
+    options["dtype"] = _dtype(fp16, options["dtype"])
+    from fminfer.bench import run_bench
+
+    rows = []
+    try:
+        for figures in run_bench(EngineConfig(**options), batch_sizes, new_tokens, _elapsed_s):
+            click.echo(f"{figures.to_text()}\n")
+            rows.append(asdict(figures) | {"ms_per_token": figures.ms_per_token})
+    except FminferError as error:
+        click.echo(f"Error: {error}", err=True)
+        sys.exit(EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILED)
+    click.echo("batch size        " + "".join(f"{row['batch_size']:>9}" for row in rows))
+    click.echo("msecs a token     " + "".join(f"{row['ms_per_token']:>9.2f}" for row in rows))
+    click.echo(json.dumps({"batches": rows}))
+
+
+def _dtype(fp16: bool, dtype: str) -> str:
+    if fp16 and dtype not in ("auto", "float16"):
+        raise click.UsageError(f"--fp16 and --dtype {dtype} contradict each other")
+    return "float16" if fp16 else dtype
 
 
 def _run(

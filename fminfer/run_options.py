@@ -1,4 +1,4 @@
-"""The options of `fminfer run`, each with its help. Defaults come from the configs."""
+"""The options of the commands, each with its help. Defaults come from the configs."""
 
 from __future__ import annotations
 
@@ -284,8 +284,29 @@ RANKS = [
 ]
 
 
+BENCH = [
+    click.option(
+        "--batch-sizes",
+        type=Numbers(),
+        default=(1, 8, 16, 32, 64, 128),
+        show_default="1,8,16,32,64,128",
+        help="Rows at once, one batch after another.",
+    ),
+    click.option("--new-tokens", default=100, show_default=True, help="To generate for each row."),
+]
+
+
 def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command all of them."""
-    for option in reversed(FILES + MODEL + ENGINE + RANKS + CONTRACT):
+    """Give a command the options of `fminfer run`."""
+    return _with(FILES + MODEL + ENGINE + RANKS + CONTRACT, command)
+
+
+def bench_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the options of `fminfer bench`."""
+    return _with(BENCH + MODEL + ENGINE, command)
+
+
+def _with(options: list[Any], command: Callable[..., Any]) -> Callable[..., Any]:
+    for option in reversed(options):
         command = option(command)
     return command

@@ -29,7 +29,7 @@ engine.scheduler engine.answer engine.intake
 engine.loop
 worker
 job integrations.batch
-running integrations.lm_eval
+running bench integrations.lm_eval
 cli
 __main__
 """
