@@ -14,7 +14,8 @@ from itertools import chain
 
 import torch
 
-from fminfer.decode_attention import DecodeRows, PartialBody, SharedBlocks, decode_attention
+from fminfer.decode_attention import DecodeRows, SharedBlocks, decode_attention
+from fminfer.kernel_attention import KernelAttention, KernelRows, plan_rows
 from fminfer.messages import StepRow
 from fminfer.shared_runs import SharedRun, find_shared_runs
 from fminfer.soft_cap import soft_cap
@@ -41,10 +42,16 @@ class AttentionPlan:
     slots: torch.Tensor  # (tokens * kv_heads,) int64: where new keys go, in rows of head_dim
     chunks: list[ChunkRow]
     decode: DecodeRows | None
+    kernel_rows: KernelRows | None = None  # all rows, if the compiled kernel is to do them
 
 
 def plan_attention(
-    rows: Sequence[StepRow], block_size: int, kv_heads: int, device: torch.device
+    rows: Sequence[StepRow],
+    block_size: int,
+    kv_heads: int,
+    device: torch.device,
+    *,
+    has_kernel: bool = False,
 ) -> AttentionPlan:
     """Lay out a step. Rows of one token are computed together if they come last.
 
@@ -52,29 +59,38 @@ def plan_attention(
         rows: the step's rows in packed order.
         block_size: tokens a block.
         kv_heads: heads of keys, on which a token's place in the cache depends.
+        has_kernel: whether the compiled kernel is to do it.
     """
-    first_slots: list[int] = []  # of each token, for head 0
+    slots = _slots(rows, block_size, kv_heads).to(device)
+    if has_kernel:
+        return AttentionPlan(slots, [], None, plan_rows(rows, block_size))
     chunks: list[ChunkRow] = []
     decode: list[StepRow] = []
     first = 0
     num_chunks = max((i for i, row in enumerate(rows, 1) if len(row.token_ids) > 1), default=0)
     for index, row in enumerate(rows):
         last = first + len(row.token_ids)
-        for position in range(row.position, row.position + len(row.token_ids)):
-            block = row.block_table[position // block_size]
-            first_slots.append(block * kv_heads * block_size + position % block_size)
         if index >= num_chunks:
             decode.append(row)
         else:  # also the one token that is left of a chunk, when a step is cut into parts
             blocks = torch.tensor(_used_blocks(row, block_size), device=device)
             chunks.append(ChunkRow(first, last, row.position, blocks))
         first = last
-    slots = torch.tensor(first_slots)[:, None] + torch.arange(kv_heads) * block_size
     return AttentionPlan(
-        slots.flatten().to(device),
+        slots,
         chunks,
         _plan_decode(decode, first - len(decode), block_size, device) if decode else None,
     )
+
+
+def _slots(rows: Sequence[StepRow], block_size: int, kv_heads: int) -> torch.Tensor:
+    """Return where each token's keys go, (tokens * kv_heads,)."""
+    first_slots: list[int] = []  # of each token, for head 0
+    for row in rows:
+        for position in range(row.position, row.position + len(row.token_ids)):
+            block = row.block_table[position // block_size]
+            first_slots.append(block * kv_heads * block_size + position % block_size)
+    return (torch.tensor(first_slots)[:, None] + torch.arange(kv_heads) * block_size).flatten()
 
 
 def _used_blocks(row: StepRow, block_size: int) -> list[int]:
@@ -128,7 +144,7 @@ class PagedAttention:
 
     Args:
         num_blocks, block_size, num_kv_heads, head_dim: the shape of the cache.
-        partial: the body of the decode rows' partial results.
+        kernel: the compiled kernel; None: plain tensor operations.
     """
 
     def __init__(
@@ -140,14 +156,14 @@ class PagedAttention:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        partial: PartialBody,
+        kernel: KernelAttention | None = None,
     ) -> None:
         shape = (num_blocks, num_kv_heads, block_size, head_dim)
         # Not zeroed, so that the system gives memory only as blocks come into use.
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)
         self.plan: AttentionPlan | None = None  # the stage sets it before each step
-        self._partial = partial
+        self._kernel = kernel
 
     def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy whole blocks, for a sequence that splits from another."""
@@ -175,6 +191,18 @@ class PagedAttention:
         for cache, new in ((self.keys, key), (self.values, value)):
             rows = new[0].transpose(0, 1).reshape(-1, new.shape[-1])
             cache.view(-1, new.shape[-1]).index_copy_(0, plan.slots, rows)
+        if plan.kernel_rows is not None:
+            assert self._kernel is not None, "the step was planned for the kernel"
+            return self._kernel(
+                query,
+                self.keys,
+                self.values,
+                plan.kernel_rows,
+                scaling=scaling,
+                sliding_window=sliding_window,
+                alibi_slopes=alibi_slopes,
+                softcap=softcap,
+            )
         out = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
         for chunk in plan.chunks:
             keys, values = self._gather(chunk, key, value)
@@ -202,7 +230,6 @@ class PagedAttention:
                 sliding_window,
                 alibi_slopes,
                 softcap,
-                self._partial,
             )
         return out
 

@@ -1,29 +1,19 @@
 """Attention of decode rows, one token each, over the flat list of all rows' KV blocks.
 
-Two bodies give the same partial results: an eager one, and one that torch.compile fuses. It knows
-nothing of steps or of how blocks come to be where they are.
+In plain tensor operations, for any device; kernel_attention is faster where it can be built. It
+knows nothing of steps or of how blocks come to be where they are.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
-from fminfer.config import AttentionBody
-from fminfer.errors import UsageError
 from fminfer.soft_cap import soft_cap
 
 LOWEST = torch.finfo(torch.float32).min
-COMPILE_AFTER = 7_000_000_000  # elements of the cache read by decode rows, about 10 s of a core
-MIN_COMPILED_ROWS = 4
-MAX_GATHERED = 2 << 20  # elements of the cache that the eager body copies at once (8 MB)
-
-PartialBody = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+MAX_GATHERED = 2 << 20  # elements of the cache that are copied at once (8 MB)
 
 
 @dataclass(slots=True, frozen=True)
@@ -56,7 +46,6 @@ def decode_attention(
     sliding_window: int | None,
     alibi_slopes: torch.Tensor | None,
     softcap: float | None,
-    partial: PartialBody,
 ) -> torch.Tensor:  # (rows, heads, head_dim)
     """Attend from one token a row, over the flat list of all rows' blocks and what they share.
 
@@ -69,7 +58,7 @@ def decode_attention(
     slopes = None if alibi_slopes is None else alibi_slopes.view(kv_heads, -1, 1)
     how = (sliding_window, slopes, softcap)
     parts = [
-        partial(
+        block_partial(
             grouped,
             key_blocks,
             value_blocks,
@@ -113,7 +102,7 @@ def block_scores(
     return torch.where(is_hidden[:, None, None], LOWEST, scores)
 
 
-def eager_partial(
+def block_partial(
     grouped: torch.Tensor,  # (rows, kv_heads, group, head_dim) float32, scaled
     key_blocks: torch.Tensor,
     value_blocks: torch.Tensor,
@@ -133,7 +122,7 @@ def eager_partial(
     size = max(1, MAX_GATHERED // key_blocks[0].numel())
     if len(blocks) > size:
         parts = [
-            eager_partial(
+            block_partial(
                 grouped,
                 key_blocks,
                 value_blocks,
@@ -189,64 +178,3 @@ def shared_partial(
     out = weights.transpose(0, 1).reshape(kv_heads, num_rows * group, -1) @ values
     out = out.view(kv_heads, num_rows, group, head_dim).transpose(0, 1)
     return largest, weights.sum(-1), out
-
-
-def fusable_partial(
-    grouped: torch.Tensor,
-    key_blocks: torch.Tensor,
-    value_blocks: torch.Tensor,
-    positions: torch.Tensor,
-    blocks: torch.Tensor,
-    row_of_block: torch.Tensor,
-    block_start: torch.Tensor,
-    sliding_window: int | None,
-    slopes: torch.Tensor | None,
-    softcap: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Do the same as `eager_partial` in sums that torch.compile fuses, blocks read in place."""
-    offsets = torch.arange(key_blocks.shape[2], device=grouped.device)
-    distance = (positions[row_of_block] - block_start)[:, None] - offsets
-    keys = key_blocks[blocks].float()[:, :, None]
-    scores = (grouped[row_of_block][..., None, :] * keys).sum(-1)
-    scores = block_scores(scores, distance, sliding_window, slopes, softcap)
-    largest = scores.amax(-1)
-    weights = torch.exp(scores - largest[..., None])
-    is_past = (distance < 0)[:, None, :, None]
-    values = torch.where(is_past, 0.0, value_blocks[blocks].float())[:, :, None]
-    return largest, weights.sum(-1), (weights[..., None] * values).sum(3)
-
-
-class PartialAttention:
-    """Chooses between the two bodies of the partial result: eager at first, compiled for big jobs.
-
-    Compiling costs 5 to 40 seconds, once in a machine's life (torch caches it on disk), so `auto`
-    waits until the eager body has read so much that compiling pays. It counts work, not seconds: a
-    run repeated makes the same choices. Without a C++ compiler `auto` stays eager.
-    """
-
-    def __init__(self, body: AttentionBody, device: torch.device) -> None:
-        can_compile = device.type == "cpu" and has_compiler()
-        if body == "compiled" and not can_compile:
-            raise UsageError(
-                "attention compiled needs a C++ compiler (g++) and a CPU; install one or use auto"
-            )
-        limits = {"auto": COMPILE_AFTER if can_compile else None, "eager": None, "compiled": 0}
-        self._compile_after = limits[body]
-        self._num_read = 0  # elements of the cache
-        self._compiled: PartialBody | None = None
-
-    def __call__(self, grouped: torch.Tensor, key_blocks: torch.Tensor, *args: Any) -> Any:
-        num_blocks = len(args[2])
-        self._num_read += 2 * num_blocks * key_blocks[0].numel()
-        if self._compile_after is None or self._num_read < self._compile_after:
-            return eager_partial(grouped, key_blocks, *args)
-        if len(grouped) < MIN_COMPILED_ROWS:  # sizes of 1 would be compiled once more
-            return eager_partial(grouped, key_blocks, *args)
-        if self._compiled is None:
-            self._compiled = torch.compile(fusable_partial, dynamic=True)
-        return self._compiled(grouped, key_blocks, *args)
-
-
-def has_compiler() -> bool:
-    """Tell whether torch.compile can build for the CPU here."""
-    return shutil.which(os.environ.get("CXX", "g++")) is not None

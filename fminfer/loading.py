@@ -19,18 +19,25 @@ from torch import nn
 
 from fminfer import __version__
 from fminfer.config import EngineConfig
-from fminfer.decode_attention import PartialAttention
 from fminfer.errors import PipelineError, UsageError
+from fminfer.kernel_attention import find_kernel
 from fminfer.memory import is_out_of_memory
 from fminfer.models.checkpoint import Checkpoint, open_checkpoint, open_random
 from fminfer.models.slicing import head_cost
 from fminfer.models.weights import build_on_meta, load_model
+from fminfer.packed_linear import pack_linears
 from fminfer.partition import Part, split_layers
 from fminfer.pipeline.group import Group
 from fminfer.pipeline.stage import Stage, kv_shape
 from fminfer.pipeline.transport import HiddenForm
-from fminfer.placement import auto_budget, choose_device, choose_dtype, free_bytes, memory_name
-from fminfer.thin_linear import use_thin_products
+from fminfer.placement import (
+    auto_budget,
+    choose_device,
+    choose_dtype,
+    free_bytes,
+    is_fast_in_bfloat16,
+    memory_name,
+)
 
 
 @dataclass(slots=True)
@@ -102,7 +109,7 @@ def load_part(
         checkpoint, dtype=dtype, device=device, seed=config.seed, part=part, on_progress=on_progress
     )
     if device.type == "cpu":
-        use_thin_products(network)
+        pack_linears(network, is_fast_in_bfloat16=is_fast_in_bfloat16(device))
     form = HiddenForm(checkpoint.config.hidden_size, dtype, device, hidden_group)
     return LoadedPart(checkpoint, part, network, dtype, device, form)
 
@@ -162,7 +169,7 @@ def _build_stage(config: EngineConfig, loaded: LoadedPart, num_blocks: int) -> S
         device=loaded.device,
         num_blocks=num_blocks,
         block_size=config.block_size,
-        partial=PartialAttention(config.attention, loaded.device),
+        kernel=find_kernel(config.attention, loaded.device),
     )
 
 

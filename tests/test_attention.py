@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from fminfer import attention, decode_attention
+from fminfer import attention
 from fminfer.attention import PagedAttention, plan_attention
 from fminfer.config import AttentionBody
-from fminfer.decode_attention import (
-    PartialAttention,
-    PartialBody,
-    eager_partial,
-    fusable_partial,
-)
 from fminfer.errors import UsageError
+from fminfer.kernel_attention import find_kernel
+from fminfer.kernel_build import KernelBuild, find_compiler
 from fminfer.messages import StepRow
 
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 16, 8
+needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+BODIES: list[Any] = ["eager", pytest.param("compiled", marks=needs_compiler)]
 CPU = torch.device("cpu")
 
 
@@ -32,13 +31,14 @@ def plain(
     slopes: torch.Tensor | None,
     softcap: float | None,
 ) -> torch.Tensor:
+    heads, kv_heads, dim = query.shape[1], keys.shape[1], query.shape[2]
     out = torch.empty_like(query)
     for i in range(len(query)):
         position = len(keys) - len(query) + i
         seen = slice(0 if window is None else max(0, position - window + 1), position + 1)
-        for head in range(HEADS):
-            shared = head * KV_HEADS // HEADS
-            scores = keys[seen, shared] @ query[i, head] * DIM**-0.5
+        for head in range(heads):
+            shared = head * kv_heads // heads
+            scores = keys[seen, shared] @ query[i, head] * dim**-0.5
             if softcap is not None:
                 scores = torch.tanh(scores / softcap) * softcap
             if slopes is not None:
@@ -47,44 +47,171 @@ def plain(
     return out
 
 
-@pytest.mark.parametrize("partial", [eager_partial, fusable_partial])
-@pytest.mark.parametrize("window", [None, 6])
-@pytest.mark.parametrize("has_alibi", [False, True])
-@pytest.mark.parametrize("softcap", [None, 0.7])
-def test_every_kind_of_row(
-    partial: PartialBody, window: int, has_alibi: bool, softcap: float | None
+def check_every_kind_of_row(
+    body: AttentionBody,
+    *,
+    heads: int = HEADS,
+    kv_heads: int = KV_HEADS,
+    dim: int = DIM,
+    block: int = BLOCK,
+    window: int | None = None,
+    slopes: torch.Tensor | None = None,
+    softcap: float | None = None,
+    dtype: torch.dtype = torch.float32,
+    tolerance: float = 5e-5,
 ) -> None:
+    """Feed rows in chunks and token by token, and compare each output with the plain formula."""
     torch.manual_seed(0)
-    slopes = torch.rand(HEADS) if has_alibi else None
-    paged = PagedAttention(
-        64, BLOCK, KV_HEADS, DIM, dtype=torch.float32, device=CPU, partial=partial
-    )
+    kernel = find_kernel(body, CPU)
+    paged = PagedAttention(64, block, kv_heads, dim, dtype=dtype, device=CPU, kernel=kernel)
     paged.keys.fill_(float("nan"))  # whatever other rows left there must not matter
     paged.values.fill_(float("nan"))
     lengths = [29, 8, 300, 17, 1, 16, 40]
     free = random.Random(1).sample(range(64), 64)
-    tables = [[free.pop() for _ in range(-(-n // BLOCK))] for n in lengths]
-    q = [torch.randn(n, HEADS, DIM) for n in lengths]
-    k = [torch.randn(n, KV_HEADS, DIM) for n in lengths]
-    v = [torch.randn(n, KV_HEADS, DIM) for n in lengths]
+    tables = [[free.pop() for _ in range(-(-n // block))] for n in lengths]
+    q = [torch.randn(n, heads, dim).to(dtype) for n in lengths]
+    k = [torch.randn(n, kv_heads, dim).to(dtype) for n in lengths]
+    v = [torch.randn(n, kv_heads, dim).to(dtype) for n in lengths]
 
     def run(parts: list[tuple[int, int, int]]) -> None:  # (row, first token, last token)
         rows = [StepRow([0] * (b - a), a, tables[r]) for r, a, b in parts]
-        paged.plan = plan_attention(rows, BLOCK, KV_HEADS, CPU)
+        paged.plan = plan_attention(rows, block, kv_heads, CPU, has_kernel=kernel is not None)
         packed = [
             torch.cat([x[r][a:b] for r, a, b in parts]).transpose(0, 1)[None] for x in (q, k, v)
         ]
         how: Any = {"sliding_window": window, "alibi_slopes": slopes, "softcap": softcap}
-        out = paged(*packed, scaling=DIM**-0.5, **how)[0]
+        out = paged(*packed, scaling=dim**-0.5, **how)[0]
         first = 0
         for r, a, b in parts:
-            expected = plain(q[r][a:b], k[r][:b], v[r][:b], window, slopes, softcap)
-            torch.testing.assert_close(out[first : first + b - a], expected, atol=5e-5, rtol=5e-5)
+            whole = (q[r][a:b].float(), k[r][:b].float(), v[r][:b].float())
+            expected = plain(*whole, window, slopes, softcap)
+            found = out[first : first + b - a].float()
+            torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
             first += b - a
 
     run([(0, 0, 13), (2, 0, 150), (4, 0, 1)])
     run([(0, 13, 28), (2, 150, 299), (1, 0, 7), (3, 0, 16)])
     run([(6, 0, 40), (0, 28, 29), (1, 7, 8), (2, 299, 300), (3, 16, 17)])
+
+
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("has_alibi", [False, True])
+@pytest.mark.parametrize("softcap", [None, 0.7])
+def test_every_kind_of_row(
+    body: AttentionBody, window: int, has_alibi: bool, softcap: float | None
+) -> None:
+    slopes = torch.rand(HEADS) if has_alibi else None
+    check_every_kind_of_row(body, window=window, slopes=slopes, softcap=softcap)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "block"),
+    [
+        (12, 12, 64, 32),
+        (71, 1, 64, 32),  # falcon-7b: more heads on one than the kernel takes at a time
+        (8, 1, 256, 16),
+        (16, 2, 80, 32),
+        (3, 3, 65, 8),  # falcon's ALiBi models: one more dimension, no multiple of 16
+        (4, 2, 7, 5),
+    ],
+)
+def test_the_kernel_with_every_shape(heads: int, kv_heads: int, dim: int, block: int) -> None:
+    how: Any = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "block": max(block, 8)}
+    check_every_kind_of_row("compiled", **how)
+    check_every_kind_of_row("compiled", **how, window=11, slopes=torch.rand(heads))
+
+
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_cache_of_16_bits(body: AttentionBody, dtype: torch.dtype) -> None:
+    check_every_kind_of_row(body, dtype=dtype, tolerance=0.03)
+    check_every_kind_of_row(body, dtype=dtype, tolerance=0.03, window=9, heads=12, dim=64)
+
+
+@needs_compiler
+def test_the_kernel_reads_16_bits_as_they_are() -> None:
+    """Subnormal, infinite and nan too: one key and one value at a time come out as they went in."""
+    kernel = find_kernel("compiled", CPU)
+    assert kernel is not None
+    for dtype in (torch.float16, torch.bfloat16):
+        bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+        values = bits.view(dtype).view(-1, 1, 1, 64)
+        tables = [StepRow([0], 0, [block]) for block in range(len(values))]
+        out = kernel(
+            torch.zeros(1, 1, len(values), 64),
+            torch.zeros_like(values),
+            values,
+            plan_attention(tables, 1, 1, CPU, has_kernel=True).kernel_rows,  # type: ignore[arg-type]
+            scaling=1.0,
+            sliding_window=None,
+            alibi_slopes=None,
+            softcap=None,
+        )
+        expected = values.view(1, -1, 1, 64).float()
+        assert torch.equal(out.isnan(), expected.isnan())
+        assert torch.equal(out.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+@needs_compiler
+@pytest.mark.parametrize("num_queries", [1, 3, 5, 20, 40])
+def test_a_nan_of_a_key_reaches_those_that_see_it_and_no_others(num_queries: int) -> None:
+    kernel = find_kernel("compiled", CPU)
+    paged = PagedAttention(8, BLOCK, 1, DIM, dtype=torch.float32, device=CPU, kernel=kernel)
+    for value in (float("nan"), float("inf")):
+        for tables in ([[0, 1, 2, 3, 4, 5]], [[0, 1, 2, 3, 4, 5], [6, 7]]):
+            rows = [StepRow([0] * num_queries, 0, tables[0])]
+            rows += [StepRow([0] * 9, 0, table) for table in tables[1:]]
+            total = sum(len(row.token_ids) for row in rows)
+            q, k, v = (torch.randn(1, 1, total, DIM).abs() for _ in range(3))
+            k[0, 0, num_queries // 2] = value
+            paged.plan = plan_attention(rows, BLOCK, 1, CPU, has_kernel=True)
+            is_nan = paged(q, k, v, scaling=1.0)[0, :, 0].isnan().all(-1)
+            expected = [num_queries // 2 <= i < num_queries for i in range(total)]
+            assert is_nan.tolist() == expected
+
+
+def test_how_the_body_is_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Without a compiler, or with one that fails, `auto` is eager and `compiled` an error."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for compiler, message in (("no-such-compiler", "no C++ compiler"), ("false", "failed")):
+        monkeypatch.setenv("CXX", compiler)
+        assert find_kernel("auto", CPU, KernelBuild()) is None
+        with pytest.raises(UsageError, match=message):
+            find_kernel("compiled", CPU, KernelBuild())
+    assert find_kernel("eager", CPU) is None
+    assert find_kernel("auto", torch.device("cuda")) is None
+    with pytest.raises(UsageError, match="needs a CPU"):
+        find_kernel("compiled", torch.device("cuda"))
+    assert not list((tmp_path / "fminfer").iterdir()), "nothing is left behind"
+
+
+@needs_compiler
+def test_the_kernel_is_built_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first, beside = KernelBuild(), KernelBuild()  # two processes may build it at once
+    assert first._process is not None and beside._process is not None
+    assert first.library() is not None and beside.library() is not None
+    again = KernelBuild()
+    assert again._process is None and again.library() is not None
+    (library,) = (tmp_path / "fminfer").iterdir()
+    library.write_bytes(b"damaged")
+    broken = KernelBuild()
+    assert broken.library() is None and "cannot be loaded" in broken.error
+
+
+@needs_compiler
+def test_a_cache_folder_that_cannot_be_written_costs_only_the_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    build = KernelBuild()
+    assert build.library() is not None
+    assert build._own_folder is not None
 
 
 def test_a_context_too_long_for_one_product_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,36 +222,3 @@ def test_a_context_too_long_for_one_product_is_split(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(attention, "MAX_SCORES", 3 * HEADS * 50)
     parts = attention.chunk_attention(query, keys, values, 30, 0.25, 9, None, 0.5)
     torch.testing.assert_close(whole, parts, atol=1e-6, rtol=1e-6)
-
-
-def test_auto_compiles_after_enough_work_and_only_with_a_compiler(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    compiled: list[object] = []
-
-    def fake_compile(body: PartialBody, **kwargs: object) -> PartialBody:
-        compiled.append(body)
-        return body
-
-    monkeypatch.setattr(torch, "compile", fake_compile)
-    monkeypatch.setattr(decode_attention, "COMPILE_AFTER", 3 * 2 * 5 * KV_HEADS * BLOCK * DIM)
-    cache = torch.zeros(8, KV_HEADS, BLOCK, DIM)
-    grouped = torch.zeros(5, KV_HEADS, HEADS // KV_HEADS, DIM)
-    numbers = torch.arange(5)
-    rows = (numbers, numbers, numbers, torch.zeros(5, dtype=torch.int64), None, None)
-
-    def steps_until_compiled(body: AttentionBody) -> int:
-        compiled.clear()
-        partial = PartialAttention(body, CPU)
-        for step in range(6):
-            partial(grouped, cache, cache, *rows)
-            if compiled:
-                return step
-        return -1
-
-    monkeypatch.setattr(decode_attention, "has_compiler", lambda: True)
-    assert [steps_until_compiled(b) for b in ("auto", "eager", "compiled")] == [2, -1, 0]
-    monkeypatch.setattr(decode_attention, "has_compiler", lambda: False)
-    assert steps_until_compiled("auto") == -1
-    with pytest.raises(UsageError, match="compiler"):
-        PartialAttention("compiled", CPU)

@@ -10,14 +10,14 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "fminfer"
 # From the lowest up. A sign of the house: a new module finds its place here or is in the wrong one.
 FLOORS = """
-errors timing messages sentencepieces shared_runs soft_cap thin_linear output.rows \
+errors timing messages sentencepieces shared_runs soft_cap packed_linear output.rows kernel_build \
     engine.blocks engine.noise engine.seen engine.stopping
 config fields input.streams input.values input.spans tokenizer partition ranks \
     models.alibi models.families models.sizes models.variants integrations.generation \
     engine.stats output.trace output.disk stopping memory
-input.lines spelling sampling placement decode_attention launcher run_options output.journal \
-    models.experts models.checkpoint models.layer_count models.slicing pipeline.wire \
-    pipeline.transport pipeline.store pipeline.watch pipeline.local
+input.lines spelling sampling placement decode_attention kernel_attention launcher run_options \
+    output.journal models.experts models.checkpoint models.layer_count models.slicing \
+    pipeline.wire pipeline.transport pipeline.store pipeline.watch pipeline.local
 input.envelope attention models.weights pipeline.group \
     models.adapters.bloom models.adapters.codegen \
     models.adapters.falcon models.adapters.gpt_neo models.adapters.gptj models.adapters.mpt

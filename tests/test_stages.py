@@ -12,7 +12,6 @@ import torch
 import transformers
 
 import fminfer
-from fminfer.decode_attention import PartialAttention
 from fminfer.messages import Step, StepResult
 from fminfer.models import weights
 from fminfer.models.checkpoint import open_checkpoint, open_random
@@ -49,7 +48,6 @@ class Chain:
                 device=CPU,
                 num_blocks=-(-OPTIONS["budget"] // OPTIONS["block_size"]),
                 block_size=OPTIONS["block_size"],
-                partial=PartialAttention("eager", CPU),
             )
             for network in self.networks
         ]

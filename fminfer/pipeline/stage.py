@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from fminfer.attention import PagedAttention, plan_attention
-from fminfer.decode_attention import PartialBody
+from fminfer.kernel_attention import KernelAttention
 from fminfer.memory import SizeLimit
 from fminfer.messages import SamplingRows, StageSpan, Step, StepResult, StepRow, TokenLogprobs
 from fminfer.models.families import Family
@@ -38,7 +38,7 @@ class Stage:
         family: where its parts are.
         dtype, device: of its weights, its hidden states and the KV cache.
         num_blocks, block_size: the size of the KV cache.
-        partial: the body of the decode rows' attention.
+        kernel: the compiled attention kernel; None: plain tensor operations.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Stage:
         device: torch.device,
         num_blocks: int,
         block_size: int,
-        partial: PartialBody,
+        kernel: KernelAttention | None = None,
     ) -> None:
         self._decoder = model.get_submodule(family.decoder)
         self._head = model.get_output_embeddings()
@@ -65,6 +65,7 @@ class Stage:
         model.config._attn_implementation = ATTENTION_NAME
         self._decoder.config._attn_implementation = ATTENTION_NAME  # a stage's may be a copy
         self._kv_heads, head_dim = kv_shape(model.config)
+        self._has_kernel = kernel is not None
         self._token_limit = SizeLimit("tokens")
         self._logit_limit = SizeLimit("tokens' logits")
         self._caches: list[PagedAttention] = []
@@ -76,7 +77,7 @@ class Stage:
                 head_dim,
                 dtype=self._dtype,
                 device=self._device,
-                partial=partial,
+                kernel=kernel,
             )
             self._caches.append(cache)
             attention = layer.get_submodule(family.attention)
@@ -129,7 +130,9 @@ class Stage:
             cache.copy_blocks(sources, targets)
 
     def _forward(self, rows: list[StepRow], before: torch.Tensor | None) -> torch.Tensor:
-        plan = plan_attention(rows, self._block_size, self._kv_heads, self._device)
+        plan = plan_attention(
+            rows, self._block_size, self._kv_heads, self._device, has_kernel=self._has_kernel
+        )
         for cache in self._caches:
             cache.plan = plan
         if before is None:

@@ -1,0 +1,259 @@
+#!/usr/bin/env python
+"""fminfer beside its peers: the same model, the same rows, in turns.
+
+The workloads are those of against_transformers.py, on a random-init model that is written to disk
+once. transformers runs with this Python; vLLM and OpenVINO GenAI where `make_peers.sh FOLDER` has
+made their virtual environments. Every turn is a process of its own. "run" is the answering alone,
+"job" is from the start of the process to its end. The machine's roof, a product and a copy, is
+measured between the turns.
+
+    benchmarks/make_peers.sh ~/peers
+    python benchmarks/peers.py --peers ~/peers --workload a --workload b --workload c --repeats 3
+    python benchmarks/peers.py --model qwen3-0.5b --workload a --dtype bfloat16
+
+A table comes first, one JSON line last; `--plot` draws the run times.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+import transformers
+from against_transformers import gemm_gflops, make_workload
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from fminfer.models.sizes import SIZES
+
+HERE = Path(__file__).parent
+COLOURS = {
+    "fminfer": "#4f86b8",
+    "transformers": "#c9b458",
+    "vllm": "#7ba05b",
+    "openvino": "#e8983e",
+}
+MORE_SIZES: dict[str, dict[str, Any]] = {
+    "qwen3-0.5b": {
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 32000,
+        "tie_word_embeddings": True,
+        "eos_token_id": None,
+    },
+    "bloom-small": {  # 24 × 1024
+        "model_type": "bloom",
+        "hidden_size": 1024,
+        "n_layer": 24,
+        "n_head": 16,
+        "vocab_size": 32000,
+    },
+    "opt-small": {"model_type": "opt", "vocab_size": 32000},  # 12 × 768
+}
+
+
+def write_model(folder: Path, size: str, dtype: str) -> None:
+    """Write a random-init checkpoint and a tokenizer of bytes and fillers, once."""
+    if (folder / "model.safetensors").exists():
+        return
+    fields = dict((SIZES | MORE_SIZES)[size])
+    config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pieces += [f"<filler {i}>" for i in range(config.vocab_size - len(pieces))]
+    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    model.save_pretrained(folder)
+
+
+def convert_for_openvino(peers: Path, folder: Path) -> tuple[Path, float]:
+    """Export the checkpoint once; return where to, and the seconds that it took then."""
+    target = folder / "openvino"
+    took = target / "took_s"
+    if not took.exists():
+        started = time.perf_counter()
+        command = [str(peers / "openvino/bin/optimum-cli"), "export", "openvino", "--model"]
+        command += [str(folder), "--task", "text-generation-with-past", "--weight-format", "fp16"]
+        subprocess.run([*command, str(target)], check=True, stdout=sys.stderr)
+        took.write_text(str(time.perf_counter() - started))
+    return target, float(took.read_text())
+
+
+def run_fminfer(job: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Answer the rows with the command, as a user would."""
+    rows, output = folder / "rows.jsonl", folder / "out.jsonl"
+    with rows.open("w") as file:
+        file.writelines(json.dumps(row) + "\n" for row in job["rows"])
+    command = [sys.executable, "-m", "fminfer", "run", str(rows), "--model-name", job["model"]]
+    command += ["--output", str(output), "--restart", "-q", "--dtype", job["dtype"]]
+    subprocess.run([*command, "--stats", str(folder / "stats.json")], check=True)
+    stats = json.loads((folder / "stats.json").read_text())
+    assert stats["num_errors"] == 0
+    return {
+        "ready_s": stats["start_to_ready_s"],
+        "run_s": stats["wall_s"],
+        "tokens": stats["completion_tokens"],
+        "sample": [_sample(json.loads(line)) for line in output.read_text().splitlines()[:4]],
+    }
+
+
+def _sample(record: dict[str, Any]) -> list[Any]:
+    (choice,) = record["result"]["choices"]
+    if record["request"]["max_tokens"]:
+        return list(choice["token_ids"][:8])
+    return list(choice["logprobs"]["token_logprobs"][1:9])
+
+
+def run_peer(python: str, side: str, job: dict[str, Any], folder: Path) -> dict[str, Any]:
+    path = folder / "job.json"
+    path.write_text(json.dumps(job))
+    command = [python, str(HERE / "peer_sides.py"), side, str(path)]
+    environ = os.environ | {"HF_HUB_OFFLINE": "1"}
+    found = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environ)
+    result: dict[str, Any] = json.loads(found.stdout.splitlines()[-1])
+    return result
+
+
+def copy_gb_per_s() -> float:
+    """Measure reading 256 MB, which is what a step of few rows does with the weights."""
+    data = torch.ones(64 << 20)
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        data.sum()
+        times.append(time.perf_counter() - started)
+    return data.numel() * 4 / statistics.median(times) / 1e9
+
+
+def find_sides(peers: Path | None, wanted: tuple[str, ...]) -> dict[str, str]:
+    """Return the sides that can run here, each with its Python."""
+    sides = {"fminfer": sys.executable, "transformers": sys.executable}
+    for name in ("vllm", "openvino"):
+        python = peers / name / "bin/python" if peers else None
+        if python is not None and python.exists():
+            sides[name] = str(python)
+    return {name: python for name, python in sides.items() if not wanted or name in wanted}
+
+
+def measure(
+    workload: str, sides: dict[str, str], job: dict[str, Any], folder: Path, repeats: int
+) -> dict[str, dict[str, Any]]:
+    """Run all sides in turns; return each one's medians."""
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
+    for _ in range(repeats):
+        for name, python in sides.items():
+            started = time.perf_counter()
+            if name == "fminfer":
+                result = run_fminfer(job, folder)
+            else:
+                result = run_peer(python, name, job, folder)
+            result["job_s"] = time.perf_counter() - started
+            found[name].append(result)
+            print(
+                f"  {workload} {name:<13} run {result['run_s']:7.1f} s, job "
+                f"{result['job_s']:7.1f} s  {result['sample'][0][:3]}",
+                file=sys.stderr,
+                flush=True,
+            )
+    return {
+        name: {
+            key: statistics.median(r[key] for r in results) for key in ("run_s", "job_s", "ready_s")
+        }
+        | {"runs": [r["run_s"] for r in results], "sample": results[-1]["sample"]}
+        for name, results in found.items()
+    }
+
+
+def draw(results: dict[str, dict[str, dict[str, Any]]], title: str) -> str:
+    """Return an SVG picture of the run times, a group of bars a workload."""
+    left, width, bar = 120, 560, 22
+    longest = max(side["run_s"] for sides in results.values() for side in sides.values())
+    out = [f'<text x="8" y="20" font-weight="bold">{escape(title)}</text>']
+    y = 40
+    for workload, sides in results.items():
+        out.append(f'<text x="8" y="{y + 14}">workload {escape(workload)}</text>')
+        y += 22
+        for name, side in sides.items():
+            wide = side["run_s"] / longest * width
+            out.append(f'<text x="20" y="{y + 15}">{name}</text>')
+            out.append(
+                f'<rect x="{left}" y="{y}" width="{wide:.1f}" height="{bar - 4}" '
+                f'fill="{COLOURS[name]}"/>'
+            )
+            out.append(f'<text x="{left + wide + 6:.1f}" y="{y + 14}">{side["run_s"]:.1f} s</text>')
+            y += bar
+        y += 10
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 90}" height="{y}" '
+        'font-family="sans-serif" font-size="13"><rect width="100%" height="100%" fill="white"/>\n'
+        + "\n".join(out)
+        + "\n</svg>\n"
+    )
+
+
+@click.command()
+@click.option("--workload", "workloads", multiple=True, default=["a"], show_default=True)
+@click.option("--model", default="llama-160m", show_default=True)
+@click.option("--dtype", default="float32", show_default=True)
+@click.option("--peers", type=click.Path(path_type=Path), help="Folder of virtual environments.")
+@click.option("--side", "wanted", multiple=True, help="Only these.  [default: all there are]")
+@click.option("--repeats", default=1, show_default=True)
+@click.option("--scale", default=1.0, show_default=True, help="Share of the rows.")
+@click.option("--folder", type=click.Path(path_type=Path), default=Path("/tmp/fminfer-peers"))
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw the run times, as SVG.")
+def main(
+    workloads: tuple[str, ...],
+    model: str,
+    dtype: str,
+    peers: Path | None,
+    wanted: tuple[str, ...],
+    repeats: int,
+    scale: float,
+    folder: Path,
+    plot: Path | None,
+) -> None:
+    """Time all sides and print them beside each other."""
+    folder = folder / f"{model}-{dtype}"
+    write_model(folder, model, dtype)
+    sides = find_sides(peers, wanted)
+    job: dict[str, Any] = {"model": str(folder), "dtype": dtype}
+    if "openvino" in sides and peers is not None:
+        target, took_s = convert_for_openvino(peers, folder)
+        job["openvino"] = str(target)
+        print(f"  openvino: converted once, {took_s:.0f} s", file=sys.stderr)
+    results, roofs = {}, []
+    for workload in workloads:
+        rows = make_workload(workload, scale)
+        job["rows"] = [row | {"ignore_eos": True, "return_token_ids": True} for row in rows]
+        results[workload] = measure(workload, sides, job, folder, repeats)
+        roofs.append((gemm_gflops(dtype), copy_gb_per_s()))
+    gemm, copy = (statistics.median(each) for each in zip(*roofs, strict=True))
+    print(f"\n{model}, {dtype}, medians of {repeats}; roof {gemm:.0f} GFLOP/s, {copy:.0f} GB/s")
+    print(f"{'':14}" + "".join(f"{w + ' run':>9}{w + ' job':>9}" for w in results) + "   seconds")
+    for name in sides:
+        cells = (f"{r[name]['run_s']:9.1f}{r[name]['job_s']:9.1f}" for r in results.values())
+        print(f"{name:14}" + "".join(cells))
+    if plot is not None:
+        plot.write_text(draw(results, f"{model}, {dtype}: seconds a run"))
+    summary = {"model": model, "dtype": dtype, "gemm_gflops": gemm, "read_gb_per_s": copy}
+    print(json.dumps(summary | {"workloads": results}))
+
+
+if __name__ == "__main__":
+    main()
