@@ -42,7 +42,7 @@ class AttentionPlan:
     slots: torch.Tensor  # (tokens * kv_heads,) int64: where new keys go, in rows of head_dim
     chunks: list[ChunkRow]
     decode: DecodeRows | None
-    kernel_rows: KernelRows | None = None  # all rows, if the compiled kernel is to do them
+    kernel_rows: KernelRows | None = None  # for the compiled kernel, which needs no more
 
 
 def plan_attention(
@@ -61,9 +61,8 @@ def plan_attention(
         kv_heads: heads of keys, on which a token's place in the cache depends.
         has_kernel: whether the compiled kernel is to do it.
     """
-    slots = _slots(rows, block_size, kv_heads).to(device)
     if has_kernel:
-        return AttentionPlan(slots, [], None, plan_rows(rows, block_size))
+        return AttentionPlan(torch.empty(0), [], None, plan_rows(rows, block_size))
     chunks: list[ChunkRow] = []
     decode: list[StepRow] = []
     first = 0
@@ -77,7 +76,7 @@ def plan_attention(
             chunks.append(ChunkRow(first, last, row.position, blocks))
         first = last
     return AttentionPlan(
-        slots,
+        _slots(rows, block_size, kv_heads).to(device),
         chunks,
         _plan_decode(decode, first - len(decode), block_size, device) if decode else None,
     )
@@ -188,13 +187,12 @@ class PagedAttention:
         """
         plan = self.plan
         assert plan is not None, "no step is planned"
-        for cache, new in ((self.keys, key), (self.values, value)):
-            rows = new[0].transpose(0, 1).reshape(-1, new.shape[-1])
-            cache.view(-1, new.shape[-1]).index_copy_(0, plan.slots, rows)
         if plan.kernel_rows is not None:
             assert self._kernel is not None, "the step was planned for the kernel"
             return self._kernel(
                 query,
+                key,
+                value,
                 self.keys,
                 self.values,
                 plan.kernel_rows,
@@ -203,6 +201,9 @@ class PagedAttention:
                 alibi_slopes=alibi_slopes,
                 softcap=softcap,
             )
+        for cache, new in ((self.keys, key), (self.values, value)):
+            rows = new[0].transpose(0, 1).reshape(-1, new.shape[-1])
+            cache.view(-1, new.shape[-1]).index_copy_(0, plan.slots, rows)
         out = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
         for chunk in plan.chunks:
             keys, values = self._gather(chunk, key, value)

@@ -25,8 +25,11 @@ class Arguments(ctypes.Structure):
 
     _fields_ = (
         *[(name, ctypes.c_void_p) for name in ("query", "out", "keys", "values")],
+        *[(name, ctypes.c_void_p) for name in ("new_keys", "new_values", "slots")],
         *[(name, ctypes.c_void_p) for name in ("rows", "blocks", "slopes")],
-        *[(name, ctypes.c_int64) for name in ("num_rows", "query_head", "query_token")],
+        *[(name, ctypes.c_int64) for name in ("num_rows", "num_tokens", "query_head")],
+        *[(name, ctypes.c_int64) for name in ("query_token", "new_key_head", "new_key_token")],
+        *[(name, ctypes.c_int64) for name in ("new_value_head", "new_value_token")],
         *[(name, ctypes.c_int64) for name in ("heads", "kv_heads", "head_dim", "block_size")],
         *[(name, ctypes.c_int64) for name in ("window", "type", "num_threads")],
         *[(name, ctypes.c_float) for name in ("scaling", "softcap")],
@@ -39,21 +42,26 @@ class KernelRows:
 
     rows: torch.Tensor  # (rows, 4) int64: first packed token, tokens, position, start in `blocks`
     blocks: torch.Tensor  # (blocks,) int64: the rows' block tables, one after another
+    slots: torch.Tensor  # (tokens,) int64: block * block_size + place, of each token's key
 
 
 def plan_rows(rows: Sequence[StepRow], block_size: int) -> KernelRows:
     """Lay out a step's rows, in packed order."""
     table = []
     first = start = 0
-    tables = []
+    tables: list[list[int]] = []
+    slots: list[int] = []
     for row in rows:
         num = len(row.token_ids)
         table.append((first, num, row.position, start))
         used = row.block_table[: -(-(row.position + num) // block_size)]
         tables.append(used)
+        for position in range(row.position, row.position + num):
+            slots.append(used[position // block_size] * block_size + position % block_size)
         first += num
         start += len(used)
-    return KernelRows(torch.tensor(table), torch.tensor(list(chain.from_iterable(tables))))
+    blocks = torch.tensor(list(chain.from_iterable(tables)))
+    return KernelRows(torch.tensor(table), blocks, torch.tensor(slots))
 
 
 class KernelAttention:
@@ -66,6 +74,8 @@ class KernelAttention:
     def __call__(
         self,
         query: torch.Tensor,  # (1, heads, tokens, head_dim)
+        new_keys: torch.Tensor,  # (1, kv_heads, tokens, head_dim)
+        new_values: torch.Tensor,
         keys: torch.Tensor,  # (pool, kv_heads, block_size, head_dim)
         values: torch.Tensor,
         rows: KernelRows,
@@ -75,14 +85,13 @@ class KernelAttention:
         alibi_slopes: torch.Tensor | None,  # (heads,) float32
         softcap: float | None,
     ) -> torch.Tensor:  # (1, tokens, heads, head_dim)
-        """Attend from all tokens of a step; their keys and values are in the cache.
+        """Put the new keys and values into the cache, then attend from all tokens of a step.
 
         Raises:
             MemoryError: there was none for the threads' working space.
         """
-        wide = query.float()
-        if wide.stride(-1) != 1:
-            wide = wide.contiguous()
+        wide = _with_rows(query.float())
+        key, value = (_with_rows(new.to(keys.dtype)) for new in (new_keys, new_values))
         _, heads, tokens, head_dim = wide.shape
         out = torch.empty((1, tokens, heads, head_dim))
         slopes = None if alibi_slopes is None else alibi_slopes.float().contiguous()
@@ -92,12 +101,20 @@ class KernelAttention:
                 out.data_ptr(),
                 keys.data_ptr(),
                 values.data_ptr(),
+                key.data_ptr(),
+                value.data_ptr(),
+                rows.slots.data_ptr(),
                 rows.rows.data_ptr(),
                 rows.blocks.data_ptr(),
                 None if slopes is None else slopes.data_ptr(),
                 len(rows.rows),
+                tokens,
                 wide.stride(1),
                 wide.stride(2),
+                key.stride(1),
+                key.stride(2),
+                value.stride(1),
+                value.stride(2),
                 heads,
                 keys.shape[1],
                 head_dim,
@@ -112,6 +129,11 @@ class KernelAttention:
         if failed:
             raise MemoryError("no memory for the attention kernel's working space")
         return out.to(query.dtype)
+
+
+def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor with its last dimension in one piece."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def find_kernel(

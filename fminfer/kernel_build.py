@@ -69,6 +69,7 @@ class KernelBuild:
             try:
                 self._library = ctypes.CDLL(str(self._path))
             except OSError as error:
+                self._path.unlink(missing_ok=True)  # the next run builds it anew
                 self.error = f"{self._path} cannot be loaded: {error}"
         return self._library
 

@@ -141,8 +141,10 @@ def test_the_kernel_reads_16_bits_as_they_are() -> None:
         tables = [StepRow([0], 0, [block]) for block in range(len(values))]
         out = kernel(
             torch.zeros(1, 1, len(values), 64),
+            torch.zeros(1, 1, len(values), 64, dtype=dtype),
+            values.view(1, 1, -1, 64),
             torch.zeros_like(values),
-            values,
+            torch.empty_like(values),
             plan_attention(tables, 1, 1, CPU, has_kernel=True).kernel_rows,  # type: ignore[arg-type]
             scaling=1.0,
             sliding_window=None,
@@ -177,7 +179,7 @@ def test_how_the_body_is_chosen(
 ) -> None:
     """Without a compiler, or with one that fails, `auto` is eager and `compiled` an error."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for compiler, message in (("no-such-compiler", "no C++ compiler"), ("false", "failed")):
+    for compiler, message in (("no-such-compiler", "is no C"), ("false", "failed")):
         monkeypatch.setenv("CXX", compiler)
         assert find_kernel("auto", CPU, KernelBuild()) is None
         with pytest.raises(UsageError, match=message):
@@ -198,9 +200,14 @@ def test_the_kernel_is_built_once_and_kept(tmp_path: Path, monkeypatch: pytest.M
     again = KernelBuild()
     assert again._process is None and again.library() is not None
     (library,) = (tmp_path / "fminfer").iterdir()
-    library.write_bytes(b"damaged")
+    other = tmp_path / "other"
+    (other / "fminfer").mkdir(parents=True)
+    (other / "fminfer" / library.name).write_bytes(b"damaged")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(other))
     broken = KernelBuild()
     assert broken.library() is None and "cannot be loaded" in broken.error
+    rebuilt = KernelBuild()
+    assert rebuilt._process is not None and rebuilt.library() is not None
 
 
 @needs_compiler

@@ -1,7 +1,7 @@
 // Attention of packed rows over the paged KV cache, on the CPU; fminfer/cpu_kernel.py builds it.
 //
-// Each row's queries attend to the row's keys up to their own position. Work is cut into items: one
-// row, one KV head, and up to 32 of its queries (tokens times the heads that share the KV head). An
+// The step's new keys and values are put into their blocks first. Then each row's queries attend to
+// the row's keys up to their own position. Work is cut into items: one row, one KV head, and up to 32 of its queries (tokens times the heads that share the KV head). An
 // item goes over the row's blocks once and keeps the largest score and the sum of exponentials of
 // each query as it goes (Milakov and Gimelshein 2018, the "online softmax"; Dao et al. 2022). Items
 // of one KV head follow one another, so that what rows share is read from the cache nearby.
@@ -52,16 +52,32 @@ inline Vec tanh_of(Vec x) {
     return is_negative * (1.0f - e) / (1.0f + e);
 }
 
-inline float sum_of(Vec v) {
-    typedef float Half __attribute__((vector_size(32)));
-    typedef float Quarter __attribute__((vector_size(16)));
-    Half halves[2];
-    std::memcpy(halves, &v, sizeof v);
-    const Half half = halves[0] + halves[1];
-    Quarter quarters[2];
-    std::memcpy(quarters, &half, sizeof half);
-    const Quarter q = quarters[0] + quarters[1];
-    return (q[0] + q[2]) + (q[1] + q[3]);
+#ifdef __clang__
+#define LANES_OF(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define LANES_OF(a, b, ...) __builtin_shuffle(a, b, IVec{__VA_ARGS__})
+#endif
+
+// Lane j of the result is the sum of sums[j]'s lanes: 16 sums in four rounds, each halving them.
+inline Vec sums_of(Vec* sums) {
+    for (int i = 0; i < 8; i++) {
+        const Vec a = sums[i], b = sums[i + 8];
+        sums[i] = LANES_OF(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+                  LANES_OF(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    }
+    for (int i = 0; i < 4; i++) {
+        const Vec a = sums[i], b = sums[i + 4];
+        sums[i] = LANES_OF(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
+                  LANES_OF(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+    }
+    for (int i = 0; i < 2; i++) {
+        const Vec a = sums[i], b = sums[i + 2];
+        sums[i] = LANES_OF(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+                  LANES_OF(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    }
+    const Vec a = sums[0], b = sums[1];
+    return LANES_OF(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
+           LANES_OF(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
 }
 
 inline float from_bfloat16(uint16_t bits) {
@@ -92,12 +108,16 @@ extern "C" {
 struct Arguments {
     const float* query;  // element (head, token, i) at head * query_head + token * query_token + i
     float* out;          // (tokens, heads, head_dim)
-    const void* keys;    // (pool, kv_heads, block_size, head_dim), of `type`
-    const void* values;
+    void* keys;          // (pool, kv_heads, block_size, head_dim), of `type`
+    void* values;
+    const void* new_keys;    // of `type`: element (head, token, i) at
+    const void* new_values;  // head * new_…_head + token * new_…_token + i
+    const int64_t* slots;    // (tokens,): block * block_size + place, of each token's key
     const int64_t* rows;    // (num_rows, 4): first token, tokens, position, start in `blocks`
     const int64_t* blocks;  // all rows' block tables, one after another
     const float* slopes;    // (heads,) of ALiBi, or null
-    int64_t num_rows, query_head, query_token;
+    int64_t num_rows, num_tokens, query_head, query_token;
+    int64_t new_key_head, new_key_token, new_value_head, new_value_token;
     int64_t heads, kv_heads, head_dim, block_size;
     int64_t window;  // keys that a query sees, itself included; 0: all
     int64_t type;    // 0 float32, 1 bfloat16, 2 float16
@@ -307,21 +327,26 @@ void attend_alone(const Arguments& a, const Item& item, int64_t q, Space& space)
     std::memset(space.sums, 0, sizeof(float) * width);
     const int64_t position = item.row[2] + q / group;
     const float slope = a.slopes ? a.slopes[item.kv_head * group + q % group] : 0;
-    float largest = LOWEST, total = 0;
+    float largest = LOWEST;
+    Vec total = Vec{};
     for (int64_t b = first_block(a, position); b <= position / a.block_size; b++) {
         const int64_t block = a.blocks[item.row[3] + b], start = b * a.block_size;
         const int64_t left = position + 1 - start;
         const int count = int(left < a.block_size ? left : a.block_size);
         const float* keys = read_block(a, a.keys, block, item.kv_head, count, width, space.keys);
-        for (int j = 0; j < count; j++) {
-            Vec sum = Vec{};
-            for (int d = 0; d < width; d += LANES)
-                sum += load(space.queries + d) * load(keys + j * width + d);
-            space.scores[j] = sum_of(sum);
-        }
         const int padded = round_up(count, LANES);
-        for (int j = count; j < padded; j++) space.scores[j] = 0;
-        float most = largest;
+        for (int j = 0; j < padded; j += LANES) {
+            Vec sums[LANES];
+            for (int lane = 0; lane < LANES; lane++) {
+                sums[lane] = Vec{};
+                if (j + lane < count)
+                    for (int d = 0; d < width; d += LANES)
+                        sums[lane] +=
+                            load(space.queries + d) * load(keys + (j + lane) * width + d);
+            }
+            store(space.scores + j, sums_of(sums));
+        }
+        Vec highest = all(largest);
         for (int j = 0; j < padded; j += LANES) {
             Vec score = load(space.scores + j);
             IVec distance;
@@ -332,8 +357,10 @@ void attend_alone(const Arguments& a, const Item& item, int64_t q, Space& space)
             score = distance < 0 ? all(LOWEST) : score;
             if (a.window > 0) score = distance >= int32_t(a.window) ? all(LOWEST) : score;
             store(space.scores + j, score);
-            for (int lane = 0; lane < LANES; lane++) most = score[lane] > most ? score[lane] : most;
+            highest = score > highest ? score : highest;
         }
+        float most = highest[0];
+        for (int lane = 1; lane < LANES; lane++) most = highest[lane] > most ? highest[lane] : most;
         const float factor = exp_of(all(largest - most))[0];
         total *= factor;
         for (int d = 0; d < width; d += LANES) store(space.sums + d, load(space.sums + d) * factor);
@@ -341,13 +368,15 @@ void attend_alone(const Arguments& a, const Item& item, int64_t q, Space& space)
             const Vec score = load(space.scores + j);
             const Vec weight = score == all(LOWEST) ? Vec{} : exp_of(score - most);
             store(space.scores + j, weight);
-            total += sum_of(weight);
+            total += weight;
         }
         largest = most;
         const float* values = read_block(a, a.values, block, item.kv_head, count, width, space.values);
         add_all_values<1>(space.sums, space.scores, 1, values, width, count);
     }
-    write_out(a, item, q, group, space.sums, total);
+    float sum = 0;
+    for (int lane = 0; lane < LANES; lane++) sum += total[lane];
+    write_out(a, item, q, group, space.sums, sum);
 }
 
 void attend(const Arguments& a, const Item& item, Space& space) {
@@ -361,6 +390,18 @@ void attend(const Arguments& a, const Item& item, Space& space) {
 }
 
 }  // namespace
+
+// Put one token's new keys or values into its block.
+void keep_token(const Arguments& a, void* cache, const void* from, int64_t head_step,
+                int64_t token_step, int64_t token) {
+    const int64_t size = a.type == 0 ? 4 : 2, bytes = a.head_dim * size;
+    const int64_t block = a.slots[token] / a.block_size, place = a.slots[token] % a.block_size;
+    for (int64_t head = 0; head < a.kv_heads; head++)
+        std::memcpy(static_cast<char*>(cache) +
+                        ((block * a.kv_heads + head) * a.block_size + place) * bytes,
+                    static_cast<const char*>(from) + (head * head_step + token * token_step) * size,
+                    bytes);
+}
 
 extern "C" int fminfer_attention(const Arguments* arguments) {
     const Arguments& a = *arguments;
@@ -382,6 +423,11 @@ extern "C" int fminfer_attention(const Arguments* arguments) {
     {
         Space space(a);
         failed |= space.memory == nullptr;
+#pragma omp for schedule(static)
+        for (int64_t token = 0; token < a.num_tokens; token++) {
+            keep_token(a, a.keys, a.new_keys, a.new_key_head, a.new_key_token, token);
+            keep_token(a, a.values, a.new_values, a.new_value_head, a.new_value_token, token);
+        }
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < num_tiles * a.kv_heads; i++) {
             if (space.memory == nullptr) continue;
