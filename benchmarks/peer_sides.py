@@ -125,6 +125,7 @@ def run_openvino(job: dict[str, Any]) -> dict[str, Any]:
     prompts, configs = [], []
     for row in job["rows"]:
         config = genai.GenerationConfig(ignore_eos=True, do_sample=False)
+        config.set_eos_token_id(0)  # it refuses to have none, and ignores it
         config.max_new_tokens = max(1, row["max_tokens"])
         if not row["max_tokens"]:
             config.echo, config.logprobs = True, 1

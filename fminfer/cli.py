@@ -16,6 +16,7 @@ import click
 from fminfer import __version__
 from fminfer.config import EngineConfig
 from fminfer.errors import FminferError, StoppedError, UsageError
+from fminfer.kernel_build import start_build
 from fminfer.launcher import end_after, launch
 from fminfer.models.layer_count import check_split
 from fminfer.paths import JobPaths
@@ -115,6 +116,8 @@ def bench(batch_sizes: tuple[int, ...], new_tokens: int, fp16: bool, **options: 
     comes last.
     """
     options["dtype"] = _dtype(fp16, options["dtype"])
+    if options["attention"] != "eager":
+        start_build()
     from fminfer.bench import run_bench
 
     rows = []
@@ -154,6 +157,8 @@ def _run(
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         if facts.parent is not None:
             end_after(facts.parent)
+    if config.attention != "eager":
+        start_build()  # it runs beside the imports
     from fminfer.running import run_process
 
     summary = run_process(job, plan, config, ranks, facts, stopper, _elapsed_s)

@@ -125,7 +125,7 @@ MODEL = [
         type=click.Choice(["auto", "eager", "compiled"]),
         default=DEFAULTS.attention,
         show_default=True,
-        help="Decode attention on the CPU; auto compiles it once a job is long enough.",
+        help="On the CPU: compiled (by g++, once) or plain torch; auto: compiled if there is g++.",
     ),
 ]
 ENGINE = [

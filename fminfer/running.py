@@ -17,6 +17,7 @@ from fminfer.config import EngineConfig
 from fminfer.errors import FminferError, PipelineError, StoppedError
 from fminfer.fingerprint import fingerprint_of
 from fminfer.job import abandon, open_files, run_job
+from fminfer.kernel_build import start_build
 from fminfer.loading import open_model
 from fminfer.output.job_file import JobFile, JournaledInput
 from fminfer.output.progress import LoadingBar
@@ -150,6 +151,9 @@ def _answer_files(
         loading.close()
     if config.cuda_ids and engine.device.type == "cpu" and not job.is_quiet:
         click.echo("There is no GPU here: --cuda-id means nothing, the CPU computes.", err=True)
+    is_slow = config.attention == "auto" and engine.device.type == "cpu" and not engine.has_kernel
+    if is_slow and not job.is_quiet:
+        click.echo(f"Attention is slower than it could be: {start_build().error}.", err=True)
     summary.device = str(engine.device)
     summary.start_to_ready_s = elapsed_s()
     try:

@@ -75,6 +75,7 @@ class Engine:
         self.kv_bytes_per_token = loaded.kv_bytes_per_token  # of this rank
         num_blocks = count_blocks(config, loaded, group)
         stage = build_stage(config, loaded, num_blocks)
+        self.has_kernel = stage.has_kernel  # attention of the CPU compiled
         self._group = group
         self._pipeline = _build_pipeline(stage, loaded, group)
         self._loop = self._build_loop(checkpoint, num_blocks, loaded.part.num_stages)

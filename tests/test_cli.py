@@ -298,3 +298,16 @@ def test_a_run_that_fails_keeps_what_was_answered(
     engine.close()
     assert not output.exists()
     assert len(read(tmp_path / "output_a.jsonl.journal")) == 1 + 50
+
+
+def test_a_run_says_why_its_attention_is_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a compiler answers are the same, slower; whoever waits should know."""
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    queries = QUERIES / "plain.jsonl"
+    found = run(queries, "--output", tmp_path / "out.jsonl")
+    assert found.returncode == 0, found.stderr
+    assert "Attention is slower than it could be: there is no C++ compiler" in found.stderr
+    for record in read(tmp_path / "out.jsonl"):
+        assert record["result"]["choices"][0]["text"] == right_answer(record["request"]["prompt"])

@@ -65,7 +65,7 @@ class Stage:
         model.config._attn_implementation = ATTENTION_NAME
         self._decoder.config._attn_implementation = ATTENTION_NAME  # a stage's may be a copy
         self._kv_heads, head_dim = kv_shape(model.config)
-        self._has_kernel = kernel is not None
+        self.has_kernel = kernel is not None
         self._token_limit = SizeLimit("tokens")
         self._logit_limit = SizeLimit("tokens' logits")
         self._caches: list[PagedAttention] = []
@@ -131,7 +131,7 @@ class Stage:
 
     def _forward(self, rows: list[StepRow], before: torch.Tensor | None) -> torch.Tensor:
         plan = plan_attention(
-            rows, self._block_size, self._kv_heads, self._device, has_kernel=self._has_kernel
+            rows, self._block_size, self._kv_heads, self._device, has_kernel=self.has_kernel
         )
         for cache in self._caches:
             cache.plan = plan
