@@ -8,6 +8,7 @@ packed: 8 rows 31 and 68, 16 rows 69 and 106, 32 rows 106 and 163, 128 rows 190 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 MKL_ROWS = 512
 CHECKED_ROWS = (1, 5, 48)
 MAX_ERROR = 1e-5  # of the largest result
+MAX_TWICE_BYTES = 256 << 20  # a head tied to the embedding, of which packing makes a second copy
 
 
 def pack_linears(model: nn.Module, *, is_fast_in_bfloat16: bool) -> int:
@@ -32,12 +34,15 @@ def pack_linears(model: nn.Module, *, is_fast_in_bfloat16: bool) -> int:
     Args:
         is_fast_in_bfloat16: whether the machine has units for it; otherwise that is not packed.
     """
+    owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     checked: dict[torch.Size, bool] = {}
     num_packed = 0
     module: Any
     for module in list(model.modules()):
         weight = _matrix_of(module)
         if weight is None or not _can_pack(weight, is_fast_in_bfloat16):
+            continue
+        if owners[id(module.weight)] > 1 and weight.nbytes > MAX_TWICE_BYTES:
             continue
         product = _pack(weight, module.bias)
         if weight.shape not in checked:

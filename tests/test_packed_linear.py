@@ -75,6 +75,21 @@ def test_what_packs_wrong_is_left_plain(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch without MKL")
+@pytest.mark.parametrize("most", [0, 10**6])
+def test_a_tied_head_is_packed_unless_the_copy_is_large(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_linear, "MAX_TWICE_BYTES", most)
+    model = nn.ModuleList([nn.Embedding(50, 16), nn.Linear(16, 50, bias=False)])
+    model[1].weight = model[0].weight
+    ids, x = torch.arange(50), torch.randn(3, 16)
+    embedded, logits = model[0](ids), model[1](x)
+    assert pack(model) == (1 if most else 0)
+    assert torch.equal(model[0](ids), embedded)
+    torch.testing.assert_close(model[1](x), logits)
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch without MKL")
 def test_a_model_is_packed_whole_and_only_once_in_memory(
     llama_checkpoint: tuple[Path, Any],
 ) -> None:
