@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from fminfer.engine.loop import LOOKAHEAD
+from fminfer.engine.planner import WINDOW
 from fminfer.engine.stats import EngineStats
 from fminfer.errors import StoppedError
 from fminfer.input.lines import Line
@@ -84,13 +86,14 @@ def run_job(
         return summary
     stopper = stopper or Stopper(0.0)
     left = [file.num_left for file in files]
+    read_ahead = LOOKAHEAD if None in left else WINDOW  # whoever writes a stream may wait
     bar = ProgressBar(None if None in left else sum(n or 0 for n in left), is_quiet=is_quiet)
     trace_file = None if trace is None else TraceFile(trace)
     if trace_file is not None:
         engine.trace(trace_file.add)
     try:
         with stopper.telling(engine.stop):
-            for record in engine.run(_lines(files, engine, stopper)):
+            for record in engine.run(_lines(files, engine, stopper), read_ahead):
                 files[record.line.source].add(record)
                 _count(summary, record)
                 bar.update(_progress(summary, engine))

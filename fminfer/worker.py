@@ -16,7 +16,7 @@ from fminfer.engine.answer import AnswerForm
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.equal_requests import EqualRequests
 from fminfer.engine.intake import Intake, Limits
-from fminfer.engine.loop import EngineLoop
+from fminfer.engine.loop import LOOKAHEAD, EngineLoop
 from fminfer.engine.prefix import PrefixCache
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.stats import EngineStats
@@ -95,11 +95,15 @@ class Engine:
         """Have a function told of every step that is finished."""
         self._loop.on_step = on_step
 
-    def run(self, requests: Iterable[Mapping[str, Any] | Line]) -> Generator[Record, None, None]:
+    def run(
+        self, requests: Iterable[Mapping[str, Any] | Line], read_ahead: int = LOOKAHEAD
+    ) -> Generator[Record, None, None]:
         """Answer requests, reading them as room for them appears.
 
         Args:
             requests: dicts with the fields of a completions request, or input lines.
+            read_ahead: prompts that may be read before there is room for them: more can be put in
+                better order, and an iterable that waits for answers must not be asked for more.
 
         Yields:
             one Record a request, in the order in which they finish; `record.line.number` counts the
@@ -109,7 +113,7 @@ class Engine:
         Raises:
             UsageError: a request that JSON cannot hold, or an earlier run that is not finished.
         """
-        return self._loop.run(_as_lines(requests))
+        return self._loop.run(_as_lines(requests), read_ahead)
 
     def pass_over(self, line: Line) -> None:
         """Take note, in the middle of a run, of a line that is not to be answered again.

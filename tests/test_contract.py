@@ -16,7 +16,7 @@ import pytest
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.intake import Intake, Limits
-from fminfer.engine.loop import EngineLoop
+from fminfer.engine.loop import LOOKAHEAD, EngineLoop
 from fminfer.engine.prefix import PrefixCache
 from fminfer.engine.scheduler import Scheduler
 from fminfer.errors import UsageError
@@ -115,7 +115,11 @@ class Bench:
         )
         self.pipeline = ScriptedPipeline(script, block_size)
         self.loop = EngineLoop(
-            Intake(self.tokenizer, Limits(CONTEXT, VOCAB, 100, frozenset({EOS})), seed=1),
+            Intake(
+                self.tokenizer,
+                Limits(options.get("context", CONTEXT), VOCAB, 100, frozenset({EOS})),
+                seed=1,
+            ),
             self.scheduler,
             self.pipeline,
             AnswerForm(self.tokenizer, "scripted", "auto"),
@@ -123,9 +127,9 @@ class Bench:
             kv_capacity=num_blocks * block_size,
         )
 
-    def run(self, *requests: dict[str, Any]) -> list[Record]:
+    def run(self, *requests: dict[str, Any], read_ahead: int = LOOKAHEAD) -> list[Record]:
         lines = [Line(0, i, json.dumps(r).encode()) for i, r in enumerate(requests, start=1)]
-        return sorted(self.loop.run(lines), key=lambda record: record.line.number)
+        return sorted(self.loop.run(lines, read_ahead), key=lambda record: record.line.number)
 
     def result(self, **request: Any) -> dict[str, Any]:
         (record,) = self.run({"prompt": ">", "temperature": 0} | request)

@@ -24,7 +24,8 @@ input.envelope attention models.weights pipeline.group \
 request fingerprint output.records output.writer output.stream output.progress
 engine.logit_edits output.status pipeline.stage
 engine.sequence pipeline.ring output.places output.job_file
-engine.prefix engine.advance engine.packing engine.equal_requests output.summary loading paths
+engine.prefix engine.advance engine.packing engine.equal_requests engine.planner \
+    output.summary loading paths
 engine.scheduler engine.answer engine.intake
 engine.loop
 worker

@@ -16,6 +16,7 @@ from fminfer.engine.answer import AnswerForm, build_record
 from fminfer.engine.equal_requests import MAX_FOLLOWERS, EqualRequests
 from fminfer.engine.intake import Intake
 from fminfer.engine.packing import PlannedStep
+from fminfer.engine.planner import MAX_WINDOW_TOKENS, plan_order
 from fminfer.engine.prefix import SharedTokens
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.sequence import PromptState, RequestState, Sequence, TokenReport
@@ -27,7 +28,8 @@ from fminfer.messages import Step, StepResult, StepTrace, TokenLogprobs
 from fminfer.output.records import Record
 from fminfer.timing import RowClock
 
-LOOKAHEAD = 64  # prompts that wait beside those that run; reading is lazy beyond
+LOOKAHEAD = 64  # lines that are read between steps, and prompts that wait where no more is said
+MIN_WAITING = 32  # so few prompts wait, and those that were read join them
 
 
 class Pipeline(Protocol):
@@ -71,12 +73,20 @@ class EngineLoop:
         self._is_running = False
         self._num_steps_before = 0  # of earlier runs
         self._has_ended = False  # every line was read
+        self._read_ahead = LOOKAHEAD
+        self._window: list[PromptState] = []  # read, and not yet waiting: to be put in order
+        self._num_window_tokens = 0
         self._stop_at_s = math.inf
         self._shared_tokens = SharedTokens()
         self.stats = EngineStats(num_kv_tokens=kv_capacity)
 
-    def run(self, lines: Iterable[Line]) -> Generator[Record, None, None]:
+    def run(
+        self, lines: Iterable[Line], read_ahead: int = LOOKAHEAD
+    ) -> Generator[Record, None, None]:
         """Yield one record a line, as they finish. Lines are read as room for them appears.
+
+        Args:
+            read_ahead: prompts that are read before there is room for them, to be put in order.
 
         Raises:
             UsageError: an earlier run is not finished.
@@ -87,6 +97,7 @@ class EngineLoop:
         self._num_steps_before = self.stats.num_steps
         self._stop_at_s = math.inf
         self._has_ended = False
+        self._read_ahead = read_ahead
         self._form.created = int(time.time())
         try:
             self._intake.start_run()
@@ -149,14 +160,36 @@ class EngineLoop:
         self._pipeline.drop()
         self._in_flight.clear()
         self._done.clear()
+        self._window.clear()
+        self._num_window_tokens = 0
         self._scheduler.clear()
         self._clock = RowClock()
 
     def _take_in(self, source: Iterator[Line]) -> bool:
-        """Read lines until enough wait; return False at the end of the input."""
-        while self._scheduler.num_waiting < LOOKAHEAD:
-            if self._is_stopping:
-                return not self._has_ended
+        """Read some lines, and let them wait in good order; return False when all do."""
+        has_more = self._read(source)
+        if self._window and not self._is_stopping:
+            is_whole = not has_more or self._num_ahead >= self._read_ahead
+            if self._scheduler.num_waiting < (LOOKAHEAD if is_whole else MIN_WAITING):
+                for prompt in plan_order(self._window):
+                    self._scheduler.add(prompt)
+                self._window.clear()
+                self._num_window_tokens = 0
+        return has_more or bool(self._window)
+
+    @property
+    def _num_ahead(self) -> int:
+        return self._scheduler.num_waiting + len(self._window)
+
+    def _read(self, source: Iterator[Line]) -> bool:
+        """Read lines until enough are there for now; return False at the end of the input."""
+        if self._has_ended:
+            return False
+        # While nothing runs, nothing waits for the reading.
+        for _ in range(LOOKAHEAD if self._in_flight else self._read_ahead):
+            is_full = self._num_window_tokens >= MAX_WINDOW_TOKENS
+            if self._num_ahead >= self._read_ahead or is_full or self._is_stopping:
+                return True
             if len(self._done) >= LOOKAHEAD:  # lines that need no step: hand them out first
                 return True
             if self._equal_requests and self._equal_requests.num_followers >= MAX_FOLLOWERS:
@@ -189,7 +222,8 @@ class EngineLoop:
             return
         for prompt in state.prompts:
             if prompt.num_to_feed > 0:
-                self._scheduler.add(prompt)
+                self._window.append(prompt)
+                self._num_window_tokens += len(prompt.ids)
             else:  # nothing to compute: max_tokens 0 without scores, or one token to score
                 for sequence in prompt.sequences:
                     sequence.finish_reason = "length"

@@ -23,6 +23,7 @@ MIN_SHARE = 64
 MIXED_STEP = 128
 # A prompt waits for another that is being fed if it will find so many more tokens in the cache.
 MIN_GAIN = 16
+MAX_LOOKS = 64  # waiting prompts that are looked at before a step
 
 
 class Scheduler:
@@ -100,6 +101,8 @@ class Scheduler:
         admitted: list[PromptState] = []
         stood_back: list[PromptState] = []
         while self._waiting and self._num_unfed < self._chunk_size:
+            if len(stood_back) + len(admitted) >= MAX_LOOKS:
+                break
             prompt = self._waiting[0]
             match = self._find_prefix(prompt)
             if self._is_being_fed(prompt, match.length):
