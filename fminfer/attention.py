@@ -62,7 +62,7 @@ def plan_attention(
         has_kernel: whether the compiled kernel is to do it.
     """
     if has_kernel:
-        return AttentionPlan(torch.empty(0), [], None, plan_rows(rows, block_size))
+        return AttentionPlan(torch.empty(0, device="cpu"), [], None, plan_rows(rows, block_size))
     chunks: list[ChunkRow] = []
     decode: list[StepRow] = []
     first = 0

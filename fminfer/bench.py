@@ -59,13 +59,19 @@ def run_bench(
         elapsed_s: seconds since the process started.
 
     Raises:
-        FminferError: the model cannot be loaded, or a batch does not fit.
+        UsageError: a batch cannot run at once.
+        FminferError: the model cannot be loaded, or a row fails.
     """
     if min(batch_sizes, default=0) < 1 or new_tokens < 1:
         raise UsageError("batch sizes and --new-tokens must be 1 or more")
+    if max(batch_sizes) > config.max_rows:
+        raise UsageError(
+            f"a batch of {max(batch_sizes)} does not run at once: --max-rows is {config.max_rows}"
+        )
     engine = Engine(**asdict(config))
     try:
         ready_s = elapsed_s()
+        _check_room(engine, max(batch_sizes), new_tokens)
         _generate(engine, 1, 4)
         for batch_size in batch_sizes:
             generate_s = _generate(engine, batch_size, new_tokens)
@@ -73,6 +79,17 @@ def run_bench(
             yield BatchFigures(batch_size, num_tokens, generate_s, ready_s, *_memory(engine.device))
     finally:
         engine.close()
+
+
+def _check_room(engine: Engine, batch_size: int, new_tokens: int) -> None:
+    prompt = engine.tokenizer.encode("Row 000:", with_offsets=False)
+    size = engine.config.block_size
+    each = -(-(len(prompt.ids) + new_tokens - 1) // size) * size
+    if batch_size * each > engine.stats.num_kv_tokens:
+        raise UsageError(
+            f"a batch of {batch_size} takes a KV cache of {batch_size * each} tokens; there are "
+            f"{engine.stats.num_kv_tokens}; raise --budget, or take smaller batches"
+        )
 
 
 def _generate(engine: Engine, batch_size: int, new_tokens: int) -> float:

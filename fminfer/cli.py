@@ -16,7 +16,7 @@ import click
 from fminfer import __version__
 from fminfer.config import EngineConfig
 from fminfer.errors import FminferError, StoppedError, UsageError
-from fminfer.kernel_build import start_build
+from fminfer.kernel_build import abandon_build, start_build
 from fminfer.launcher import end_after, launch
 from fminfer.models.layer_count import check_split
 from fminfer.paths import JobPaths
@@ -191,5 +191,6 @@ def _end(status: int, is_rank: bool) -> None:
     except OSError:  # told before; Python is not to try again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if is_rank:
+        abandon_build()
         os._exit(status)
     sys.exit(status)

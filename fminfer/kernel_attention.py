@@ -60,8 +60,8 @@ def plan_rows(rows: Sequence[StepRow], block_size: int) -> KernelRows:
             slots.append(used[position // block_size] * block_size + position % block_size)
         first += num
         start += len(used)
-    blocks = torch.tensor(list(chain.from_iterable(tables)))
-    return KernelRows(torch.tensor(table), blocks, torch.tensor(slots))
+    columns = (table, list(chain.from_iterable(tables)), slots)
+    return KernelRows(*(torch.tensor(c, dtype=torch.int64, device="cpu") for c in columns))
 
 
 class KernelAttention:
@@ -93,7 +93,11 @@ class KernelAttention:
         wide = _with_rows(query.float())
         key, value = (_with_rows(new.to(keys.dtype)) for new in (new_keys, new_values))
         _, heads, tokens, head_dim = wide.shape
-        out = torch.empty((1, tokens, heads, head_dim))
+        # The kernel trusts what it is given.
+        assert key.shape == value.shape == (1, keys.shape[1], tokens, head_dim), "keys of a step"
+        assert head_dim == keys.shape[3] and heads % keys.shape[1] == 0, "heads"
+        assert len(rows.slots) == tokens, "tokens of a step"
+        out = torch.empty((1, tokens, heads, head_dim), dtype=torch.float32, device="cpu")
         slopes = None if alibi_slopes is None else alibi_slopes.float().contiguous()
         failed = self._attend(
             Arguments(
@@ -119,7 +123,7 @@ class KernelAttention:
                 keys.shape[1],
                 head_dim,
                 keys.shape[2],
-                sliding_window or 0,
+                min(sliding_window or 0, 2**31 - 1),
                 TYPES[keys.dtype],
                 torch.get_num_threads(),
                 scaling,

@@ -1,21 +1,27 @@
-"""Builds and calls the CPU's attention kernel, kernels/attention.cpp.
+"""Builds and loads the CPU's attention kernel, kernels/attention.cpp.
 
 Building takes a second or two of g++ once on a machine and needs no torch, so it can run while the
-process imports and loads; the library is kept in the user's cache folder, under a name made of its
-source, the compiler and the processor. It knows nothing of layers, models or steps.
+process imports and loads. The library is kept in the user's cache folder, under a name made of its
+source, the compiler, the processor and its own checksum. It knows nothing of layers or steps.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
+import signal
+import stat
 import subprocess
 import tempfile
+import time
 from pathlib import Path
+from typing import IO
 
 SOURCE = Path(__file__).parent / "kernels" / "attention.cpp"
 FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp"]
@@ -25,7 +31,7 @@ BUILD_S = 120.0  # a compiler that takes longer hangs
 class KernelBuild:
     """The kernel's library: found in the cache, or being built.
 
-    Starting one returns at once.
+    Starting one returns at once, and raises nothing: without the kernel all works, slower.
     """
 
     def __init__(self) -> None:
@@ -33,6 +39,12 @@ class KernelBuild:
         self._process: subprocess.Popen[bytes] | None = None
         self._own_folder: tempfile.TemporaryDirectory[str] | None = None
         self.error = ""  # why there is no library
+        try:
+            self._find_or_start()
+        except OSError as error:
+            self.error = f"the attention kernel cannot be built: {error}"
+
+    def _find_or_start(self) -> None:
         compiler = find_compiler()
         if compiler is None:
             self.error = "there is no C++ compiler; install g++, or set CXX to one"
@@ -41,59 +53,76 @@ class KernelBuild:
         if folder is None:
             self._own_folder = tempfile.TemporaryDirectory(prefix="fminfer-")
             folder = Path(self._own_folder.name)
-        self._path = folder / f"attention-{_build_key(compiler)}.so"
-        if not self._path.exists():
+        self._folder, self._key = folder, _build_key(compiler)
+        self._path = _find_built(folder, self._key)
+        if self._path is None:
             self._start(compiler)
 
-    def _start(self, compiler: str) -> None:
-        descriptor, name = tempfile.mkstemp(dir=self._path.parent, suffix=".so.part")
+    def _start(self, compiler: list[str]) -> None:
+        _remove_old_parts(self._folder)
+        descriptor, name = tempfile.mkstemp(dir=self._folder, suffix=".so.part")
         os.close(descriptor)
         self._part = Path(name)
-        command = [compiler, *FLAGS, "-shared", "-fPIC", "-o", name, str(SOURCE)]
+        self._said: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (open until the build ends)
+        self._started_s = time.monotonic()
+        command = [*compiler, *FLAGS, "-shared", "-fPIC", "-o", name, str(SOURCE)]
         try:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=self._said,
+                stderr=self._said,
+                start_new_session=True,  # so that its children can be ended with it
             )
-        except OSError as error:
+        except OSError:
             self._part.unlink(missing_ok=True)
-            self.error = f"{compiler} cannot be started: {error}"
-            return
-        atexit.register(self._abandon)
+            raise
+        atexit.register(self.abandon)
 
     def library(self) -> ctypes.CDLL | None:
         """Return the library, once the build is done; None: `error` says why there is none."""
         if self._process is not None:
             self._finish(self._process)
-            self._process = None
         if self._library is None and not self.error:
             try:
                 self._library = ctypes.CDLL(str(self._path))
             except OSError as error:
-                self._path.unlink(missing_ok=True)  # the next run builds it anew
                 self.error = f"{self._path} cannot be loaded: {error}"
         return self._library
 
-    def _abandon(self) -> None:
-        """End a build that nobody waited for: the process ends."""
+    def abandon(self) -> None:
+        """End a build that nobody waited for; keep what it made, if it is done."""
+        if self._process is not None and self._process.poll() is None:
+            self._end(self._process)
         if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._part.unlink(missing_ok=True)
+            self._finish(self._process)
 
     def _finish(self, process: subprocess.Popen[bytes]) -> None:
         try:
-            said, _ = process.communicate(timeout=BUILD_S)
+            left_s = self._started_s + BUILD_S - time.monotonic()
+            process.wait(timeout=max(0.0, left_s))
             if process.returncode == 0:
-                os.replace(self._part, self._path)  # whole or not at all, whoever else builds it
-                return
-            self.error = f"the compiler failed: {said.decode(errors='replace').strip()[-300:]}"
+                self._path = _keep(self._part, self._folder, self._key)
+            else:
+                self._said.seek(0)
+                said = self._said.read().decode(errors="replace").strip()
+                self.error = f"the compiler failed: {said[-300:]}"
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            self._end(process)
             self.error = f"the compiler did not end within {BUILD_S:.0f} s"
         except OSError as error:
-            self.error = f"the kernel cannot be kept: {error}"
+            self.error = f"the attention kernel cannot be kept: {error}"
+        self._process = None
+        self._said.close()
         self._part.unlink(missing_ok=True)
+
+    @staticmethod
+    def _end(process: subprocess.Popen[bytes]) -> None:
+        """End the compiler with its children, which first remove their temporary files."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(process.pid, number)
+                process.wait(timeout=1.0)
 
 
 _build: KernelBuild | None = None
@@ -107,9 +136,20 @@ def start_build() -> KernelBuild:
     return _build
 
 
-def find_compiler() -> str | None:
-    """Return the path of $CXX or g++."""
-    return shutil.which(os.environ.get("CXX") or "g++")
+def abandon_build() -> None:
+    """End this process's build if it is under way; for those who leave without Python's own end."""
+    if _build is not None:
+        _build.abandon()
+
+
+def find_compiler() -> list[str] | None:
+    """Return the command of $CXX or g++; None: there is none."""
+    try:
+        command = shlex.split(os.environ.get("CXX") or "g++")
+    except ValueError:
+        return None
+    path = shutil.which(command[0]) if command else None
+    return None if path is None else [path, *command[1:]]
 
 
 def _cache_folder() -> Path | None:
@@ -117,16 +157,51 @@ def _cache_folder() -> Path | None:
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fminfer"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
+        found = folder.lstat()
+        is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+        if is_ours and not found.st_mode & 0o022:  # what is loaded must not be another's
+            descriptor, name = tempfile.mkstemp(dir=folder)
+            os.close(descriptor)
+            os.unlink(name)
             return folder
     except (OSError, RuntimeError):  # RuntimeError: there is no home
         pass
     return None
 
 
-def _build_key(compiler: str) -> str:
+def _find_built(folder: Path, key: str) -> Path | None:
+    """Return the library if it is there and whole; a torn one would end the process."""
+    for path in folder.glob(f"attention-{key}-*.so"):
+        if path.name == _name(key, path.read_bytes()):
+            return path
+        path.unlink(missing_ok=True)
+    return None
+
+
+def _keep(part: Path, folder: Path, key: str) -> Path:
+    """Give a finished library its name, whole or not at all, whoever else builds it."""
+    with part.open("rb") as file:
+        path = folder / _name(key, file.read())
+        os.fsync(file.fileno())
+    os.replace(part, path)
+    return path
+
+
+def _name(key: str, library: bytes) -> str:
+    return f"attention-{key}-{hashlib.sha256(library).hexdigest()[:16]}.so"
+
+
+def _remove_old_parts(folder: Path) -> None:
+    """Remove what builds left that were killed."""
+    for part in folder.glob("*.so.part"):
+        with contextlib.suppress(OSError):
+            if time.time() - part.stat().st_mtime > 2 * BUILD_S:
+                part.unlink()
+
+
+def _build_key(compiler: list[str]) -> str:
     """Name a build: another processor of a cluster may share the folder."""
-    parts = [SOURCE.read_text(), " ".join(FLAGS), compiler, platform.machine(), _processor()]
+    parts = [SOURCE.read_text(), *FLAGS, *compiler, platform.machine(), _processor()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 

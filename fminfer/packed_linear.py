@@ -45,9 +45,12 @@ def pack_linears(model: nn.Module, *, is_fast_in_bfloat16: bool) -> int:
         if owners[id(module.weight)] > 1 and weight.nbytes > MAX_TWICE_BYTES:
             continue
         product = _pack(weight, module.bias)
-        if weight.shape not in checked:
-            checked[weight.shape] = _is_right(product, weight, module.bias)
-        if checked[weight.shape]:
+        is_right = checked.get(weight.shape)
+        if is_right is None:
+            is_right = _is_right(product, weight, module.bias)
+            if not weight.isnan().any():  # otherwise the next of its shape is looked at as well
+                checked[weight.shape] = is_right
+        if is_right:
             module.forward = product
             nothing = module.weight.new_full((1,), float("nan")).expand(module.weight.shape)
             module.weight = nn.Parameter(nothing, requires_grad=False)

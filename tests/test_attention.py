@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +11,8 @@ import torch
 from fminfer import attention
 from fminfer.attention import PagedAttention, plan_attention
 from fminfer.config import AttentionBody
-from fminfer.errors import UsageError
 from fminfer.kernel_attention import find_kernel
-from fminfer.kernel_build import KernelBuild, find_compiler
+from fminfer.kernel_build import find_compiler
 from fminfer.messages import StepRow
 
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 16, 8
@@ -174,51 +172,37 @@ def test_a_nan_of_a_key_reaches_those_that_see_it_and_no_others(num_queries: int
             assert is_nan.tolist() == expected
 
 
-def test_how_the_body_is_chosen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Without a compiler, or with one that fails, `auto` is eager and `compiled` an error."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for compiler, message in (("no-such-compiler", "is no C"), ("false", "failed")):
-        monkeypatch.setenv("CXX", compiler)
-        assert find_kernel("auto", CPU, KernelBuild()) is None
-        with pytest.raises(UsageError, match=message):
-            find_kernel("compiled", CPU, KernelBuild())
-    assert find_kernel("eager", CPU) is None
-    assert find_kernel("auto", torch.device("cuda")) is None
-    with pytest.raises(UsageError, match="needs a CPU"):
-        find_kernel("compiled", torch.device("cuda"))
-    assert not list((tmp_path / "fminfer").iterdir()), "nothing is left behind"
+@needs_compiler
+def test_torchs_defaults_do_not_matter_to_the_kernel() -> None:
+    """It wrote float32 into a buffer of torch's default dtype: of twice the size, or wrong."""
+    before = torch.get_default_dtype()
+    try:
+        for dtype in (torch.float64, torch.bfloat16):
+            torch.set_default_dtype(dtype)
+            check_every_kind_of_row("compiled", tolerance=0.02)
+    finally:
+        torch.set_default_dtype(before)
 
 
 @needs_compiler
-def test_the_kernel_is_built_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first, beside = KernelBuild(), KernelBuild()  # two processes may build it at once
-    assert first._process is not None and beside._process is not None
-    assert first.library() is not None and beside.library() is not None
-    again = KernelBuild()
-    assert again._process is None and again.library() is not None
-    (library,) = (tmp_path / "fminfer").iterdir()
-    other = tmp_path / "other"
-    (other / "fminfer").mkdir(parents=True)
-    (other / "fminfer" / library.name).write_bytes(b"damaged")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(other))
-    broken = KernelBuild()
-    assert broken.library() is None and "cannot be loaded" in broken.error
-    rebuilt = KernelBuild()
-    assert rebuilt._process is not None and rebuilt.library() is not None
+def test_a_window_wider_than_any_text() -> None:
+    for window in (2**31 - 1, 2**31, 10**12):
+        check_every_kind_of_row("compiled", window=window)
 
 
 @needs_compiler
-def test_a_cache_folder_that_cannot_be_written_costs_only_the_build(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("query", "key"), [((1, 4, 5, 16), (1, 2, 5, 8)), ((1, 4, 5, 16), (1, 4, 5, 16))]
+)
+def test_the_kernel_gets_only_what_fits_the_cache(
+    query: tuple[int, ...], key: tuple[int, ...]
 ) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    build = KernelBuild()
-    assert build.library() is not None
-    assert build._own_folder is not None
+    """It would read and write past the tensors' ends."""
+    kernel = find_kernel("compiled", CPU)
+    paged = PagedAttention(4, BLOCK, KV_HEADS, DIM, dtype=torch.float32, device=CPU, kernel=kernel)
+    paged.plan = plan_attention([StepRow([0] * 5, 0, [1])], BLOCK, KV_HEADS, CPU, has_kernel=True)
+    with pytest.raises(AssertionError, match="keys of a step"):
+        paged(torch.zeros(query), torch.zeros(key), torch.zeros(key), scaling=1.0)
 
 
 def test_a_context_too_long_for_one_product_is_split(monkeypatch: pytest.MonkeyPatch) -> None:

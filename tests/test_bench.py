@@ -43,7 +43,9 @@ def test_each_batch_is_generated_whole_and_timed(monkeypatch: pytest.MonkeyPatch
     ("arguments", "message"),
     [
         (["--batch-sizes", "0"], "must be 1 or more"),
-        (["--batch-sizes", "2", "--new-tokens", "100000"], "a batch of 2 failed"),
+        (["--batch-sizes", "2", "--new-tokens", "100000"], "raise --budget"),
+        (["--batch-sizes", "4", "--max-rows", "2"], "--max-rows is 2"),
+        (["--batch-sizes", "4", "--budget", "96", "--new-tokens", "20"], "a KV cache of 128"),
         (["--fp16", "--dtype", "float32"], "contradict"),
     ],
 )

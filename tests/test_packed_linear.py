@@ -101,3 +101,14 @@ def test_a_model_is_packed_whole_and_only_once_in_memory(
     for linear in linears:
         assert linear.weight.isnan().all() and linear.weight.untyped_storage().nbytes() == 4
     engine.close()
+
+
+def test_nan_in_one_weight_does_not_vouch_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be compared was taken for right, and so was the next of its shape."""
+    monkeypatch.setattr(packed_linear, "_pack", lambda weight, bias: lambda x: x @ weight.t() + 1)
+    model = nn.ModuleList([nn.Linear(16, 16, bias=False) for _ in range(2)])
+    model[0].weight.data[3] = float("nan")
+    x = torch.randn(3, 16)
+    expected = model[1](x)
+    pack(model)
+    torch.testing.assert_close(model[1](x), expected)

@@ -15,7 +15,10 @@ from fminfer.engine.sequence import RequestState
 from fminfer.request import Request
 
 MAX_FOLLOWERS = 1024  # requests that wait for another's answer; reading is lazy beyond
-MAX_KEPT_ENTRIES = 1 << 17  # ids and alternatives of finished answers that are kept, about 25 MB
+MAX_FOLLOWER_BYTES = 16 << 20  # of their lines
+MAX_KEPT_ENTRIES = 1 << 17  # of finished answers that are kept, about 25 MB
+ENTRY_BYTES = 200  # what a token with its logprob takes, or an alternative
+REQUEST_ENTRIES = 16  # what a request takes whatever its size
 
 
 class EqualRequests:
@@ -29,7 +32,14 @@ class EqualRequests:
         self._leaders: dict[bytes, RequestState] = {}  # being answered
         self._finished: OrderedDict[bytes, RequestState] = OrderedDict()  # oldest use first
         self._num_kept = 0
-        self.num_followers = 0  # waiting
+        self._num_followers = 0  # waiting
+        self._follower_bytes = 0  # of their lines
+
+    @property
+    def is_full(self) -> bool:
+        """Tell whether so many wait that no more should be read."""
+        is_long = self._follower_bytes >= MAX_FOLLOWER_BYTES
+        return is_long or self._num_followers >= MAX_FOLLOWERS
 
     def follow(self, state: RequestState) -> bool:
         """Give a request the answer of an equal one: at once, or when that has it.
@@ -42,9 +52,10 @@ class EqualRequests:
             return False
         leader = self._leaders.get(key)
         if leader is not None:
-            state.leader = leader
+            state.leader, state.prompts = leader, leader.prompts
             leader.followers.append(state)
-            self.num_followers += 1
+            self._num_followers += 1
+            self._follower_bytes += len(state.line.raw)
             return True
         finished = self._finished.get(key)
         if finished is not None:
@@ -66,9 +77,10 @@ class EqualRequests:
             while self._num_kept > MAX_KEPT_ENTRIES:
                 self._num_kept -= _num_entries(self._finished.popitem(last=False)[1])
         followers, state.followers = state.followers, []
-        self.num_followers -= len(followers)
         for follower in followers:
-            follower.prompts, follower.error = state.prompts, state.error
+            follower.error = state.error
+            self._num_followers -= 1
+            self._follower_bytes -= len(follower.line.raw)
         return followers
 
 
@@ -82,7 +94,7 @@ def _key(request: Request) -> bytes | None:
 
 
 def _num_entries(state: RequestState) -> int:
-    num = 0
+    num = REQUEST_ENTRIES + 4 * len(state.line.raw) // ENTRY_BYTES  # its line is held parsed, too
     for prompt in state.prompts:
         num_reports = len(prompt.reports) + sum(len(each.tokens) for each in prompt.sequences)
         num += len(prompt.ids) + num_reports * (1 + prompt.num_top)

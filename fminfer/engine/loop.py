@@ -13,7 +13,7 @@ from typing import Protocol
 
 from fminfer.engine.advance import advance
 from fminfer.engine.answer import AnswerForm, build_record
-from fminfer.engine.equal_requests import MAX_FOLLOWERS, EqualRequests
+from fminfer.engine.equal_requests import EqualRequests
 from fminfer.engine.intake import Intake
 from fminfer.engine.packing import PlannedStep
 from fminfer.engine.planner import MAX_WINDOW_TOKENS, plan_order
@@ -192,7 +192,7 @@ class EngineLoop:
                 return True
             if len(self._done) >= LOOKAHEAD:  # lines that need no step: hand them out first
                 return True
-            if self._equal_requests and self._equal_requests.num_followers >= MAX_FOLLOWERS:
+            if self._equal_requests is not None and self._equal_requests.is_full:
                 return True
             line = next(source, None)
             if line is None:
@@ -232,7 +232,6 @@ class EngineLoop:
 
     def _follow(self, state: RequestState) -> None:
         """Let a request wait for the answer of an equal one, or take it if it is there."""
-        self.stats.num_copied_requests += 1
         state.times = self._clock.start(time.perf_counter())
         if state.is_finished:
             self._finish(state)
@@ -339,6 +338,7 @@ class EngineLoop:
         if state.times is not None:
             self._clock.stop(state.times, time.perf_counter())
         self._done.append(state)
+        self.stats.num_copied_requests += state.leader is not None
         if self._equal_requests is not None:
             for follower in self._equal_requests.finish(state):
                 self._finish(follower)
