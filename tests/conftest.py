@@ -99,7 +99,6 @@ FIELDS: dict[str, dict[str, Any]] = {
     "falcon-alibi-shared": {"alibi": True, "multi_query": True, "num_attention_heads": 16},
     "mpt": {"max_seq_len": 256, "attn_config": {"clip_qkv": 0.9, "softmax_scale": 0.4}},
     "bloom": {"seq_length": 256},
-    "bloom-slices": {"seq_length": 256, "pretraining_tp": 2, "slow_but_exact": True},
 }
 
 

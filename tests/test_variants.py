@@ -59,6 +59,7 @@ def test_random_weights_in_bfloat16(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model_type", "setting", "fields"),
     [
+        ("bloom", "slow_but_exact", {"slow_but_exact": True, "pretraining_tp": 2}),
         ("mpt", "attn_config.alibi", {"attn_config": {"alibi": False}}),
         ("mpt", "attn_config.qk_ln", {"attn_config": {"qk_ln": True}}),
         ("mpt", "attn_config.prefix_lm", {"attn_config": {"prefix_lm": True}}),

@@ -18,6 +18,8 @@ BLOOM_LENGTH = 2048  # BLOOM's newer configs state no length; this is what it wa
 # MPT's are those of the authors' code that transformers' MPT does not look at.
 _RUNNABLE: dict[str, dict[str, tuple[object, ...]]] = {
     "": {"use_bidirectional_attention": (False, None), "quantization_config": (None,)},
+    # transformers then adds products up in slices of the weights, and leaves their biases out.
+    "bloom": {"slow_but_exact": (False,)},
     "mpt": {
         "attn_config.alibi": (True,),
         "attn_config.attn_type": ("multihead_attention",),

@@ -72,10 +72,6 @@ def build_on_meta(checkpoint: Checkpoint) -> Any:
     model_class = getattr(transformers, checkpoint.family.class_name)
     config = checkpoint.config
     config._attn_implementation = "eager"
-    # BLOOM's way to add up a product in the parts of its training: the same sum, rounded otherwise,
-    # from weights that it reads itself.
-    if getattr(config, "slow_but_exact", False):
-        config.slow_but_exact = False
     with torch.device("meta"):
         return model_class(config)
 
