@@ -286,8 +286,8 @@ def test_a_run_that_fails_keeps_what_was_answered(
     engine = fminfer.Engine(max_rows=4)
     answer = engine.run
 
-    def fail_later(lines: Any) -> Any:
-        for count, record in enumerate(answer(lines)):
+    def fail_later(lines: Any, *rest: Any) -> Any:
+        for count, record in enumerate(answer(lines, *rest)):
             if count == 50:
                 raise RuntimeError("the machine caught fire")
             yield record

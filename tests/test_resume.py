@@ -166,8 +166,8 @@ def stop_after(engine: fminfer.Engine, count: int, inputs: list[Path], outputs: 
     """Answer files up to so many records."""
     answer = engine.run
 
-    def stop_early(lines: Any) -> Any:
-        for number, record in enumerate(answer(lines)):
+    def stop_early(lines: Any, *rest: Any) -> Any:
+        for number, record in enumerate(answer(lines, *rest)):
             if number == count:
                 raise StoppedError("enough", "cancelled", 130)
             yield record

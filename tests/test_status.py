@@ -94,8 +94,8 @@ def test_a_run_that_does_not_end(
     answer = engine.run
     seen: list[openai.types.Batch] = []
 
-    def fail_later(lines: Any) -> Iterator[Any]:
-        for count, record in enumerate(answer(lines)):
+    def fail_later(lines: Any, *rest: Any) -> Iterator[Any]:
+        for count, record in enumerate(answer(lines, *rest)):
             if count == 10:
                 seen.extend(read(tmp_path / f"{name}.status.json") for name in "xy")
                 raise fault
@@ -154,8 +154,8 @@ def test_a_file_of_unknown_length_counts_what_was_read(
     totals: list[int] = []
     answer = engine.run
 
-    def watch(lines: Any) -> Iterator[Any]:
-        for record in answer(lines):
+    def watch(lines: Any, *rest: Any) -> Iterator[Any]:
+        for record in answer(lines, *rest):
             yield record
             counts = read(tmp_path / "x.status.json").request_counts
             assert counts is not None

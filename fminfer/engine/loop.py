@@ -169,7 +169,7 @@ class EngineLoop:
         """Read some lines, and let them wait in good order; return False when all do."""
         has_more = self._read(source)
         if self._window and not self._is_stopping:
-            is_whole = not has_more or self._num_ahead >= self._read_ahead
+            is_whole = not has_more or self._num_ahead >= self._window_size
             if self._scheduler.num_waiting < (LOOKAHEAD if is_whole else MIN_WAITING):
                 for prompt in plan_order(self._window):
                     self._scheduler.add(prompt)
@@ -181,6 +181,13 @@ class EngineLoop:
     def _num_ahead(self) -> int:
         return self._scheduler.num_waiting + len(self._window)
 
+    @property
+    def _window_size(self) -> int:
+        """Return how many prompts are read ahead: few once another file was opened."""
+        if self._window and self._window[0].owner.line.source != self._window[-1].owner.line.source:
+            return min(LOOKAHEAD, self._read_ahead)
+        return self._read_ahead
+
     def _read(self, source: Iterator[Line]) -> bool:
         """Read lines until enough are there for now; return False at the end of the input."""
         if self._has_ended:
@@ -188,7 +195,7 @@ class EngineLoop:
         # While nothing runs, nothing waits for the reading.
         for _ in range(LOOKAHEAD if self._in_flight else self._read_ahead):
             is_full = self._num_window_tokens >= MAX_WINDOW_TOKENS
-            if self._num_ahead >= self._read_ahead or is_full or self._is_stopping:
+            if self._num_ahead >= self._window_size or is_full or self._is_stopping:
                 return True
             if len(self._done) >= LOOKAHEAD:  # lines that need no step: hand them out first
                 return True
