@@ -108,7 +108,7 @@ def test_what_is_kept_is_bounded(engine: fminfer.Engine, monkeypatch: pytest.Mon
     kept = engine._loop._equal_requests
     assert kept is not None
     assert 0 < kept._num_kept <= 300 and len(kept._finished) < 10 and not kept._leaders
-    assert kept._num_followers == kept._follower_bytes == 0
+    assert kept._followers.total() == kept._follower_bytes == 0
 
 
 def test_equal_lines_without_end_are_read_lazily(engine: fminfer.Engine) -> None:
@@ -126,6 +126,21 @@ def test_equal_lines_without_end_are_read_lazily(engine: fminfer.Engine) -> None
     assert next(num_read) < 2 * equal_requests.MAX_FOLLOWERS
     run.close()
     assert len(list(engine.run([GREEDY]))) == 1, "the engine goes on"
+
+
+def test_equal_lines_of_many_files_open_few_of_them(engine: fminfer.Engine) -> None:
+    raw = json.dumps(GREEDY | {"max_tokens": 30, "prompt": "many files"}).encode()
+    sources: list[int] = []
+
+    def lines() -> Iterator[Line]:
+        for source in range(500):
+            sources.append(source)
+            yield Line(source, 1, raw)
+
+    run = engine.run(lines(), 1024)
+    next(run)
+    assert len(sources) <= 2 + equal_requests.MAX_FOLLOWERS_OF_FILES
+    assert len(list(run)) == 499
 
 
 def test_an_error_is_each_lines_own(

@@ -19,6 +19,7 @@ from fminfer.output.status import Counts, StatusFile, status_path
 from tests.conftest import run_files
 
 GOOD = '{"prompt":"x","max_tokens":2,"temperature":0,"ignore_eos":true}\n'
+DIFFERENT = '{"prompt":"x","max_tokens":2,"ignore_eos":true}\n'  # equal ones draw differently
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +90,7 @@ def test_a_run_that_does_not_end(
     status: str,
 ) -> None:
     path, waiting = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
-    path.write_text(GOOD * 200)
+    path.write_text(DIFFERENT * 2000)  # more than are read ahead
     waiting.write_text(GOOD * 7)
     answer = engine.run
     seen: list[openai.types.Batch] = []
@@ -106,7 +107,7 @@ def test_a_run_that_does_not_end(
     with pytest.raises(type(fault)):
         run_files(engine, [path, waiting], outputs)
     assert [batch.status for batch in seen] == ["in_progress", "validating"]
-    for name, total, completed in (("x", 200, 10), ("y", 7, 0)):
+    for name, total, completed in (("x", 2000, 10), ("y", 7, 0)):
         batch = read(tmp_path / f"{name}.status.json")
         assert batch.status == status and batch.output_file_id is None
         assert getattr(batch, f"{status}_at") is not None and batch.completed_at is None
@@ -150,7 +151,7 @@ def test_a_file_of_unknown_length_counts_what_was_read(
 ) -> None:
     """A .json file is not parsed twice, so its total grows until it is read to its end."""
     path = tmp_path / "a.json"
-    path.write_text("[" + ",".join([GOOD.strip()] * 300) + "]")
+    path.write_text("[" + ",".join([DIFFERENT.strip()] * 300) + "]")
     totals: list[int] = []
     answer = engine.run
 

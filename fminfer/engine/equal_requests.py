@@ -7,7 +7,7 @@ scheduling.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import replace
 
 from fminfer.engine.noise import digest
@@ -15,6 +15,7 @@ from fminfer.engine.sequence import RequestState
 from fminfer.request import Request
 
 MAX_FOLLOWERS = 1024  # requests that wait for another's answer; reading is lazy beyond
+MAX_FOLLOWERS_OF_FILES = 64  # if they are of several files, which are then open
 MAX_FOLLOWER_BYTES = 16 << 20  # of their lines
 MAX_KEPT_ENTRIES = 1 << 17  # of finished answers that are kept, about 25 MB
 ENTRY_BYTES = 200  # what a token with its logprob takes, or an alternative
@@ -32,14 +33,15 @@ class EqualRequests:
         self._leaders: dict[bytes, RequestState] = {}  # being answered
         self._finished: OrderedDict[bytes, RequestState] = OrderedDict()  # oldest use first
         self._num_kept = 0
-        self._num_followers = 0  # waiting
+        self._followers: Counter[int] = Counter()  # waiting, by file
         self._follower_bytes = 0  # of their lines
 
     @property
     def is_full(self) -> bool:
         """Tell whether so many wait that no more should be read."""
+        most = MAX_FOLLOWERS if len(self._followers) < 2 else MAX_FOLLOWERS_OF_FILES
         is_long = self._follower_bytes >= MAX_FOLLOWER_BYTES
-        return is_long or self._num_followers >= MAX_FOLLOWERS
+        return is_long or self._followers.total() >= most
 
     def follow(self, state: RequestState) -> bool:
         """Give a request the answer of an equal one: at once, or when that has it.
@@ -54,7 +56,7 @@ class EqualRequests:
         if leader is not None:
             state.leader, state.prompts = leader, leader.prompts
             leader.followers.append(state)
-            self._num_followers += 1
+            self._followers[state.line.source] += 1
             self._follower_bytes += len(state.line.raw)
             return True
         finished = self._finished.get(key)
@@ -79,8 +81,9 @@ class EqualRequests:
         followers, state.followers = state.followers, []
         for follower in followers:
             follower.error = state.error
-            self._num_followers -= 1
+            self._followers[follower.line.source] -= 1
             self._follower_bytes -= len(follower.line.raw)
+        self._followers = +self._followers  # without those that are 0
         return followers
 
 
