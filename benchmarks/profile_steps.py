@@ -72,7 +72,8 @@ def clock_stage(engine: fminfer.Engine, clock: Clock) -> None:
             module.forward = count_flops(clock, module, clock.wrap("products", module.forward))
     head.forward = clock.wrap("head", head.forward)
     PagedAttention.__call__ = clock.wrap("attention", PagedAttention.__call__)  # type: ignore
-    stage_module.plan_attention = clock.wrap("planning", stage_module.plan_attention)
+    for name in ("plan_attention", "plan_rows"):
+        setattr(stage_module, name, clock.wrap("planning", getattr(stage_module, name)))
     stage._sample = clock.wrap("drawing", stage._sample)
     stage._score = clock.wrap("drawing", stage._score)
     engine._pipeline._run = clock.wrap("rest", stage.run)  # type: ignore[attr-defined]
@@ -155,11 +156,14 @@ def main(
 ) -> None:
     """Print where the time goes."""
     options = {"dtype": dtype, "attention": attention}
-    original = PagedAttention.__call__, stage_module.plan_attention
+    places: list[tuple[Any, str]] = [(PagedAttention, "__call__")]
+    places += [(stage_module, name) for name in ("plan_attention", "plan_rows")]
+    originals = [getattr(*place) for place in places]
     runs = []
     for workload in workloads:
         runs.append(profile(workload, scale, options) | {"name": f"workload {workload}"})
-        PagedAttention.__call__, stage_module.plan_attention = original  # type: ignore
+        for place, original in zip(places, originals, strict=True):
+            setattr(*place, original)
     roof = gemm_gflops(dtype)
     print(f"{'':12}{'wall s':>8}{'steps':>7}" + "".join(f"{part:>11}" for part in PARTS))
     for run in runs:

@@ -15,7 +15,7 @@ from itertools import chain
 import torch
 
 from fminfer.decode_attention import DecodeRows, SharedBlocks, decode_attention
-from fminfer.kernel_attention import KernelAttention, KernelRows, plan_rows
+from fminfer.kernel_attention import KernelAttention, KernelRows, token_slots
 from fminfer.messages import StepRow
 from fminfer.shared_runs import SharedRun, find_shared_runs
 from fminfer.soft_cap import soft_cap
@@ -42,16 +42,10 @@ class AttentionPlan:
     slots: torch.Tensor  # (tokens * kv_heads,) int64: where new keys go, in rows of head_dim
     chunks: list[ChunkRow]
     decode: DecodeRows | None
-    kernel_rows: KernelRows | None = None  # for the compiled kernel, which needs no more
 
 
 def plan_attention(
-    rows: Sequence[StepRow],
-    block_size: int,
-    kv_heads: int,
-    device: torch.device,
-    *,
-    has_kernel: bool = False,
+    rows: Sequence[StepRow], block_size: int, kv_heads: int, device: torch.device
 ) -> AttentionPlan:
     """Lay out a step. Rows of one token are computed together if they come last.
 
@@ -59,10 +53,7 @@ def plan_attention(
         rows: the step's rows in packed order.
         block_size: tokens a block.
         kv_heads: heads of keys, on which a token's place in the cache depends.
-        has_kernel: whether the compiled kernel is to do it.
     """
-    if has_kernel:
-        return AttentionPlan(torch.empty(0, device="cpu"), [], None, plan_rows(rows, block_size))
     chunks: list[ChunkRow] = []
     decode: list[StepRow] = []
     first = 0
@@ -84,12 +75,9 @@ def plan_attention(
 
 def _slots(rows: Sequence[StepRow], block_size: int, kv_heads: int) -> torch.Tensor:
     """Return where each token's keys go, (tokens * kv_heads,)."""
-    first_slots: list[int] = []  # of each token, for head 0
-    for row in rows:
-        for position in range(row.position, row.position + len(row.token_ids)):
-            block = row.block_table[position // block_size]
-            first_slots.append(block * kv_heads * block_size + position % block_size)
-    return (torch.tensor(first_slots)[:, None] + torch.arange(kv_heads) * block_size).flatten()
+    slots = torch.tensor(token_slots(rows, block_size))
+    of_head_0 = slots + slots // block_size * (kv_heads - 1) * block_size
+    return (of_head_0[:, None] + torch.arange(kv_heads) * block_size).flatten()
 
 
 def _used_blocks(row: StepRow, block_size: int) -> list[int]:
@@ -161,7 +149,8 @@ class PagedAttention:
         # Not zeroed, so that the system gives memory only as blocks come into use.
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)
-        self.plan: AttentionPlan | None = None  # the stage sets it before each step
+        # The stage sets it before each step: rows if the kernel is to attend.
+        self.plan: AttentionPlan | KernelRows | None = None
         self._kernel = kernel
 
     def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
@@ -187,7 +176,7 @@ class PagedAttention:
         """
         plan = self.plan
         assert plan is not None, "no step is planned"
-        if plan.kernel_rows is not None:
+        if isinstance(plan, KernelRows):
             assert self._kernel is not None, "the step was planned for the kernel"
             return self._kernel(
                 query,
@@ -195,7 +184,7 @@ class PagedAttention:
                 value,
                 self.keys,
                 self.values,
-                plan.kernel_rows,
+                plan,
                 scaling=scaling,
                 sliding_window=sliding_window,
                 alibi_slopes=alibi_slopes,

@@ -82,6 +82,7 @@ def run_bench(
 
 
 def _check_room(engine: Engine, batch_size: int, new_tokens: int) -> None:
+    """Refuse a batch whose rows could not all run at once."""
     prompt = engine.tokenizer.encode("Row 000:", with_offsets=False)
     size = engine.config.block_size
     each = -(-(len(prompt.ids) + new_tokens - 1) // size) * size

@@ -126,8 +126,7 @@ def bench(batch_sizes: tuple[int, ...], new_tokens: int, fp16: bool, **options: 
             click.echo(f"{figures.to_text()}\n")
             rows.append(asdict(figures) | {"ms_per_token": figures.ms_per_token})
     except FminferError as error:
-        click.echo(f"Error: {error}", err=True)
-        sys.exit(EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILED)
+        sys.exit(_tell(error, Stopper(0.0), False))
     click.echo("batch size        " + "".join(f"{row['batch_size']:>9}" for row in rows))
     click.echo("msecs a token     " + "".join(f"{row['ms_per_token']:>9.2f}" for row in rows))
     click.echo(json.dumps({"batches": rows}))

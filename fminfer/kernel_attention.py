@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 
@@ -47,21 +46,25 @@ class KernelRows:
 
 def plan_rows(rows: Sequence[StepRow], block_size: int) -> KernelRows:
     """Lay out a step's rows, in packed order."""
-    table = []
-    first = start = 0
-    tables: list[list[int]] = []
-    slots: list[int] = []
+    table: list[tuple[int, int, int, int]] = []
+    blocks: list[int] = []
+    first = 0
     for row in rows:
         num = len(row.token_ids)
-        table.append((first, num, row.position, start))
-        used = row.block_table[: -(-(row.position + num) // block_size)]
-        tables.append(used)
-        for position in range(row.position, row.position + num):
-            slots.append(used[position // block_size] * block_size + position % block_size)
+        table.append((first, num, row.position, len(blocks)))
+        blocks += row.block_table[: -(-(row.position + num) // block_size)]
         first += num
-        start += len(used)
-    columns = (table, list(chain.from_iterable(tables)), slots)
+    columns = (table, blocks, token_slots(rows, block_size))
     return KernelRows(*(torch.tensor(c, dtype=torch.int64, device="cpu") for c in columns))
+
+
+def token_slots(rows: Sequence[StepRow], block_size: int) -> list[int]:
+    """Return where each token's key goes: block * block_size + place."""
+    return [
+        row.block_table[position // block_size] * block_size + position % block_size
+        for row in rows
+        for position in range(row.position, row.position + len(row.token_ids))
+    ]
 
 
 class KernelAttention:

@@ -11,7 +11,7 @@ import torch
 from fminfer import attention
 from fminfer.attention import PagedAttention, plan_attention
 from fminfer.config import AttentionBody
-from fminfer.kernel_attention import find_kernel
+from fminfer.kernel_attention import find_kernel, plan_rows
 from fminfer.kernel_build import find_compiler
 from fminfer.messages import StepRow
 
@@ -73,7 +73,9 @@ def check_every_kind_of_row(
 
     def run(parts: list[tuple[int, int, int]]) -> None:  # (row, first token, last token)
         rows = [StepRow([0] * (b - a), a, tables[r]) for r, a, b in parts]
-        paged.plan = plan_attention(rows, block, kv_heads, CPU, has_kernel=kernel is not None)
+        paged.plan = (
+            plan_attention(rows, block, kv_heads, CPU) if kernel is None else plan_rows(rows, block)
+        )
         packed = [
             torch.cat([x[r][a:b] for r, a, b in parts]).transpose(0, 1)[None] for x in (q, k, v)
         ]
@@ -143,7 +145,7 @@ def test_the_kernel_reads_16_bits_as_they_are() -> None:
             values.view(1, 1, -1, 64),
             torch.zeros_like(values),
             torch.empty_like(values),
-            plan_attention(tables, 1, 1, CPU, has_kernel=True).kernel_rows,  # type: ignore[arg-type]
+            plan_rows(tables, 1),
             scaling=1.0,
             sliding_window=None,
             alibi_slopes=None,
@@ -166,7 +168,7 @@ def test_a_nan_of_a_key_reaches_those_that_see_it_and_no_others(num_queries: int
             total = sum(len(row.token_ids) for row in rows)
             q, k, v = (torch.randn(1, 1, total, DIM).abs() for _ in range(3))
             k[0, 0, num_queries // 2] = value
-            paged.plan = plan_attention(rows, BLOCK, 1, CPU, has_kernel=True)
+            paged.plan = plan_rows(rows, BLOCK)
             is_nan = paged(q, k, v, scaling=1.0)[0, :, 0].isnan().all(-1)
             expected = [num_queries // 2 <= i < num_queries for i in range(total)]
             assert is_nan.tolist() == expected
@@ -200,7 +202,7 @@ def test_the_kernel_gets_only_what_fits_the_cache(
     """It would read and write past the tensors' ends."""
     kernel = find_kernel("compiled", CPU)
     paged = PagedAttention(4, BLOCK, KV_HEADS, DIM, dtype=torch.float32, device=CPU, kernel=kernel)
-    paged.plan = plan_attention([StepRow([0] * 5, 0, [1])], BLOCK, KV_HEADS, CPU, has_kernel=True)
+    paged.plan = plan_rows([StepRow([0] * 5, 0, [1])], BLOCK)
     with pytest.raises(AssertionError, match="keys of a step"):
         paged(torch.zeros(query), torch.zeros(key), torch.zeros(key), scaling=1.0)
 

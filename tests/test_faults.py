@@ -40,7 +40,7 @@ def ranks_of(folder: Path) -> list[int]:
 
 
 def no_process_is_left(folder: Path) -> bool:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while ranks_of(folder) and time.monotonic() < deadline:
         time.sleep(0.1)
     return not ranks_of(folder)

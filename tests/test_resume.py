@@ -67,7 +67,7 @@ def test_the_same_command_goes_on_where_it_was_stopped(
     while run.poll() is None and not (journal.exists() and len(kept_records(output)) > 15):
         time.sleep(0.02)
     run.send_signal(number)
-    _, said = run.communicate(timeout=30)
+    _, said = run.communicate(timeout=60)
     assert run.returncode == status, said
     assert json.loads((tmp_path / "out.status.json").read_text())["status"] == state
     kept = kept_records(output)
@@ -107,7 +107,7 @@ def test_a_second_signal_ends_it_at_once(alone: tuple[Path, Path], tmp_path: Pat
     time.sleep(1)
     assert run.poll() is None, "rows that run may go on"
     run.send_signal(signal.SIGINT)
-    _, said = run.communicate(timeout=20)
+    _, said = run.communicate(timeout=60)
     assert run.returncode == 130 and "Interrupted" in said
 
 
@@ -119,7 +119,7 @@ def test_rows_that_run_may_end_within_the_grace(tmp_path: Path) -> None:
     while run.poll() is None and not kept_records(output):
         time.sleep(0.02)
     run.send_signal(signal.SIGTERM)
-    _, said = run.communicate(timeout=30)
+    _, said = run.communicate(timeout=60)
     assert run.returncode == 143, said
     assert len(kept_records(output)) >= 8, "as many as ran together"
 
@@ -135,7 +135,7 @@ def test_a_deadline(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 75 and "Out of time (--deadline)" in done.stderr, done.stderr
-    assert 13 < time.monotonic() - started < 40
+    assert 13 < time.monotonic() - started < 90
 
 
 def test_a_run_that_waits_for_stdin_can_be_stopped(tmp_path: Path) -> None:

@@ -1,10 +1,11 @@
-// Attention of packed rows over the paged KV cache, on the CPU; fminfer/cpu_kernel.py builds it.
+// Attention of packed rows over the paged KV cache, on the CPU; fminfer/kernel_build.py builds it.
 //
 // The step's new keys and values are put into their blocks first. Then each row's queries attend to
-// the row's keys up to their own position. Work is cut into items: one row, one KV head, and up to 32 of its queries (tokens times the heads that share the KV head). An
-// item goes over the row's blocks once and keeps the largest score and the sum of exponentials of
-// each query as it goes (Milakov and Gimelshein 2018, the "online softmax"; Dao et al. 2022). Items
-// of one KV head follow one another, so that what rows share is read from the cache nearby.
+// the row's keys up to their own position. Work is cut into items: one row, one KV head, and up to
+// 32 of its queries (tokens times the heads that share the KV head). An item goes over the row's
+// blocks once and keeps the largest score and the sum of exponentials of each query as it goes
+// (Milakov and Gimelshein 2018, the "online softmax"; Dao et al. 2022). Items of one KV head follow
+// one another, so that what rows share is read from the cache nearby.
 //
 // Two bodies: many queries lie side by side in the lanes of vectors, and every key is broadcast;
 // with one to three queries each key is multiplied lane by lane and summed. All arithmetic is in
@@ -104,7 +105,7 @@ inline float from_float16(uint16_t bits) {
 
 extern "C" {
 
-// Must agree with cpu_kernel.Arguments.
+// Must agree with kernel_attention.Arguments.
 struct Arguments {
     const float* query;  // element (head, token, i) at head * query_head + token * query_token + i
     float* out;          // (tokens, heads, head_dim)
@@ -135,7 +136,8 @@ struct Space {
     void* memory;
 
     Space(const Arguments& a) {
-        const size_t width = round_up(int(a.head_dim), LANES), block = round_up(int(a.block_size), LANES);
+        const size_t width = round_up(int(a.head_dim), LANES);
+        const size_t block = round_up(int(a.block_size), LANES);
         const size_t sizes[] = {MOST_QUERIES * width, MOST_QUERIES * width, MOST_QUERIES * block,
                                 block * width, block * width};
         size_t total = 0;
@@ -253,7 +255,8 @@ void attend_by_lanes(const Arguments& a, const Item& item, Space& space) {
     for (int lane = 0; lane < step; lane++) {
         const int64_t q = item.first + (lane < num ? lane : num - 1);
         position[lane / LANES][lane % LANES] = int32_t(item.row[2] + q / group);
-        slope[lane / LANES][lane % LANES] = a.slopes ? a.slopes[item.kv_head * group + q % group] : 0;
+        slope[lane / LANES][lane % LANES] =
+            a.slopes ? a.slopes[item.kv_head * group + q % group] : 0;
         if (lane < num)
             for (int d = 0; d < dim; d++)
                 space.queries[d * step + lane] = query_at(a, item, q, group, d);
@@ -304,12 +307,14 @@ void attend_by_lanes(const Arguments& a, const Item& item, Space& space) {
             for (int lane = 0; lane < LANES && n * LANES + lane < num; lane++)
                 if (factor[lane] != 1.0f) {
                     float* row = space.sums + (n * LANES + lane) * width;
-                    for (int d = 0; d < width; d += LANES) store(row + d, load(row + d) * factor[lane]);
+                    for (int d = 0; d < width; d += LANES)
+                        store(row + d, load(row + d) * factor[lane]);
                 }
             largest[n] = most;
             total[n] = sum;
         }
-        const float* values = read_block(a, a.values, block, item.kv_head, count, width, space.values);
+        const float* values =
+            read_block(a, a.values, block, item.kv_head, count, width, space.values);
         for (int r = 0; r < num; r += 4)
             add_all_values<4>(space.sums + r * width, space.scores + r, step, values, width, count);
     }
@@ -371,7 +376,8 @@ void attend_alone(const Arguments& a, const Item& item, int64_t q, Space& space)
             total += weight;
         }
         largest = most;
-        const float* values = read_block(a, a.values, block, item.kv_head, count, width, space.values);
+        const float* values =
+            read_block(a, a.values, block, item.kv_head, count, width, space.values);
         add_all_values<1>(space.sums, space.scores, 1, values, width, count);
     }
     float sum = 0;

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from fminfer.attention import PagedAttention, plan_attention
-from fminfer.kernel_attention import KernelAttention
+from fminfer.attention import AttentionPlan, PagedAttention, plan_attention
+from fminfer.kernel_attention import KernelAttention, KernelRows, plan_rows
 from fminfer.memory import SizeLimit
 from fminfer.messages import SamplingRows, StageSpan, Step, StepResult, StepRow, TokenLogprobs
 from fminfer.models.families import Family
@@ -130,9 +130,11 @@ class Stage:
             cache.copy_blocks(sources, targets)
 
     def _forward(self, rows: list[StepRow], before: torch.Tensor | None) -> torch.Tensor:
-        plan = plan_attention(
-            rows, self._block_size, self._kv_heads, self._device, has_kernel=self.has_kernel
-        )
+        plan: AttentionPlan | KernelRows
+        if self.has_kernel:
+            plan = plan_rows(rows, self._block_size)
+        else:
+            plan = plan_attention(rows, self._block_size, self._kv_heads, self._device)
         for cache in self._caches:
             cache.plan = plan
         if before is None:
