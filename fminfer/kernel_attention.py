@@ -11,9 +11,6 @@ from dataclasses import dataclass
 
 import torch
 
-from fminfer.config import AttentionBody
-from fminfer.errors import UsageError
-from fminfer.kernel_build import KernelBuild, start_build
 from fminfer.messages import StepRow
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -141,22 +138,3 @@ class KernelAttention:
 def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor with its last dimension in one piece."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def find_kernel(
-    body: AttentionBody, device: torch.device, build: KernelBuild | None = None
-) -> KernelAttention | None:
-    """Return the kernel, waiting for its build; None: attention is to be eager.
-
-    Raises:
-        UsageError: it is asked for by name and cannot be.
-    """
-    if body == "eager" or (body == "auto" and device.type != "cpu"):
-        return None
-    if device.type != "cpu":
-        raise UsageError(f"attention compiled needs a CPU, not {device.type}; use auto")
-    build = build or start_build()
-    library = build.library()
-    if library is None and body == "compiled":
-        raise UsageError(f"attention compiled cannot be: {build.error}; or use auto")
-    return None if library is None else KernelAttention(library)

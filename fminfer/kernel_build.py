@@ -1,4 +1,4 @@
-"""Builds and loads the CPU's attention kernel, kernels/attention.cpp.
+"""Builds and loads the CPU's kernels, kernels/*.cpp.
 
 Building takes a second or two of g++ once on a machine and needs no torch, so it can run while the
 process imports and loads. The library is kept in the user's cache folder, under a name made of its
@@ -23,15 +23,15 @@ import time
 from pathlib import Path
 from typing import IO
 
-SOURCE = Path(__file__).parent / "kernels" / "attention.cpp"
+SOURCES = Path(__file__).parent / "kernels"
 FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp"]
 BUILD_S = 120.0  # a compiler that takes longer hangs
 
 
 class KernelBuild:
-    """The kernel's library: found in the cache, or being built.
+    """The kernels' library: found in the cache, or being built.
 
-    Starting one returns at once, and raises nothing: without the kernel all works, slower.
+    Starting one returns at once, and raises nothing: without the kernels all works, slower.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class KernelBuild:
         try:
             self._find_or_start()
         except OSError as error:
-            self.error = f"the attention kernel cannot be built: {error}"
+            self.error = f"the kernels cannot be built: {error}"
 
     def _find_or_start(self) -> None:
         compiler = find_compiler()
@@ -65,7 +65,15 @@ class KernelBuild:
         self._part = Path(name)
         self._said: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (open until the build ends)
         self._started_s = time.monotonic()
-        command = [*compiler, *FLAGS, "-shared", "-fPIC", "-o", name, str(SOURCE)]
+        command = [
+            *compiler,
+            *FLAGS,
+            "-shared",
+            "-fPIC",
+            "-o",
+            name,
+            *map(str, sorted(SOURCES.glob("*.cpp"))),
+        ]
         try:
             self._process = subprocess.Popen(
                 command,
@@ -111,7 +119,7 @@ class KernelBuild:
             self._end(process)
             self.error = f"the compiler did not end within {BUILD_S:.0f} s"
         except OSError as error:
-            self.error = f"the attention kernel cannot be kept: {error}"
+            self.error = f"the kernels cannot be kept: {error}"
         self._process = None
         self._said.close()
         self._part.unlink(missing_ok=True)
@@ -171,7 +179,7 @@ def _cache_folder() -> Path | None:
 
 def _find_built(folder: Path, key: str) -> Path | None:
     """Return the library if it is there and whole; a torn one would end the process."""
-    for path in folder.glob(f"attention-{key}-*.so"):
+    for path in folder.glob(f"kernels-{key}-*.so"):
         if path.name == _name(key, path.read_bytes()):
             return path
         path.unlink(missing_ok=True)
@@ -188,7 +196,7 @@ def _keep(part: Path, folder: Path, key: str) -> Path:
 
 
 def _name(key: str, library: bytes) -> str:
-    return f"attention-{key}-{hashlib.sha256(library).hexdigest()[:16]}.so"
+    return f"kernels-{key}-{hashlib.sha256(library).hexdigest()[:16]}.so"
 
 
 def _remove_old_parts(folder: Path) -> None:
@@ -201,7 +209,8 @@ def _remove_old_parts(folder: Path) -> None:
 
 def _build_key(compiler: list[str]) -> str:
     """Name a build: another processor of a cluster may share the folder."""
-    parts = [SOURCE.read_text(), *FLAGS, *compiler, platform.machine(), _processor()]
+    sources = [path.read_text() for path in sorted(SOURCES.iterdir()) if path.is_file()]
+    parts = [*sources, *FLAGS, *compiler, platform.machine(), _processor()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 

@@ -5,6 +5,7 @@ It knows nothing of requests.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
@@ -18,9 +19,12 @@ import torch.distributed as dist
 from torch import nn
 
 from fminfer import __version__
-from fminfer.config import EngineConfig
+from fminfer.config import AttentionBody, EngineConfig
 from fminfer.errors import PipelineError, UsageError
-from fminfer.kernel_attention import find_kernel
+from fminfer.fused_layers import fuse_layers
+from fminfer.kernel_attention import KernelAttention
+from fminfer.kernel_build import KernelBuild, start_build
+from fminfer.layer_kernels import LayerKernels
 from fminfer.memory import is_out_of_memory
 from fminfer.models.checkpoint import Checkpoint, open_checkpoint, open_random
 from fminfer.models.slicing import head_cost
@@ -38,6 +42,8 @@ from fminfer.placement import (
     is_fast_in_bfloat16,
     memory_name,
 )
+from fminfer.sampling import rank
+from fminfer.score_kernel import ScoreKernel
 
 
 @dataclass(slots=True)
@@ -50,6 +56,7 @@ class LoadedPart:
     dtype: torch.dtype
     device: torch.device
     form: HiddenForm
+    library: ctypes.CDLL | None  # the CPU's kernels
 
     @property
     def weight_bytes(self) -> int:
@@ -108,10 +115,32 @@ def load_part(
     network = load_model(
         checkpoint, dtype=dtype, device=device, seed=config.seed, part=part, on_progress=on_progress
     )
+    library = find_library(config.attention, device)
+    if library is not None:
+        fuse_layers(network, LayerKernels(library))
     if device.type == "cpu":
         pack_linears(network, is_fast_in_bfloat16=is_fast_in_bfloat16(device))
     form = HiddenForm(checkpoint.config.hidden_size, dtype, device, hidden_group)
-    return LoadedPart(checkpoint, part, network, dtype, device, form)
+    return LoadedPart(checkpoint, part, network, dtype, device, form, library)
+
+
+def find_library(
+    body: AttentionBody, device: torch.device, build: KernelBuild | None = None
+) -> ctypes.CDLL | None:
+    """Return the CPU's kernels, waiting for their build; None: all is to be in plain torch.
+
+    Raises:
+        UsageError: it is asked for by name and cannot be.
+    """
+    if body == "eager" or (body == "auto" and device.type != "cpu"):
+        return None
+    if device.type != "cpu":
+        raise UsageError(f"attention compiled needs a CPU, not {device.type}; use auto")
+    build = build or start_build()
+    library = build.library()
+    if library is None and body == "compiled":
+        raise UsageError(f"attention compiled cannot be: {build.error}; or use auto")
+    return library
 
 
 def count_blocks(config: EngineConfig, loaded: LoadedPart, group: Group | None = None) -> int:
@@ -162,6 +191,7 @@ def build_stage(config: EngineConfig, loaded: LoadedPart, num_blocks: int) -> St
 
 
 def _build_stage(config: EngineConfig, loaded: LoadedPart, num_blocks: int) -> Stage:
+    library = loaded.library
     return Stage(
         loaded.network,
         loaded.checkpoint.family,
@@ -169,7 +199,8 @@ def _build_stage(config: EngineConfig, loaded: LoadedPart, num_blocks: int) -> S
         device=loaded.device,
         num_blocks=num_blocks,
         block_size=config.block_size,
-        kernel=find_kernel(config.attention, loaded.device),
+        kernel=None if library is None else KernelAttention(library),
+        ranker=rank if library is None else ScoreKernel(library),
     )
 
 

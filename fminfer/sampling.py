@@ -6,6 +6,7 @@ logits, parameters and noise only. It knows nothing of requests, models or where
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,27 @@ class Draws:
     logprobs: torch.Tensor  # (rows,) float32
     top_ids: torch.Tensor  # (rows, k) int64
     top_logprobs: torch.Tensor  # (rows, k) float32
+
+
+@dataclass(slots=True, frozen=True)
+class Ranking:
+    """What is asked of raw logits: their normalizer, and the best of them, best first."""
+
+    normalizer: torch.Tensor  # (rows,) float32: the log of the sum of exponentials
+    best: torch.Tensor  # (rows, k) float32, the logits
+    best_ids: torch.Tensor  # (rows, k) int64, of equals the lowest first where k is 1
+
+
+Ranker = Callable[[torch.Tensor, int], Ranking]  # of (rows, vocab) float32 and k >= 1
+
+
+def rank(logits: torch.Tensor, num_top: int) -> Ranking:
+    """Rank in plain torch."""
+    if num_top == 1:
+        best, best_ids = logits.max(-1, keepdim=True)
+    else:
+        best, best_ids = logits.topk(num_top, -1)
+    return Ranking(logits.logsumexp(-1), best, best_ids)
 
 
 @dataclass(slots=True, frozen=True)
@@ -95,6 +117,7 @@ def sample(
     how: SamplingTensors,
     num_top: int,
     edits: LogitEditTensors | None = None,
+    ranker: Ranker = rank,
 ) -> Draws:
     """Draw one token a row.
 
@@ -109,26 +132,22 @@ def sample(
     drawn_rows = is_random.nonzero()[:, 0]
     if len(drawn_rows):
         ids[drawn_rows] = _draw(edited[drawn_rows], how.rows(drawn_rows))
-    return score(logits, ids, num_top)
+    return score(logits, ids, num_top, ranker)
 
 
-def score(logits: torch.Tensor, ids: torch.Tensor, num_top: int) -> Draws:
+def score(logits: torch.Tensor, ids: torch.Tensor, num_top: int, ranker: Ranker = rank) -> Draws:
     """Return the logprob of each row's given id, and the best alternatives.
 
     Args:
         logits: (rows, vocab) float32.
         ids: (rows,) int64.
     """
-    normalizer = logits.logsumexp(-1, keepdim=True)
+    ranking = ranker(logits, max(1, min(num_top, logits.shape[-1])))
+    normalizer = ranking.normalizer[:, None]
     logprobs = logits.gather(-1, ids[:, None]) - normalizer
     # A chosen token that is also among the best has the very same float there.
-    if num_top == 0:
-        best, top_ids = logits[:, :0], ids[:, None][:, :0]
-    elif num_top == 1:
-        best, top_ids = logits.max(-1, keepdim=True)
-    else:
-        best, top_ids = logits.topk(min(num_top, logits.shape[-1]), -1)
-    return Draws(ids, logprobs[:, 0], top_ids, best - normalizer)
+    best = ranking.best[:, :num_top]
+    return Draws(ids, logprobs[:, 0], ranking.best_ids[:, :num_top], best - normalizer)
 
 
 def _draw(logits: torch.Tensor, how: SamplingTensors) -> torch.Tensor:  # (rows,) int64

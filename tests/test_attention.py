@@ -11,14 +11,21 @@ import torch
 from fminfer import attention
 from fminfer.attention import PagedAttention, plan_attention
 from fminfer.config import AttentionBody
-from fminfer.kernel_attention import find_kernel, plan_rows
-from fminfer.kernel_build import find_compiler
+from fminfer.kernel_attention import KernelAttention, plan_rows
+from fminfer.kernel_build import find_compiler, start_build
 from fminfer.messages import StepRow
 
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 16, 8
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 BODIES: list[Any] = ["eager", pytest.param("compiled", marks=needs_compiler)]
 CPU = torch.device("cpu")
+
+
+def compiled_kernel() -> KernelAttention:
+    build = start_build()
+    library = build.library()
+    assert library is not None, build.error
+    return KernelAttention(library)
 
 
 def plain(
@@ -60,7 +67,7 @@ def check_every_kind_of_row(
 ) -> None:
     """Feed rows in chunks and token by token, and compare each output with the plain formula."""
     torch.manual_seed(0)
-    kernel = find_kernel(body, CPU)
+    kernel = None if body == "eager" else compiled_kernel()
     paged = PagedAttention(64, block, kv_heads, dim, dtype=dtype, device=CPU, kernel=kernel)
     paged.keys.fill_(float("nan"))  # whatever other rows left there must not matter
     paged.values.fill_(float("nan"))
@@ -133,7 +140,7 @@ def test_a_cache_of_16_bits(body: AttentionBody, dtype: torch.dtype) -> None:
 @needs_compiler
 def test_the_kernel_reads_16_bits_as_they_are() -> None:
     """Subnormal, infinite and nan too: one key and one value at a time come out as they went in."""
-    kernel = find_kernel("compiled", CPU)
+    kernel = compiled_kernel()
     assert kernel is not None
     for dtype in (torch.float16, torch.bfloat16):
         bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
@@ -159,7 +166,7 @@ def test_the_kernel_reads_16_bits_as_they_are() -> None:
 @needs_compiler
 @pytest.mark.parametrize("num_queries", [1, 3, 5, 20, 40])
 def test_a_nan_of_a_key_reaches_those_that_see_it_and_no_others(num_queries: int) -> None:
-    kernel = find_kernel("compiled", CPU)
+    kernel = compiled_kernel()
     paged = PagedAttention(8, BLOCK, 1, DIM, dtype=torch.float32, device=CPU, kernel=kernel)
     for value in (float("nan"), float("inf")):
         for tables in ([[0, 1, 2, 3, 4, 5]], [[0, 1, 2, 3, 4, 5], [6, 7]]):
@@ -200,7 +207,7 @@ def test_the_kernel_gets_only_what_fits_the_cache(
     query: tuple[int, ...], key: tuple[int, ...]
 ) -> None:
     """It would read and write past the tensors' ends."""
-    kernel = find_kernel("compiled", CPU)
+    kernel = compiled_kernel()
     paged = PagedAttention(4, BLOCK, KV_HEADS, DIM, dtype=torch.float32, device=CPU, kernel=kernel)
     paged.plan = plan_rows([StepRow([0] * 5, 0, [1])], BLOCK)
     with pytest.raises(AssertionError, match="keys of a step"):

@@ -11,14 +11,15 @@ PACKAGE = Path(__file__).parent.parent / "fminfer"
 # From the lowest up. A sign of the house: a new module finds its place here or is in the wrong one.
 FLOORS = """
 errors timing messages sentencepieces shared_runs soft_cap packed_linear output.rows kernel_build \
+    layer_kernels \
     engine.blocks engine.noise engine.seen engine.stopping
 config fields input.streams input.values input.spans tokenizer partition ranks \
     models.alibi models.families models.sizes models.variants integrations.generation \
-    engine.stats output.trace output.disk stopping memory
+    engine.stats output.trace output.disk stopping memory fused_layers
 input.lines spelling sampling placement decode_attention kernel_attention launcher run_options \
     output.journal models.experts models.checkpoint models.layer_count models.slicing \
     pipeline.wire pipeline.transport pipeline.store pipeline.watch pipeline.local
-input.envelope attention models.weights pipeline.group \
+input.envelope attention score_kernel models.weights pipeline.group \
     models.adapters.bloom models.adapters.codegen \
     models.adapters.falcon models.adapters.gpt_neo models.adapters.gptj models.adapters.mpt
 request fingerprint output.records output.writer output.stream output.progress

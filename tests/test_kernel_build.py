@@ -15,8 +15,8 @@ import torch
 
 from fminfer import kernel_build
 from fminfer.errors import UsageError
-from fminfer.kernel_attention import find_kernel
 from fminfer.kernel_build import KernelBuild, find_compiler
+from fminfer.loading import find_library
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
@@ -36,17 +36,17 @@ def test_without_a_compiler_auto_is_eager_and_compiled_an_error(
     compiler: str, message: str, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", compiler)
-    assert find_kernel("auto", CPU, KernelBuild()) is None
+    assert find_library("auto", CPU, KernelBuild()) is None
     with pytest.raises(UsageError, match=message):
-        find_kernel("compiled", CPU, KernelBuild())
+        find_library("compiled", CPU, KernelBuild())
     assert not cache.exists() or not list(cache.iterdir()), "nothing is left behind"
 
 
 def test_other_devices_have_no_kernel() -> None:
-    assert find_kernel("eager", CPU) is None
-    assert find_kernel("auto", torch.device("cuda")) is None
+    assert find_library("eager", CPU) is None
+    assert find_library("auto", torch.device("cuda")) is None
     with pytest.raises(UsageError, match="needs a CPU"):
-        find_kernel("compiled", torch.device("cuda"))
+        find_library("compiled", torch.device("cuda"))
 
 
 @needs_compiler

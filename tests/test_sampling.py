@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from fminfer.sampling import SamplingTensors, sample, score
+from fminfer.kernel_build import find_compiler, start_build
+from fminfer.sampling import SamplingTensors, rank, sample, score
+from fminfer.score_kernel import ScoreKernel
 
 VOCAB = 50
 
@@ -111,6 +114,46 @@ def test_logprobs_are_of_the_raw_logits_and_equal_in_both_places() -> None:
         if num_top:
             assert torch.equal(draws.top_logprobs[:, 0], draws.logprobs)
             assert (draws.top_logprobs.diff(dim=-1) <= 0).all()
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize("vocab", [1, 5, 16, 33, 1024, 1025, 32000, 50257])
+def test_the_compiled_ranking_is_the_plain_one(vocab: int) -> None:
+    build = start_build()
+    library = build.library()
+    assert library is not None, build.error
+    kernel = ScoreKernel(library)
+    torch.manual_seed(1)
+    for logits in (
+        torch.randn(7, vocab) * 5,
+        torch.randn(7, 2 * vocab)[:, :vocab] * 30,  # rows that do not follow one another
+        torch.randn(7, vocab).round(),  # of equals the lowest ids come first
+        torch.randn(7, vocab).sort(-1)[0],
+        torch.zeros(7, vocab),
+        torch.full((2, vocab), -1e30),
+        torch.where(torch.rand(7, vocab) < 0.9, float("-inf"), torch.randn(7, vocab)),
+    ):
+        for num_top in {min(k, vocab) for k in (1, 2, 5, 20, 64, 70)}:
+            found, plain = kernel(logits, num_top), rank(logits, num_top)
+            exact = logits.double().logsumexp(-1)
+            torch.testing.assert_close(found.normalizer.double(), exact, rtol=1e-6, atol=1e-6)
+            assert torch.equal(found.best, plain.best)
+            assert torch.equal(logits.gather(-1, found.best_ids), found.best)
+            if num_top <= 64:
+                ordered = logits.sort(dim=-1, descending=True, stable=True)[1]
+                assert torch.equal(found.best_ids, ordered[:, :num_top])
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize("place", [0, 3, 500, 998])
+def test_the_compiled_ranking_of_a_nan(place: int) -> None:
+    library = start_build().library()
+    assert library is not None
+    logits = torch.randn(3, 999)
+    logits[1, place] = float("nan")
+    found = score(logits, logits.nan_to_num(-9.0).argmax(-1), 5, ScoreKernel(library))
+    assert found.logprobs.isnan().tolist() == [False, True, False]
+    assert found.top_logprobs.isnan().all(-1).tolist() == [False, True, False]
 
 
 def test_a_row_of_nan_leaves_its_neighbours_alone() -> None:

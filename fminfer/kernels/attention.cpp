@@ -15,37 +15,13 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "vectors.h"
+
 namespace {
 
-constexpr int LANES = 16;
 constexpr int MOST_QUERIES = 2 * LANES;
 constexpr float LOWEST = -3.0e38f;
-typedef float Vec __attribute__((vector_size(64)));
-typedef int32_t IVec __attribute__((vector_size(64)));
-typedef float Loose __attribute__((vector_size(64), aligned(4), may_alias));
-
-inline Vec load(const float* from) { return *reinterpret_cast<const Loose*>(from); }
-inline void store(float* to, Vec value) { *reinterpret_cast<Loose*>(to) = value; }
-inline Vec all(float value) { return Vec{} + value; }
 inline int round_up(int value, int unit) { return (value + unit - 1) / unit * unit; }
-
-// e^x for x <= 0, to 1e-7 of it; nan stays nan. After Cephes' expf (Moshier).
-inline Vec exp_of(Vec x) {
-    x = x < all(-87.0f) ? all(-87.0f) : x;
-    const Vec magic = all(12582912.0f);  // adding it rounds to a whole number
-    const Vec rounded = x * 1.44269504f + magic;
-    const Vec n = rounded - magic;
-    const Vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    Vec p = all(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    const IVec power = ((IVec)rounded - 0x4B400000 + 127) << 23;
-    return p * (Vec)power;
-}
 
 inline Vec tanh_of(Vec x) {
     const Vec is_negative = x < Vec{} ? all(-1.0f) : all(1.0f);
@@ -79,13 +55,6 @@ inline Vec sums_of(Vec* sums) {
     const Vec a = sums[0], b = sums[1];
     return LANES_OF(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
            LANES_OF(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
-}
-
-inline float from_bfloat16(uint16_t bits) {
-    const uint32_t wide = uint32_t(bits) << 16;
-    float value;
-    std::memcpy(&value, &wide, sizeof value);
-    return value;
 }
 
 inline float from_float16(uint16_t bits) {

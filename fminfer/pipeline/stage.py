@@ -21,7 +21,15 @@ from fminfer.kernel_attention import KernelAttention, KernelRows, plan_rows
 from fminfer.memory import SizeLimit
 from fminfer.messages import SamplingRows, StageSpan, Step, StepResult, StepRow, TokenLogprobs
 from fminfer.models.families import Family
-from fminfer.sampling import Draws, LogitEditTensors, SamplingTensors, sample, score
+from fminfer.sampling import (
+    Draws,
+    LogitEditTensors,
+    Ranker,
+    SamplingTensors,
+    rank,
+    sample,
+    score,
+)
 from fminfer.soft_cap import soft_cap
 
 ATTENTION_NAME = "fminfer_paged"
@@ -39,6 +47,7 @@ class Stage:
         dtype, device: of its weights, its hidden states and the KV cache.
         num_blocks, block_size: the size of the KV cache.
         kernel: the compiled attention kernel; None: plain tensor operations.
+        ranker: finds normalizers and the best of logits.
     """
 
     def __init__(
@@ -51,6 +60,7 @@ class Stage:
         num_blocks: int,
         block_size: int,
         kernel: KernelAttention | None = None,
+        ranker: Ranker = rank,
     ) -> None:
         self._decoder = model.get_submodule(family.decoder)
         self._head = model.get_output_embeddings()
@@ -66,6 +76,7 @@ class Stage:
         self._decoder.config._attn_implementation = ATTENTION_NAME  # a stage's may be a copy
         self._kv_heads, head_dim = kv_shape(model.config)
         self.has_kernel = kernel is not None
+        self._ranker = ranker
         self._token_limit = SizeLimit("tokens")
         self._logit_limit = SizeLimit("tokens' logits")
         self._caches: list[PagedAttention] = []
@@ -168,7 +179,7 @@ class Stage:
 
         def draw(logits: torch.Tensor, part: slice) -> Draws:
             part_edits = None if edits is None else edits.part(part)
-            return sample(logits, how.rows(part), rows.num_top_logprobs, part_edits)
+            return sample(logits, how.rows(part), rows.num_top_logprobs, part_edits, self._ranker)
 
         return self._by_parts(hidden, rows.token_index, draw)
 
@@ -177,7 +188,7 @@ class Stage:
         targets = torch.tensor(rows.target_id, dtype=torch.int64, device=self._device)
 
         def judge(logits: torch.Tensor, part: slice) -> Draws:
-            return score(logits, targets[part], rows.num_top_logprobs)
+            return score(logits, targets[part], rows.num_top_logprobs, self._ranker)
 
         return self._by_parts(hidden, rows.token_index, judge)
 

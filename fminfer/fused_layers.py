@@ -1,0 +1,237 @@
+"""Has parts of transformers' layers computed in fewer passes over memory, on the CPU.
+
+Norms, rotary positions and gated activations become compiled kernels, and products of the same
+input become one. What is to replace a module is compared with the module's own answer first, so
+that a family that differs in anything keeps transformers' code. It knows no family by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from fminfer.layer_kernels import GELU_TANH, SILU, TYPES, LayerKernels
+
+MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 0.03}  # of the largest element
+CHECKED_TOKENS = 3
+GATED, GATED_IN_ONE = ("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj")
+_RECORDER = "fminfer_recorder"
+
+Forward = Callable[..., Any]
+Turn = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, each (1, tokens, head_dim)
+Known = dict[Hashable, Any]  # whether modules of a kind may be replaced: the first is looked at
+
+
+def fuse_layers(model: nn.Module, kernels: LayerKernels) -> int:
+    """Replace what can be, in place, before linear layers are packed; return how many modules."""
+    known: Known = {}
+    num_fused = 0
+    module: Any
+    for module in list(model.modules()):
+        name, weight = type(module).__name__, next(module.parameters(), None)
+        if weight is None:
+            num_fused += "gelu" in name.lower() and _fuse_gelu(module)
+        elif weight.dtype not in TYPES or weight.device.type != "cpu":
+            continue
+        elif name.endswith("RMSNorm"):
+            num_fused += _fuse_norm(module, kernels)
+        elif _linears(module, *GATED) or _linears(module, *GATED_IN_ONE):
+            num_fused += _fuse_gated(module, kernels, known)
+        elif _linears(module, "q_proj", "k_proj", "v_proj", "o_proj"):
+            num_fused += _fuse_attention(module, kernels, known)
+    return num_fused
+
+
+def _fuse_gelu(module: nn.Module) -> bool:
+    """Take torch's own gelu for one that is written out in operations."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.gelu(x, approximate="tanh")
+
+    is_same = _agree(module, forward, torch.linspace(-9, 9, 999))
+    if is_same:
+        module.forward = forward
+    return is_same
+
+
+def _fuse_norm(module: Any, kernels: LayerKernels) -> bool:
+    weight = module.weight.detach()
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if eps is None:
+        return False
+    for offset in (0.0, 1.0):  # 1: Gemma's
+
+        def forward(x: torch.Tensor, offset: float = offset) -> torch.Tensor:
+            return kernels.rms_norm(x, weight, eps, offset)
+
+        if _agree(module, forward, _probe(len(weight), weight.dtype)):
+            module.forward = forward
+            return True
+    return False
+
+
+def _fuse_gated(module: Any, kernels: LayerKernels, known: Known) -> bool:
+    """Compute down(act(gate(x)) * up(x)) with one product for gate and up."""
+    down = module.down_proj
+    if hasattr(module, "gate_up_proj"):
+        both, act = module.gate_up_proj, module.activation_fn
+    else:
+        both, act = _join([module.gate_proj, module.up_proj]), module.act_fn
+    kind = (type(module), type(act), both.weight.shape, both.bias is None)
+    for activation in (SILU, GELU_TANH):
+
+        def forward(x: torch.Tensor, activation: int = activation) -> torch.Tensor:
+            out: torch.Tensor = down(kernels.gate(both(x), activation))
+            return out
+
+        if (kind, activation) not in known:
+            x = _probe(both.in_features, both.weight.dtype)
+            known[kind, activation] = _agree(module, forward, x)
+        if known[kind, activation]:
+            if not hasattr(module, "gate_up_proj"):
+                del module.gate_proj, module.up_proj
+                module.gate_up_proj = both
+            module.forward = forward
+            return True
+    return False
+
+
+def _fuse_attention(module: Any, kernels: LayerKernels, known: Known) -> bool:
+    """Compute q, k and v in one product, and rotary positions in one pass."""
+    projections = [module.q_proj, module.k_proj, module.v_proj]
+    sizes = [projection.out_features for projection in projections]
+    head_dim = getattr(module, "head_dim", 0)
+    if not head_dim or any(size % head_dim for size in sizes):
+        return False
+    product = _join(projections)
+    q_norm, k_norm = getattr(module, "q_norm", None), getattr(module, "k_norm", None)
+    num_heads = [size // head_dim for size in sizes[:2]]
+    settings: dict[str, Any] = {}
+
+    def heads_of(part: torch.Tensor, norm: Any = None) -> torch.Tensor:
+        """Return (1, tokens, heads, head_dim), normed, of (1, tokens, heads * head_dim)."""
+        if norm is not None and norm.weight.shape[-1] == part.shape[-1]:
+            part, norm = norm(part), None
+        part = part.view(*part.shape[:-1], -1, head_dim)
+        return part if norm is None else norm(part)
+
+    def turned(both: torch.Tensor, turn: Turn) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return queries and keys of (1, tokens, sizes of both), with their positions."""
+        if q_norm is None and k_norm is None:  # in one pass
+            query, key = torch.split(kernels.rotate(heads_of(both), *turn), num_heads, 2)
+        else:
+            query, key = torch.split(both, sizes[:2], -1)
+            query = kernels.rotate(heads_of(query, q_norm), *turn)
+            key = kernels.rotate(heads_of(key, k_norm), *turn)
+        return query.transpose(1, 2), key.transpose(1, 2)
+
+    def forward(
+        hidden_states: torch.Tensor,
+        position_embeddings: Turn,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        both, value = torch.split(product(hidden_states), [sum(sizes[:2]), sizes[2]], -1)
+        attend = ALL_ATTENTION_FUNCTIONS[module.config._attn_implementation]
+        out, _ = attend(
+            module,
+            *turned(both, position_embeddings),
+            heads_of(value).transpose(1, 2),
+            attention_mask,
+            **(settings | kwargs),
+        )
+        return module.o_proj(out.flatten(2)), None
+
+    plain = (bool, int, float, str, type(None))
+    what = tuple((k, v) for k, v in vars(module).items() if isinstance(v, plain))
+    kind = (type(module), tuple(sizes), tuple(pair for pair in what if pair[0] != "layer_idx"))
+    if kind not in known:
+        known[kind] = _compare_attention(module, forward, settings, product.weight, head_dim)
+    found = known[kind]
+    if found is not None:
+        settings.update(found)
+        del module.q_proj, module.k_proj, module.v_proj
+        module.qkv_proj = product
+        module.forward = forward
+    return found is not None
+
+
+@torch.inference_mode()
+def _compare_attention(
+    module: Any, forward: Forward, settings: dict[str, Any], weight: torch.Tensor, head_dim: int
+) -> dict[str, Any] | None:
+    """Return what a module tells attention besides tensors; None: `forward` differs from it.
+
+    Args:
+        settings: what `forward` tells attention, to be filled in.
+        weight: (out, in) of q, k and v.
+    """
+    recorded: list[tuple[torch.Tensor, ...]] = []
+
+    def record(
+        _: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **how: Any
+    ) -> tuple[torch.Tensor, None]:
+        recorded.append((query, key, value))
+        settings.update(how)
+        return query.transpose(1, 2), None
+
+    angles = _probe(head_dim // 2, torch.float32).repeat(1, 1, 2)
+    turn = (angles.cos().to(weight.dtype), angles.sin().to(weight.dtype))
+    given = {"position_embeddings": turn, "attention_mask": None, "past_key_values": None}
+    x = _probe(weight.shape[1], weight.dtype)
+    ALL_ATTENTION_FUNCTIONS.register(_RECORDER, record)
+    before = module.config._attn_implementation
+    module.config._attn_implementation = _RECORDER
+    try:
+        outs = [function(x, **given)[0] for function in (module, forward)]
+    except (TypeError, ValueError, RuntimeError, AssertionError, AttributeError, KeyError):
+        return None  # it is of another form
+    finally:
+        module.config._attn_implementation = before
+    if len(recorded) != 2:
+        return None
+    pairs = zip((*recorded[0], outs[0]), (*recorded[1], outs[1]), strict=True)
+    return dict(settings) if all(_close(*pair) for pair in pairs) else None
+
+
+def _linears(module: nn.Module, *names: str) -> bool:
+    return all(type(getattr(module, name, None)) is nn.Linear for name in names)
+
+
+def _join(layers: list[nn.Linear]) -> nn.Linear:
+    """Return one linear layer whose output is those of several, side by side."""
+    weight = torch.cat([layer.weight.detach() for layer in layers])
+    biases = [layer.bias for layer in layers if layer.bias is not None]
+    joined = nn.Linear(1, 1, bias=False, device="meta")
+    joined.in_features, joined.out_features = weight.shape[1], weight.shape[0]
+    joined.weight = nn.Parameter(weight, requires_grad=False)
+    if biases:
+        parts = [
+            weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias.detach()
+            for layer in layers
+        ]
+        joined.bias = nn.Parameter(torch.cat(parts), requires_grad=False)
+    return joined
+
+
+def _probe(width: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Return (1, tokens, width) of random numbers, the process's own left as they are."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(1, CHECKED_TOKENS, width, generator=generator).to(dtype)
+
+
+@torch.inference_mode()
+def _agree(module: Forward, forward: Forward, x: torch.Tensor) -> bool:
+    return _close(module(x), forward(x))
+
+
+def _close(ours: torch.Tensor, own: torch.Tensor) -> bool:
+    if ours.shape != own.shape or ours.dtype != own.dtype:
+        return False
+    limit = MAX_ERROR[own.dtype] * float(own.abs().amax().nan_to_num())
+    return torch.allclose(ours, own, rtol=0.0, atol=limit, equal_nan=True)

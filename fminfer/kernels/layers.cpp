@@ -1,0 +1,162 @@
+// Norms, rotary positions and gated activations of packed tokens, on the CPU.
+//
+// Each reads its input once and writes its output once, where an operation at a time goes over
+// memory three to eight times. Arithmetic is in float32 and rounded once. Rows are (outer, inner):
+// element i of row (o, j) lies at o * outer_step + j * inner_step + i.
+
+#include <cmath>
+
+#include "vectors.h"
+
+namespace {
+
+constexpr int64_t ALONE = 1 << 14;  // elements that one thread does sooner than two
+
+inline Vec load_some(const float* from, int count) {
+    Vec value = {};
+    std::memcpy(&value, from, count * sizeof(float));
+    return value;
+}
+inline Vec load_some(const uint16_t* from, int count) {
+    Vec value = {};
+    for (int i = 0; i < count; i++) value[i] = from_bfloat16(from[i]);
+    return value;
+}
+inline void store_some(float* to, Vec value, int count) {
+    std::memcpy(to, &value, count * sizeof(float));
+}
+inline void store_some(uint16_t* to, Vec value, int count) {
+    for (int i = 0; i < count; i++) to[i] = to_bfloat16(value[i]);
+}
+
+// Calls use(first, count) for an array's pieces of LANES elements and for what is left; the count
+// of whole pieces is a constant once this is inlined.
+template <typename Use>
+inline void by_lanes(int64_t num, Use use) {
+    int64_t i = 0;
+    for (; i + LANES <= num; i += LANES) use(i, LANES);
+    if (i < num) use(i, int(num - i));
+}
+
+inline float sum_of(Vec value) {
+    float sum = 0;
+    for (int lane = 0; lane < LANES; lane++) sum += value[lane];
+    return sum;
+}
+
+// 1 / (1 + e^-x)
+inline Vec sigmoid_of(Vec x) {
+    const Vec below = x < Vec{} ? x : -x;
+    const Vec e = below < -87.0f ? Vec{} : exp_of(below);
+    return (x < Vec{} ? e : all(1.0f)) / (1.0f + e);
+}
+
+}  // namespace
+
+extern "C" {
+
+// Must agree with layer_kernels.Rows.
+struct Rows {
+    const void* x;
+    void* out;  // (outer, inner, width), in one piece
+    int64_t outer, inner, width, outer_step, inner_step;
+    int64_t type;  // 0 float32, 1 bfloat16; of x, of out, and of what else is given
+    int64_t num_threads;
+};
+
+}  // extern "C"
+
+namespace {
+
+template <typename T>
+void norm_row(const T* x, T* out, const T* weight, int64_t width, float eps, float offset) {
+    Vec squares = {};
+    by_lanes(width, [&](int64_t i, int n) {
+        const Vec value = load_some(x + i, n);
+        squares += value * value;
+    });
+    const float factor = 1.0f / std::sqrt(sum_of(squares) / float(width) + eps);
+    by_lanes(width, [&](int64_t i, int n) {
+        const Vec scaled = load_some(x + i, n) * factor;
+        store_some(out + i, scaled * (load_some(weight + i, n) + offset), n);
+    });
+}
+
+// The halves of the first `turned` elements are the parts of complex numbers, which are turned.
+template <typename T>
+void turn_row(const T* x, T* out, const T* cos, const T* sin, int64_t width, int64_t turned) {
+    const int64_t half = turned / 2;
+    by_lanes(half, [&](int64_t i, int n) {
+        const Vec a = load_some(x + i, n), b = load_some(x + half + i, n);
+        store_some(out + i, a * load_some(cos + i, n) - b * load_some(sin + i, n), n);
+        store_some(out + half + i,
+                   b * load_some(cos + half + i, n) + a * load_some(sin + half + i, n), n);
+    });
+    for (int64_t i = turned; i < width; i++) out[i] = x[i];
+}
+
+template <typename T>
+void gate_row(const T* gate, const T* up, T* out, int64_t width, int64_t kind) {
+    by_lanes(width, [&](int64_t i, int n) {
+        const Vec x = load_some(gate + i, n);
+        const Vec by = kind == 0 ? x : x * 1.5957691216f * (1.0f + 0.044715f * x * x);
+        store_some(out + i, x * sigmoid_of(by) * load_some(up + i, n), n);
+    });
+}
+
+// Calls work(x's row, out's row, outer, inner) for all rows.
+template <typename T, typename Work>
+void for_rows(const Rows& r, Work work) {
+    const T* x = static_cast<const T*>(r.x);
+    T* out = static_cast<T*>(r.out);
+    const int64_t num = r.outer * r.inner;
+#pragma omp parallel for schedule(static) num_threads(int(r.num_threads)) if (num * r.width > ALONE)
+    for (int64_t i = 0; i < num; i++) {
+        const int64_t o = i / r.inner, j = i % r.inner;
+        work(x + o * r.outer_step + j * r.inner_step, out + i * r.width, o, j);
+    }
+}
+
+template <typename T>
+void norm(const Rows& r, const void* weight, float eps, float offset) {
+    for_rows<T>(r, [&](const T* x, T* out, int64_t, int64_t) {
+        norm_row(x, out, static_cast<const T*>(weight), r.width, eps, offset);
+    });
+}
+
+template <typename T>
+void turn(const Rows& r, const void* cos, const void* sin, int64_t turned) {
+    for_rows<T>(r, [&](const T* x, T* out, int64_t o, int64_t) {
+        turn_row(x, out, static_cast<const T*>(cos) + o * turned,
+                 static_cast<const T*>(sin) + o * turned, r.width, turned);
+    });
+}
+
+template <typename T>
+void gate(const Rows& r, const void* up, int64_t kind) {
+    const T* other = static_cast<const T*>(up);
+    for_rows<T>(r, [&](const T* x, T* out, int64_t o, int64_t) {
+        gate_row(x, other + o * r.outer_step, out, r.width, kind);
+    });
+}
+
+}  // namespace
+
+extern "C" {
+
+// x / sqrt(mean(x^2) + eps) * (weight + offset); weight is (width,).
+void fminfer_rms_norm(const Rows* r, const void* weight, float eps, float offset) {
+    r->type == 0 ? norm<float>(*r, weight, eps, offset) : norm<uint16_t>(*r, weight, eps, offset);
+}
+
+// Rotary positions of (tokens, heads) rows; cos and sin are (tokens, turned), in one piece.
+void fminfer_rotate(const Rows* r, const void* cos, const void* sin, int64_t turned) {
+    r->type == 0 ? turn<float>(*r, cos, sin, turned) : turn<uint16_t>(*r, cos, sin, turned);
+}
+
+// act(x) * up, rows of `up` being as far apart as those of x; kind 0: silu, 1: gelu by tanh.
+void fminfer_gate(const Rows* r, const void* up, int64_t kind) {
+    r->type == 0 ? gate<float>(*r, up, kind) : gate<uint16_t>(*r, up, kind);
+}
+
+}  // extern "C"

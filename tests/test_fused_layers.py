@@ -1,0 +1,211 @@
+"""What is computed in fewer passes is the same, and what differs is left as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AttentionInterface
+
+from fminfer.fused_layers import fuse_layers
+from fminfer.kernel_build import find_compiler, start_build
+from fminfer.layer_kernels import GELU_TANH, SILU, LayerKernels
+
+from .conftest import FIELDS, make_model
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
+WIDTHS = [1, 15, 16, 17, 64, 80]
+TYPES = [torch.float32, torch.bfloat16]
+
+# Modules replaced in three layers: one by one norms, gelus, gated layers and attentions.
+FUSED = {
+    "bloom": 3,
+    "codegen": 3,
+    "falcon": 0,
+    "falcon-alibi": 0,
+    "falcon-alibi-shared": 0,
+    "falcon-new": 0,
+    "gemma": 7 + 3 + 3 + 3,
+    "gemma2": 13 + 3 + 3 + 3,
+    "gemma3_text": 19 + 3 + 3 + 3,
+    "glm4": 13 + 3,  # its rotary positions pair neighbours
+    "gpt2": 3,
+    "gpt2-inverse": 3,
+    "gpt_bigcode": 3,
+    "gpt_bigcode-heads": 3,
+    "gpt_neo": 3,
+    "gpt_neox": 0,
+    "gptj": 3,
+    "llama": 7 + 3 + 3,
+    "llama-dynamic": 7 + 3 + 3,
+    "mistral": 7 + 3 + 3,
+    "mixtral": 7 + 3,
+    "mpt": 0,
+    "olmo2": 13 + 3 + 3,
+    "opt": 0,
+    "phi": 3,
+    "phi3": 7 + 3,
+    "phi3-long": 7 + 3,
+    "qwen2": 7 + 3 + 3,
+    "qwen2-window": 7 + 3 + 3,
+    "qwen3": 13 + 3 + 3,
+    "qwen3_moe": 13 + 1 + 3,
+    "stablelm": 3,  # turns a part of each head
+    "stablelm-parallel": 3,
+    "starcoder2": 3 + 3,
+}
+
+
+@pytest.fixture(scope="module")
+def kernels() -> LayerKernels:
+    build = start_build()
+    library = build.library()
+    assert library is not None, build.error
+    return LayerKernels(library)
+
+
+def rows(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return (1, …) of random numbers whose rows do not follow one another at once."""
+    torch.manual_seed(len(shape))
+    return torch.randn(1, *shape[:-1], shape[-1] + 3).to(dtype)[..., : shape[-1]]
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Compare with what was computed in float64."""
+    tolerance = 2e-6 if found.dtype == torch.float32 else 5e-3
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_norms(kernels: LayerKernels, width: int, dtype: torch.dtype) -> None:
+    weight = torch.randn(width).to(dtype)
+    for x in (rows(5, width, dtype=dtype), rows(700, 3, width, dtype=dtype)):
+        for y in (x, x.transpose(1, 2) if x.dim() == 4 else x):
+            wide = y.double()
+            scaled = wide * (wide.square().mean(-1, keepdim=True) + 1e-3).rsqrt()
+            for offset in (0.0, 1.0):
+                found = kernels.rms_norm(y, weight, 1e-3, offset)
+                close(found, scaled * (weight.double() + offset))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("width, turned", [(16, 16), (64, 64), (80, 80), (34, 34), (64, 20)])
+def test_rotary_positions(
+    kernels: LayerKernels, width: int, turned: int, dtype: torch.dtype
+) -> None:
+    for tokens in (1, 300):
+        x, angles = rows(tokens, 3, width, dtype=dtype), torch.randn(1, tokens, turned)
+        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        wide, turn = x.double(), [part.double()[:, :, None] for part in (cos, sin)]
+        head = wide[..., :turned]
+        first, second = head.chunk(2, -1)
+        expected = wide.clone()
+        expected[..., :turned] = head * turn[0] + torch.cat([-second, first], -1) * turn[1]
+        close(kernels.rotate(x, cos, sin), expected)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_gates(kernels: LayerKernels, width: int, dtype: torch.dtype) -> None:
+    acts: dict[int, Callable[..., torch.Tensor]] = {
+        SILU: nn.functional.silu,
+        GELU_TANH: lambda x: nn.functional.gelu(x, approximate="tanh"),
+    }
+    for tokens in (1, 2000):
+        both = 4 * torch.randn(1, tokens, 2 * width).to(dtype)
+        first, second = both.double().chunk(2, -1)
+        for activation, act in acts.items():
+            close(kernels.gate(both, activation), act(first) * second)
+            assert kernels.gate(both[0], activation).shape == (tokens, width)
+
+
+def test_strange_numbers_stay_strange(kernels: LayerKernels) -> None:
+    values = torch.tensor([float("nan"), 1e30, -1e30, 1e-30, -0.0, 88.0, -88.0, 3.0])
+    both = torch.cat([values, torch.ones(8)])[None, None]
+    for activation, act in ((SILU, "none"), (GELU_TANH, "tanh")):
+        found = kernels.gate(both, activation)[0, 0]
+        own = nn.functional.silu(values)
+        if act == "tanh":
+            own = nn.functional.gelu(values, approximate=act)
+        torch.testing.assert_close(found, own, rtol=1e-6, atol=1e-30, equal_nan=True)
+    x = torch.randn(1, 3, 32)
+    x[0, 1, 7] = float("nan")
+    found = kernels.rms_norm(x, torch.ones(32), 1e-6, 0.0)
+    assert found.isnan().any(-1).tolist() == [[False, True, False]], "its row and no other"
+
+
+def test_the_kernels_get_only_what_they_expect(kernels: LayerKernels) -> None:
+    """They would read past the tensors' ends."""
+    x = torch.zeros(1, 4, 16)
+    wrong: list[Callable[[], object]] = [
+        lambda: kernels.rms_norm(x, torch.ones(15), 1e-6, 0.0),
+        lambda: kernels.rms_norm(x, torch.ones(16).double(), 1e-6, 0.0),
+        lambda: kernels.rms_norm(x.expand(2, 4, 16), torch.ones(16), 1e-6, 0.0),
+        lambda: kernels.rms_norm(x.transpose(1, 2), torch.ones(4), 1e-6, 0.0),
+        lambda: kernels.rotate(x[:, :, None], torch.ones(1, 3, 16), torch.ones(1, 3, 16)),
+        lambda: kernels.rotate(x[:, :, None], torch.ones(1, 4, 18), torch.ones(1, 4, 18)),
+        lambda: kernels.rotate(x[:, :, None], torch.ones(1, 4, 16), torch.ones(1, 4, 8)),
+        lambda: kernels.gate(torch.zeros(1, 4, 15), SILU),
+    ]
+    for call in wrong:
+        with pytest.raises(AssertionError):
+            call()
+
+
+@pytest.mark.parametrize("name", sorted(FIELDS))
+def test_every_family_answers_the_same(kernels: LayerKernels, name: str) -> None:
+    model = make_model(name).requires_grad_(False)
+    if name == "gemma2":  # whose cap sdpa does not know
+        for layer in model.model.layers:
+            layer.self_attn.attn_logit_softcapping = None
+    if model._supports_sdpa or name == "gemma2":
+        model.config._attn_implementation = "sdpa"
+    ids = torch.randint(5, 200, (1, 21))
+    own = model(input_ids=ids).logits
+    assert fuse_layers(model, kernels) == FUSED[name]
+    torch.testing.assert_close(model(input_ids=ids).logits, own, rtol=0, atol=1e-5)
+
+
+class OtherNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.randn(32)), 1e-6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x / (x.norm(dim=-1, keepdim=True) + self.eps)
+
+
+class OtherRMSNorm(OtherNorm):
+    """It has the name and differs."""
+
+
+def test_what_differs_is_left(kernels: LayerKernels) -> None:
+    model: Any = make_model("llama").requires_grad_(False)
+    layer = model.model.layers[0]
+    layer.input_layernorm = OtherRMSNorm().requires_grad_(False)
+    gated, attend = layer.mlp.forward, layer.self_attn.forward
+    layer.mlp.forward = lambda x: 1.001 * gated(x)
+    layer.self_attn.forward = lambda *given, **named: (attend(*given, **named)[0] / 2, None)
+    assert fuse_layers(layer, kernels) == 1, "the other norm"
+    assert layer.self_attn.q_proj is not None and layer.mlp.up_proj is not None
+
+
+def test_each_layer_is_told_its_own_window(kernels: LayerKernels) -> None:
+    """Layers of one class differ in settings: each kind is looked at."""
+    model: Any = make_model("gemma2").requires_grad_(False)
+    fuse_layers(model, kernels)
+    windows = []
+
+    def record(*tensors: torch.Tensor, **how: Any) -> tuple[torch.Tensor, None]:
+        windows.append(how["sliding_window"])
+        return tensors[1].transpose(1, 2), None
+
+    AttentionInterface.register("recorder", record)
+    model.config._attn_implementation = "recorder"
+    model(input_ids=torch.tensor([[1, 2, 3]]))
+    window = model.config.sliding_window
+    assert windows == [window, None, window]
