@@ -157,8 +157,8 @@ def test_a_nan_score_of_a_shared_prefix_is_told_to_all_that_share_it(
 ) -> None:
     """The second line took the score from the prefix cache, and it came out as null."""
 
-    def score_damaged(logits: torch.Tensor, ids: torch.Tensor, num_top: int) -> Any:
-        draws = score(logits, ids, num_top)
+    def score_damaged(logits: torch.Tensor, ids: torch.Tensor, *rest: Any) -> Any:
+        draws = score(logits, ids, *rest)
         draws.logprobs[ids == 77] = float("nan")
         return draws
 
