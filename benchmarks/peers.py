@@ -16,8 +16,10 @@ A table comes first, one JSON line last; `--plot` draws the run times.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -125,8 +127,16 @@ def run_peer(python: str, side: str, job: dict[str, Any], folder: Path) -> dict[
     path.write_text(json.dumps(job))
     command = [python, str(HERE / "peer_sides.py"), side, str(path)]
     environ = os.environ | {"HF_HUB_OFFLINE": "1"}
-    found = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environ)
-    result: dict[str, Any] = json.loads(found.stdout.splitlines()[-1])
+    with (folder / "peer.out").open("w+b") as out:  # a pipe stays open as long as vLLM's workers
+        process = subprocess.Popen(command, stdout=out, env=environ, start_new_session=True)
+        status = process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # those that outlive it
+        out.seek(0)
+        lines = out.read().splitlines()
+    if status != 0 or not lines:
+        raise SystemExit(f"{side} ended with status {status}")
+    result: dict[str, Any] = json.loads(lines[-1])
     return result
 
 

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "fminfer"
 FLOORS = """
 errors timing messages sentencepieces shared_runs soft_cap packed_linear output.rows kernel_build \
     layer_kernels \
-    engine.blocks engine.noise engine.seen engine.stopping
+    engine.blocks engine.noise engine.seen engine.stopping engine.expected
 config fields input.streams input.values input.spans tokenizer partition ranks \
     models.alibi models.families models.sizes models.variants integrations.generation \
     engine.stats output.trace output.disk stopping memory fused_layers

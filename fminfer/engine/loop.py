@@ -266,7 +266,11 @@ class EngineLoop:
     def _fill_pipeline(self) -> None:
         while self._pipeline.num_in_flight < self._micro_batches and not self._is_at_limit:
             for prompt in () if self._is_stopping else self._scheduler.admit():
-                self._count_shared(prompt)
+                if prompt.again:
+                    self.stats.num_put_back += 1
+                    self.stats.num_again_tokens += prompt.num_to_feed - prompt.num_fed
+                else:
+                    self._count_shared(prompt)
                 if prompt.owner.times is None:
                     prompt.owner.times = self._clock.start(time.perf_counter())
             planned = self._scheduler.schedule()

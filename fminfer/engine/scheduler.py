@@ -1,8 +1,10 @@
 """What runs next, in plain Python: a token budget, KV blocks, continuous batching.
 
-A prompt enters when blocks for all its tokens, drawn ones included, are free; so nothing that runs
-is ever thrown out. What the prefix cache has of it is not fed again. Prompts are fed in chunks that
-fill each step beside the decode rows. It knows no tensor, no text and no file.
+A prompt enters when blocks for it and for the tokens that it will likely draw are free. A row that
+draws more takes blocks one by one; when none is left, the one that came last is put back and fed
+again later, at most once, as it then enters with all that it can need. What the prefix cache has of
+a prompt is not fed again. Prompts are fed in chunks that fill each step beside the decode rows. It
+knows no tensor, no text and no file.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 
 from fminfer.engine.blocks import BlockPool
+from fminfer.engine.expected import ExpectedLengths
 from fminfer.engine.packing import PackedRow, PlannedStep, pack
 from fminfer.engine.prefix import Match, PrefixCache
 from fminfer.engine.sequence import PromptState, Sequence
@@ -55,6 +58,8 @@ class Scheduler:
         self._micro_batches = micro_batches
         self._num_stages = min(num_stages, micro_batches)
         self._num_steps = 0
+        self._num_admitted = 0
+        self._expected = ExpectedLengths()
         self.clear()
 
     def clear(self) -> None:
@@ -85,7 +90,7 @@ class Scheduler:
 
     def fits(self, prompt: PromptState) -> bool:
         """Tell whether the cache could hold the prompt if it were alone."""
-        return self._num_blocks(prompt) <= self._pool.num_blocks
+        return self._num_blocks(prompt, prompt.num_kv_tokens) <= self._pool.num_blocks
 
     def add(self, prompt: PromptState) -> None:
         """Queue a prompt that fits."""
@@ -147,14 +152,11 @@ class Scheduler:
 
     def release(self, sequence: Sequence) -> None:
         """Free the blocks of a sequence that is done."""
-        if self._copies:  # one that was to fill a block of it must not fill the next owner's
-            own = set(sequence.block_table)
-            self._copies = [copy for copy in self._copies if copy[1] not in own]
-        self._pool.release(sequence.block_table)
-        sequence.block_table = []
-        self.num_running -= 1
-        if sequence.prompt.params.max_tokens > 0:
+        self._take_blocks(sequence)
+        max_tokens = sequence.prompt.params.max_tokens
+        if max_tokens > 0:
             self._num_drawing -= 1
+            self._expected.learn(max_tokens, len(sequence.tokens))
 
     def check_idle(self) -> None:
         """Prove the books: nothing runs, so every block is free."""
@@ -175,9 +177,23 @@ class Scheduler:
             return self._chunk_size
         return min(self._chunk_size, max(MIXED_STEP, 2 * num_decode_rows))
 
-    def _num_blocks(self, prompt: PromptState) -> int:
-        each = self._pool.blocks_for(prompt.num_kv_tokens)
+    def _take_blocks(self, sequence: Sequence) -> None:
+        if self._copies:  # one that was to fill a block of it must not fill the next owner's
+            own = set(sequence.block_table)
+            self._copies = [copy for copy in self._copies if copy[1] not in own]
+        self._pool.release(sequence.block_table)
+        sequence.block_table = []
+        self.num_running -= 1
+
+    def _num_blocks(self, prompt: PromptState, num_kv_tokens: int) -> int:
+        each = self._pool.blocks_for(num_kv_tokens)
         return each + (len(prompt.sequences) - 1) * (each - self._num_shared(prompt))
+
+    def _num_expected(self, prompt: PromptState) -> int:
+        """Return the tokens of KV cache that each sequence of it enters with."""
+        if prompt.again or len(prompt.sequences) > 1:  # candidates run together, or not at all
+            return prompt.num_kv_tokens
+        return prompt.kv_tokens_for(self._expected.expect(prompt.params.max_tokens))
 
     def _num_shared(self, prompt: PromptState) -> int:
         """Return how many full blocks of the prompt all its sequences share."""
@@ -188,7 +204,7 @@ class Scheduler:
         if self._cache is None:
             return Match()
         if not prompt.wants_scores:  # the last token is fed to draw from it
-            return self._cache.match(prompt.ids, prompt.num_to_feed - 1, None)
+            return self._cache.match(prompt.ids_to_feed, prompt.num_to_feed - 1, None)
         match = self._cache.match(prompt.ids, prompt.num_to_feed, prompt.num_top)
         # The last token of the prefix is fed again: what follows it is scored from it.
         match.length = max(0, match.length - 1)
@@ -199,34 +215,39 @@ class Scheduler:
         if self._cache is None:
             return False
         wanted = num_found + MIN_GAIN + prompt.wants_scores
-        head = prompt.ids[:wanted]
+        head = prompt.ids_to_feed[:wanted]
         return prompt.num_to_feed >= wanted and any(
             other.num_fed < wanted <= other.num_to_feed
-            and other.ids[:wanted] == head
+            and other.ids_to_feed[:wanted] == head
             and (not prompt.wants_scores or other.num_scored_top >= prompt.num_top)
             for other in self._prefilling
         )
 
     def _reserve(self, prompt: PromptState, match: Match) -> bool:
-        """Give a prompt all its blocks, the cached ones first; False if there is no room."""
+        """Give a prompt its blocks, the cached ones first; False if there is no room."""
         if self.num_running + len(prompt.sequences) > self._max_rows:
             return False
         num_full, num_rest = divmod(match.length, self._pool.block_size)
         shared = match.blocks[:num_full]
         self._pool.share(shared)
-        if not self._make_room(self._num_blocks(prompt) - num_full):
+        num_expected = self._num_expected(prompt)
+        if not self._make_room(self._num_blocks(prompt, num_expected) - num_full):
             self._pool.release(shared)
             if self.num_running > 0 or self._cache is None or not match.length:
                 return False
             # Nothing runs, and what is in the way is the prefix's own: feed the prompt whole.
             self._cache.evict(self._pool.num_blocks)
             return self._reserve(prompt, Match())
-        self._hand_out(prompt, shared)
+        self._hand_out(prompt, shared, self._pool.blocks_for(num_expected))
         if num_rest:  # the next block is used in part: this prompt goes on in a copy
             copy = prompt.sequences[0].block_table[num_full]
             self._copies.append((match.blocks[num_full], copy))
-        prompt.num_fed = prompt.num_cached = match.length
-        prompt.shared_scores = match.scores
+        prompt.num_fed = match.length
+        if not prompt.again:
+            prompt.num_cached = match.length
+            prompt.shared_scores = match.scores
+        prompt.number = self._num_admitted
+        self._num_admitted += 1
         return True
 
     def _make_room(self, num_blocks: int) -> bool:
@@ -237,8 +258,7 @@ class Scheduler:
             self._cache.evict(num_blocks)
         return self._pool.num_free >= num_blocks
 
-    def _hand_out(self, prompt: PromptState, shared: list[int]) -> None:
-        each = self._pool.blocks_for(prompt.num_kv_tokens)
+    def _hand_out(self, prompt: PromptState, shared: list[int], each: int) -> None:
         first, *others = prompt.sequences
         first.block_table = shared + self._pool.allocate(each - len(shared))
         common = first.block_table[: self._num_shared(prompt)]
@@ -260,18 +280,46 @@ class Scheduler:
         if self._num_decoding >= num_groups:
             return []
         count = min(len(self._ready), -(-num_rows // num_groups), self._chunk_size)
-        rows = []
-        for _ in range(count):
+        rows: list[PackedRow] = []
+        while self._ready and len(rows) < count:
             sequence = self._ready.popleft()
+            if not self._grow(sequence):
+                continue
             newest = sequence.tokens[-1].token_id
             row = StepRow([newest], sequence.position, sequence.block_table)
             rows.append(PackedRow(row, is_prompt=False, sequences=[sequence]))
         return rows
 
+    def _grow(self, sequence: Sequence) -> bool:
+        """See that a sequence has a block for its newest token; False: it was put back itself."""
+        while sequence.position >= len(sequence.block_table) * self._pool.block_size:
+            if self._make_room(1):
+                sequence.block_table += self._pool.allocate(1)
+                continue
+            others = (s for s in self._ready if self._may_put_back(s.prompt))
+            last = max([sequence, *others], key=lambda s: s.prompt.number)
+            if last is not sequence:
+                self._ready.remove(last)
+            self._put_back(last)
+            if last is sequence:
+                return False
+        return True
+
+    @staticmethod
+    def _may_put_back(prompt: PromptState) -> bool:
+        return len(prompt.sequences) == 1 and not prompt.again
+
+    def _put_back(self, sequence: Sequence) -> None:
+        """Take a row's blocks; its prompt waits, before all others, to be fed again."""
+        prompt = sequence.prompt
+        self._take_blocks(sequence)
+        prompt.again = prompt.ids + [token.token_id for token in sequence.tokens]
+        self._waiting.appendleft(prompt)
+
     def _chunk_row(self, prompt: PromptState, room: int) -> PackedRow:
         """Feed the next tokens of a prompt; the last chunk also draws, for every candidate."""
         start, last = prompt.num_fed, min(prompt.num_fed + room, prompt.num_to_feed)
-        row = StepRow(prompt.ids[start:last], start, prompt.sequences[0].block_table)
+        row = StepRow(prompt.ids_to_feed[start:last], start, prompt.sequences[0].block_table)
         prompt.num_fed = last
         self._num_unfed -= last - start
         draws = last == prompt.num_to_feed and prompt.params.max_tokens > 0
@@ -280,7 +328,9 @@ class Scheduler:
         if self._cache is not None:  # whoever comes after this step can share it
             reports = prompt.reports if prompt.wants_scores else None
             table = prompt.sequences[0].block_table
-            self._cache.insert(prompt.ids, last, table, reports, prompt.num_top)
+            self._cache.insert(
+                prompt.ids, min(last, len(prompt.ids)), table, reports, prompt.num_top
+            )
         scored = prompt if prompt.wants_scores else None
         return PackedRow(
             row,

@@ -65,6 +65,9 @@ class PromptState:
     num_fed: int = 0  # tokens of it that need no more feeding: cached, or sent to the model
     shared_scores: list[ReportSlice] = field(default_factory=list)  # of the cached tokens
     reports: list[TokenReport] = field(default_factory=list)  # of its tokens 1 … , under echo
+    number: int = 0  # of its admission
+    # Of a prompt that lost its blocks when they ran out: all tokens that are to be fed once more.
+    again: list[int] = field(default_factory=list)
 
     @property
     def params(self) -> SamplingParams:
@@ -75,8 +78,15 @@ class PromptState:
         return self.encoded.ids
 
     @property
+    def ids_to_feed(self) -> list[int]:
+        """Its tokens, and those that its sequence drew before it lost its blocks."""
+        return self.again or self.ids
+
+    @property
     def num_to_feed(self) -> int:
-        """Prompt tokens the model must see; a last token that is only scored is never fed."""
+        """Tokens the model must see before the next draw; one that is only scored is never fed."""
+        if self.again:
+            return len(self.again)
         if self.params.max_tokens > 0:
             return len(self.ids)
         return len(self.ids) - 1 if self.wants_scores else 0
@@ -84,7 +94,12 @@ class PromptState:
     @property
     def num_kv_tokens(self) -> int:
         """Most tokens of KV cache one sequence of it can need; the last one drawn is never fed."""
-        return self.num_to_feed + max(0, self.params.max_tokens - 1)
+        return self.kv_tokens_for(self.params.max_tokens)
+
+    def kv_tokens_for(self, num_drawn: int) -> int:
+        """Return the tokens of KV cache one sequence of it needs to draw so many."""
+        num_prompt = len(self.ids) if self.params.max_tokens > 0 else self.num_to_feed
+        return num_prompt + max(0, num_drawn - 1)
 
     @property
     def num_top(self) -> int:
@@ -98,7 +113,8 @@ class PromptState:
 
     @property
     def wants_scores(self) -> bool:
-        return self.params.echo and self.params.logprobs is not None
+        """Whether its own tokens are to be scored when they are fed."""
+        return self.params.echo and self.params.logprobs is not None and not self.again
 
     def take_shared_scores(self) -> None:
         """Copy the reports that other prompts' prefixes gave; theirs are in by now.

@@ -54,7 +54,7 @@ class JobSummary:
     def _prefix_line(self) -> str:
         """Tell what the prefix cache saved, beside what the best possible one would have."""
         stats = self.engine
-        total = stats["num_prompt_tokens"] + stats["num_cached_tokens"]
+        total = stats["num_prompt_tokens"] - stats["num_again_tokens"] + stats["num_cached_tokens"]
         line = f"prefix    {stats['num_cached_tokens']:,} of {total:,} prompt tokens were shared "
         line += "and not computed again"
         if stats["num_counted_shareable"]:
@@ -97,6 +97,12 @@ class JobSummary:
                 1,
                 f"copied    {self.engine['num_copied_requests']:,} requests had the answer of an "
                 "equal one, which was computed once",
+            )
+        if self.engine["num_put_back"]:
+            lines.insert(
+                1,
+                f"put back  {self.engine['num_put_back']:,} rows lost their KV cache to others and "
+                f"were fed again, {self.engine['num_again_tokens']:,} tokens",
             )
         if self.engine["num_cached_tokens"]:
             lines.insert(1, self._prefix_line())
