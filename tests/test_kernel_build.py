@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import configparser
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -157,3 +159,12 @@ def test_parts_of_killed_builds_are_removed(cache: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("CXX", "false")
     KernelBuild().library()
     assert list(cache.iterdir()) == [new]
+
+
+def test_the_package_holds_all_of_the_sources() -> None:
+    """An installed copy builds them from its own folder."""
+    config = configparser.ConfigParser()
+    config.read(Path(__file__).parent.parent / "setup.cfg")
+    patterns = config["options.package_data"]["fminfer"].split(", ")
+    for path in kernel_build.SOURCES.iterdir():
+        assert any(fnmatch(f"kernels/{path.name}", pattern) for pattern in patterns), path.name
