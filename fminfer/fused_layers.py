@@ -7,6 +7,8 @@ that a family that differs in anything keeps transformers' code. It knows no fam
 
 from __future__ import annotations
 
+import copy
+from collections import deque
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -19,6 +21,8 @@ from fminfer.layer_kernels import GELU_TANH, SILU, TYPES, LayerKernels
 MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 0.03}  # of the largest element
 CHECKED_TOKENS = 3
 GATED, GATED_IN_ONE = ("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj")
+# What a module of another form raises when it is tried.
+MISFIT = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 _RECORDER = "fminfer_recorder"
 
 Forward = Callable[..., Any]
@@ -30,8 +34,9 @@ def fuse_layers(model: nn.Module, kernels: LayerKernels) -> int:
     """Replace what can be, in place, before linear layers are packed; return how many modules."""
     known: Known = {}
     num_fused = 0
-    module: Any
-    for module in list(model.modules()):
+    modules: deque[Any] = deque(model.modules())
+    while modules:  # a layer's old weights go as soon as it is done
+        module = modules.popleft()
         name, weight = type(module).__name__, next(module.parameters(), None)
         if weight is None:
             num_fused += "gelu" in name.lower() and _fuse_gelu(module)
@@ -63,12 +68,16 @@ def _fuse_norm(module: Any, kernels: LayerKernels) -> bool:
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if eps is None:
         return False
+    plain = copy.deepcopy(module).float()  # what differs by 1 shows only in float32
     for offset in (0.0, 1.0):  # 1: Gemma's
+
+        def alike(x: torch.Tensor, offset: float = offset) -> torch.Tensor:
+            return kernels.rms_norm(x, weight.float(), eps, offset)
 
         def forward(x: torch.Tensor, offset: float = offset) -> torch.Tensor:
             return kernels.rms_norm(x, weight, eps, offset)
 
-        if _agree(module, forward, _probe(len(weight), weight.dtype)):
+        if _agree(plain, alike, _probe(len(weight), torch.float32)):
             module.forward = forward
             return True
     return False
@@ -78,9 +87,9 @@ def _fuse_gated(module: Any, kernels: LayerKernels, known: Known) -> bool:
     """Compute down(act(gate(x)) * up(x)) with one product for gate and up."""
     down = module.down_proj
     if hasattr(module, "gate_up_proj"):
-        both, act = module.gate_up_proj, module.activation_fn
+        both, act = module.gate_up_proj, getattr(module, "activation_fn", None)
     else:
-        both, act = _join([module.gate_proj, module.up_proj]), module.act_fn
+        both, act = _join([module.gate_proj, module.up_proj]), getattr(module, "act_fn", None)
     kind = (type(module), type(act), both.weight.shape, both.bias is None)
     for activation in (SILU, GELU_TANH):
 
@@ -90,7 +99,8 @@ def _fuse_gated(module: Any, kernels: LayerKernels, known: Known) -> bool:
 
         if (kind, activation) not in known:
             x = _probe(both.in_features, both.weight.dtype)
-            known[kind, activation] = _agree(module, forward, x)
+            is_same = _is_activation(act, kernels, activation) and _agree(module, forward, x)
+            known[kind, activation] = is_same
         if known[kind, activation]:
             if not hasattr(module, "gate_up_proj"):
                 del module.gate_proj, module.up_proj
@@ -98,6 +108,13 @@ def _fuse_gated(module: Any, kernels: LayerKernels, known: Known) -> bool:
             module.forward = forward
             return True
     return False
+
+
+def _is_activation(act: Any, kernels: LayerKernels, activation: int) -> bool:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return kernels.gate(torch.cat([x, torch.ones_like(x)], -1), activation)
+
+    return _agree(act, forward, torch.linspace(-9, 9, 1999).view(1, -1, 1))
 
 
 def _fuse_attention(module: Any, kernels: LayerKernels, known: Known) -> bool:
@@ -189,8 +206,8 @@ def _compare_attention(
     module.config._attn_implementation = _RECORDER
     try:
         outs = [function(x, **given)[0] for function in (module, forward)]
-    except (TypeError, ValueError, RuntimeError, AssertionError, AttributeError, KeyError):
-        return None  # it is of another form
+    except MISFIT:
+        return None
     finally:
         module.config._attn_implementation = before
     if len(recorded) != 2:
@@ -227,7 +244,10 @@ def _probe(width: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 @torch.inference_mode()
 def _agree(module: Forward, forward: Forward, x: torch.Tensor) -> bool:
-    return _close(module(x), forward(x))
+    try:
+        return _close(module(x), forward(x))
+    except MISFIT:
+        return False
 
 
 def _close(ours: torch.Tensor, own: torch.Tensor) -> bool:

@@ -209,9 +209,9 @@ def _remove_old_parts(folder: Path) -> None:
 
 def _build_key(compiler: list[str]) -> str:
     """Name a build: another processor of a cluster may share the folder."""
-    sources = [path.read_text() for path in sorted(SOURCES.iterdir()) if path.is_file()]
-    parts = [*sources, *FLAGS, *compiler, platform.machine(), _processor()]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+    sources = [p.read_bytes() for p in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")])]
+    parts = [*FLAGS, *compiler, platform.machine(), _processor()]
+    return hashlib.sha256(b"\0".join([*sources, *map(os.fsencode, parts)])).hexdigest()[:24]
 
 
 def _processor() -> str:

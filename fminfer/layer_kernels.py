@@ -59,9 +59,8 @@ class LayerKernels:
             x: (1, tokens, heads, head_dim).
             cos, sin: (1, tokens, turned), for the first `turned` elements of each head.
         """
-        cos, sin = cos.contiguous(), sin.contiguous()
+        cos, sin = cos.float().contiguous(), sin.float().contiguous()
         assert cos.shape == sin.shape == (1, x.shape[1], cos.shape[-1]), "cos and sin"
-        assert cos.dtype == sin.dtype == x.dtype, "cos and sin"
         assert cos.shape[-1] % 2 == 0 and cos.shape[-1] <= x.shape[-1], "cos and sin"
         rows, out = _plan(x)
         self._rotate(rows, cos.data_ptr(), sin.data_ptr(), cos.shape[-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from hypothesis import strategies as st
 import fminfer
 from fminfer.engine import expected
 from fminfer.engine.expected import MIN_SEEN, ExpectedLengths
+from fminfer.engine.sequence import Sequence
+from fminfer.errors import StoppedError
+from fminfer.input.lines import Line
 
 from .test_prefix import VOCAB, Bench
 
@@ -94,6 +98,28 @@ def test_a_prompt_is_reported_as_cached_only_if_it_was() -> None:
     assert stats.num_put_back > 0 and stats.num_cached_tokens == 0
     again = sum(len(r["prompt"]) for r in requests) + stats.num_again_tokens
     assert stats.num_prompt_tokens == again, "what was found of them in the cache was not fed"
+
+
+def test_a_row_that_is_put_back_has_the_grace_like_those_that_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No line is taken in any more, and still it enters again."""
+    requests = rows(2, 40, 60, 0.9) + rows(3, 200, 60, 0.0)
+    bench = Bench(has_cache=True, block_size=4, num_blocks=100, chunk=64, max_rows=64)
+    lines = [Line(0, i, json.dumps(r).encode()) for i, r in enumerate(requests, start=1)]
+    scheduler, victims, found = bench.loop._scheduler, list[int](), list[int]()
+    put_back = scheduler._put_back
+
+    def stop_then(sequence: Sequence) -> None:
+        put_back(sequence)
+        victims.append(sequence.prompt.owner.line.number)
+        bench.loop.stop(60)
+
+    monkeypatch.setattr(scheduler, "_put_back", stop_then)
+    with pytest.raises(StoppedError):
+        for record in bench.loop.run(iter(lines)):
+            found.append(record.line.number)
+    assert victims and set(victims) <= set(found) and len(found) < len(lines)
 
 
 @settings(max_examples=80, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])

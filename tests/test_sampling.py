@@ -151,9 +151,14 @@ def test_the_compiled_ranking_of_a_nan(place: int) -> None:
     assert library is not None
     logits = torch.randn(3, 999)
     logits[1, place] = float("nan")
-    found = score(logits, logits.nan_to_num(-9.0).argmax(-1), 5, ScoreKernel(library))
+    kernel = ScoreKernel(library)
+    found = score(logits, logits.nan_to_num(-9.0).argmax(-1), 5, kernel)
     assert found.logprobs.isnan().tolist() == [False, True, False]
     assert found.top_logprobs.isnan().all(-1).tolist() == [False, True, False]
+    logits[1, place - 1] = float("inf")
+    assert kernel(logits, 2).normalizer.isnan().tolist() == [False, True, False]
+    logits[1, place - 1] = float("-inf")
+    assert kernel(logits, 2).normalizer.isnan().tolist() == [False, True, False]
 
 
 def test_a_row_of_nan_leaves_its_neighbours_alone() -> None:

@@ -142,7 +142,8 @@ class EngineLoop:
             if not has_more and not self._in_flight and self._scheduler.is_idle:
                 return
             is_late = time.perf_counter() > self._stop_at_s
-            is_drained = not self._in_flight and not self._scheduler.num_running
+            is_running = self._scheduler.num_running > 0 or self._scheduler.has_put_back
+            is_drained = not self._in_flight and not is_running
             if is_late or (self._is_stopping and is_drained):
                 raise StoppedError("stopped as told, and rows are left", "cancelled", 130)
             if self._is_at_limit and not self._in_flight:
@@ -265,7 +266,7 @@ class EngineLoop:
 
     def _fill_pipeline(self) -> None:
         while self._pipeline.num_in_flight < self._micro_batches and not self._is_at_limit:
-            for prompt in () if self._is_stopping else self._scheduler.admit():
+            for prompt in self._scheduler.admit(is_stopping=self._is_stopping):
                 if prompt.again:
                     self.stats.num_put_back += 1
                     self.stats.num_again_tokens += prompt.num_to_feed - prompt.num_fed

@@ -96,16 +96,26 @@ class Scheduler:
         """Queue a prompt that fits."""
         self._waiting.append(prompt)
 
-    def admit(self) -> list[PromptState]:
+    @property
+    def has_put_back(self) -> bool:
+        """Whether a row that ran waits to run again."""
+        return bool(self._waiting) and bool(self._waiting[0].again)
+
+    def admit(self, *, is_stopping: bool = False) -> list[PromptState]:
         """Let in, in order, prompts whose blocks are free; return those let in.
 
         No more than the next step can feed: a prompt that could only stand in line inside would
         hold blocks, and so memory, for nothing. One whose prefix is being fed right now stands back
         until it is in the cache.
+
+        Args:
+            is_stopping: only rows that ran already may enter.
         """
         admitted: list[PromptState] = []
         stood_back: list[PromptState] = []
         while self._waiting and self._num_unfed < self._chunk_size:
+            if is_stopping and not self.has_put_back:
+                break
             if len(stood_back) + len(admitted) >= MAX_LOOKS:
                 break
             prompt = self._waiting[0]

@@ -60,7 +60,7 @@ struct Rows {
     const void* x;
     void* out;  // (outer, inner, width), in one piece
     int64_t outer, inner, width, outer_step, inner_step;
-    int64_t type;  // 0 float32, 1 bfloat16; of x, of out, and of what else is given
+    int64_t type;  // 0 float32, 1 bfloat16; of x, of out, and of weights and `up`
     int64_t num_threads;
 };
 
@@ -84,7 +84,8 @@ void norm_row(const T* x, T* out, const T* weight, int64_t width, float eps, flo
 
 // The halves of the first `turned` elements are the parts of complex numbers, which are turned.
 template <typename T>
-void turn_row(const T* x, T* out, const T* cos, const T* sin, int64_t width, int64_t turned) {
+void turn_row(const T* x, T* out, const float* cos, const float* sin, int64_t width,
+              int64_t turned) {
     const int64_t half = turned / 2;
     by_lanes(half, [&](int64_t i, int n) {
         const Vec a = load_some(x + i, n), b = load_some(x + half + i, n);
@@ -125,10 +126,9 @@ void norm(const Rows& r, const void* weight, float eps, float offset) {
 }
 
 template <typename T>
-void turn(const Rows& r, const void* cos, const void* sin, int64_t turned) {
+void turn(const Rows& r, const float* cos, const float* sin, int64_t turned) {
     for_rows<T>(r, [&](const T* x, T* out, int64_t o, int64_t) {
-        turn_row(x, out, static_cast<const T*>(cos) + o * turned,
-                 static_cast<const T*>(sin) + o * turned, r.width, turned);
+        turn_row(x, out, cos + o * turned, sin + o * turned, r.width, turned);
     });
 }
 
@@ -150,7 +150,7 @@ void fminfer_rms_norm(const Rows* r, const void* weight, float eps, float offset
 }
 
 // Rotary positions of (tokens, heads) rows; cos and sin are (tokens, turned), in one piece.
-void fminfer_rotate(const Rows* r, const void* cos, const void* sin, int64_t turned) {
+void fminfer_rotate(const Rows* r, const float* cos, const float* sin, int64_t turned) {
     r->type == 0 ? turn<float>(*r, cos, sin, turned) : turn<uint16_t>(*r, cos, sin, turned);
 }
 

@@ -39,7 +39,11 @@ void find_best(const float* row, int64_t vocab, int64_t num_top, float* best, in
 }
 
 float normalizer_of(const float* row, int64_t vocab, float largest) {
-    if (!std::isfinite(largest)) return largest;
+    if (!std::isfinite(largest)) {
+        for (int64_t i = 0; i < vocab; i++)
+            if (std::isnan(row[i])) return row[i];
+        return largest;
+    }
     Vec total = {};
     int64_t i = 0;
     while (i + LANES <= vocab) {
