@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,19 +37,24 @@ def fuse_layers(model: nn.Module, kernels: LayerKernels) -> int:
     num_fused = 0
     modules: deque[Any] = deque(model.modules())
     while modules:  # a layer's old weights go as soon as it is done
-        module = modules.popleft()
-        name, weight = type(module).__name__, next(module.parameters(), None)
-        if weight is None:
-            num_fused += "gelu" in name.lower() and _fuse_gelu(module)
-        elif weight.dtype not in TYPES or weight.device.type != "cpu":
-            continue
-        elif name.endswith("RMSNorm"):
-            num_fused += _fuse_norm(module, kernels)
-        elif _linears(module, *GATED) or _linears(module, *GATED_IN_ONE):
-            num_fused += _fuse_gated(module, kernels, known)
-        elif _linears(module, "q_proj", "k_proj", "v_proj", "o_proj"):
-            num_fused += _fuse_attention(module, kernels, known)
+        num_fused += _fuse(modules.popleft(), kernels, known)
     return num_fused
+
+
+def _fuse(module: Any, kernels: LayerKernels, known: Known) -> bool:
+    """Replace a module, or what it computes of its own, if that can be."""
+    name, weight = type(module).__name__, next(module.parameters(), None)
+    if weight is None:
+        return "gelu" in name.lower() and _fuse_gelu(module)
+    if weight.dtype not in TYPES or weight.device.type != "cpu":
+        return False
+    if name.endswith("RMSNorm"):
+        return _fuse_norm(module, kernels)
+    if _linears(module, *GATED) or _linears(module, *GATED_IN_ONE):
+        return _fuse_gated(module, kernels, known)
+    if _linears(module, "q_proj", "k_proj", "v_proj", "o_proj"):
+        return _fuse_attention(module, kernels, known)
+    return False
 
 
 def _fuse_gelu(module: nn.Module) -> bool:
@@ -70,15 +76,10 @@ def _fuse_norm(module: Any, kernels: LayerKernels) -> bool:
         return False
     plain = copy.deepcopy(module).float()  # what differs by 1 shows only in float32
     for offset in (0.0, 1.0):  # 1: Gemma's
-
-        def alike(x: torch.Tensor, offset: float = offset) -> torch.Tensor:
-            return kernels.rms_norm(x, weight.float(), eps, offset)
-
-        def forward(x: torch.Tensor, offset: float = offset) -> torch.Tensor:
-            return kernels.rms_norm(x, weight, eps, offset)
-
-        if _agree(plain, alike, _probe(len(weight), torch.float32)):
-            module.forward = forward
+        norm = partial(kernels.rms_norm, eps=eps, offset=offset)
+        x = _probe(len(weight), torch.float32)
+        if _agree(plain, partial(norm, weight=weight.float()), x):
+            module.forward = partial(norm, weight=weight)
             return True
     return False
 
