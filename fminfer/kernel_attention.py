@@ -90,18 +90,19 @@ class KernelAttention:
         Raises:
             MemoryError: there was none for the threads' working space.
         """
-        wide = _with_rows(query.float())
+        kind = torch.bfloat16 if keys.dtype == torch.bfloat16 else torch.float32
+        asked = _with_rows(query.to(kind))
         key, value = (_with_rows(new.to(keys.dtype)) for new in (new_keys, new_values))
-        _, heads, tokens, head_dim = wide.shape
+        _, heads, tokens, head_dim = asked.shape
         # The kernel trusts what it is given.
         assert key.shape == value.shape == (1, keys.shape[1], tokens, head_dim), "keys of a step"
         assert head_dim == keys.shape[3] and heads % keys.shape[1] == 0, "heads"
         assert len(rows.slots) == tokens, "tokens of a step"
-        out = torch.empty((1, tokens, heads, head_dim), dtype=torch.float32, device="cpu")
+        out = torch.empty((1, tokens, heads, head_dim), dtype=kind, device="cpu")
         slopes = None if alibi_slopes is None else alibi_slopes.float().contiguous()
         failed = self._attend(
             Arguments(
-                wide.data_ptr(),
+                asked.data_ptr(),
                 out.data_ptr(),
                 keys.data_ptr(),
                 values.data_ptr(),
@@ -113,8 +114,8 @@ class KernelAttention:
                 None if slopes is None else slopes.data_ptr(),
                 len(rows.rows),
                 tokens,
-                wide.stride(1),
-                wide.stride(2),
+                asked.stride(1),
+                asked.stride(2),
                 key.stride(1),
                 key.stride(2),
                 value.stride(1),

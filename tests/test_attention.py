@@ -138,6 +138,19 @@ def test_a_cache_of_16_bits(body: AttentionBody, dtype: torch.dtype) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "block"),
+    [(12, 12, 64, 32), (8, 2, 128, 64), (71, 1, 32, 32), (2, 2, 80, 32), (2, 2, 96, 48)],
+)
+def test_tiles_of_bfloat16_where_the_processor_has_them(
+    heads: int, kv_heads: int, dim: int, block: int
+) -> None:
+    shape: Any = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "block": block}
+    for how in ({}, {"window": 45, "slopes": torch.rand(heads)}, {"softcap": 0.7}):
+        check_every_kind_of_row("compiled", dtype=torch.bfloat16, tolerance=0.02, **shape, **how)
+
+
+@needs_compiler
 def test_the_kernel_reads_16_bits_as_they_are() -> None:
     """Subnormal, infinite and nan too: one key and one value at a time come out as they went in."""
     kernel = compiled_kernel()

@@ -7,9 +7,11 @@
 // (Milakov and Gimelshein 2018, the "online softmax"; Dao et al. 2022). Items of one KV head follow
 // one another, so that what rows share is read from the cache nearby.
 //
-// Two bodies: many queries lie side by side in the lanes of vectors, and every key is broadcast;
-// with one to three queries each key is multiplied lane by lane and summed. All arithmetic is in
-// float32. Keys behind a row's end are never read: what lies there may be nan.
+// Three bodies. With one to three queries each key is multiplied lane by lane and summed. More lie
+// side by side in the lanes of vectors: then every key is broadcast, or, in bfloat16 on processors
+// that have them, tiles of keys and queries are multiplied (Intel's AMX). Scores, exponentials and
+// sums are in float32; tiles round exponentials to bfloat16 before they weigh values, as
+// transformers does. What lies behind a row's end may be nan and never reaches a sum.
 
 #include <cstdint>
 #include <cstdlib>
@@ -17,9 +19,20 @@
 
 #include "vectors.h"
 
+#ifdef __AVX512BF16__
+#define HAS_PAIRS
+#endif
+#if defined(__AMX_BF16__) && defined(__AVX512F__) && defined(__linux__)
+#define HAS_TILES
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace {
 
 constexpr int MOST_QUERIES = 2 * LANES;
+constexpr int GROUP_KEYS = 32;   // of bfloat16 that are multiplied together
+constexpr int PIECE_KEYS = 128;  // of bfloat16 between two steps of the softmax
 constexpr float LOWEST = -3.0e38f;
 inline int round_up(int value, int unit) { return (value + unit - 1) / unit * unit; }
 
@@ -70,15 +83,21 @@ inline float from_float16(uint16_t bits) {
     return value;
 }
 
+inline float largest_of(Vec value) {
+    float most = value[0];
+    for (int lane = 1; lane < LANES; lane++) most = value[lane] > most ? value[lane] : most;
+    return most;
+}
+
 }  // namespace
 
 extern "C" {
 
 // Must agree with kernel_attention.Arguments.
 struct Arguments {
-    const float* query;  // element (head, token, i) at head * query_head + token * query_token + i
-    float* out;          // (tokens, heads, head_dim)
-    void* keys;          // (pool, kv_heads, block_size, head_dim), of `type`
+    const void* query;  // element (head, token, i) at head * query_head + token * query_token + i
+    void* out;          // (tokens, heads, head_dim)
+    void* keys;         // (pool, kv_heads, block_size, head_dim), of `type`
     void* values;
     const void* new_keys;    // of `type`: element (head, token, i) at
     const void* new_values;  // head * new_…_head + token * new_…_token + i
@@ -90,7 +109,7 @@ struct Arguments {
     int64_t new_key_head, new_key_token, new_value_head, new_value_token;
     int64_t heads, kv_heads, head_dim, block_size;
     int64_t window;  // keys that a query sees, itself included; 0: all
-    int64_t type;    // 0 float32, 1 bfloat16, 2 float16
+    int64_t type;    // 0 float32, 1 bfloat16, 2 float16: then query and out are float32
     int64_t num_threads;
     float scaling, softcap;  // softcap 0: none
 };
@@ -102,24 +121,38 @@ namespace {
 // What one thread works in.
 struct Space {
     float *queries, *sums, *scores, *keys, *values;
+    uint16_t *query_tiles, *weight_tiles, *value_tiles;
     void* memory;
 
     Space(const Arguments& a) {
         const size_t width = round_up(int(a.head_dim), LANES);
-        const size_t block = round_up(int(a.block_size), LANES);
-        const size_t sizes[] = {MOST_QUERIES * width, MOST_QUERIES * width, MOST_QUERIES * block,
-                                block * width, block * width};
+        const size_t block = round_up(int(a.block_size), GROUP_KEYS);
+        const size_t keys_at_once = block > PIECE_KEYS ? block : PIECE_KEYS;
+        const size_t of_queries = MOST_QUERIES * width * sizeof(float);
+        const size_t of_block = block * width * sizeof(float);
         size_t total = 0;
-        for (size_t size : sizes) total += size;
-        memory = std::aligned_alloc(64, (total * sizeof(float) + 63) / 64 * 64);
+        const auto take = [&](size_t bytes) {
+            const size_t start = total;
+            total += (bytes + 63) / 64 * 64;
+            return start;
+        };
+        const size_t starts[] = {take(of_queries),
+                                 take(of_queries),
+                                 take(MOST_QUERIES * keys_at_once * sizeof(float)),
+                                 take(of_block),
+                                 take(of_block),
+                                 take(MOST_QUERIES * width * sizeof(uint16_t)),
+                                 take(MOST_QUERIES * PIECE_KEYS * sizeof(uint16_t)),
+                                 take(PIECE_KEYS * 2 * LANES * sizeof(uint16_t))};
+        memory = std::aligned_alloc(64, total);
         if (memory == nullptr) return;
-        std::memset(memory, 0, total * sizeof(float));
-        float* next = static_cast<float*>(memory);
-        float** places[] = {&queries, &sums, &scores, &keys, &values};
-        for (int i = 0; i < 5; i++) {
-            *places[i] = next;
-            next += sizes[i];
-        }
+        std::memset(memory, 0, total);
+        char* first = static_cast<char*>(memory);
+        float** floats[] = {&queries, &sums, &scores, &keys, &values};
+        uint16_t** halves[] = {&query_tiles, &weight_tiles, &value_tiles};
+        for (int i = 0; i < 5; i++) *floats[i] = reinterpret_cast<float*>(first + starts[i]);
+        for (int i = 0; i < 3; i++)
+            *halves[i] = reinterpret_cast<uint16_t*>(first + starts[5 + i]);
     }
     Space(const Space&) = delete;
     ~Space() { std::free(memory); }
@@ -131,31 +164,47 @@ struct Item {
     int64_t kv_head, first, last;
 };
 
-// Return `count` keys or values of a block as float32, (count, width), in place where they are so.
-const float* read_block(const Arguments& a, const void* cache, int64_t block, int64_t kv_head,
-                        int count, int width, float* space) {
-    const int64_t size = a.block_size * a.head_dim;
-    const int64_t start = (block * a.kv_heads + kv_head) * size;
+// Keys or values of a block and KV head, (block_size, head_dim), of `type`.
+inline const void* block_of(const Arguments& a, const void* cache, int64_t block,
+                            int64_t kv_head) {
+    const int64_t size = a.block_size * a.head_dim * (a.type == 0 ? 4 : 2);
+    return static_cast<const char*>(cache) + (block * a.kv_heads + kv_head) * size;
+}
+
+// `count` keys or values of a block as (count, width), in place where they are so.
+const float* read_block(const Arguments& a, const void* block, int count, int width,
+                        float* space) {
     const int dim = int(a.head_dim);
     if (a.type == 0) {
-        const float* from = static_cast<const float*>(cache) + start;
+        const float* from = static_cast<const float*>(block);
         if (dim == width) return from;
         for (int j = 0; j < count; j++)
             std::memcpy(space + j * width, from + j * dim, dim * sizeof(float));
         return space;
     }
-    const uint16_t* from = static_cast<const uint16_t*>(cache) + start;
+    const uint16_t* from = static_cast<const uint16_t*>(block);
     for (int j = 0; j < count; j++)
-        if (a.type == 1)
-            for (int d = 0; d < dim; d++) space[j * width + d] = from_bfloat16(from[j * dim + d]);
-        else
-            for (int d = 0; d < dim; d++) space[j * width + d] = from_float16(from[j * dim + d]);
+        for (int d = 0; d < dim; d++) {
+            const uint16_t bits = from[j * dim + d];
+            space[j * width + d] = a.type == 1 ? from_bfloat16(bits) : from_float16(bits);
+        }
+    return space;
+}
+
+// The same of bfloat16.
+const uint16_t* read_block(const Arguments& a, const void* block, int count, int width,
+                           uint16_t* space) {
+    const int dim = int(a.head_dim);
+    const uint16_t* from = static_cast<const uint16_t*>(block);
+    if (dim == width) return from;
+    for (int j = 0; j < count; j++)
+        std::memcpy(space + j * width, from + j * dim, dim * sizeof(uint16_t));
     return space;
 }
 
 // sums[r][d ...] += scores[j][r] * values[j][d ...], R queries and N vectors of them at a time.
-template <int R, int N>
-inline void add_values(float* sums, const float* scores, int score_step, const float* values,
+template <int R, int N, typename T>
+inline void add_values(float* sums, const float* scores, int score_step, const T* values,
                        int width, int count) {
     Vec sum[R][N];
     for (int r = 0; r < R; r++)
@@ -170,8 +219,8 @@ inline void add_values(float* sums, const float* scores, int score_step, const f
         for (int n = 0; n < N; n++) store(sums + r * width + n * LANES, sum[r][n]);
 }
 
-template <int R>
-inline void add_all_values(float* sums, const float* scores, int score_step, const float* values,
+template <int R, typename T>
+inline void add_all_values(float* sums, const float* scores, int score_step, const T* values,
                            int width, int count) {
     int d = 0;
     for (; d + 4 * LANES <= width; d += 4 * LANES)
@@ -196,21 +245,117 @@ inline void score_keys(const float* queries, const float* keys, int width, int d
         for (int n = 0; n < N; n++) store(scores + (j * N + n) * LANES, score[j][n]);
 }
 
-inline float query_at(const Arguments& a, const Item& item, int64_t q, int64_t group, int d) {
+inline int64_t query_place(const Arguments& a, const Item& item, int64_t q, int64_t group) {
     const int64_t head = item.kv_head * group + q % group, token = item.row[0] + q / group;
-    return a.query[head * a.query_head + token * a.query_token + d] * a.scaling;
+    return head * a.query_head + token * a.query_token;
 }
 
+inline float query_at(const Arguments& a, int64_t place) {
+    return a.type == 1 ? from_bfloat16(static_cast<const uint16_t*>(a.query)[place])
+                       : static_cast<const float*>(a.query)[place];
+}
+
+// Writes sums, which are (width,) behind head_dim, divided by their total.
 inline void write_out(const Arguments& a, const Item& item, int64_t q, int64_t group,
                       const float* sums, float total) {
     const int64_t head = item.kv_head * group + q % group, token = item.row[0] + q / group;
-    float* out = a.out + (token * a.heads + head) * a.head_dim;
-    for (int d = 0; d < a.head_dim; d++) out[d] = sums[d] / total;
+    const int64_t place = (token * a.heads + head) * a.head_dim, dim = a.head_dim;
+    if (a.type == 1) {
+        uint16_t* out = static_cast<uint16_t*>(a.out) + place;
+        int64_t d = 0;
+        for (; d + LANES <= dim; d += LANES) store(out + d, load(sums + d) / total);
+        if (d < dim) {
+            const Half bits = to_bfloat16(load(sums + d) / total);
+            std::memcpy(out + d, &bits, (dim - d) * sizeof(uint16_t));
+        }
+    } else {
+        float* out = static_cast<float*>(a.out) + place;
+        for (int64_t d = 0; d < dim; d++) out[d] = sums[d] / total;
+    }
 }
 
-inline int64_t first_block(const Arguments& a, int64_t position) {
-    return a.window > 0 && position >= a.window ? (position - a.window + 1) / a.block_size : 0;
+inline int64_t first_key(const Arguments& a, int64_t position) {
+    return a.window > 0 && position >= a.window ? position - a.window + 1 : 0;
 }
+
+// The softmax of up to N * LANES queries, one a lane, over keys that come in pieces.
+template <int N>
+struct Softmax {
+    Vec largest[N], total[N], slope[N];
+    IVec position[N];
+    int64_t earliest, latest;  // positions of the first and the last query
+
+    Softmax(const Arguments& a, const Item& item) {
+        const int64_t group = a.heads / a.kv_heads, last = item.last - 1;
+        earliest = item.row[2] + item.first / group;
+        latest = item.row[2] + last / group;
+        for (int lane = 0; lane < N * LANES; lane++) {
+            const int64_t q = item.first + lane < last ? item.first + lane : last;
+            position[lane / LANES][lane % LANES] = int32_t(item.row[2] + q / group);
+            slope[lane / LANES][lane % LANES] =
+                a.slopes ? a.slopes[item.kv_head * group + q % group] : 0;
+        }
+        for (int n = 0; n < N; n++) {
+            largest[n] = all(LOWEST);
+            total[n] = Vec{};
+        }
+    }
+
+    // Turns the scores, (count, N * LANES), of keys at `start` and after into weights, and brings
+    // what was summed before, (num, width), to the same measure.
+    void weigh(const Arguments& a, float* scores, int64_t start, int count, float* sums, int num,
+               int width) {
+        constexpr int step = N * LANES;
+        const bool is_masked =
+            start + count - 1 > earliest || (a.window > 0 && latest - start >= a.window);
+        const bool is_plain = !is_masked && !a.slopes && a.softcap <= 0 && a.scaling > 0;
+        const float scaling = is_plain ? a.scaling : 1.0f;  // what is still to be done
+        for (int n = 0; n < N; n++, scores += LANES) {
+            if (!is_plain) bend(a, scores, start, count, n, is_masked);
+            Vec most = all(LOWEST);
+            for (int j = 0; j < count; j++) {
+                const Vec score = load(scores + j * step);
+                most = score > most ? score : most;
+            }
+            most = most * scaling > largest[n] ? most * scaling : largest[n];
+            const Vec factor = exp_of(largest[n] - most);
+            Vec sum = total[n] * factor;
+            for (int j = 0; j < count; j++) {
+                const Vec score = load(scores + j * step);
+                Vec weight = exp_of(score * scaling - most);
+                if (is_masked) weight = score == all(LOWEST) ? Vec{} : weight;
+                store(scores + j * step, weight);
+                sum += weight;
+            }
+            float factors[LANES];
+            store(factors, factor);
+            for (int lane = 0; lane < LANES && n * LANES + lane < num; lane++)
+                if (factors[lane] != 1.0f) {
+                    float* row = sums + (n * LANES + lane) * width;
+                    for (int d = 0; d < width; d += LANES)
+                        store(row + d, load(row + d) * factors[lane]);
+                }
+            largest[n] = most;
+            total[n] = sum;
+        }
+    }
+
+    // All that can happen to a score before its exponential.
+    void bend(const Arguments& a, float* scores, int64_t start, int count, int n, bool is_masked) {
+        for (int j = 0; j < count; j++) {
+            float* place = scores + j * N * LANES;
+            Vec score = load(place) * a.scaling;
+            const IVec distance = position[n] - int32_t(start + j);
+            if (a.softcap > 0) score = a.softcap * tanh_of(score / a.softcap);
+            if (a.slopes) score -= slope[n] * __builtin_convertvector(distance, Vec);
+            if (is_masked) {
+                score = distance < 0 ? all(LOWEST) : score;
+                if (a.window > 0) score = distance >= int32_t(a.window) ? all(LOWEST) : score;
+            }
+            store(place, score);
+        }
+    }
+};
 
 // Up to N * LANES queries, one a lane.
 template <int N>
@@ -218,153 +363,439 @@ void attend_by_lanes(const Arguments& a, const Item& item, Space& space) {
     const int64_t group = a.heads / a.kv_heads;
     const int num = int(item.last - item.first), dim = int(a.head_dim);
     const int width = round_up(dim, LANES), step = N * LANES;
-    Vec largest[N], total[N], slope[N];
-    IVec position[N];
+    Softmax<N> softmax(a, item);
     std::memset(space.queries, 0, sizeof(float) * dim * step);
-    for (int lane = 0; lane < step; lane++) {
-        const int64_t q = item.first + (lane < num ? lane : num - 1);
-        position[lane / LANES][lane % LANES] = int32_t(item.row[2] + q / group);
-        slope[lane / LANES][lane % LANES] =
-            a.slopes ? a.slopes[item.kv_head * group + q % group] : 0;
-        if (lane < num)
-            for (int d = 0; d < dim; d++)
-                space.queries[d * step + lane] = query_at(a, item, q, group, d);
-    }
-    for (int n = 0; n < N; n++) {
-        largest[n] = all(LOWEST);
-        total[n] = Vec{};
+    for (int lane = 0; lane < num; lane++) {
+        const int64_t place = query_place(a, item, item.first + lane, group);
+        for (int d = 0; d < dim; d++) space.queries[d * step + lane] = query_at(a, place + d);
     }
     std::memset(space.sums, 0, sizeof(float) * width * round_up(num, 4));
-    const int64_t earliest = item.row[2] + item.first / group;
-    const int64_t latest = item.row[2] + (item.last - 1) / group;
-    for (int64_t b = first_block(a, earliest); b <= latest / a.block_size; b++) {
+    const int64_t first = first_key(a, softmax.earliest) / a.block_size;
+    for (int64_t b = first; b <= softmax.latest / a.block_size; b++) {
         const int64_t block = a.blocks[item.row[3] + b], start = b * a.block_size;
-        const int64_t left = latest + 1 - start;
+        const int64_t left = softmax.latest + 1 - start;
         const int count = int(left < a.block_size ? left : a.block_size);
-        const float* keys = read_block(a, a.keys, block, item.kv_head, count, width, space.keys);
+        const float* keys = read_block(a, block_of(a, a.keys, block, item.kv_head), count, width,
+                                       space.keys);
         int j = 0;
         for (; j + 4 <= count; j += 4)
             score_keys<4, N>(space.queries, keys + j * width, width, dim, space.scores + j * step);
         for (; j < count; j++)
             score_keys<1, N>(space.queries, keys + j * width, width, dim, space.scores + j * step);
-        const bool is_masked =
-            start + count - 1 > earliest || (a.window > 0 && latest - start >= a.window);
-        for (int n = 0; n < N; n++) {
-            Vec most = largest[n];
-            float* scores = space.scores + n * LANES;
-            for (j = 0; j < count; j++) {
-                Vec score = load(scores + j * step);
-                const IVec distance = position[n] - int32_t(start + j);
-                if (a.softcap > 0) score = a.softcap * tanh_of(score / a.softcap);
-                if (a.slopes) score -= slope[n] * __builtin_convertvector(distance, Vec);
-                if (is_masked) {
-                    score = distance < 0 ? all(LOWEST) : score;
-                    if (a.window > 0) score = distance >= int32_t(a.window) ? all(LOWEST) : score;
-                }
-                store(scores + j * step, score);
-                most = score > most ? score : most;
-            }
-            const Vec factor = exp_of(largest[n] - most);
-            Vec sum = total[n] * factor;
-            for (j = 0; j < count; j++) {
-                const Vec score = load(scores + j * step);
-                Vec weight = exp_of(score - most);
-                if (is_masked) weight = score == all(LOWEST) ? Vec{} : weight;
-                store(scores + j * step, weight);
-                sum += weight;
-            }
-            for (int lane = 0; lane < LANES && n * LANES + lane < num; lane++)
-                if (factor[lane] != 1.0f) {
-                    float* row = space.sums + (n * LANES + lane) * width;
-                    for (int d = 0; d < width; d += LANES)
-                        store(row + d, load(row + d) * factor[lane]);
-                }
-            largest[n] = most;
-            total[n] = sum;
-        }
-        const float* values =
-            read_block(a, a.values, block, item.kv_head, count, width, space.values);
+        softmax.weigh(a, space.scores, start, count, space.sums, num, width);
+        const float* values = read_block(a, block_of(a, a.values, block, item.kv_head), count,
+                                         width, space.values);
         for (int r = 0; r < num; r += 4)
             add_all_values<4>(space.sums + r * width, space.scores + r, step, values, width, count);
     }
     for (int r = 0; r < num; r++)
         write_out(a, item, item.first + r, group, space.sums + r * width,
-                  total[r / LANES][r % LANES]);
+                  softmax.total[r / LANES][r % LANES]);
 }
 
-// One query, keys in the lanes of the softmax.
-void attend_alone(const Arguments& a, const Item& item, int64_t q, Space& space) {
-    const int64_t group = a.heads / a.kv_heads;
-    const int dim = int(a.head_dim), width = round_up(dim, LANES);
-    for (int d = 0; d < dim; d++) space.queries[d] = query_at(a, item, q, group, d);
-    for (int d = dim; d < width; d++) space.queries[d] = 0;
-    std::memset(space.sums, 0, sizeof(float) * width);
-    const int64_t position = item.row[2] + q / group;
-    const float slope = a.slopes ? a.slopes[item.kv_head * group + q % group] : 0;
-    float largest = LOWEST;
-    Vec total = Vec{};
-    for (int64_t b = first_block(a, position); b <= position / a.block_size; b++) {
-        const int64_t block = a.blocks[item.row[3] + b], start = b * a.block_size;
-        const int64_t left = position + 1 - start;
-        const int count = int(left < a.block_size ? left : a.block_size);
-        const float* keys = read_block(a, a.keys, block, item.kv_head, count, width, space.keys);
+// The softmax of one query, with keys in its lanes.
+struct SoftmaxAlone {
+    float largest = LOWEST, slope;
+    Vec total = {};
+    int64_t position;
+
+    SoftmaxAlone(const Arguments& a, const Item& item, int64_t q) {
+        const int64_t group = a.heads / a.kv_heads;
+        position = item.row[2] + q / group;
+        slope = a.slopes ? a.slopes[item.kv_head * group + q % group] : 0;
+    }
+
+    // Turns the scores of `count` keys at `start` and after into weights, 0 up to whole lanes, and
+    // brings what was summed before, (width,), to the same measure.
+    void weigh(const Arguments& a, float* scores, int64_t start, int count, float* sums,
+               int width) {
         const int padded = round_up(count, LANES);
-        for (int j = 0; j < padded; j += LANES) {
-            Vec sums[LANES];
-            for (int lane = 0; lane < LANES; lane++) {
-                sums[lane] = Vec{};
-                if (j + lane < count)
-                    for (int d = 0; d < width; d += LANES)
-                        sums[lane] +=
-                            load(space.queries + d) * load(keys + (j + lane) * width + d);
-            }
-            store(space.scores + j, sums_of(sums));
-        }
+        const IVec lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
         Vec highest = all(largest);
         for (int j = 0; j < padded; j += LANES) {
-            Vec score = load(space.scores + j);
-            IVec distance;
-            for (int lane = 0; lane < LANES; lane++)  // behind the block's keys: hidden
-                distance[lane] = j + lane < count ? int32_t(position - start - j - lane) : -1;
+            Vec score = load(scores + j) * a.scaling;
+            const IVec distance = int32_t(position - start - j) - lanes;
             if (a.softcap > 0) score = a.softcap * tanh_of(score / a.softcap);
             if (a.slopes) score -= slope * __builtin_convertvector(distance, Vec);
             score = distance < 0 ? all(LOWEST) : score;
+            if (j + LANES > count) score = lanes >= count - j ? all(LOWEST) : score;
             if (a.window > 0) score = distance >= int32_t(a.window) ? all(LOWEST) : score;
-            store(space.scores + j, score);
+            store(scores + j, score);
             highest = score > highest ? score : highest;
         }
-        float most = highest[0];
-        for (int lane = 1; lane < LANES; lane++) most = highest[lane] > most ? highest[lane] : most;
+        const float most = largest_of(highest);
         const float factor = exp_of(all(largest - most))[0];
         total *= factor;
-        for (int d = 0; d < width; d += LANES) store(space.sums + d, load(space.sums + d) * factor);
+        if (factor != 1.0f)
+            for (int d = 0; d < width; d += LANES) store(sums + d, load(sums + d) * factor);
         for (int j = 0; j < padded; j += LANES) {
-            const Vec score = load(space.scores + j);
+            const Vec score = load(scores + j);
             const Vec weight = score == all(LOWEST) ? Vec{} : exp_of(score - most);
-            store(space.scores + j, weight);
+            store(scores + j, weight);
             total += weight;
         }
         largest = most;
-        const float* values =
-            read_block(a, a.values, block, item.kv_head, count, width, space.values);
+    }
+
+    float sum() const {
+        float sum = 0;
+        for (int lane = 0; lane < LANES; lane++) sum += total[lane];
+        return sum;
+    }
+};
+
+// One query. T is what keys and values are read as.
+template <typename T>
+void attend_alone(const Arguments& a, const Item& item, int64_t q, Space& space) {
+    const int64_t group = a.heads / a.kv_heads, place = query_place(a, item, q, group);
+    const int dim = int(a.head_dim), width = round_up(dim, LANES);
+    for (int d = 0; d < dim; d++) space.queries[d] = query_at(a, place + d);
+    for (int d = dim; d < width; d++) space.queries[d] = 0;
+    std::memset(space.sums, 0, sizeof(float) * width);
+    SoftmaxAlone softmax(a, item, q);
+    const int64_t first = first_key(a, softmax.position) / a.block_size;
+    for (int64_t b = first; b <= softmax.position / a.block_size; b++) {
+        const int64_t block = a.blocks[item.row[3] + b], start = b * a.block_size;
+        const int64_t left = softmax.position + 1 - start;
+        const int count = int(left < a.block_size ? left : a.block_size);
+        const T* keys = read_block(a, block_of(a, a.keys, block, item.kv_head), count, width,
+                                   reinterpret_cast<T*>(space.keys));
+        for (int j = 0; j < count; j += LANES) {
+            Vec sums[LANES] = {};
+            for (int lane = 0; lane < LANES && j + lane < count; lane++)
+                for (int d = 0; d < width; d += LANES)
+                    sums[lane] += load(space.queries + d) * load(keys + (j + lane) * width + d);
+            store(space.scores + j, sums_of(sums));
+        }
+        softmax.weigh(a, space.scores, start, count, space.sums, width);
+        const T* values = read_block(a, block_of(a, a.values, block, item.kv_head), count, width,
+                                     reinterpret_cast<T*>(space.values));
         add_all_values<1>(space.sums, space.scores, 1, values, width, count);
     }
-    float sum = 0;
-    for (int lane = 0; lane < LANES; lane++) sum += total[lane];
-    write_out(a, item, q, group, space.sums, sum);
+    write_out(a, item, q, group, space.sums, softmax.sum());
 }
 
-void attend(const Arguments& a, const Item& item, Space& space) {
+// Keys and values of bfloat16 that can be taken as they lie, in groups of GROUP_KEYS.
+inline bool fits_halves(const Arguments& a) {
+    return a.type == 1 && a.head_dim % (2 * LANES) == 0 && a.block_size % GROUP_KEYS == 0;
+}
+
+// Where a row's keys and values at `start` and after lie, group by group.
+struct Piece {
+    const uint16_t *keys[PIECE_KEYS / GROUP_KEYS], *values[PIECE_KEYS / GROUP_KEYS];
+    int count;
+
+    Piece(const Arguments& a, const Item& item, int64_t start, int64_t end) {
+        count = int(end - start < PIECE_KEYS ? end - start : PIECE_KEYS);
+        for (int g = 0; g * GROUP_KEYS < count; g++, start += GROUP_KEYS) {
+            const int64_t block = a.blocks[item.row[3] + start / a.block_size];
+            const int64_t place = start % a.block_size * a.head_dim;
+            const void* of_keys = block_of(a, a.keys, block, item.kv_head);
+            const void* of_values = block_of(a, a.values, block, item.kv_head);
+            keys[g] = static_cast<const uint16_t*>(of_keys) + place;
+            values[g] = static_cast<const uint16_t*>(of_values) + place;
+        }
+    }
+};
+
+#ifdef HAS_PAIRS
+
+inline __m512i bits_at(const uint16_t* from) { return _mm512_loadu_si512(from); }
+
+// sum[i] += a[2 i] * b[2 i] + a[2 i + 1] * b[2 i + 1]
+inline Vec add_products(Vec sum, __m512i a, __m512i b) {
+    return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+}
+
+// sums += weights times values, of up to GROUP_KEYS keys, 0 behind them. The weights of two keys
+// stand side by side. Of each 32 sums the first vector holds the first halves of each 8.
+template <int N>
+inline void add_pairs(float* sums, const uint16_t* weights, const uint16_t* values, int dim,
+                      int count) {
+    Vec sum[2 * N];
+    for (int n = 0; n < 2 * N; n++) sum[n] = load(sums + n * LANES);
+    for (int j = 0; j < count; j += 2) {
+        int32_t both;
+        std::memcpy(&both, weights + j, sizeof both);
+        const __m512i weight = _mm512_set1_epi32(both);
+        for (int n = 0; n < N; n++) {
+            const uint16_t* from = values + j * dim + n * 2 * LANES;
+            const __m512i low = bits_at(from);
+            const __m512i high = j + 1 < count ? bits_at(from + dim) : _mm512_setzero_si512();
+            sum[2 * n] = add_products(sum[2 * n], weight, _mm512_unpacklo_epi16(low, high));
+            sum[2 * n + 1] = add_products(sum[2 * n + 1], weight, _mm512_unpackhi_epi16(low, high));
+        }
+    }
+    for (int n = 0; n < 2 * N; n++) store(sums + n * LANES, sum[n]);
+}
+
+// One query, all in bfloat16.
+void attend_in_pairs(const Arguments& a, const Item& item, int64_t q, Space& space) {
+    const int64_t group = a.heads / a.kv_heads;
+    const int dim = int(a.head_dim);
+    const uint16_t* query =
+        static_cast<const uint16_t*>(a.query) + query_place(a, item, q, group);
+    std::memset(space.sums, 0, sizeof(float) * dim);
+    SoftmaxAlone softmax(a, item, q);
+    const int64_t first = first_key(a, softmax.position) / GROUP_KEYS * GROUP_KEYS;
+    for (int64_t start = first; start <= softmax.position; start += PIECE_KEYS) {
+        const Piece piece(a, item, start, softmax.position + 1);
+        for (int j = 0; j < piece.count; j += LANES) {
+            const uint16_t* keys = piece.keys[j / GROUP_KEYS] + j % GROUP_KEYS * dim;
+            Vec sums[LANES] = {};
+            const uint16_t* values = piece.values[j / GROUP_KEYS] + j % GROUP_KEYS * dim;
+            for (int lane = 0; lane < LANES; lane++)  // those behind the last are not used
+                for (int d = 0; d < dim; d += 2 * LANES) {
+                    sums[lane] =
+                        add_products(sums[lane], bits_at(query + d), bits_at(keys + lane * dim + d));
+                    __builtin_prefetch(values + lane * dim + d);
+                }
+            store(space.scores + j, sums_of(sums));
+        }
+        softmax.weigh(a, space.scores, start, piece.count, space.sums, dim);
+        for (int j = 0; j < piece.count; j += LANES)
+            store(space.weight_tiles + j, load(space.scores + j));
+        for (int j = 0; j < piece.count; j += GROUP_KEYS) {
+            const int count = piece.count - j < GROUP_KEYS ? piece.count - j : GROUP_KEYS;
+            const uint16_t* values = piece.values[j / GROUP_KEYS];
+            int d = 0;
+            for (; d + 4 * LANES <= dim; d += 4 * LANES)
+                add_pairs<2>(space.sums + d, space.weight_tiles + j, values + d, dim, count);
+            for (; d < dim; d += 2 * LANES)
+                add_pairs<1>(space.sums + d, space.weight_tiles + j, values + d, dim, count);
+        }
+    }
+    for (int d = 0; d < dim; d += 2 * LANES) {
+        const Vec low = load(space.sums + d), high = load(space.sums + d + LANES);
+        store(space.sums + d,
+              LANES_OF(low, high, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23));
+        store(space.sums + d + LANES,
+              LANES_OF(low, high, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31));
+    }
+    write_out(a, item, q, group, space.sums, softmax.sum());
+}
+
+#endif
+
+#ifdef HAS_TILES
+
+// A tile has 16 rows of 64 bytes: of 32 numbers in bfloat16, or of 16 in float32. A product of
+// tiles sums, in float32, over pairs of numbers: its second operand's row p holds rows 2 p and
+// 2 p + 1 of the matrix, number by number in turns.
+constexpr int PAIRS = 16, TILE = PAIRS * 2 * LANES;
+
+// Whether this process may use tiles: Linux wants to be asked.
+bool may_use_tiles() {
+    constexpr long ask = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    static const bool is_allowed = syscall(SYS_arch_prctl, ask, tile_data) == 0;
+    return is_allowed;
+}
+
+void use_tiles() {
+    struct alignas(64) {
+        uint8_t palette = 1, start = 0, unused[14] = {};
+        uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+        uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    } config;
+    _tile_loadconfig(&config);
+}
+
+// (low[i], high[i]) in turns, rounded.
+inline UVec pairs_of(Vec low, Vec high) {
+    return widen(to_bfloat16(low)) | widen(to_bfloat16(high)) << 16;
+}
+
+// Row i becomes column i of 16 rows.
+inline void transpose(UVec* rows) {
+    for (int i = 0; i < 8; i++) {
+        const UVec a = rows[i], b = rows[i + 8];
+        rows[i] = LANES_OF(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+        rows[i + 8] = LANES_OF(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    }
+    for (int g = 0; g < 16; g += 8)
+        for (int i = g; i < g + 4; i++) {
+            const UVec a = rows[i], b = rows[i + 4];
+            rows[i] = LANES_OF(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
+            rows[i + 4] =
+                LANES_OF(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+        }
+    for (int g = 0; g < 16; g += 4)
+        for (int i = g; i < g + 2; i++) {
+            const UVec a = rows[i], b = rows[i + 2];
+            rows[i] = LANES_OF(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+            rows[i + 2] =
+                LANES_OF(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+        }
+    for (int i = 0; i < 16; i += 2) {
+        const UVec a = rows[i], b = rows[i + 1];
+        rows[i] = LANES_OF(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
+        rows[i + 1] = LANES_OF(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+    }
+}
+
+// scores, (GROUP_KEYS, N * LANES), of that many keys; queries are tiles (dim / 32, N).
+template <int N>
+inline void score_tiles(const uint16_t* queries, const uint16_t* keys, int dim, float* scores) {
+    constexpr int bytes = N * LANES * sizeof(float);
+    _tile_zero(0);
+    _tile_zero(1);
+    if (N > 1) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int d = 0; d < dim; d += 2 * PAIRS, queries += N * TILE) {
+        _tile_loadd(4, keys + d, dim * sizeof(uint16_t));
+        _tile_loadd(5, keys + PAIRS * dim + d, dim * sizeof(uint16_t));
+        _tile_loadd(6, queries, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 5, 6);
+        if (N > 1) {
+            _tile_loadd(7, queries + TILE, 64);
+            _tile_dpbf16ps(2, 4, 7);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, scores, bytes);
+    _tile_stored(1, scores + PAIRS * N * LANES, bytes);
+    if (N > 1) {
+        _tile_stored(2, scores + LANES, bytes);
+        _tile_stored(3, scores + PAIRS * N * LANES + LANES, bytes);
+    }
+}
+
+// Puts two vectors of values, of keys 2 p and 2 p + 1 for all p, into two tiles, number by number
+// in turns. What lies behind the row's end may be nan: there are `count` keys.
+inline void pair_values(const uint16_t* values, int dim, int count, uint16_t* tiles) {
+    for (int p = 0; p < PAIRS; p++)
+        for (int half = 0; half < 2; half++) {
+            const uint16_t* from = values + 2 * p * dim + half * LANES;
+            Half low = {}, high = {};
+            if (2 * p < count) std::memcpy(&low, from, sizeof low);
+            if (2 * p + 1 < count) std::memcpy(&high, from + dim, sizeof high);
+            const UVec both = widen(low) | widen(high) << 16;
+            std::memcpy(tiles + half * TILE + p * 2 * LANES, &both, sizeof both);
+        }
+}
+
+// Makes a tile for each 16 queries of the weights, (count, N * LANES), of up to GROUP_KEYS keys.
+template <int N>
+inline void transpose_weights(const float* weights, int count, uint16_t* tiles) {
+    for (int n = 0; n < N; n++) {
+        UVec pairs[PAIRS];
+        for (int p = 0; p < PAIRS; p++) {
+            const float* from = weights + 2 * p * N * LANES + n * LANES;
+            const Vec low = 2 * p < count ? load(from) : Vec{};
+            pairs[p] = pairs_of(low, 2 * p + 1 < count ? load(from + N * LANES) : Vec{});
+        }
+        transpose(pairs);
+        std::memcpy(tiles + n * TILE, pairs, sizeof pairs);
+    }
+}
+
+// sums, (N * LANES, dim), += weights, tiles of each group of keys, times the keys' values.
+template <int N>
+inline void add_tiles(float* sums, const uint16_t* weights, const Piece& piece, int dim,
+                      uint16_t* space) {
+    const int bytes = dim * sizeof(float);
+    float* second = sums + LANES * dim;  // of 16 more queries
+    for (int d = 0; d < dim; d += 2 * LANES) {
+        _tile_loadd(0, sums + d, bytes);
+        _tile_loadd(1, sums + d + LANES, bytes);
+        if (N > 1) {
+            _tile_loadd(2, second + d, bytes);
+            _tile_loadd(3, second + d + LANES, bytes);
+        }
+        for (int g = 0; g * GROUP_KEYS < piece.count; g++) {
+            const int left = piece.count - g * GROUP_KEYS;
+            uint16_t* tiles = space + g * 2 * TILE;
+            if (left >= GROUP_KEYS)  // a number that the compiler knows
+                pair_values(piece.values[g] + d, dim, GROUP_KEYS, tiles);
+            else
+                pair_values(piece.values[g] + d, dim, left, tiles);
+            _tile_loadd(4, weights + g * N * TILE, 64);
+            _tile_loadd(6, tiles, 64);
+            _tile_loadd(7, tiles + TILE, 64);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+            if (N > 1) {
+                _tile_loadd(5, weights + (g * N + 1) * TILE, 64);
+                _tile_dpbf16ps(2, 5, 6);
+                _tile_dpbf16ps(3, 5, 7);
+            }
+        }
+        _tile_stored(0, sums + d, bytes);
+        _tile_stored(1, sums + d + LANES, bytes);
+        if (N > 1) {
+            _tile_stored(2, second + d, bytes);
+            _tile_stored(3, second + d + LANES, bytes);
+        }
+    }
+}
+
+// Up to N * LANES queries, one a lane.
+template <int N>
+void attend_by_tiles(const Arguments& a, const Item& item, Space& space) {
+    const int64_t group = a.heads / a.kv_heads;
+    const int num = int(item.last - item.first), dim = int(a.head_dim);
+    const uint16_t* query = static_cast<const uint16_t*>(a.query);
+    Softmax<N> softmax(a, item);
+    use_tiles();
+    int64_t places[N * LANES];
+    for (int lane = 0; lane < num; lane++)
+        places[lane] = query_place(a, item, item.first + lane, group);
+    uint16_t* tiles = space.query_tiles;
+    for (int d = 0; d < dim; d += 2 * PAIRS)
+        for (int n = 0; n < N; n++, tiles += TILE) {
+            UVec pairs[LANES] = {};
+            for (int lane = 0; lane < LANES && n * LANES + lane < num; lane++)
+                std::memcpy(pairs + lane, query + places[n * LANES + lane] + d, sizeof *pairs);
+            transpose(pairs);
+            std::memcpy(tiles, pairs, sizeof pairs);
+        }
+    std::memset(space.sums, 0, sizeof(float) * dim * N * LANES);
+    const int64_t first = first_key(a, softmax.earliest) / GROUP_KEYS * GROUP_KEYS;
+    for (int64_t start = first; start <= softmax.latest; start += PIECE_KEYS) {
+        const Piece piece(a, item, start, softmax.latest + 1);
+        for (int g = 0; g * GROUP_KEYS < piece.count; g++)
+            score_tiles<N>(space.query_tiles, piece.keys[g], dim,
+                           space.scores + g * GROUP_KEYS * N * LANES);
+        softmax.weigh(a, space.scores, start, piece.count, space.sums, num, dim);
+        for (int g = 0; g * GROUP_KEYS < piece.count; g++)
+            transpose_weights<N>(space.scores + g * GROUP_KEYS * N * LANES,
+                                 piece.count - g * GROUP_KEYS, space.weight_tiles + g * N * TILE);
+        add_tiles<N>(space.sums, space.weight_tiles, piece, dim, space.value_tiles);
+    }
+    _tile_release();
+    for (int r = 0; r < num; r++)
+        write_out(a, item, item.first + r, group, space.sums + r * dim,
+                  softmax.total[r / LANES][r % LANES]);
+}
+
+#else
+
+bool may_use_tiles() { return false; }
+template <int N>
+void attend_by_tiles(const Arguments&, const Item&, Space&) {}
+
+#endif
+
+void attend_alone(const Arguments& a, const Item& item, int64_t q, Space& space) {
+#ifdef HAS_PAIRS
+    if (fits_halves(a)) return attend_in_pairs(a, item, q, space);
+#endif
+    a.type == 1 ? attend_alone<uint16_t>(a, item, q, space)
+                : attend_alone<float>(a, item, q, space);
+}
+
+void attend(const Arguments& a, const Item& item, Space& space, bool has_tiles) {
     const int64_t num = item.last - item.first;
     if (num < 4)
         for (int64_t q = item.first; q < item.last; q++) attend_alone(a, item, q, space);
-    else if (num <= LANES)
-        attend_by_lanes<1>(a, item, space);
+    else if (has_tiles)
+        num <= LANES ? attend_by_tiles<1>(a, item, space) : attend_by_tiles<2>(a, item, space);
     else
-        attend_by_lanes<2>(a, item, space);
+        num <= LANES ? attend_by_lanes<1>(a, item, space) : attend_by_lanes<2>(a, item, space);
 }
-
-}  // namespace
 
 // Put one token's new keys or values into its block.
 void keep_token(const Arguments& a, void* cache, const void* from, int64_t head_step,
@@ -377,6 +808,8 @@ void keep_token(const Arguments& a, void* cache, const void* from, int64_t head_
                     static_cast<const char*>(from) + (head * head_step + token * token_step) * size,
                     bytes);
 }
+
+}  // namespace
 
 extern "C" int fminfer_attention(const Arguments* arguments) {
     const Arguments& a = *arguments;
@@ -394,6 +827,7 @@ extern "C" int fminfer_attention(const Arguments* arguments) {
             tiles[2 * place++ + 1] = q;
         }
     int failed = 0;
+    const bool has_tiles = fits_halves(a) && may_use_tiles();
 #pragma omp parallel num_threads(int(a.num_threads)) reduction(| : failed)
     {
         Space space(a);
@@ -409,7 +843,7 @@ extern "C" int fminfer_attention(const Arguments* arguments) {
             const int64_t* row = a.rows + 4 * tiles[2 * (i % num_tiles)];
             const int64_t first = tiles[2 * (i % num_tiles) + 1], end = row[1] * group;
             const int64_t last = first + MOST_QUERIES < end ? first + MOST_QUERIES : end;
-            attend(a, Item{row, i / num_tiles, first, last}, space);
+            attend(a, Item{row, i / num_tiles, first, last}, space, has_tiles);
         }
     }
     std::free(tiles);

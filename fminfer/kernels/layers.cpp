@@ -18,15 +18,16 @@ inline Vec load_some(const float* from, int count) {
     return value;
 }
 inline Vec load_some(const uint16_t* from, int count) {
-    Vec value = {};
-    for (int i = 0; i < count; i++) value[i] = from_bfloat16(from[i]);
-    return value;
+    Half bits = {};
+    std::memcpy(&bits, from, count * sizeof(uint16_t));
+    return from_bfloat16(bits);
 }
 inline void store_some(float* to, Vec value, int count) {
     std::memcpy(to, &value, count * sizeof(float));
 }
 inline void store_some(uint16_t* to, Vec value, int count) {
-    for (int i = 0; i < count; i++) to[i] = to_bfloat16(value[i]);
+    const Half bits = to_bfloat16(value);
+    std::memcpy(to, &bits, count * sizeof(uint16_t));
 }
 
 // Calls use(first, count) for an array's pieces of LANES elements and for what is left; the count

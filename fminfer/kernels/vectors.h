@@ -4,6 +4,10 @@
 #include <cstdint>
 #include <cstring>
 
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
 namespace {
 
 constexpr int LANES = 16;
@@ -33,19 +37,40 @@ inline Vec exp_of(Vec x) {
     return p * (Vec)power;
 }
 
+// 16 numbers of bfloat16, which are the upper halves of floats.
+typedef uint16_t Half __attribute__((vector_size(32)));
+typedef uint16_t LooseHalf __attribute__((vector_size(32), aligned(2), may_alias));
+typedef uint32_t UVec __attribute__((vector_size(64)));
+
+// g++ 12 makes five instructions of what is one.
+#ifdef __AVX512F__
+inline UVec widen(Half bits) { return (UVec)_mm512_cvtepu16_epi32((__m256i)bits); }
+inline Half narrow(UVec value) { return (Half)_mm512_cvtepi32_epi16((__m512i)value); }
+#else
+inline UVec widen(Half bits) { return __builtin_convertvector(bits, UVec); }
+inline Half narrow(UVec value) { return __builtin_convertvector(value, Half); }
+#endif
+
 inline float from_bfloat16(uint16_t bits) {
     const uint32_t wide = uint32_t(bits) << 16;
     float value;
     std::memcpy(&value, &wide, sizeof value);
     return value;
 }
+inline Vec from_bfloat16(Half bits) { return (Vec)(widen(bits) << 16); }
 
 // Rounds to the nearest, ties to even; nan stays nan.
-inline uint16_t to_bfloat16(float value) {
-    uint32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    if ((bits & 0x7FFFFFFF) > 0x7F800000) return uint16_t(bits >> 16) | 0x40;
-    return uint16_t((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+inline Half to_bfloat16(Vec value) {
+    const UVec bits = (UVec)value;
+    const UVec upper = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+    return narrow((bits & 0x7FFFFFFF) > 0x7F800000 ? bits >> 16 | 0x40 : upper);
+}
+
+inline Vec load(const uint16_t* from) {
+    return from_bfloat16(*reinterpret_cast<const LooseHalf*>(from));
+}
+inline void store(uint16_t* to, Vec value) {
+    *reinterpret_cast<LooseHalf*>(to) = to_bfloat16(value);
 }
 
 }  // namespace
