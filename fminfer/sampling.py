@@ -30,7 +30,8 @@ class Ranking:
 
     normalizer: torch.Tensor  # (rows,) float32: the log of the sum of exponentials
     best: torch.Tensor  # (rows, k) float32, the logits
-    best_ids: torch.Tensor  # (rows, k) int64, of equals the lowest first where k is 1
+    best_ids: torch.Tensor  # (rows, k) int64
+    first: torch.Tensor  # (rows,) int64: the best one's id, of equals the lowest
 
 
 Ranker = Callable[[torch.Tensor, int], Ranking]  # of (rows, vocab) float32 and k >= 1
@@ -40,9 +41,11 @@ def rank(logits: torch.Tensor, num_top: int) -> Ranking:
     """Rank in plain torch."""
     if num_top == 1:
         best, best_ids = logits.max(-1, keepdim=True)
+        first = best_ids[:, 0]
     else:
         best, best_ids = logits.topk(num_top, -1)
-    return Ranking(logits.logsumexp(-1), best, best_ids)
+        first = logits.argmax(-1)
+    return Ranking(logits.logsumexp(-1), best, best_ids, first)
 
 
 @dataclass(slots=True, frozen=True)
@@ -126,13 +129,15 @@ def sample(
         num_top: how many alternatives to report.
         edits: changes of single logits; the logprobs are those of the logits without them.
     """
+    ranking = _rank(logits, num_top, ranker)
     edited = logits if edits is None else edits.apply(logits)
-    ids = edited.argmax(-1)  # ties go to the lowest id
+    # The likeliest token; ties go to the lowest id.
+    ids = ranking.first.clone() if edited is logits else edited.argmax(-1)
     is_random = (how.temperature > 0) & (how.top_p > 0) & (how.top_k != 1)
     drawn_rows = is_random.nonzero()[:, 0]
     if len(drawn_rows):
         ids[drawn_rows] = _draw(edited[drawn_rows], how.rows(drawn_rows))
-    return score(logits, ids, num_top, ranker)
+    return _report(logits, ids, num_top, ranking)
 
 
 def score(logits: torch.Tensor, ids: torch.Tensor, num_top: int, ranker: Ranker = rank) -> Draws:
@@ -142,7 +147,14 @@ def score(logits: torch.Tensor, ids: torch.Tensor, num_top: int, ranker: Ranker 
         logits: (rows, vocab) float32.
         ids: (rows,) int64.
     """
-    ranking = ranker(logits, max(1, min(num_top, logits.shape[-1])))
+    return _report(logits, ids, num_top, _rank(logits, num_top, ranker))
+
+
+def _rank(logits: torch.Tensor, num_top: int, ranker: Ranker) -> Ranking:
+    return ranker(logits, max(1, min(num_top, logits.shape[-1])))
+
+
+def _report(logits: torch.Tensor, ids: torch.Tensor, num_top: int, ranking: Ranking) -> Draws:
     normalizer = ranking.normalizer[:, None]
     logprobs = logits.gather(-1, ids[:, None]) - normalizer
     # A chosen token that is also among the best has the very same float there.

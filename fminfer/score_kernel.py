@@ -43,4 +43,4 @@ class ScoreKernel:
             best_ids.data_ptr(),
             torch.get_num_threads(),
         )
-        return Ranking(normalizer, best, best_ids)
+        return Ranking(normalizer, best, best_ids, best_ids[:, 0])

@@ -31,6 +31,7 @@ from fminfer.pipeline.local import LocalPipeline, QueuedPipeline
 from fminfer.pipeline.ring import RingPipeline, serve
 from fminfer.pipeline.stage import Stage
 from fminfer.pipeline.watch import Fault
+from fminfer.placement import end_openmp_threads
 from fminfer.tokenizer import Tokenizer
 
 END_S = 3.0  # for rank 0 to end by itself once another rank has failed
@@ -76,6 +77,7 @@ class Engine:
         num_blocks = count_blocks(config, loaded, group)
         stage = build_stage(config, loaded, num_blocks)
         self.has_kernel = stage.has_kernel  # attention of the CPU compiled
+        end_openmp_threads()  # steps are another thread's work
         self._group = group
         self._pipeline = _build_pipeline(stage, loaded, group)
         self._loop = self._build_loop(checkpoint, num_blocks, loaded.part.num_stages)
