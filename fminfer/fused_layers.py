@@ -38,6 +38,8 @@ def fuse_layers(model: nn.Module, kernels: LayerKernels) -> int:
     modules: deque[Any] = deque(model.modules())
     while modules:  # a layer's old weights go as soon as it is done
         num_fused += _fuse(modules.popleft(), kernels, known)
+    for layer in model.modules():
+        num_fused += _fuse_layer(layer, kernels, known)
     return num_fused
 
 
@@ -95,7 +97,7 @@ def _fuse_gated(module: Any, kernels: LayerKernels, known: Known) -> bool:
     for activation in (SILU, GELU_TANH):
 
         def forward(x: torch.Tensor, activation: int = activation) -> torch.Tensor:
-            out: torch.Tensor = down(kernels.gate(both(x), activation))
+            out: torch.Tensor = down.forward(kernels.gate(both.forward(x), activation))
             return out
 
         if (kind, activation) not in known:
@@ -128,6 +130,7 @@ def _fuse_attention(module: Any, kernels: LayerKernels, known: Known) -> bool:
     product = _join(projections)
     q_norm, k_norm = getattr(module, "q_norm", None), getattr(module, "k_norm", None)
     num_heads = [size // head_dim for size in sizes[:2]]
+    parts = [sum(sizes[:2]), sizes[2]]
     settings: dict[str, Any] = {}
 
     def heads_of(part: torch.Tensor, norm: Any = None) -> torch.Tensor:
@@ -140,9 +143,9 @@ def _fuse_attention(module: Any, kernels: LayerKernels, known: Known) -> bool:
     def turned(both: torch.Tensor, turn: Turn) -> tuple[torch.Tensor, torch.Tensor]:
         """Return queries and keys of (1, tokens, sizes of both), with their positions."""
         if q_norm is None and k_norm is None:  # in one pass
-            query, key = torch.split(kernels.rotate(heads_of(both), *turn), num_heads, 2)
+            query, key = kernels.rotate(heads_of(both), *turn).split_with_sizes(num_heads, 2)
         else:
-            query, key = torch.split(both, sizes[:2], -1)
+            query, key = both.split_with_sizes(sizes[:2], -1)
             query = kernels.rotate(heads_of(query, q_norm), *turn)
             key = kernels.rotate(heads_of(key, k_norm), *turn)
         return query.transpose(1, 2), key.transpose(1, 2)
@@ -154,7 +157,7 @@ def _fuse_attention(module: Any, kernels: LayerKernels, known: Known) -> bool:
         past_key_values: None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        both, value = torch.split(product(hidden_states), [sum(sizes[:2]), sizes[2]], -1)
+        both, value = product.forward(hidden_states).split_with_sizes(parts, -1)
         attend = ALL_ATTENTION_FUNCTIONS[module.config._attn_implementation]
         out, _ = attend(
             module,
@@ -163,11 +166,9 @@ def _fuse_attention(module: Any, kernels: LayerKernels, known: Known) -> bool:
             attention_mask,
             **(settings | kwargs),
         )
-        return module.o_proj(out.flatten(2)), None
+        return module.o_proj.forward(out.flatten(2)), None
 
-    plain = (bool, int, float, str, type(None))
-    what = tuple((k, v) for k, v in vars(module).items() if isinstance(v, plain))
-    kind = (type(module), tuple(sizes), tuple(pair for pair in what if pair[0] != "layer_idx"))
+    kind = (type(module), tuple(sizes), _settings_of(module))
     if kind not in known:
         known[kind] = _compare_attention(module, forward, settings, product.weight, head_dim)
     found = known[kind]
@@ -179,7 +180,6 @@ def _fuse_attention(module: Any, kernels: LayerKernels, known: Known) -> bool:
     return found is not None
 
 
-@torch.inference_mode()
 def _compare_attention(
     module: Any, forward: Forward, settings: dict[str, Any], weight: torch.Tensor, head_dim: int
 ) -> dict[str, Any] | None:
@@ -188,6 +188,62 @@ def _compare_attention(
     Args:
         settings: what `forward` tells attention, to be filled in.
         weight: (out, in) of q, k and v.
+    """
+    x = _probe(weight.shape[1], weight.dtype)
+    found = _record(module, (module, forward), x, head_dim, settings)
+    if len(found) != 2 or not all(map(_close, *found)):
+        return None
+    return dict(settings)
+
+
+def _fuse_layer(layer: Any, kernels: LayerKernels, known: Known) -> bool:
+    """Add what attention returns, and norm the sum, in one pass; call no module on the way."""
+    names = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+    if not all(isinstance(getattr(layer, name, None), nn.Module) for name in names):
+        return False
+    first, attention, second, mlp = (getattr(layer, name) for name in names)
+    is_normed = isinstance(first.forward, partial) and isinstance(second.forward, partial)
+    if not (is_normed and isinstance(getattr(attention, "qkv_proj", None), nn.Linear)):
+        return False
+    how: dict[str, Any] = second.forward.keywords
+
+    def forward(hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        attended, _ = attention.forward(first.forward(hidden_states), **kwargs)
+        both, normed = kernels.add_and_norm(hidden_states, attended, **how)
+        out: torch.Tensor = both + mlp.forward(normed)
+        return out
+
+    weight, head_dim = attention.qkv_proj.weight, attention.head_dim
+    kind = (type(layer), type(mlp), weight.shape, _settings_of(layer))
+    if kind not in known:
+        x = _probe(weight.shape[1], weight.dtype)
+        found = _record(attention, (layer, forward), x, head_dim, {})
+        known[kind] = len(found) == 2 and all(map(_close, *found))
+    if known[kind]:
+        layer.forward = forward
+    return bool(known[kind])
+
+
+def _settings_of(module: nn.Module) -> tuple[tuple[str, Any], ...]:
+    """Return a module's own settings but for its number, by which its forward may differ."""
+    plain = (bool, int, float, str, type(None))
+    pairs = ((k, v) for k, v in vars(module).items() if isinstance(v, plain))
+    return tuple(pair for pair in pairs if pair[0] != "layer_idx")
+
+
+@torch.inference_mode()
+def _record(
+    attention: Any,
+    functions: tuple[Forward, Forward],
+    x: torch.Tensor,
+    head_dim: int,
+    settings: dict[str, Any],
+) -> list[tuple[torch.Tensor, ...]]:
+    """Return what each function gives to attention, q, k and v, and then returns itself.
+
+    Args:
+        attention: the module that will be called by them, or that they are.
+        settings: filled with what else attention is told.
     """
     recorded: list[tuple[torch.Tensor, ...]] = []
 
@@ -199,22 +255,21 @@ def _compare_attention(
         return query.transpose(1, 2), None
 
     angles = _probe(head_dim // 2, torch.float32).repeat(1, 1, 2)
-    turn = (angles.cos().to(weight.dtype), angles.sin().to(weight.dtype))
+    turn = (angles.cos().to(x.dtype), angles.sin().to(x.dtype))
     given = {"position_embeddings": turn, "attention_mask": None, "past_key_values": None}
-    x = _probe(weight.shape[1], weight.dtype)
     ALL_ATTENTION_FUNCTIONS.register(_RECORDER, record)
-    before = module.config._attn_implementation
-    module.config._attn_implementation = _RECORDER
+    before = attention.config._attn_implementation
+    attention.config._attn_implementation = _RECORDER
     try:
-        outs = [function(x, **given)[0] for function in (module, forward)]
+        outs = [function(x, **given) for function in functions]
     except MISFIT:
-        return None
+        return []
     finally:
-        module.config._attn_implementation = before
-    if len(recorded) != 2:
-        return None
-    pairs = zip((*recorded[0], outs[0]), (*recorded[1], outs[1]), strict=True)
-    return dict(settings) if all(_close(*pair) for pair in pairs) else None
+        attention.config._attn_implementation = before
+    if len(recorded) != len(functions):
+        return []
+    outs = [out[0] if isinstance(out, tuple) else out for out in outs]
+    return [(*inputs, out) for inputs, out in zip(recorded, outs, strict=True)]
 
 
 def _linears(module: nn.Module, *names: str) -> bool:

@@ -33,7 +33,7 @@ class LayerKernels:
         rows = ctypes.POINTER(Rows)
         self._norm, self._rotate = library.fminfer_rms_norm, library.fminfer_rotate
         self._gate = library.fminfer_gate
-        self._norm.argtypes = [rows, address, number, number]
+        self._norm.argtypes = [rows, address, number, number, address, address]
         self._rotate.argtypes = [rows, address, address, ctypes.c_int64]
         self._gate.argtypes = [rows, address, ctypes.c_int64]
 
@@ -49,8 +49,20 @@ class LayerKernels:
         weight = weight.contiguous()
         assert weight.shape == x.shape[-1:] and weight.dtype == x.dtype, "weight of a norm"
         rows, out = _plan(x)
-        self._norm(rows, weight.data_ptr(), eps, offset)
+        self._norm(rows, weight.data_ptr(), eps, offset, None, None)
         return out
+
+    def add_and_norm(
+        self, x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor, eps: float, offset: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return x + other and its `rms_norm`; all are (1, rows, width)."""
+        weight, other = weight.contiguous(), other.contiguous()
+        assert weight.shape == x.shape[-1:] and weight.dtype == x.dtype, "weight of a norm"
+        assert x.shape == other.shape and x.dtype == other.dtype, "terms of a sum"
+        rows, out = _plan(x)
+        both = torch.empty_like(out)
+        self._norm(rows, weight.data_ptr(), eps, offset, other.data_ptr(), both.data_ptr())
+        return both, out
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Return x with rotary positions (Su et al. 2021), its first half paired with its second.
@@ -77,10 +89,11 @@ class LayerKernels:
 
 def _plan(x: torch.Tensor) -> tuple[Rows, torch.Tensor]:
     """Return how to walk through a tensor, and an empty one of its shape, in one piece."""
-    assert x.device.type == "cpu" and x.shape[0] == 1 and x.dim() in (3, 4), "rows of a step"
-    assert x.stride(-1) == 1, "the elements of a row lie side by side"
+    shape, steps = x.shape, x.stride()
+    assert x.is_cpu and shape[0] == 1 and len(shape) in (3, 4), "rows of a step"
+    assert steps[-1] == 1, "the elements of a row lie side by side"
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    inner, inner_step = (x.shape[2], x.stride(2)) if x.dim() == 4 else (1, 0)
-    sizes = (x.shape[1], inner, x.shape[-1], x.stride(1), inner_step)
+    inner, inner_step = (shape[2], steps[2]) if len(shape) == 4 else (1, 0)
+    sizes = (shape[1], inner, shape[-1], steps[1], inner_step)
     kind, num_threads = TYPES[x.dtype], torch.get_num_threads()
     return Rows(x.data_ptr(), out.data_ptr(), *sizes, kind, num_threads), out

@@ -83,6 +83,13 @@ void norm_row(const T* x, T* out, const T* weight, int64_t width, float eps, flo
     });
 }
 
+template <typename T>
+void add_row(const T* x, const T* other, T* sum, int64_t width) {
+    by_lanes(width, [&](int64_t i, int n) {
+        store_some(sum + i, load_some(x + i, n) + load_some(other + i, n), n);
+    });
+}
+
 // The halves of the first `turned` elements are the parts of complex numbers, which are turned.
 template <typename T>
 void turn_row(const T* x, T* out, const float* cos, const float* sin, int64_t width,
@@ -120,9 +127,17 @@ void for_rows(const Rows& r, Work work) {
 }
 
 template <typename T>
-void norm(const Rows& r, const void* weight, float eps, float offset) {
-    for_rows<T>(r, [&](const T* x, T* out, int64_t, int64_t) {
-        norm_row(x, out, static_cast<const T*>(weight), r.width, eps, offset);
+void norm(const Rows& r, const void* weight, float eps, float offset, const void* other,
+          void* sum) {
+    const T* scales = static_cast<const T*>(weight);
+    for_rows<T>(r, [&](const T* x, T* out, int64_t o, int64_t j) {
+        const int64_t place = (o * r.inner + j) * r.width;
+        if (other != nullptr) {
+            T* both = static_cast<T*>(sum) + place;
+            add_row(x, static_cast<const T*>(other) + place, both, r.width);
+            x = both;
+        }
+        norm_row(x, out, scales, r.width, eps, offset);
     });
 }
 
@@ -145,9 +160,12 @@ void gate(const Rows& r, const void* up, int64_t kind) {
 
 extern "C" {
 
-// x / sqrt(mean(x^2) + eps) * (weight + offset); weight is (width,).
-void fminfer_rms_norm(const Rows* r, const void* weight, float eps, float offset) {
-    r->type == 0 ? norm<float>(*r, weight, eps, offset) : norm<uint16_t>(*r, weight, eps, offset);
+// x / sqrt(mean(x^2) + eps) * (weight + offset), x being sum = x + other where that is not null;
+// both are as `out`. weight is (width,).
+void fminfer_rms_norm(const Rows* r, const void* weight, float eps, float offset,
+                      const void* other, void* sum) {
+    r->type == 0 ? norm<float>(*r, weight, eps, offset, other, sum)
+                 : norm<uint16_t>(*r, weight, eps, offset, other, sum);
 }
 
 // Rotary positions of (tokens, heads) rows; cos and sin are (tokens, turned), in one piece.
