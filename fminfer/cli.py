@@ -116,6 +116,7 @@ def bench(batch_sizes: tuple[int, ...], new_tokens: int, fp16: bool, **options: 
     comes last.
     """
     options["dtype"] = _dtype(fp16, options["dtype"])
+    _use_huge_pages()
     if options["attention"] != "eager":
         start_build()
     from fminfer.bench import run_bench
@@ -130,6 +131,14 @@ def bench(batch_sizes: tuple[int, ...], new_tokens: int, fp16: bool, **options: 
     click.echo("batch size        " + "".join(f"{row['batch_size']:>9}" for row in rows))
     click.echo("msecs a token     " + "".join(f"{row['ms_per_token']:>9.2f}" for row in rows))
     click.echo(json.dumps({"batches": rows}))
+
+
+def _use_huge_pages() -> None:
+    """Have torch, which is not imported yet, ask for pages of 2 MB for what is larger than that.
+
+    Weights and KV cache are read from end to end at each step; docs/performance.md has the figures.
+    """
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def _dtype(fp16: bool, dtype: str) -> str:
@@ -156,6 +165,7 @@ def _run(
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         if facts.parent is not None:
             end_after(facts.parent)
+    _use_huge_pages()
     if config.attention != "eager":
         start_build()  # it runs beside the imports
     from fminfer.running import run_process

@@ -86,6 +86,12 @@ class LayerKernels:
         self._gate(rows, second.data_ptr(), activation)
         return out.view(*both.shape[:-1], -1)
 
+    def gelu(self, x: torch.Tensor) -> torch.Tensor:
+        """Return gelu (Hendrycks and Gimpel 2016) in its form with tanh, of (1, …, width)."""
+        rows, out = _plan(x)
+        self._gate(rows, None, GELU_TANH)
+        return out
+
 
 def _plan(x: torch.Tensor) -> tuple[Rows, torch.Tensor]:
     """Return how to walk through a tensor, and an empty one of its shape, in one piece."""

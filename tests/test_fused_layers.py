@@ -125,6 +125,18 @@ def test_gates(kernels: LayerKernels, width: int, dtype: torch.dtype) -> None:
         for activation, act in acts.items():
             close(kernels.gate(both, activation), act(first) * second)
             assert kernels.gate(both[0], activation).shape == (tokens, width)
+        close(kernels.gelu(both), acts[GELU_TANH](both.double()))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_sum_and_its_norm(kernels: LayerKernels, width: int, dtype: torch.dtype) -> None:
+    for tokens in (1, 2000):
+        x, other = rows(tokens, width, dtype=dtype), torch.randn(1, tokens, width).to(dtype)
+        weight = torch.rand(width).to(dtype)
+        both, normed = kernels.add_and_norm(x, other, weight, 1e-5, 1.0)
+        assert torch.equal(both, x + other), "rounded as torch rounds"
+        assert torch.equal(normed, kernels.rms_norm(both, weight, 1e-5, 1.0))
 
 
 def test_strange_numbers_stay_strange(kernels: LayerKernels) -> None:
@@ -154,6 +166,8 @@ def test_the_kernels_get_only_what_they_expect(kernels: LayerKernels) -> None:
         lambda: kernels.rotate(x[:, :, None], torch.ones(1, 4, 18), torch.ones(1, 4, 18)),
         lambda: kernels.rotate(x[:, :, None], torch.ones(1, 4, 16), torch.ones(1, 4, 8)),
         lambda: kernels.gate(torch.zeros(1, 4, 15), SILU),
+        lambda: kernels.add_and_norm(x, x[:, :3], torch.ones(16), 1e-6, 0.0),
+        lambda: kernels.add_and_norm(x, x.bfloat16(), torch.ones(16), 1e-6, 0.0),
     ]
     for call in wrong:
         with pytest.raises(AssertionError):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -29,3 +32,23 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_device("auto", (3,)) == torch.device("cpu"), "which is told, see running.py"
     with pytest.raises(UsageError, match="is not here"):
         choose_device("cuda")
+
+
+def test_threads_that_loading_used_do_not_compete_with_those_of_steps() -> None:
+    """Torch's OpenMP keeps helpers for each thread that computes; while there are more of them than
+    cores they sleep between any two products."""
+    code = """
+import os, torch, fminfer
+def count_new(work):
+    before = len(os.listdir("/proc/self/task"))
+    work()
+    return len(os.listdir("/proc/self/task")) - before
+torch.set_num_threads(3)
+work = lambda: torch.ones(1 << 22).exp()
+first = count_new(work)
+engine = fminfer.Engine()
+print(first, count_new(work))
+engine.close()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.stdout.split() == ["2", "2"], done.stderr

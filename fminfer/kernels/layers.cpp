@@ -109,7 +109,8 @@ void gate_row(const T* gate, const T* up, T* out, int64_t width, int64_t kind) {
     by_lanes(width, [&](int64_t i, int n) {
         const Vec x = load_some(gate + i, n);
         const Vec by = kind == 0 ? x : x * 1.5957691216f * (1.0f + 0.044715f * x * x);
-        store_some(out + i, x * sigmoid_of(by) * load_some(up + i, n), n);
+        const Vec bent = x * sigmoid_of(by);
+        store_some(out + i, up == nullptr ? bent : bent * load_some(up + i, n), n);
     });
 }
 
@@ -152,7 +153,7 @@ template <typename T>
 void gate(const Rows& r, const void* up, int64_t kind) {
     const T* other = static_cast<const T*>(up);
     for_rows<T>(r, [&](const T* x, T* out, int64_t o, int64_t) {
-        gate_row(x, other + o * r.outer_step, out, r.width, kind);
+        gate_row(x, other == nullptr ? other : other + o * r.outer_step, out, r.width, kind);
     });
 }
 
@@ -173,7 +174,8 @@ void fminfer_rotate(const Rows* r, const float* cos, const float* sin, int64_t t
     r->type == 0 ? turn<float>(*r, cos, sin, turned) : turn<uint16_t>(*r, cos, sin, turned);
 }
 
-// act(x) * up, rows of `up` being as far apart as those of x; kind 0: silu, 1: gelu by tanh.
+// act(x) * up, rows of `up` being as far apart as those of x, or act(x) where `up` is null; kind 0:
+// silu, 1: gelu by tanh.
 void fminfer_gate(const Rows* r, const void* up, int64_t kind) {
     r->type == 0 ? gate<float>(*r, up, kind) : gate<uint16_t>(*r, up, kind);
 }
