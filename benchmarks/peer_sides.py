@@ -66,6 +66,33 @@ def _score_padded(model: Any, ids: Any, mask: Any) -> list[list[float]]:
     return scores
 
 
+def run_generate_batch(job: dict[str, Any]) -> dict[str, Any]:
+    """transformers' own continuous batching over a paged cache; it generates, and cannot score."""
+    import torch
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    dtype = getattr(torch, job["dtype"])
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        job["model"], dtype=dtype, attn_implementation="sdpa"
+    ).eval()
+    how = transformers.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
+    ready_s = time.perf_counter() - STARTED_S
+    found: dict[str, list[int]] = {}
+    with model.continuous_batching_context_manager(generation_config=how) as manager:
+        names = [
+            manager.add_request(row["prompt"], max_new_tokens=row["max_tokens"])
+            for row in job["rows"]
+        ]
+        while len(found) < len(names):
+            result = manager.get_result(timeout=60)
+            if result is None or result.error:
+                raise SystemExit(f"generate_batch gave {result}")
+            if result.is_finished():
+                found[result.request_id] = list(result.generated_tokens)
+    return _result(ready_s, job, [found[name] for name in names])
+
+
 def run_vllm(job: dict[str, Any]) -> dict[str, Any]:
     """vLLM's offline `LLM`, prefix caching on, both cores."""
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{(os.cpu_count() or 1) - 1}")
@@ -157,7 +184,12 @@ def _result(
     return {"ready_s": ready_s, "run_s": run_s, "tokens": tokens, "sample": sample}
 
 
-SIDES = {"transformers": run_generate, "vllm": run_vllm, "openvino": run_openvino}
+SIDES = {
+    "transformers": run_generate,
+    "generate_batch": run_generate_batch,
+    "vllm": run_vllm,
+    "openvino": run_openvino,
+}
 
 if __name__ == "__main__":
     answer = SIDES[sys.argv[1]](json.loads(Path(sys.argv[2]).read_text()))

@@ -40,6 +40,7 @@ HERE = Path(__file__).parent
 COLOURS = {
     "fminfer": "#4f86b8",
     "transformers": "#c9b458",
+    "generate_batch": "#a46fb0",
     "vllm": "#7ba05b",
     "openvino": "#e8983e",
 }
@@ -152,8 +153,10 @@ def copy_gb_per_s() -> float:
 
 
 def find_sides(peers: Path | None, wanted: tuple[str, ...]) -> dict[str, str]:
-    """Return the sides that can run here, each with its Python."""
+    """Return the sides that can run here, each with its Python; generate_batch only if asked for."""
     sides = {"fminfer": sys.executable, "transformers": sys.executable}
+    if "generate_batch" in wanted:
+        sides["generate_batch"] = sys.executable
     for name in ("vllm", "openvino"):
         python = peers / name / "bin/python" if peers else None
         if python is not None and python.exists():

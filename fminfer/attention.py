@@ -146,7 +146,7 @@ class PagedAttention:
         kernel: KernelAttention | None = None,
     ) -> None:
         shape = (num_blocks, num_kv_heads, block_size, head_dim)
-        # Not zeroed, so that the system gives memory only as blocks come into use.
+        # Not zeroed, so that the system gives memory only as blocks come into use, page by page.
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)
         # The stage sets it before each step: rows if the kernel is to attend.

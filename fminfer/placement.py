@@ -80,6 +80,8 @@ def end_openmp_threads() -> None:
     They would count as busy when another thread computes, whose helpers then sleep between any two
     products and have to be woken: 15 to 20 % of a decode step on two cores. GNU's OpenMP only.
     """
+    if torch.get_num_threads() == 1:
+        return  # there are none, and a forked child would wait for those of its parent
     with contextlib.suppress(OSError, AttributeError):
         runtime = ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
         runtime.omp_pause_resource_all(1)  # "soft": its settings stay

@@ -195,6 +195,24 @@ def test_a_nan_of_a_key_reaches_those_that_see_it_and_no_others(num_queries: int
 
 
 @needs_compiler
+def test_a_nan_of_one_row_does_not_reach_another() -> None:
+    """What it left in the kernel's own memory was read as the padding of the next row's keys."""
+    dim = 65
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # one thread, so that both rows meet the same memory
+    try:
+        kernel = compiled_kernel()
+        paged = PagedAttention(8, 32, 1, dim, dtype=torch.bfloat16, device=CPU, kernel=kernel)
+        q, k, v = (torch.randn(1, 1, 41, dim).bfloat16() for _ in range(3))
+        k[0, 0, :40] = float("nan")
+        paged.plan = plan_rows([StepRow([0] * 40, 0, [0, 1]), StepRow([0], 0, [2])], 32)
+        out = paged(q, k, v, scaling=1.0)[0, :, 0]
+    finally:
+        torch.set_num_threads(before)
+    assert out[:40].isnan().all() and not out[40].isnan().any()
+
+
+@needs_compiler
 def test_torchs_defaults_do_not_matter_to_the_kernel() -> None:
     """It wrote float32 into a buffer of torch's default dtype: of twice the size, or wrong."""
     before = torch.get_default_dtype()

@@ -197,8 +197,10 @@ const uint16_t* read_block(const Arguments& a, const void* block, int count, int
     const int dim = int(a.head_dim);
     const uint16_t* from = static_cast<const uint16_t*>(block);
     if (dim == width) return from;
-    for (int j = 0; j < count; j++)
+    for (int j = 0; j < count; j++) {
         std::memcpy(space + j * width, from + j * dim, dim * sizeof(uint16_t));
+        std::memset(space + j * width + dim, 0, (width - dim) * sizeof(uint16_t));
+    }
     return space;
 }
 
@@ -584,6 +586,15 @@ void attend_in_pairs(const Arguments& a, const Item& item, int64_t q, Space& spa
 // 2 p + 1 of the matrix, number by number in turns.
 constexpr int PAIRS = 16, TILE = PAIRS * 2 * LANES;
 
+// The compiler is not told by g++'s own header that a tile is read from memory, and old ones forget
+// parentheses.
+#define LOAD_TILE(tile, from, step)            \
+    do {                                       \
+        asm volatile("" ::: "memory");         \
+        _tile_loadd(tile, (from), (step));     \
+    } while (0)
+#define STORE_TILE(tile, to, step) _tile_stored(tile, (to), (step))
+
 // Whether this process may use tiles: Linux wants to be asked.
 bool may_use_tiles() {
     constexpr long ask = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
@@ -597,6 +608,7 @@ void use_tiles() {
         uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
         uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
     } config;
+    asm volatile("" ::"r"(&config) : "memory");
     _tile_loadconfig(&config);
 }
 
@@ -644,22 +656,22 @@ inline void score_tiles(const uint16_t* queries, const uint16_t* keys, int dim, 
         _tile_zero(3);
     }
     for (int d = 0; d < dim; d += 2 * PAIRS, queries += N * TILE) {
-        _tile_loadd(4, keys + d, dim * sizeof(uint16_t));
-        _tile_loadd(5, keys + PAIRS * dim + d, dim * sizeof(uint16_t));
-        _tile_loadd(6, queries, 64);
+        LOAD_TILE(4, keys + d, dim * sizeof(uint16_t));
+        LOAD_TILE(5, keys + PAIRS * dim + d, dim * sizeof(uint16_t));
+        LOAD_TILE(6, queries, 64);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 5, 6);
         if (N > 1) {
-            _tile_loadd(7, queries + TILE, 64);
+            LOAD_TILE(7, queries + TILE, 64);
             _tile_dpbf16ps(2, 4, 7);
             _tile_dpbf16ps(3, 5, 7);
         }
     }
-    _tile_stored(0, scores, bytes);
-    _tile_stored(1, scores + PAIRS * N * LANES, bytes);
+    STORE_TILE(0, scores, bytes);
+    STORE_TILE(1, scores + PAIRS * N * LANES, bytes);
     if (N > 1) {
-        _tile_stored(2, scores + LANES, bytes);
-        _tile_stored(3, scores + PAIRS * N * LANES + LANES, bytes);
+        STORE_TILE(2, scores + LANES, bytes);
+        STORE_TILE(3, scores + PAIRS * N * LANES + LANES, bytes);
     }
 }
 
@@ -699,11 +711,11 @@ inline void add_tiles(float* sums, const uint16_t* weights, const Piece& piece, 
     const int bytes = dim * sizeof(float);
     float* second = sums + LANES * dim;  // of 16 more queries
     for (int d = 0; d < dim; d += 2 * LANES) {
-        _tile_loadd(0, sums + d, bytes);
-        _tile_loadd(1, sums + d + LANES, bytes);
+        LOAD_TILE(0, sums + d, bytes);
+        LOAD_TILE(1, sums + d + LANES, bytes);
         if (N > 1) {
-            _tile_loadd(2, second + d, bytes);
-            _tile_loadd(3, second + d + LANES, bytes);
+            LOAD_TILE(2, second + d, bytes);
+            LOAD_TILE(3, second + d + LANES, bytes);
         }
         for (int g = 0; g * GROUP_KEYS < piece.count; g++) {
             const int left = piece.count - g * GROUP_KEYS;
@@ -712,22 +724,22 @@ inline void add_tiles(float* sums, const uint16_t* weights, const Piece& piece, 
                 pair_values(piece.values[g] + d, dim, GROUP_KEYS, tiles);
             else
                 pair_values(piece.values[g] + d, dim, left, tiles);
-            _tile_loadd(4, weights + g * N * TILE, 64);
-            _tile_loadd(6, tiles, 64);
-            _tile_loadd(7, tiles + TILE, 64);
+            LOAD_TILE(4, weights + g * N * TILE, 64);
+            LOAD_TILE(6, tiles, 64);
+            LOAD_TILE(7, tiles + TILE, 64);
             _tile_dpbf16ps(0, 4, 6);
             _tile_dpbf16ps(1, 4, 7);
             if (N > 1) {
-                _tile_loadd(5, weights + (g * N + 1) * TILE, 64);
+                LOAD_TILE(5, weights + (g * N + 1) * TILE, 64);
                 _tile_dpbf16ps(2, 5, 6);
                 _tile_dpbf16ps(3, 5, 7);
             }
         }
-        _tile_stored(0, sums + d, bytes);
-        _tile_stored(1, sums + d + LANES, bytes);
+        STORE_TILE(0, sums + d, bytes);
+        STORE_TILE(1, sums + d + LANES, bytes);
         if (N > 1) {
-            _tile_stored(2, second + d, bytes);
-            _tile_stored(3, second + d + LANES, bytes);
+            STORE_TILE(2, second + d, bytes);
+            STORE_TILE(3, second + d + LANES, bytes);
         }
     }
 }
