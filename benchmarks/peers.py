@@ -153,7 +153,7 @@ def copy_gb_per_s() -> float:
 
 
 def find_sides(peers: Path | None, wanted: tuple[str, ...]) -> dict[str, str]:
-    """Return the sides that can run here, each with its Python; generate_batch only if asked for."""
+    """Return the sides that can run here, each with its Python; generate_batch if asked for."""
     sides = {"fminfer": sys.executable, "transformers": sys.executable}
     if "generate_batch" in wanted:
         sides["generate_batch"] = sys.executable
