@@ -196,7 +196,8 @@ def test_a_rank_that_never_comes(tmp_path: Path) -> None:
 def test_ranks_that_differ(tmp_path: Path) -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
     shared = [*inputs(), "--output", tmp_path, "--world-size", 2, "--dist-url", url]
-    ranks = [start(*shared, "--rank", 0), start(*shared, "--rank", 1, "--dtype", "bfloat16")]
+    dtypes = ["float32", "bfloat16"]
+    ranks = [start(*shared, "--rank", i, "--dtype", dtype) for i, dtype in enumerate(dtypes)]
     for status, err in finish(*ranks):
         assert status == 1
         assert "the dtype is bfloat16 on rank 1 and float32 on rank 0" in err, err

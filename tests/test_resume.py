@@ -93,16 +93,16 @@ def test_a_second_signal_ends_it_at_once(alone: tuple[Path, Path], tmp_path: Pat
     output = tmp_path / "out.jsonl"
     rows = tmp_path / "long.jsonl"
     row = {"prompt": "x", "max_tokens": 400, "ignore_eos": True}
-    rows.write_text((json.dumps(row) + "\n") * 500)
+    short = json.dumps(row | {"max_tokens": 1}) + "\n"  # once it is done, others run
+    rows.write_text(short + (json.dumps(row) + "\n") * 500)
     run = subprocess.Popen(
         [*command(rows, output, 1), "--grace", "1h"],
         stderr=subprocess.PIPE,
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    journal = Path(f"{output}.journal")
-    while run.poll() is None and not journal.exists():
-        time.sleep(0.05)
+    while run.poll() is None and not kept_records(output):
+        time.sleep(0.02)
     run.send_signal(signal.SIGINT)
     time.sleep(1)
     assert run.poll() is None, "rows that run may go on"
