@@ -36,7 +36,8 @@ def test_each_batch_is_generated_whole_and_timed(monkeypatch: pytest.MonkeyPatch
         assert ms == pytest.approx(1000 * row["generate_s"] / tokens, abs=0.01)
         ready_s, finish_s = figures["Start to ready to generate"], figures["Start to finish"]
         assert finish_s == pytest.approx(ready_s + generate_s, abs=2e-3)
-        assert re.search(r"^Memory of the process: CPU 0\.\d\d GiB, GPU 0.00 GiB$", text, re.M)
+        # All that tests have done in this process counts.
+        assert re.search(r"^Memory of the process: CPU \d\.\d\d GiB, GPU 0.00 GiB$", text, re.M)
 
 
 @pytest.mark.parametrize(
