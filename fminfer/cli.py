@@ -31,7 +31,17 @@ STARTED_S = time.perf_counter()
 EXIT_FAILED, EXIT_USAGE, EXIT_SOME_ERRORS = 1, 2, 3
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Commands(click.Group):
+    """Says what ended a command; `run` does so by itself."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except FminferError as error:
+            sys.exit(_tell(error, Stopper(0.0), False))
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="fminfer")
 def main() -> None:
     """Answer files of OpenAI-completions requests with a language model, offline.
@@ -126,12 +136,9 @@ def bench(batch_sizes: tuple[int, ...], new_tokens: int, fp16: bool, **options: 
         from fminfer.bench import run_bench
 
     rows = []
-    try:
-        for figures in run_bench(EngineConfig(**options), batch_sizes, new_tokens, _elapsed_s):
-            click.echo(f"{figures.to_text()}\n")
-            rows.append(asdict(figures) | {"ms_per_token": figures.ms_per_token})
-    except FminferError as error:
-        sys.exit(_tell(error, Stopper(0.0), False))
+    for figures in run_bench(EngineConfig(**options), batch_sizes, new_tokens, _elapsed_s):
+        click.echo(f"{figures.to_text()}\n")
+        rows.append(asdict(figures) | {"ms_per_token": figures.ms_per_token})
     click.echo("batch size        " + "".join(f"{row['batch_size']:>9}" for row in rows))
     click.echo("msecs a token     " + "".join(f"{row['ms_per_token']:>9.2f}" for row in rows))
     click.echo(json.dumps({"batches": rows}))
