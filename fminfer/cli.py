@@ -70,6 +70,7 @@ def run(
     output: Path | None,
     fp16: bool,
     restart: bool,
+    is_watching: bool,
     stats: Path | None,
     quiet: bool,
     verbose: bool,
@@ -101,7 +102,9 @@ def run(
     options["dtype"] = _dtype(fp16, options["dtype"])
     rank_options = {field.name: options.pop(field.name) for field in fields(RankConfig)}
     is_rank, stopper = False, Stopper(grace_s)
-    job = JobPaths([*infer_data, *paths], output, restart, stats, trace, quiet, verbose)
+    job = JobPaths(
+        [*infer_data, *paths], output, restart, stats, trace, quiet, verbose, is_watching
+    )
     try:
         ranks, config = RankConfig(**rank_options), EngineConfig(**options)
         check_times(grace_s, deadline_s)
@@ -198,6 +201,8 @@ def _run(
         from fminfer.running import run_process
 
     summary = run_process(job, plan, config, ranks, facts, stopper, _elapsed_s)
+    if summary is not None and summary.refused:
+        return EXIT_USAGE
     return EXIT_SOME_ERRORS if summary is not None and summary.has_errors else 0
 
 

@@ -2,6 +2,7 @@
 
 FminferError                 the run cannot go on; the message says what to do
 ├── UsageError               a flag, a path or an argument is wrong (exit status 2)
+│   └── InUseError           another run is answering into an output
 ├── CheckpointError          the model cannot be loaded or run
 ├── PipelineError            a rank failed, died, fell silent or never came
 ├── OutputError              finished rows cannot be written: a full disk, a folder that is gone
@@ -39,6 +40,10 @@ class FminferError(Exception):
 
 class UsageError(FminferError):
     """The caller asked for something that cannot be: a missing file, a clash of flags."""
+
+
+class InUseError(UsageError):
+    """Another run is answering into an output; its finished rows are kept."""
 
 
 class CheckpointError(FminferError):

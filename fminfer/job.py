@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fminfer.engine.loop import LOOKAHEAD
@@ -16,16 +16,32 @@ from fminfer.engine.planner import WINDOW
 from fminfer.engine.stats import EngineStats
 from fminfer.errors import StoppedError
 from fminfer.input.lines import Line
+from fminfer.output.claims import Claim, Claims
 from fminfer.output.job_file import JobFile, JournaledInput, StreamedInput
 from fminfer.output.journal import Fingerprint
 from fminfer.output.places import STDOUT
 from fminfer.output.progress import Progress, ProgressBar, write_beside_bar
 from fminfer.output.records import Record
+from fminfer.output.shared_files import FilePlan, SharedFiles
 from fminfer.output.stream import OrderedStream
 from fminfer.output.summary import JobSummary
 from fminfer.output.trace import TraceFile
 from fminfer.stopping import Stopper
 from fminfer.worker import Engine
+
+
+@dataclass(slots=True, frozen=True)
+class NamedFiles:
+    """The inputs of a run that answers all of them itself, one after another."""
+
+    files: list[JobFile]
+
+    @property
+    def is_finished(self) -> bool:
+        return all(file.is_settled for file in self.files)
+
+    def turns(self) -> Iterator[JobFile]:
+        return iter(self.files)
 
 
 def open_files(
@@ -35,7 +51,7 @@ def open_files(
     *,
     model: str,
     restart: bool,
-) -> list[JobFile]:
+) -> NamedFiles:
     """See what earlier runs have done of each input; nothing is written if anything is wrong.
 
     Args:
@@ -48,19 +64,49 @@ def open_files(
     """
     stream = OrderedStream(sys.stdout.buffer, write_beside_bar)
     files: list[JobFile] = []
+    claims = Claims()
     for source, (path, output) in enumerate(zip(inputs, outputs, strict=True)):
         if output == STDOUT:
             files.append(StreamedInput(path, source, stream))
         else:
-            files.append(JournaledInput(path, source, output, model, fingerprint, restart=restart))
-    for file in files:
-        file.begin()
-    return files
+            file = JournaledInput(
+                path, source, output, model, fingerprint, claims=claims, restart=restart
+            )
+            files.append(file)
+    for each in files:
+        each.begin()
+    return NamedFiles(files)
+
+
+def share_files(
+    find: Callable[[], FilePlan],
+    fingerprint: Fingerprint,
+    *,
+    model: str,
+    restart: bool,
+    is_watching: bool,
+) -> SharedFiles:
+    """Prepare to answer files together with other runs; nothing is opened yet.
+
+    Args:
+        find: lists the inputs and the output of each, as they are now.
+        is_watching: wait for more files when all are answered.
+    """
+    claims = Claims()
+
+    def open_file(path: Path, source: int, output: Path, claim: Claim) -> JournaledInput:
+        return JournaledInput(
+            path, source, output, model, fingerprint, claims=claims, claim=claim, restart=restart
+        )
+
+    return SharedFiles(
+        find, open_file, claims, fingerprint, restart=restart, is_watching=is_watching
+    )
 
 
 def run_job(
     engine: Engine | None,
-    files: Sequence[JobFile],
+    inputs: NamedFiles | SharedFiles,
     summary: JobSummary,
     *,
     stopper: Stopper | None = None,
@@ -79,52 +125,55 @@ def run_job(
         StoppedError: it was told to stop; finished rows are kept.
         FminferError: it cannot go on; finished rows are kept.
     """
-    _count_kept(summary, files)
     started = time.perf_counter()
     if engine is None:
-        summary.engine = asdict(EngineStats())
-        return summary
+        return _sum_up(summary, inputs, EngineStats())
     stopper = stopper or Stopper(0.0)
-    left = [file.num_left for file in files]
-    read_ahead = LOOKAHEAD if None in left else WINDOW  # whoever writes a stream may wait
-    bar = ProgressBar(None if None in left else sum(n or 0 for n in left), is_quiet=is_quiet)
+    left = [file.num_left for file in inputs.files]
+    # Whoever writes a stream may wait.
+    read_ahead = LOOKAHEAD if None in left else WINDOW
+    bar = ProgressBar(_num_left(inputs), is_quiet=is_quiet)
     trace_file = None if trace is None else TraceFile(trace)
     if trace_file is not None:
         engine.trace(trace_file.add)
     try:
         with stopper.telling(engine.stop):
-            for record in engine.run(_lines(files, engine, stopper), read_ahead):
-                files[record.line.source].add(record)
+            for record in engine.run(_lines(inputs, engine, stopper), read_ahead):
+                inputs.files[record.line.source].add(record)
                 _count(summary, record)
                 bar.update(_progress(summary, engine))
-        if stopper.reason is not None and not all(file.is_finished for file in files):
+        if stopper.reason is not None and not inputs.is_finished:
             raise stopper.reason
     except StoppedError as error:
-        if not all(file.is_finished for file in files):
+        if not inputs.is_finished:
             reason = stopper.reason or error
-            abandon(files, reason)
+            abandon(inputs, reason)
             raise reason from None
     except BaseException as error:
-        abandon(files, error)
+        abandon(inputs, error)
         raise
     finally:
         bar.close()
         if trace_file is not None:
             trace_file.close()
     summary.wall_s = time.perf_counter() - started
-    summary.engine = asdict(engine.stats)
     summary.warnings = engine.warnings
-    return summary
+    return _sum_up(summary, inputs, engine.stats)
 
 
-def abandon(files: Sequence[JobFile], error: BaseException) -> None:
+def abandon(inputs: NamedFiles | SharedFiles, error: BaseException) -> None:
     """Stop without finishing; each status file says why."""
-    for file in files:
+    for file in inputs.files:
         file.abandon(error)
 
 
-def _lines(files: Sequence[JobFile], engine: Engine, stopper: Stopper) -> Iterator[Line]:
-    for file in files:
+def _lines(
+    inputs: NamedFiles | SharedFiles, engine: Engine, stopper: Stopper
+) -> Iterator[Line | None]:
+    for file in inputs.turns():
+        if file is None:
+            yield None
+            continue
         lines = file.lines(engine.pass_over)
         while True:
             try:
@@ -137,11 +186,29 @@ def _lines(files: Sequence[JobFile], engine: Engine, stopper: Stopper) -> Iterat
             yield line
 
 
-def _count_kept(summary: JobSummary, files: Sequence[JobFile]) -> None:
-    for file in files:
+def _num_left(inputs: NamedFiles | SharedFiles) -> int | None:
+    """Return how many rows are left to answer; None: that is not known."""
+    left = [file.num_left for file in inputs.files]
+    if isinstance(inputs, SharedFiles) or None in left:
+        return None
+    return sum(n or 0 for n in left)
+
+
+def _sum_up(
+    summary: JobSummary, inputs: NamedFiles | SharedFiles, stats: EngineStats
+) -> JobSummary:
+    summary.engine = asdict(stats)
+    if isinstance(inputs, SharedFiles):
+        mine = [file for file in inputs.files if not file.is_lost]
+        summary.inputs = [file.path for file in mine]
+        summary.outputs = [file.output for file in mine]
+        summary.num_files_elsewhere = inputs.num_elsewhere
+        summary.refused = {str(path): text for path, text in inputs.refused.items()}
+    for file in inputs.files:
         summary.num_kept_rows += file.num_kept_rows
         summary.num_kept_errors += file.num_kept_errors
         summary.num_damaged_rows += file.num_damaged_rows
+    return summary
 
 
 def _count(summary: JobSummary, record: Record) -> None:

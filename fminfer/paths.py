@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fminfer.errors import UsageError
 from fminfer.input.lines import find_inputs
-from fminfer.output.places import plan_outputs
+from fminfer.output.places import STDOUT, plan_outputs
 
 Plan = tuple[list[Path], list[Path]]  # inputs, and the output of each
 
@@ -23,6 +23,12 @@ class JobPaths:
     trace: Path | None
     is_quiet: bool
     is_verbose: bool
+    is_watching: bool = False
+
+    @property
+    def is_shared(self) -> bool:
+        """Tell whether other runs may answer some of the files: those of a folder."""
+        return self.output != STDOUT and any(path.is_dir() for path in self.paths)
 
     def find_inputs(self) -> list[Path]:
         """List the input files.
@@ -30,8 +36,8 @@ class JobPaths:
         Raises:
             UsageError: there are none.
         """
-        inputs = find_inputs(self.paths)
-        if not inputs:
+        inputs = find_inputs(self.paths, may_be_empty=self.is_watching)
+        if not inputs and not self.is_watching:
             raise UsageError("no input; give a .jsonl file, as in: fminfer run requests.jsonl")
         return inputs
 
@@ -48,4 +54,6 @@ class JobPaths:
                 raise UsageError(f"{flag} {path}: there is no folder {path.parent}")
             if path is not None and path.is_dir():
                 raise UsageError(f"{flag} {path} is a folder; give the name of a file")
+        if self.is_watching and not self.is_shared:
+            raise UsageError("--watch needs a folder to watch, and an --output that is none of -")
         return inputs, outputs

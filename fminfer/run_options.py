@@ -79,6 +79,12 @@ FILES = [
         help="Answer all from the start; otherwise what earlier runs finished is kept.",
     ),
     click.option(
+        "--watch",
+        "is_watching",
+        is_flag=True,
+        help="Wait for more files in the folder when all are answered, until told to stop.",
+    ),
+    click.option(
         "--grace",
         "grace_s",
         type=Duration(),

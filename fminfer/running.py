@@ -16,11 +16,12 @@ import transformers
 from fminfer.config import EngineConfig
 from fminfer.errors import FminferError, PipelineError, StoppedError
 from fminfer.fingerprint import fingerprint_of
-from fminfer.job import abandon, open_files, run_job
+from fminfer.job import NamedFiles, abandon, open_files, run_job, share_files
 from fminfer.kernel_build import start_build
 from fminfer.loading import open_model
-from fminfer.output.job_file import JobFile, JournaledInput
+from fminfer.output.job_file import JournaledInput
 from fminfer.output.progress import LoadingBar
+from fminfer.output.shared_files import SharedFiles
 from fminfer.output.summary import JobSummary
 from fminfer.paths import JobPaths, Plan
 from fminfer.pipeline.group import Group, status_of
@@ -102,9 +103,21 @@ def _answer(
     inputs, outputs = plan
     checkpoint = open_model(config)
     fingerprint = fingerprint_of(config, checkpoint)
-    files = open_files(inputs, outputs, fingerprint, model=checkpoint.name, restart=job.restart)
+    files: NamedFiles | SharedFiles
+    if job.is_shared:
+        files = share_files(
+            job.plan if job.is_watching else lambda: plan,
+            fingerprint,
+            model=checkpoint.name,
+            restart=job.restart,
+            is_watching=job.is_watching,
+        )
+        is_done = not files.look()
+    else:
+        files = open_files(inputs, outputs, fingerprint, model=checkpoint.name, restart=job.restart)
+        is_done = files.is_finished
     summary = JobSummary(checkpoint.name, fingerprint["the dtype"], inputs, outputs)
-    if group is None and all(file.is_finished for file in files):
+    if group is None and is_done:
         summary = run_job(None, files, summary, is_quiet=job.is_quiet)
     else:
         with _telling_how_to_go_on(files):
@@ -117,18 +130,18 @@ def _answer(
 
 
 @contextmanager
-def _telling_how_to_go_on(files: list[JobFile]) -> Iterator[None]:
+def _telling_how_to_go_on(files: NamedFiles | SharedFiles) -> Iterator[None]:
     try:
         yield
     except (StoppedError, PipelineError) as error:
-        if any(isinstance(file, JournaledInput) for file in files):
+        if any(isinstance(file, JournaledInput) for file in files.files):
             error.args = (f"{str(error).rstrip('.')}. {AGAIN}",)
         raise
 
 
 def _answer_files(
     job: JobPaths,
-    files: list[JobFile],
+    files: NamedFiles | SharedFiles,
     summary: JobSummary,
     config: EngineConfig,
     group: Group | None,

@@ -98,12 +98,13 @@ class Engine:
         self._loop.on_step = on_step
 
     def run(
-        self, requests: Iterable[Mapping[str, Any] | Line], read_ahead: int = LOOKAHEAD
+        self, requests: Iterable[Mapping[str, Any] | Line | None], read_ahead: int = LOOKAHEAD
     ) -> Generator[Record, None, None]:
         """Answer requests, reading them as room for them appears.
 
         Args:
-            requests: dicts with the fields of a completions request, or input lines.
+            requests: dicts with the fields of a completions request, or input lines; None where the
+                next one is not there yet, and is to be asked for later.
             read_ahead: prompts that may be read before there is room for them: more can be put in
                 better order, and an iterable that waits for answers must not be asked for more.
 
@@ -247,9 +248,11 @@ def _ends(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset({tokenizer.eos_id})
 
 
-def _as_lines(requests: Iterable[Mapping[str, Any] | Line]) -> Iterator[Line]:
-    for number, request in enumerate(requests, start=1):
-        if isinstance(request, Line):
+def _as_lines(requests: Iterable[Mapping[str, Any] | Line | None]) -> Iterator[Line | None]:
+    number = 0
+    for request in requests:
+        number += request is not None
+        if request is None or isinstance(request, Line):
             yield request
         elif isinstance(request, Mapping):
             try:

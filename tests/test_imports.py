@@ -17,7 +17,8 @@ config fields input.streams input.values input.spans tokenizer partition ranks \
     models.alibi models.families models.sizes models.variants integrations.generation \
     engine.stats output.trace output.disk stopping memory fused_layers
 input.lines spelling sampling placement decode_attention kernel_attention launcher run_options \
-    output.journal models.experts models.checkpoint models.layer_count models.slicing \
+    output.journal output.claims \
+    models.experts models.checkpoint models.layer_count models.slicing \
     pipeline.wire pipeline.transport pipeline.store pipeline.watch pipeline.local
 input.envelope attention score_kernel models.weights pipeline.group \
     models.adapters.bloom models.adapters.codegen \
@@ -26,7 +27,7 @@ request fingerprint output.records output.writer output.stream output.progress
 engine.logit_edits output.status pipeline.stage
 engine.sequence pipeline.ring output.places output.job_file
 engine.prefix engine.advance engine.packing engine.equal_requests engine.planner \
-    output.summary loading paths
+    output.summary output.shared_files loading paths
 engine.scheduler engine.answer engine.intake
 engine.loop
 worker

@@ -284,14 +284,14 @@ def test_a_run_that_was_killed_while_it_finished_needs_no_model(
     output.rename(tmp_path / "answers")
     records = (tmp_path / "answers").read_bytes().splitlines()
     files = open_files([source], [tmp_path / "other.jsonl"], {}, model="m", restart=False)
-    fingerprint = files[0]._fingerprint  # type: ignore[union-attr]
+    fingerprint = files.files[0]._fingerprint  # type: ignore[union-attr]
     journal = Journal(output, fingerprint)
     for number, record in enumerate(records, 1):
         journal.append(Row(number, False, (1, 0, 2), 0, record))
     journal.close()
     (tmp_path / "out.jsonl.ordered").write_bytes(records[0][:9])
     files = open_files([source], [output], {}, model="m", restart=False)
-    assert all(file.is_finished for file in files)
+    assert files.is_finished
     assert output.read_bytes() == (tmp_path / "answers").read_bytes()
     assert not (tmp_path / "out.jsonl.ordered").exists()
 

@@ -29,6 +29,7 @@ from fminfer.output.records import Record
 from fminfer.timing import RowClock
 
 LOOKAHEAD = 64  # lines that are read between steps, and prompts that wait where no more is said
+WAIT_S = 0.02  # for a line, where nothing else is to be done
 MIN_WAITING = 32  # so few prompts wait, and those that were read join them
 
 
@@ -81,11 +82,12 @@ class EngineLoop:
         self.stats = EngineStats(num_kv_tokens=kv_capacity)
 
     def run(
-        self, lines: Iterable[Line], read_ahead: int = LOOKAHEAD
+        self, lines: Iterable[Line | None], read_ahead: int = LOOKAHEAD
     ) -> Generator[Record, None, None]:
         """Yield one record a line, as they finish. Lines are read as room for them appears.
 
         Args:
+            lines: None stands for a line that is not there yet; the next is asked for later.
             read_ahead: prompts that are read before there is room for them, to be put in order.
 
         Raises:
@@ -126,7 +128,7 @@ class EngineLoop:
     def _is_stopping(self) -> bool:
         return self._stop_at_s < math.inf
 
-    def _run(self, source: Iterator[Line]) -> Iterator[Record]:
+    def _run(self, source: Iterator[Line | None]) -> Iterator[Record]:
         while True:
             has_more = self._take_in(source)
             self._fill_pipeline()
@@ -166,7 +168,7 @@ class EngineLoop:
         self._scheduler.clear()
         self._clock = RowClock()
 
-    def _take_in(self, source: Iterator[Line]) -> bool:
+    def _take_in(self, source: Iterator[Line | None]) -> bool:
         """Read some lines, and let them wait in good order; return False when all do."""
         has_more = self._read(source)
         if self._window and not self._is_stopping:
@@ -189,7 +191,7 @@ class EngineLoop:
             return min(LOOKAHEAD, self._read_ahead)
         return self._read_ahead
 
-    def _read(self, source: Iterator[Line]) -> bool:
+    def _read(self, source: Iterator[Line | None]) -> bool:
         """Read lines until enough are there for now; return False at the end of the input."""
         if self._has_ended:
             return False
@@ -202,10 +204,15 @@ class EngineLoop:
                 return True
             if self._equal_requests is not None and self._equal_requests.is_full:
                 return True
-            line = next(source, None)
-            if line is None:
+            try:
+                line = next(source)
+            except StopIteration:
                 self._has_ended = True
                 return False
+            if line is None:  # not there yet
+                if not (self._in_flight or self._num_ahead or self._done):
+                    time.sleep(WAIT_S)
+                return True
             self._take_line(line)
         return True
 

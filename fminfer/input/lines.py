@@ -32,11 +32,14 @@ class Line:
     damage: str = ""  # why this line and the rest of its file cannot be read
 
 
-def find_inputs(paths: list[Path]) -> list[Path]:
+def find_inputs(paths: list[Path], *, may_be_empty: bool = False) -> list[Path]:
     """Return the files to answer, in order; a folder gives those with a known ending, by name.
 
     Files that earlier runs wrote (`output_*`, `*.errors.jsonl`, `*.status.json`) are left out of
     folders. `-` is stdin.
+
+    Args:
+        may_be_empty: a folder may hold no file to answer yet.
 
     Raises:
         UsageError: a path that does not exist, has another ending, or comes twice.
@@ -45,7 +48,7 @@ def find_inputs(paths: list[Path]) -> list[Path]:
     for path in paths:
         if path.is_dir():
             found = sorted(p for p in path.iterdir() if _is_input(p))
-            if not found:
+            if not found and not may_be_empty:
                 raise UsageError(f"{path} holds no file to answer ({', '.join(ENDINGS)})")
             files += found
         elif path != STDIN and not path.exists():

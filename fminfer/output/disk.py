@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from fminfer.errors import OutputError, UsageError
+from fminfer.errors import InUseError, OutputError
 
 HAS_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
@@ -21,7 +21,7 @@ def lock(fd: int, path: Path, output: Path) -> bool:
     """Keep others from a file until it is closed; return False where the file system cannot.
 
     Raises:
-        UsageError: another process has it.
+        InUseError: another process has it.
     """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -30,7 +30,7 @@ def lock(fd: int, path: Path, output: Path) -> bool:
             return False
         if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
             raise
-        raise UsageError(
+        raise InUseError(
             f"{path} is in use: another run is answering into {output}. Wait for it or end it; "
             "its finished rows are kept"
         ) from None

@@ -10,9 +10,10 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from fminfer.errors import OutputError, StoppedError, UsageError
+from fminfer.errors import InUseError, OutputError, StoppedError, UsageError
 from fminfer.input.lines import Line, count_rows, read_lines
 from fminfer.input.streams import A_PIPE, digest_of
+from fminfer.output.claims import Claim, Claims, look_at
 from fminfer.output.disk import explain
 from fminfer.output.journal import Fingerprint, Journal, check_fingerprint, peek
 from fminfer.output.records import Record
@@ -58,6 +59,15 @@ class StreamedInput:
         self._stream.append(self.source, record.line.number, record.to_json(), is_error=is_error)
         self._num_done += 1
 
+    @property
+    def is_settled(self) -> bool:
+        return self.is_finished
+
+    @property
+    def is_lost(self) -> bool:
+        """No other run takes it."""
+        return False
+
     def abandon(self, error: BaseException) -> None:
         """Stop without finishing."""
 
@@ -67,10 +77,13 @@ class JournaledInput:
 
     Args:
         fingerprint: of the run, without the input's own.
+        claims: from which the output's is taken when it is this input's turn.
+        claim: of the output, if it is this run's already.
         restart: answer all lines again, whatever an earlier run has done.
 
     Raises:
-        UsageError: rows of another run are there, or another run is at work.
+        InUseError: another run is at work.
+        UsageError: rows of another run are there.
     """
 
     def __init__(
@@ -81,16 +94,19 @@ class JournaledInput:
         model: str,
         fingerprint: Fingerprint,
         *,
+        claims: Claims,
+        claim: Claim | None = None,
         restart: bool,
     ) -> None:
         self.path, self.source, self.output = path, source, output
+        self._claims, self._claim = claims, claim
         self.is_finished = False
         self._fingerprint = {"the input": digest_of(path)} | fingerprint
         self._restart = restart
         self._journal: Journal | None = None  # open while the input is being answered
         self._num_read = 0
         self._is_read = False
-        self._is_lost = False  # to another run
+        self.is_lost = False  # to another run
         has_journal = peek(output, self._fingerprint, restart=restart)
         self.num_kept_rows = self.num_kept_errors = self.num_damaged_rows = 0
         self._counts = Counts()
@@ -99,6 +115,11 @@ class JournaledInput:
         self._num_rows = None if self.is_finished else count_rows(path)
         self._counts.num_rows = self._counts.num_rows or self._num_rows or 0
         self._status = StatusFile(path, output, model, self._fingerprint, self._counts)
+
+    @property
+    def is_settled(self) -> bool:
+        """Tell whether nothing of it is left for this run."""
+        return self.is_finished or self.is_lost
 
     @property
     def num_left(self) -> int | None:
@@ -110,7 +131,10 @@ class JournaledInput:
     def begin(self) -> None:
         """Count what an earlier run has done; where it had answered every line, finish for it."""
         if self.is_finished:
+            self._release()
             return
+        if self._claim is None and any(not claim.is_dead for claim in look_at(self.output)):
+            raise self._in_use()
         self._make_folder()
         # There from the start, so that no run of another kind takes the output meanwhile.
         journal = self._journal = Journal(self.output, self._fingerprint, restart=self._restart)
@@ -140,6 +164,8 @@ class JournaledInput:
         for line in read_lines(self.path, self.source):
             self._num_read += 1
             self._counts.num_rows = max(self._num_rows or 0, self._num_read)
+            if self.is_lost:
+                return
             if line.number not in journal:
                 yield line
                 continue
@@ -154,7 +180,11 @@ class JournaledInput:
         self._finish_if_complete()  # its last record may have come before its end was seen
 
     def add(self, record: Record) -> None:
-        """Write a record at once."""
+        """Write a record at once, unless another run has taken the output over."""
+        if self._claim is not None and not self._claim.holds():
+            self._lose()
+        if self.is_lost:
+            return
         assert self._journal is not None, "a record of an input that is not being answered"
         is_error = record.error is not None
         tokens = record.num_prompt_tokens, record.num_cached_tokens, record.num_completion_tokens
@@ -167,7 +197,7 @@ class JournaledInput:
 
     def abandon(self, error: BaseException) -> None:
         """Stop without finishing; what was answered stays in the journal."""
-        if self.is_finished or self._is_lost:
+        if self.is_finished or self.is_lost:
             return
         with contextlib.suppress(OutputError):  # there are other files, and a reason to be told
             if self._journal is not None:
@@ -178,21 +208,47 @@ class JournaledInput:
                 self._status.move("cancelled")
             else:
                 self._status.move("failed", f"{type(error).__name__}: {error}")
+        self._release()
 
     def _take(self) -> Journal | None:
         """Open the journal for good; None: another run has finished the output since the start."""
         try:
+            self._claim = self._claim or self._claims.take(self.output)
+            if self._claim is None:
+                raise self._in_use()
             journal = Journal(self.output, self._fingerprint)
         except UsageError:
-            self._is_lost = True
+            self.is_lost = True
+            self._release()
             raise
         if not (journal.num_rows or self._restart) and self.output.exists():
             journal.remove()
-            self._is_lost = True  # until it is known to be ours
+            self.is_lost = True  # until it is known to be ours
+            self._release()
             self._check_complete()
             return None
         self._journal = journal
         return journal
+
+    def _lose(self) -> None:
+        """Write no more: this process slept, or did not reach the disk, for so long."""
+        self.is_lost = True
+        if self._journal is not None:
+            with contextlib.suppress(OutputError):
+                self._journal.close()
+            self._journal = None
+        self._release()
+
+    def _release(self) -> None:
+        if self._claim is not None:
+            self._claim.release()
+            self._claim = None
+
+    def _in_use(self) -> InUseError:
+        return InUseError(
+            f"{self.output} is another run's to answer at the moment. Wait for it or end it; its "
+            "finished rows are kept"
+        )
 
     def _make_folder(self) -> None:
         try:
@@ -221,6 +277,7 @@ class JournaledInput:
         self.is_finished = True
         self._journal = None
         journal.remove()  # last: until then the next run does all of this again
+        self._release()
 
     def _check_complete(self) -> None:
         """See that an output that is there is this run's own.

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fminfer.errors import OutputError, UsageError
+from fminfer.errors import InUseError, OutputError, UsageError
 from fminfer.output.disk import lock, sync_folder, told, write_all
 from fminfer.output.rows import Row, read_input_crc, read_row
 
@@ -164,7 +164,7 @@ class Journal:
         self.has_locks = lock(self._fd, self.path, self.output)
         # Whoever had the lock may have finished, and removed the file, in between.
         if not self.path.exists() or not os.path.samestat(os.fstat(self._fd), self.path.stat()):
-            raise UsageError(f"another run has just finished {self.output}; run again to see")
+            raise InUseError(f"another run has just finished {self.output}; run again to see")
 
     def _read(self, fingerprint: Fingerprint) -> None:
         with open(self._fd, "rb", closefd=False) as file:

@@ -26,6 +26,8 @@ class JobSummary:
     num_kept_rows: int = 0  # answered or refused by earlier runs, and kept
     num_kept_errors: int = 0  # of them, errors
     num_damaged_rows: int = 0  # of earlier runs, not kept
+    num_files_elsewhere: int = 0  # that other runs were answering at the end
+    refused: dict[str, str] = field(default_factory=dict)  # inputs that were not answered, and why
     errors_by_code: dict[str, int] = field(default_factory=dict)
     prompt_tokens: int = 0  # as in usage: of answered rows
     completion_tokens: int = 0
@@ -134,6 +136,11 @@ class JobSummary:
         if self.device:  # otherwise nothing was left to do
             lines += self._work_lines()
         lines += self._warning_lines()
+        if self.num_files_elsewhere:
+            lines.append(
+                f"elsewhere {self.num_files_elsewhere:,} files are being answered by other runs"
+            )
+        lines += [f"refused   {path}: {text}" for path, text in self.refused.items()]
         files = list(dict.fromkeys(self.outputs))
         lines += [f"output    {'stdout' if path == STDOUT else path}" for path in files]
         if self.has_errors:

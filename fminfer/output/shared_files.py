@@ -1,0 +1,161 @@
+"""Files that several runs answer together, each by one of them: whoever is ready claims the next.
+
+It finds, claims and opens them, and knows nothing of what stands in them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from fminfer.errors import InUseError, UsageError
+from fminfer.output.claims import Claim, Claims, claimed_outputs, look_at, remove_dead
+from fminfer.output.job_file import JournaledInput
+from fminfer.output.journal import Fingerprint, check_fingerprint, journal_path
+from fminfer.output.status import read_status
+
+SCAN_EVERY_S = 2.0  # where nothing is free
+
+YOUNG_S = 5.0  # a file that was written so lately may not be whole
+
+FilePlan = tuple[list[Path], list[Path]]  # inputs, and the output of each
+OpenFile = Callable[[Path, int, Path, Claim], JournaledInput]
+
+
+class SharedFiles:
+    """The inputs of a run that shares them with others, opened one by one.
+
+    Args:
+        find: lists the inputs and the output of each, as they are now.
+        open_file: opens an input that this run has claimed: path, number, output, claim.
+        fingerprint: of the run, without the inputs' own.
+        restart: answer again what was complete before this run began.
+        is_watching: wait for more files when all are answered.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[], FilePlan],
+        open_file: OpenFile,
+        claims: Claims,
+        fingerprint: Fingerprint,
+        *,
+        restart: bool,
+        is_watching: bool,
+    ) -> None:
+        self.files: list[JournaledInput] = []  # claimed by this run, by their number
+        self.refused: dict[Path, str] = {}  # inputs that cannot be answered, and why
+        self.num_elsewhere = 0  # at the last look, those that other runs answer
+        self._find, self._open_file = find, open_file
+        self._claims = claims
+        self._fingerprint = fingerprint
+        self._restart = restart
+        self._is_watching = is_watching
+        self._started_s = time.time()
+        self._settled: set[Path] = set()
+        self._next_scan_s = 0.0
+        self._has_ended = False
+
+    @property
+    def is_finished(self) -> bool:
+        """Tell whether nothing is left that this run could answer, now or later."""
+        return self._has_ended and all(file.is_settled for file in self.files)
+
+    def look(self) -> bool:
+        """Tell whether there is anything to answer, before a model is loaded for it.
+
+        Raises:
+            UsageError: an output is another model's, or was made with other settings.
+        """
+        free = [path for path, _ in self._free(*self._find())]
+        if self.refused:
+            raise UsageError(next(iter(self.refused.values())))
+        self._has_ended = not (free or self._is_watching)
+        return not self._has_ended
+
+    def turns(self) -> Iterator[JournaledInput | None]:
+        """Yield each file as it is claimed; None where none is free at the moment."""
+        while not self._has_ended:
+            if time.monotonic() < self._next_scan_s:
+                yield None
+                continue
+            opened = len(self.files)
+            for path, output in self._free(*self._find()):
+                file = self._claim(path, output)
+                if file is not None:
+                    yield file
+            if len(self.files) == opened:
+                # What others answer may become free as long as this run has work of its own.
+                idle = all(file.is_settled for file in self.files)
+                self._has_ended = idle and not self._is_watching
+                self._next_scan_s = time.monotonic() + SCAN_EVERY_S
+
+    def _free(self, inputs: list[Path], outputs: list[Path]) -> Iterator[tuple[Path, Path]]:
+        """Yield what is neither complete nor claimed by a process that lives."""
+        self.num_elsewhere = 0
+        claimed = _claimed(outputs)
+        for path, output in zip(inputs, outputs, strict=True):
+            if path in self._settled or (self._is_watching and _is_young(path)):
+                continue
+            try:
+                if self._is_complete(path, output):
+                    self._settled.add(path)
+                    if output in claimed:
+                        remove_dead(output)
+                    continue
+            except UsageError as error:
+                self._refuse(path, error)
+                continue
+            if output in claimed and any(not claim.is_dead for claim in look_at(output)):
+                self.num_elsewhere += 1
+            else:
+                yield path, output
+
+    def _is_complete(self, path: Path, output: Path) -> bool:
+        """Tell it of an input that was not changed since; otherwise it is opened, and looked at."""
+        if not output.exists() or journal_path(output).exists():
+            return False
+        status = read_status(output)
+        if status is None or status.get("status") != "completed":
+            return False
+        if self._restart:
+            return int(status.get("completed_at") or 0) >= self._started_s
+        found = dict(status.get("metadata") or {})
+        check_fingerprint(output, found | {"the input": ""}, self._fingerprint | {"the input": ""})
+        return path.stat().st_mtime <= output.stat().st_mtime
+
+    def _claim(self, path: Path, output: Path) -> JournaledInput | None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        claim = self._claims.take(output)
+        if claim is None:
+            return None
+        try:
+            file = self._open_file(path, len(self.files), output, claim)
+            file.begin()
+        except InUseError:  # by a run that knows no claims, or is slow to give it back
+            claim.release()
+            return None
+        except UsageError as error:
+            claim.release()
+            self._refuse(path, error)
+            return None
+        except BaseException:
+            claim.release()
+            raise
+        self._settled.add(path)
+        self.files.append(file)
+        return file
+
+    def _refuse(self, path: Path, error: UsageError) -> None:
+        self._settled.add(path)
+        self.refused[path] = str(error)
+
+
+def _claimed(outputs: Sequence[Path]) -> set[Path]:
+    folders = {output.parent for output in outputs}
+    return set().union(*map(claimed_outputs, folders))
+
+
+def _is_young(path: Path) -> bool:
+    return time.time() - path.stat().st_mtime < YOUNG_S

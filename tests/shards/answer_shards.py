@@ -1,0 +1,57 @@
+"""Answers a folder's files as a run does, but with a word instead of a model: a second a start.
+
+`python answer_shards.py FOLDER LOG`: each row that is safely written is noted in LOG.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from pathlib import Path
+
+from fminfer.errors import StoppedError
+from fminfer.input.envelope import open_envelope
+from fminfer.input.lines import find_inputs
+from fminfer.output.claims import Claim, Claims
+from fminfer.output.job_file import JournaledInput
+from fminfer.output.places import plan_outputs
+from fminfer.output.records import Record
+from fminfer.output.shared_files import FilePlan, SharedFiles
+
+PAUSE_S = 0.002  # at most, before a row
+
+
+def share(folder: Path, *, is_watching: bool = False, restart: bool = False) -> SharedFiles:
+    claims = Claims()
+
+    def find() -> FilePlan:
+        inputs = find_inputs([folder], may_be_empty=True)
+        return inputs, plan_outputs(inputs, None)
+
+    def open_file(path: Path, source: int, output: Path, claim: Claim) -> JournaledInput:
+        return JournaledInput(
+            path, source, output, "none", {}, claims=claims, claim=claim, restart=restart
+        )
+
+    return SharedFiles(find, open_file, claims, {}, restart=restart, is_watching=is_watching)
+
+
+def main(folder: Path, log: Path) -> None:
+    files = share(folder)
+    files.look()
+    with log.open("a", buffering=1) as notes:
+        for file in files.turns():
+            if file is None:
+                time.sleep(PAUSE_S)
+                continue
+            for line in file.lines(lambda line: None):
+                time.sleep(random.uniform(0, PAUSE_S))
+                file.add(Record(line, open_envelope(line), result={"said": line.number}))
+                if not file.is_lost:
+                    notes.write(f"{file.path.name} {line.number}\n")
+            file.abandon(StoppedError("the end", "cancelled", 1))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

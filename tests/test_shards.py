@@ -1,0 +1,284 @@
+"""Several runs over one folder: no file is answered twice, and none is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import fminfer
+from fminfer.errors import StoppedError
+from fminfer.input.envelope import open_envelope
+from fminfer.job import run_job, share_files
+from fminfer.output import claims as claims_module
+from fminfer.output.claims import BEAT_S, STALE_S, TRUSTED_S, Claims, find_claims, look_at
+from fminfer.output.job_file import JournaledInput
+from fminfer.output.places import plan_outputs
+from fminfer.output.records import Record
+from fminfer.output.status import read_status
+from fminfer.output.summary import JobSummary
+
+from .shards import answer_shards
+from .shards.answer_shards import share
+
+SCRIPT = Path(answer_shards.__file__)
+NUM_ROUNDS = int(os.environ.get("FMINFER_SHARD_ROUNDS", "2"))
+NUM_RUNS, NUM_SHARDS, NUM_LINES = 8, 50, 20
+
+
+def write_shards(folder: Path, num: int, num_lines: int = 3) -> list[Path]:
+    folder.mkdir(exist_ok=True)
+    paths = [folder / f"request_{i}.jsonl" for i in range(num)]
+    for i, path in enumerate(paths):
+        line = '{"prompt":"shard %d","max_tokens":2,"temperature":0,"user":"%d"}\n'
+        path.write_text("".join(line % (i, n) for n in range(num_lines)))
+    return paths
+
+
+def answer(file: JournaledInput) -> None:
+    for line in file.lines(lambda line: None):
+        file.add(Record(line, open_envelope(line), result={"said": line.number}))
+
+
+def open_first(folder: Path) -> JournaledInput:
+    return next(file for file in share(folder).turns() if file is not None)
+
+
+@pytest.mark.parametrize("number", range(NUM_ROUNDS))
+def test_runs_that_are_killed_at_random(tmp_path: Path, number: int) -> None:
+    """Eight runs over 50 files, killed and started again; each row is answered and written once."""
+    chance = random.Random(number)
+    paths = write_shards(tmp_path / "in", NUM_SHARDS, NUM_LINES)
+    outputs = [path.with_name(f"output_{path.name}") for path in paths]
+    logs: list[Path] = []
+
+    def start() -> subprocess.Popen[bytes]:
+        logs.append(tmp_path / f"{len(logs)}.log")
+        command = [sys.executable, str(SCRIPT), str(tmp_path / "in"), str(logs[-1])]
+        return subprocess.Popen(command, cwd=SCRIPT.parent.parent.parent)
+
+    runs = [start() for _ in range(NUM_RUNS)]
+    num_killed = 0
+    deadline = time.monotonic() + 300
+    while not all(output.exists() for output in outputs):
+        assert time.monotonic() < deadline
+        time.sleep(chance.uniform(0, 0.3))
+        place = chance.randrange(NUM_RUNS)
+        if runs[place].poll() is None and num_killed < 3 * NUM_RUNS:
+            runs[place].kill()
+            num_killed += 1
+        if runs[place].wait() in (0, -9):
+            runs[place] = start()
+    assert {run.wait() for run in runs} <= {0, -9}
+    assert num_killed >= NUM_RUNS
+    for path, output in zip(paths, outputs, strict=True):
+        said = [json.loads(line)["result"]["said"] for line in output.read_bytes().splitlines()]
+        assert said == [*range(1, NUM_LINES + 1)], path
+    noted = Counter(line for log in logs if log.exists() for line in log.read_text().splitlines())
+    assert [line for line, count in noted.items() if count > 1] == []
+    # A row whose run was killed before it noted it is in the file all the same.
+    assert NUM_SHARDS * NUM_LINES - num_killed <= len(noted) <= NUM_SHARDS * NUM_LINES
+    assert not share(tmp_path / "in").look(), "which also removes dead claims of complete files"
+    left = [path.name for path in (tmp_path / "in").iterdir() if ".claim-" in path.name]
+    left += [path.name for path in (tmp_path / "in").iterdir() if path.name.endswith(".journal")]
+    assert left == []
+
+
+def test_a_claim_is_one_processs(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    mine, theirs = Claims(), Claims()
+    claim = mine.take(output)
+    assert claim is not None and claim.holds()
+    assert theirs.take(output) is None
+    assert theirs.take(tmp_path / "other.jsonl") is not None
+    claim.release()
+    assert find_claims(output) == []
+    again = theirs.take(output)
+    assert again is not None and again.holds()
+
+
+def test_a_dead_processs_claim_is_taken_over(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    code = "import sys; from pathlib import Path; from fminfer.output.claims import Claims\n"
+    code += "assert Claims().take(Path(sys.argv[1])); print('ready', flush=True); input()"
+    command = [sys.executable, "-c", code, str(output)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+    assert Claims().take(output) is None
+    process.kill()
+    process.wait()
+    (found,) = look_at(output)
+    assert found.is_dead and found.owner is not None and found.owner.pid == process.pid
+    taken = Claims().take(output)
+    assert taken is not None and [taken.path] == find_claims(output), "the dead one is removed"
+
+
+def test_another_machines_claim_is_judged_by_its_age(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out.jsonl"
+    first = Claims().take(output)
+    assert first is not None
+    monkeypatch.setattr(claims_module, "_machine", lambda: "another")
+    os.utime(first.path, (time.time() - STALE_S + 5,) * 2)
+    assert Claims().take(output) is None
+    os.utime(first.path, (time.time() - STALE_S - 5,) * 2)
+    second = Claims().take(output)
+    assert second is not None and second.holds()
+    # The first slept; it wakes, and finds out before it writes.
+    first._beat_s -= TRUSTED_S + 1
+    assert not first.holds()
+    assert second.holds()
+    first.release()
+    assert second.holds() and second.path.exists()
+
+
+def test_a_claim_that_is_beaten_stays_young(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims_module, "BEAT_S", 0.05)
+    claim = Claims().take(tmp_path / "out.jsonl")
+    assert claim is not None
+    os.utime(claim.path, (time.time() - 1000,) * 2)
+    deadline = time.monotonic() + 20
+    while look_at(tmp_path / "out.jsonl")[0].age_s > BEAT_S:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_two_that_saw_the_same_dead_claim(tmp_path: Path) -> None:
+    """One was slow: meanwhile the other took over, gave back, and a third has it anew."""
+    output = tmp_path / "out.jsonl"
+    third = Claims().take(output)  # number 1 again
+    assert third is not None
+    slow = output.with_name(f"{output.name}.claim-2")
+    slow.write_text("")
+    os.utime(slow, (time.time() - 2 * STALE_S,) * 2)
+    assert Claims().take(output) is None, "the third lives"
+    assert third.path.exists()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"host": 1}', '{"pid": {}}', "nan", "[" * 9999])
+def test_a_claim_that_says_nothing(tmp_path: Path, text: str) -> None:
+    output = tmp_path / "out.jsonl"
+    path = tmp_path / "out.jsonl.claim-7"
+    path.write_text(text)
+    assert Claims().take(output) is None, "it may be being written"
+    os.utime(path, (time.time() - 2 * STALE_S,) * 2)
+    assert Claims().take(output) is not None
+
+
+def test_rows_that_come_after_a_take_over_are_not_written(tmp_path: Path) -> None:
+    write_shards(tmp_path / "in", 1)
+    first = open_first(tmp_path / "in")
+    lines = list(first.lines(lambda line: None))
+    first.add(Record(lines[0], open_envelope(lines[0]), result={"said": 1}))
+    assert first._claim is not None and first._journal is not None
+    os.utime(first._claim.path, (time.time() - 2 * STALE_S,) * 2)
+    os.close(first._journal._fd)  # and its lock, as where there are none
+    first._journal._fd = os.open(os.devnull, os.O_RDWR)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(claims_module, "_machine", lambda: "another")
+        second = open_first(tmp_path / "in")
+        answer(second)
+    before = second.output.read_bytes()
+    first._claim._beat_s -= 2 * TRUSTED_S
+    for line in lines[1:]:
+        first.add(Record(line, open_envelope(line), result={"said": "late"}))
+    assert first.is_lost and first.is_settled and not first.is_finished
+    assert second.is_finished and second.output.read_bytes() == before
+    assert b"late" not in before and before.count(b"\n") == 3
+    assert second.num_kept_rows == 1
+    status = read_status(second.output)
+    assert status is not None and status["status"] == "completed"
+
+
+def test_what_others_answer_is_left_to_them(tmp_path: Path) -> None:
+    paths = write_shards(tmp_path / "in", 3)
+    theirs = Claims()
+    claim = theirs.take(paths[1].with_name("output_request_1.jsonl"))
+    assert claim is not None
+    mine = share(tmp_path / "in")
+    assert mine.look()
+    opened = []
+    for file in mine.turns():
+        if file is not None:
+            opened.append(file.path)
+            answer(file)
+    assert opened == [paths[0], paths[2]] and mine.num_elsewhere == 1 and mine.is_finished
+    claim.release()
+    assert share(tmp_path / "in").look()
+
+
+def test_a_file_of_another_model_is_refused_and_the_others_answered(tmp_path: Path) -> None:
+    """What is wrong with a file before the model is loaded ends the run; later it costs itself."""
+    paths = write_shards(tmp_path / "in", 3)
+    for file in share(tmp_path / "in").turns():
+        if file is not None:
+            answer(file)
+    paths[1].write_text('{"prompt":"changed"}\n')
+    os.utime(paths[1], (time.time() + 100,) * 2)
+    mine = share(tmp_path / "in")
+    assert mine.look()
+    assert [file for file in mine.turns() if file is not None] == []
+    assert list(mine.refused) == [paths[1]] and "the input was" in mine.refused[paths[1]]
+
+
+def test_watching_takes_files_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fminfer.output import shared_files
+
+    monkeypatch.setattr(shared_files, "SCAN_EVERY_S", 0.01)
+    (tmp_path / "in").mkdir()
+    mine = share(tmp_path / "in", is_watching=True)
+    turns = mine.turns()
+    assert mine.look() and next(turns) is None
+    paths = write_shards(tmp_path / "in", 2)
+    assert next(turns) is None, "they may not be whole yet"
+    time.sleep(0.02)
+    os.utime(paths[1], (time.time() - 10,) * 2)
+    file = next(turns)
+    while file is None:
+        file = next(turns)
+    assert file.path == paths[1]
+    answer(file)
+    assert next(turns) is None and not mine.is_finished
+
+
+def test_a_run_with_an_engine(tmp_path: Path) -> None:
+    """Another run has a file; when its process is dead, the file is taken over and resumed."""
+    engine = fminfer.Engine(dtype="float32", budget=2048)
+    paths = write_shards(tmp_path / "in", 4, 5)
+    outputs = plan_outputs(paths, None)
+    other = Claims().take(outputs[2])
+    assert other is not None
+
+    def run() -> JobSummary:
+        inputs = share_files(
+            lambda: (paths, outputs), {}, model="m", restart=False, is_watching=False
+        )
+        inputs.look()
+        return run_job(engine, inputs, JobSummary("m", "d", paths, outputs), is_quiet=True)
+
+    summary = run()
+    assert summary.num_rows == 15 and summary.num_files_elsewhere == 1
+    assert summary.outputs == [outputs[0], outputs[1], outputs[3]]
+    assert "1 files are being answered by other runs" in summary.to_text()
+    other.release()
+    summary = run()
+    assert summary.num_rows == 5 and summary.outputs == [outputs[2]]
+    assert all(output.read_bytes().count(b"\n") == 5 for output in outputs)
+
+
+def test_an_interrupted_run_gives_its_claims_back(tmp_path: Path) -> None:
+    write_shards(tmp_path / "in", 2)
+    file = open_first(tmp_path / "in")
+    assert find_claims(file.output)
+    file.abandon(StoppedError("Interrupted.", "cancelled", 130))
+    assert find_claims(file.output) == []
