@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from fminfer.paths import JobPaths
 from fminfer.ranks import RankConfig, RankFacts, find_facts
 from fminfer.run_options import bench_options, run_options
 from fminfer.stopping import Stopper, check_times
+from fminfer.team_place import find_place
 
 STARTED_S = time.perf_counter()
 EXIT_FAILED, EXIT_USAGE, EXIT_SOME_ERRORS = 1, 2, 3
@@ -184,12 +185,24 @@ def _run(
     stopper: Stopper,
 ) -> int:
     """Start ranks, be one of them, or do all alone; return the exit status."""
+    arguments = click.get_current_context().meta["arguments"]
+    place = find_place()
+    if place is not None:  # one of several pipelines
+        config = replace(config, num_engines=place.num_pipelines, engine_number=place.number)
+    elif facts is not None and ranks.data_group_size > 1:
+        raise UsageError(
+            f"--data-group-size starts its pipelines itself, and {facts.source} has started "
+            f"{facts.world_size} ranks; give each pipeline a run of its own, over one folder"
+        )
     # Mistakes in the plan are told before anything is started or loaded; a rank's are told to all.
-    plan = job.plan() if facts is None else None
-    if facts is None and (ranks.size or 1) > 1:
-        check_split(config, ranks.size or 1)
-        arguments = click.get_current_context().meta["arguments"]
-        return launch(["run", *arguments], ranks.size or 1)
+    plan = job.plan() if facts is None and place is None else None
+    num_stages = ranks.size or 1
+    if facts is None and num_stages > 1:
+        check_split(config, num_stages)
+        if place is not None:
+            return launch(["run", *arguments], num_stages, (place.descriptor,))
+        if ranks.data_group_size == 1:
+            return launch(["run", *arguments], num_stages)
     if facts is not None:  # torch's own words on broken connections say less than ours, at length
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         if facts.parent is not None:
@@ -200,7 +213,7 @@ def _run(
     with _importing():
         from fminfer.running import run_process
 
-    summary = run_process(job, plan, config, ranks, facts, stopper, _elapsed_s)
+    summary = run_process(job, plan, config, ranks, facts, stopper, _elapsed_s, place, arguments)
     if summary is not None and summary.refused:
         return EXIT_USAGE
     return EXIT_SOME_ERRORS if summary is not None and summary.has_errors else 0

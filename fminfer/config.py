@@ -47,6 +47,8 @@ class EngineConfig:
     num_layers: int | None = None  # a rank; None: balanced by cost
     max_layers: int | None = None  # of the model, counted from its first; the others are left out
     stage_layers: tuple[int, ...] | None = None  # of each rank
+    num_engines: int = 1  # on this machine, which share its cores, memory and GPUs
+    engine_number: int = 0  # of this one among them
 
     def __post_init__(self) -> None:
         at_least_1 = ("block_size", "chunk_size", "max_rows", "micro_batches")

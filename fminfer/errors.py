@@ -97,6 +97,10 @@ class RequestError(FminferError):
         self.message = message
         self.param = param
 
+    def __reduce__(self) -> tuple[type[RequestError], tuple[ErrorCode, str, str | None]]:
+        """Let it travel between processes."""
+        return RequestError, (self.code, self.message, self.param)
+
     @property
     def is_ours(self) -> bool:
         """Tell whether the request was right and this run could not answer it."""

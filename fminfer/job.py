@@ -27,6 +27,7 @@ from fminfer.output.stream import OrderedStream
 from fminfer.output.summary import JobSummary
 from fminfer.output.trace import TraceFile
 from fminfer.stopping import Stopper
+from fminfer.team import Team
 from fminfer.worker import Engine
 
 
@@ -105,7 +106,7 @@ def share_files(
 
 
 def run_job(
-    engine: Engine | None,
+    engine: Engine | Team | None,
     inputs: NamedFiles | SharedFiles,
     summary: JobSummary,
     *,
@@ -168,7 +169,7 @@ def abandon(inputs: NamedFiles | SharedFiles, error: BaseException) -> None:
 
 
 def _lines(
-    inputs: NamedFiles | SharedFiles, engine: Engine, stopper: Stopper
+    inputs: NamedFiles | SharedFiles, engine: Engine | Team, stopper: Stopper
 ) -> Iterator[Line | None]:
     for file in inputs.turns():
         if file is None:
@@ -222,7 +223,7 @@ def _count(summary: JobSummary, record: Record) -> None:
     summary.errors_by_code[code] = summary.errors_by_code.get(code, 0) + 1
 
 
-def _progress(summary: JobSummary, engine: Engine) -> Progress:
+def _progress(summary: JobSummary, engine: Engine | Team) -> Progress:
     stats = engine.stats
     return Progress(
         num_rows=summary.num_rows + summary.num_errors,

@@ -24,15 +24,20 @@ POLL_S = 0.05
 OUTLIVE_S = 5.0  # a rank that knows of its launcher's death has so long to end by itself
 
 
-def launch(args: list[str], world_size: int) -> int:
+def launch(args: list[str], world_size: int, descriptors: tuple[int, ...] = ()) -> int:
     """Run `fminfer` with these arguments as so many ranks; return the exit status.
+
+    Args:
+        descriptors: files that are open here and are rank 0's as well.
 
     The status is rank 0's, which knows what became of the rows; 1 if a signal ended it.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(1024)
-        ranks = [_start(args, rank, world_size, listener) for rank in range(world_size)]
+        ranks = [
+            _start(args, rank, world_size, listener, descriptors) for rank in range(world_size)
+        ]
     forwards = [
         threading.Thread(target=_forward, args=(process.stdout, rank), daemon=True)
         for rank, process in enumerate(ranks)
@@ -67,7 +72,11 @@ def end_after(parent: int) -> None:
 
 
 def _start(
-    args: list[str], rank: int, world_size: int, listener: socket.socket
+    args: list[str],
+    rank: int,
+    world_size: int,
+    listener: socket.socket,
+    descriptors: tuple[int, ...],
 ) -> subprocess.Popen[bytes]:
     """Start a rank. Rank 0 has this terminal; the others' words come with their names."""
     environ = os.environ | {
@@ -86,7 +95,7 @@ def _start(
     # A session of their own: Ctrl-C reaches the launcher alone, which tells rank 0.
     if rank == 0:
         environ[LISTEN_FD] = str(listener.fileno())
-        descriptors = (listener.fileno(),)
+        descriptors = (*descriptors, listener.fileno())
         return subprocess.Popen(command, env=environ, pass_fds=descriptors, start_new_session=True)
     return subprocess.Popen(
         command,

@@ -101,15 +101,17 @@ def load_part(
         PipelineError: the ranks were started with different options.
         UsageError: an option that cannot be.
     """
-    device = choose_device(config.device, config.cuda_ids, group.local_rank if group else 0)
+    local_rank, local_size = (group.local_rank, group.local_size) if group else (0, 1)
+    local_rank += config.engine_number * local_size
+    device = choose_device(config.device, config.cuda_ids, local_rank)
     dtype = choose_dtype(config.dtype, checkpoint.config.dtype, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     parts = _split(config, checkpoint, group.world_size if group else 1)
     part = parts[group.rank if group else 0]
     hidden_group = None
+    _share_cores(local_size * config.num_engines)
     if group is not None:
-        _share_cores(group.local_size)
         _agree(group, config, checkpoint, dtype, parts)
         hidden_group = _gpu_group(group, device)
     network = load_model(
@@ -155,7 +157,7 @@ def count_blocks(config: EngineConfig, loaded: LoadedPart, group: Group | None =
             group.gather("loaded", True)  # every rank's weights are in memory
         mine: dict[str, Any] = {
             "memory": memory_name(loaded.device, socket.gethostname()),
-            "free": free_bytes(loaded.device),
+            "free": free_bytes(loaded.device) // config.num_engines,
             "kv_bytes_per_token": loaded.kv_bytes_per_token,
         }
         ranks = [mine] if group is None else group.gather("memory", mine)

@@ -48,17 +48,17 @@ class RankConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
-        if self.data_group_size > 1:
-            raise UsageError(
-                f"--data-group-size {self.data_group_size}: several pipelines on one input are not "
-                "there yet; use 1, and split the input over several runs"
-            )
-        if None not in (self.world_size, self.pipeline_group_size) and (
-            self.world_size != self.pipeline_group_size
-        ):
+        stages = self.pipeline_group_size or (self.world_size or 1) // self.data_group_size
+        if self.world_size not in (None, stages * self.data_group_size):
             raise UsageError(
                 f"--world-size {self.world_size} is not --pipeline-group-size "
-                f"{self.pipeline_group_size} × --data-group-size {self.data_group_size}"
+                f"{self.pipeline_group_size or '(any)'} × --data-group-size {self.data_group_size}"
+            )
+        is_apart = self.rank is not None or self.dist_url is not None or self.rendezvous is not None
+        if self.data_group_size > 1 and is_apart:
+            raise UsageError(
+                "--data-group-size starts its pipelines itself, on one machine; with ranks that "
+                "are started apart give each pipeline a run of its own, over one folder of files"
             )
         if self.dist_url is not None and self.rendezvous is not None:
             raise UsageError("give either --dist-url or --rendezvous, not both")
@@ -69,8 +69,10 @@ class RankConfig:
 
     @property
     def size(self) -> int | None:
-        """Ranks in all, if it is told."""
-        return self.world_size or self.pipeline_group_size
+        """Ranks of a pipeline, if that is told."""
+        if self.pipeline_group_size is None and self.world_size is not None:
+            return self.world_size // self.data_group_size
+        return self.pipeline_group_size
 
 
 @dataclass(slots=True, frozen=True)

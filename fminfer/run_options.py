@@ -227,7 +227,7 @@ RANKS = [
         type=int,
         default=RANK_DEFAULTS.data_group_size,
         show_default=True,
-        help="Pipelines; more than 1 are not there yet.",
+        help="Pipelines, each with the whole model, that share one input as they get free.",
     ),
     click.option("--rank", type=int, help="Be one rank; the others are started apart."),
     click.option(

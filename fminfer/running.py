@@ -19,8 +19,9 @@ from fminfer.fingerprint import fingerprint_of
 from fminfer.job import NamedFiles, abandon, open_files, run_job, share_files
 from fminfer.kernel_build import start_build
 from fminfer.loading import open_model
+from fminfer.models.checkpoint import Checkpoint
 from fminfer.output.job_file import JournaledInput
-from fminfer.output.progress import LoadingBar
+from fminfer.output.progress import LoadingBar, write_beside_bar
 from fminfer.output.shared_files import SharedFiles
 from fminfer.output.summary import JobSummary
 from fminfer.paths import JobPaths, Plan
@@ -28,7 +29,12 @@ from fminfer.pipeline.group import Group, status_of
 from fminfer.pipeline.watch import Fault
 from fminfer.ranks import RankConfig, RankFacts
 from fminfer.stopping import AGAIN, Stopper
+from fminfer.team import Team
+from fminfer.team_member import serve_pipeline
+from fminfer.team_place import Place
 from fminfer.worker import Engine, serve_rank
+
+MakeEngine = Callable[[Checkpoint, LoadingBar], Engine | Team]
 
 
 def run_process(
@@ -39,6 +45,8 @@ def run_process(
     facts: RankFacts | None,
     stopper: Stopper,
     elapsed_s: Callable[[], float],
+    place: Place | None,
+    arguments: list[str],
 ) -> JobSummary | None:
     """Answer the job's files, or do another rank's part of it; that one has no summary.
 
@@ -46,6 +54,8 @@ def run_process(
         plan: inputs and outputs; None: if this is rank 0 it finds them itself, and all ranks hear
             of what is wrong with them.
         facts: this process's place among ranks; None: it is alone.
+        place: this pipeline's place among several; None: there is one, or this process has them.
+        arguments: of the command, for the pipelines that it may start.
         stopper: hears that the run is to stop.
         elapsed_s: seconds since the command started.
 
@@ -54,10 +64,20 @@ def run_process(
     """
     if not job.is_verbose:
         transformers.logging.set_verbosity_error()
+    if place is not None and facts is None:
+        stopper.leave_to_rank_0()
+        serve_pipeline(config, None, place)
+        return None
     with stopper.listening():
-        if facts is None:
-            return _answer(job, plan or job.plan(), config, None, stopper, elapsed_s)
-        return _be_a_rank(job, plan, config, ranks, facts, stopper, elapsed_s)
+        if facts is not None:
+            return _be_a_rank(job, plan, config, ranks, facts, stopper, elapsed_s, place)
+
+        def make_engine(checkpoint: Checkpoint, loading: LoadingBar) -> Engine | Team:
+            if ranks.data_group_size == 1:
+                return Engine(on_progress=loading, **asdict(config))
+            return Team(config, checkpoint, ranks.data_group_size, arguments, _say)
+
+        return _answer(job, plan or job.plan(), config, None, stopper, elapsed_s, make_engine)
 
 
 def _be_a_rank(
@@ -68,14 +88,23 @@ def _be_a_rank(
     facts: RankFacts,
     stopper: Stopper,
     elapsed_s: Callable[[], float],
+    place: Place | None,
 ) -> JobSummary | None:
     group = Group(facts, join_timeout_s=ranks.join_timeout_s, rank_timeout_s=ranks.rank_timeout_s)
     if group.rank > 0:
         stopper.leave_to_rank_0()
         serve_rank(group, **asdict(config))
         return None
+
+    def make_engine(checkpoint: Checkpoint, loading: LoadingBar) -> Engine:
+        return Engine(on_progress=loading, group=group, **asdict(config))
+
     try:
-        return _answer(job, plan or job.plan(), config, group, stopper, elapsed_s)
+        if place is not None:
+            stopper.leave_to_rank_0()  # the run's own process
+            serve_pipeline(config, group, place)
+            return None
+        return _answer(job, plan or job.plan(), config, group, stopper, elapsed_s, make_engine)
     except (PipelineError, StoppedError):
         raise
     except BrokenPipeError:
@@ -99,6 +128,7 @@ def _answer(
     group: Group | None,
     stopper: Stopper,
     elapsed_s: Callable[[], float],
+    make_engine: MakeEngine,
 ) -> JobSummary:
     inputs, outputs = plan
     checkpoint = open_model(config)
@@ -121,7 +151,14 @@ def _answer(
         summary = run_job(None, files, summary, is_quiet=job.is_quiet)
     else:
         with _telling_how_to_go_on(files):
-            summary = _answer_files(job, files, summary, config, group, stopper, elapsed_s)
+            engine = _start_engine(job, files, config, lambda bar: make_engine(checkpoint, bar))
+            summary.device, summary.start_to_ready_s = str(engine.device), elapsed_s()
+            try:
+                summary = run_job(
+                    engine, files, summary, stopper=stopper, is_quiet=job.is_quiet, trace=job.trace
+                )
+            finally:
+                engine.close()
     if job.stats is not None:
         job.stats.write_text(json.dumps(summary.to_dict(), indent=2) + "\n")
     if not job.is_quiet:
@@ -139,15 +176,12 @@ def _telling_how_to_go_on(files: NamedFiles | SharedFiles) -> Iterator[None]:
         raise
 
 
-def _answer_files(
+def _start_engine(
     job: JobPaths,
     files: NamedFiles | SharedFiles,
-    summary: JobSummary,
     config: EngineConfig,
-    group: Group | None,
-    stopper: Stopper,
-    elapsed_s: Callable[[], float],
-) -> JobSummary:
+    make_engine: Callable[[LoadingBar], Engine | Team],
+) -> Engine | Team:
     if config.model is None and config.random_init is None and not job.is_quiet:
         click.echo(
             "Using the demo model, which knows only the way between rooms; "
@@ -156,7 +190,7 @@ def _answer_files(
         )
     loading = LoadingBar(is_quiet=job.is_quiet)
     try:
-        engine = Engine(on_progress=loading, group=group, **asdict(config))
+        engine = make_engine(loading)
     except BaseException as error:
         abandon(files, error)
         raise
@@ -167,11 +201,8 @@ def _answer_files(
     is_slow = config.attention == "auto" and engine.device.type == "cpu" and not engine.has_kernel
     if is_slow and not job.is_quiet:
         click.echo(f"Attention is slower than it could be: {start_build().error}.", err=True)
-    summary.device = str(engine.device)
-    summary.start_to_ready_s = elapsed_s()
-    try:
-        return run_job(
-            engine, files, summary, stopper=stopper, is_quiet=job.is_quiet, trace=job.trace
-        )
-    finally:
-        engine.close()
+    return engine
+
+
+def _say(text: str) -> None:
+    write_beside_bar(text.encode())

@@ -47,6 +47,7 @@ class Engine:
     Args:
         model: a folder or hub id; None is the demo model of the package.
         on_progress: called with (bytes read, bytes in all) while weights load.
+        on_loaded: called when the weights are in memory, before the KV cache is.
         group: the ranks among which this process is rank 0; None: it runs the model alone.
         options: the other fields of `EngineConfig`.
 
@@ -61,6 +62,7 @@ class Engine:
         model: str | None = None,
         *,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
+        on_loaded: Callable[[], None] = lambda: None,
         group: Group | None = None,
         **options: Any,
     ) -> None:
@@ -70,6 +72,7 @@ class Engine:
         self.model_name = checkpoint.name
         self.tokenizer = _load_tokenizer(checkpoint, config)
         loaded = load_part(config, checkpoint, group, on_progress)
+        on_loaded()
         self.context_length = checkpoint.context_length  # most tokens of prompt and completion
         self.device, self.dtype = loaded.device, loaded.dtype
         self.weight_bytes = loaded.weight_bytes  # of this rank
@@ -144,15 +147,7 @@ class Engine:
     def _build_loop(self, checkpoint: Checkpoint, num_blocks: int, num_stages: int) -> EngineLoop:
         config = self.config
         micro_batches = config.micro_batches or num_stages + 1
-        limits = Limits(
-            checkpoint.context_length,
-            checkpoint.config.vocab_size,
-            config.max_logprobs,
-            _ends(checkpoint, self.tokenizer),
-            config.on_too_long,
-            config.strict,
-            _model_names(config, checkpoint.name),
-        )
+        limits = limits_of(checkpoint, config, _ends(checkpoint, self.tokenizer))
         self._intake = Intake(self.tokenizer, limits, config.seed)
         pool = BlockPool(num_blocks, config.block_size)
         scheduler = Scheduler(
@@ -191,6 +186,23 @@ def serve_rank(group: Group, **options: Any) -> None:
     except Exception as error:
         group.fail(error)
     group.leave()
+
+
+def limits_of(checkpoint: Checkpoint, config: EngineConfig, ends: frozenset[int]) -> Limits:
+    """Return what a model and a run's options allow.
+
+    Args:
+        ends: ids that end a sequence.
+    """
+    return Limits(
+        checkpoint.context_length,
+        checkpoint.config.vocab_size,
+        config.max_logprobs,
+        ends,
+        config.on_too_long,
+        config.strict,
+        _model_names(config, checkpoint.name),
+    )
 
 
 def _build_pipeline(stage: Stage, loaded: LoadedPart, group: Group | None) -> QueuedPipeline:

@@ -13,7 +13,7 @@ FLOORS = """
 errors timing messages sentencepieces shared_runs soft_cap packed_linear output.rows kernel_build \
     layer_kernels \
     engine.blocks engine.noise engine.seen engine.stopping engine.expected
-config fields input.streams input.values input.spans tokenizer partition ranks \
+config fields team_place input.streams input.values input.spans tokenizer partition ranks \
     models.alibi models.families models.sizes models.variants integrations.generation \
     engine.stats output.trace output.disk stopping memory fused_layers
 input.lines spelling sampling placement decode_attention kernel_attention launcher run_options \
@@ -24,13 +24,14 @@ input.envelope attention score_kernel models.weights pipeline.group \
     models.adapters.bloom models.adapters.codegen \
     models.adapters.falcon models.adapters.gpt_neo models.adapters.gptj models.adapters.mpt
 request fingerprint output.records output.writer output.stream output.progress
-engine.logit_edits output.status pipeline.stage
+engine.logit_edits output.status pipeline.stage team_wire
 engine.sequence pipeline.ring output.places output.job_file
 engine.prefix engine.advance engine.packing engine.equal_requests engine.planner \
     output.summary output.shared_files loading paths
 engine.scheduler engine.answer engine.intake
 engine.loop
 worker
+team team_member
 job integrations.batch
 running bench integrations.lm_eval
 cli

@@ -66,7 +66,7 @@ class Intake:
         Raises:
             RequestError: what is wrong with it.
         """
-        request, request_digest, repeat = self._identify(line, envelope)
+        request, request_digest, repeat = self.identify(line, envelope)
         state = RequestState(line, envelope, request, read_s=time.perf_counter())
         for index, prompt in enumerate(request.prompts):
             encoded = self._fit(self._encode(prompt, request.params), request.params)
@@ -80,10 +80,14 @@ class Intake:
         Equal lines draw differently by their number, and no two may have one custom_id.
         """
         with contextlib.suppress(Exception):  # that run has told what is wrong with it
-            self._identify(line, open_envelope(line))
+            self.identify(line, open_envelope(line))
 
-    def _identify(self, line: Line, envelope: Envelope) -> tuple[Request, bytes, int]:
-        """Return a line's request, its digest, and how many equal ones came before it."""
+    def identify(self, line: Line, envelope: Envelope) -> tuple[Request, bytes, int]:
+        """Return a line's request, its digest, and how many equal ones came before it.
+
+        Raises:
+            RequestError: what is wrong with it, as far as that shows without its tokens.
+        """
         if line.source != self._source:
             self._start_file(line.source)
         self._check_envelope(line, envelope)
@@ -95,6 +99,8 @@ class Intake:
         )
         self._check_params(request.params)
         request_digest = digest(request.raw)
+        if line.num_equal is not None:  # a part of the lines comes here, and all were counted
+            return request, request_digest, line.num_equal
         return request, request_digest, self._count_repeat(request.params, request_digest)
 
     def _start_file(self, source: int) -> None:

@@ -30,6 +30,7 @@ class Line:
     number: int
     raw: bytes
     damage: str = ""  # why this line and the rest of its file cannot be read
+    num_equal: int | None = None  # equal ones before it that count, where that is known already
 
 
 def find_inputs(paths: list[Path], *, may_be_empty: bool = False) -> list[Path]:

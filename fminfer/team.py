@@ -1,0 +1,321 @@
+"""Several pipelines for one input: each takes rows as it gets free, and one that dies loses none.
+
+To a run it is an engine; the engines are in processes of their own. It knows processes and lines,
+nothing of steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import fields, replace
+from multiprocessing.connection import Connection, wait
+
+import torch
+
+from fminfer import errors
+from fminfer.config import EngineConfig
+from fminfer.engine.intake import Intake
+from fminfer.engine.loop import LOOKAHEAD
+from fminfer.engine.stats import EngineStats
+from fminfer.errors import FminferError, PipelineError, RequestError, StoppedError
+from fminfer.input.envelope import Envelope, as_text, open_envelope
+from fminfer.input.lines import Line
+from fminfer.messages import StepTrace
+from fminfer.models.checkpoint import Checkpoint
+from fminfer.output.records import Record
+from fminfer.team_place import PLACE, Place
+from fminfer.team_wire import (
+    END,
+    GO_ON,
+    Answered,
+    Ended,
+    Failed,
+    Loaded,
+    Ready,
+    Report,
+    Taken,
+)
+from fminfer.tokenizer import Tokenizer
+from fminfer.worker import limits_of
+
+MOST_UNTAKEN = 16  # lines that wait at a pipeline's door
+LINES_AT_ONCE = 4  # neighbours, which may share a prefix, go to the same one
+POLL_S = 0.02
+END_S = 20.0  # for a pipeline to end by itself
+
+Key = tuple[int, int]  # a line's source and number
+
+
+class Pipeline:
+    """One pipeline's process, as the run sees it."""
+
+    def __init__(self, number: int, num_pipelines: int, arguments: list[str]) -> None:
+        self.number = number
+        ours, theirs = socket.socketpair()
+        with theirs:
+            place = Place(theirs.fileno(), number, num_pipelines)
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "fminfer", "run", *arguments],
+                env=os.environ | {PLACE: place.to_text()},
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the run, which tells it
+            )
+        self.connection = Connection(ours.detach())
+        self.is_alive = True
+        self.failure: Failed | None = None
+        self.ready: Ready | None = None
+        self.ended: Ended | None = None
+        self.stats = EngineStats()
+        self.lines: dict[Key, Line] = {}  # that it has, and has not answered
+        self.num_untaken = 0
+        self.cost = 0  # of its lines
+
+    def send(self, lines: list[Line]) -> None:
+        """Give it lines to answer."""
+        self.lines.update(((line.source, line.number), line) for line in lines)
+        self.num_untaken += len(lines)
+        self.cost += sum(len(line.raw) for line in lines)
+        self.tell(lines)
+
+    def tell(self, what: object) -> None:
+        """Say something; one that died meanwhile is noticed when it is listened to."""
+        with contextlib.suppress(OSError):
+            self.connection.send(what)
+
+    def finish(self, record: Record) -> bool:
+        """Take note that a line is answered; return False if it is not this one's."""
+        line = self.lines.pop((record.line.source, record.line.number), None)
+        self.cost -= 0 if line is None else len(line.raw)
+        return line is not None
+
+    def close(self) -> None:
+        """End the process."""
+        try:
+            self.process.wait(END_S if self.ended is not None else 0)
+        except subprocess.TimeoutExpired:
+            self.process.terminate()
+            try:
+                self.process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        self.connection.close()
+
+
+class Team:
+    """Several pipelines that answer together.
+
+    Args:
+        arguments: of `fminfer run`, which each pipeline's process is called with.
+        say: tells the user of a pipeline that died.
+
+    Raises:
+        FminferError: no pipeline can be started.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        checkpoint: Checkpoint,
+        num_pipelines: int,
+        arguments: list[str],
+        say: Callable[[str], None],
+    ) -> None:
+        self._say = say
+        # Lines are checked and counted here, in the order of the input; each pipeline sees a part.
+        limits = limits_of(checkpoint, config, frozenset())
+        self._intake = Intake(Tokenizer(None), limits, config.seed)
+        self._returned: deque[Line] = deque()  # of pipelines that died
+        self._grace_s: float | None = None
+        self._pipelines = [Pipeline(i, num_pipelines, arguments) for i in range(num_pipelines)]
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+        first = next(p.ready for p in self._pipelines if p.ready is not None)
+        self.device = torch.device(first.device)
+        self.has_kernel = first.has_kernel
+
+    @property
+    def stats(self) -> EngineStats:
+        """What all pipelines have counted, as they last said it."""
+        total = EngineStats()
+        for pipeline in self._pipelines:
+            for field in fields(EngineStats):
+                value = getattr(total, field.name) + getattr(pipeline.stats, field.name)
+                setattr(total, field.name, value)
+        return total
+
+    @property
+    def warnings(self) -> dict[str, int]:
+        """What was strange about requests that were answered all the same, and how often."""
+        total: Counter[str] = Counter()
+        for pipeline in self._pipelines:
+            total.update({} if pipeline.ended is None else pipeline.ended.warnings)
+        return dict(total)
+
+    def trace(self, on_step: Callable[[StepTrace], None]) -> None:
+        """Not there: steps are the pipelines' own."""
+        raise errors.UsageError("--trace shows one pipeline; leave out --data-group-size for it")
+
+    def pass_over(self, line: Line) -> None:
+        """Take note of a line that is not to be answered again."""
+        self._intake.pass_over(line)
+
+    def stop(self, grace_s: float) -> None:
+        """End in good order; rows that run have so long. It may be called from a signal handler."""
+        self._grace_s = grace_s
+
+    def run(
+        self, lines: Iterator[Line | None], read_ahead: int = LOOKAHEAD
+    ) -> Generator[Record, None, None]:
+        """Answer lines, as `Engine.run` does; once.
+
+        Raises:
+            StoppedError: as told.
+            PipelineError: no pipeline is left.
+        """
+        self._intake.start_run()
+        has_more, is_told = True, False
+        while has_more or self._returned or any(pipeline.lines for pipeline in self._living):
+            self._check_any_lives()
+            if self._grace_s is not None and not is_told:
+                has_more, is_told = False, True
+                for pipeline in self._living:
+                    pipeline.tell(float(self._grace_s))
+            if not is_told:
+                has_more = yield from self._feed(lines)
+            yield from self._listen(POLL_S)
+            if is_told and all(p.ended is not None for p in self._living):
+                break
+        if is_told:
+            raise StoppedError("stopped as told, and rows are left", "cancelled", 130)
+        for pipeline in self._living:
+            pipeline.tell(END)
+        while any(pipeline.ended is None for pipeline in self._living):
+            yield from self._listen(POLL_S)
+
+    def close(self) -> None:
+        """End all pipelines."""
+        for pipeline in self._pipelines:
+            pipeline.close()
+
+    @property
+    def _living(self) -> list[Pipeline]:
+        return [pipeline for pipeline in self._pipelines if pipeline.is_alive]
+
+    def _start(self) -> None:
+        """Wait until every pipeline has loaded, then until each has its KV cache."""
+        waiting = {pipeline.number for pipeline in self._pipelines}
+        while waiting:
+            self._check_any_lives()
+            for pipeline, report in self._reports(1.0):
+                if isinstance(report, Loaded):
+                    waiting.discard(pipeline.number)
+            waiting &= {pipeline.number for pipeline in self._living}
+        for pipeline in self._living:
+            pipeline.tell(GO_ON)
+        while any(pipeline.ready is None for pipeline in self._living):
+            list(self._listen(1.0))
+        self._check_any_lives()
+
+    def _feed(self, lines: Iterator[Line | None]) -> Generator[Record, None, bool]:
+        """Give lines to those who have room; return False when there are no more."""
+        while True:
+            free = [p for p in self._living if p.num_untaken < MOST_UNTAKEN]
+            if not free:
+                return True
+            chosen: list[Line] = []
+            has_more = True
+            while len(chosen) < LINES_AT_ONCE and has_more:
+                if self._returned:
+                    chosen.append(self._returned.popleft())
+                    continue
+                try:
+                    line = next(lines)
+                except StopIteration:
+                    has_more = False
+                    break
+                if line is None:
+                    break
+                checked = self._check(line)
+                if isinstance(checked, Record):
+                    yield checked
+                else:
+                    chosen.append(checked)
+            if chosen:
+                min(free, key=lambda pipeline: pipeline.cost).send(chosen)
+            if not has_more or not chosen:
+                return has_more
+
+    def _check(self, line: Line) -> Line | Record:
+        """Return the line with its number among equal ones, or the record of what is wrong."""
+        envelope = Envelope("bare", as_text(line.raw))
+        try:
+            envelope = open_envelope(line)
+            return replace(line, num_equal=self._intake.identify(line, envelope)[2])
+        except RequestError as error:
+            return Record(line, envelope, error=error)
+
+    def _listen(self, timeout_s: float) -> Iterator[Record]:
+        for pipeline, report in self._reports(timeout_s):
+            if isinstance(report, Ready):
+                pipeline.ready = report
+            elif isinstance(report, Taken):
+                pipeline.num_untaken -= 1
+            elif isinstance(report, Answered):
+                pipeline.stats = report.stats or pipeline.stats
+                if pipeline.finish(report.record):
+                    yield report.record
+            elif isinstance(report, Ended):
+                pipeline.ended, pipeline.stats = report, report.stats
+
+    def _reports(self, timeout_s: float) -> Iterator[tuple[Pipeline, Report]]:
+        """Yield what the pipelines say, and bury those that say no more."""
+        living = [pipeline for pipeline in self._living if pipeline.ended is None]
+        ready = wait([pipeline.connection for pipeline in living], timeout_s)
+        for pipeline in living:
+            if pipeline.connection not in ready:
+                continue
+            try:
+                report: Report = pipeline.connection.recv()
+            except (EOFError, OSError):
+                self._bury(pipeline)
+                continue
+            if isinstance(report, Failed):
+                pipeline.failure = report
+            else:
+                yield pipeline, report
+
+    def _bury(self, pipeline: Pipeline) -> None:
+        """Give a dead pipeline's lines to the others."""
+        pipeline.is_alive = False
+        lines = sorted(pipeline.lines.values(), key=lambda line: (line.source, line.number))
+        pipeline.lines.clear()
+        self._returned.extendleft(reversed(lines))
+        why = "ended" if pipeline.failure is None else f"failed: {pipeline.failure.text}"
+        self._say(
+            f"Pipeline {pipeline.number} {why}; the others go on"
+            + (f", and answer its {len(lines)} rows." if lines else ".")
+        )
+
+    def _check_any_lives(self) -> None:
+        if self._living:
+            return
+        failures = [p.failure for p in self._pipelines if p.failure is not None]
+        if not failures:
+            raise PipelineError(
+                "every pipeline has ended (the system kills processes when memory runs out). "
+                "Finished rows are kept"
+            )
+        kind = getattr(errors, failures[0].kind, FminferError)
+        is_plain = isinstance(kind, type) and issubclass(kind, FminferError)
+        raise (kind if is_plain and kind is not RequestError else FminferError)(failures[0].text)
