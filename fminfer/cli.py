@@ -17,6 +17,7 @@ from typing import Any
 import click
 
 from fminfer import __version__
+from fminfer.commands.status import status
 from fminfer.config import EngineConfig
 from fminfer.errors import FminferError, StoppedError, UsageError
 from fminfer.kernel_build import abandon_build, start_build
@@ -50,6 +51,7 @@ def main() -> None:
     \b
     fminfer run requests.jsonl                      answers in output_requests.jsonl
     fminfer run --help                              everything that a run can be told
+    fminfer status shards/                          how far runs are
     fminfer bench --random-init bloom-560m          what a token takes at several batch sizes
     """
 
@@ -60,6 +62,9 @@ class _KeepsArguments(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta["arguments"] = list(args)
         return super().parse_args(ctx, args)
+
+
+main.add_command(status)
 
 
 @main.command(cls=_KeepsArguments)

@@ -27,8 +27,8 @@ request fingerprint output.records output.writer output.stream output.progress
 engine.logit_edits output.status pipeline.stage team_wire
 engine.sequence pipeline.ring output.places output.job_file
 engine.prefix engine.advance engine.packing engine.equal_requests engine.planner \
-    output.summary output.shared_files loading paths
-engine.scheduler engine.answer engine.intake
+    output.summary output.shared_files output.overview loading paths
+engine.scheduler engine.answer engine.intake commands.status
 engine.loop
 worker
 team team_member

@@ -260,6 +260,7 @@ class JournaledInput:
         self.num_kept_rows = num_answers + num_errors
         self.num_kept_errors = num_errors
         self._counts.keep(num_answers, num_errors, tokens)
+        self._counts.num_kept = self.num_kept_rows
 
     def _finish_if_complete(self) -> None:
         """Give the output its final name once every line of the input has its record."""

@@ -42,6 +42,7 @@ class Counts:
     input_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    num_kept: int = 0  # of those, answered or refused by earlier runs
 
     def add(self, *, is_error: bool, tokens: Sequence[int]) -> None:
         """Count a record; tokens: of the prompt, those not computed again, drawn ones."""
@@ -173,4 +174,5 @@ class StatusFile:
                 "total_tokens": counts.input_tokens + counts.output_tokens,
             },
             "metadata": self._fingerprint,
+            "fminfer": {"kept_rows": counts.num_kept},
         }
