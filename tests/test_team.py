@@ -1,0 +1,191 @@
+"""Several pipelines answer one input as one does, and a dead one costs no row."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fminfer.errors import RequestError, UsageError
+from fminfer.output.status import read_status
+from fminfer.ranks import RankConfig
+
+QUERIES = Path(__file__).parent.parent / "examples" / "queries"
+FILES = ("mixed", "n", "bad_lines", "wrapped", "batch", "mixed", "mixed")
+TIMES = ("request_time", "created", "prompt_tokens_details", "id", "request_id")
+WAIT_S = 240.0
+
+
+def start(*arguments: object, **variables: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "fminfer", "run", *map(str, arguments)]
+    environ = os.environ | variables
+    return subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True)
+
+
+def finish(run: subprocess.Popen[str]) -> tuple[int, str]:
+    try:
+        return run.wait(WAIT_S), run.communicate()[1]
+    finally:
+        run.kill()
+
+
+def plain(value: Any) -> Any:
+    """Leave out what may differ from run to run."""
+    if isinstance(value, dict):
+        return {name: plain(each) for name, each in value.items() if name not in TIMES}
+    if isinstance(value, list):
+        return [plain(each) for each in value]
+    return round(value, 3) if isinstance(value, float) else value
+
+
+def read(path: Path) -> list[Any]:
+    return [plain(json.loads(line)) for line in path.read_bytes().splitlines()]
+
+
+def pipelines_of(run: subprocess.Popen[str]) -> list[int]:
+    """Return the process ids of a run's pipelines, in their order."""
+    children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+    return sorted(
+        int(pid)
+        for pid in children
+        if b"FMINFER_PIPELINE=" in Path(f"/proc/{pid}/environ").read_bytes()
+    )
+
+
+def start_long_run(folder: Path, num_rows: int = 400) -> tuple[subprocess.Popen[str], Path]:
+    """Return a run of two pipelines that is at work, and its output."""
+    source, output = folder / "long.jsonl", folder / "out.jsonl"
+    row = {"prompt": "Question: How do you go", "max_tokens": 40, "min_tokens": 40}
+    source.write_text("".join(json.dumps(row | {"user": str(n)}) + "\n" for n in range(num_rows)))
+    flags = ["--dtype", "float32", "--max-rows", "2", "--data-group-size", "2", "--output", output]
+    run = start(source, *flags)
+    deadline = time.monotonic() + WAIT_S
+    while (read_status(output) or {}).get("request_counts", {}).get("completed", 0) < 10:
+        assert run.poll() is None and time.monotonic() < deadline, finish(run)
+        time.sleep(0.05)
+    return run, output
+
+
+def test_two_pipelines_answer_as_one(tmp_path: Path) -> None:
+    """Equal sampled lines draw differently, whichever pipeline has which of them."""
+    source = tmp_path / "all.jsonl"
+    source.write_bytes(b"".join((QUERIES / f"{name}.jsonl").read_bytes() for name in FILES))
+    outs = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
+    for number, out in enumerate(outs, start=1):
+        flags = ["--data-group-size", number, "--dtype", "float32", "--stats", f"{out}.stats"]
+        status, err = finish(start(source, "--output", out, *flags))
+        assert status == 3, err
+    for end in (".jsonl", ".errors.jsonl"):
+        one, two = (read(out.with_suffix(end)) for out in outs)
+        assert len(one) > 5 and one == two
+    stats = json.loads(Path(f"{outs[1]}.stats").read_text())
+    assert len(stats["engine"]["stages"]) == 2
+    assert all(stage["busy_s"] > 0 for stage in stats["engine"]["stages"])
+    single = json.loads(Path(f"{outs[0]}.stats").read_text())
+    assert stats["completion_tokens"] == single["completion_tokens"]
+    assert stats["warnings"] == single["warnings"]
+
+
+def test_a_pipeline_that_is_killed_costs_no_row(tmp_path: Path) -> None:
+    run, output = start_long_run(tmp_path)
+    os.kill(pipelines_of(run)[1], signal.SIGKILL)
+    status, err = finish(run)
+    assert status == 0, err
+    assert "Pipeline 1 ended; the others go on, and answer its " in err
+    records = [json.loads(line) for line in output.read_bytes().splitlines()]
+    assert [record["request"]["user"] for record in records] == [*map(str, range(400))]
+    # Whoever answered it, a row has drawn what it draws in a run of its own.
+    texts = [record["result"]["choices"][0]["text"] for record in records]
+    assert len(set(texts)) > 200
+    alone = tmp_path / "alone.jsonl"
+    assert finish(start(tmp_path / "long.jsonl", "--output", alone, "--dtype", "float32"))[0] == 0
+    assert read(alone) == read(output)
+
+
+def test_when_all_pipelines_are_gone_rows_are_kept(tmp_path: Path) -> None:
+    run, output = start_long_run(tmp_path)
+    for pid in pipelines_of(run):
+        os.kill(pid, signal.SIGKILL)
+    status, err = finish(run)
+    assert status == 1 and "every pipeline has ended" in err and "goes on from there" in err
+    kept = output.with_name("out.jsonl.journal").read_bytes().count(b"\n") - 1
+    assert kept >= 10 and not output.exists()
+    again = finish(start(tmp_path / "long.jsonl", "--output", output, "--dtype", "float32"))
+    assert again[0] == 0 and f"{kept:,} kept from earlier runs" in again[1]
+    assert output.read_bytes().count(b"\n") == 400
+
+
+def test_it_stops_in_good_order(tmp_path: Path) -> None:
+    run, output = start_long_run(tmp_path)
+    pids = pipelines_of(run)
+    run.send_signal(signal.SIGINT)
+    status, err = finish(run)
+    assert status == 130 and "goes on from there" in err and "Traceback" not in err
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert (read_status(output) or {})["status"] == "cancelled"
+
+
+def test_pipelines_end_with_their_run(tmp_path: Path) -> None:
+    run, _ = start_long_run(tmp_path)
+    pids = pipelines_of(run)
+    assert len(pids) == 2
+    run.kill()
+    run.wait()
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_pipelines_of_two_ranks(tmp_path: Path) -> None:
+    outs = [tmp_path / "one.jsonl", tmp_path / "four.jsonl"]
+    source = QUERIES / "mixed.jsonl"
+    assert finish(start(source, "--output", outs[0], "--dtype", "float32"))[0] == 0
+    flags = ["--world-size", 4, "--data-group-size", 2, "--dtype", "float32", "--output", outs[1]]
+    status, err = finish(start(source, *flags))
+    assert status == 0, err
+    assert read(outs[0]) == read(outs[1])
+
+
+def test_what_goes_wrong_in_a_pipeline_is_told(tmp_path: Path) -> None:
+    flags = ["--data-group-size", 2, "--budget", 10**12, "--output", tmp_path / "out.jsonl"]
+    status, err = finish(start(QUERIES / "plain.jsonl", *flags))
+    assert status == 2 and "a KV cache of" in err.splitlines()[-1]
+
+
+def test_numbers_that_do_not_fit_are_refused() -> None:
+    assert RankConfig(world_size=8, data_group_size=2).size == 4
+    assert RankConfig(data_group_size=2).size is None
+    for wrong in (
+        {"world_size": 3, "data_group_size": 2},
+        {"world_size": 4, "pipeline_group_size": 4, "data_group_size": 2},
+        {"world_size": 4, "rank": 0, "data_group_size": 2},
+        {"world_size": 4, "rendezvous": "a:1", "data_group_size": 2},
+    ):
+        with pytest.raises(UsageError, match="data-group-size"):
+            RankConfig(**wrong)  # type: ignore[arg-type]
+
+
+def test_torchrun_and_several_pipelines_are_refused() -> None:
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    status, err = finish(start(QUERIES / "n.jsonl", "--data-group-size", 2, **variables))
+    assert status == 2 and "--data-group-size starts its pipelines itself" in err
+
+
+def test_errors_travel_between_processes() -> None:
+    error = RequestError("out_of_range", "n is 0", "n")
+    again = pickle.loads(pickle.dumps(error))
+    assert (again.code, again.message, again.param, str(again)) == (
+        "out_of_range",
+        "n is 0",
+        "n",
+        "n is 0",
+    )
