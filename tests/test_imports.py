@@ -26,8 +26,8 @@ request fingerprint output.records output.writer output.stream output.progress
 engine.logit_edits output.status pipeline.stage split.grouping
 engine.sequence pipeline.ring output.places output.job_file split.manifest split.index
 engine.prefix engine.advance engine.packing engine.equal_requests engine.planner \
-    output.summary loading paths split.parts split.answers
-engine.scheduler engine.answer engine.intake split.merging
+    output.summary loading paths split.answers split.summary
+engine.scheduler engine.answer engine.intake split.merging split.parts
 engine.loop commands.split commands.merge
 worker
 job integrations.batch

@@ -26,7 +26,8 @@ from fminfer.split import parts as split_parts
 from fminfer.split.folders import MAX_BYTES, folder_name, is_folder_name
 from fminfer.split.grouping import find_hyperparameters, find_length
 from fminfer.split.manifest import MANIFEST, read_manifest, read_paths
-from fminfer.split.parts import STAGING, SplitOptions, SplitSummary, split_file
+from fminfer.split.parts import STAGING, SplitOptions, split_file
+from fminfer.split.summary import SplitSummary
 from tests.split_lines import make_lines
 
 ODD_NAMES = st.text(

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 
 import click
-
-MAX_NAMED = 10  # folders in the summary
-MANY_GROUPS, FEW_ROWS = 100, 10  # more groups than that, with fewer rows each, are told
 
 
 @click.command()
@@ -50,7 +46,8 @@ def split(
     zstdcat requests.jsonl.zst | fminfer split --input-file - --output-dir parts/
 
     `fminfer run` needs no splitting: it answers mixed files as they are. Split for several
-    machines, or to run each set of hyperparameters by itself.
+    machines, or to run each set of hyperparameters by itself. Equal lines that have no seed draw
+    differently within a file only: give them seeds where they may come into several parts.
 
     Parts are <output-dir>/<engine>/request_<N>.jsonl, N from 0 for each engine (or model; "default"
     for lines that name none); letters that a folder's name should not have are written as in URLs.
@@ -61,26 +58,7 @@ def split(
     The same folder can be split into again: parts that are no more are removed. Where answers would
     lose their requests by that, it is refused.
     """
-    from fminfer.split.grouping import find_most_varied
     from fminfer.split.parts import SplitOptions, split_file
 
     options = SplitOptions(min_generate_token, generate_token_chunk_size)
-    summary = split_file(input_file, output_dir, options)
-    num_lines, parts = summary.manifest.num_lines, summary.manifest.parts
-    bad = f", {summary.num_bad:,} of them no requests" if summary.num_bad else ""
-    folders = list(dict.fromkeys((output_dir / part.path).parent for part in parts))
-    lines = [
-        f"split     {num_lines:,} lines{bad}",
-        f"parts     {len(parts):,}, of {len(summary.groups):,} sets of hyperparameters, in "
-        + ", ".join(map(str, folders[:MAX_NAMED]))
-        + (f" and {len(folders) - MAX_NAMED:,} more folders" if len(folders) > MAX_NAMED else ""),
-    ]
-    if len(summary.groups) > max(MANY_GROUPS, num_lines / FEW_ROWS):
-        name, count = find_most_varied(summary.groups)
-        lines.append(
-            f"note      most parts hold few lines: {name} alone has {count:,} values. fminfer run "
-            f"answers {input_file} without splitting"
-        )
-    merged = shlex.join(["fminfer", "merge", "--input-dir", str(output_dir), "--output", "FILE"])
-    lines.append(f"answers   merge them with: {merged}")
-    click.echo("\n".join(lines), err=True)
+    click.echo(split_file(input_file, output_dir, options).to_text(), err=True)

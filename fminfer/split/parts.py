@@ -36,6 +36,7 @@ from fminfer.split.manifest import (
     write_manifest,
     write_unfinished,
 )
+from fminfer.split.summary import SplitSummary
 
 STAGING = ".split"  # in the output folder while a split is at work; no engine's folder has a dot
 MAX_NAMED = 3  # files in a message
@@ -51,15 +52,6 @@ class SplitOptions:
     def num_rows(self, max_tokens: int) -> int:
         least = max(max_tokens, self.min_generate_token, 1)
         return max(1, self.generate_token_chunk_size // least)
-
-
-@dataclass(slots=True, frozen=True)
-class SplitSummary:
-    """What a split did."""
-
-    manifest: Manifest
-    groups: list[Group]
-    num_bad: int  # lines that hold no request
 
 
 def split_file(source: Path, folder: Path, options: SplitOptions) -> SplitSummary:
@@ -105,7 +97,7 @@ def _split(
     }
     manifest = Manifest(str(source), digest, sizes, num_lines, parts)
     _publish(folder, staging, manifest, old)
-    return SplitSummary(manifest, groups.seen, index.num_bad)
+    return SplitSummary(folder, manifest, groups.seen, index.num_bad)
 
 
 @contextlib.contextmanager
