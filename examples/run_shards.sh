@@ -3,7 +3,13 @@
 # of the old tool, its flags unchanged. One command does the same, loads the model once, and needs no
 # ranks by hand:  fminfer run --infer-data FOLDER --model-name MODEL --world-size 8
 #
-#   examples/run_shards.sh FOLDER [more flags, such as --model-name /data/models/opt-175b-new]
+#   fminfer split --input-file requests.jsonl --output-dir parts
+#   examples/run_shards.sh parts/ENGINE [more flags, such as --model-name /data/models/opt-175b-new]
+#   fminfer merge --input-dir parts --output answers.jsonl
+#
+# split (scripts/split_queries.py is the same) makes such a folder for each engine; merge puts all
+# answers into one file, in the order of requests.jsonl, and names what is still to be answered. A
+# file that has its answers is passed over, so the loop can be started again.
 #
 # NUM_LAYERS, MAX_LAYERS: of the model (OPT-175B on 8 GPUs: 12 and 96; BLOOM: 9 and 70).
 # MAX_ID: one above the highest shard. PORT: where the ranks meet; two loops need two.

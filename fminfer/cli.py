@@ -17,6 +17,8 @@ from typing import Any
 import click
 
 from fminfer import __version__
+from fminfer.commands.merge import merge
+from fminfer.commands.split import split
 from fminfer.commands.status import status
 from fminfer.config import EngineConfig
 from fminfer.errors import FminferError, StoppedError, UsageError
@@ -53,7 +55,13 @@ def main() -> None:
     fminfer run --help                              everything that a run can be told
     fminfer status shards/                          how far runs are
     fminfer bench --random-init bloom-560m          what a token takes at several batch sizes
+    fminfer split --input-file requests.jsonl --output-dir parts/
+    fminfer merge --input-dir parts/ --output answers.jsonl
     """
+
+
+main.add_command(split)
+main.add_command(merge)
 
 
 class _KeepsArguments(click.Command):

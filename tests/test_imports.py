@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "fminfer"
 FLOORS = """
 errors timing messages sentencepieces shared_runs soft_cap packed_linear output.rows kernel_build \
     layer_kernels \
-    engine.blocks engine.noise engine.seen engine.stopping engine.expected
+    engine.blocks engine.noise engine.seen engine.stopping engine.expected split.folders
 config fields team_place input.streams input.values input.spans tokenizer partition ranks \
     models.alibi models.families models.sizes models.variants integrations.generation \
     engine.stats output.trace output.disk stopping memory fused_layers
@@ -24,12 +24,12 @@ input.envelope attention score_kernel models.weights pipeline.group \
     models.adapters.bloom models.adapters.codegen \
     models.adapters.falcon models.adapters.gpt_neo models.adapters.gptj models.adapters.mpt
 request fingerprint output.records output.writer output.stream output.progress
-engine.logit_edits output.status pipeline.stage team_wire
-engine.sequence pipeline.ring output.places output.job_file
+engine.logit_edits output.status pipeline.stage team_wire split.grouping
+engine.sequence pipeline.ring output.places output.job_file split.manifest split.index
 engine.prefix engine.advance engine.packing engine.equal_requests engine.planner \
-    output.summary output.shared_files output.overview loading paths
-engine.scheduler engine.answer engine.intake commands.status
-engine.loop
+    output.summary output.shared_files output.overview loading paths split.answers split.summary
+engine.scheduler engine.answer engine.intake split.merging split.parts commands.status
+engine.loop commands.split commands.merge
 worker
 team team_member
 job integrations.batch

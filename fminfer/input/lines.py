@@ -36,8 +36,8 @@ class Line:
 def find_inputs(paths: list[Path], *, may_be_empty: bool = False) -> list[Path]:
     """Return the files to answer, in order; a folder gives those with a known ending, by name.
 
-    Files that earlier runs wrote (`output_*`, `*.errors.jsonl`, `*.status.json`) are left out of
-    folders. `-` is stdin.
+    Files that are no requests by their names (`output_*`, `*.errors.jsonl`, `*.status.json`, and
+    `manifest.json` of `fminfer split`) are left out of folders. `-` is stdin.
 
     Args:
         may_be_empty: a folder may hold no file to answer yet.
@@ -68,9 +68,8 @@ def find_inputs(paths: list[Path], *, may_be_empty: bool = False) -> list[Path]:
 
 
 def _is_input(path: Path) -> bool:
-    is_written = path.name.startswith("output_") or path.name.endswith(
-        (".errors.jsonl", ".status.json")
-    )
+    is_written = path.name.startswith("output_") or path.name == "manifest.json"
+    is_written = is_written or path.name.endswith((".errors.jsonl", ".status.json"))
     return path.name.endswith(ENDINGS) and path.is_file() and not is_written
 
 

@@ -13,6 +13,11 @@ from fminfer.output.writer import traces
 STDOUT = Path("-")
 
 
+def answers_path(source: Path) -> Path:
+    """Return where an input's answers go if no place is named: beside it."""
+    return source.with_name(f"output_{stem(source)}.jsonl")
+
+
 def plan_outputs(inputs: list[Path], output: Path | None) -> list[Path]:
     """Return where each input's answers go.
 
@@ -42,10 +47,7 @@ def _name_outputs(inputs: list[Path], output: Path | None) -> list[Path]:
     if output == STDOUT:
         return [STDOUT] * len(inputs)
     if output is None:
-        return [
-            STDOUT if path == STDIN else path.with_name(f"output_{stem(path)}.jsonl")
-            for path in inputs
-        ]
+        return [STDOUT if path == STDIN else answers_path(path) for path in inputs]
     if output.is_file() or output.suffix == ".jsonl":
         if len(inputs) > 1:
             raise UsageError(

@@ -1,15 +1,17 @@
-"""Mutates lines and journals without end, and sees that nothing but what is promised comes out.
+"""Mutates lines, journals and manifests without end, and sees that only what is promised comes out.
 
     scripts/fuzz --minutes 10
 
 The lines to begin with are in tests/fuzz/lines and in examples/queries; a line that made a fault is
 put into tests/fuzz/lines, so that every later run begins with it. Checked of a line: it becomes a
 request or a RequestError, and its record is one line of JSON. Of a journal: only rows that were
-written come out, and the file can be gone on with.
+written come out, and the file can be gone on with. Of a split's manifest: it is refused in words,
+or every path in it stays in its folder and every line comes once.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import tempfile
@@ -27,6 +29,8 @@ from fminfer.input.lines import Line, read_lines
 from fminfer.output.journal import Journal, journal_path
 from fminfer.output.records import Record
 from fminfer.output.rows import Row
+from fminfer.split.manifest import MANIFEST, read_manifest, read_paths
+from fminfer.split.parts import SplitOptions, split_file
 from fminfer.tokenizer import Tokenizer
 
 HERE = Path(__file__).parent
@@ -62,6 +66,7 @@ PIECES = [
     *(b'"prompt":', b'"request":', b'"custom_id":', b'"body":', b'"n":', b'"stop":', b'"line":'),
     *(b'"logprobs":', b'"max_tokens":', b'"seed":', b'"echo":true', b'"logit_bias":{"5":-100}'),
     *(b"[" * 200, b'{"a":' * 200, b'"x"' * 50, "é\u202e👩\u200d👩".encode()),
+    *(b"../", b"/etc/", b"request_0.jsonl", b'"path":', b'"lines":[1,1]', b'"num_rows":0', b"],\n"),
 ]
 
 
@@ -143,6 +148,51 @@ def check_journal(folder: Path, source: random.Random) -> None:
     journal.close()
 
 
+def make_split(folder: Path) -> None:
+    """Split six lines into three parts, in `parts`."""
+    engines = [b"a/b", b"c", b"a/b", b"c", b"d", b"a/b"]
+    lines = [b'{"prompt":"x","max_tokens":5,"engine":"%s"}\n' % engine for engine in engines]
+    (folder / "all.jsonl").write_bytes(b"".join(lines))
+    split_file(folder / "all.jsonl", folder / "parts", SplitOptions(100, 1000))
+
+
+def sign(manifest: bytes) -> bytes:
+    """Put the end of a manifest behind its parts, with a check that fits."""
+    check = hashlib.blake2b(manifest, digest_size=8).hexdigest().encode()
+    return manifest + b'],"check":"%s"}\n' % check
+
+
+def check_manifest(folder: Path, source: random.Random) -> None:
+    """Mutate a manifest, sign it so that it is looked at, and read it."""
+    parts, sound = folder / "parts", folder / "sound"
+    if not sound.exists():
+        make_split(folder)
+        sound.write_bytes((parts / MANIFEST).read_bytes())
+    data = sound.read_bytes()
+    if source.random() < 0.9:
+        body = mutate(data.rpartition(b"],")[0], [data], source)
+        (parts / MANIFEST).write_bytes(sign(body))
+    else:
+        (parts / MANIFEST).write_bytes(mutate(data, [data], source))
+    for path in _read_any(parts):
+        assert (parts / path).resolve().parent.is_relative_to(parts.resolve()), "a way out"
+        assert (parts / path).parent != parts and Path(path).name.startswith("request_")
+
+
+def _read_any(parts: Path) -> set[str]:
+    try:
+        manifest = read_manifest(parts)
+    except UsageError:
+        pass
+    else:
+        numbers = [number for part in manifest.parts for number in part.lines]
+        assert len(set(numbers)) == len(numbers) == manifest.num_lines and min(numbers) > 0
+    try:
+        return read_paths(parts)
+    except UsageError:
+        return set()
+
+
 def corpus() -> list[bytes]:
     """Return the lines to begin with."""
     files = [*sorted(QUERIES.glob("*.jsonl")), *sorted((HERE / "lines").iterdir())]
@@ -166,6 +216,7 @@ def rounds(seed: int) -> Iterator[int]:
                 if number % 20 == 0:
                     check_file(folder, raw, source.choice((".json", ".jsonl")))
                     check_journal(folder, source)
+                    check_manifest(folder, source)
             except Exception:
                 bad = HERE / "lines" / f"found_{seed}_{number}"
                 bad.write_bytes(raw)
@@ -178,10 +229,11 @@ def rounds(seed: int) -> Iterator[int]:
 @click.option("--minutes", default=10.0, show_default=True)
 @click.option("--seed", default=int(time.time()), help="[default: the time]")
 def main(minutes: float, seed: int) -> None:
-    """Mutate lines and journals for some minutes."""
+    """Mutate lines, journals and manifests for some minutes."""
     ends_s = time.monotonic() + minutes * 60
     number = next(number for number in rounds(seed) if time.monotonic() > ends_s)
-    print(f"{number:,} lines and {number // 20:,} files and journals: nothing found (seed {seed})")
+    counts = f"{number:,} lines and {number // 20:,} files, journals and manifests"
+    print(f"{counts}: nothing found (seed {seed})")
 
 
 if __name__ == "__main__":

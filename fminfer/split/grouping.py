@@ -1,0 +1,151 @@
+"""Which requests go into one file: those of one engine with the same hyperparameters.
+
+It knows fields; where lines stand and where they go it does not.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from fminfer.fields import is_integral
+from fminfer.request import DEFAULTS
+
+# What differs from line to line and does not change how tokens are drawn.
+NO_HYPERPARAMETERS = frozenset(
+    {"prompt", "request_type", "user", "custom_id", "id", "request_id", "metadata"}
+)
+CHARS_PER_TOKEN = 4  # of English text, about
+MAX_LENGTH = 2**32 - 1
+MAX_DEPTH = 100  # of a hyperparameter; those that mean something have 1
+
+
+@dataclass(slots=True)
+class Group:
+    """Requests of one engine with the same hyperparameters, in their plainest form."""
+
+    engine: str | None
+    hyperparameters: dict[str, Any]
+    num_rows: int = 0
+
+    @property
+    def max_tokens(self) -> int:
+        value: Any = self.hyperparameters.get("max_tokens")
+        return int(value) if is_integral(value) and value >= 0 else DEFAULTS.max_tokens
+
+
+class Groups:
+    """Groups in the order in which they are first seen."""
+
+    def __init__(self) -> None:
+        self.seen: list[Group] = []
+        self._by_key: dict[tuple[str | None, bytes], int] = {}
+        self._by_spelling: dict[bytes, int] = {}  # so that a line's fields are looked at just once
+
+    def add(self, fields: dict[str, Any]) -> int:
+        """Count a request; return the number of its group."""
+        try:
+            rest = {name: fields[name] for name in fields if name not in NO_HYPERPARAMETERS}
+            spelling = dump(rest)
+            number = self._by_spelling.get(spelling)
+            if number is None:
+                number = self._by_spelling[spelling] = self._find(fields)
+        except RecursionError:  # nested so deep that it is no request
+            number = self._find({})
+        self.seen[number].num_rows += 1
+        return number
+
+    def _find(self, fields: dict[str, Any]) -> int:
+        group = Group(find_engine(fields), find_hyperparameters(fields))
+        key = (group.engine, dump(group.hyperparameters))
+        number = self._by_key.setdefault(key, len(self.seen))
+        if number == len(self.seen):
+            self.seen.append(group)
+        return number
+
+
+def find_engine(fields: dict[str, Any]) -> str | None:
+    """Return the name that a request gives as its engine, or as its model."""
+    for name in ("engine", "model"):
+        value = fields.get(name)
+        if isinstance(value, str) and value:
+            return value
+    return None
+
+
+def find_hyperparameters(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return a request's hyperparameters so that equal ones look equal.
+
+    A null is left out, for it means the default; integral numbers are integers; `stop` is a sorted
+    list without doubles; names are in order.
+    """
+    found = {}
+    for name in sorted(fields.keys() - NO_HYPERPARAMETERS - {"engine", "model"}):
+        value = _plain(fields[name])
+        if name == "stop":
+            value = _stops(value)
+        elif name == "echo" and is_integral(value) and value in (0, 1):
+            value = bool(value)
+        if value is not None:
+            found[name] = value
+    return found
+
+
+def find_length(prompt: object) -> int:
+    """Return how long a prompt is, in characters; a token id counts as four.
+
+    A list of prompts is as long as all of them together. What is no prompt has length 0.
+    """
+    if isinstance(prompt, str):
+        length = len(prompt)
+    elif isinstance(prompt, list):
+        length = sum(map(_item_length, prompt))
+    else:
+        length = 0
+    return min(length, MAX_LENGTH)
+
+
+def find_most_varied(groups: list[Group]) -> tuple[str, int]:
+    """Return the hyperparameter with the most values over all groups, and how many those are."""
+    values: dict[str, set[bytes]] = {}
+    for group in groups:
+        for name, value in group.hyperparameters.items():
+            values.setdefault(name, set()).add(dump(value))
+    counts = {name: len(found) for name, found in values.items()} or {"engine": len(groups)}
+    return max(counts.items(), key=lambda item: item[1])
+
+
+def dump(value: object) -> bytes:
+    """Return a value as JSON, whatever JSON it was read from."""
+    try:
+        return orjson.dumps(value)
+    except orjson.JSONEncodeError:  # a lone surrogate, a huge integer, or deep nesting
+        return json.dumps(value).encode()
+
+
+def _item_length(item: object) -> int:
+    if isinstance(item, str):
+        return len(item)
+    return CHARS_PER_TOKEN * (len(item) if isinstance(item, list) else 1)
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
+    if depth > MAX_DEPTH:
+        raise RecursionError
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else value
+    if isinstance(value, list):
+        return [_plain(item, depth + 1) for item in value]
+    if isinstance(value, dict):
+        return {name: _plain(value[name], depth + 1) for name in sorted(value)}
+    return value
+
+
+def _stops(value: Any) -> Any:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        return value
+    return sorted(set(stops)) or None

@@ -1,0 +1,175 @@
+"""Merges the answers to all parts of a split into one file, in the order of the source.
+
+The answers are read twice: first for the size of each record, from which follows where each will
+stand; then part by part, each record written at its place. So memory holds some bytes a line, and
+few files are open at once.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from fminfer.errors import FminferError, OutputError, UsageError
+from fminfer.output.disk import sync_folder, write_all
+from fminfer.output.writer import ORDERED, errors_path
+from fminfer.split.answers import find_gap, read_answers
+from fminfer.split.manifest import Manifest, Part, read_manifest
+
+MAX_NAMED = 10  # files, or ranges of lines, in a message
+Places = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True, frozen=True)
+class MergeSummary:
+    """What a merge wrote."""
+
+    num_parts: int
+    num_answers: int
+    num_errors: int
+
+
+def merge_parts(folder: Path, output: Path) -> MergeSummary:
+    """Write the answers to all parts of a folder into `output`, and their errors beside it.
+
+    Raises:
+        UsageError: the manifest is damaged, or the output is there.
+        FminferError: lines are not answered, or answers are not of their part; nothing is written.
+        OutputError: a file cannot be read or written.
+    """
+    _check_output(output)
+    manifest = read_manifest(folder)
+    _refuse_gaps(folder, manifest)
+    try:
+        sizes = _measure(folder, manifest.parts)
+        places = _place(manifest.parts, sizes)
+        _write(folder, manifest.parts, sizes, places, output)
+    except OSError as error:
+        raise OutputError(
+            f"{error.filename or output}: {error.strerror or error}. Nothing is merged; see that "
+            f"the answers can be read and that {output.parent} has room for them, and repeat the "
+            "command"
+        ) from error
+    num_errors = int((sizes < 0).sum())
+    return MergeSummary(len(manifest.parts), len(sizes) - num_errors, num_errors)
+
+
+def _check_output(output: Path) -> None:
+    if output.suffix in (".json", ".gz", ".zst") or output.name in ("-", "") or output.is_dir():
+        raise UsageError(f"--output {output}: give the name of a file that ends in .jsonl")
+    for path in (output, errors_path(output)):
+        if path.exists():
+            raise UsageError(f"{path} exists; move it away, or give another --output")
+
+
+def _refuse_gaps(folder: Path, manifest: Manifest) -> None:
+    """Name the parts that were not answered, or not to their end."""
+    gaps = {part.path: find_gap(folder, part) for part in manifest.parts}
+    missing = [part for part in manifest.parts if gaps[part.path]]
+    if not missing:
+        return
+    num_lines = sum(len(part.lines) for part in missing)
+    paths = [f"{part.path} ({gaps[part.path]})" for part in missing[:MAX_NAMED]]
+    more = f" and {len(missing) - MAX_NAMED:,} more" if len(missing) > MAX_NAMED else ""
+    inputs = [folder / part.path for part in missing]
+    if more:
+        inputs = list(dict.fromkeys(path.parent for path in inputs))
+    raise FminferError(
+        f"{num_lines:,} of {manifest.num_lines:,} lines of {manifest.source} have no answer: lines "
+        f"{show_ranges(missing)}. They are in {', '.join(paths)}{more}. Answer them with the model "
+        "and the flags of the other parts, and merge then:\n"
+        f"  {shlex.join(['fminfer', 'run', *map(str, inputs)])}"
+    )
+
+
+def show_ranges(parts: list[Part]) -> str:
+    """Return the line numbers of parts for people: `1-4, 7, 9-12`."""
+    numbers = np.sort(np.concatenate([np.frombuffer(part.lines, np.int64) for part in parts]))
+    breaks = np.flatnonzero(np.diff(numbers) != 1)
+    firsts = numbers[np.r_[0, breaks + 1]].tolist()
+    lasts = numbers[np.r_[breaks, len(numbers) - 1]].tolist()
+    ranges = [
+        f"{first}" if first == last else f"{first}-{last}"
+        for first, last in zip(firsts[:MAX_NAMED], lasts[:MAX_NAMED], strict=True)
+    ]
+    more = len(firsts) - MAX_NAMED
+    return ", ".join(ranges) + (f" and {more:,} more places" if more > 0 else "")
+
+
+def _measure(folder: Path, parts: list[Part]) -> Places:
+    """Return the size of each record, part after part; those of errors are negative."""
+    every = np.zeros(sum(len(part.lines) for part in parts), np.int64)
+    wrong = []
+    first = 0
+    for part in parts:
+        sizes = array("q", bytes(8 * len(part.lines)))
+        try:
+            for answer in read_answers(folder, part):
+                size = len(answer.record)
+                sizes[answer.row] = -size if answer.is_error else size
+        except FminferError as error:
+            wrong.append(str(error))
+        every[first : first + len(sizes)] = sizes
+        first += len(sizes)
+    if wrong:
+        more = f"\n… and {len(wrong) - MAX_NAMED:,} more" if len(wrong) > MAX_NAMED else ""
+        raise FminferError("\n".join(wrong[:MAX_NAMED]) + more)
+    return every
+
+
+def _place(parts: list[Part], sizes: Places) -> Places:
+    """Return where each record begins in its file: behind those of all lines before its own."""
+    empty = np.zeros(0, np.int64)
+    numbers = np.concatenate([empty, *(np.frombuffer(part.lines, np.int64) for part in parts)])
+    order = np.argsort(numbers)
+    places = np.zeros_like(sizes)
+    for are_errors in (False, True):
+        chosen = order[(sizes[order] < 0) == are_errors]
+        ends = np.cumsum(np.abs(sizes[chosen]))
+        places[chosen] = ends - np.abs(sizes[chosen])
+    return places
+
+
+def _write(folder: Path, parts: list[Part], sizes: Places, places: Places, output: Path) -> None:
+    """Write both files under other names, and give them theirs when they are complete."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    finals = [output, errors_path(output)] if (sizes < 0).any() else [output]
+    drafts = [path.with_name(path.name + ORDERED) for path in finals]
+    fds: list[int] = []
+    try:
+        for draft in drafts:
+            fds.append(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666))
+        for place, size, record in _sized(folder, parts, sizes, places):
+            if abs(size) != len(record):
+                raise FminferError("answers changed while they were being merged; merge them again")
+            write_all(fds[size < 0], record, place)
+        for fd in fds:
+            os.fsync(fd)
+        for draft, final in reversed(list(zip(drafts, finals, strict=True))):
+            os.replace(draft, final)  # the answers last: where they are, all is complete
+        sync_folder(output.parent)
+    finally:
+        for fd in fds:
+            os.close(fd)
+        for draft in drafts:
+            draft.unlink(missing_ok=True)
+
+
+def _sized(
+    folder: Path, parts: list[Part], sizes: Places, places: Places
+) -> Iterator[tuple[int, int, bytes]]:
+    """Yield each record with its place and the size that it had before."""
+    first = 0
+    for part in parts:
+        last = first + len(part.lines)
+        part_places, part_sizes = places[first:last].tolist(), sizes[first:last].tolist()
+        for answer in read_answers(folder, part):
+            yield part_places[answer.row], part_sizes[answer.row], answer.record
+        first = last
