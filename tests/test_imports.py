@@ -12,10 +12,11 @@ PACKAGE = Path(__file__).parent.parent / "fminfer"
 FLOORS = """
 errors timing messages sentencepieces shared_runs soft_cap packed_linear output.rows kernel_build \
     layer_kernels \
-    engine.blocks engine.noise engine.seen engine.stopping engine.expected
+    engine.blocks engine.noise engine.seen engine.stopping engine.expected cluster.job_names
 config fields input.streams input.values input.spans tokenizer partition ranks \
     models.alibi models.families models.sizes models.variants integrations.generation \
-    engine.stats output.trace output.disk stopping memory fused_layers
+    engine.stats output.trace output.disk stopping memory fused_layers \
+    cluster.schedulers cluster.scripts
 input.lines spelling sampling placement decode_attention kernel_attention launcher run_options \
     output.journal models.experts models.checkpoint models.layer_count models.slicing \
     pipeline.wire pipeline.transport pipeline.store pipeline.watch pipeline.local
@@ -26,12 +27,12 @@ request fingerprint output.records output.writer output.stream output.progress
 engine.logit_edits output.status pipeline.stage
 engine.sequence pipeline.ring output.places output.job_file
 engine.prefix engine.advance engine.packing engine.equal_requests engine.planner \
-    output.summary loading paths
+    output.summary loading paths cluster.resources cluster.submission
 engine.scheduler engine.answer engine.intake
 engine.loop
 worker
 job integrations.batch
-running bench integrations.lm_eval
+running bench integrations.lm_eval commands.submit
 cli
 __main__
 """
