@@ -106,6 +106,22 @@ def test_an_array_with_a_list_of_its_files(scheduler: str, queue: Path, shards: 
 
 
 @both
+def test_a_task_without_a_list_answers_nothing(scheduler: str, queue: Path, shards: Path) -> None:
+    """An empty path would be the folder in which the job runs, and all files there."""
+    submit("--scheduler", scheduler, "--infer-data", shards, "--mode", "array")
+    for path in shards.rglob("*.files"):
+        path.unlink()
+    statuses = cluster.run_queue()
+    assert len(statuses) == 4 and 0 not in statuses and not ran(queue)
+    assert (
+        "the list has no such line"
+        in next(
+            (shards / "jobs").glob("*_1.log" if scheduler == "slurm" else "*.1.log")
+        ).read_text()
+    )
+
+
+@both
 def test_one_job_of_ranks(scheduler: str, queue: Path, shards: Path) -> None:
     options = ["--mode", "ranks", "--gpus", 4, "--nodes", 2]
     submit("--scheduler", scheduler, "--infer-data", shards, *options)
@@ -332,15 +348,13 @@ def test_names_of_jobs() -> None:
     assert not is_of(one, "n") and not is_of("m.1234567", "m") and not is_of("lsf_mm#/a", "m")
 
 
-@both
-def test_run_finds_its_file_in_the_jobs_name(scheduler: str, tmp_path: Path) -> None:
+def test_run_finds_its_file_in_the_jobs_name(tmp_path: Path) -> None:
     """As jobs of the old tool's loop did: `bsub -J "lsf_opt#$file" … fminfer run`."""
     path = tmp_path / "a#1.jsonl"
     path.write_text("".join(QUERIES.read_text().splitlines(keepends=True)[:2]))
-    variable = "LSB_JOBNAME" if scheduler == "lsf" else "SLURM_JOB_NAME"
     done = subprocess.run(
         [sys.executable, "-m", "fminfer", "run", "--attention", "eager"],
-        env=os.environ | {variable: f"lsf_demo#{path}"},
+        env=os.environ | {"LSB_JOBNAME": f"lsf_demo#{path}"},
         capture_output=True,
         text=True,
     )

@@ -69,8 +69,9 @@ class ScriptTemplate:
                 for frame in traceback.extract_tb(error.__traceback__)
                 if frame.filename == self._template.filename
             ]
-            message = f"{error}; the values there are: {', '.join(sorted(values))}"
-            raise self._wrong(lines[-1] if lines else None, message) from None
+            is_name = isinstance(error, jinja2.UndefinedError)
+            names = f"; the values there are: {', '.join(sorted(values))}" if is_name else ""
+            raise self._wrong(lines[-1] if lines else None, f"{error}{names}") from None
 
     def _wrong(self, line: int | None, message: str) -> UsageError:
         return UsageError(f"--template {self._path}, line {line or '?'}: {message}")

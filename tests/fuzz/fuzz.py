@@ -1,16 +1,18 @@
-"""Mutates lines and journals without end, and sees that nothing but what is promised comes out.
+"""Mutates lines, journals and words without end, and sees that only what is promised comes out.
 
     scripts/fuzz --minutes 10
 
 The lines to begin with are in tests/fuzz/lines and in examples/queries; a line that made a fault is
 put into tests/fuzz/lines, so that every later run begins with it. Checked of a line: it becomes a
 request or a RequestError, and its record is one line of JSON. Of a journal: only rows that were
-written come out, and the file can be gone on with.
+written come out, and the file can be gone on with. Of words: a shell reads
+those of a job script as they are.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import tempfile
 import time
@@ -28,6 +30,7 @@ from fminfer.output.journal import Journal, journal_path
 from fminfer.output.records import Record
 from fminfer.output.rows import Row
 from fminfer.tokenizer import Tokenizer
+from tests.fuzz.scripts import check_scripts
 
 HERE = Path(__file__).parent
 QUERIES = HERE.parent.parent / "examples" / "queries"
@@ -143,6 +146,13 @@ def check_journal(folder: Path, source: random.Random) -> None:
     journal.close()
 
 
+def check_words(folder: Path, raw: bytes) -> None:
+    """Make a file's name and two flags of a line, and job scripts of them."""
+    words = [os.fsdecode(word) for word in raw.replace(b"\0", b"0").split(b" ", 2)]
+    name = words[0].replace("/", "_")[:100].strip(".") or "x"
+    check_scripts(folder, name, words[1:])
+
+
 def corpus() -> list[bytes]:
     """Return the lines to begin with."""
     files = [*sorted(QUERIES.glob("*.jsonl")), *sorted((HERE / "lines").iterdir())]
@@ -166,6 +176,8 @@ def rounds(seed: int) -> Iterator[int]:
                 if number % 20 == 0:
                     check_file(folder, raw, source.choice((".json", ".jsonl")))
                     check_journal(folder, source)
+                if number % 200 == 0:
+                    check_words(folder, raw)
             except Exception:
                 bad = HERE / "lines" / f"found_{seed}_{number}"
                 bad.write_bytes(raw)
@@ -178,7 +190,7 @@ def rounds(seed: int) -> Iterator[int]:
 @click.option("--minutes", default=10.0, show_default=True)
 @click.option("--seed", default=int(time.time()), help="[default: the time]")
 def main(minutes: float, seed: int) -> None:
-    """Mutate lines and journals for some minutes."""
+    """Mutate lines, journals and job scripts for some minutes."""
     ends_s = time.monotonic() + minutes * 60
     number = next(number for number in rounds(seed) if time.monotonic() > ends_s)
     print(f"{number:,} lines and {number // 20:,} files and journals: nothing found (seed {seed})")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-NUM_CPUS = 2  # jobs at a time; more than there are is fine
+NUM_CPUS = 4  # jobs at a time; more than there are is fine
 # No control groups, no accounting, no systemd: it runs in a container. Requeued jobs wait for
 # cred_expire, two minutes by default.
 CONFIG = """\

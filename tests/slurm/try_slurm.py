@@ -57,7 +57,7 @@ def write_slow(folder: Path) -> Path:
 
 
 def try_array(folder: Path) -> None:
-    """Five files of odd names: a job each that waits, then an array of five tasks."""
+    """Five files of odd names: a job each that waits, then an array, and one job of two ranks."""
     folder.mkdir()
     lines = QUERIES.read_text().splitlines(keepends=True)
     for number, name in enumerate(NAMES):
@@ -66,16 +66,20 @@ def try_array(folder: Path) -> None:
     assert submit(folder, "--mode", "array", flags=[]) == "", "each is known by its job's name"
     subprocess.run(["scancel", "--state=PENDING", f"--user={os.getuid()}"], check=True)
     wait_until(is_empty, 30, "the jobs that were taken back")
-    job = submit(folder, "--mode", "array", "--time", "5:00", flags=[])
-    wait_until(lambda: is_gone(job), 120, "the array")
+    job = submit(folder, "--mode", "array", "--max-running", "2", "--time", "5:00", flags=[])
+    ranks = folder.parent / "ranks"  # srun's tasks, with answers of their own
+    flags = ["--world-size", "2", "--output", str(ranks)]
+    ranks_job = submit(folder, "--mode", "ranks", "--name", "ranks", flags=flags)
+    wait_until(lambda: is_gone(job) and is_gone(ranks_job), 120, "the array and the ranks")
     for number, name in enumerate(NAMES):
         records = (folder / f"output_{name}.jsonl").read_text().splitlines()
         assert len(records) == 4, (name, records)
         for record, line in zip(records, lines[number:], strict=False):
             assert record.startswith('{"request":' + line.strip()), "in order, verbatim"
+        assert len((ranks / f"output_{name}.jsonl").read_text().splitlines()) == 4
     assert not Path("never").exists() and not (folder / "never").exists()
     assert submit(folder, "--mode", "array", flags=[]) == "", "all is finished"
-    say("an array of five: every file answered, whatever its name")
+    say("an array of five, and two ranks of srun: every file answered, whatever its name")
 
 
 def check_complete(output: Path, kept: set[bytes]) -> None:
@@ -89,37 +93,46 @@ def check_complete(output: Path, kept: set[bytes]) -> None:
         assert fields["result"]["usage"]["completion_tokens"] == SLOW_TOKENS
 
 
+def try_limits(folder: Path) -> None:
+    """A job that is out of time, and one that Slurm ends; both are submitted again."""
+    late, limited = write_slow(folder / "late"), write_slow(folder / "limited")
+    late_flags = ["--max-rows", "1", "--grace", "0", "--deadline", "30s"]
+    late_job = submit(late.parent, "--time", "10:00", flags=late_flags, is_slow=True)
+    # fminfer is given a deadline that is none, so that it is Slurm who ends it.
+    limited_flags = ["--max-rows", "1", "--deadline", "1h"]
+    limited_job = submit(limited.parent, "--time", "1:00", flags=limited_flags, is_slow=True)
+    wait_until(lambda: job_field(late_job, "Restarts") == "1", 90, "a job to be requeued")
+    say("a job that was out of time has put itself back into the queue")
+    wait_until(lambda: job_field(late_job, "JobState") == "RUNNING", 60, "its second turn")
+    first_turn = kept_records(late)
+    assert first_turn, "it has done nothing"
+    wait_until(lambda: len(kept_records(late)) > len(first_turn), 60, "it to go on")
+    subprocess.run(["scancel", late_job], check=True)
+    wait_until(lambda: is_gone(late_job) and is_gone(limited_job), 120, "the time limit")
+    assert job_field(limited_job, "JobState") == "TIMEOUT", job_field(limited_job, "JobState")
+    kept = {output: kept_records(output) for output in (late, limited)}
+    for output, rows in kept.items():
+        assert 0 < len(rows) < NUM_SLOW and not output.exists(), len(rows)
+    assert first_turn < kept[late]
+    say(f"Slurm has ended a job at its limit; {len(kept[limited])} rows are kept")
+    jobs = [submit(output.parent, "--time", "10:00", flags=[]) for output in kept]
+    wait_until(lambda: all(map(is_gone, jobs)), 120, "the rest")
+    for output, rows in kept.items():
+        check_complete(output, rows)
+    say("both files are complete, with every row that was finished before")
+
+
 def main() -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit("Out of time."))  # and clean up
     with tempfile.TemporaryDirectory(prefix="slurm") as name, one_node(Path(name)):
-        folder = Path(name)
         say("Slurm is there")
-        try_array(folder / "array")
-        late, limited = write_slow(folder / "late"), write_slow(folder / "limited")
-        late_flags = ["--max-rows", "1", "--grace", "0", "--deadline", "30s"]
-        late_job = submit(late.parent, "--time", "10:00", flags=late_flags, is_slow=True)
-        # fminfer is given a deadline that is none, so that it is Slurm who ends it.
-        limited_flags = ["--max-rows", "1", "--deadline", "1h"]
-        limited_job = submit(limited.parent, "--time", "1:00", flags=limited_flags, is_slow=True)
-        wait_until(lambda: job_field(late_job, "Restarts") == "1", 90, "a job to be requeued")
-        say("a job that was out of time has put itself back into the queue")
-        wait_until(lambda: job_field(late_job, "JobState") == "RUNNING", 60, "its second turn")
-        first_turn = kept_records(late)
-        assert first_turn, "it has done nothing"
-        wait_until(lambda: len(kept_records(late)) > len(first_turn), 60, "it to go on")
-        subprocess.run(["scancel", late_job], check=True)
-        wait_until(lambda: is_gone(late_job) and is_gone(limited_job), 120, "the time limit")
-        assert job_field(limited_job, "JobState") == "TIMEOUT", job_field(limited_job, "JobState")
-        kept = {output: kept_records(output) for output in (late, limited)}
-        for output, rows in kept.items():
-            assert 0 < len(rows) < NUM_SLOW and not output.exists(), len(rows)
-        assert first_turn < kept[late]
-        say(f"Slurm has ended a job at its limit; {len(kept[limited])} rows are kept")
-        jobs = [submit(output.parent, "--time", "10:00", flags=[]) for output in kept]
-        wait_until(lambda: all(map(is_gone, jobs)), 120, "the rest")
-        for output, rows in kept.items():
-            check_complete(output, rows)
-        say("both files are complete, with every row that was finished before")
+        try:
+            try_array(Path(name) / "array")
+            try_limits(Path(name))
+        except BaseException:
+            for path in Path(name).rglob("*.log"):
+                print(f"==== {path}\n{path.read_text(errors='replace')[-1500:]}", flush=True)
+            raise
 
 
 if __name__ == "__main__":
