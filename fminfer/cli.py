@@ -17,16 +17,18 @@ from typing import Any
 import click
 
 from fminfer import __version__
+from fminfer.cluster.job_names import infer_data_of
 from fminfer.commands.merge import merge
 from fminfer.commands.split import split
 from fminfer.commands.status import status
+from fminfer.commands.submit import submit
 from fminfer.config import EngineConfig
 from fminfer.errors import FminferError, StoppedError, UsageError
 from fminfer.kernel_build import abandon_build, start_build
 from fminfer.launcher import end_after, launch
 from fminfer.models.layer_count import check_split
 from fminfer.paths import JobPaths
-from fminfer.ranks import RankConfig, RankFacts, find_facts
+from fminfer.ranks import RankConfig, RankFacts, find_facts, is_spawned
 from fminfer.run_options import bench_options, run_options
 from fminfer.stopping import Stopper, check_times
 from fminfer.team_place import find_place
@@ -57,6 +59,7 @@ def main() -> None:
     fminfer bench --random-init bloom-560m          what a token takes at several batch sizes
     fminfer split --input-file requests.jsonl --output-dir parts/
     fminfer merge --input-dir parts/ --output answers.jsonl
+    fminfer submit --scheduler slurm --infer-data shards/     jobs on a cluster, one a file
     """
 
 
@@ -116,9 +119,9 @@ def run(
     options["dtype"] = _dtype(fp16, options["dtype"])
     rank_options = {field.name: options.pop(field.name) for field in fields(RankConfig)}
     is_rank, stopper = False, Stopper(grace_s)
-    job = JobPaths(
-        [*infer_data, *paths], output, restart, stats, trace, quiet, verbose, is_watching
-    )
+    given, named = [*infer_data, *paths], infer_data_of(os.environ)
+    files = given or [named] if named is not None else given
+    job = JobPaths(files, output, restart, stats, trace, quiet, verbose, is_watching)
     try:
         ranks, config = RankConfig(**rank_options), EngineConfig(**options)
         check_times(grace_s, deadline_s)
@@ -126,6 +129,9 @@ def run(
             stopper.set_deadline(time.monotonic() + deadline_s - _elapsed_s())
         facts = find_facts(ranks, os.environ)
         is_rank = facts is not None
+        is_first = not is_spawned() and (facts is None or not facts.rank)
+        if files != given and is_first and not quiet:
+            click.echo(f"Answering {named}, which is in this job's name.", err=True)
         status = _run(job, config, ranks, facts, stopper)
     except (Exception, KeyboardInterrupt) as error:
         _end(_tell(error, stopper, verbose), is_rank)
@@ -159,6 +165,9 @@ def bench(batch_sizes: tuple[int, ...], new_tokens: int, fp16: bool, **options: 
     click.echo("batch size        " + "".join(f"{row['batch_size']:>9}" for row in rows))
     click.echo("msecs a token     " + "".join(f"{row['ms_per_token']:>9.2f}" for row in rows))
     click.echo(json.dumps({"batches": rows}))
+
+
+main.add_command(submit)
 
 
 def _use_huge_pages() -> None:

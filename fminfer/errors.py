@@ -6,6 +6,7 @@ FminferError                 the run cannot go on; the message says what to do
 ├── CheckpointError          the model cannot be loaded or run
 ├── PipelineError            a rank failed, died, fell silent or never came
 ├── OutputError              finished rows cannot be written: a full disk, a folder that is gone
+├── SchedulerError           a cluster's sbatch, bsub, squeue or bjobs failed
 ├── OutOfMemoryError         memory for the smallest step cannot be had
 ├── StoppedError             the run was told to stop; the same command goes on from there
 ├── StepLimitError           as many micro-batches have run as were allowed
@@ -56,6 +57,10 @@ class PipelineError(FminferError):
 
 class OutputError(FminferError):
     """A file that cannot be written; what was written before is kept."""
+
+
+class SchedulerError(FminferError):
+    """A cluster's scheduler did not do what it was asked for; its own words are told."""
 
 
 class OutOfMemoryError(FminferError):

@@ -12,10 +12,12 @@ PACKAGE = Path(__file__).parent.parent / "fminfer"
 FLOORS = """
 errors timing messages sentencepieces shared_runs soft_cap packed_linear output.rows kernel_build \
     layer_kernels \
-    engine.blocks engine.noise engine.seen engine.stopping engine.expected split.folders
+    engine.blocks engine.noise engine.seen engine.stopping engine.expected split.folders \
+    cluster.job_names
 config fields team_place input.streams input.values input.spans tokenizer partition ranks \
     models.alibi models.families models.sizes models.variants integrations.generation \
-    engine.stats output.trace output.disk stopping memory fused_layers
+    engine.stats output.trace output.disk stopping memory fused_layers \
+    cluster.schedulers cluster.scripts
 input.lines spelling sampling placement decode_attention kernel_attention launcher run_options \
     output.journal output.claims \
     models.experts models.checkpoint models.layer_count models.slicing \
@@ -27,13 +29,14 @@ request fingerprint output.records output.writer output.stream output.progress
 engine.logit_edits output.status pipeline.stage team_wire split.grouping
 engine.sequence pipeline.ring output.places output.job_file split.manifest split.index
 engine.prefix engine.advance engine.packing engine.equal_requests engine.planner \
-    output.summary output.shared_files output.overview loading paths split.answers split.summary
+    output.summary output.shared_files output.overview loading paths split.answers split.summary \
+    cluster.resources cluster.submission
 engine.scheduler engine.answer engine.intake split.merging split.parts commands.status
 engine.loop commands.split commands.merge
 worker
 team team_member
 job integrations.batch
-running bench integrations.lm_eval
+running bench integrations.lm_eval commands.submit
 cli
 __main__
 """

@@ -1,4 +1,4 @@
-"""Mutates lines, journals and manifests without end, and sees that only what is promised comes out.
+"""Mutates what comes from outside without end, and sees that only what is promised comes out.
 
     scripts/fuzz --minutes 10
 
@@ -6,13 +6,15 @@ The lines to begin with are in tests/fuzz/lines and in examples/queries; a line 
 put into tests/fuzz/lines, so that every later run begins with it. Checked of a line: it becomes a
 request or a RequestError, and its record is one line of JSON. Of a journal: only rows that were
 written come out, and the file can be gone on with. Of a split's manifest: it is refused in words,
-or every path in it stays in its folder and every line comes once.
+or every path in it stays in its folder and every line comes once. Of words: a shell reads those of
+a job script as they are.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 import tempfile
 import time
@@ -32,6 +34,7 @@ from fminfer.output.rows import Row
 from fminfer.split.manifest import MANIFEST, read_manifest, read_paths
 from fminfer.split.parts import SplitOptions, split_file
 from fminfer.tokenizer import Tokenizer
+from tests.fuzz.scripts import check_scripts
 
 HERE = Path(__file__).parent
 QUERIES = HERE.parent.parent / "examples" / "queries"
@@ -193,6 +196,13 @@ def _read_any(parts: Path) -> set[str]:
         return set()
 
 
+def check_words(folder: Path, raw: bytes) -> None:
+    """Make a file's name and two flags of a line, and job scripts of them."""
+    words = [os.fsdecode(word) for word in raw.replace(b"\0", b"0").split(b" ", 2)]
+    name = words[0].replace("/", "_")[:100].strip(".") or "x"
+    check_scripts(folder, name, words[1:])
+
+
 def corpus() -> list[bytes]:
     """Return the lines to begin with."""
     files = [*sorted(QUERIES.glob("*.jsonl")), *sorted((HERE / "lines").iterdir())]
@@ -217,6 +227,8 @@ def rounds(seed: int) -> Iterator[int]:
                     check_file(folder, raw, source.choice((".json", ".jsonl")))
                     check_journal(folder, source)
                     check_manifest(folder, source)
+                if number % 200 == 0:
+                    check_words(folder, raw)
             except Exception:
                 bad = HERE / "lines" / f"found_{seed}_{number}"
                 bad.write_bytes(raw)
@@ -229,7 +241,7 @@ def rounds(seed: int) -> Iterator[int]:
 @click.option("--minutes", default=10.0, show_default=True)
 @click.option("--seed", default=int(time.time()), help="[default: the time]")
 def main(minutes: float, seed: int) -> None:
-    """Mutate lines, journals and manifests for some minutes."""
+    """Mutate lines, journals, manifests and job scripts for some minutes."""
     ends_s = time.monotonic() + minutes * 60
     number = next(number for number in rounds(seed) if time.monotonic() > ends_s)
     counts = f"{number:,} lines and {number // 20:,} files, journals and manifests"

@@ -1,0 +1,127 @@
+"""What jobs need, from the flags of `fminfer submit` and of the `fminfer run` inside them.
+
+Mistakes are told before anything waits in a queue. It knows flags and numbers, not files.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import click
+
+from fminfer.cluster.schedulers import Scheduler, format_duration
+from fminfer.config import EngineConfig
+from fminfer.errors import UsageError
+from fminfer.models.layer_count import check_split
+from fminfer.output.places import STDOUT
+from fminfer.ranks import RankConfig
+from fminfer.run_options import run_options
+from fminfer.stopping import check_times
+
+# Of the time limit: what the job's start takes before `fminfer run` counts, and its end after.
+MIN_SPARE_S, MAX_SPARE_S, SPARE_SHARE = 15.0, 120.0, 0.05
+
+
+@click.command("fminfer run")
+@click.argument("paths", nargs=-1)
+@run_options
+def _run(**flags: Any) -> None:
+    """Stand in for `fminfer run`, so that its flags are checked before they wait in a queue."""
+
+
+def parse_flags(run_flags: Sequence[str]) -> dict[str, Any]:
+    """Return the flags of `fminfer run`, by name.
+
+    Raises:
+        UsageError: a flag that is wrong, or that makes no sense in these jobs.
+    """
+    flags = _run.make_context("fminfer run", list(run_flags)).params
+    if flags["paths"] or flags["infer_data"] or "--" in run_flags:
+        raise UsageError("files are given by fminfer submit's own --infer-data, before the --")
+    if flags["restart"]:
+        raise UsageError(
+            "--restart would begin anew each time that a job goes on in another turn; move the old "
+            "answers away, or give another --output"
+        )
+    if flags["output"] == STDOUT:
+        raise UsageError("--output - would end in a job's log; give a folder")
+    if flags["rank"] is not None or flags["dist_url"] is not None:
+        raise UsageError("--rank and --dist-url are for ranks started by hand; see --mode ranks")
+    ranks = RankConfig(**{field.name: flags[field.name] for field in fields(RankConfig)})
+    engine = {f.name: flags[f.name] for f in fields(EngineConfig) if f.name in flags}
+    check_split(EngineConfig(**engine), ranks.size or 1)
+    return flags
+
+
+def check_mode(mode: str, max_running: int | None, resources: dict[str, Any]) -> None:
+    """Refuse flags that mean nothing in this mode.
+
+    Raises:
+        UsageError: there is one.
+    """
+    if max_running is not None and mode != "array":
+        raise UsageError("--max-running is for --mode array; for separate jobs see --max-queued")
+    if mode != "ranks" and resources["nodes"] > 1:
+        raise UsageError(f"--nodes {resources['nodes']} needs --mode ranks: a file has one node")
+    if mode != "ranks" and resources["launcher"] is not None:
+        raise UsageError("--launcher needs --mode ranks; other jobs start their ranks themselves")
+
+
+def check_shared_files(mode: str, flags: dict[str, Any], num_inputs: int) -> None:
+    """Refuse a file that several jobs would write.
+
+    Raises:
+        UsageError: there is one.
+    """
+    for flag in ("stats", "trace"):
+        if flags[flag] is not None and mode != "ranks" and num_inputs > 1:
+            raise UsageError(f"--{flag} {flags[flag]}: {num_inputs} jobs would write it")
+
+
+def job_values(
+    scheduler: Scheduler,
+    mode: str,
+    flags: dict[str, Any],
+    *,
+    time_s: float | None,
+    queue: str | None,
+    gpus: int | None,
+    nodes: int,
+    launcher: str | None,
+    directives: tuple[str, ...],
+    max_requeues: int,
+) -> tuple[dict[str, object], list[str]]:
+    """Return the template's values, and flags for `fminfer run`.
+
+    Raises:
+        UsageError: numbers that do not fit together, or text that no line can hold.
+    """
+    num_ranks = flags["world_size"] or flags["pipeline_group_size"] or gpus or 1
+    for what, count in (("ranks", num_ranks), ("GPUs", gpus or 0)):
+        if count % nodes:
+            raise UsageError(f"{count} {what} cannot be spread evenly over --nodes {nodes}")
+    for flag, text in (("--queue", queue or ""), *(("--directive", line) for line in directives)):
+        if not text.isprintable():
+            raise UsageError(f"{flag} {text!r} holds characters that no line of a script may hold")
+    start = shlex.split(launcher) if launcher else scheduler.launcher(num_ranks)
+    more_flags = []
+    if mode != "ranks" and num_ranks > 1 and not flags["world_size"]:
+        more_flags += ["--world-size", str(num_ranks)]
+    if time_s is not None and flags["deadline_s"] is None:
+        spare_s = min(MAX_SPARE_S, max(MIN_SPARE_S, SPARE_SHARE * time_s))
+        check_times(flags["grace_s"], time_s - spare_s)
+        more_flags += ["--deadline", format_duration(time_s - spare_s)]
+    values = {
+        "time": None if time_s is None else scheduler.format_time(time_s),
+        "queue": queue,
+        "gpus": gpus,
+        "nodes": nodes,
+        "tasks": num_ranks if mode == "ranks" else 1,
+        "launcher": start,
+        "directives": directives,
+        "max_requeues": max_requeues,
+    }
+    return values, more_flags

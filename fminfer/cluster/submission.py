@@ -1,0 +1,252 @@
+"""Submits the jobs of files that are not finished, and no more at a time than is wanted.
+
+It knows what is finished by looking at outputs, and what is under way by asking the scheduler.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol
+
+from fminfer.cluster.job_names import is_of, name_of_file, name_of_list
+from fminfer.cluster.schedulers import Job, QueuedTask, Scheduler
+from fminfer.cluster.scripts import ScriptTemplate
+from fminfer.errors import SchedulerError
+from fminfer.output.disk import told
+from fminfer.output.journal import journal_path
+
+Mode = Literal["each", "array", "ranks"]
+MAX_ARRAY = 1000  # tasks: what Slurm (MaxArraySize) and LSF (MAX_JOB_ARRAY_SIZE) allow by default
+POLL_S = 30.0
+MAX_FAILURES = 10  # times in a row that the queue's listing may fail while we wait
+LIST = ".files"  # added to a job's name: the names of its files, with a NUL after each
+
+
+@dataclass(slots=True, frozen=True)
+class JobForm:
+    """How a job is made of files.
+
+    Args:
+        paths: of the input, as the user gave them.
+        values: for the template, the same for every job.
+        command: `fminfer run` and its flags.
+    """
+
+    mode: Mode
+    name: str
+    job_dir: Path
+    paths: tuple[Path, ...]
+    template: ScriptTemplate
+    values: dict[str, object]
+    command: tuple[str, ...]
+    max_running: int | None = None
+
+    def make(self, files: Sequence[Path]) -> Job:
+        """Return the job that answers these files."""
+        if self.mode == "each":
+            return Job(name_of_file(self.name, files[0]), self._script(files), self.job_dir)
+        name = name_of_list(self.name, files)
+        list_path = self.job_dir / f"{name}{LIST}"
+        paths = self.paths if self.mode == "ranks" else ()
+        return Job(
+            name,
+            self._script(paths, list_path),
+            self.job_dir,
+            list_path,
+            tuple(files),
+            is_array=self.mode == "array",
+            max_running=self.max_running,
+        )
+
+    def files_of(self, tasks: Sequence[QueuedTask], files: Sequence[Path]) -> set[Path]:
+        """Return those of the files that queued tasks answer."""
+        by_name = {name_of_file(self.name, file): file for file in files}
+        taken: set[Path] = set()
+        lists: dict[str, list[Path]] = {}
+        for task in tasks:
+            if task.name in by_name:
+                taken.add(by_name[task.name])
+            elif is_of(task.name, self.name):
+                if task.name not in lists:
+                    lists[task.name] = read_list(self.job_dir / f"{task.name}{LIST}")
+                listed = lists[task.name]
+                taken.update(listed if task.index is None else listed[task.index - 1 : task.index])
+        return taken & set(files)
+
+    def _script(self, paths: Sequence[Path], list_path: Path | None = None) -> str:
+        words = [*self.command, *(word for path in paths for word in ("--infer-data", str(path)))]
+        values = self.values | {"mode": self.mode, "job_dir": str(self.job_dir)}
+        return self.template.render(values | {"command": words, "file_list": str(list_path or "")})
+
+
+class Sender(Protocol):
+    """Whoever takes jobs: a scheduler, or a dry run."""
+
+    def queue(self) -> list[QueuedTask]:
+        """List the user's jobs."""
+        ...
+
+    def send(self, job: Job) -> str:
+        """Take a job; return its number."""
+        ...
+
+
+class Cluster:
+    """Sends jobs to a scheduler, each list of files written before its job."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    def queue(self) -> list[QueuedTask]:
+        """List the user's jobs."""
+        return self._scheduler.queue()
+
+    def send(self, job: Job) -> str:
+        """Submit a job; return its number."""
+        with told(job.job_dir):
+            job.job_dir.mkdir(parents=True, exist_ok=True)  # without it there would be no logs
+            if job.list_path is not None:
+                write_list(job.list_path, job.files)
+        return self._scheduler.send(job)
+
+
+class DryRun:
+    """Prints what would be done, in commands that a shell could carry out; asks nobody."""
+
+    def __init__(self, scheduler: Scheduler, show: Callable[[str], None]) -> None:
+        self._scheduler = scheduler
+        self._show = show
+
+    def queue(self) -> list[QueuedTask]:
+        """No scheduler need be there."""
+        return []
+
+    def send(self, job: Job) -> str:
+        """Show a job."""
+        lines = [f"mkdir -p {shlex.quote(str(job.job_dir))}"]
+        if job.list_path is not None:
+            names = shlex.join(map(str, job.files))
+            lines.append(f"printf '%s\\0' {names} > {shlex.quote(str(job.list_path))}")
+        end = "END_OF_SCRIPT"
+        while end in job.script:  # a file may be called anything
+            end += "_"
+        command = shlex.join(self._scheduler.command(job))
+        text = job.script.removesuffix("\n")
+        self._show("\n".join([*lines, f"{command} << '{end}'", text, end, ""]))
+        return job.name
+
+
+@dataclass(slots=True)
+class Submission:
+    """What is to be submitted, and what was.
+
+    Args:
+        outputs: where each file's answers go.
+        max_queued: most jobs of this name in the queue, each task of an array counted.
+        tell: says to the user what happens.
+        poll_s: how long to wait before the queue is asked again.
+    """
+
+    sender: Sender
+    form: JobForm
+    outputs: dict[Path, Path]
+    max_queued: int
+    tell: Callable[[str], None]
+    poll_s: float = POLL_S
+    num_finished: int = 0
+    num_taken: int = 0
+    sent: list[str] = field(default_factory=list)  # jobs' numbers
+    _num_queued: int = 0
+
+    def run(self) -> None:
+        """Submit a job for each file that is neither finished nor under way.
+
+        Raises:
+            SchedulerError: a job was not taken; says which were.
+            UsageError: there is no scheduler.
+        """
+        files = [file for file, output in self.outputs.items() if not is_finished(output)]
+        self.num_finished = len(self.outputs) - len(files)
+        if not files:
+            return
+        tasks = self.sender.queue()
+        self._count(tasks)
+        taken = self.form.files_of(tasks, files)
+        self.num_taken = len(taken)
+        left = [file for file in files if file not in taken]
+        while left:
+            size = self._wait_for_room(len(left))
+            part, left = left[:size], left[size:]
+            self._send(part)
+
+    def _send(self, files: list[Path]) -> None:
+        job = self.form.make(files)
+        try:
+            number = self.sender.send(job)
+        except SchedulerError as error:
+            before = f"Submitted before it: {', '.join(self.sent)}" if self.sent else "None was"
+            raise SchedulerError(
+                f"{error}\n{job.name} was not submitted. {before}. The same command goes on from "
+                "there"
+            ) from None
+        self.sent.append(number)
+        self._num_queued += len(files) if job.is_array else 1
+        size = f", {len(files)} files" if job.list_path is not None else ""
+        self.tell(f"Submitted {number}: {job.name}{size}")
+
+    def _wait_for_room(self, num_left: int) -> int:
+        """Return of how many files the next job may be, once there is room for it."""
+        least = most = 1
+        if self.form.mode == "array":  # not one of a single task for each task that ends
+            most = min(num_left, MAX_ARRAY, self.max_queued)
+            least = min(most, (self.max_queued + 1) // 2)
+        is_told = False
+        while (room := self.max_queued - self._num_queued) < least:
+            if not is_told:
+                self.tell(
+                    f"{self._num_queued} jobs are queued; {num_left} files wait for room "
+                    "(after Ctrl-C the same command goes on)."
+                )
+                is_told = True
+            time.sleep(self.poll_s)
+            self._count(self._ask_patiently())
+        return num_left if self.form.mode == "ranks" else min(most, room)
+
+    def _ask_patiently(self) -> list[QueuedTask]:
+        """List the queue; a scheduler may be busy for a while."""
+        for _ in range(MAX_FAILURES - 1):
+            try:
+                return self.sender.queue()
+            except SchedulerError as error:
+                self.tell(f"{error} (asked again in {self.poll_s:g} s)")
+                time.sleep(self.poll_s)
+        return self.sender.queue()
+
+    def _count(self, tasks: Sequence[QueuedTask]) -> None:
+        self._num_queued = sum(is_of(task.name, self.form.name) for task in tasks)
+
+
+def is_finished(output: Path) -> bool:
+    """Tell whether an output is complete: its journal goes last."""
+    return output.exists() and not journal_path(output).exists()
+
+
+def write_list(path: Path, files: Sequence[Path]) -> None:
+    """Write the names of files, a NUL after each; whole, or not at all."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_bytes(b"".join(os.fsencode(file) + b"\0" for file in files))
+    os.replace(new, path)
+
+
+def read_list(path: Path) -> list[Path]:
+    """Read such a list; empty if it is not there: the job was submitted from elsewhere."""
+    try:
+        names = path.read_bytes().split(b"\0")[:-1]
+    except OSError:
+        return []
+    return [Path(os.fsdecode(name)) for name in names]

@@ -1,0 +1,208 @@
+"""`fminfer submit`: jobs of a cluster, each a `fminfer run`, for files that are not finished."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+
+from fminfer.cluster.resources import check_mode, check_shared_files, job_values, parse_flags
+from fminfer.cluster.schedulers import SCHEDULERS
+from fminfer.errors import UsageError
+from fminfer.input.lines import find_inputs
+from fminfer.output.places import plan_outputs
+from fminfer.run_options import Duration
+from fminfer.stopping import EXIT_INTERRUPTED
+
+DEFAULT_MAX_QUEUED, DEFAULT_MAX_REQUEUES = 300, 20
+NAME = re.compile(r"\w[\w.@+=-]*")
+
+
+@click.command()
+@click.option(
+    "--scheduler", type=click.Choice(["lsf", "slurm"]), required=True, help="bsub or sbatch."
+)
+@click.option(
+    "--infer-data",
+    multiple=True,
+    required=True,
+    type=click.Path(path_type=Path),
+    help="A folder of input files, or a file. May be repeated.",
+)
+@click.option(
+    "--mode",
+    type=click.Choice(["each", "array", "ranks"]),
+    default="each",
+    show_default=True,
+    help="each: a job a file. array: job arrays, a task a file. ranks: one job for all files, a "
+    "rank a task.",
+)
+@click.option(
+    "--time",
+    "time_s",
+    type=Duration(),
+    help="The jobs' wall-time limit: they end in good order a little before it, and go on in "
+    "another turn.  [default: the queue's limit, of which the jobs know nothing]",
+)
+@click.option("--queue", "--partition", help="LSF's queue or Slurm's partition.")
+@click.option(
+    "--gpus",
+    type=click.IntRange(min=1),
+    help="GPUs of a job, a rank of the model on each.  [default: none]",
+)
+@click.option(
+    "--nodes",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="With --mode ranks: machines, over which ranks and GPUs are spread evenly.",
+)
+@click.option(
+    "--launcher",
+    help="With --mode ranks: the command that starts the ranks.  [default: srun; mpirun -n RANKS]",
+)
+@click.option(
+    "--directive",
+    "directives",
+    multiple=True,
+    help="One more #SBATCH or #BSUB line: --directive=--account=lab. May be repeated.",
+)
+@click.option(
+    "--template",
+    type=click.Path(path_type=Path),
+    help="Your own Jinja2 template of the script (docs/clusters.md).",
+)
+@click.option(
+    "--name",
+    help="In the jobs' names. One name and folder: one set of answers.  "
+    "[default: the model's, its last part]",
+)
+@click.option(
+    "--job-dir",
+    type=click.Path(path_type=Path),
+    help="For logs and lists of files.  [default: jobs/ beside the answers]",
+)
+@click.option(
+    "--max-queued",
+    type=click.IntRange(min=1),
+    default=DEFAULT_MAX_QUEUED,
+    show_default=True,
+    help="Most jobs of this name in the queue, waiting or running, each task of an array counted; "
+    "submit waits for room.",
+)
+@click.option(
+    "--max-running",
+    type=click.IntRange(min=1),
+    help="With --mode array: most tasks of an array that run at once.  [default: no limit]",
+)
+@click.option(
+    "--max-requeues",
+    type=click.IntRange(min=0),
+    default=DEFAULT_MAX_REQUEUES,
+    show_default=True,
+    help="How often a job that is out of time goes back into the queue by itself.",
+)
+@click.option("--dry-run", is_flag=True, help="Print what would be sent, and send nothing.")
+@click.argument("run_flags", nargs=-1, type=click.UNPROCESSED, metavar="[-- FLAGS OF FMINFER RUN]")
+def submit(
+    scheduler: Literal["lsf", "slurm"],
+    mode: Literal["each", "array", "ranks"],
+    infer_data: tuple[Path, ...],
+    name: str | None,
+    job_dir: Path | None,
+    template: Path | None,
+    max_queued: int,
+    max_running: int | None,
+    dry_run: bool,
+    run_flags: tuple[str, ...],
+    **resources: Any,
+) -> None:
+    """Submit jobs that answer files on a cluster.
+
+    \b
+    fminfer submit --scheduler slurm --infer-data shards/ --gpus 1 --time 4:00:00 \\
+        -- --model-name /models/llama-7b
+    fminfer submit --scheduler lsf --mode array --infer-data shards/ --queue gpu --dry-run
+    fminfer submit --scheduler slurm --mode ranks --infer-data shards/ --gpus 16 --nodes 2 \\
+        -- --model-name /models/opt-175b --output answers/
+
+    Files whose answers are complete, and those that a job in the queue is to answer, are left out:
+    the same command again submits what is missing. docs/clusters.md goes through it.
+    """
+    from fminfer.cluster.scripts import TEMPLATES, ScriptTemplate
+    from fminfer.cluster.submission import POLL_S, Cluster, DryRun, JobForm, Submission
+
+    flags = parse_flags(run_flags)
+    check_mode(mode, max_running, resources)
+    paths = tuple(Path(os.path.abspath(path)) for path in infer_data)
+    inputs = find_inputs(list(paths))
+    outputs = plan_outputs(inputs, flags["output"])
+    check_shared_files(mode, flags, len(inputs))
+    chosen = SCHEDULERS[scheduler]
+    values, more_flags = job_values(chosen, mode, flags, **resources)
+    form = JobForm(
+        mode,
+        _name(name, flags),
+        _job_dir(job_dir, outputs[0]),
+        paths,
+        ScriptTemplate(template or TEMPLATES / chosen.template),
+        values,
+        (*_program(), "run", *more_flags, *run_flags),
+        max_running,
+    )
+    submission = Submission(
+        DryRun(chosen, _show) if dry_run else Cluster(chosen),
+        form,
+        dict(zip(inputs, outputs, strict=True)),
+        max_queued,
+        (lambda text: None) if dry_run else _say,
+        0.0 if dry_run else POLL_S,
+    )
+    try:
+        submission.run()
+    except KeyboardInterrupt:
+        _say(f"Interrupted; {len(submission.sent)} jobs were submitted. The same command goes on.")
+        sys.exit(EXIT_INTERRUPTED)
+    _say(
+        f"{len(inputs)} files: {submission.num_finished} finished, {submission.num_taken} already "
+        f"queued or running, {len(submission.sent)} jobs "
+        + ("to send (a dry run sends none and does not ask the queue)." if dry_run else "sent.")
+    )
+
+
+def _name(name: str | None, flags: dict[str, Any]) -> str:
+    if name is None:
+        model = str(flags["model"] or flags["random_init"] or "demo")
+        return re.sub(r"[^\w.@+=-]|^\W", "-", Path(model).name).lstrip("-.") or "model"
+    if not NAME.fullmatch(name):
+        raise UsageError(f"--name is {name!r}; letters, digits and . _ - @ + = are allowed")
+    return name
+
+
+def _job_dir(job_dir: Path | None, output: Path) -> Path:
+    """Return where logs and lists go; schedulers have signs of their own in a log's path."""
+    found = Path(os.path.abspath(job_dir or output.parent / "jobs"))
+    if "%" in str(found) or "\\" in str(found) or not str(found).isprintable():
+        raise UsageError(
+            f"{str(found)!r} cannot hold logs: schedulers read % and \\ in a path as their own "
+            "signs; give --job-dir another folder"
+        )
+    return found
+
+
+def _program() -> list[str]:
+    """Return this very fminfer: a job's shell may find another one, or none."""
+    script = Path(sys.executable).with_name("fminfer")
+    return [str(script)] if script.is_file() else [sys.executable, "-m", "fminfer"]
+
+
+def _show(text: str) -> None:
+    click.echo(os.fsencode(text))  # names of files need not be UTF-8
+
+
+def _say(text: str) -> None:
+    click.echo(os.fsencode(text), err=True)

@@ -1,0 +1,141 @@
+"""Job scripts: what bash reads, templates of users, and those that docs/clusters.md shows."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from fminfer.cli import main
+from fminfer.cluster.scripts import TEMPLATES, ScriptTemplate, quote
+from fminfer.errors import UsageError
+from tests.fuzz.scripts import check_scripts
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs" / "clusters.md"
+# Anything but a NUL, which neither a file's name nor an argument can hold; also bytes that are no
+# text, as os.fsdecode gives them.
+PIECES = st.sampled_from(
+    ["'", '"', "$(false)", "`", "\\", "\n", "\r", "#", "{{", "%}", "~", "*", "\udcff"]
+)
+TEXT = st.lists(st.text(st.characters(blacklist_characters="\0"), max_size=4) | PIECES).map("".join)
+NAME = TEXT.map(lambda text: text.replace("/", "_")).filter(
+    lambda text: text not in ("", ".", "..")
+)
+
+
+@settings(
+    max_examples=int(os.environ.get("FMINFER_SCRIPT_EXAMPLES", "25")),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(name=NAME, flags=st.lists(TEXT, max_size=3))
+@example(name="a\nEOF\n'", flags=["", "-", "'\n'", "$HOME"])
+def test_bash_reads_what_was_meant(name: str, flags: list[str], tmp_path: Path) -> None:
+    check_scripts(tmp_path, name, flags)
+
+
+@given(words=st.lists(TEXT))
+def test_quoted_words_are_read_back(words: list[str]) -> None:
+    assert shlex.split(quote(words)) == words
+
+
+VALUES = {
+    **{"command": ["fminfer", "run", "a b"], "mode": "each", "queue": None, "time": "4:00"},
+    **{"gpus": 2, "nodes": 1, "tasks": 1, "launcher": ["srun"], "directives": (), "job_dir": "/j"},
+    **{"max_requeues": 20, "file_list": "/list"},
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            "#!/bin/bash\n\n{{ no_such }}\n",
+            r"line 3: 'no_such' is undefined; .*command, directives",
+        ),
+        ("a\n{% if x %}\n", "line 2: .*end of template"),
+        ("a\n{{ command | qoute }}\n", "line 2: No filter named 'qoute'"),
+        ("\n\n{{ nodes // 0 }}", "line 3: .*division"),
+        ("{% include 'no_such' %}", "line 1: 'no_such' not found"),
+        (b"\xff\xfe", "cannot be read"),
+        (None, "there is no such file"),
+    ],
+)
+def test_a_wrong_template_is_told_with_its_line(
+    text: str | bytes | None, says: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "my.sh.j2"
+    if text is not None:
+        path.write_bytes(text.encode() if isinstance(text, str) else text)
+    with pytest.raises(UsageError, match=says) as error:
+        ScriptTemplate(path).render(VALUES)
+    assert str(path) in str(error.value)
+
+
+def test_a_template_of_ones_own(tmp_path: Path) -> None:
+    """As a user gives it: the words quoted, a value that was not given none."""
+    path = tmp_path / "my.sh.j2"
+    path.write_text(
+        "#!/bin/sh\n{% if queue %}no{% endif %}\nmodule load x\n{{ command | quote }}\n"
+    )
+    (tmp_path / "a b.jsonl").touch()
+    arguments = ["submit", "--scheduler", "lsf", "--infer-data", str(tmp_path), "--dry-run"]
+    shown = CliRunner().invoke(main, [*arguments, "--template", str(path)])
+    assert shown.exit_code == 0, shown.output
+    assert re.search(
+        rf"\nmodule load x\n.*fminfer run --infer-data '{tmp_path}/a b.jsonl'\n", shown.stdout
+    )
+    path.write_text("\n{{ accoount }}")
+    wrong = CliRunner().invoke(main, [*arguments, "--template", str(path)])
+    assert wrong.exit_code == 2 and "line 2: 'accoount' is undefined" in wrong.stderr
+
+
+def test_templates_are_installed_with_the_package() -> None:
+    """They are data, which setuptools leaves out unless it is told."""
+    assert "templates/*.j2" in (ROOT / "setup.cfg").read_text()
+    assert len(list(TEMPLATES.glob("*.sh.j2"))) == 2
+
+
+def examples() -> list[tuple[str, str]]:
+    """Return the commands of the docs and what they print, up to a line of three dots."""
+    blocks = re.findall(r"^```console\n\$ (.*)\n([^`]*?)\n?```$", DOCS.read_text(), re.MULTILINE)
+    return [(command, said) for command, said in blocks]
+
+
+def run_example(command: str, root: Path) -> str:
+    """Run a command of the docs in the folder that stands for /data; return what it prints."""
+    shown = CliRunner().invoke(main, shlex.split(command)[1:])
+    assert shown.exit_code == 0, shown.output
+    text = shown.stdout.replace(str(root), "/data")
+    return re.sub(r"(llama-70b\.)[0-9a-f]{8}", r"\g<1>5f0c21ab", text)  # a digest of paths
+
+
+@pytest.mark.parametrize(("command", "said"), examples())
+def test_the_docs_show_what_is_sent(
+    command: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "shards" / "llama-70b"
+    folder.mkdir(parents=True)
+    for number in range(2):
+        (folder / f"request_{number}.jsonl").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("fminfer.commands.submit._program", lambda: ["/home/me/.venv/bin/fminfer"])
+    printed = run_example(command, tmp_path)
+    beginning, _, rest = said.partition("\n…")
+    assert "#!/bin/bash" in beginning and "fminfer run" in beginning and not rest
+    assert printed.startswith(beginning) and (said.endswith("\n…") or printed.strip() == said)
+
+
+def test_the_docs_show_every_kind_for_both() -> None:
+    commands = [command for command, _ in examples()]
+    for scheduler in ("slurm", "lsf"):
+        own = [command for command in commands if f"--scheduler {scheduler}" in command]
+        assert len(own) == 3 and sum("--mode " not in command for command in own) == 1
+        assert any("--mode array" in c for c in own) and any("--mode ranks" in c for c in own)
