@@ -303,6 +303,19 @@ def test_a_disk_that_fails(answered: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert files_of(answered.parent) == before
 
 
+def test_the_answers_come_last(answered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they are, all is complete, whenever the merge was killed."""
+    real, renamed = os.replace, []
+
+    def replace(draft: Path, final: Path) -> None:
+        renamed.append(final.name)
+        real(draft, final)
+
+    monkeypatch.setattr(os, "replace", replace)
+    merge_parts(answered, answered.parent / "m.jsonl")
+    assert renamed == ["m.errors.jsonl", "m.jsonl"]
+
+
 def test_answers_that_change_meanwhile(answered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = merging._place
 
