@@ -17,14 +17,16 @@ from typing import Any
 import click
 
 from fminfer import __version__
+from fminfer.commands.check import check
 from fminfer.config import EngineConfig
+from fminfer.cost_model import COSTS
 from fminfer.errors import FminferError, StoppedError, UsageError
 from fminfer.kernel_build import abandon_build, start_build
 from fminfer.launcher import end_after, launch
 from fminfer.models.layer_count import check_split
 from fminfer.paths import JobPaths
 from fminfer.ranks import RankConfig, RankFacts, find_facts
-from fminfer.run_options import bench_options, run_options
+from fminfer.run_options import bench_options, dtype_name, run_options
 from fminfer.stopping import Stopper, check_times
 
 STARTED_S = time.perf_counter()
@@ -50,7 +52,11 @@ def main() -> None:
     fminfer run requests.jsonl                      answers in output_requests.jsonl
     fminfer run --help                              everything that a run can be told
     fminfer bench --random-init bloom-560m          what a token takes at several batch sizes
+    fminfer check requests.jsonl                    what is wrong, and what a run will take
     """
+
+
+main.add_command(check)
 
 
 class _KeepsArguments(click.Command):
@@ -98,7 +104,7 @@ def run(
     warning); 129 hung up; 130 interrupted; 143 terminated. After 1, 75, 129, 130 and 143 the same
     command goes on where the run ended.
     """
-    options["dtype"] = _dtype(fp16, options["dtype"])
+    options["dtype"] = dtype_name(fp16, options["dtype"])
     rank_options = {field.name: options.pop(field.name) for field in fields(RankConfig)}
     is_rank, stopper = False, Stopper(grace_s)
     job = JobPaths([*infer_data, *paths], output, restart, stats, trace, quiet, verbose)
@@ -117,21 +123,30 @@ def run(
 
 @main.command()
 @bench_options
-def bench(batch_sizes: tuple[int, ...], new_tokens: int, fp16: bool, **options: Any) -> None:
+def bench(
+    batch_sizes: tuple[int, ...],
+    new_tokens: int,
+    fp16: bool,
+    is_calibration: bool,
+    **options: Any,
+) -> None:
     """Time the generation of short rows at several batch sizes.
 
     \b
     fminfer bench --random-init bloom-560m
     fminfer bench --model-name /models/bloom-7b1 --dtype bfloat16 --batch-sizes 1,8
+    fminfer bench --model-name /models/bloom-7b1 --calibrate
 
     The figures are those of the BLOOM inference scripts: greedy generation of 100 tokens from
     inputs of a few, each batch size once, after a short row to warm up. One process; a line of JSON
     comes last.
     """
-    options["dtype"] = _dtype(fp16, options["dtype"])
+    options["dtype"] = dtype_name(fp16, options["dtype"])
     _use_huge_pages()
     if options["attention"] != "eager":
         start_build()
+    if is_calibration:
+        return _calibrate(EngineConfig(**options))
     with _importing():
         from fminfer.bench import run_bench
 
@@ -142,6 +157,18 @@ def bench(batch_sizes: tuple[int, ...], new_tokens: int, fp16: bool, **options: 
     click.echo("batch size        " + "".join(f"{row['batch_size']:>9}" for row in rows))
     click.echo("msecs a token     " + "".join(f"{row['ms_per_token']:>9.2f}" for row in rows))
     click.echo(json.dumps({"batches": rows}))
+
+
+def _calibrate(config: EngineConfig) -> None:
+    with _importing():
+        from fminfer.calibration import calibrate
+
+    found = calibrate(config, lambda trial: click.echo(f"  {trial.to_text()}", err=True))
+    for cost, seconds in zip(COSTS, found.costs.seconds, strict=True):
+        click.echo(f"{seconds * 1000:12.5f} ms  {cost}")
+    error = found.costs.error
+    click.echo(f"{len(found.samples):,} steps, half of them predicted to {error:.0%} or better")
+    click.echo(json.dumps({"path": str(found.path), "median_error": error}))
 
 
 def _use_huge_pages() -> None:
@@ -165,12 +192,6 @@ def _importing() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
-
-
-def _dtype(fp16: bool, dtype: str) -> str:
-    if fp16 and dtype not in ("auto", "float16"):
-        raise click.UsageError(f"--fp16 and --dtype {dtype} contradict each other")
-    return "float16" if fp16 else dtype
 
 
 def _run(

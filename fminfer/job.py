@@ -16,10 +16,11 @@ from fminfer.engine.planner import WINDOW
 from fminfer.engine.stats import EngineStats
 from fminfer.errors import StoppedError
 from fminfer.input.lines import Line
+from fminfer.messages import StepTrace
 from fminfer.output.job_file import JobFile, JournaledInput, StreamedInput
 from fminfer.output.journal import Fingerprint
 from fminfer.output.places import STDOUT
-from fminfer.output.progress import Progress, ProgressBar, write_beside_bar
+from fminfer.output.progress import ProgressBar, write_beside_bar
 from fminfer.output.records import Record
 from fminfer.output.stream import OrderedStream
 from fminfer.output.summary import JobSummary
@@ -89,14 +90,20 @@ def run_job(
     read_ahead = LOOKAHEAD if None in left else WINDOW  # whoever writes a stream may wait
     bar = ProgressBar(None if None in left else sum(n or 0 for n in left), is_quiet=is_quiet)
     trace_file = None if trace is None else TraceFile(trace)
-    if trace_file is not None:
-        engine.trace(trace_file.add)
+
+    def on_step(step: StepTrace) -> None:
+        bar.add_step(step.num_prompt_tokens, len(step.step.sampling.token_index))
+        if trace_file is not None:
+            trace_file.add(step)
+        _show(bar, summary, engine)
+
+    engine.trace(on_step)
     try:
         with stopper.telling(engine.stop):
             for record in engine.run(_lines(files, engine, stopper), read_ahead):
                 files[record.line.source].add(record)
                 _count(summary, record)
-                bar.update(_progress(summary, engine))
+                _show(bar, summary, engine)
         if stopper.reason is not None and not all(file.is_finished for file in files):
             raise stopper.reason
     except StoppedError as error:
@@ -155,11 +162,5 @@ def _count(summary: JobSummary, record: Record) -> None:
     summary.errors_by_code[code] = summary.errors_by_code.get(code, 0) + 1
 
 
-def _progress(summary: JobSummary, engine: Engine) -> Progress:
-    stats = engine.stats
-    return Progress(
-        num_rows=summary.num_rows + summary.num_errors,
-        num_errors=summary.num_errors,
-        num_tokens=stats.num_prompt_tokens + stats.num_generated_tokens,
-        num_finished_tokens=summary.prompt_tokens + summary.completion_tokens,
-    )
+def _show(bar: ProgressBar, summary: JobSummary, engine: Engine) -> None:
+    bar.update(summary.num_rows + summary.num_errors, summary.num_errors, engine.stats)

@@ -15,23 +15,25 @@ errors timing messages sentencepieces shared_runs soft_cap packed_linear output.
     engine.blocks engine.noise engine.seen engine.stopping engine.expected
 config fields input.streams input.values input.spans tokenizer partition ranks \
     models.alibi models.families models.sizes models.variants integrations.generation \
-    engine.stats output.trace output.disk stopping memory fused_layers
+    engine.stats output.trace output.disk stopping memory fused_layers cost_model
 input.lines spelling sampling placement decode_attention kernel_attention launcher run_options \
     output.journal models.experts models.checkpoint models.layer_count models.slicing \
     pipeline.wire pipeline.transport pipeline.store pipeline.watch pipeline.local
 input.envelope attention score_kernel models.weights pipeline.group \
     models.adapters.bloom models.adapters.codegen \
     models.adapters.falcon models.adapters.gpt_neo models.adapters.gptj models.adapters.mpt
-request fingerprint output.records output.writer output.stream output.progress
+request fingerprint cost_store output.records output.writer output.stream output.progress
 engine.logit_edits output.status pipeline.stage
 engine.sequence pipeline.ring output.places output.job_file
 engine.prefix engine.advance engine.packing engine.equal_requests engine.planner \
     output.summary loading paths
 engine.scheduler engine.answer engine.intake
 engine.loop
-worker
-job integrations.batch
-running bench integrations.lm_eval
+assembly check.footprint
+check.lines check.simulation worker
+check.report job integrations.batch calibration
+running bench check.checking integrations.lm_eval
+commands.check
 cli
 __main__
 """
