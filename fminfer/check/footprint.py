@@ -127,7 +127,7 @@ def _measure(
 
 
 def _is_tied(model: Any, weight: torch.Tensor) -> bool:
-    return weight is model.get_input_embeddings().weight
+    return weight is getattr(model.get_input_embeddings(), "weight", None)
 
 
 def _work_bytes(

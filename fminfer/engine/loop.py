@@ -241,6 +241,7 @@ class EngineLoop:
                 self._num_window_tokens += len(prompt.ids)
                 max_tokens = prompt.params.max_tokens
                 self.stats.read.add(prompt.num_to_feed, len(prompt.sequences), max_tokens)
+                self._count_shared(prompt)
             else:  # nothing to compute: max_tokens 0 without scores, or one token to score
                 for sequence in prompt.sequences:
                     sequence.finish_reason = "length"
@@ -280,7 +281,8 @@ class EngineLoop:
                     self.stats.num_put_back += 1
                     self.stats.num_again_tokens += prompt.num_to_feed - prompt.num_fed
                 else:
-                    self._count_shared(prompt)
+                    self.stats.num_cached_tokens += prompt.num_cached
+                    self.stats.num_counted_cached += prompt.num_cached * prompt.is_counted
                 if prompt.owner.times is None:
                     prompt.owner.times = self._clock.start(time.perf_counter())
             planned = self._scheduler.schedule()
@@ -309,11 +311,10 @@ class EngineLoop:
 
     def _count_shared(self, prompt: PromptState) -> None:
         stats = self.stats
-        stats.num_cached_tokens += prompt.num_cached
         if not self._shared_tokens.is_full:
+            prompt.is_counted = True
             num_shared = self._shared_tokens.add(prompt.ids[: prompt.num_to_feed])
             stats.num_counted_tokens += prompt.num_to_feed
-            stats.num_counted_cached += prompt.num_cached
             stats.num_counted_shareable += min(num_shared, prompt.num_to_feed - 1)
 
     def _take_shared_scores(self, prompt: PromptState) -> None:

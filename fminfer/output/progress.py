@@ -14,6 +14,7 @@ from fminfer.engine.stats import EngineStats
 
 BAR_EVERY_S = 0.2
 LINE_EVERY_S = 30.0  # without a terminal
+DRAWN_COST = 1.6  # of a drawn token beside a prompt's, on CPUs, until a run has told
 BAR_OF_UNKNOWN = "{desc}: {n_fmt}/? rows{postfix}"
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} rows{postfix}"
 
@@ -24,20 +25,17 @@ class Pace:
     def __init__(self) -> None:
         self._num_fed = self._num_drawn = 0
         self._elapsed_s = 0.0
-        # Sums of products, for least squares through the origin.
-        self._fed_fed = self._fed_drawn = self._drawn_drawn = 0
-        self._fed_s = self._drawn_s = 0.0
+        self._num_drawn_alone = 0  # in steps that fed no prompt
+        self._alone_s = 0.0
 
     def add(self, seconds: float, num_fed: int, num_drawn: int) -> None:
         """Take note of a step."""
         self._num_fed += num_fed
         self._num_drawn += num_drawn
         self._elapsed_s += seconds
-        self._fed_fed += num_fed**2
-        self._fed_drawn += num_fed * num_drawn
-        self._drawn_drawn += num_drawn**2
-        self._fed_s += num_fed * seconds
-        self._drawn_s += num_drawn * seconds
+        if not num_fed:
+            self._num_drawn_alone += num_drawn
+            self._alone_s += seconds
 
     @property
     def tokens_per_s(self) -> float:
@@ -48,31 +46,32 @@ class Pace:
         """Estimate how long so many more tokens take; None: no token has been computed yet."""
         if self.tokens_per_s == 0:
             return None
-        fed, drawn = self._costs()
+        drawn, fed = DRAWN_COST, 1.0
+        if self._num_drawn_alone and self._num_fed:
+            drawn = self._alone_s / self._num_drawn_alone
+            fed = max(0.0, self._elapsed_s - drawn * self._num_drawn) / self._num_fed
         past = fed * self._num_fed + drawn * self._num_drawn
         return self._elapsed_s * (fed * num_fed + drawn * num_drawn) / past
-
-    def _costs(self) -> tuple[float, float]:
-        """Return what each kind costs beside the other; the same, if steps do not tell."""
-        scale = self._fed_fed * self._drawn_drawn - self._fed_drawn**2
-        fed = self._fed_s * self._drawn_drawn - self._drawn_s * self._fed_drawn
-        drawn = self._drawn_s * self._fed_fed - self._fed_s * self._fed_drawn
-        return (fed, drawn) if scale > 0 and fed > 0 and drawn > 0 else (1.0, 1.0)
 
 
 def work_left(stats: EngineStats, total_rows: int) -> tuple[float, float]:
     """Estimate how many tokens are still to be fed, and to be drawn.
 
-    Rows that are not read yet are taken to be like those that are. The same share of prompts as so
-    far will be found in the prefix cache, and rows will stop before max_tokens as often, token for
-    token, as they have so far: a mean of the rows that ended would know the short ones only.
+    Rows that are not read yet are taken to be like those that are. At first as much is expected of
+    the prefix cache as the best possible one would do, and more and more what it has done so far.
+    Rows will stop before max_tokens as often, token for token, as they have so far: a mean of the
+    rows that ended would know the short ones only.
     """
     read = stats.read
     num_unread = max(0, total_rows - read.num_rows) / max(1, read.num_rows)  # times what was read
     num_fed = stats.num_prompt_tokens - stats.num_again_tokens
     num_met = num_fed + stats.num_cached_tokens
-    share = num_fed / num_met if num_met else 1.0
-    to_feed = share * max(0.0, read.num_tokens * (1 + num_unread) - num_met)
+    num_tokens = read.num_tokens * (1 + num_unread)
+    seen = num_met / max(1.0, num_tokens)
+    share = 1 - stats.num_counted_shareable / max(1, stats.num_counted_tokens)
+    if num_met:
+        share += seen * (num_fed / num_met - share)
+    to_feed = share * max(0.0, num_tokens - num_met)
     stop_rate = read.num_stopped / max(1, stats.num_generated_tokens)
     to_draw = _expected_draws(read.num_open, read.max_open_draws, stop_rate)
     to_draw += num_unread * _expected_draws(read.num_sequences, read.max_draws, stop_rate)
