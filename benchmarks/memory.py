@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -28,7 +29,7 @@ from fminfer.engine.prefix import PrefixCache
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.stats import EngineStats
 from fminfer.job import open_files, run_job
-from fminfer.messages import StageSpan, Step, StepResult, TokenLogprobs
+from fminfer.messages import StageSpan, Step, StepResult, StepTrace, TokenLogprobs
 from fminfer.output.summary import JobSummary
 from fminfer.tokenizer import Tokenizer
 
@@ -86,6 +87,9 @@ class StubEngine:
         )
         self.run, self.stop = self._loop.run, self._loop.stop
         self.pass_over = self._loop.pass_over
+
+    def trace(self, on_step: Callable[[StepTrace], None]) -> None:
+        self._loop.on_step = on_step
 
     @property
     def stats(self) -> EngineStats:

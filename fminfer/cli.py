@@ -18,18 +18,20 @@ import click
 
 from fminfer import __version__
 from fminfer.cluster.job_names import infer_data_of
+from fminfer.commands.check import check
 from fminfer.commands.merge import merge
 from fminfer.commands.split import split
 from fminfer.commands.status import status
 from fminfer.commands.submit import submit
 from fminfer.config import EngineConfig
+from fminfer.cost_model import COSTS
 from fminfer.errors import FminferError, StoppedError, UsageError
 from fminfer.kernel_build import abandon_build, start_build
 from fminfer.launcher import end_after, launch
 from fminfer.models.layer_count import check_split
 from fminfer.paths import JobPaths
 from fminfer.ranks import RankConfig, RankFacts, find_facts, is_spawned
-from fminfer.run_options import PathOrUrl, bench_options, run_options
+from fminfer.run_options import PathOrUrl, bench_options, dtype_name, run_options
 from fminfer.stopping import Stopper, check_times
 from fminfer.storage import Location, RemoteFolders, default_work_dir
 from fminfer.team_place import find_place
@@ -61,11 +63,12 @@ def main() -> None:
     fminfer split --input-file requests.jsonl --output-dir parts/
     fminfer merge --input-dir parts/ --output answers.jsonl
     fminfer submit --scheduler slurm --infer-data shards/     jobs on a cluster, one a file
+    fminfer check requests.jsonl                    what is wrong, and what a run will take
     """
 
 
-main.add_command(split)
-main.add_command(merge)
+for command in (check, split, merge, submit, status):
+    main.add_command(command)
 
 
 class _KeepsArguments(click.Command):
@@ -74,9 +77,6 @@ class _KeepsArguments(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta["arguments"] = list(args)
         return super().parse_args(ctx, args)
-
-
-main.add_command(status)
 
 
 @main.command(cls=_KeepsArguments)
@@ -118,7 +118,7 @@ def run(
     warning); 129 hung up; 130 interrupted; 143 terminated. After 1, 75, 129, 130 and 143 the same
     command goes on where the run ended.
     """
-    options["dtype"] = _dtype(fp16, options["dtype"])
+    options["dtype"] = dtype_name(fp16, options["dtype"])
     rank_options = {field.name: options.pop(field.name) for field in fields(RankConfig)}
     is_rank, stopper = False, Stopper(grace_s)
     given, named = [*infer_data, *paths], infer_data_of(os.environ)
@@ -143,21 +143,30 @@ def run(
 
 @main.command()
 @bench_options
-def bench(batch_sizes: tuple[int, ...], new_tokens: int, fp16: bool, **options: Any) -> None:
+def bench(
+    batch_sizes: tuple[int, ...],
+    new_tokens: int,
+    fp16: bool,
+    is_calibration: bool,
+    **options: Any,
+) -> None:
     """Time the generation of short rows at several batch sizes.
 
     \b
     fminfer bench --random-init bloom-560m
     fminfer bench --model-name /models/bloom-7b1 --dtype bfloat16 --batch-sizes 1,8
+    fminfer bench --model-name /models/bloom-7b1 --calibrate
 
     The figures are those of the BLOOM inference scripts: greedy generation of 100 tokens from
     inputs of a few, each batch size once, after a short row to warm up. One process; a line of JSON
     comes last.
     """
-    options["dtype"] = _dtype(fp16, options["dtype"])
+    options["dtype"] = dtype_name(fp16, options["dtype"])
     _use_huge_pages()
     if options["attention"] != "eager":
         start_build()
+    if is_calibration:
+        return _calibrate(EngineConfig(**options))
     with _importing():
         from fminfer.bench import run_bench
 
@@ -170,7 +179,16 @@ def bench(batch_sizes: tuple[int, ...], new_tokens: int, fp16: bool, **options: 
     click.echo(json.dumps({"batches": rows}))
 
 
-main.add_command(submit)
+def _calibrate(config: EngineConfig) -> None:
+    with _importing():
+        from fminfer.calibration import calibrate
+
+    found = calibrate(config, lambda trial: click.echo(f"  {trial.to_text()}", err=True))
+    for cost, seconds in zip(COSTS, found.costs.seconds, strict=True):
+        click.echo(f"{seconds * 1000:12.5f} ms  {cost}")
+    error = found.costs.error
+    click.echo(f"{len(found.samples):,} steps, half of them predicted to {error:.0%} or better")
+    click.echo(json.dumps({"path": str(found.path), "median_error": error}))
 
 
 def _use_huge_pages() -> None:
@@ -196,12 +214,6 @@ def _importing() -> Iterator[None]:
         gc.enable()
 
 
-def _dtype(fp16: bool, dtype: str) -> str:
-    if fp16 and dtype not in ("auto", "float16"):
-        raise click.UsageError(f"--fp16 and --dtype {dtype} contradict each other")
-    return "float16" if fp16 else dtype
-
-
 def _run(
     job: JobPaths,
     config: EngineConfig,
@@ -221,6 +233,8 @@ def _run(
         )
     # Mistakes in the plan are told before anything is started or loaded; a rank's are told to all.
     plan = job.plan() if facts is None and place is None else None
+    if job.trace is not None and ranks.data_group_size > 1:
+        raise UsageError("--trace shows one pipeline; leave out --trace or --data-group-size")
     num_stages = ranks.size or 1
     if facts is None and num_stages > 1:
         check_split(config, num_stages)

@@ -16,11 +16,12 @@ from fminfer.engine.planner import WINDOW
 from fminfer.engine.stats import EngineStats
 from fminfer.errors import StoppedError
 from fminfer.input.lines import Line
+from fminfer.messages import StepTrace
 from fminfer.output.claims import Claim, Claims
 from fminfer.output.job_file import JobFile, JournaledInput, StreamedInput
 from fminfer.output.journal import Fingerprint
 from fminfer.output.places import STDOUT
-from fminfer.output.progress import Progress, ProgressBar, write_beside_bar
+from fminfer.output.progress import ProgressBar, write_beside_bar
 from fminfer.output.records import Record
 from fminfer.output.shared_files import FilePlan, SharedFiles
 from fminfer.output.stream import OrderedStream
@@ -36,6 +37,7 @@ class NamedFiles:
     """The inputs of a run that answers all of them itself, one after another."""
 
     files: list[JobFile]
+    num_rows: int | None  # left to answer; None: not known before the end of the inputs
 
     @property
     def is_finished(self) -> bool:
@@ -76,7 +78,8 @@ def open_files(
             files.append(file)
     for each in files:
         each.begin()
-    return NamedFiles(files)
+    left = [file.num_left for file in files]
+    return NamedFiles(files, None if None in left else sum(n or 0 for n in left))
 
 
 def share_files(
@@ -133,16 +136,28 @@ def run_job(
     left = [file.num_left for file in inputs.files]
     # Whoever writes a stream may wait.
     read_ahead = LOOKAHEAD if None in left else WINDOW
-    bar = ProgressBar(_num_left(inputs), is_quiet=is_quiet)
+    bar = ProgressBar(inputs.num_rows, is_quiet=is_quiet)
     trace_file = None if trace is None else TraceFile(trace)
-    if trace_file is not None:
-        engine.trace(trace_file.add)
+
+    def on_work(num_fed: int, num_drawn: int) -> None:
+        bar.add_step(num_fed, num_drawn)
+        _show(bar, summary, inputs, engine)
+
+    def on_step(step: StepTrace) -> None:
+        on_work(step.num_prompt_tokens, len(step.step.sampling.token_index))
+        if trace_file is not None:
+            trace_file.add(step)
+
+    if isinstance(engine, Team):
+        engine.on_work = on_work
+    else:
+        engine.trace(on_step)
     try:
         with stopper.telling(engine.stop):
             for record in engine.run(_lines(inputs, engine, stopper), read_ahead):
                 inputs.files[record.line.source].add(record)
                 _count(summary, record)
-                bar.update(_progress(summary, engine))
+                _show(bar, summary, inputs, engine)
         if stopper.reason is not None and not inputs.is_finished:
             raise stopper.reason
     except StoppedError as error:
@@ -187,14 +202,6 @@ def _lines(
             yield line
 
 
-def _num_left(inputs: NamedFiles | SharedFiles) -> int | None:
-    """Return how many rows are left to answer; None: that is not known."""
-    left = [file.num_left for file in inputs.files]
-    if isinstance(inputs, SharedFiles) or None in left:
-        return None
-    return sum(n or 0 for n in left)
-
-
 def _sum_up(
     summary: JobSummary, inputs: NamedFiles | SharedFiles, stats: EngineStats
 ) -> JobSummary:
@@ -223,11 +230,11 @@ def _count(summary: JobSummary, record: Record) -> None:
     summary.errors_by_code[code] = summary.errors_by_code.get(code, 0) + 1
 
 
-def _progress(summary: JobSummary, engine: Engine | Team) -> Progress:
-    stats = engine.stats
-    return Progress(
-        num_rows=summary.num_rows + summary.num_errors,
-        num_errors=summary.num_errors,
-        num_tokens=stats.num_prompt_tokens + stats.num_generated_tokens,
-        num_finished_tokens=summary.prompt_tokens + summary.completion_tokens,
-    )
+def _show(
+    bar: ProgressBar,
+    summary: JobSummary,
+    inputs: NamedFiles | SharedFiles,
+    engine: Engine | Team,
+) -> None:
+    bar.total_rows = inputs.num_rows
+    bar.update(summary.num_rows + summary.num_errors, summary.num_errors, engine.stats)

@@ -49,7 +49,7 @@ class KernelBuild:
         if compiler is None:
             self.error = "there is no C++ compiler; install g++, or set CXX to one"
             return
-        folder = _cache_folder()
+        folder = cache_folder()
         if folder is None:
             self._own_folder = tempfile.TemporaryDirectory(prefix="fminfer-")
             folder = Path(self._own_folder.name)
@@ -160,7 +160,7 @@ def find_compiler() -> list[str] | None:
     return None if path is None else [path, *command[1:]]
 
 
-def _cache_folder() -> Path | None:
+def cache_folder() -> Path | None:
     """Return a folder of this user alone that lasts, if there can be one."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fminfer"
@@ -210,11 +210,11 @@ def _remove_old_parts(folder: Path) -> None:
 def _build_key(compiler: list[str]) -> str:
     """Name a build: another processor of a cluster may share the folder."""
     sources = [p.read_bytes() for p in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")])]
-    parts = [*FLAGS, *compiler, platform.machine(), _processor()]
+    parts = [*FLAGS, *compiler, platform.machine(), processor()]
     return hashlib.sha256(b"\0".join([*sources, *map(os.fsencode, parts)])).hexdigest()[:24]
 
 
-def _processor() -> str:
+def processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

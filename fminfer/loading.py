@@ -65,12 +65,26 @@ class LoadedPart:
     @property
     def kv_bytes_per_token(self) -> int:
         """What one token's keys and values take on this rank."""
-        kv_heads, head_dim = kv_shape(self.checkpoint.config)
-        return 2 * self.part.num_layers * kv_heads * head_dim * self.dtype.itemsize
+        return kv_token_bytes(self.checkpoint, self.part, self.dtype)
 
 
-def open_model(config: EngineConfig) -> Checkpoint:
+def kv_token_bytes(checkpoint: Checkpoint, part: Part, dtype: torch.dtype) -> int:
+    """Return what one token's keys and values take in the layers of a part."""
+    kv_heads, head_dim = kv_shape(checkpoint.config)
+    return 2 * part.num_layers * kv_heads * head_dim * dtype.itemsize
+
+
+def most_kv_tokens(config: EngineConfig, checkpoint: Checkpoint) -> int:
+    """Return the tokens of KV cache beyond which more is of no use."""
+    size = config.block_size
+    return config.max_rows * -(-checkpoint.context_length // size) * size
+
+
+def open_model(config: EngineConfig, *, has_weights: bool = True) -> Checkpoint:
     """Find the model that a run is to use.
+
+    Args:
+        has_weights: otherwise a model of the hub is fetched without its weights.
 
     Raises:
         CheckpointError: there is none, or it does not run.
@@ -79,7 +93,7 @@ def open_model(config: EngineConfig) -> Checkpoint:
     if config.random_init is not None:
         checkpoint = open_random(config.random_init)
     else:
-        checkpoint = open_checkpoint(config.model)
+        checkpoint = open_checkpoint(config.model, has_weights=has_weights)
     _check_model_type(config.model_type, str(checkpoint.config.model_type))
     return checkpoint
 
@@ -107,7 +121,7 @@ def load_part(
     dtype = choose_dtype(config.dtype, checkpoint.config.dtype, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    parts = _split(config, checkpoint, group.world_size if group else 1)
+    parts = split_model(config, checkpoint, group.world_size if group else 1)
     part = parts[group.rank if group else 0]
     hidden_group = None
     _share_cores(local_size * config.num_engines)
@@ -161,7 +175,7 @@ def count_blocks(config: EngineConfig, loaded: LoadedPart, group: Group | None =
             "kv_bytes_per_token": loaded.kv_bytes_per_token,
         }
         ranks = [mine] if group is None else group.gather("memory", mine)
-        most = config.max_rows * -(-loaded.checkpoint.context_length // size) * size
+        most = most_kv_tokens(config, loaded.checkpoint)
         budget = min(
             auto_budget(
                 sum(r["kv_bytes_per_token"] for r in ranks if r["memory"] == rank["memory"]),
@@ -206,7 +220,12 @@ def _build_stage(config: EngineConfig, loaded: LoadedPart, num_blocks: int) -> S
     )
 
 
-def _split(config: EngineConfig, checkpoint: Checkpoint, num_stages: int) -> list[Part]:
+def split_model(config: EngineConfig, checkpoint: Checkpoint, num_stages: int) -> list[Part]:
+    """Return each stage's layers.
+
+    Raises:
+        UsageError: a split that cannot be.
+    """
     cost = 0.0
     if num_stages > 1 and config.num_layers is None and config.stage_layers is None:
         cost = head_cost(build_on_meta(checkpoint), checkpoint.family)

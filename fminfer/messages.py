@@ -121,12 +121,13 @@ class StepResult:
 
 @dataclass(slots=True, frozen=True)
 class StepTrace:
-    """What a trace shows of a step."""
+    """A step that is done, and what a trace shows of it."""
 
     step_id: int
     num_prompt_tokens: int
     num_decode_rows: int
     spans: list[StageSpan]
+    step: Step
 
     @property
     def phase(self) -> Phase:

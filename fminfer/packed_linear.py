@@ -58,6 +58,24 @@ def pack_linears(model: nn.Module, *, is_fast_in_bfloat16: bool) -> int:
     return num_packed
 
 
+def find_packable(
+    model: nn.Module, dtype: torch.dtype, *, is_fast_in_bfloat16: bool
+) -> list[torch.Tensor]:
+    """List the weights of a model without memory that `pack_linears` would pack on a CPU."""
+    if not _can_pack_dtype(dtype, is_fast_in_bfloat16):
+        return []
+    owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+    found = []
+    module: Any
+    for module in model.modules():
+        weight = _matrix_of(module)
+        if weight is not None:
+            is_tied = owners[id(module.weight)] > 1
+            if not is_tied or weight.numel() * dtype.itemsize <= MAX_TWICE_BYTES:
+                found.append(weight)
+    return found
+
+
 def _matrix_of(module: Any) -> torch.Tensor | None:
     """Return the weight of a linear layer, (out, in); None: it is another module."""
     weight: torch.Tensor | None = None
@@ -71,9 +89,13 @@ def _matrix_of(module: Any) -> torch.Tensor | None:
 def _can_pack(weight: torch.Tensor, is_fast_in_bfloat16: bool) -> bool:
     if weight.device.type != "cpu" or weight.numel() == 0:
         return False
-    if weight.dtype == torch.float32:
+    return _can_pack_dtype(weight.dtype, is_fast_in_bfloat16)
+
+
+def _can_pack_dtype(dtype: torch.dtype, is_fast_in_bfloat16: bool) -> bool:
+    if dtype == torch.float32:
         return bool(torch.backends.mkl.is_available())  # type: ignore[no-untyped-call]
-    if weight.dtype != torch.bfloat16 or not is_fast_in_bfloat16:
+    if dtype != torch.bfloat16 or not is_fast_in_bfloat16:
         return False
     return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
 

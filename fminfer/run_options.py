@@ -67,7 +67,7 @@ class Duration(click.ParamType):  # type: ignore[type-arg]
             self.fail(str(error), param, ctx)
 
 
-FILES = [
+INPUT = [
     click.option(
         "--infer-data",
         multiple=True,
@@ -76,6 +76,8 @@ FILES = [
         "earlier runs left out); a URL of one or the other (s3://…); or - for stdin. May be "
         "repeated.",
     ),
+]
+FILES = [
     click.option(
         "--output",
         type=PathOrUrl(path_type=Path),
@@ -226,12 +228,21 @@ CONTRACT = [
         help="A line whose model or engine is not --model-name, or its last part, is an error.",
     ),
 ]
-RANKS = [
+SPLIT = [
     click.option(
         "--world-size",
         type=int,
         help="Ranks: processes that share the model's layers.  [default: 1]",
     ),
+    click.option(
+        "--num-layers",
+        type=int,
+        help="Layers a rank, the surplus dropped.  [default: balanced by cost]",
+    ),
+    click.option("--max-layers", type=int, help="Use only so many layers, the model's first."),
+    click.option("--stage-layers", type=Numbers(), help="Layers of each rank: 9,9,8."),
+]
+RANKS = [
     click.option(
         "--pipeline-group-size",
         type=int,
@@ -263,13 +274,6 @@ RANKS = [
         default=(),
         help="The GPUs of this machine's ranks, in their order: 0,1,2.  [default: all]",
     ),
-    click.option(
-        "--num-layers",
-        type=int,
-        help="Layers a rank, the surplus dropped.  [default: balanced by cost]",
-    ),
-    click.option("--max-layers", type=int, help="Use only so many layers, the model's first."),
-    click.option("--stage-layers", type=Numbers(), help="Layers of each rank: 9,9,8."),
     click.option(
         "--join-timeout",
         "join_timeout_s",
@@ -314,17 +318,35 @@ BENCH = [
         help="Rows at once, one batch after another.",
     ),
     click.option("--new-tokens", default=100, show_default=True, help="To generate for each row."),
+    click.option(
+        "--calibrate",
+        "is_calibration",
+        is_flag=True,
+        help="Instead, time steps of many shapes and keep what they cost, for fminfer check.",
+    ),
 ]
 
 
 def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command the options of `fminfer run`."""
-    return _with(FILES + MODEL + ENGINE + RANKS + CONTRACT, command)
+    return _with(INPUT + FILES + MODEL + ENGINE + SPLIT + RANKS + CONTRACT, command)
+
+
+def check_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command those options of `fminfer run` that decide what a run meets and takes."""
+    return _with(INPUT + MODEL + ENGINE + SPLIT + CONTRACT, command)
 
 
 def bench_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command the options of `fminfer bench`."""
     return _with(BENCH + MODEL + ENGINE, command)
+
+
+def dtype_name(fp16: bool, dtype: str) -> str:
+    """Return the dtype that --fp16 and --dtype ask for together."""
+    if fp16 and dtype not in ("auto", "float16"):
+        raise click.UsageError(f"--fp16 and --dtype {dtype} contradict each other")
+    return "float16" if fp16 else dtype
 
 
 def _with(options: list[Any], command: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,12 +13,13 @@ import subprocess
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 
 import torch
 
 from fminfer import errors
+from fminfer.assembly import find_limits
 from fminfer.config import EngineConfig
 from fminfer.engine.intake import Intake
 from fminfer.engine.loop import LOOKAHEAD
@@ -26,7 +27,6 @@ from fminfer.engine.stats import EngineStats
 from fminfer.errors import FminferError, PipelineError, RequestError, StoppedError
 from fminfer.input.envelope import Envelope, as_text, open_envelope
 from fminfer.input.lines import Line
-from fminfer.messages import StepTrace
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.output.records import Record
 from fminfer.team_place import PLACE, Place
@@ -42,7 +42,6 @@ from fminfer.team_wire import (
     Taken,
 )
 from fminfer.tokenizer import Tokenizer
-from fminfer.worker import limits_of
 
 MOST_UNTAKEN = 16  # lines that wait at a pipeline's door
 LINES_AT_ONCE = 4  # neighbours, which may share a prefix, go to the same one
@@ -112,6 +111,8 @@ class Pipeline:
 class Team:
     """Several pipelines that answer together.
 
+    `on_work` is told now and then how many tokens were fed, and how many drawn.
+
     Args:
         arguments: of `fminfer run`, which each pipeline's process is called with.
         say: tells the user of a pipeline that died.
@@ -130,8 +131,10 @@ class Team:
     ) -> None:
         self._say = say
         # Lines are checked and counted here, in the order of the input; each pipeline sees a part.
-        limits = limits_of(checkpoint, config, frozenset())
-        self._intake = Intake(Tokenizer(None), limits, config.seed)
+        no_words = Tokenizer(None)  # their tokens are the pipelines' work
+        limits = find_limits(config, checkpoint, no_words)
+        self._intake = Intake(no_words, limits, config.seed)
+        self.on_work: Callable[[int, int], None] = lambda num_fed, num_drawn: None
         self._returned: deque[Line] = deque()  # of pipelines that died
         self._grace_s: float | None = None
         self._pipelines = [Pipeline(i, num_pipelines, arguments) for i in range(num_pipelines)]
@@ -149,9 +152,7 @@ class Team:
         """What all pipelines have counted, as they last said it."""
         total = EngineStats()
         for pipeline in self._pipelines:
-            for field in fields(EngineStats):
-                value = getattr(total, field.name) + getattr(pipeline.stats, field.name)
-                setattr(total, field.name, value)
+            total.add(pipeline.stats)
         return total
 
     @property
@@ -161,10 +162,6 @@ class Team:
         for pipeline in self._pipelines:
             total.update({} if pipeline.ended is None else pipeline.ended.warnings)
         return dict(total)
-
-    def trace(self, on_step: Callable[[StepTrace], None]) -> None:
-        """Not there: steps are the pipelines' own."""
-        raise errors.UsageError("--trace shows one pipeline; leave out --data-group-size for it")
 
     def pass_over(self, line: Line) -> None:
         """Take note of a line that is not to be answered again."""
@@ -272,11 +269,18 @@ class Team:
             elif isinstance(report, Taken):
                 pipeline.num_untaken -= 1
             elif isinstance(report, Answered):
-                pipeline.stats = report.stats or pipeline.stats
+                if report.stats is not None:
+                    self._take_stats(pipeline, report.stats)
                 if pipeline.finish(report.record):
                     yield report.record
             elif isinstance(report, Ended):
-                pipeline.ended, pipeline.stats = report, report.stats
+                pipeline.ended = report
+                self._take_stats(pipeline, report.stats)
+
+    def _take_stats(self, pipeline: Pipeline, stats: EngineStats) -> None:
+        before, pipeline.stats = pipeline.stats, stats
+        num_fed = stats.num_prompt_tokens - before.num_prompt_tokens
+        self.on_work(num_fed, stats.num_generated_tokens - before.num_generated_tokens)
 
     def _reports(self, timeout_s: float) -> Iterator[tuple[Pipeline, Report]]:
         """Yield what the pipelines say, and bury those that say no more."""

@@ -8,23 +8,18 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
+from fminfer.assembly import build_loop, find_limits, load_tokenizer
 from fminfer.config import EngineConfig
 from fminfer.engine.answer import AnswerForm
-from fminfer.engine.blocks import BlockPool
-from fminfer.engine.equal_requests import EqualRequests
-from fminfer.engine.intake import Intake, Limits
-from fminfer.engine.loop import LOOKAHEAD, EngineLoop
-from fminfer.engine.prefix import PrefixCache
-from fminfer.engine.scheduler import Scheduler
+from fminfer.engine.intake import Intake
+from fminfer.engine.loop import LOOKAHEAD
 from fminfer.engine.stats import EngineStats
-from fminfer.errors import CheckpointError, PipelineError, UsageError
+from fminfer.errors import PipelineError, UsageError
 from fminfer.input.lines import Line
 from fminfer.loading import LoadedPart, build_stage, count_blocks, load_part, open_model
 from fminfer.messages import StepTrace
-from fminfer.models.checkpoint import Checkpoint
 from fminfer.output.records import Record
 from fminfer.pipeline.group import Group
 from fminfer.pipeline.local import LocalPipeline, QueuedPipeline
@@ -32,7 +27,6 @@ from fminfer.pipeline.ring import RingPipeline, serve
 from fminfer.pipeline.stage import Stage
 from fminfer.pipeline.watch import Fault
 from fminfer.placement import end_openmp_threads
-from fminfer.tokenizer import Tokenizer
 
 END_S = 3.0  # for rank 0 to end by itself once another rank has failed
 
@@ -70,10 +64,11 @@ class Engine:
         self.config = config = EngineConfig(model=model, **options)
         checkpoint = open_model(config)
         self.model_name = checkpoint.name
-        self.tokenizer = _load_tokenizer(checkpoint, config)
+        self.tokenizer = load_tokenizer(checkpoint)
         loaded = load_part(config, checkpoint, group, on_progress)
         on_loaded()
         self.context_length = checkpoint.context_length  # most tokens of prompt and completion
+        self.vocab_size: int = checkpoint.config.vocab_size
         self.device, self.dtype = loaded.device, loaded.dtype
         self.weight_bytes = loaded.weight_bytes  # of this rank
         self.kv_bytes_per_token = loaded.kv_bytes_per_token  # of this rank
@@ -83,7 +78,16 @@ class Engine:
         end_openmp_threads()  # steps are another thread's work
         self._group = group
         self._pipeline = _build_pipeline(stage, loaded, group)
-        self._loop = self._build_loop(checkpoint, num_blocks, loaded.part.num_stages)
+        limits = find_limits(config, checkpoint, self.tokenizer)
+        self._intake = Intake(self.tokenizer, limits, config.seed)
+        self._loop = build_loop(
+            config,
+            self._intake,
+            self._pipeline,
+            AnswerForm(self.tokenizer, self.model_name, config.token_format),
+            num_blocks=num_blocks,
+            num_stages=loaded.part.num_stages,
+        )
         self.load_s = time.perf_counter() - started
 
     @property
@@ -144,31 +148,6 @@ class Engine:
         if group is not None and not self._pipeline.is_broken:
             group.leave()
 
-    def _build_loop(self, checkpoint: Checkpoint, num_blocks: int, num_stages: int) -> EngineLoop:
-        config = self.config
-        micro_batches = config.micro_batches or num_stages + 1
-        limits = limits_of(checkpoint, config, _ends(checkpoint, self.tokenizer))
-        self._intake = Intake(self.tokenizer, limits, config.seed)
-        pool = BlockPool(num_blocks, config.block_size)
-        scheduler = Scheduler(
-            pool,
-            chunk_size=config.chunk_size,
-            max_rows=config.max_rows,
-            micro_batches=micro_batches,
-            num_stages=num_stages,
-            cache=PrefixCache(pool) if config.prefix_cache else None,
-        )
-        return EngineLoop(
-            self._intake,
-            scheduler,
-            self._pipeline,
-            AnswerForm(self.tokenizer, self.model_name, config.token_format),
-            micro_batches=micro_batches,
-            kv_capacity=num_blocks * config.block_size,
-            max_steps=config.max_steps,
-            equal_requests=EqualRequests() if config.prefix_cache else None,
-        )
-
 
 def serve_rank(group: Group, **options: Any) -> None:
     """Be a rank other than 0: load its layers, and compute until rank 0 says stop.
@@ -188,23 +167,6 @@ def serve_rank(group: Group, **options: Any) -> None:
     group.leave()
 
 
-def limits_of(checkpoint: Checkpoint, config: EngineConfig, ends: frozenset[int]) -> Limits:
-    """Return what a model and a run's options allow.
-
-    Args:
-        ends: ids that end a sequence.
-    """
-    return Limits(
-        checkpoint.context_length,
-        checkpoint.config.vocab_size,
-        config.max_logprobs,
-        ends,
-        config.on_too_long,
-        config.strict,
-        _model_names(config, checkpoint.name),
-    )
-
-
 def _build_pipeline(stage: Stage, loaded: LoadedPart, group: Group | None) -> QueuedPipeline:
     if group is None:
         return LocalPipeline(stage.run)
@@ -221,43 +183,6 @@ def _build_pipeline(stage: Stage, loaded: LoadedPart, group: Group | None) -> Qu
 
     group.watch.on_fault = fail
     return ring
-
-
-def _load_tokenizer(checkpoint: Checkpoint, config: EngineConfig) -> Tokenizer:
-    num_rows = checkpoint.config.vocab_size
-    if checkpoint.folder is not None:
-        tokenizer = Tokenizer.load(checkpoint.folder)
-        if tokenizer.num_trained > num_rows:
-            raise CheckpointError(
-                f"the tokenizer in {checkpoint.folder} has {tokenizer.num_trained} tokens, not "
-                f"counting added ones, and the model {num_rows}: it is another model's. Put the "
-                "model's own tokenizer files there"
-            )
-        return tokenizer
-    if num_rows < 256:
-        raise CheckpointError(
-            f"{checkpoint.name} has a vocabulary of {num_rows}; random weights "
-            "are used with a tokenizer of bytes, which needs at least 256"
-        )
-    return Tokenizer(None)
-
-
-def _model_names(config: EngineConfig, name: str) -> frozenset[str] | None:
-    """Return what a line may call the model: as the run was told, or the last part of that.
-
-    None: it may say anything.
-    """
-    if not config.check_model:
-        return None
-    asked = config.model or config.random_init
-    return frozenset({name} if asked is None else {asked, Path(asked).name})
-
-
-def _ends(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the ids that end a sequence: the config's, or else the tokenizer's."""
-    if checkpoint.eos_ids or tokenizer.eos_id is None:
-        return checkpoint.eos_ids
-    return frozenset({tokenizer.eos_id})
 
 
 def _as_lines(requests: Iterable[Mapping[str, Any] | Line | None]) -> Iterator[Line | None]:

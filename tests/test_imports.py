@@ -16,7 +16,7 @@ errors timing messages sentencepieces shared_runs soft_cap packed_linear output.
     cluster.job_names
 config fields team_place input.streams input.values input.spans tokenizer partition ranks \
     models.alibi models.families models.sizes models.variants integrations.generation \
-    engine.stats output.trace output.disk stopping memory fused_layers \
+    engine.stats output.trace output.disk stopping memory fused_layers cost_model \
     cluster.schedulers cluster.scripts
 input.lines spelling sampling placement decode_attention kernel_attention launcher run_options \
     output.journal output.claims \
@@ -25,18 +25,21 @@ input.lines spelling sampling placement decode_attention kernel_attention launch
 input.envelope attention score_kernel models.weights pipeline.group \
     models.adapters.bloom models.adapters.codegen \
     models.adapters.falcon models.adapters.gpt_neo models.adapters.gptj models.adapters.mpt
-request fingerprint remote_files output.records output.writer output.stream output.progress
-engine.logit_edits output.status pipeline.stage team_wire split.grouping
+request fingerprint cost_store remote_files output.records output.writer output.stream \
+    output.progress
+engine.logit_edits output.status pipeline.stage split.grouping team_wire
 engine.sequence pipeline.ring output.places output.job_file storage split.manifest split.index
 engine.prefix engine.advance engine.packing engine.equal_requests engine.planner \
     output.summary output.shared_files output.overview loading paths split.answers split.summary \
     cluster.resources cluster.submission
 engine.scheduler engine.answer engine.intake split.merging split.parts commands.status
 engine.loop commands.split commands.merge
-worker
-team team_member
-job integrations.batch
-running bench integrations.lm_eval integrations.ray commands.submit
+assembly check.footprint
+check.lines check.simulation worker
+team team_member check.report integrations.batch calibration
+job
+running bench check.checking integrations.lm_eval integrations.ray commands.submit
+commands.check
 cli
 __main__
 """

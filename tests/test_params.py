@@ -190,7 +190,7 @@ def test_special_tokens_are_added_and_shown_as_asked(
     special_tokenizer: Tokenizer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("fminfer.worker._load_tokenizer", lambda *_: special_tokenizer)
+    monkeypatch.setattr("fminfer.worker.load_tokenizer", lambda *_: special_tokenizer)
     engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="float32", attention="eager")
     to_bos = {"prompt": "two three", "logit_bias": {"0": 100}, "max_tokens": 2}
     with_bos, without, shown, echoed = choices(

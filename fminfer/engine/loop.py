@@ -117,6 +117,23 @@ class EngineLoop:
         """Take note of a line of this run that is not to be answered again."""
         self._intake.pass_over(line)
 
+    def open_line(self, line: Line) -> RequestState | Record:
+        """Return a line's request, or the record that says why it cannot be answered."""
+        envelope = Envelope("bare", as_text(line.raw))  # until it is opened
+        try:
+            envelope = open_envelope(line)
+            state = self._intake.prepare(line, envelope)
+            self._check_memory(state)
+            return state
+        except RequestError as error:
+            return Record(line, envelope, error=error)
+        except Exception as error:  # a fault of ours must not cost the other lines
+            fault = RequestError(
+                "internal_error",
+                f"fminfer failed on this line ({type(error).__name__}: {error}); please report it",
+            )
+            return Record(line, envelope, error=fault)
+
     def stop(self, grace_s: float) -> None:
         """Take no more lines in; rows that run may go on so long. It may be called at any moment.
 
@@ -217,20 +234,10 @@ class EngineLoop:
         return True
 
     def _take_line(self, line: Line) -> None:
-        envelope = Envelope("bare", as_text(line.raw))  # until it is opened
-        try:
-            envelope = open_envelope(line)
-            state = self._intake.prepare(line, envelope)
-            self._check_memory(state)
-        except RequestError as error:
-            self._done.append(Record(line, envelope, error=error))
-            return
-        except Exception as error:  # a fault of ours must not cost the other lines
-            fault = RequestError(
-                "internal_error",
-                f"fminfer failed on this line ({type(error).__name__}: {error}); please report it",
-            )
-            self._done.append(Record(line, envelope, error=fault))
+        state = self.open_line(line)
+        self.stats.read.num_rows += 1
+        if isinstance(state, Record):
+            self._done.append(state)
             return
         if self._equal_requests is not None and self._equal_requests.follow(state):
             self._follow(state)
@@ -239,6 +246,9 @@ class EngineLoop:
             if prompt.num_to_feed > 0:
                 self._window.append(prompt)
                 self._num_window_tokens += len(prompt.ids)
+                max_tokens = prompt.params.max_tokens
+                self.stats.read.add(prompt.num_to_feed, len(prompt.sequences), max_tokens)
+                self._count_shared(prompt)
             else:  # nothing to compute: max_tokens 0 without scores, or one token to score
                 for sequence in prompt.sequences:
                     sequence.finish_reason = "length"
@@ -278,7 +288,8 @@ class EngineLoop:
                     self.stats.num_put_back += 1
                     self.stats.num_again_tokens += prompt.num_to_feed - prompt.num_fed
                 else:
-                    self._count_shared(prompt)
+                    self.stats.num_cached_tokens += prompt.num_cached
+                    self.stats.num_counted_cached += prompt.num_cached * prompt.is_counted
                 if prompt.owner.times is None:
                     prompt.owner.times = self._clock.start(time.perf_counter())
             planned = self._scheduler.schedule()
@@ -296,7 +307,7 @@ class EngineLoop:
         self._scheduler.collect(planned)
         if self.on_step is not None:
             counts = planned.num_prompt_tokens, planned.num_decode_rows
-            self.on_step(StepTrace(result.step_id, *counts, result.spans))
+            self.on_step(StepTrace(result.step_id, *counts, result.spans, planned.step))
         self.stats.num_prompt_tokens += planned.num_prompt_tokens
         scores = _reports(result.scored)
         for prompt, report in zip(planned.scored_prompts, scores, strict=True):
@@ -307,11 +318,10 @@ class EngineLoop:
 
     def _count_shared(self, prompt: PromptState) -> None:
         stats = self.stats
-        stats.num_cached_tokens += prompt.num_cached
         if not self._shared_tokens.is_full:
+            prompt.is_counted = True
             num_shared = self._shared_tokens.add(prompt.ids[: prompt.num_to_feed])
             stats.num_counted_tokens += prompt.num_to_feed
-            stats.num_counted_cached += prompt.num_cached
             stats.num_counted_shareable += min(num_shared, prompt.num_to_feed - 1)
 
     def _take_shared_scores(self, prompt: PromptState) -> None:
@@ -338,6 +348,7 @@ class EngineLoop:
         if state.times.first_token_s is None:
             state.times.first_token_s = time.perf_counter()
         self.stats.num_generated_tokens += 1
+        self.stats.read.max_open_draws -= 1
         if math.isnan(report.logprob):
             state.error = _nan_error(f"generated token {len(sequence.tokens)}")
             sequence.finish_reason = "stop"
@@ -350,6 +361,7 @@ class EngineLoop:
 
     def _end(self, sequence: Sequence) -> None:
         self._scheduler.release(sequence)
+        self.stats.read.end(len(sequence.tokens), sequence.prompt.params.max_tokens)
         if sequence.prompt.owner.is_finished:
             self._finish(sequence.prompt.owner)
 

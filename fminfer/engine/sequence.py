@@ -61,6 +61,7 @@ class PromptState:
     encoded: EncodedPrompt
     sequences: list[Sequence] = field(default_factory=list)
     end_ids: frozenset[int] = frozenset()  # tokens that end it: EOS and stop_token_ids
+    is_counted: bool = False  # among those over which the best possible prefix cache is counted
     num_cached: int = 0  # tokens of it that were found in the prefix cache
     num_fed: int = 0  # tokens of it that need no more feeding: cached, or sent to the model
     shared_scores: list[ReportSlice] = field(default_factory=list)  # of the cached tokens

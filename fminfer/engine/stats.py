@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from fminfer.messages import StageSpan
 
@@ -27,6 +27,33 @@ class StageStats:
 
 
 @dataclass(slots=True)
+class ReadWork:
+    """What the lines that were read ask for; equal requests and wrong lines ask for nothing."""
+
+    num_rows: int = 0  # lines, whatever they ask for
+    num_tokens: int = 0  # of prompts, to be computed or found in the prefix cache
+    num_sequences: int = 0
+    max_draws: int = 0  # of all sequences
+    num_open: int = 0  # sequences that have not ended
+    max_open_draws: int = 0  # that those may still draw
+    num_stopped: int = 0  # sequences that ended before max_tokens
+
+    def add(self, num_tokens: int, num_sequences: int, max_tokens: int) -> None:
+        """Count a prompt."""
+        self.num_tokens += num_tokens
+        self.num_sequences += num_sequences
+        self.max_draws += num_sequences * max_tokens
+        self.num_open += num_sequences
+        self.max_open_draws += num_sequences * max_tokens
+
+    def end(self, num_drawn: int, max_tokens: int) -> None:
+        """Count a sequence that ended; its draws were counted one by one."""
+        self.num_open -= 1
+        self.max_open_draws -= max_tokens - num_drawn
+        self.num_stopped += num_drawn < max_tokens
+
+
+@dataclass(slots=True)
 class EngineStats:
     """Counts since the engine started. Tokens are those the model computed or drew."""
 
@@ -44,6 +71,16 @@ class EngineStats:
     max_rows_running: int = 0
     num_kv_tokens: int = 0  # the size of the KV cache
     stages: list[StageStats] = field(default_factory=list)  # one a stage
+    read: ReadWork = field(default_factory=ReadWork)
+
+    def add(self, other: EngineStats) -> None:
+        """Add what another engine has counted."""
+        for each in fields(EngineStats):
+            if each.name != "read":
+                setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+        for each in fields(ReadWork):
+            total = getattr(self.read, each.name) + getattr(other.read, each.name)
+            setattr(self.read, each.name, total)
 
     def add_spans(self, spans: list[StageSpan]) -> None:
         """Count what each stage did in one step."""

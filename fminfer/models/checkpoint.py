@@ -18,7 +18,8 @@ from fminfer.models.families import Family, family_of
 from fminfer.models.sizes import DEMO_MODEL, SIZES
 from fminfer.models.variants import check_variant, context_length
 
-HUB_FILES = ["*.json", "model*.safetensors", "*.model", "*.txt", "*.jinja"]
+SMALL_HUB_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
+HUB_FILES = [*SMALL_HUB_FILES, "model*.safetensors"]
 
 
 @dataclass(slots=True, frozen=True)
@@ -50,8 +51,11 @@ class Checkpoint:
         return frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
 
 
-def open_checkpoint(name: str | None) -> Checkpoint:
+def open_checkpoint(name: str | None, *, has_weights: bool = True) -> Checkpoint:
     """Find a model by folder or hub id (None: the demo model) and read its config.
+
+    Args:
+        has_weights: otherwise a model of the hub is fetched without its weights.
 
     Raises:
         CheckpointError: nothing there, no config, or an architecture that does not run.
@@ -63,7 +67,7 @@ def open_checkpoint(name: str | None) -> Checkpoint:
     else:
         # The config first: an architecture that does not run is refused before the download.
         _read_config(_download(name, ["config.json"]))
-        folder = _download(name, HUB_FILES)
+        folder = _download(name, HUB_FILES if has_weights else SMALL_HUB_FILES)
     config = _read_config(folder)
     return Checkpoint(name, folder, config, family_of(config.model_type))
 

@@ -128,6 +128,11 @@ class JournaledInput:
             return 0
         return None if self._num_rows is None else self._num_rows - self.num_kept_rows
 
+    @property
+    def num_rows_at_start(self) -> int | None:
+        """Lines that this run has to answer, or has answered; None: not known."""
+        return None if self._num_rows is None else self._num_rows - self.num_kept_rows
+
     def begin(self) -> None:
         """Count what an earlier run has done; where it had answered every line, finish for it."""
         if self.is_finished:

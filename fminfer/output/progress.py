@@ -7,41 +7,83 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass
 
 from tqdm import tqdm
 
+from fminfer.engine.stats import EngineStats
+
+BAR_EVERY_S = 0.2
 LINE_EVERY_S = 30.0  # without a terminal
+DRAWN_COST = 1.6  # of a drawn token beside a prompt's, on CPUs, until a run has told
 BAR_OF_UNKNOWN = "{desc}: {n_fmt}/? rows{postfix}"
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} rows{postfix}"
 
 
-@dataclass(slots=True, frozen=True)
-class Progress:
-    """How far a run is."""
+class Pace:
+    """What a prompt token and a drawn one take, learned from the steps of a run so far."""
 
-    num_rows: int
-    num_errors: int
-    num_tokens: int  # prompt tokens fed and tokens generated, unfinished rows included
-    num_finished_tokens: int  # the same of finished rows
+    def __init__(self) -> None:
+        self._num_fed = self._num_drawn = 0
+        self._elapsed_s = 0.0
+        self._num_drawn_alone = 0  # in steps that fed no prompt
+        self._alone_s = 0.0
+
+    def add(self, seconds: float, num_fed: int, num_drawn: int) -> None:
+        """Take note of a step."""
+        self._num_fed += num_fed
+        self._num_drawn += num_drawn
+        self._elapsed_s += seconds
+        if not num_fed:
+            self._num_drawn_alone += num_drawn
+            self._alone_s += seconds
+
+    @property
+    def tokens_per_s(self) -> float:
+        total = self._num_fed + self._num_drawn
+        return total / self._elapsed_s if self._elapsed_s > 0 else 0.0
+
+    def seconds(self, num_fed: float, num_drawn: float) -> float | None:
+        """Estimate how long so many more tokens take; None: no token has been computed yet."""
+        if self.tokens_per_s == 0:
+            return None
+        drawn, fed = DRAWN_COST, 1.0
+        if self._num_drawn_alone and self._num_fed:
+            drawn = self._alone_s / self._num_drawn_alone
+            fed = max(0.0, self._elapsed_s - drawn * self._num_drawn) / self._num_fed
+        past = fed * self._num_fed + drawn * self._num_drawn
+        return self._elapsed_s * (fed * num_fed + drawn * num_drawn) / past
 
 
-def remaining_s(progress: Progress, total_rows: int | None, elapsed_s: float) -> float | None:
-    """Estimate the seconds left from tokens: rows that are half done count as half done.
+def work_left(stats: EngineStats, total_rows: int) -> tuple[float, float]:
+    """Estimate how many tokens are still to be fed, and to be drawn.
 
-    None where nothing is known yet, or how many rows there are is not. The rows to come are taken
-    to be as long as the finished ones are on average; where those that run are longer already, that
-    is no guide.
+    Rows that are not read yet are taken to be like those that are. At first as much is expected of
+    the prefix cache as the best possible one would do, and more and more what it has done so far.
+    Rows will stop before max_tokens as often, token for token, as they have so far: a mean of the
+    rows that ended would know the short ones only.
     """
-    if total_rows is None:
-        return None
-    if not (progress.num_finished_tokens and progress.num_tokens and elapsed_s > 0):
-        return None
-    expected = progress.num_finished_tokens / progress.num_rows * total_rows
-    left = expected - progress.num_tokens
-    if left <= 0 and progress.num_rows < total_rows:
-        return None
-    return max(0.0, left) / (progress.num_tokens / elapsed_s)
+    read = stats.read
+    num_unread = max(0, total_rows - read.num_rows) / max(1, read.num_rows)  # times what was read
+    num_fed = stats.num_prompt_tokens - stats.num_again_tokens
+    num_met = num_fed + stats.num_cached_tokens
+    num_tokens = read.num_tokens * (1 + num_unread)
+    seen = num_met / max(1.0, num_tokens)
+    share = 1 - stats.num_counted_shareable / max(1, stats.num_counted_tokens)
+    if num_met:
+        share += seen * (num_fed / num_met - share)
+    to_feed = share * max(0.0, num_tokens - num_met)
+    stop_rate = read.num_stopped / max(1, stats.num_generated_tokens)
+    to_draw = _expected_draws(read.num_open, read.max_open_draws, stop_rate)
+    to_draw += num_unread * _expected_draws(read.num_sequences, read.max_draws, stop_rate)
+    return to_feed, to_draw
+
+
+def _expected_draws(num_sequences: int, max_draws: int, stop_rate: float) -> float:
+    """Return what sequences will draw if each draw is the last one with a probability."""
+    if not (num_sequences and stop_rate):
+        return max_draws
+    ends_share: float = 1 - (1 - stop_rate) ** (max_draws / num_sequences)
+    return num_sequences * ends_share / stop_rate
 
 
 def show_seconds(seconds: float) -> str:
@@ -55,39 +97,60 @@ class ProgressBar:
     """Shows rows, tokens/s and the time left.
 
     Args:
-        total_rows: None if it is not known before the input's end.
+        total_rows: None if it is not known before the input's end. It may change.
     """
 
     def __init__(self, total_rows: int | None, *, is_quiet: bool) -> None:
-        self._total = total_rows
+        self.total_rows = total_rows
         self._is_terminal = sys.stderr.isatty()
         self._is_quiet = is_quiet
-        self._started_s = self._last_line_s = time.perf_counter()
+        self._last_step_s = self._last_line_s = time.perf_counter()
+        self._pace = Pace()
+        self._num_rows = 0
         hide = is_quiet or not self._is_terminal
         form = BAR_OF_UNKNOWN if total_rows is None else BAR
         self._bar = tqdm(total=total_rows, desc="fminfer", bar_format=form, disable=hide)
 
-    def update(self, progress: Progress) -> None:
-        """Show the newest counts, if it is time to."""
+    def add_step(self, num_fed: int, num_drawn: int) -> None:
+        """Take note of a step that has just ended."""
         now_s = time.perf_counter()
-        if self._is_quiet or not (self._is_terminal or now_s - self._last_line_s > LINE_EVERY_S):
-            self._bar.update(progress.num_rows - self._bar.n)
+        self._pace.add(now_s - self._last_step_s, num_fed, num_drawn)
+        self._last_step_s = now_s
+
+    def left_s(self, stats: EngineStats) -> float | None:
+        """Estimate the seconds left; None: nothing is known, or not how many rows there are."""
+        if self.total_rows is None or not stats.read.num_rows:
+            return None
+        return self._pace.seconds(*work_left(stats, self.total_rows))
+
+    def update(self, num_rows: int, num_errors: int, stats: EngineStats) -> None:
+        """Show the newest counts, if it is time to.
+
+        Args:
+            num_rows: finished, `num_errors` of them in error.
+        """
+        self._num_rows = num_rows
+        now_s = time.perf_counter()
+        is_time = now_s - self._last_line_s > (BAR_EVERY_S if self._is_terminal else LINE_EVERY_S)
+        if self._is_quiet or not is_time:
             return
-        elapsed_s = now_s - self._started_s
-        left_s = remaining_s(progress, self._total, elapsed_s)
-        rate = progress.num_tokens / elapsed_s if elapsed_s > 0 else 0.0
-        postfix = f"{rate:,.0f} tok/s, left " + ("?" if left_s is None else show_seconds(left_s))
-        if progress.num_errors:
-            postfix += f", {progress.num_errors} errors"
+        self._last_line_s = now_s
+        left_s = self.left_s(stats)
+        left = "?" if left_s is None else show_seconds(left_s)
+        postfix = f"{self._pace.tokens_per_s:,.0f} tok/s, left {left}"
+        if num_errors:
+            postfix += f", {num_errors} errors"
         if self._is_terminal:
             self._bar.set_postfix_str(postfix, refresh=False)
-            self._bar.update(progress.num_rows - self._bar.n)
+            self._bar.total = self.total_rows
+            self._bar.update(num_rows - self._bar.n)
+            self._bar.refresh()
         else:
-            self._last_line_s = now_s
-            total = "?" if self._total is None else self._total
-            print(f"{progress.num_rows}/{total} rows, {postfix}", file=sys.stderr, flush=True)
+            total = "?" if self.total_rows is None else self.total_rows
+            print(f"{num_rows}/{total} rows, {postfix}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
+        self._bar.update(self._num_rows - self._bar.n)
         self._bar.close()
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from fminfer.errors import InUseError, UsageError
+from fminfer.input.lines import count_rows
 from fminfer.output.claims import Claim, Claims, claimed_outputs, look_at, remove_dead
 from fminfer.output.job_file import JournaledInput
 from fminfer.output.journal import Fingerprint, check_fingerprint, journal_path
@@ -18,6 +19,8 @@ from fminfer.output.status import read_status
 SCAN_EVERY_S = 2.0  # where nothing is free
 
 YOUNG_S = 5.0  # a file that was written so lately may not be whole
+
+MOST_COUNTED_BYTES = 4 << 30  # of which rows are counted before any is answered
 
 FilePlan = tuple[list[Path], list[Path]]  # inputs, and the output of each
 OpenFile = Callable[[Path, int, Path, Claim], JournaledInput]
@@ -54,6 +57,8 @@ class SharedFiles:
         self._is_watching = is_watching
         self._started_s = time.time()
         self._settled: set[Path] = set()
+        self._num_free: dict[Path, int | None] = {}  # rows of files that nobody has
+        self.num_rows: int | None = None  # if no other run takes a file; None: not known
         self._next_scan_s = 0.0
         self._has_ended = False
 
@@ -69,6 +74,11 @@ class SharedFiles:
             UsageError: an output is another model's, or was made with other settings.
         """
         free = [path for path, _ in self._free(*self._find())]
+        if not self._is_watching and sum(path.stat().st_size for path in free) < MOST_COUNTED_BYTES:
+            self._num_free = {path: count_rows(path) for path in free}
+        else:
+            self._num_free = dict.fromkeys(free)
+        self._count_rows()
         if self.refused:
             raise UsageError(next(iter(self.refused.values())))
         self._has_ended = not (free or self._is_watching)
@@ -109,6 +119,7 @@ class SharedFiles:
                 continue
             if output in claimed and any(not claim.is_dead for claim in look_at(output)):
                 self.num_elsewhere += 1
+                self._num_free.pop(path, None)
             else:
                 yield path, output
 
@@ -128,6 +139,7 @@ class SharedFiles:
     def _claim(self, path: Path, output: Path) -> JournaledInput | None:
         output.parent.mkdir(parents=True, exist_ok=True)
         claim = self._claims.take(output)
+        self._num_free.pop(path, None)
         if claim is None:
             return None
         try:
@@ -145,7 +157,12 @@ class SharedFiles:
             raise
         self._settled.add(path)
         self.files.append(file)
+        self._count_rows()
         return file
+
+    def _count_rows(self) -> None:
+        rows = [*(file.num_rows_at_start for file in self.files), *self._num_free.values()]
+        self.num_rows = None if None in rows else sum(row or 0 for row in rows)
 
     def _refuse(self, path: Path, error: UsageError) -> None:
         self._settled.add(path)

@@ -1,0 +1,112 @@
+"""Puts together what an engine needs beside weights: tokenizer, limits, a loop over a pipeline.
+
+`worker` gives it the pipeline that computes, `fminfer check` one that pretends to.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fminfer.config import EngineConfig
+from fminfer.engine.answer import AnswerForm
+from fminfer.engine.blocks import BlockPool
+from fminfer.engine.equal_requests import EqualRequests
+from fminfer.engine.intake import Intake, Limits
+from fminfer.engine.loop import EngineLoop, Pipeline
+from fminfer.engine.prefix import PrefixCache
+from fminfer.engine.scheduler import Scheduler
+from fminfer.errors import CheckpointError
+from fminfer.models.checkpoint import Checkpoint
+from fminfer.tokenizer import Tokenizer
+
+
+def find_limits(config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer) -> Limits:
+    """Return what a model and the options of a run allow a request."""
+    return Limits(
+        checkpoint.context_length,
+        checkpoint.config.vocab_size,
+        config.max_logprobs,
+        _ends(checkpoint, tokenizer),
+        config.on_too_long,
+        config.strict,
+        _model_names(config, checkpoint.name),
+    )
+
+
+def build_loop(
+    config: EngineConfig,
+    intake: Intake,
+    pipeline: Pipeline,
+    form: AnswerForm,
+    *,
+    num_blocks: int,
+    num_stages: int,
+) -> EngineLoop:
+    """Put a loop together.
+
+    Args:
+        num_blocks: the size of the KV cache.
+        num_stages: of the pipeline.
+    """
+    micro_batches = config.micro_batches or num_stages + 1
+    pool = BlockPool(num_blocks, config.block_size)
+    scheduler = Scheduler(
+        pool,
+        chunk_size=config.chunk_size,
+        max_rows=config.max_rows,
+        micro_batches=micro_batches,
+        num_stages=num_stages,
+        cache=PrefixCache(pool) if config.prefix_cache else None,
+    )
+    return EngineLoop(
+        intake,
+        scheduler,
+        pipeline,
+        form,
+        micro_batches=micro_batches,
+        kv_capacity=num_blocks * config.block_size,
+        max_steps=config.max_steps,
+        equal_requests=EqualRequests() if config.prefix_cache else None,
+    )
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    """Load a model's tokenizer; random weights have one of bytes.
+
+    Raises:
+        CheckpointError: there is none, or it is another model's.
+    """
+    num_rows = checkpoint.config.vocab_size
+    if checkpoint.folder is not None:
+        tokenizer = Tokenizer.load(checkpoint.folder)
+        if tokenizer.num_trained > num_rows:
+            raise CheckpointError(
+                f"the tokenizer in {checkpoint.folder} has {tokenizer.num_trained} tokens, not "
+                f"counting added ones, and the model {num_rows}: it is another model's. Put the "
+                "model's own tokenizer files there"
+            )
+        return tokenizer
+    if num_rows < 256:
+        raise CheckpointError(
+            f"{checkpoint.name} has a vocabulary of {num_rows}; random weights "
+            "are used with a tokenizer of bytes, which needs at least 256"
+        )
+    return Tokenizer(None)
+
+
+def _model_names(config: EngineConfig, name: str) -> frozenset[str] | None:
+    """Return what a line may call the model: as the run was told, or the last part of that.
+
+    None: it may say anything.
+    """
+    if not config.check_model:
+        return None
+    asked = config.model or config.random_init
+    return frozenset({name} if asked is None else {asked, Path(asked).name})
+
+
+def _ends(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the ids that end a sequence: the config's, or else the tokenizer's."""
+    if checkpoint.eos_ids or tokenizer.eos_id is None:
+        return checkpoint.eos_ids
+    return frozenset({tokenizer.eos_id})

@@ -1,0 +1,138 @@
+"""Runs the engine's own loop over a pipeline that only pretends to compute, and counts its steps.
+
+Steps come out as in a run in which every row draws all of its max_tokens. It knows no weights and
+no seconds.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from fminfer.assembly import build_loop
+from fminfer.config import EngineConfig
+from fminfer.cost_model import COSTS, StepShape
+from fminfer.engine.answer import AnswerForm
+from fminfer.engine.intake import Intake, Limits
+from fminfer.engine.sequence import RequestState
+from fminfer.engine.stats import EngineStats
+from fminfer.input.envelope import Envelope
+from fminfer.input.lines import Line
+from fminfer.messages import Step, StepResult, StepRow, TokenLogprobs
+from fminfer.tokenizer import Detokenizer, Tokenizer
+
+DRAWN_ID = 0  # any
+
+
+class PretendPipeline:
+    """What the engine sees of a pipeline: every row draws the same token, at once.
+
+    Args:
+        block_size: tokens a KV block.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._steps: deque[Step] = deque()
+        self.num_in_flight = 0
+        self.num_steps = 0
+        self.counts = [0] * len(COSTS)  # of all steps
+        self.num_blocks_used = 0  # the KV blocks that were ever written, which are the first ones
+
+    def submit(self, step: Step) -> None:
+        """Take note of a step."""
+        self._steps.append(step)
+        self.num_in_flight += 1
+        self.num_steps += 1
+        for place, count in enumerate(StepShape.of(step).counts):
+            self.counts[place] += count
+        self.num_blocks_used = max(self.num_blocks_used, *map(self._last_block, step.rows))
+
+    def collect(self) -> StepResult:
+        """Return the oldest step's result."""
+        step = self._steps.popleft()
+        self.num_in_flight -= 1
+        sampled, scored = (
+            TokenLogprobs([DRAWN_ID] * count, [0.0] * count, [[]] * count, [[]] * count)
+            for count in (len(step.sampling.token_index), len(step.scoring.token_index))
+        )
+        return StepResult(step.step_id, sampled, scored, [])
+
+    def drop(self) -> None:
+        """Forget the steps in flight."""
+        self._steps.clear()
+        self.num_in_flight = 0
+
+    def _last_block(self, row: StepRow) -> int:
+        """Return how many blocks there are up to the last one that a row writes to."""
+        size, last = self._block_size, row.position + len(row.token_ids) - 1
+        return max(row.block_table[row.position // size : last // size + 1]) + 1
+
+
+class _Silent(Detokenizer):
+    """Detokenizes nothing: no text is looked at."""
+
+    def __init__(self) -> None:
+        pass
+
+    def add(self, token_id: int) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+class _LongestRows(Intake):
+    """Prepares requests so that nothing but max_tokens ends them."""
+
+    def prepare(self, line: Line, envelope: Envelope) -> RequestState:
+        state = super().prepare(line, envelope)
+        params = replace(state.request.params, min_tokens=state.request.params.max_tokens)
+        state.request = replace(state.request, params=params)
+        for prompt in state.prompts:
+            prompt.end_ids = frozenset()
+            for sequence in prompt.sequences:
+                sequence.detokenizer = sequence.detokenizer and _Silent()
+        return state
+
+
+@dataclass(slots=True, frozen=True)
+class Simulation:
+    """What the engine did."""
+
+    num_steps: int
+    counts: list[int]  # of COSTS, all steps together
+    num_blocks_used: int
+    stats: EngineStats
+
+
+def simulate(
+    lines: Iterator[Line],
+    config: EngineConfig,
+    tokenizer: Tokenizer,
+    limits: Limits,
+    *,
+    num_blocks: int,
+    num_stages: int,
+    read_ahead: int,
+) -> Simulation:
+    """Answer lines without a model.
+
+    Args:
+        num_blocks: the size of the KV cache.
+        num_stages: of the pipeline.
+        read_ahead: prompts that a run reads before there is room for them.
+    """
+    pipeline = PretendPipeline(config.block_size)
+    loop = build_loop(
+        config,
+        _LongestRows(tokenizer, limits, config.seed),
+        pipeline,
+        AnswerForm(tokenizer, "", config.token_format),
+        num_blocks=num_blocks,
+        num_stages=num_stages,
+    )
+    for record in loop.run(lines, read_ahead):
+        assert record.error is None, record.error
+    return Simulation(pipeline.num_steps, pipeline.counts, pipeline.num_blocks_used, loop.stats)

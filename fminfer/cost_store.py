@@ -1,0 +1,91 @@
+"""Keeps what steps of a model take on this machine in the user's cache folder.
+
+A file for each machine, model shape, dtype, attention and version. It knows no weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+from fminfer import __version__
+from fminfer.config import EngineConfig
+from fminfer.cost_model import COSTS, CostModel
+from fminfer.errors import UsageError
+from fminfer.kernel_build import cache_folder, processor
+from fminfer.models.checkpoint import Checkpoint
+
+# Of a config, what says where it comes from, not what is computed.
+NOT_SHAPE = ("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype")
+
+
+def find_costs_path(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    has_kernel: bool,
+) -> Path | None:
+    """Return where costs are kept, for exactly this work; None: there is no cache folder."""
+    folder = cache_folder()
+    if folder is None:
+        return None
+    shape = {
+        name: value
+        for name, value in checkpoint.config.to_dict().items()
+        if name not in NOT_SHAPE and not name.endswith("token_id")
+    }
+    on_gpu = device.type == "cuda"
+    machine = torch.cuda.get_device_name(device) if on_gpu else processor()
+    parts = [
+        *(
+            __version__,
+            torch.__version__,
+            platform.machine(),
+            machine,
+            str(torch.get_num_threads()),
+        ),
+        *(json.dumps(shape, sort_keys=True, default=str), str(config.max_layers)),
+        *(str(dtype), str(has_kernel)),
+    ]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+    return folder / f"costs-{key}.json"
+
+
+def keep_costs(path: Path, costs: CostModel, model: str) -> None:
+    """Write costs; the model's name is for people.
+
+    Raises:
+        UsageError: they cannot be written.
+    """
+    fields = {
+        "model": model,
+        "median_error": costs.error,
+        "seconds": dict(zip(COSTS, costs.seconds, strict=True)),
+    }
+    part = path.with_suffix(f".{os.getpid()}.part")
+    try:
+        part.write_text(json.dumps(fields, indent=2) + "\n")
+        os.replace(part, path)
+    except OSError as error:
+        raise UsageError(f"what was measured cannot be kept: {error}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def load_costs(path: Path) -> CostModel | None:
+    """Read costs; None: they were never measured, or the file is damaged."""
+    try:
+        fields = json.loads(path.read_text())
+        seconds = tuple(float(fields["seconds"][name]) for name in COSTS)
+        return CostModel(seconds, float(fields["median_error"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,168 @@
+"""The time left, as a run tells it: rows go through the engine's own loop, on a simulated clock."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from fminfer.assembly import build_loop
+from fminfer.check.simulation import PretendPipeline
+from fminfer.config import EngineConfig
+from fminfer.cost_model import CostModel, StepShape
+from fminfer.engine.answer import AnswerForm
+from fminfer.engine.intake import Intake, Limits
+from fminfer.engine.planner import WINDOW
+from fminfer.engine.stats import EngineStats
+from fminfer.input.lines import Line
+from fminfer.messages import Step, StepResult, StepTrace
+from fminfer.output.progress import Pace, ProgressBar, work_left
+from fminfer.tokenizer import Tokenizer
+
+END_ID = 7
+# About a llama of 12 × 768 on two cores, in bfloat16 and in float32; and a GPU, which takes about
+# the same for a step of few rows as for one of many.
+MACHINES = {
+    "bfloat16": (20e-3, 0.35e-3, 0.2e-3, 0, 0.2e-3, 0.05e-3, 2e-6, 1e-3, 0.2e-3, 0),
+    "float32": (45e-3, 1.2e-3, 0.3e-3, 0, 0.6e-3, 0.3e-3, 5e-6, 1e-3, 0.3e-3, 0),
+    "gpu": (20e-3, 0.01e-3, 0.02e-3, 0, 0.02e-3, 0, 1e-8, 0, 0.01e-3, 0),
+}
+
+
+class Clock:
+    """Stands in the place of the `time` that the bar asks."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+
+class DrawingPipeline(PretendPipeline):
+    """Draws the end token with a probability."""
+
+    def __init__(self, stop_rate: float) -> None:
+        super().__init__(32)
+        self._rng, self._stop_rate = random.Random(5), stop_rate
+
+    def collect(self) -> StepResult:
+        result = super().collect()
+        for place in range(len(result.sampled.ids)):
+            if self._rng.random() < self._stop_rate:
+                result.sampled.ids[place] = END_ID
+        return result
+
+
+def rows_of(workload: str, count: int) -> Iterator[dict[str, Any]]:
+    """Yield those of benchmarks/against_transformers.py, or ones whose lengths grow."""
+    rng = random.Random(3)
+
+    def ids(number: int) -> list[int]:
+        return [rng.randrange(8, 250) for _ in range(number)]
+
+    heads = [ids(600), ids(600)]
+    for number in range(count):
+        if workload == "generate":
+            yield {"prompt": ids(rng.randint(16, 191)), "max_tokens": rng.randint(16, 128)}
+        elif workload == "score":
+            how = {"max_tokens": 0, "echo": True, "logprobs": 1}
+            yield {"prompt": ids(rng.randint(64, 511)), **how}
+        elif workload == "prefixes":
+            yield {"prompt": heads[number % 2] + ids(rng.randint(40, 99)), "max_tokens": 8}
+        else:  # candidates
+            yield {"prompt": ids(40), "max_tokens": 60, "n": 1 + number % 4, "temperature": 1}
+
+
+def run(
+    monkeypatch: pytest.MonkeyPatch, rows: Iterator[dict[str, Any]], total: int, **how: Any
+) -> list[tuple[float, float | None]]:
+    """Answer rows; return, for each step, the seconds since the start and those said to be left."""
+    clock = Clock()
+    monkeypatch.setattr("fminfer.output.progress.time", clock)
+    costs = CostModel(MACHINES[how.get("machine", "float32")], 0.0)
+    tokenizer = Tokenizer(None)
+    limits = Limits(2048, 256, 100, eos_ids=frozenset({END_ID}))
+    loop = build_loop(
+        EngineConfig(),
+        Intake(tokenizer, limits, seed=1),
+        DrawingPipeline(how.get("stop_rate", 0.0)),
+        AnswerForm(tokenizer, "", "auto"),
+        num_blocks=how.get("num_blocks", 4096),
+        num_stages=1,
+    )
+    bar = ProgressBar(total, is_quiet=True)
+    told: list[tuple[float, float | None]] = []
+
+    def on_step(trace: StepTrace) -> None:
+        step: Step = trace.step
+        clock.now_s += costs.predict_s(StepShape.of(step).counts)
+        bar.add_step(trace.num_prompt_tokens, len(step.sampling.token_index))
+        told.append((clock.now_s, bar.left_s(loop.stats)))
+
+    loop.on_step = on_step
+    base = {"temperature": 0, "user": ""}
+    lines = (Line(0, i, json.dumps(base | row).encode()) for i, row in enumerate(rows, 1))
+    for record in loop.run(lines, WINDOW):
+        assert record.error is None
+    return told
+
+
+def errors_at(told: list[tuple[float, float | None]], shares: list[float]) -> list[float]:
+    """Return how far off the total was that was told at some shares of the run."""
+    end_s = told[-1][0]
+    errors = []
+    for share in shares:
+        now_s, left_s = next(each for each in told if each[0] >= share * end_s)
+        assert left_s is not None, f"nothing was told at {share:.0%}"
+        errors.append((now_s + left_s) / end_s - 1)
+    return errors
+
+
+@pytest.mark.parametrize("machine", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("workload", "count", "stop_rate"),
+    [
+        *(("generate", 64, 0.0), ("generate", 600, 0.0), ("score", 96, 0.0)),
+        *(("prefixes", 128, 0.0), ("candidates", 200, 0.0)),
+        *(("generate", 600, 0.02), ("generate", 600, 0.1)),
+    ],
+)
+def test_the_time_left_is_right_after_a_twentieth(
+    monkeypatch: pytest.MonkeyPatch, workload: str, count: int, stop_rate: float, machine: str
+) -> None:
+    """Told from finished rows it was unknown until the first had ended, maybe half-way."""
+    how = {"machine": machine, "stop_rate": stop_rate}
+    told = run(monkeypatch, rows_of(workload, count), count, **how)
+    errors = errors_at(told, [0.05, 0.1, 0.25, 0.5, 0.75, 0.9])
+    assert max(map(abs, errors)) < 0.2, errors
+
+
+def test_where_a_step_takes_the_same_for_few_rows_only_long_files_are_foreseen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU: how few rows run at the end is not foreseen, so a short file takes longer."""
+    long = errors_at(run(monkeypatch, rows_of("generate", 600), 600, machine="gpu"), [0.25, 0.5])
+    short = errors_at(run(monkeypatch, rows_of("generate", 64), 64, machine="gpu"), [0.25, 0.5])
+    assert max(map(abs, long)) < 0.1 and -0.4 < min(short) < max(short) < -0.2
+
+
+def test_scarce_memory_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without room the prefix cache does less than the best possible one, as a run soon sees."""
+    rows = list(rows_of("prefixes", 128))
+    told = run(monkeypatch, iter(rows), 128, num_blocks=26)
+    assert max(map(abs, errors_at(told, [0.25, 0.5, 0.9]))) < 0.25
+
+
+def test_nothing_is_said_of_what_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows without tokens ended the run with a division by zero, on a terminal only."""
+    monkeypatch.setattr("fminfer.output.progress.time", Clock())
+    bar, stats = ProgressBar(3, is_quiet=True), EngineStats()
+    assert bar.left_s(stats) is None
+    stats.read.num_rows = 3
+    assert work_left(stats, 3) == (0.0, 0.0) and bar.left_s(stats) is None
+    assert ProgressBar(None, is_quiet=True).left_s(stats) is None
+    assert Pace().seconds(1, 1) is None
