@@ -32,7 +32,7 @@ SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd.log
 MailProg=/bin/true
 MpiDefault=none
-ProctrackType=proctrack/linuxproc
+ProctrackType=proctrack/pgid
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
 SelectType=select/cons_tres
@@ -71,7 +71,10 @@ def one_node(folder: Path) -> Iterator[None]:
     try:
         for command in commands:
             with (folder / f"{command[0]}.out").open("wb") as out:
-                daemons.append(subprocess.Popen(command, stdout=out, stderr=out))
+                # A session of its own: who tells all of us to end leaves it to us to end it, last.
+                daemons.append(
+                    subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+                )
             time.sleep(1)
         _wait_until_idle(folder, daemons)
         yield
