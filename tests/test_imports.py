@@ -36,7 +36,7 @@ engine.loop commands.split commands.merge
 worker
 team team_member
 job integrations.batch
-running bench integrations.lm_eval commands.submit
+running bench integrations.lm_eval integrations.ray commands.submit
 cli
 __main__
 """

@@ -99,9 +99,7 @@ class Intake:
         )
         self._check_params(request.params)
         request_digest = digest(request.raw)
-        if line.num_equal is not None:  # a part of the lines comes here, and all were counted
-            return request, request_digest, line.num_equal
-        return request, request_digest, self._count_repeat(request.params, request_digest)
+        return request, request_digest, self._count_repeat(line, request.params, request_digest)
 
     def _start_file(self, source: int) -> None:
         self._source = source
@@ -111,7 +109,8 @@ class Intake:
     def _check_envelope(self, line: Line, envelope: Envelope) -> None:
         """Check what stands around the request, and that it is for this model."""
         custom_id = envelope.custom_id
-        if envelope.shape == "batch" and custom_id.startswith(b'"'):
+        is_alone = line.num_equal is not None  # the lines before it in its file may be elsewhere
+        if envelope.shape == "batch" and custom_id.startswith(b'"') and not is_alone:
             name = json.loads(custom_id.decode())  # one string can be written in many ways
             id_digest = digest(name.encode("utf-8", "surrogatepass"))
             if self._custom_ids.add(id_digest):
@@ -144,11 +143,11 @@ class Intake:
                     name,
                 )
 
-    def _count_repeat(self, params: SamplingParams, request_digest: bytes) -> int:
+    def _count_repeat(self, line: Line, params: SamplingParams, request_digest: bytes) -> int:
         """Count equal lines without a seed before this one in its file, so that they differ."""
         if params.seed is not None or params.is_greedy:
             return 0
-        return self._equal_lines.add(request_digest)
+        return self._equal_lines.add(request_digest) if line.num_equal is None else line.num_equal
 
     def _encode(self, prompt: str | list[int], params: SamplingParams) -> EncodedPrompt:
         with_offsets = params.echo and params.logprobs is not None

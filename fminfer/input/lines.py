@@ -23,7 +23,8 @@ ENDINGS = tuple(f".{kind}{how}" for kind in ("jsonl", "json") for how in ("", *C
 class Line:
     """One line that is not blank; `source` counts the files of a run, `number` starts at 1.
 
-    In a `.json` file `number` counts the values, which may spread over many lines.
+    In a `.json` file `number` counts the values, which may spread over many lines. A line whose
+    `num_equal` is set may be answered apart from the rest of its file.
     """
 
     source: int
@@ -48,7 +49,7 @@ def find_inputs(paths: list[Path], *, may_be_empty: bool = False) -> list[Path]:
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
-            found = sorted(p for p in path.iterdir() if _is_input(p))
+            found = sorted(p for p in path.iterdir() if is_input_name(p.name) and p.is_file())
             if not found and not may_be_empty:
                 raise UsageError(f"{path} holds no file to answer ({', '.join(ENDINGS)})")
             files += found
@@ -67,10 +68,11 @@ def find_inputs(paths: list[Path], *, may_be_empty: bool = False) -> list[Path]:
     return files
 
 
-def _is_input(path: Path) -> bool:
-    is_written = path.name.startswith("output_") or path.name == "manifest.json"
-    is_written = is_written or path.name.endswith((".errors.jsonl", ".status.json"))
-    return path.name.endswith(ENDINGS) and path.is_file() and not is_written
+def is_input_name(name: str) -> bool:
+    """Tell whether a file of a folder is one to answer, by its name."""
+    is_written = name.startswith("output_") or name == "manifest.json"
+    is_written = is_written or name.endswith((".errors.jsonl", ".status.json"))
+    return name.endswith(ENDINGS) and not is_written
 
 
 def stem(path: Path) -> str:

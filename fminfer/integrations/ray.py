@@ -1,0 +1,238 @@
+"""The engine as a stage of Ray Data: rows of requests in, the same rows with their records out.
+
+    requests = read_lines("shards/")  # or ray.data.read_parquet(…), or any other dataset
+    answered = answer(requests, "/models/llama", concurrency=8, num_gpus=1)
+    write_lines(answered, "answers.jsonl")  # or answered.write_parquet(…)
+
+A row is a request. Its columns are the fields of one line (docs/contract.md, section 1): `prompt`,
+`max_tokens` and so on, or `request` with a struct of these, or what a Batch line has; nulls are
+left out. A row with a column `line`, text or bytes, has that as its line, whatever else it has.
+A column `number` is no field: it numbers the rows, as lines of a file are.
+
+An actor holds one engine. Where several share a machine, give each its `num_cpus` and a `budget`,
+for each would take half of the memory that it finds free. Nothing is kept of a run that fails:
+`fminfer run` goes on where it ended. It needs the extra `ray`; nothing else imports it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import ray.data
+import torch
+from ray.data.expressions import monotonically_increasing_id
+
+from fminfer.config import EngineConfig
+from fminfer.engine.noise import digest
+from fminfer.engine.planner import WINDOW
+from fminfer.engine.seen import SeenCounts
+from fminfer.errors import UsageError
+from fminfer.input.envelope import open_envelope
+from fminfer.input.lines import Line, find_inputs
+from fminfer.input.lines import read_lines as read_file
+from fminfer.input.streams import STDIN
+from fminfer.output.writer import ORDERED, errors_path
+from fminfer.worker import Engine
+
+ROW = "fminfer_row"  # a column on the way to the actors: a number that no other row has
+log = logging.getLogger(__name__)
+LINES = pyarrow.schema(
+    {
+        "path": pyarrow.string(),
+        "number": pyarrow.int64(),
+        "line": pyarrow.large_binary(),
+        "damage": pyarrow.string(),
+        "num_equal": pyarrow.int64(),
+    }
+)
+
+
+def read_lines(*paths: str | Path) -> ray.data.Dataset:
+    """Read files and folders as `fminfer run` does: a row a line, blank ones left out.
+
+    They must be where every machine of the cluster sees them. Rows are `path`, `number` of the
+    line in its file, the `line` itself, `damage` where the file breaks off there, and `num_equal`,
+    the number of equal requests before it in its file. So answers are those of `fminfer run`,
+    sampled ones too; only that the custom_ids of a Batch file are not compared.
+
+    Raises:
+        UsageError: a path that does not exist or has another ending; stdin.
+    """
+    files = find_inputs([Path(path) for path in paths])
+    if not files or STDIN in files:
+        raise UsageError("give files or folders; actors have no stdin")
+    rows = [{"path": str(file.resolve())} for file in files]
+    return ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
+        _read_files, batch_size=1, batch_format="pyarrow"
+    )
+
+
+def answer(
+    dataset: ray.data.Dataset,
+    model: str | None = None,
+    *,
+    concurrency: int = 1,
+    num_cpus: float = 1,
+    num_gpus: float = 0,
+    batch_size: int = WINDOW,
+    **options: Any,
+) -> ray.data.Dataset:
+    """Answer every row once; a row that is wrong gets an error record and costs no other.
+
+    Args:
+        model: a folder that every machine sees, or a hub id; None is the demo model.
+        concurrency: actors, each with an engine of its own.
+        num_cpus: of each actor, which computes with as many threads. One CPU of the cluster must
+            be left, for rows are read by tasks of their own.
+        num_gpus: of each actor; with 0 the CPU computes.
+        batch_size: rows that an actor takes at a time, and answers before it takes more. With few
+            it runs few at once; with too many, other actors get none.
+        options: other fields of `EngineConfig`.
+
+    Returns:
+        The rows with two columns more: `record`, the JSON text that `fminfer run` writes for such a
+        line, and `is_error`. Equal sampled rows without a seed draw differently: by their column
+        `number`, a whole number; without one by a number that Ray gives them, which may be another
+        in another run.
+
+    Raises:
+        UsageError: an option that cannot be.
+    """
+    EngineConfig(model=model, **options)  # what is wrong is told here, not by an actor
+    _warn_of_waiting(concurrency * num_cpus)
+    numbered = dataset.with_column(ROW, monotonically_increasing_id())
+    # A file may be one block, and actors take whole blocks.
+    return numbered.repartition(target_num_rows_per_block=batch_size).map_batches(
+        Answer,
+        fn_constructor_kwargs={"model": model, "num_cpus": num_cpus} | options,
+        batch_size=batch_size,
+        batch_format="pyarrow",
+        compute=ray.data.ActorPoolStrategy(size=concurrency),
+        num_cpus=num_cpus,
+        num_gpus=num_gpus,
+        udf_modifying_row_count=False,
+    )
+
+
+def write_lines(dataset: ray.data.Dataset, output: str | Path) -> None:
+    """Write records as `fminfer run` does: answers to a .jsonl file, errors to one beside it.
+
+    They come in the order of the dataset's rows, and under their names when all are written.
+    """
+    dataset.context.execution_options.preserve_order = True
+    finals = Path(output), errors_path(Path(output))
+    drafts = [path.with_name(path.name + ORDERED) for path in finals]
+    with ExitStack() as open_files:
+        files = [open_files.enter_context(draft.open("wb")) for draft in drafts]
+        for batch in dataset.iter_batches(batch_size=None, batch_format="pyarrow"):
+            for record, is_error in zip(batch["record"], batch["is_error"], strict=True):
+                files[is_error.as_py()].write(record.as_py().encode() + b"\n")
+    if drafts[1].stat().st_size:
+        os.replace(drafts[1], finals[1])
+    else:  # also what an earlier run may have left
+        drafts[1].unlink()
+        finals[1].unlink(missing_ok=True)
+    os.replace(drafts[0], finals[0])
+
+
+class Answer:
+    """Adds `record` and `is_error` to the rows of pyarrow tables; Ray makes one an actor."""
+
+    def __init__(self, model: str | None = None, *, num_cpus: float = 1, **options: Any) -> None:
+        torch.set_num_threads(max(1, int(num_cpus)))  # torch would take every core of the machine
+        self._engine = Engine(model, **options)
+
+    def __call__(self, batch: pyarrow.Table) -> pyarrow.Table:
+        """Answer one batch.
+
+        Raises:
+            UsageError: it has a column that is to be added.
+        """
+        taken = {"record", "is_error"} & set(batch.column_names)
+        if taken:
+            raise UsageError(
+                f"the rows have {' and '.join(sorted(taken))} already; drop or rename what is there"
+            )
+        rows = batch.to_pylist(maps_as_pydicts="lossy")
+        lines = [_to_line(row, place) for place, row in enumerate(rows)]
+        places = {id(line): place for place, line in enumerate(lines)}
+        records, errors = [""] * len(lines), [False] * len(lines)
+        for record in self._engine.run(lines, WINDOW):
+            place = places.pop(id(record.line))
+            records[place] = record.to_json().decode()
+            errors[place] = record.error is not None
+        assert not places, "a row without a record"
+        for text, num_rows in self._engine.warnings.items():
+            log.warning("%s (%s rows of %s)", text, num_rows, len(lines))
+        if ROW in batch.column_names:
+            batch = batch.drop_columns(ROW)
+        batch = batch.append_column("record", pyarrow.array(records, pyarrow.large_string()))
+        return batch.append_column("is_error", pyarrow.array(errors, pyarrow.bool_()))
+
+
+def _warn_of_waiting(num_actor_cpus: float) -> None:
+    num_cpus = ray.cluster_resources().get("CPU", 0)
+    if num_cpus < num_actor_cpus + 1:
+        log.warning(
+            "the actors take %s of the cluster's %s CPUs, and reading rows takes one: unless the "
+            "cluster grows, it waits for ever. Lower concurrency or num_cpus",
+            num_actor_cpus,
+            num_cpus,
+        )
+
+
+def _to_line(row: dict[str, Any], place: int) -> Line:
+    """Return a row's line, with what sets it apart from equal ones."""
+    row_id = row.pop(ROW, place)
+    line = row.get("line")
+    if isinstance(line, str | bytes):
+        raw = line.encode() if isinstance(line, str) else line
+        number = _number(row.get("number"), row_id + 1)
+        return Line(0, number, raw, row.get("damage") or "", _number(row.get("num_equal"), number))
+    number = _number(row.pop("number", None), row_id + 1)
+    try:
+        return Line(0, number, json.dumps(_plain(row)).encode(), num_equal=number)
+    except (TypeError, ValueError, RecursionError) as error:
+        shown = repr(row).encode(errors="replace")
+        damage = f"the row is no JSON: {error}. Give its columns types that JSON has"
+        return Line(0, number, shown, damage, number)
+
+
+def _number(value: Any, default: int) -> int:
+    return value if isinstance(value, int) else default
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of a row as JSON has it, without the nulls that stand for absent members."""
+    if hasattr(value, "tolist"):  # numpy's
+        value = value.tolist()
+    if isinstance(value, dict):
+        return {name: _plain(member) for name, member in value.items() if member is not None}
+    return [_plain(item) for item in value] if isinstance(value, list) else value
+
+
+def _read_files(batch: pyarrow.Table) -> Iterator[pyarrow.Table]:
+    """Read each file from its start to its end, for equal requests are counted."""
+    for path in batch["path"].to_pylist():
+        seen, rows = SeenCounts(), []
+        for line in read_file(Path(path), 0):
+            envelope = open_envelope(line)
+            num_equal = 0 if envelope.error is not None else seen.add(digest(envelope.request))
+            rows.append((path, line.number, line.raw, line.damage, num_equal))
+            if len(rows) == WINDOW:
+                yield _to_table(rows)
+                rows = []
+        yield _to_table(rows)
+
+
+def _to_table(rows: list[tuple[Any, ...]]) -> pyarrow.Table:
+    return pyarrow.Table.from_pylist(
+        [dict(zip(LINES.names, row, strict=True)) for row in rows], LINES
+    )
