@@ -29,8 +29,9 @@ from fminfer.launcher import end_after, launch
 from fminfer.models.layer_count import check_split
 from fminfer.paths import JobPaths
 from fminfer.ranks import RankConfig, RankFacts, find_facts, is_spawned
-from fminfer.run_options import bench_options, run_options
+from fminfer.run_options import PathOrUrl, bench_options, run_options
 from fminfer.stopping import Stopper, check_times
+from fminfer.storage import Location, RemoteFolders, default_work_dir
 from fminfer.team_place import find_place
 
 STARTED_S = time.perf_counter()
@@ -79,12 +80,13 @@ main.add_command(status)
 
 
 @main.command(cls=_KeepsArguments)
-@click.argument("paths", nargs=-1, type=click.Path(path_type=Path))
+@click.argument("paths", nargs=-1, type=PathOrUrl(path_type=Path))
 @run_options
 def run(
-    paths: tuple[Path, ...],
-    infer_data: tuple[Path, ...],
-    output: Path | None,
+    paths: tuple[Location, ...],
+    infer_data: tuple[Location, ...],
+    output: Location | None,
+    work_dir: Path | None,
     fp16: bool,
     restart: bool,
     is_watching: bool,
@@ -121,7 +123,8 @@ def run(
     is_rank, stopper = False, Stopper(grace_s)
     given, named = [*infer_data, *paths], infer_data_of(os.environ)
     files = given or [named] if named is not None else given
-    job = JobPaths(files, output, restart, stats, trace, quiet, verbose, is_watching)
+    remote = RemoteFolders(work_dir or default_work_dir(), is_quiet=quiet)
+    job = JobPaths(files, output, restart, stats, trace, quiet, verbose, remote, is_watching)
     try:
         ranks, config = RankConfig(**rank_options), EngineConfig(**options)
         check_times(grace_s, deadline_s)

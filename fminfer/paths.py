@@ -8,6 +8,7 @@ from pathlib import Path
 from fminfer.errors import UsageError
 from fminfer.input.lines import find_inputs
 from fminfer.output.places import STDOUT, plan_outputs
+from fminfer.storage import Location, RemoteFolders
 
 Plan = tuple[list[Path], list[Path]]  # inputs, and the output of each
 
@@ -16,19 +17,21 @@ Plan = tuple[list[Path], list[Path]]  # inputs, and the output of each
 class JobPaths:
     """What to answer, where to, and how much to say."""
 
-    paths: list[Path]
-    output: Path | None
+    paths: list[Location]
+    output: Location | None
     restart: bool
     stats: Path | None
     trace: Path | None
     is_quiet: bool
     is_verbose: bool
+    remote: RemoteFolders
     is_watching: bool = False
 
     @property
     def is_shared(self) -> bool:
         """Tell whether other runs may answer some of the files: those of a folder."""
-        return self.output != STDOUT and any(path.is_dir() for path in self.paths)
+        folders = [path for path in self.paths if isinstance(path, Path) and path.is_dir()]
+        return self.output != STDOUT and bool(folders)
 
     def find_inputs(self) -> list[Path]:
         """List the input files.
@@ -36,7 +39,8 @@ class JobPaths:
         Raises:
             UsageError: there are none.
         """
-        inputs = find_inputs(self.paths, may_be_empty=self.is_watching)
+        local = [file for path in self.paths for file in self.remote.fetch(path)]
+        inputs = find_inputs(local, may_be_empty=self.is_watching)
         if not inputs and not self.is_watching:
             raise UsageError("no input; give a .jsonl file, as in: fminfer run requests.jsonl")
         return inputs
@@ -48,7 +52,8 @@ class JobPaths:
             UsageError: no input, an output that is an input, or a folder that is not there.
         """
         inputs = self.find_inputs()
-        outputs = plan_outputs(inputs, self.output)
+        outputs = plan_outputs(inputs, self.remote.place(self.output))
+        self.remote.prepare(outputs, restart=self.restart)
         for flag, path in (("--stats", self.stats), ("--trace", self.trace)):
             if path is not None and not path.parent.is_dir():
                 raise UsageError(f"{flag} {path}: there is no folder {path.parent}")
@@ -56,4 +61,6 @@ class JobPaths:
                 raise UsageError(f"{flag} {path} is a folder; give the name of a file")
         if self.is_watching and not self.is_shared:
             raise UsageError("--watch needs a folder to watch, and an --output that is none of -")
+        if self.is_watching and any(isinstance(path, str) for path in (*self.paths, self.output)):
+            raise UsageError("--watch works with local files and folders only, not with URLs")
         return inputs, outputs

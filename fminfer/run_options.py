@@ -45,6 +45,14 @@ class Numbers(click.ParamType):  # type: ignore[type-arg]
             self.fail(f"{value!r} is not whole numbers with commas between them", param, ctx)
 
 
+class PathOrUrl(click.Path):
+    """A path, or a URL as it stands: a path would lose one of its slashes."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        is_url = isinstance(value, str) and "://" in value
+        return value if is_url else super().convert(value, param, ctx)
+
+
 class Duration(click.ParamType):  # type: ignore[type-arg]
     """Seconds, or hours, minutes and seconds."""
 
@@ -63,15 +71,22 @@ FILES = [
     click.option(
         "--infer-data",
         multiple=True,
-        type=click.Path(path_type=Path),
+        type=PathOrUrl(path_type=Path),
         help="A .jsonl or .json file of requests, also .gz or .zst; a folder of them (outputs of "
-        "earlier runs left out); or - for stdin. May be repeated.",
+        "earlier runs left out); a URL of one or the other (s3://…); or - for stdin. May be "
+        "repeated.",
     ),
     click.option(
         "--output",
+        type=PathOrUrl(path_type=Path),
+        help="A .jsonl file, a folder, a URL of one or the other, or - for stdout (errors then go "
+        "to stderr).  [default: output_<name>.jsonl beside the input; stdout for stdin]",
+    ),
+    click.option(
+        "--work-dir",
         type=click.Path(path_type=Path),
-        help="A .jsonl file, a folder, or - for stdout (errors then go to stderr).  "
-        "[default: output_<name>.jsonl beside the input; stdout for stdin]",
+        help="Where copies and the journal are while inputs or outputs are URLs.  "
+        "[default: ~/.cache/fminfer/remote]",
     ),
     click.option(
         "--restart",

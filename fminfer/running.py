@@ -163,6 +163,7 @@ def _answer(
         job.stats.write_text(json.dumps(summary.to_dict(), indent=2) + "\n")
     if not job.is_quiet:
         click.echo(summary.to_text(), err=True)
+    job.remote.upload(outputs)
     return summary
 
 

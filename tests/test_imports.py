@@ -25,9 +25,9 @@ input.lines spelling sampling placement decode_attention kernel_attention launch
 input.envelope attention score_kernel models.weights pipeline.group \
     models.adapters.bloom models.adapters.codegen \
     models.adapters.falcon models.adapters.gpt_neo models.adapters.gptj models.adapters.mpt
-request fingerprint output.records output.writer output.stream output.progress
+request fingerprint remote_files output.records output.writer output.stream output.progress
 engine.logit_edits output.status pipeline.stage team_wire split.grouping
-engine.sequence pipeline.ring output.places output.job_file split.manifest split.index
+engine.sequence pipeline.ring output.places output.job_file storage split.manifest split.index
 engine.prefix engine.advance engine.packing engine.equal_requests engine.planner \
     output.summary output.shared_files output.overview loading paths split.answers split.summary \
     cluster.resources cluster.submission

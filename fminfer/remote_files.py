@@ -1,0 +1,134 @@
+"""Single files behind a URL, through fsspec: listed, compared, fetched and uploaded.
+
+It knows no runs. fsspec is imported with the first URL; each file system of it raises errors of its
+own, which all become ours here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from fminfer.errors import FminferError, OutputError, UsageError
+from fminfer.input.lines import ENDINGS, is_input_name
+
+PART = f".part{os.getpid()}"  # added to a name while the file is on its way
+INSTALL = "pip install 'fminfer[remote]', and s3fs for s3://, gcsfs for gs://, adlfs for abfs://"
+
+
+def list_inputs(url: str) -> list[str]:
+    """List the files at a URL as a local folder's are: by name, without those that runs wrote."""
+    folder, _, pattern = url.rpartition("/")
+    if "*" not in pattern:
+        file_system, path = _open(url)
+        if not file_system.isdir(path):
+            return [url]
+        folder, pattern = url, "*"
+    file_system, path = _open(folder)
+    files = [entry["name"] for entry in file_system.ls(path, detail=True) if _is_file(entry)]
+    names = sorted(name.rpartition("/")[2] for name in files)
+    found = [name for name in names if is_input_name(name) and fnmatchcase(name, pattern)]
+    if not found:
+        raise UsageError(f"{url} holds no file to answer ({', '.join(ENDINGS)})")
+    return [f"{folder}/{name}" for name in found]
+
+
+def _is_file(entry: dict[str, Any]) -> bool:
+    return bool(entry["type"] == "file")
+
+
+def _open(url: str) -> tuple[Any, str]:
+    """Return a URL's file system and the path in it."""
+    import fsspec
+
+    file_system, path = fsspec.url_to_fs(url)
+    return file_system, path
+
+
+def version_of(url: str) -> str | None:
+    """Return what changes with the file (its ETag, or size and time); None: it is not there."""
+    file_system, path = _open(url)
+    try:
+        return str(file_system.ukey(path))
+    except FileNotFoundError:
+        return None
+
+
+def fetch_file(url: str, local: Path) -> None:
+    file_system, path = _open(url)
+    part = local.with_name(local.name + PART)
+    file_system.get_file(path, str(part))
+    os.replace(part, local)
+
+
+def upload_file(local: Path, url: str) -> None:
+    """Upload a file under another name and move it, where that can be done."""
+    file_system, path = _open(url)
+    try:
+        file_system.put_file(str(local), path + PART)
+        file_system.mv(path + PART, path)
+    except NotImplementedError:
+        file_system.put_file(str(local), path)
+
+
+def remove_file(url: str) -> None:
+    file_system, path = _open(url)
+    file_system.rm_file(path)
+
+
+def try_writing(url: str) -> None:
+    """Write and remove an empty file, so that hours of work do not end in a refusal.
+
+    Raises:
+        UsageError: it cannot be.
+    """
+    folder = url.rpartition("/")[0]
+    try:
+        file_system, path = _open(url)
+        file_system.pipe_file(path + PART, b"")
+        file_system.rm_file(path + PART)
+    except Exception as error:
+        raise UsageError(
+            f"answers cannot be uploaded to {folder}: {_explain(error, 'write and delete there')}, "
+            "or give another --output"
+        ) from error
+
+
+@contextmanager
+def reading(url: str) -> Iterator[None]:
+    """Turn what goes wrong with a URL into a UsageError."""
+    try:
+        yield
+    except FminferError:
+        raise
+    except Exception as error:
+        raise UsageError(f"{url} cannot be read: {_explain(error, 'read it')}") from error
+
+
+@contextmanager
+def uploading(url: str, output: Path) -> Iterator[None]:
+    """Turn what goes wrong with an upload into an OutputError."""
+    try:
+        yield
+    except Exception as error:
+        raise OutputError(
+            f"{url} cannot be uploaded: {type(error).__name__}: {error}. All rows are kept in "
+            f"{output}; run the same command again, and they are uploaded without being answered "
+            "anew"
+        ) from error
+
+
+def _explain(error: Exception, right: str) -> str:
+    """Say what is wrong, and what to do; `right` is what credentials have to allow."""
+    if isinstance(error, ImportError):
+        return f"{error} ({INSTALL})"
+    if isinstance(error, ValueError):  # a protocol that is not known
+        return f"{error}; see that the URL is spelled right"
+    return (
+        f"{type(error).__name__}: {error}; see that it is there, and that your credentials, which "
+        f"the file system takes from its usual places, allow to {right}"
+    )
