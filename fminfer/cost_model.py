@@ -17,14 +17,15 @@ COSTS = (
     "a prompt token",
     "a prompt token beyond 128 of a step",
     "a key that a prompt token sees",
+    "a key that a chunk of a prompt reads",
     "a decode row",
-    "a decode row beyond 32 of a step",
+    "a decode row beyond 16 of a step",
     "a key that a decode row sees",
     "a step that draws or scores",
     "a token that is drawn or scored",
     "a token that is drawn at random",
 )
-MANY_PROMPT_TOKENS, MANY_ROWS = 128, 32  # beyond them products, not the weights, set the pace
+MANY_PROMPT_TOKENS, MANY_ROWS = 128, 16  # beyond them products, not the weights, set the pace
 MAX_SWEEPS = 20_000
 Sample = tuple["StepShape", float]  # a step and its seconds
 
@@ -35,6 +36,7 @@ class StepShape:
 
     num_prompt_tokens: int  # fed in chunks
     num_prompt_keys: int  # that those see, each token's own among them
+    num_chunk_keys: int  # the same, counted once a chunk
     num_rows: int  # of one token
     num_row_keys: int  # that those see
     num_logits: int  # tokens drawn or scored
@@ -43,7 +45,7 @@ class StepShape:
     @classmethod
     def of(cls, step: Step) -> StepShape:
         """Measure a step."""
-        prompt_tokens = prompt_keys = rows = row_keys = 0
+        prompt_tokens = prompt_keys = chunk_keys = rows = row_keys = 0
         for row in step.rows:
             count = len(row.token_ids)
             if count == 1:
@@ -52,9 +54,10 @@ class StepShape:
             else:
                 prompt_tokens += count
                 prompt_keys += count * row.position + count * (count + 1) // 2
+                chunk_keys += row.position + count
         num_logits = len(step.sampling.token_index) + len(step.scoring.token_index)
         num_random = sum(temperature > 0 for temperature in step.sampling.temperature)
-        return cls(prompt_tokens, prompt_keys, rows, row_keys, num_logits, num_random)
+        return cls(prompt_tokens, prompt_keys, chunk_keys, rows, row_keys, num_logits, num_random)
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -64,6 +67,7 @@ class StepShape:
             self.num_prompt_tokens,
             max(0, self.num_prompt_tokens - MANY_PROMPT_TOKENS),
             self.num_prompt_keys,
+            self.num_chunk_keys,
             self.num_rows,
             max(0, self.num_rows - MANY_ROWS),
             self.num_row_keys,
