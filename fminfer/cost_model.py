@@ -14,18 +14,20 @@ from fminfer.messages import Step
 # What a step is charged for, in the order of `StepShape.counts`.
 COSTS = (
     "a step",
-    "a prompt token",
-    "a prompt token beyond 128 of a step",
+    "a prompt token of a step's first 128",
+    "a prompt token beyond them",
     "a key that a prompt token sees",
     "a key that a chunk of a prompt reads",
-    "a decode row",
-    "a decode row beyond 16 of a step",
+    "a decode row of a step's first 8",
+    "a decode row of the next 24",
+    "a decode row beyond them",
     "a key that a decode row sees",
     "a step that draws or scores",
     "a token that is drawn or scored",
     "a token that is drawn at random",
 )
-MANY_PROMPT_TOKENS, MANY_ROWS = 128, 16  # beyond them products, not the weights, set the pace
+# A token's share of a product depends on how many there are: of few, reading weights sets the pace.
+MANY_TOKENS, FEW_ROWS, MANY_ROWS = 128, 8, 32
 MAX_SWEEPS = 20_000
 Sample = tuple["StepShape", float]  # a step and its seconds
 
@@ -64,11 +66,12 @@ class StepShape:
         """Return how often each of COSTS is to be paid."""
         return (
             1,
-            self.num_prompt_tokens,
-            max(0, self.num_prompt_tokens - MANY_PROMPT_TOKENS),
+            min(self.num_prompt_tokens, MANY_TOKENS),
+            max(0, self.num_prompt_tokens - MANY_TOKENS),
             self.num_prompt_keys,
             self.num_chunk_keys,
-            self.num_rows,
+            min(self.num_rows, FEW_ROWS),
+            min(max(0, self.num_rows - FEW_ROWS), MANY_ROWS - FEW_ROWS),
             max(0, self.num_rows - MANY_ROWS),
             self.num_row_keys,
             int(self.num_logits > 0),

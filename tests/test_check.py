@@ -95,7 +95,7 @@ def test_exit_status_and_what_is_told(tmp_path: Path) -> None:
     good = write(tmp_path / "good.jsonl", [ROW | {"temperature": 0}] * 2)
     found = check(good)
     assert found.exit_code == 0 and "2 right; 1 have the answer of an equal one" in found.output
-    assert "time      not predicted: measure this model" in found.output
+    assert "time      not predicted: time its steps on this machine once" in found.output
     assert "good.jsonl:1, 16 tokens:\n    Question: How do" in found.output
     bad = write(tmp_path / "bad.jsonl", [ROW, *([{"prompt": 5}] * 25)])
     found = check(good, bad)
@@ -220,7 +220,7 @@ def test_layers_are_spread_over_processes(tmp_path: Path) -> None:
     assert [part["num_layers"] for part in parts] == [5, 4, 3]
     assert sum(part["weights"] for part in parts) == whole["weights"] > 162e6 * 4
     assert sum(part["kv_token"] for part in parts) == whole["kv_token"] == 2 * 12 * 768 * 4
-    assert report["work"]["seconds"] is None and "only one process" in report["work"]["why_not"]
+    assert report["work"]["seconds"] is None and "several processes" in report["work"]["why_not"]
     assert check(path, "--stage-layers", "1,2").exit_code == 2
 
 
@@ -289,7 +289,7 @@ def test_time_is_the_sum_of_the_steps_costs(tmp_path: Path) -> None:
     dtype = choose_dtype("float32", None, device)
     path = find_costs_path(config, open_model(config), device, dtype, has_kernel=False)
     assert path is not None and load_costs(path) is None
-    costs = CostModel((1.0, 10.0, 0.0, 100.0, 0.5, 1e3, 0.0, 1e4, 1e6, 1e7, 1e8), 0.5)
+    costs = CostModel((1.0, 10.0, 0.0, 100.0, 0.5, 1e3, 0.0, 0.0, 1e4, 1e6, 1e7, 1e8), 0.5)
     keep_costs(path, costs, "demo")
     assert load_costs(path) == costs
     row = {"prompt": [1, 2, 3, 4], "max_tokens": 3, "temperature": 1}
