@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ class Trial:
     prompt_tokens: int
     new_tokens: int
     temperature: float = 0.0
+    shared_tokens: int = 0  # of the prompts
 
     def to_text(self) -> str:
         """Say what is timed."""
@@ -48,6 +49,7 @@ TRIALS = (
     *(Trial(4, 512, 12), Trial(16, 160, 12)),  # decode at longer contexts
     Trial(32, 32, 8, temperature=1.0),
     Trial(8, 256, 0),
+    Trial(16, 580, 4, shared_tokens=512),  # short chunks behind many keys
 )
 
 
@@ -116,7 +118,7 @@ def _shorten(engine: Engine, trial: Trial) -> Trial | None:
     each = -(-(prompt_tokens + trial.new_tokens) // size) * size
     if trial.num_rows * each > engine.stats.num_kv_tokens:
         return None
-    return Trial(trial.num_rows, prompt_tokens, trial.new_tokens, trial.temperature)
+    return replace(trial, prompt_tokens=prompt_tokens)
 
 
 def _run(engine: Engine, trial: Trial, ids: random.Random) -> list[Sample]:
@@ -138,9 +140,11 @@ def _run(engine: Engine, trial: Trial, ids: random.Random) -> list[Sample]:
 
 
 def _requests(trial: Trial, ids: random.Random, vocab_size: int) -> Iterator[dict[str, Any]]:
-    """Yield requests of random tokens, which share nothing with others."""
+    """Yield requests of random tokens, which share nothing with those of other trials."""
+    prompt = [ids.randrange(vocab_size) for _ in range(trial.prompt_tokens)]
     how = {"max_tokens": trial.new_tokens, "temperature": trial.temperature, "ignore_eos": True}
     if not trial.new_tokens:
         how |= {"echo": True, "logprobs": 1}
     for _ in range(trial.num_rows):
-        yield how | {"prompt": [ids.randrange(vocab_size) for _ in range(trial.prompt_tokens)]}
+        own = [ids.randrange(vocab_size) for _ in prompt[trial.shared_tokens :]]
+        yield how | {"prompt": prompt[: trial.shared_tokens] + own}

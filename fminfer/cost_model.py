@@ -14,17 +14,20 @@ from fminfer.messages import Step
 # What a step is charged for, in the order of `StepShape.counts`.
 COSTS = (
     "a step",
-    "a prompt token",
-    "a prompt token beyond 128 of a step",
+    "a prompt token of a step's first 128",
+    "a prompt token beyond them",
     "a key that a prompt token sees",
-    "a decode row",
-    "a decode row beyond 32 of a step",
+    "a key that a chunk of a prompt reads",
+    "a decode row of a step's first 8",
+    "a decode row of the next 24",
+    "a decode row beyond them",
     "a key that a decode row sees",
     "a step that draws or scores",
     "a token that is drawn or scored",
     "a token that is drawn at random",
 )
-MANY_PROMPT_TOKENS, MANY_ROWS = 128, 32  # beyond them products, not the weights, set the pace
+# A token's share of a product depends on how many there are: of few, reading weights sets the pace.
+MANY_TOKENS, FEW_ROWS, MANY_ROWS = 128, 8, 32
 MAX_SWEEPS = 20_000
 Sample = tuple["StepShape", float]  # a step and its seconds
 
@@ -35,6 +38,7 @@ class StepShape:
 
     num_prompt_tokens: int  # fed in chunks
     num_prompt_keys: int  # that those see, each token's own among them
+    num_chunk_keys: int  # the same, counted once a chunk
     num_rows: int  # of one token
     num_row_keys: int  # that those see
     num_logits: int  # tokens drawn or scored
@@ -43,7 +47,7 @@ class StepShape:
     @classmethod
     def of(cls, step: Step) -> StepShape:
         """Measure a step."""
-        prompt_tokens = prompt_keys = rows = row_keys = 0
+        prompt_tokens = prompt_keys = chunk_keys = rows = row_keys = 0
         for row in step.rows:
             count = len(row.token_ids)
             if count == 1:
@@ -52,19 +56,22 @@ class StepShape:
             else:
                 prompt_tokens += count
                 prompt_keys += count * row.position + count * (count + 1) // 2
+                chunk_keys += row.position + count
         num_logits = len(step.sampling.token_index) + len(step.scoring.token_index)
         num_random = sum(temperature > 0 for temperature in step.sampling.temperature)
-        return cls(prompt_tokens, prompt_keys, rows, row_keys, num_logits, num_random)
+        return cls(prompt_tokens, prompt_keys, chunk_keys, rows, row_keys, num_logits, num_random)
 
     @property
     def counts(self) -> tuple[int, ...]:
         """Return how often each of COSTS is to be paid."""
         return (
             1,
-            self.num_prompt_tokens,
-            max(0, self.num_prompt_tokens - MANY_PROMPT_TOKENS),
+            min(self.num_prompt_tokens, MANY_TOKENS),
+            max(0, self.num_prompt_tokens - MANY_TOKENS),
             self.num_prompt_keys,
-            self.num_rows,
+            self.num_chunk_keys,
+            min(self.num_rows, FEW_ROWS),
+            min(max(0, self.num_rows - FEW_ROWS), MANY_ROWS - FEW_ROWS),
             max(0, self.num_rows - MANY_ROWS),
             self.num_row_keys,
             int(self.num_logits > 0),

@@ -21,7 +21,7 @@ from fminfer.cost_model import CostModel
 from fminfer.cost_store import find_costs_path, load_costs
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.intake import Intake, Limits
-from fminfer.engine.loop import LOOKAHEAD
+from fminfer.engine.loop import LOOKAHEAD, EngineLoop
 from fminfer.engine.planner import WINDOW
 from fminfer.input.lines import count_rows, read_lines
 from fminfer.loading import find_library, open_model
@@ -30,7 +30,10 @@ from fminfer.output.records import Record
 from fminfer.placement import choose_device, choose_dtype
 from fminfer.tokenizer import Tokenizer
 
-CALIBRATE = "measure this model on this machine once: fminfer bench --calibrate"
+CALIBRATE = (
+    "time its steps on this machine once, with fminfer bench --calibrate and the same model, dtype "
+    "and attention"
+)
 
 
 class Check:
@@ -67,16 +70,9 @@ class Check:
         """
         config = self._config
         intake = Intake(self._tokenizer, self._limits, config.seed)
-        form = AnswerForm(self._tokenizer, self._checkpoint.name, config.token_format)
-        loop = build_loop(
-            config,
-            intake,
-            PretendPipeline(config.block_size),
-            form,
-            num_blocks=self._num_blocks,
-            num_stages=self._num_stages,
+        checker = LineChecker(
+            self._build_loop(intake), has_prefix_cache=config.prefix_cache, on_wrong=on_wrong
         )
-        checker = LineChecker(loop, has_prefix_cache=config.prefix_cache, on_wrong=on_wrong)
         sizes = [count_rows(path) for path in inputs]
         total = None if None in sizes else sum(size or 0 for size in sizes)
         lines = chain.from_iterable(read_lines(path, source) for source, path in enumerate(inputs))
@@ -96,6 +92,16 @@ class Check:
             self._footprints,
             self._num_blocks * config.block_size,
             self._predict(checker, LOOKAHEAD if total is None else WINDOW),
+        )
+
+    def _build_loop(self, intake: Intake) -> EngineLoop:
+        return build_loop(
+            self._config,
+            intake,
+            PretendPipeline(self._config.block_size),
+            AnswerForm(self._tokenizer, self._checkpoint.name, self._config.token_format),
+            num_blocks=self._num_blocks,
+            num_stages=self._num_stages,
         )
 
     def _show_first(self, checker: LineChecker, inputs: Sequence[Path]) -> FirstPrompt | None:
@@ -121,8 +127,9 @@ class Check:
         if not is_whole and checker.num_sample_tokens:
             scale = counts.tokens_to_compute / checker.num_sample_tokens
         seconds, why_not = self._predict_s(found, scale)
-        # Blocks of ended rows are kept for their prefixes until others need them.
-        num_blocks = min(self._num_blocks, round(found.num_blocks_used * scale))
+        num_blocks = found.num_blocks_used
+        if self._config.prefix_cache:  # it keeps blocks of rows that ended until others need them
+            num_blocks = min(self._num_blocks, round(num_blocks * scale))
         return Work(
             num_steps=round(found.num_steps * scale),
             max_rows_running=found.stats.max_rows_running,
@@ -134,7 +141,7 @@ class Check:
 
     def _predict_s(self, found: Simulation, scale: float) -> tuple[float | None, str]:
         if self._num_stages > 1:
-            return None, "only one process is"
+            return None, "that of several processes cannot be yet"
         costs = self._find_costs()
         if costs is None:
             return None, CALIBRATE
