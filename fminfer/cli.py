@@ -34,7 +34,7 @@ from fminfer.ranks import RankConfig, RankFacts, find_facts, is_spawned
 from fminfer.run_options import PathOrUrl, bench_options, dtype_name, run_options
 from fminfer.stopping import Stopper, check_times
 from fminfer.storage import Location, RemoteFolders, default_work_dir
-from fminfer.team_place import find_place
+from fminfer.team.place import find_place
 
 STARTED_S = time.perf_counter()
 EXIT_FAILED, EXIT_USAGE, EXIT_SOME_ERRORS = 1, 2, 3

@@ -28,7 +28,7 @@ from fminfer.output.stream import OrderedStream
 from fminfer.output.summary import JobSummary
 from fminfer.output.trace import TraceFile
 from fminfer.stopping import Stopper
-from fminfer.team import Team
+from fminfer.team.team import Team
 from fminfer.worker import Engine
 
 

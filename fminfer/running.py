@@ -29,9 +29,9 @@ from fminfer.pipeline.group import Group, status_of
 from fminfer.pipeline.watch import Fault
 from fminfer.ranks import RankConfig, RankFacts
 from fminfer.stopping import AGAIN, Stopper
-from fminfer.team import Team
-from fminfer.team_member import serve_pipeline
-from fminfer.team_place import Place
+from fminfer.team.member import serve_pipeline
+from fminfer.team.place import Place
+from fminfer.team.team import Team
 from fminfer.worker import Engine, serve_rank
 
 MakeEngine = Callable[[Checkpoint, LoadingBar], Engine | Team]

@@ -14,10 +14,10 @@ errors timing messages sentencepieces shared_runs soft_cap packed_linear output.
     layer_kernels \
     engine.blocks engine.noise engine.seen engine.stopping engine.expected split.folders \
     cluster.job_names
-config fields team_place input.streams input.values input.spans tokenizer partition ranks \
+config fields input.streams input.values input.spans tokenizer partition ranks \
     models.alibi models.families models.sizes models.variants integrations.generation \
     engine.stats output.trace output.disk stopping memory fused_layers cost_model \
-    cluster.schedulers cluster.scripts
+    cluster.schedulers cluster.scripts team.place
 input.lines spelling sampling placement decode_attention kernel_attention launcher run_options \
     output.journal output.claims \
     models.experts models.checkpoint models.layer_count models.slicing \
@@ -27,8 +27,9 @@ input.envelope attention score_kernel models.weights pipeline.group \
     models.adapters.falcon models.adapters.gpt_neo models.adapters.gptj models.adapters.mpt
 request fingerprint cost_store remote_files output.records output.writer output.stream \
     output.progress
-engine.logit_edits output.status pipeline.stage split.grouping team_wire
-engine.sequence pipeline.ring output.places output.job_file storage split.manifest split.index
+engine.logit_edits output.status pipeline.stage split.grouping team.wire
+engine.sequence pipeline.ring output.places output.job_file storage split.manifest split.index \
+    team.process
 engine.prefix engine.advance engine.packing engine.equal_requests engine.planner \
     output.summary output.shared_files output.overview loading paths split.answers split.summary \
     cluster.resources cluster.submission
@@ -36,7 +37,7 @@ engine.scheduler engine.answer engine.intake split.merging split.parts commands.
 engine.loop commands.split commands.merge
 assembly check.footprint
 check.lines check.simulation worker
-team team_member check.report integrations.batch calibration
+team.team team.member check.report integrations.batch calibration
 job
 running bench check.checking integrations.lm_eval integrations.ray commands.submit
 commands.check

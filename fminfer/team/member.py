@@ -17,8 +17,8 @@ from fminfer.errors import FminferError, StoppedError
 from fminfer.input.lines import Line
 from fminfer.output.records import Record
 from fminfer.pipeline.group import Group
-from fminfer.team_place import Place
-from fminfer.team_wire import END, GO_ON, Answered, Ended, Failed, Loaded, Ready, Taken
+from fminfer.team.place import Place
+from fminfer.team.wire import END, GO_ON, Answered, Ended, Failed, Loaded, Ready, Taken
 from fminfer.worker import Engine
 
 STATS_EVERY_S = 0.5

@@ -6,15 +6,10 @@ nothing of steps.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import socket
-import subprocess
-import sys
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 
 import torch
 
@@ -29,8 +24,8 @@ from fminfer.input.envelope import Envelope, as_text, open_envelope
 from fminfer.input.lines import Line
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.output.records import Record
-from fminfer.team_place import PLACE, Place
-from fminfer.team_wire import (
+from fminfer.team.process import PipelineProcess
+from fminfer.team.wire import (
     END,
     GO_ON,
     Answered,
@@ -46,66 +41,6 @@ from fminfer.tokenizer import Tokenizer
 MOST_UNTAKEN = 16  # lines that wait at a pipeline's door
 LINES_AT_ONCE = 4  # neighbours, which may share a prefix, go to the same one
 POLL_S = 0.02
-END_S = 20.0  # for a pipeline to end by itself
-
-Key = tuple[int, int]  # a line's source and number
-
-
-class Pipeline:
-    """One pipeline's process, as the run sees it."""
-
-    def __init__(self, number: int, num_pipelines: int, arguments: list[str]) -> None:
-        self.number = number
-        ours, theirs = socket.socketpair()
-        with theirs:
-            place = Place(theirs.fileno(), number, num_pipelines)
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "fminfer", "run", *arguments],
-                env=os.environ | {PLACE: place.to_text()},
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for the run, which tells it
-            )
-        self.connection = Connection(ours.detach())
-        self.is_alive = True
-        self.failure: Failed | None = None
-        self.ready: Ready | None = None
-        self.ended: Ended | None = None
-        self.stats = EngineStats()
-        self.lines: dict[Key, Line] = {}  # that it has, and has not answered
-        self.num_untaken = 0
-        self.cost = 0  # of its lines
-
-    def send(self, lines: list[Line]) -> None:
-        """Give it lines to answer."""
-        self.lines.update(((line.source, line.number), line) for line in lines)
-        self.num_untaken += len(lines)
-        self.cost += sum(len(line.raw) for line in lines)
-        self.tell(lines)
-
-    def tell(self, what: object) -> None:
-        """Say something; one that died meanwhile is noticed when it is listened to."""
-        with contextlib.suppress(OSError):
-            self.connection.send(what)
-
-    def finish(self, record: Record) -> bool:
-        """Take note that a line is answered; return False if it is not this one's."""
-        line = self.lines.pop((record.line.source, record.line.number), None)
-        self.cost -= 0 if line is None else len(line.raw)
-        return line is not None
-
-    def close(self) -> None:
-        """End the process."""
-        try:
-            self.process.wait(END_S if self.ended is not None else 0)
-        except subprocess.TimeoutExpired:
-            self.process.terminate()
-            try:
-                self.process.wait(END_S)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
-        self.connection.close()
 
 
 class Team:
@@ -137,7 +72,9 @@ class Team:
         self.on_work: Callable[[int, int], None] = lambda num_fed, num_drawn: None
         self._returned: deque[Line] = deque()  # of pipelines that died
         self._grace_s: float | None = None
-        self._pipelines = [Pipeline(i, num_pipelines, arguments) for i in range(num_pipelines)]
+        self._pipelines = [
+            PipelineProcess(i, num_pipelines, arguments) for i in range(num_pipelines)
+        ]
         try:
             self._start()
         except BaseException:
@@ -206,7 +143,7 @@ class Team:
             pipeline.close()
 
     @property
-    def _living(self) -> list[Pipeline]:
+    def _living(self) -> list[PipelineProcess]:
         return [pipeline for pipeline in self._pipelines if pipeline.is_alive]
 
     def _start(self) -> None:
@@ -277,12 +214,12 @@ class Team:
                 pipeline.ended = report
                 self._take_stats(pipeline, report.stats)
 
-    def _take_stats(self, pipeline: Pipeline, stats: EngineStats) -> None:
+    def _take_stats(self, pipeline: PipelineProcess, stats: EngineStats) -> None:
         before, pipeline.stats = pipeline.stats, stats
         num_fed = stats.num_prompt_tokens - before.num_prompt_tokens
         self.on_work(num_fed, stats.num_generated_tokens - before.num_generated_tokens)
 
-    def _reports(self, timeout_s: float) -> Iterator[tuple[Pipeline, Report]]:
+    def _reports(self, timeout_s: float) -> Iterator[tuple[PipelineProcess, Report]]:
         """Yield what the pipelines say, and bury those that say no more."""
         living = [pipeline for pipeline in self._living if pipeline.ended is None]
         ready = wait([pipeline.connection for pipeline in living], timeout_s)
@@ -299,7 +236,7 @@ class Team:
             else:
                 yield pipeline, report
 
-    def _bury(self, pipeline: Pipeline) -> None:
+    def _bury(self, pipeline: PipelineProcess) -> None:
         """Give a dead pipeline's lines to the others."""
         pipeline.is_alive = False
         lines = sorted(pipeline.lines.values(), key=lambda line: (line.source, line.number))

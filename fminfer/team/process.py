@@ -1,0 +1,77 @@
+"""One pipeline of several, as the run sees it: its process, and the lines that it has."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from multiprocessing.connection import Connection
+
+from fminfer.engine.stats import EngineStats
+from fminfer.input.lines import Line
+from fminfer.output.records import Record
+from fminfer.team.place import PLACE, Place
+from fminfer.team.wire import Ended, Failed, Ready
+
+END_S = 20.0  # for a pipeline to end by itself
+
+Key = tuple[int, int]  # a line's source and number
+
+
+class PipelineProcess:
+    """One pipeline's process, as the run sees it."""
+
+    def __init__(self, number: int, num_pipelines: int, arguments: list[str]) -> None:
+        self.number = number
+        ours, theirs = socket.socketpair()
+        with theirs:
+            place = Place(theirs.fileno(), number, num_pipelines)
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "fminfer", "run", *arguments],
+                env=os.environ | {PLACE: place.to_text()},
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the run, which tells it
+            )
+        self.connection = Connection(ours.detach())
+        self.is_alive = True
+        self.failure: Failed | None = None
+        self.ready: Ready | None = None
+        self.ended: Ended | None = None
+        self.stats = EngineStats()
+        self.lines: dict[Key, Line] = {}  # that it has, and has not answered
+        self.num_untaken = 0
+        self.cost = 0  # of its lines
+
+    def send(self, lines: list[Line]) -> None:
+        """Give it lines to answer."""
+        self.lines.update(((line.source, line.number), line) for line in lines)
+        self.num_untaken += len(lines)
+        self.cost += sum(len(line.raw) for line in lines)
+        self.tell(lines)
+
+    def tell(self, what: object) -> None:
+        """Say something; one that died meanwhile is noticed when it is listened to."""
+        with contextlib.suppress(OSError):
+            self.connection.send(what)
+
+    def finish(self, record: Record) -> bool:
+        """Take note that a line is answered; return False if it is not this one's."""
+        line = self.lines.pop((record.line.source, record.line.number), None)
+        self.cost -= 0 if line is None else len(line.raw)
+        return line is not None
+
+    def close(self) -> None:
+        """End the process."""
+        try:
+            self.process.wait(END_S if self.ended is not None else 0)
+        except subprocess.TimeoutExpired:
+            self.process.terminate()
+            try:
+                self.process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        self.connection.close()
