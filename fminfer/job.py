@@ -14,7 +14,7 @@ from pathlib import Path
 from fminfer.engine.loop import LOOKAHEAD
 from fminfer.engine.planner import WINDOW
 from fminfer.engine.stats import EngineStats
-from fminfer.errors import StoppedError
+from fminfer.errors import InUseError, StoppedError
 from fminfer.input.lines import Line
 from fminfer.messages import StepTrace
 from fminfer.output.claims import Claim, Claims
@@ -45,6 +45,20 @@ class NamedFiles:
 
     def turns(self) -> Iterator[JobFile]:
         return iter(self.files)
+
+    def check_kept(self) -> None:
+        """See that no other run has taken an output over.
+
+        Raises:
+            InUseError: one has.
+        """
+        lost = [str(file.path) for file in self.files if file.is_lost and not file.is_finished]
+        if lost:
+            raise InUseError(
+                f"another run has taken over {', '.join(lost)}, since this one slept or did not "
+                "reach the disk for a minute; what it had finished is kept. Run the same command "
+                "again when the other has ended"
+            )
 
 
 def open_files(
@@ -155,11 +169,12 @@ def run_job(
     try:
         with stopper.telling(engine.stop):
             for record in engine.run(_lines(inputs, engine, stopper), read_ahead):
-                inputs.files[record.line.source].add(record)
-                _count(summary, record)
+                if inputs.files[record.line.source].add(record):
+                    _count(summary, record)
                 _show(bar, summary, inputs, engine)
         if stopper.reason is not None and not inputs.is_finished:
             raise stopper.reason
+        inputs.check_kept()
     except StoppedError as error:
         if not inputs.is_finished:
             reason = stopper.reason or error
@@ -211,7 +226,11 @@ def _sum_up(
         summary.inputs = [file.path for file in mine]
         summary.outputs = [file.output for file in mine]
         summary.num_files_elsewhere = inputs.num_elsewhere
-        summary.refused = {str(path): text for path, text in inputs.refused.items()}
+        summary.num_kept_rows, summary.num_kept_errors = (
+            inputs.num_kept_rows,
+            inputs.num_kept_errors,
+        )
+        summary.refused = inputs.refused
     for file in inputs.files:
         summary.num_kept_rows += file.num_kept_rows
         summary.num_kept_errors += file.num_kept_errors

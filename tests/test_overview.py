@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -103,8 +104,8 @@ def test_one_output_its_input_and_an_output_folder(folder: Path, tmp_path: Path)
 
 
 def test_a_run_that_was_killed_is_stopped(folder: Path) -> None:
-    for path in folder.glob("*.claim-*"):
-        path.unlink()
+    for path in folder.glob("*.claim"):
+        shutil.rmtree(path)
     (overview,) = look_over(folder)
     running = by_name(overview.files)["output_request_1.jsonl"]
     assert (running.state, running.why) == ("stopped", "its run ended without a word")

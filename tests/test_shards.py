@@ -9,16 +9,17 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import fminfer
-from fminfer.errors import StoppedError
+from fminfer.errors import RequestError, StoppedError
 from fminfer.input.envelope import open_envelope
 from fminfer.job import run_job, share_files
 from fminfer.output import claims as claims_module
-from fminfer.output.claims import BEAT_S, STALE_S, TRUSTED_S, Claims, find_claims, look_at
+from fminfer.output.claims import BEAT_S, STALE_S, TRUSTED_S, Claims, look_at, remove_dead
 from fminfer.output.job_file import JournaledInput
 from fminfer.output.places import plan_outputs
 from fminfer.output.records import Record
@@ -86,7 +87,7 @@ def test_runs_that_are_killed_at_random(tmp_path: Path, number: int) -> None:
     # A row whose run was killed before it noted it is in the file all the same.
     assert NUM_SHARDS * NUM_LINES - num_killed <= len(noted) <= NUM_SHARDS * NUM_LINES
     assert not share(tmp_path / "in").look(), "which also removes dead claims of complete files"
-    left = [path.name for path in (tmp_path / "in").iterdir() if ".claim-" in path.name]
+    left = [path.name for path in (tmp_path / "in").iterdir() if ".claim" in path.name]
     left += [path.name for path in (tmp_path / "in").iterdir() if path.name.endswith(".journal")]
     assert left == []
 
@@ -99,7 +100,7 @@ def test_a_claim_is_one_processs(tmp_path: Path) -> None:
     assert theirs.take(output) is None
     assert theirs.take(tmp_path / "other.jsonl") is not None
     claim.release()
-    assert find_claims(output) == []
+    assert not look_at(output)
     again = theirs.take(output)
     assert again is not None and again.holds()
 
@@ -117,7 +118,9 @@ def test_a_dead_processs_claim_is_taken_over(tmp_path: Path) -> None:
     (found,) = look_at(output)
     assert found.is_dead and found.owner is not None and found.owner.pid == process.pid
     taken = Claims().take(output)
-    assert taken is not None and [taken.path] == find_claims(output), "the dead one is removed"
+    assert taken is not None and [claim.number for claim in look_at(output)] == [1, 2]
+    remove_dead(output)
+    assert [claim.path for claim in look_at(output)] == [taken.path] and taken.holds()
 
 
 def test_another_machines_claim_is_judged_by_its_age(
@@ -135,9 +138,42 @@ def test_another_machines_claim_is_judged_by_its_age(
     # The first slept; it wakes, and finds out before it writes.
     first._beat_s -= TRUSTED_S + 1
     assert not first.holds()
+    second.beat()
     assert second.holds()
     first.release()
+    second.beat()
     assert second.holds() and second.path.exists()
+
+
+def test_a_number_that_is_used_again_is_another_claim(tmp_path: Path) -> None:
+    """Whoever slept while its claim was taken over, given back and taken anew has lost it."""
+    output = tmp_path / "out.jsonl"
+    first = Claims().take(output)
+    assert first is not None
+    first.path.unlink()
+    second = Claims().take(output)
+    assert second is not None and second.path == first.path
+    first.beat()
+    assert not first.holds()
+    first.release()
+    second.beat()
+    assert second.holds()
+
+
+def test_a_process_of_this_machine_that_sleeps_keeps_its_claim(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    claim = Claims().take(output)
+    assert claim is not None
+    os.utime(claim.path, (time.time() - 2 * STALE_S,) * 2)
+    assert Claims().take(output) is None
+
+
+def test_a_process_that_is_not_shown_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where /proc shows a user only what is theirs, others' processes are not dead."""
+    output = tmp_path / "out.jsonl"
+    assert Claims().take(output) is not None
+    monkeypatch.setattr(claims_module, "_start", lambda pid: None)
+    assert Claims().take(output) is None
 
 
 def test_a_claim_that_is_beaten_stays_young(
@@ -158,7 +194,7 @@ def test_two_that_saw_the_same_dead_claim(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     third = Claims().take(output)  # number 1 again
     assert third is not None
-    slow = output.with_name(f"{output.name}.claim-2")
+    slow = third.path.with_name("2")
     slow.write_text("")
     os.utime(slow, (time.time() - 2 * STALE_S,) * 2)
     assert Claims().take(output) is None, "the third lives"
@@ -168,7 +204,8 @@ def test_two_that_saw_the_same_dead_claim(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"host": 1}', '{"pid": {}}', "nan", "[" * 9999])
 def test_a_claim_that_says_nothing(tmp_path: Path, text: str) -> None:
     output = tmp_path / "out.jsonl"
-    path = tmp_path / "out.jsonl.claim-7"
+    path = tmp_path / "out.jsonl.claim" / "7"
+    path.parent.mkdir()
     path.write_text(text)
     assert Claims().take(output) is None, "it may be being written"
     os.utime(path, (time.time() - 2 * STALE_S,) * 2)
@@ -181,7 +218,8 @@ def test_rows_that_come_after_a_take_over_are_not_written(tmp_path: Path) -> Non
     lines = list(first.lines(lambda line: None))
     first.add(Record(lines[0], open_envelope(lines[0]), result={"said": 1}))
     assert first._claim is not None and first._journal is not None
-    os.utime(first._claim.path, (time.time() - 2 * STALE_S,) * 2)
+    sleeper = first._claim.path
+    os.utime(sleeper, (time.time() - 2 * STALE_S,) * 2)
     os.close(first._journal._fd)  # and its lock, as where there are none
     first._journal._fd = os.open(os.devnull, os.O_RDWR)
     with pytest.MonkeyPatch.context() as patch:
@@ -228,7 +266,49 @@ def test_a_file_of_another_model_is_refused_and_the_others_answered(tmp_path: Pa
     mine = share(tmp_path / "in")
     assert mine.look()
     assert [file for file in mine.turns() if file is not None] == []
-    assert list(mine.refused) == [paths[1]] and "the input was" in mine.refused[paths[1]]
+    assert list(mine.refused) == [str(paths[1])]
+    assert "the input was" in mine.refused[str(paths[1])]
+
+
+def test_a_changed_file_with_an_old_date_is_not_taken_for_answered(tmp_path: Path) -> None:
+    """As rsync -a and cp -p make them."""
+    paths = write_shards(tmp_path / "in", 2)
+    for file in share(tmp_path / "in").turns():
+        if file is not None:
+            answer(file)
+    with paths[1].open("a") as more:
+        more.write('{"prompt":"more"}\n')
+    os.utime(paths[1], (time.time() - 3600,) * 2)
+    mine = share(tmp_path / "in")
+    assert mine.look() and [file for file in mine.turns() if file is not None] == []
+    assert list(mine.refused) == [str(paths[1])]
+
+
+def test_errors_of_complete_files_are_counted(tmp_path: Path) -> None:
+    write_shards(tmp_path / "in", 1)
+    file = open_first(tmp_path / "in")
+    for line in file.lines(lambda line: None):
+        file.add(Record(line, open_envelope(line), error=RequestError("out_of_range", "no")))
+    again = share(tmp_path / "in")
+    assert not again.look() and (again.num_kept_rows, again.num_kept_errors) == (3, 3)
+
+
+def test_a_file_that_goes_ends_nothing(tmp_path: Path) -> None:
+    paths = write_shards(tmp_path / "in", 3)
+    mine = share(tmp_path / "in")
+    assert mine.look()
+    turns = mine.turns()
+    answer(open_next(turns))
+    paths[1].unlink()
+    file = open_next(turns)
+    assert file.path == paths[2]
+    answer(file)
+    assert list(turns) == [] and mine.is_finished
+    assert not list((tmp_path / "in").glob("output_request_1*"))
+
+
+def open_next(turns: Iterator[JournaledInput | None]) -> JournaledInput:
+    return next(file for file in turns if file is not None)
 
 
 def test_watching_takes_files_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,6 +359,6 @@ def test_a_run_with_an_engine(tmp_path: Path) -> None:
 def test_an_interrupted_run_gives_its_claims_back(tmp_path: Path) -> None:
     write_shards(tmp_path / "in", 2)
     file = open_first(tmp_path / "in")
-    assert find_claims(file.output)
+    assert look_at(file.output)
     file.abandon(StoppedError("Interrupted.", "cancelled", 130))
-    assert find_claims(file.output) == []
+    assert not look_at(file.output)

@@ -128,11 +128,7 @@ class EngineLoop:
         except RequestError as error:
             return Record(line, envelope, error=error)
         except Exception as error:  # a fault of ours must not cost the other lines
-            fault = RequestError(
-                "internal_error",
-                f"fminfer failed on this line ({type(error).__name__}: {error}); please report it",
-            )
-            return Record(line, envelope, error=fault)
+            return Record(line, envelope, error=fault_of(error))
 
     def stop(self, grace_s: float) -> None:
         """Take no more lines in; rows that run may go on so long. It may be called at any moment.
@@ -388,3 +384,9 @@ def _nan_error(where: str) -> RequestError:
         f"the model's logits for {where} are not numbers (nan); its weights or dtype overflow. "
         "Try --dtype float32 or bfloat16",
     )
+
+
+def fault_of(error: Exception) -> RequestError:
+    """Return the error of a line on which fminfer itself failed."""
+    text = f"fminfer failed on this line ({type(error).__name__}: {error}); please report it"
+    return RequestError("internal_error", text)

@@ -47,7 +47,7 @@ def read_chunks(path: Path) -> Iterator[bytes]:
 
 def digest_of(path: Path) -> str:
     """Return a file's size and digest, for people; for a pipe, which is read once, its kind."""
-    if path == STDIN or not path.is_file():
+    if path == STDIN or (path.exists() and not path.is_file()):
         return A_PIPE
     digest = hashlib.blake2b(digest_size=8)
     with path.open("rb", buffering=0) as file:

@@ -1,7 +1,9 @@
 """Which of several runs answers an output: a claim is a file beside it, kept young by its owner.
 
-Runs on one machine or many share a folder by them. The claim of a process that is known to be dead,
-or that has not touched it for a minute, can be taken over. It knows nothing of what is answered.
+Runs on one machine or many share a folder by them. The claim of a process of this machine can be
+taken over once that has ended, any other once it has not been touched for a minute. Claims stand in
+a folder of their own, `<output>.claim`, by numbers: a later owner's is higher. It knows nothing of
+what is answered.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from pathlib import Path
 
 from fminfer.output.disk import told
 
-CLAIM = ".claim-"  # and a number, added to the output's name: a later owner's is higher
+CLAIM = ".claim"  # added to the output's name
 BEAT_S = 5.0
 STALE_S = 60.0  # without a beat: its owner is dead, or cannot reach the disk
 TRUSTED_S = 20.0  # so long after its own last beat an owner need not look
@@ -34,12 +36,12 @@ class Owner:
     started: str  # a process id is used again
     machine: str  # this boot of this machine, as seen from this container
     since: float  # time.time() of its host
+    token: str  # of this very claim: a number is used again, too
 
-    def is_gone(self) -> bool:
-        """Tell whether the process is known to have ended."""
-        return (
-            self.machine != "" and self.machine == _machine() and self.started != _start(self.pid)
-        )
+    @property
+    def is_near(self) -> bool:
+        """Tell whether this machine's processes are the owner's as well."""
+        return self.machine != "" and self.machine == _machine()
 
 
 @dataclass(slots=True, frozen=True)
@@ -49,34 +51,44 @@ class Found:
     path: Path
     number: int
     owner: Owner | None  # None: it was not written yet, or by another version
-    age_s: float  # since its last beat, by the clock of the disk
+    age_s: float  # since its last beat
 
     @property
     def is_dead(self) -> bool:
-        return self.age_s > STALE_S or (self.owner is not None and self.owner.is_gone())
+        if self.owner is not None and self.owner.is_near:
+            return not _is_alive(self.owner)  # also one that sleeps lives
+        return self.age_s > STALE_S
 
 
 class Claim:
     """An output that is this process's to answer.
 
     Args:
+        data: what stands in its file.
         on_end: called once it is given back.
     """
 
-    def __init__(self, path: Path, on_end: Callable[[Claim], None]) -> None:
+    def __init__(self, path: Path, data: bytes, on_end: Callable[[Claim], None]) -> None:
         self.path = path
+        self._data = data
         self._on_end = on_end
         self._beat_s = time.time()
         self._is_lost = False
 
     def beat(self) -> None:
-        """Touch it; another process that has taken over is noticed."""
-        with contextlib.suppress(OSError):  # the disk may come back
-            if find_claims(_output_of(self.path))[-1:] != [self.path]:
-                self._is_lost = True
-                return
+        """Touch it, and then see whether another process has taken over.
+
+        In this order: whoever looks for a dead one sees it young, or is seen.
+        """
+        try:
             os.utime(self.path)
+            is_mine = self.path.read_bytes() == self._data
+            self._is_lost = not is_mine or _numbers(self.path.parent)[-1] != int(self.path.name)
             self._beat_s = time.time()
+        except FileNotFoundError:
+            self._is_lost = True
+        except OSError:
+            pass  # the disk may come back
 
     def holds(self) -> bool:
         """Tell whether it is still this process's: one that slept for long may have lost it."""
@@ -90,7 +102,9 @@ class Claim:
         """Give it back."""
         self._on_end(self)
         with contextlib.suppress(OSError):
-            self.path.unlink(missing_ok=True)
+            if self.path.read_bytes() == self._data:
+                self.path.unlink()
+            self.path.parent.rmdir()  # if nobody else has one there
 
 
 class Claims:
@@ -100,10 +114,11 @@ class Claims:
         self._held: set[Claim] = set()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._stop = threading.Event()
 
     def take(self, output: Path) -> Claim | None:
         """Claim an output; None: it is another living process's.
+
+        The claims of dead ones stay until `remove_dead`: whoever slept is to find its own.
 
         Raises:
             OutputError: the folder cannot be written.
@@ -112,24 +127,18 @@ class Claims:
         if any(not claim.is_dead for claim in found):
             return None
         number = 1 + max((claim.number for claim in found), default=0)
-        path = output.with_name(f"{output.name}{CLAIM}{number}")
+        path, data = _folder_of(output) / str(number), _describe_me()
         with told(path):
-            if not _create(path):
+            if not _create(path, data):
                 return None
-            # Two may have seen the same dead one at different times: both look again, and at most
-            # one finds itself alone.
-            rivals = [claim for claim in look_at(output) if claim.path != path]
-            if any(claim.number > number or not claim.is_dead for claim in rivals):
-                path.unlink(missing_ok=True)
-                return None
-        remove_dead(output)
-        return self._hold(Claim(path, self._drop))
-
-    def close(self) -> None:
-        """Give all back."""
-        self._stop.set()
-        for claim in list(self._held):
+        # Two may have seen the same dead one at different times: both look again, and at most one
+        # finds itself alone.
+        rivals = [claim for claim in look_at(output) if claim.path != path]
+        claim = Claim(path, data, self._drop)
+        if any(rival.number > number or not rival.is_dead for rival in rivals):
             claim.release()
+            return None
+        return self._hold(claim)
 
     def _hold(self, claim: Claim) -> Claim:
         with self._lock:
@@ -144,40 +153,36 @@ class Claims:
             self._held.discard(claim)
 
     def _beat(self) -> None:
-        while not self._stop.wait(BEAT_S):
+        while True:
+            time.sleep(BEAT_S)
             with self._lock:
                 held = list(self._held)
             for claim in held:
                 claim.beat()
 
 
-def find_claims(output: Path) -> list[Path]:
-    """List an output's claims, the newest owner's last."""
-    prefix = output.name + CLAIM
-    names = [name for name in os.listdir(output.parent) if name.startswith(prefix)]
-    numbers = sorted(int(name[len(prefix) :]) for name in names if name[len(prefix) :].isdigit())
-    return [output.with_name(f"{prefix}{number}") for number in numbers]
+def look_at(output: Path, now_s: float | None = None) -> list[Found]:
+    """Read an output's claims, the newest owner's last.
+
+    Args:
+        now_s: None: by the clock that dates files here, which may be a server's.
+    """
+    folder = _folder_of(output)
+    found = []
+    for number in _numbers(folder):
+        path = folder / str(number)
+        with contextlib.suppress(FileNotFoundError):  # given back just now
+            owner, beat_s = _read_owner(path), path.stat().st_mtime
+            if now_s is None and not (owner and owner.is_near):
+                now_s = _disk_time(output.parent)
+            found.append(Found(path, number, owner, (now_s or beat_s) - beat_s))
+    return found
 
 
 def claimed_outputs(folder: Path) -> set[Path]:
     """List the outputs in a folder that have a claim, alive or dead."""
     names = os.listdir(folder) if folder.is_dir() else []
-    return {folder / name.rpartition(CLAIM)[0] for name in names if CLAIM in name}
-
-
-def look_at(output: Path) -> list[Found]:
-    """Read an output's claims, the newest owner's last."""
-    if not output.parent.is_dir():
-        return []
-    paths = find_claims(output)
-    now_s = _disk_time(output.parent) if paths else 0.0
-    found = []
-    for path in paths:
-        with contextlib.suppress(FileNotFoundError):  # given back just now
-            age_s = now_s - path.stat().st_mtime
-            number = int(path.name.rpartition(CLAIM)[2])
-            found.append(Found(path, number, _read_owner(path), age_s))
-    return found
+    return {folder / name.removesuffix(CLAIM) for name in names if name.endswith(CLAIM)}
 
 
 def remove_dead(output: Path) -> None:
@@ -186,38 +191,54 @@ def remove_dead(output: Path) -> None:
         if claim.is_dead:
             with contextlib.suppress(OSError):
                 claim.path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        _folder_of(output).rmdir()  # if it is empty
 
 
-def _create(path: Path) -> bool:
-    """Make a claim; return False if it is there."""
+def _folder_of(output: Path) -> Path:
+    return output.with_name(output.name + CLAIM)
+
+
+def _numbers(folder: Path) -> list[int]:
+    try:
+        return sorted(int(name) for name in os.listdir(folder) if name.isdigit())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _create(path: Path, data: bytes) -> bool:
+    """Make a claim; return False if it is there, or its folder is being removed."""
+    path.parent.mkdir(exist_ok=True)
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    except FileExistsError:
+    except (FileExistsError, FileNotFoundError):
         return False
-    pid = os.getpid()
-    owner = Owner(socket.gethostname(), pid, _start(pid), _machine(), time.time())
-    with open(fd, "w") as file:
-        file.write(json.dumps(asdict(owner)) + "\n")
+    try:
+        with open(fd, "wb") as file:
+            file.write(data)
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
     return True
+
+
+def _describe_me() -> bytes:
+    pid, token = os.getpid(), uuid.uuid4().hex
+    me = Owner(socket.gethostname(), pid, _start(pid) or "", _machine(), time.time(), token)
+    return json.dumps(asdict(me)).encode() + b"\n"
 
 
 def _read_owner(path: Path) -> Owner | None:
     try:
-        fields = json.loads(path.read_text())
-        owner = Owner(**fields)
-        types = (str, int, str, str, float)
-        values = (owner.host, owner.pid, owner.started, owner.machine, owner.since)
-        return owner if all(map(isinstance, values, types)) else None
+        owner = Owner(**json.loads(path.read_bytes()))
+        types = (str, int, str, str, float, str)
+        return owner if all(map(isinstance, asdict(owner).values(), types)) else None
     except (ValueError, TypeError, RecursionError):
         return None
 
 
-def _output_of(claim: Path) -> Path:
-    return claim.with_name(claim.name.rpartition(CLAIM)[0])
-
-
 def _disk_time(folder: Path) -> float:
-    """Return the time by the clock that dates the folder's files, which may be a server's."""
+    """Return the time by the clock that dates the folder's files."""
     probe = folder / f".fminfer-{uuid.uuid4().hex}"
     try:
         probe.touch()
@@ -238,10 +259,24 @@ def _machine() -> str:
         return ""
 
 
-def _start(pid: int) -> str:
-    """Return when a process began, in the kernel's ticks; "": there is none, or it has ended."""
+def _is_alive(owner: Owner) -> bool:
+    """Tell whether a process of this machine has not ended."""
+    started = _start(owner.pid)
+    if started is not None:
+        return started == owner.started
+    try:  # it may be another user's, and not be shown
+        os.kill(owner.pid, 0)
+    except PermissionError:
+        return True
+    except (ProcessLookupError, OverflowError):
+        return False
+    return True
+
+
+def _start(pid: int) -> str | None:
+    """Return when a process began, in the kernel's ticks; "": it has ended; None: not known."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return ""
+        return None
     return "" if fields[0] in "ZX" else fields[19]

@@ -13,7 +13,7 @@ from pathlib import Path
 from fminfer.errors import InUseError, OutputError, StoppedError, UsageError
 from fminfer.input.lines import Line, count_rows, read_lines
 from fminfer.input.streams import A_PIPE, digest_of
-from fminfer.output.claims import Claim, Claims, look_at
+from fminfer.output.claims import Claim, Claims, look_at, remove_dead
 from fminfer.output.disk import explain
 from fminfer.output.journal import Fingerprint, Journal, check_fingerprint, peek
 from fminfer.output.records import Record
@@ -53,11 +53,12 @@ class StreamedInput:
             yield line
         self._is_read = True
 
-    def add(self, record: Record) -> None:
+    def add(self, record: Record) -> bool:
         """Write a record when it is its turn."""
         is_error = record.error is not None
         self._stream.append(self.source, record.line.number, record.to_json(), is_error=is_error)
         self._num_done += 1
+        return True
 
     @property
     def is_settled(self) -> bool:
@@ -143,6 +144,8 @@ class JournaledInput:
         self._make_folder()
         # There from the start, so that no run of another kind takes the output meanwhile.
         journal = self._journal = Journal(self.output, self._fingerprint, restart=self._restart)
+        if self._claim is not None:  # whoever slept with the journal open still has its claim
+            remove_dead(self.output)
         self._status.move("validating")
         self._keep(journal.kept.num_answers, journal.kept.num_errors, journal.kept.tokens)
         self.num_damaged_rows = journal.num_damaged
@@ -184,12 +187,12 @@ class JournaledInput:
         self._is_read = True
         self._finish_if_complete()  # its last record may have come before its end was seen
 
-    def add(self, record: Record) -> None:
-        """Write a record at once, unless another run has taken the output over."""
+    def add(self, record: Record) -> bool:
+        """Write a record at once; return False if another run has taken the output over."""
         if self._claim is not None and not self._claim.holds():
             self._lose()
         if self.is_lost:
-            return
+            return False
         assert self._journal is not None, "a record of an input that is not being answered"
         is_error = record.error is not None
         tokens = record.num_prompt_tokens, record.num_cached_tokens, record.num_completion_tokens
@@ -199,6 +202,7 @@ class JournaledInput:
         self._counts.add(is_error=is_error, tokens=tokens)
         self._status.update()
         self._finish_if_complete()
+        return True
 
     def abandon(self, error: BaseException) -> None:
         """Stop without finishing; what was answered stays in the journal."""
@@ -222,6 +226,7 @@ class JournaledInput:
             if self._claim is None:
                 raise self._in_use()
             journal = Journal(self.output, self._fingerprint)
+            remove_dead(self.output)
         except UsageError:
             self.is_lost = True
             self._release()

@@ -154,7 +154,7 @@ def _state_of(source: Path | None, output: Path, now_s: float) -> FileState:
 
 
 def _name_state(output: Path, status: dict[str, Any]) -> State:
-    if any(not claim.is_dead for claim in look_at(output)):
+    if any(not claim.is_dead for claim in look_at(output, time.time())):
         return "running"
     if output.exists() and not journal_path(output).exists():
         return "done"
@@ -163,7 +163,8 @@ def _name_state(output: Path, status: dict[str, Any]) -> State:
 
 def _add_run(state: FileState, output: Path, status: dict[str, Any], now_s: float) -> None:
     """Say who answers a file, and how fast."""
-    owner = next((c.owner for c in reversed(look_at(output)) if c.owner and not c.is_dead), None)
+    claims = reversed(look_at(output, time.time()))
+    owner = next((claim.owner for claim in claims if claim.owner and not claim.is_dead), None)
     state.owner = "?" if owner is None else f"{owner.host}, process {owner.pid}"
     began_s = status.get("in_progress_at")
     if not began_s or now_s <= began_s or state.num_rows is None:

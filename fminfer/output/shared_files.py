@@ -12,6 +12,7 @@ from pathlib import Path
 from fminfer.errors import InUseError, UsageError
 from fminfer.input.lines import count_rows
 from fminfer.output.claims import Claim, Claims, claimed_outputs, look_at, remove_dead
+from fminfer.output.disk import told
 from fminfer.output.job_file import JournaledInput
 from fminfer.output.journal import Fingerprint, check_fingerprint, journal_path
 from fminfer.output.status import read_status
@@ -48,7 +49,10 @@ class SharedFiles:
         is_watching: bool,
     ) -> None:
         self.files: list[JournaledInput] = []  # claimed by this run, by their number
-        self.refused: dict[Path, str] = {}  # inputs that cannot be answered, and why
+        self.refused: dict[str, str] = {}  # inputs that cannot be answered, and why
+        self.num_kept_rows = self.num_kept_errors = 0  # of files that were complete before
+        self._plan: FilePlan | None = None
+        self._num_lost = 0  # of `files`, those that are to be had again
         self.num_elsewhere = 0  # at the last look, those that other runs answer
         self._find, self._open_file = find, open_file
         self._claims = claims
@@ -73,7 +77,8 @@ class SharedFiles:
         Raises:
             UsageError: an output is another model's, or was made with other settings.
         """
-        free = [path for path, _ in self._free(*self._find())]
+        self._plan = self._find()
+        free = [path for path, _ in self._free(*self._plan)]
         if not self._is_watching and sum(path.stat().st_size for path in free) < MOST_COUNTED_BYTES:
             self._num_free = {path: count_rows(path) for path in free}
         else:
@@ -90,8 +95,8 @@ class SharedFiles:
             if time.monotonic() < self._next_scan_s:
                 yield None
                 continue
-            opened = len(self.files)
-            for path, output in self._free(*self._find()):
+            opened, began_s = len(self.files), time.monotonic()
+            for path, output in self._free(*self._list()):
                 file = self._claim(path, output)
                 if file is not None:
                     yield file
@@ -99,22 +104,41 @@ class SharedFiles:
                 # What others answer may become free as long as this run has work of its own.
                 idle = all(file.is_settled for file in self.files)
                 self._has_ended = idle and not self._is_watching
-                self._next_scan_s = time.monotonic() + SCAN_EVERY_S
+                took_s = time.monotonic() - began_s  # thousands of names take their time
+                self._next_scan_s = time.monotonic() + max(SCAN_EVERY_S, 20 * took_s)
+
+    def check_kept(self) -> None:
+        """What other runs have taken over is theirs to end, and `num_elsewhere` counts it."""
+
+    def _list(self) -> FilePlan:
+        """List the inputs anew; files that came since and cannot be answered end nothing."""
+        lost = [file for file in self.files if file.is_lost and not file.is_finished]
+        for file in lost[self._num_lost :]:  # another run took it over, and may die as well
+            self._settled.discard(file.path)
+        self._num_lost = len(lost)
+        try:
+            self._plan = self._find()
+        except UsageError as error:
+            self.refused["what came while watching"] = str(error)
+        assert self._plan is not None, "look was not called"
+        return self._plan
 
     def _free(self, inputs: list[Path], outputs: list[Path]) -> Iterator[tuple[Path, Path]]:
         """Yield what is neither complete nor claimed by a process that lives."""
         self.num_elsewhere = 0
         claimed = _claimed(outputs)
         for path, output in zip(inputs, outputs, strict=True):
-            if path in self._settled or (self._is_watching and _is_young(path)):
+            if path in self._settled or not path.exists():
                 continue
             try:
+                if self._is_watching and _is_young(path):
+                    continue
                 if self._is_complete(path, output):
                     self._settled.add(path)
                     if output in claimed:
                         remove_dead(output)
                     continue
-            except UsageError as error:
+            except (UsageError, OSError) as error:
                 self._refuse(path, error)
                 continue
             if output in claimed and any(not claim.is_dead for claim in look_at(output)):
@@ -130,14 +154,22 @@ class SharedFiles:
         status = read_status(output)
         if status is None or status.get("status") != "completed":
             return False
-        if self._restart:
-            return int(status.get("completed_at") or 0) >= self._started_s
+        if self._restart and int(status.get("completed_at") or 0) < int(self._started_s):
+            return False
         found = dict(status.get("metadata") or {})
         check_fingerprint(output, found | {"the input": ""}, self._fingerprint | {"the input": ""})
-        return path.stat().st_mtime <= output.stat().st_mtime
+        facts = path.stat()  # a copy may have an old time of writing, but not of its entry
+        has_size = str(found.get("the input", "")).startswith(f"{facts.st_size:,} bytes ")
+        if not has_size or max(facts.st_mtime, facts.st_ctime) > output.stat().st_mtime:
+            return False
+        counts = status["request_counts"]
+        self.num_kept_rows += counts["completed"] + counts["failed"]
+        self.num_kept_errors += counts["failed"]
+        return True
 
     def _claim(self, path: Path, output: Path) -> JournaledInput | None:
-        output.parent.mkdir(parents=True, exist_ok=True)
+        with told(output):
+            output.parent.mkdir(parents=True, exist_ok=True)
         claim = self._claims.take(output)
         self._num_free.pop(path, None)
         if claim is None:
@@ -148,7 +180,7 @@ class SharedFiles:
         except InUseError:  # by a run that knows no claims, or is slow to give it back
             claim.release()
             return None
-        except UsageError as error:
+        except (UsageError, OSError) as error:  # of the input: the output's are OutputErrors
             claim.release()
             self._refuse(path, error)
             return None
@@ -164,9 +196,9 @@ class SharedFiles:
         rows = [*(file.num_rows_at_start for file in self.files), *self._num_free.values()]
         self.num_rows = None if None in rows else sum(row or 0 for row in rows)
 
-    def _refuse(self, path: Path, error: UsageError) -> None:
+    def _refuse(self, path: Path, error: Exception) -> None:
         self._settled.add(path)
-        self.refused[path] = str(error)
+        self.refused[str(path)] = str(error)
 
 
 def _claimed(outputs: Sequence[Path]) -> set[Path]:

@@ -15,8 +15,6 @@ from fminfer.output.records import Record
 from fminfer.team.place import PLACE, Place
 from fminfer.team.wire import Ended, Failed, Ready
 
-END_S = 20.0  # for a pipeline to end by itself
-
 Key = tuple[int, int]  # a line's source and number
 
 
@@ -64,14 +62,13 @@ class PipelineProcess:
         return line is not None
 
     def close(self) -> None:
-        """End the process."""
-        try:
-            self.process.wait(END_S if self.ended is not None else 0)
-        except subprocess.TimeoutExpired:
-            self.process.terminate()
-            try:
-                self.process.wait(END_S)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
+        """Hang up, at which a process that has not ended ends; nothing in it is worth keeping."""
         self.connection.close()
+
+    def end(self, wait_s: float) -> None:
+        """Wait for the process, and then end it in any case."""
+        try:
+            self.process.wait(wait_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()

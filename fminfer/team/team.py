@@ -6,6 +6,7 @@ nothing of steps.
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
@@ -17,7 +18,7 @@ from fminfer import errors
 from fminfer.assembly import find_limits
 from fminfer.config import EngineConfig
 from fminfer.engine.intake import Intake
-from fminfer.engine.loop import LOOKAHEAD
+from fminfer.engine.loop import LOOKAHEAD, fault_of
 from fminfer.engine.stats import EngineStats
 from fminfer.errors import FminferError, PipelineError, RequestError, StoppedError
 from fminfer.input.envelope import Envelope, as_text, open_envelope
@@ -41,6 +42,7 @@ from fminfer.tokenizer import Tokenizer
 MOST_UNTAKEN = 16  # lines that wait at a pipeline's door
 LINES_AT_ONCE = 4  # neighbours, which may share a prefix, go to the same one
 POLL_S = 0.02
+END_S = 4.0  # for pipelines to end by themselves
 
 
 class Team:
@@ -138,8 +140,13 @@ class Team:
             yield from self._listen(POLL_S)
 
     def close(self) -> None:
-        """End all pipelines."""
+        """End all pipelines: those that have said so in peace, the others soon."""
         for pipeline in self._pipelines:
+            if pipeline.ended is None:
+                pipeline.close()
+        deadline_s = time.monotonic() + END_S
+        for pipeline in self._pipelines:
+            pipeline.end(max(0.0, deadline_s - time.monotonic()))
             pipeline.close()
 
     @property
@@ -198,6 +205,8 @@ class Team:
             return replace(line, num_equal=self._intake.identify(line, envelope)[2])
         except RequestError as error:
             return Record(line, envelope, error=error)
+        except Exception as error:  # a fault of ours must not cost the other lines
+            return Record(line, envelope, error=fault_of(error))
 
     def _listen(self, timeout_s: float) -> Iterator[Record]:
         for pipeline, report in self._reports(timeout_s):
