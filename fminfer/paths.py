@@ -61,6 +61,8 @@ class JobPaths:
                 raise UsageError(f"{flag} {path} is a folder; give the name of a file")
         if self.is_watching and not self.is_shared:
             raise UsageError("--watch needs a folder to watch, and an --output that is none of -")
+        if self.is_watching and self.output is not None and str(self.output).endswith(".jsonl"):
+            raise UsageError(f"--output {self.output} is one file; --watch needs a folder for many")
         if self.is_watching and any(isinstance(path, str) for path in (*self.paths, self.output)):
             raise UsageError("--watch works with local files and folders only, not with URLs")
         return inputs, outputs
