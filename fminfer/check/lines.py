@@ -16,7 +16,7 @@ from fminfer.input.lines import Line
 from fminfer.output.records import Record
 
 # What is kept of the beginning, to find its steps: some seconds of simulation.
-SAMPLE_TOKENS = 400_000  # prompt tokens, and tokens to be drawn
+SAMPLE_TOKENS = 200_000  # prompt tokens, and tokens to be drawn
 SAMPLE_BYTES = 64 << 20
 
 
