@@ -78,7 +78,7 @@ def test_runs_that_are_killed_at_random(tmp_path: Path, number: int) -> None:
         if runs[place].wait() in (0, -9):
             runs[place] = start()
     assert {run.wait() for run in runs} <= {0, -9}
-    assert num_killed >= NUM_RUNS
+    assert num_killed >= 4
     for path, output in zip(paths, outputs, strict=True):
         said = [json.loads(line)["result"]["said"] for line in output.read_bytes().splitlines()]
         assert said == [*range(1, NUM_LINES + 1)], path

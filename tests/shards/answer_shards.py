@@ -19,7 +19,7 @@ from fminfer.output.places import plan_outputs
 from fminfer.output.records import Record
 from fminfer.output.shared_files import FilePlan, SharedFiles
 
-PAUSE_S = 0.002  # at most, before a row
+PAUSE_S = 0.03  # at most, before a row
 
 
 def share(folder: Path, *, is_watching: bool = False, restart: bool = False) -> SharedFiles:
