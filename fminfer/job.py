@@ -157,15 +157,7 @@ def run_job(
         bar.add_step(num_fed, num_drawn)
         _show(bar, summary, inputs, engine)
 
-    def on_step(step: StepTrace) -> None:
-        on_work(step.num_prompt_tokens, len(step.step.sampling.token_index))
-        if trace_file is not None:
-            trace_file.add(step)
-
-    if isinstance(engine, Team):
-        engine.on_work = on_work
-    else:
-        engine.trace(on_step)
+    _follow_steps(engine, on_work, trace_file)
     try:
         with stopper.telling(engine.stop):
             for record in engine.run(_lines(inputs, engine, stopper), read_ahead):
@@ -190,6 +182,22 @@ def run_job(
     summary.wall_s = time.perf_counter() - started
     summary.warnings = engine.warnings
     return _sum_up(summary, inputs, engine.stats)
+
+
+def _follow_steps(
+    engine: Engine | Team, on_work: Callable[[int, int], None], trace_file: TraceFile | None
+) -> None:
+    """Have `on_work` told how many tokens were fed and drawn, and each step traced."""
+
+    def on_step(step: StepTrace) -> None:
+        on_work(step.num_prompt_tokens, len(step.step.sampling.token_index))
+        if trace_file is not None:
+            trace_file.add(step)
+
+    if isinstance(engine, Team):  # whose steps are its pipelines'
+        engine.on_work = on_work
+    else:
+        engine.trace(on_step)
 
 
 def abandon(inputs: NamedFiles | SharedFiles, error: BaseException) -> None:

@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 
 import fminfer
-from fminfer.errors import RequestError, StoppedError
+from fminfer.errors import InUseError, RequestError, StoppedError
 from fminfer.input.envelope import open_envelope
-from fminfer.job import run_job, share_files
+from fminfer.job import open_files, run_job, share_files
 from fminfer.output import claims as claims_module
+from fminfer.output import shared_files
 from fminfer.output.claims import BEAT_S, STALE_S, TRUSTED_S, Claims, look_at, remove_dead
 from fminfer.output.job_file import JournaledInput
 from fminfer.output.places import plan_outputs
@@ -238,6 +239,47 @@ def test_rows_that_come_after_a_take_over_are_not_written(tmp_path: Path) -> Non
     assert status is not None and status["status"] == "completed"
 
 
+def lose(file: JournaledInput) -> None:
+    """Let another machine take a file over from a run that sleeps."""
+    assert file._claim is not None
+    file._claim.path.unlink()
+    file._claim.beat()
+    assert not file._claim.holds()
+
+
+def test_a_file_that_was_lost_is_taken_again_when_it_comes_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its run must not end with 0 as if it were answered."""
+    monkeypatch.setattr(shared_files, "SCAN_EVERY_S", 0.01)
+    write_shards(tmp_path / "in", 1)
+    mine = share(tmp_path / "in")
+    assert mine.look()
+    turns = mine.turns()
+    first = open_next(turns)
+    lines = list(first.lines(lambda line: None))
+    lose(first)
+    record = Record(lines[0], open_envelope(lines[0]), result={"said": 1})
+    assert not first.add(record) and first.is_lost
+    again = open_next(turns)
+    assert again.path == first.path and again is not first
+    answer(again)
+    assert list(turns) == [] and mine.is_finished and again.is_finished
+
+
+def test_a_named_file_that_was_lost_is_told(tmp_path: Path) -> None:
+    (path,) = write_shards(tmp_path / "in", 1)
+    output = plan_outputs([path], None)[0]
+    files = open_files([path], [output], {}, model="m", restart=False)
+    (file,) = files.files
+    assert isinstance(file, JournaledInput)
+    lines = list(file.lines(lambda line: None))
+    lose(file)
+    file.add(Record(lines[0], open_envelope(lines[0]), result={"said": 1}))
+    with pytest.raises(InUseError, match="taken over"):
+        files.check_kept()
+
+
 def test_what_others_answer_is_left_to_them(tmp_path: Path) -> None:
     paths = write_shards(tmp_path / "in", 3)
     theirs = Claims()
@@ -312,8 +354,6 @@ def open_next(turns: Iterator[JournaledInput | None]) -> JournaledInput:
 
 
 def test_watching_takes_files_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fminfer.output import shared_files
-
     monkeypatch.setattr(shared_files, "SCAN_EVERY_S", 0.01)
     (tmp_path / "in").mkdir()
     mine = share(tmp_path / "in", is_watching=True)

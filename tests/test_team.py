@@ -60,13 +60,15 @@ def pipelines_of(run: subprocess.Popen[str]) -> list[int]:
     )
 
 
-def start_long_run(folder: Path, num_rows: int = 400) -> tuple[subprocess.Popen[str], Path]:
+def start_long_run(
+    folder: Path, *more: str, num_rows: int = 400
+) -> tuple[subprocess.Popen[str], Path]:
     """Return a run of two pipelines that is at work, and its output."""
     source, output = folder / "long.jsonl", folder / "out.jsonl"
     row = {"prompt": "Question: How do you go", "max_tokens": 40, "min_tokens": 40}
     source.write_text("".join(json.dumps(row | {"user": str(n)}) + "\n" for n in range(num_rows)))
     flags = ["--dtype", "float32", "--max-rows", "2", "--data-group-size", "2", "--output", output]
-    run = start(source, *flags)
+    run = start(source, *flags, *more)
     deadline = time.monotonic() + WAIT_S
     while (read_status(output) or {}).get("request_counts", {}).get("completed", 0) < 10:
         assert run.poll() is None and time.monotonic() < deadline, finish(run)
@@ -131,6 +133,19 @@ def test_it_stops_in_good_order(tmp_path: Path) -> None:
     assert status == 130 and "goes on from there" in err and "Traceback" not in err
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     assert (read_status(output) or {})["status"] == "cancelled"
+
+
+def test_told_twice_it_ends_at_once(tmp_path: Path) -> None:
+    """Pipelines that still compute have nothing worth waiting for: not for their grace either."""
+    run, _ = start_long_run(tmp_path, "--grace", "100")
+    pids = pipelines_of(run)
+    run.send_signal(signal.SIGINT)
+    time.sleep(1.5)
+    run.send_signal(signal.SIGINT)
+    started = time.monotonic()
+    status, err = finish(run)
+    assert status == 130 and time.monotonic() - started < 40, err
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 def test_pipelines_end_with_their_run(tmp_path: Path) -> None:

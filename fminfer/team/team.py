@@ -209,19 +209,18 @@ class Team:
             return Record(line, envelope, error=fault_of(error))
 
     def _listen(self, timeout_s: float) -> Iterator[Record]:
+        """Take note of what the pipelines say; yield the records that are among it."""
         for pipeline, report in self._reports(timeout_s):
             if isinstance(report, Ready):
                 pipeline.ready = report
             elif isinstance(report, Taken):
                 pipeline.num_untaken -= 1
-            elif isinstance(report, Answered):
-                if report.stats is not None:
-                    self._take_stats(pipeline, report.stats)
-                if pipeline.finish(report.record):
-                    yield report.record
             elif isinstance(report, Ended):
                 pipeline.ended = report
+            if isinstance(report, Answered | Ended) and report.stats is not None:
                 self._take_stats(pipeline, report.stats)
+            if isinstance(report, Answered) and pipeline.finish(report.record):
+                yield report.record
 
     def _take_stats(self, pipeline: PipelineProcess, stats: EngineStats) -> None:
         before, pipeline.stats = pipeline.stats, stats
