@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import statistics
 from typing import Any
 
 import pytest
@@ -312,6 +313,13 @@ def test_running_rows_are_spread_over_the_stages() -> None:
         assert largest <= share + 1
         decoding = [num_rows for _, num_rows in steps if num_rows]
         assert sum(decoding) / len(decoding) > 0.7 * share, "no micro-batch of leftovers"
+
+
+def test_many_rows_of_one_stage_run_together() -> None:
+    """Two halves in turns would read all weights twice; a pipeline keeps a third micro-batch."""
+    for num_stages, share in ((1, 200), (2, 67)):
+        decoding = [num_rows for _, num_rows in steps_of(num_stages, 200) if num_rows]
+        assert statistics.median(decoding) == pytest.approx(share, abs=1)
 
 
 def test_in_a_pipeline_prompts_come_in_pieces_while_rows_decode() -> None:
