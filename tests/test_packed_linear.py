@@ -65,6 +65,17 @@ def test_bfloat16_is_packed_where_the_machine_is_fast_in_it() -> None:
             assert linear.weight.isnan().all()
 
 
+@pytest.mark.parametrize("outputs", [512, 768, 896])
+def test_many_rows_of_few_outputs_in_bfloat16(outputs: int) -> None:
+    """They are multiplied in halves."""
+    linear = nn.Linear(64, outputs, dtype=torch.bfloat16)
+    x = torch.randn(1, 513, 2, 64, dtype=torch.bfloat16).transpose(1, 2)[:, :, :449]
+    with torch.inference_mode():
+        expected = linear(x)
+        if pack(linear, is_fast_in_bfloat16=True):
+            torch.testing.assert_close(linear(x), expected, atol=0.02, rtol=0.02)
+
+
 def test_what_packs_wrong_is_left_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_linear, "_pack", lambda weight, bias: lambda x: x @ weight.t() + 1)
     linear = nn.Linear(16, 16, bias=False)
