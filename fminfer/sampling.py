@@ -34,11 +34,12 @@ class Ranking:
     first: torch.Tensor  # (rows,) int64: the best one's id, of equals the lowest
 
 
-Ranker = Callable[[torch.Tensor, int], Ranking]  # of (rows, vocab) float32 and k >= 1
+Ranker = Callable[[torch.Tensor, int], Ranking]  # of (rows, vocab) logits and k >= 1
 
 
 def rank(logits: torch.Tensor, num_top: int) -> Ranking:
     """Rank in plain torch."""
+    logits = logits.float()
     if num_top == 1:
         best, best_ids = logits.max(-1, keepdim=True)
         first = best_ids[:, 0]
@@ -107,7 +108,7 @@ class LogitEditTensors:
         """
         if not (len(self.ids) or len(self.banned_ids)):
             return logits
-        changed = logits.clone()
+        changed = logits.to(torch.float32, copy=True)
         biased = changed[self.rows, self.ids] + self.bias
         scaled = torch.where(biased > 0, biased / self.factor, biased * self.factor)
         changed[self.rows, self.ids] = scaled - self.minus
@@ -125,7 +126,7 @@ def sample(
     """Draw one token a row.
 
     Args:
-        logits: (rows, vocab) float32.
+        logits: (rows, vocab), of any floating dtype; what is computed of them is float32.
         num_top: how many alternatives to report.
         edits: changes of single logits; the logprobs are those of the logits without them.
     """
@@ -136,7 +137,7 @@ def sample(
     is_random = (how.temperature > 0) & (how.top_p > 0) & (how.top_k != 1)
     drawn_rows = is_random.nonzero()[:, 0]
     if len(drawn_rows):
-        ids[drawn_rows] = _draw(edited[drawn_rows], how.rows(drawn_rows))
+        ids[drawn_rows] = _draw(edited[drawn_rows].float(), how.rows(drawn_rows))
     return _report(logits, ids, num_top, ranking)
 
 
@@ -144,7 +145,7 @@ def score(logits: torch.Tensor, ids: torch.Tensor, num_top: int, ranker: Ranker 
     """Return the logprob of each row's given id, and the best alternatives.
 
     Args:
-        logits: (rows, vocab) float32.
+        logits: (rows, vocab), of any floating dtype.
         ids: (rows,) int64.
     """
     return _report(logits, ids, num_top, _rank(logits, num_top, ranker))
@@ -156,7 +157,7 @@ def _rank(logits: torch.Tensor, num_top: int, ranker: Ranker) -> Ranking:
 
 def _report(logits: torch.Tensor, ids: torch.Tensor, num_top: int, ranking: Ranking) -> Draws:
     normalizer = ranking.normalizer[:, None]
-    logprobs = logits.gather(-1, ids[:, None]) - normalizer
+    logprobs = logits.gather(-1, ids[:, None]).float() - normalizer
     # A chosen token that is also among the best has the very same float there.
     best = ranking.best[:, :num_top]
     return Draws(ids, logprobs[:, 0], ranking.best_ids[:, :num_top], best - normalizer)

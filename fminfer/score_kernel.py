@@ -8,6 +8,7 @@ import torch
 
 from fminfer.sampling import Ranking, rank
 
+TYPES = {torch.float32: 0, torch.bfloat16: 1}
 MOST_TOP = 64  # of more, torch's own selection is faster
 
 
@@ -17,24 +18,27 @@ class ScoreKernel:
     def __init__(self, library: ctypes.CDLL) -> None:
         address, number = ctypes.c_void_p, ctypes.c_int64
         self._score = library.fminfer_score
-        self._score.argtypes = [address, *[number] * 3, *[address] * 3, ctypes.c_int]
+        self._score.argtypes = [address, *[number] * 4, *[address] * 3, ctypes.c_int]
 
     def __call__(self, logits: torch.Tensor, num_top: int) -> Ranking:
-        """Return the normalizers of (rows, vocab) float32 logits, and the best `num_top`.
+        """Return the normalizers of (rows, vocab) logits, and the best `num_top`, in float32.
 
         Of equal logits the lowest ids come first.
         """
         if num_top > MOST_TOP:
             return rank(logits, num_top)
         rows, vocab = logits.shape
-        assert logits.dtype == torch.float32 and logits.device.type == "cpu", "logits"
+        if logits.dtype not in TYPES:
+            logits = logits.float()
+        assert logits.device.type == "cpu", "logits"
         assert 1 <= num_top <= vocab, "the best logits"
         logits = logits.contiguous()
-        normalizer = logits.new_empty(rows)
-        best = logits.new_empty((rows, num_top))
+        normalizer = torch.empty(rows, device="cpu")
+        best = torch.empty((rows, num_top), device="cpu")
         best_ids = logits.new_empty((rows, num_top), dtype=torch.int64)
         self._score(
             logits.data_ptr(),
+            TYPES[logits.dtype],
             rows,
             vocab,
             num_top,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fminfer.kernel_build import find_compiler, start_build
-from fminfer.sampling import SamplingTensors, rank, sample, score
+from fminfer.sampling import LogitEditTensors, SamplingTensors, rank, sample, score
 from fminfer.score_kernel import ScoreKernel
 
 VOCAB = 50
@@ -132,13 +132,16 @@ def test_the_compiled_ranking_is_the_plain_one(vocab: int) -> None:
         torch.zeros(7, vocab),
         torch.full((2, vocab), -1e30),
         torch.where(torch.rand(7, vocab) < 0.9, float("-inf"), torch.randn(7, vocab)),
+        (torch.randn(7, vocab) * 5).bfloat16(),  # many equals
+        (torch.randn(7, 2 * vocab)[:, :vocab] * 30).bfloat16(),
+        (torch.randn(7, vocab) * 5).half(),
     ):
         for num_top in {min(k, vocab) for k in (1, 2, 5, 20, 64, 70)}:
             found, plain = kernel(logits, num_top), rank(logits, num_top)
             exact = logits.double().logsumexp(-1)
             torch.testing.assert_close(found.normalizer.double(), exact, rtol=1e-6, atol=1e-6)
             assert torch.equal(found.best, plain.best)
-            assert torch.equal(logits.gather(-1, found.best_ids), found.best)
+            assert torch.equal(logits.gather(-1, found.best_ids).float(), found.best)
             if num_top <= 64:
                 ordered = logits.sort(dim=-1, descending=True, stable=True)[1]
                 assert torch.equal(found.best_ids, ordered[:, :num_top])
@@ -149,9 +152,12 @@ def test_the_compiled_ranking_is_the_plain_one(vocab: int) -> None:
 def test_the_compiled_ranking_of_a_nan(place: int) -> None:
     library = start_build().library()
     assert library is not None
+    kernel = ScoreKernel(library)
+    best = torch.zeros(1, 999)
+    best[0, 500:503] = torch.tensor([7.0, float("nan"), 8.0])
+    assert kernel(best, 2).best_ids.tolist() == [[502, 500]]
     logits = torch.randn(3, 999)
     logits[1, place] = float("nan")
-    kernel = ScoreKernel(library)
     found = score(logits, logits.nan_to_num(-9.0).argmax(-1), 5, kernel)
     assert found.logprobs.isnan().tolist() == [False, True, False]
     assert found.top_logprobs.isnan().all(-1).tolist() == [False, True, False]
@@ -159,6 +165,28 @@ def test_the_compiled_ranking_of_a_nan(place: int) -> None:
     assert kernel(logits, 2).normalizer.isnan().tolist() == [False, True, False]
     logits[1, place - 1] = float("-inf")
     assert kernel(logits, 2).normalizer.isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_of_16_bits_are_drawn_from_in_float32(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    logits = (torch.randn(4, VOCAB) * 3).to(dtype)
+    wide = logits.float()
+    rows = [(0.0, 1.0, 0, 0.5), (1.0, 0.9, 0, 0.3), (0.7, 1.0, 9, 0.8), (1.3, 0.5, 4, 0.1)]
+    edits = LogitEditTensors(
+        torch.tensor([0, 2]),
+        torch.tensor([5, 6]),
+        torch.tensor([0.001, 9.0]),
+        torch.tensor([1.0, 1.1]),
+        torch.tensor([0.0, 0.1]),
+        torch.tensor([1]),
+        torch.tensor([3]),
+    )
+    for changes in (None, edits):
+        ours, expected = (sample(each, how(rows), 3, changes) for each in (logits, wide))
+        for name in ("ids", "logprobs", "top_ids", "top_logprobs"):
+            assert torch.equal(getattr(ours, name), getattr(expected, name)), name
+    assert torch.equal(logits.float(), wide)
 
 
 def test_a_row_of_nan_leaves_its_neighbours_alone() -> None:

@@ -1,4 +1,5 @@
-// From logits to normalizers and the best tokens, on the CPU: each row is read while it is near.
+// From logits to normalizers and the best tokens, on the CPU: each row is read while it is near, in
+// its own type. Arithmetic is in float32.
 //
 // The first pass keeps the best `num_top` of a row, of equals the lowest ids; the second sums
 // e^(x - largest), in blocks, so that no sum has more than some hundred terms.
@@ -9,7 +10,21 @@
 
 namespace {
 
-constexpr int BLOCK = 64 * LANES;
+constexpr int BLOCK = 64 * LANES, GROUP = 8 * LANES;
+
+inline float number(float value) { return value; }
+inline float number(uint16_t bits) { return from_bfloat16(bits); }
+
+inline bool is_any_above(Vec values, float limit) {
+#ifdef __AVX512F__
+    return _mm512_cmp_ps_mask((__m512)values, _mm512_set1_ps(limit), _CMP_GT_OQ) != 0;
+#else
+    const IVec is_above = values > all(limit);
+    int any = 0;
+    for (int lane = 0; lane < LANES; lane++) any |= is_above[lane];
+    return any != 0;
+#endif
+}
 
 // Puts a value into a row of the best, which is sorted, of equals the earlier first.
 inline void put_in(float* best, int64_t* ids, int64_t num_top, float value, int64_t id) {
@@ -22,26 +37,34 @@ inline void put_in(float* best, int64_t* ids, int64_t num_top, float value, int6
     ids[place] = id;
 }
 
-void find_best(const float* row, int64_t vocab, int64_t num_top, float* best, int64_t* ids) {
+template <typename T>
+void find_best(const T* row, int64_t vocab, int64_t num_top, float* best, int64_t* ids) {
     int64_t i = 0;
-    for (; i < num_top; i++) put_in(best, ids, i + 1, row[i], i);  // whatever they are
-    for (; i + LANES <= vocab; i += LANES) {
-        const IVec is_better = load(row + i) > all(best[num_top - 1]);
-        bool is_any = false;
-        for (int lane = 0; lane < LANES; lane++) is_any |= is_better[lane] != 0;
-        if (!is_any) continue;
-        for (int lane = 0; lane < LANES; lane++)
-            if (row[i + lane] > best[num_top - 1])
-                put_in(best, ids, num_top, row[i + lane], i + lane);
+    for (; i < num_top; i++) put_in(best, ids, i + 1, number(row[i]), i);  // whatever they are
+    const auto look_at = [&](int64_t end) {
+        for (; i < end; i++)
+            if (number(row[i]) > best[num_top - 1])
+                put_in(best, ids, num_top, number(row[i]), i);
+    };
+    while (i + GROUP <= vocab) {
+        Vec most = all(-INFINITY);
+        for (int j = 0; j < GROUP; j += LANES) {
+            const Vec values = load(row + i + j);
+            most = values > most ? values : most;  // which a nan is not
+        }
+        if (is_any_above(most, best[num_top - 1]))
+            look_at(i + GROUP);
+        else
+            i += GROUP;
     }
-    for (; i < vocab; i++)
-        if (row[i] > best[num_top - 1]) put_in(best, ids, num_top, row[i], i);
+    look_at(vocab);
 }
 
-float normalizer_of(const float* row, int64_t vocab, float largest) {
+template <typename T>
+float normalizer_of(const T* row, int64_t vocab, float largest) {
     if (!std::isfinite(largest)) {
         for (int64_t i = 0; i < vocab; i++)
-            if (std::isnan(row[i])) return row[i];
+            if (std::isnan(number(row[i]))) return number(row[i]);
         return largest;
     }
     Vec total = {};
@@ -54,7 +77,7 @@ float normalizer_of(const float* row, int64_t vocab, float largest) {
     }
     if (i < vocab) {
         Vec rest = all(-INFINITY);
-        std::memcpy(&rest, row + i, (vocab - i) * sizeof(float));
+        for (int lane = 0; lane < vocab - i; lane++) rest[lane] = number(row[i + lane]);
         const Vec terms = exp_of(rest - largest);
         for (int lane = 0; lane < vocab - i; lane++) total[lane] += terms[lane];
     }
@@ -63,16 +86,27 @@ float normalizer_of(const float* row, int64_t vocab, float largest) {
     return largest + std::log(sum);
 }
 
-}  // namespace
-
-// logits: (rows, vocab); normalizers: (rows,), the log of the sum of exponentials, nan where a
-// logit is; best and best_ids: (rows, num_top), best first, 1 <= num_top <= vocab.
-extern "C" void fminfer_score(const float* logits, int64_t rows, int64_t vocab, int64_t num_top,
-                              float* normalizers, float* best, int64_t* best_ids, int num_threads) {
+template <typename T>
+void score(const T* logits, int64_t rows, int64_t vocab, int64_t num_top, float* normalizers,
+           float* best, int64_t* best_ids, int num_threads) {
 #pragma omp parallel for schedule(static) num_threads(num_threads)
     for (int64_t r = 0; r < rows; r++) {
-        const float* row = logits + r * vocab;
+        const T* row = logits + r * vocab;
         find_best(row, vocab, num_top, best + r * num_top, best_ids + r * num_top);
         normalizers[r] = normalizer_of(row, vocab, best[r * num_top]);
     }
+}
+
+}  // namespace
+
+// logits: (rows, vocab), of type 0 float32 or 1 bfloat16; normalizers: (rows,), the log of the sum
+// of exponentials, nan where a logit is; best and best_ids: (rows, num_top), best first,
+// 1 <= num_top <= vocab.
+extern "C" void fminfer_score(const void* logits, int64_t type, int64_t rows, int64_t vocab,
+                              int64_t num_top, float* normalizers, float* best, int64_t* best_ids,
+                              int num_threads) {
+    type == 0 ? score(static_cast<const float*>(logits), rows, vocab, num_top, normalizers, best,
+                      best_ids, num_threads)
+              : score(static_cast<const uint16_t*>(logits), rows, vocab, num_top, normalizers,
+                      best, best_ids, num_threads);
 }

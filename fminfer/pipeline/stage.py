@@ -198,15 +198,15 @@ class Stage:
         token_index: list[int],
         use: Callable[[torch.Tensor, slice], Draws],
     ) -> TokenLogprobs:
-        """Run the head and `use` its float32 logits a bounded number of rows at a time."""
+        """Run the head and `use` its logits a bounded number of rows at a time."""
         result = TokenLogprobs([], [], [], [])
 
         def use_part(first: int, last: int) -> Draws:
             part = slice(first, last)
             index = torch.tensor(token_index[part], device=self._device)
-            logits = self._head(hidden[index]).float()
+            logits = self._head(hidden[index])
             if self._logit_cap is not None:
-                logits = soft_cap(logits, self._logit_cap)
+                logits = soft_cap(logits.float(), self._logit_cap)
             return use(logits, part)
 
         limit = self._logit_limit
