@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from fminfer.messages import StepRow
+from fminfer.shared_runs import find_shared_runs
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -22,9 +23,11 @@ class Arguments(ctypes.Structure):
     _fields_ = (
         *[(name, ctypes.c_void_p) for name in ("query", "out", "keys", "values")],
         *[(name, ctypes.c_void_p) for name in ("new_keys", "new_values", "slots")],
-        *[(name, ctypes.c_void_p) for name in ("rows", "blocks", "slopes")],
-        *[(name, ctypes.c_int64) for name in ("num_rows", "num_tokens", "query_head")],
-        *[(name, ctypes.c_int64) for name in ("query_token", "new_key_head", "new_key_token")],
+        *[(name, ctypes.c_void_p) for name in ("rows", "blocks", "runs", "members", "entries")],
+        *[(name, ctypes.c_void_p) for name in ("slopes",)],
+        *[(name, ctypes.c_int64) for name in ("num_rows", "num_runs", "num_members", "num_tokens")],
+        *[(name, ctypes.c_int64) for name in ("query_head", "query_token")],
+        *[(name, ctypes.c_int64) for name in ("new_key_head", "new_key_token")],
         *[(name, ctypes.c_int64) for name in ("new_value_head", "new_value_token")],
         *[(name, ctypes.c_int64) for name in ("heads", "kv_heads", "head_dim", "block_size")],
         *[(name, ctypes.c_int64) for name in ("window", "type", "num_threads")],
@@ -36,23 +39,57 @@ class Arguments(ctypes.Structure):
 class KernelRows:
     """The rows of a step, as the kernel reads them."""
 
-    rows: torch.Tensor  # (rows, 4) int64: first packed token, tokens, position, start in `blocks`
+    # (rows, 7) int64: first packed token, tokens, position, start in `blocks`, start in `entries`,
+    # their number, the first key of no run
+    rows: torch.Tensor
     blocks: torch.Tensor  # (blocks,) int64: the rows' block tables, one after another
     slots: torch.Tensor  # (tokens,) int64: block * block_size + place, of each token's key
+    # Of rows of one token, those that share blocks:
+    runs: torch.Tensor  # (runs, 4) int64: first in `members`, their number, keys [first, last)
+    members: torch.Tensor  # (members,) int64: rows of each run, one run after another
+    entries: torch.Tensor  # (members,) int64: places in `members` of each row, row by row
 
 
 def plan_rows(rows: Sequence[StepRow], block_size: int) -> KernelRows:
     """Lay out a step's rows, in packed order."""
-    table: list[tuple[int, int, int, int]] = []
+    tables = [
+        row.block_table[: -(-(row.position + len(row.token_ids)) // block_size)] for row in rows
+    ]
+    runs, members, entries_of, own = _plan_runs(rows, tables, block_size)
+    table: list[list[int]] = []
     blocks: list[int] = []
+    entries: list[int] = []
     first = 0
-    for row in rows:
-        num = len(row.token_ids)
-        table.append((first, num, row.position, len(blocks)))
-        blocks += row.block_table[: -(-(row.position + num) // block_size)]
+    for row, used, of_row, start in zip(rows, tables, entries_of, own, strict=True):
+        num, places = len(row.token_ids), (len(blocks), len(entries))
+        table.append([first, num, row.position, *places, len(of_row), start])
+        blocks += used
+        entries += of_row
         first += num
-    columns = (table, blocks, token_slots(rows, block_size))
+    columns = (table, blocks, token_slots(rows, block_size), runs, members, entries)
     return KernelRows(*(torch.tensor(c, dtype=torch.int64, device="cpu") for c in columns))
+
+
+def _plan_runs(
+    rows: Sequence[StepRow], tables: Sequence[list[int]], block_size: int
+) -> tuple[list[list[int]], list[int], list[list[int]], list[int]]:
+    """Find what rows of one token share.
+
+    Returns:
+        `runs` and `members` of KernelRows, each row's entries, and its first key of no run.
+    """
+    alone = [place for place, row in enumerate(rows) if len(row.token_ids) == 1]
+    runs: list[list[int]] = []
+    members: list[int] = []
+    entries: list[list[int]] = [[] for _ in rows]
+    own = [0] * len(rows)
+    for run in find_shared_runs([tables[place] for place in alone]):
+        runs.append([len(members), len(run.rows), run.start * block_size, run.end * block_size])
+        for place in (alone[row] for row in run.rows):
+            entries[place].append(len(members))
+            members.append(place)
+            own[place] = max(own[place], run.end * block_size)
+    return runs, members, entries, own
 
 
 def token_slots(rows: Sequence[StepRow], block_size: int) -> list[int]:
@@ -111,8 +148,13 @@ class KernelAttention:
                 rows.slots.data_ptr(),
                 rows.rows.data_ptr(),
                 rows.blocks.data_ptr(),
+                rows.runs.data_ptr(),
+                rows.members.data_ptr(),
+                rows.entries.data_ptr(),
                 None if slopes is None else slopes.data_ptr(),
                 len(rows.rows),
+                len(rows.runs),
+                len(rows.members),
                 tokens,
                 asked.stride(1),
                 asked.stride(2),

@@ -150,6 +150,94 @@ def test_tiles_of_bfloat16_where_the_processor_has_them(
         check_every_kind_of_row("compiled", dtype=torch.bfloat16, tolerance=0.02, **shape, **how)
 
 
+def check_rows_that_share(
+    body: AttentionBody,
+    *,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    block: int,
+    dtype: torch.dtype = torch.float32,
+    tolerance: float = 5e-5,
+    **how: Any,
+) -> None:
+    """Let rows of one token share a prefix, half of them a longer one, beside others without."""
+    torch.manual_seed(0)
+    kernel = None if body == "eager" else compiled_kernel()
+    free = random.Random(1).sample(range(128), 128)
+
+    def take(num: int) -> list[int]:
+        return [free.pop() for _ in range(num)]
+
+    all_share, some_share = take(3), take(2)
+    rows = [StepRow([0] * 9, block, take(3))]  # a chunk
+    for i in range(38):
+        shared = all_share + (some_share if i % 2 else [])
+        rows.append(StepRow([0], len(shared) * block + (5 * i) % (2 * block), shared + take(2)))
+    rows.insert(7, StepRow([0], block + 3, take(2)))
+    rows.append(StepRow([0], block + 3, all_share[:1] + take(1)))
+    paged = PagedAttention(128, block, kv_heads, dim, dtype=dtype, device=CPU, kernel=kernel)
+    paged.keys.fill_(float("nan"))
+    paged.values.fill_(float("nan"))
+    total = sum(len(row.token_ids) for row in rows)
+    query, new_keys, new_values = (
+        torch.randn(1, num, total, dim).to(dtype) for num in (heads, kv_heads, kv_heads)
+    )
+    for row in rows:
+        for place in range(row.position):
+            where = (row.block_table[place // block], slice(None), place % block)
+            if paged.keys[where].isnan().any():
+                paged.keys[where] = torch.randn(kv_heads, dim).to(dtype)
+                paged.values[where] = torch.randn(kv_heads, dim).to(dtype)
+    if kernel is None:
+        paged.plan = plan_attention(rows, block, kv_heads, CPU)
+    else:
+        paged.plan = plan_rows(rows, block)
+        assert sorted(run[1] for run in paged.plan.runs.tolist()) == [19, 38, 39]
+    out = paged(query, new_keys, new_values, scaling=dim**-0.5, **how)[0]
+    first = 0
+    for row in rows:
+        last = first + len(row.token_ids)
+        keys, values = (
+            cache[row.block_table].transpose(1, 2).flatten(0, 1)[: row.position + last - first]
+            for cache in (paged.keys, paged.values)
+        )
+        expected = plain(
+            query[0, :, first:last].transpose(0, 1).float(),
+            keys.float(),
+            values.float(),
+            how.get("sliding_window"),
+            how.get("alibi_slopes"),
+            how.get("softcap"),
+        )
+        torch.testing.assert_close(
+            out[first:last].float(), expected, atol=tolerance, rtol=tolerance
+        )
+        first = last
+
+
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "block"),
+    [
+        (4, 2, 16, 8),
+        (12, 12, 64, 32),
+        (71, 1, 32, 32),
+        (16, 2, 80, 32),
+        (3, 3, 65, 8),
+        (4, 2, 7, 5),
+    ],
+)
+def test_rows_that_share(
+    body: AttentionBody, heads: int, kv_heads: int, dim: int, block: int
+) -> None:
+    shape = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "block": block}
+    kinds: list[dict[str, Any]] = [{}, {"softcap": 0.7}, {"alibi_slopes": torch.rand(heads)}]
+    for how in [*kinds, {"sliding_window": 2 * block + 3}]:
+        check_rows_that_share(body, **shape, **how)
+        check_rows_that_share(body, **shape, **how, dtype=torch.bfloat16, tolerance=0.03)
+
+
 @needs_compiler
 def test_the_kernel_reads_16_bits_as_they_are() -> None:
     """Subnormal, infinite and nan too: one key and one value at a time come out as they went in."""

@@ -7,6 +7,10 @@
 // (Milakov and Gimelshein 2018, the "online softmax"; Dao et al. 2022). Items of one KV head follow
 // one another, so that what rows share is read from the cache nearby.
 //
+// Rows of one token that begin with the same blocks, a run, attend to those together: an item is
+// then up to 32 queries of several rows. What it found is kept and put together with what each
+// row's own item finds (Juravsky et al. 2024, "Hydragen"; Ye et al. 2024, cascade inference).
+//
 // Three bodies. With one to three queries each key is multiplied lane by lane and summed. More lie
 // side by side in the lanes of vectors: then every key is broadcast, or, in bfloat16 on processors
 // that have them, tiles of keys and queries are multiplied (Intel's AMX). Scores, exponentials and
@@ -16,13 +20,14 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <utility>
 
 #include "vectors.h"
 
 #ifdef __AVX512BF16__
 #define HAS_PAIRS
 #endif
-#if defined(__AMX_BF16__) && defined(__AVX512F__) && defined(__linux__)
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
 #define HAS_TILES
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -31,6 +36,7 @@
 namespace {
 
 constexpr int MOST_QUERIES = 2 * LANES;
+constexpr int ROW = 7;           // numbers that tell of a row
 constexpr int GROUP_KEYS = 32;   // of bfloat16 that are multiplied together
 constexpr int PIECE_KEYS = 128;  // of bfloat16 between two steps of the softmax
 constexpr float LOWEST = -3.0e38f;
@@ -102,10 +108,14 @@ struct Arguments {
     const void* new_keys;    // of `type`: element (head, token, i) at
     const void* new_values;  // head * new_…_head + token * new_…_token + i
     const int64_t* slots;    // (tokens,): block * block_size + place, of each token's key
-    const int64_t* rows;    // (num_rows, 4): first token, tokens, position, start in `blocks`
-    const int64_t* blocks;  // all rows' block tables, one after another
-    const float* slopes;    // (heads,) of ALiBi, or null
-    int64_t num_rows, num_tokens, query_head, query_token;
+    const int64_t* rows;     // (num_rows, ROW): first token, tokens, position, start in `blocks`,
+                             // start in `entries`, their number, the first key of no run
+    const int64_t* blocks;   // all rows' block tables, one after another
+    const int64_t* runs;     // (num_runs, 4): first in `members`, their number, keys [first, last)
+    const int64_t* members;  // rows of each run, one run after another; of one token each
+    const int64_t* entries;  // places in `members` of each row, one row after another
+    const float* slopes;     // (heads,) of ALiBi, or null
+    int64_t num_rows, num_runs, num_members, num_tokens, query_head, query_token;
     int64_t new_key_head, new_key_token, new_value_head, new_value_token;
     int64_t heads, kv_heads, head_dim, block_size;
     int64_t window;  // keys that a query sees, itself included; 0: all
@@ -122,9 +132,10 @@ namespace {
 struct Space {
     float *queries, *sums, *scores, *keys, *values;
     uint16_t *query_tiles, *weight_tiles, *value_tiles;
+    float* found;  // of all threads: (members, heads, found_size) of runs, or null
     void* memory;
 
-    Space(const Arguments& a) {
+    Space(const Arguments& a, float* found) : found(found) {
         const size_t width = round_up(int(a.head_dim), LANES);
         const size_t block = round_up(int(a.block_size), GROUP_KEYS);
         const size_t keys_at_once = block > PIECE_KEYS ? block : PIECE_KEYS;
@@ -158,11 +169,24 @@ struct Space {
     ~Space() { std::free(memory); }
 };
 
-// A row's queries [first, last) of one KV head; query q is token q / group, head q % group of it.
+// Queries [first, last) of one KV head, of a row or of a run: query q is the row's token, or the
+// run's member, q / group, and of its heads q % group. They attend to keys [start, end) at most.
 struct Item {
-    const int64_t* row;
-    int64_t kv_head, first, last;
+    const int64_t* row;  // of a run its first
+    int64_t kv_head, first, last, start, end;
+    const int64_t* members;  // null: of one row
 };
+
+// What is kept of a member's head: sums, then the largest score and the total.
+inline int64_t found_size(const Arguments& a) { return round_up(int(a.head_dim), LANES) + LANES; }
+
+inline int64_t token_of(const Arguments& a, const Item& item, int64_t place) {
+    return item.members ? a.rows[item.members[place] * ROW] : item.row[0] + place;
+}
+
+inline int64_t position_of(const Arguments& a, const Item& item, int64_t place) {
+    return item.members ? a.rows[item.members[place] * ROW + 2] : item.row[2] + place;
+}
 
 // Keys or values of a block and KV head, (block_size, head_dim), of `type`.
 inline const void* block_of(const Arguments& a, const void* cache, int64_t block,
@@ -248,7 +272,7 @@ inline void score_keys(const float* queries, const float* keys, int width, int d
 }
 
 inline int64_t query_place(const Arguments& a, const Item& item, int64_t q, int64_t group) {
-    const int64_t head = item.kv_head * group + q % group, token = item.row[0] + q / group;
+    const int64_t head = item.kv_head * group + q % group, token = token_of(a, item, q / group);
     return head * a.query_head + token * a.query_token;
 }
 
@@ -258,9 +282,8 @@ inline float query_at(const Arguments& a, int64_t place) {
 }
 
 // Writes sums, which are (width,) behind head_dim, divided by their total.
-inline void write_out(const Arguments& a, const Item& item, int64_t q, int64_t group,
-                      const float* sums, float total) {
-    const int64_t head = item.kv_head * group + q % group, token = item.row[0] + q / group;
+inline void write_out(const Arguments& a, int64_t token, int64_t head, const float* sums,
+                      float total) {
     const int64_t place = (token * a.heads + head) * a.head_dim, dim = a.head_dim;
     if (a.type == 1) {
         uint16_t* out = static_cast<uint16_t*>(a.out) + place;
@@ -276,8 +299,45 @@ inline void write_out(const Arguments& a, const Item& item, int64_t q, int64_t g
     }
 }
 
-inline int64_t first_key(const Arguments& a, int64_t position) {
-    return a.window > 0 && position >= a.window ? position - a.window + 1 : 0;
+// Of a run keeps what an item found of a query. Of a row writes it out, together with what was
+// found of the runs that the row is in.
+void finish(const Arguments& a, const Item& item, int64_t q, float* sums, float largest,
+            float total, const Space& space) {
+    const int64_t group = a.heads / a.kv_heads, head = item.kv_head * group + q % group;
+    const int64_t size = found_size(a), width = size - LANES;
+    const auto place_of = [&](int64_t member) {
+        return space.found + (member * a.heads + head) * size;
+    };
+    if (item.members) {
+        float* to = place_of(item.members - a.members + q / group);
+        std::memcpy(to, sums, sizeof(float) * width);
+        to[width] = largest;
+        to[width + 1] = total;
+        return;
+    }
+    if (space.found)
+        for (int64_t i = 0; i < item.row[5]; i++) {
+            const float* other = place_of(a.entries[item.row[4] + i]);
+            const float most = other[width] > largest ? other[width] : largest;
+            const float by = exp_of(all(largest - most))[0];
+            const float of_other = exp_of(all(other[width] - most))[0];
+            for (int64_t d = 0; d < width; d += LANES)
+                store(sums + d, load(sums + d) * by + load(other + d) * of_other);
+            total = total * by + other[width + 1] * of_other;
+            largest = most;
+        }
+    write_out(a, token_of(a, item, q / group), head, sums, total);
+}
+
+// The first key that an item looks at.
+inline int64_t first_key(const Arguments& a, const Item& item, int64_t position) {
+    const int64_t seen = a.window > 0 && position >= a.window ? position - a.window + 1 : 0;
+    return seen > item.start ? seen : item.start;
+}
+
+// Behind the last key that it looks at.
+inline int64_t end_key(const Item& item, int64_t position) {
+    return position < item.end ? position + 1 : item.end;
 }
 
 // The softmax of up to N * LANES queries, one a lane, over keys that come in pieces.
@@ -285,15 +345,17 @@ template <int N>
 struct Softmax {
     Vec largest[N], total[N], slope[N];
     IVec position[N];
-    int64_t earliest, latest;  // positions of the first and the last query
+    int64_t earliest, latest;  // of the positions
 
     Softmax(const Arguments& a, const Item& item) {
         const int64_t group = a.heads / a.kv_heads, last = item.last - 1;
-        earliest = item.row[2] + item.first / group;
-        latest = item.row[2] + last / group;
+        earliest = latest = position_of(a, item, item.first / group);
         for (int lane = 0; lane < N * LANES; lane++) {
             const int64_t q = item.first + lane < last ? item.first + lane : last;
-            position[lane / LANES][lane % LANES] = int32_t(item.row[2] + q / group);
+            const int64_t here = position_of(a, item, q / group);
+            earliest = here < earliest ? here : earliest;
+            latest = here > latest ? here : latest;
+            position[lane / LANES][lane % LANES] = int32_t(here);
             slope[lane / LANES][lane % LANES] =
                 a.slopes ? a.slopes[item.kv_head * group + q % group] : 0;
         }
@@ -303,32 +365,28 @@ struct Softmax {
         }
     }
 
-    // Turns the scores, (count, N * LANES), of keys at `start` and after into weights, and brings
-    // what was summed before, (num, width), to the same measure.
-    void weigh(const Arguments& a, float* scores, int64_t start, int count, float* sums, int num,
-               int width) {
-        constexpr int step = N * LANES;
-        const bool is_masked =
-            start + count - 1 > earliest || (a.window > 0 && latest - start >= a.window);
+    // Of keys at `start` and after: whether a query does not see all of them.
+    bool hides(const Arguments& a, int64_t start, int count) const {
+        return start + count - 1 > earliest || (a.window > 0 && latest - start >= a.window);
+    }
+
+    // Bends the scores, (count, N * LANES), of keys at `start` and after if need be, and brings
+    // what was summed before, (num, width), to the measure of their largest. Returns what they
+    // are still to be multiplied by. Hidden ones are LOWEST.
+    float measure(const Arguments& a, float* scores, int64_t start, int count, float* sums, int num,
+                  int width) {
+        const bool is_masked = hides(a, start, count);
         const bool is_plain = !is_masked && !a.slopes && a.softcap <= 0 && a.scaling > 0;
-        const float scaling = is_plain ? a.scaling : 1.0f;  // what is still to be done
+        const float scaling = is_plain ? a.scaling : 1.0f;
         for (int n = 0; n < N; n++, scores += LANES) {
             if (!is_plain) bend(a, scores, start, count, n, is_masked);
             Vec most = all(LOWEST);
             for (int j = 0; j < count; j++) {
-                const Vec score = load(scores + j * step);
+                const Vec score = load(scores + j * N * LANES);
                 most = score > most ? score : most;
             }
             most = most * scaling > largest[n] ? most * scaling : largest[n];
             const Vec factor = exp_of(largest[n] - most);
-            Vec sum = total[n] * factor;
-            for (int j = 0; j < count; j++) {
-                const Vec score = load(scores + j * step);
-                Vec weight = exp_of(score * scaling - most);
-                if (is_masked) weight = score == all(LOWEST) ? Vec{} : weight;
-                store(scores + j * step, weight);
-                sum += weight;
-            }
             float factors[LANES];
             store(factors, factor);
             for (int lane = 0; lane < LANES && n * LANES + lane < num; lane++)
@@ -338,8 +396,25 @@ struct Softmax {
                         store(row + d, load(row + d) * factors[lane]);
                 }
             largest[n] = most;
-            total[n] = sum;
+            total[n] *= factor;
         }
+        return scaling;
+    }
+
+    // Turns the scores into weights, and all else as `measure` does.
+    void weigh(const Arguments& a, float* scores, int64_t start, int count, float* sums, int num,
+               int width) {
+        const float scaling = measure(a, scores, start, count, sums, num, width);
+        const bool is_masked = hides(a, start, count);
+        for (int n = 0; n < N; n++)
+            for (int j = 0; j < count; j++) {
+                float* place = scores + (j * N + n) * LANES;
+                const Vec score = load(place);
+                Vec weight = exp_of(score * scaling - largest[n]);
+                if (is_masked) weight = score == all(LOWEST) ? Vec{} : weight;
+                store(place, weight);
+                total[n] += weight;
+            }
     }
 
     // All that can happen to a score before its exponential.
@@ -372,10 +447,11 @@ void attend_by_lanes(const Arguments& a, const Item& item, Space& space) {
         for (int d = 0; d < dim; d++) space.queries[d * step + lane] = query_at(a, place + d);
     }
     std::memset(space.sums, 0, sizeof(float) * width * round_up(num, 4));
-    const int64_t first = first_key(a, softmax.earliest) / a.block_size;
-    for (int64_t b = first; b <= softmax.latest / a.block_size; b++) {
+    const int64_t end = end_key(item, softmax.latest);
+    for (int64_t b = first_key(a, item, softmax.earliest) / a.block_size; b * a.block_size < end;
+         b++) {
         const int64_t block = a.blocks[item.row[3] + b], start = b * a.block_size;
-        const int64_t left = softmax.latest + 1 - start;
+        const int64_t left = end - start;
         const int count = int(left < a.block_size ? left : a.block_size);
         const float* keys = read_block(a, block_of(a, a.keys, block, item.kv_head), count, width,
                                        space.keys);
@@ -391,8 +467,8 @@ void attend_by_lanes(const Arguments& a, const Item& item, Space& space) {
             add_all_values<4>(space.sums + r * width, space.scores + r, step, values, width, count);
     }
     for (int r = 0; r < num; r++)
-        write_out(a, item, item.first + r, group, space.sums + r * width,
-                  softmax.total[r / LANES][r % LANES]);
+        finish(a, item, item.first + r, space.sums + r * width,
+               softmax.largest[r / LANES][r % LANES], softmax.total[r / LANES][r % LANES], space);
 }
 
 // The softmax of one query, with keys in its lanes.
@@ -403,7 +479,7 @@ struct SoftmaxAlone {
 
     SoftmaxAlone(const Arguments& a, const Item& item, int64_t q) {
         const int64_t group = a.heads / a.kv_heads;
-        position = item.row[2] + q / group;
+        position = position_of(a, item, q / group);
         slope = a.slopes ? a.slopes[item.kv_head * group + q % group] : 0;
     }
 
@@ -455,10 +531,11 @@ void attend_alone(const Arguments& a, const Item& item, int64_t q, Space& space)
     for (int d = dim; d < width; d++) space.queries[d] = 0;
     std::memset(space.sums, 0, sizeof(float) * width);
     SoftmaxAlone softmax(a, item, q);
-    const int64_t first = first_key(a, softmax.position) / a.block_size;
-    for (int64_t b = first; b <= softmax.position / a.block_size; b++) {
+    const int64_t end = end_key(item, softmax.position);
+    for (int64_t b = first_key(a, item, softmax.position) / a.block_size; b * a.block_size < end;
+         b++) {
         const int64_t block = a.blocks[item.row[3] + b], start = b * a.block_size;
-        const int64_t left = softmax.position + 1 - start;
+        const int64_t left = end - start;
         const int count = int(left < a.block_size ? left : a.block_size);
         const T* keys = read_block(a, block_of(a, a.keys, block, item.kv_head), count, width,
                                    reinterpret_cast<T*>(space.keys));
@@ -474,7 +551,7 @@ void attend_alone(const Arguments& a, const Item& item, int64_t q, Space& space)
                                      reinterpret_cast<T*>(space.values));
         add_all_values<1>(space.sums, space.scores, 1, values, width, count);
     }
-    write_out(a, item, q, group, space.sums, softmax.sum());
+    finish(a, item, q, space.sums, softmax.largest, softmax.sum(), space);
 }
 
 // Keys and values of bfloat16 that can be taken as they lie, in groups of GROUP_KEYS.
@@ -509,8 +586,19 @@ inline Vec add_products(Vec sum, __m512i a, __m512i b) {
     return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 }
 
+// Of each 32 sums the first vector holds the first halves of each 8; puts them in order.
+inline void order_sums(float* sums, int dim) {
+    for (int d = 0; d < dim; d += 2 * LANES) {
+        const Vec low = load(sums + d), high = load(sums + d + LANES);
+        store(sums + d,
+              LANES_OF(low, high, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23));
+        store(sums + d + LANES,
+              LANES_OF(low, high, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31));
+    }
+}
+
 // sums += weights times values, of up to GROUP_KEYS keys, 0 behind them. The weights of two keys
-// stand side by side. Of each 32 sums the first vector holds the first halves of each 8.
+// stand side by side. The sums are not in order, see `order_sums`.
 template <int N>
 inline void add_pairs(float* sums, const uint16_t* weights, const uint16_t* values, int dim,
                       int count) {
@@ -539,17 +627,18 @@ void attend_in_pairs(const Arguments& a, const Item& item, int64_t q, Space& spa
         static_cast<const uint16_t*>(a.query) + query_place(a, item, q, group);
     std::memset(space.sums, 0, sizeof(float) * dim);
     SoftmaxAlone softmax(a, item, q);
-    const int64_t first = first_key(a, softmax.position) / GROUP_KEYS * GROUP_KEYS;
-    for (int64_t start = first; start <= softmax.position; start += PIECE_KEYS) {
-        const Piece piece(a, item, start, softmax.position + 1);
+    const int64_t end = end_key(item, softmax.position);
+    const int64_t first = first_key(a, item, softmax.position) / GROUP_KEYS * GROUP_KEYS;
+    for (int64_t start = first; start < end; start += PIECE_KEYS) {
+        const Piece piece(a, item, start, end);
         for (int j = 0; j < piece.count; j += LANES) {
             const uint16_t* keys = piece.keys[j / GROUP_KEYS] + j % GROUP_KEYS * dim;
             Vec sums[LANES] = {};
             const uint16_t* values = piece.values[j / GROUP_KEYS] + j % GROUP_KEYS * dim;
             for (int lane = 0; lane < LANES; lane++)  // those behind the last are not used
                 for (int d = 0; d < dim; d += 2 * LANES) {
-                    sums[lane] =
-                        add_products(sums[lane], bits_at(query + d), bits_at(keys + lane * dim + d));
+                    sums[lane] = add_products(sums[lane], bits_at(query + d),
+                                              bits_at(keys + lane * dim + d));
                     __builtin_prefetch(values + lane * dim + d);
                 }
             store(space.scores + j, sums_of(sums));
@@ -567,14 +656,8 @@ void attend_in_pairs(const Arguments& a, const Item& item, int64_t q, Space& spa
                 add_pairs<1>(space.sums + d, space.weight_tiles + j, values + d, dim, count);
         }
     }
-    for (int d = 0; d < dim; d += 2 * LANES) {
-        const Vec low = load(space.sums + d), high = load(space.sums + d + LANES);
-        store(space.sums + d,
-              LANES_OF(low, high, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23));
-        store(space.sums + d + LANES,
-              LANES_OF(low, high, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31));
-    }
-    write_out(a, item, q, group, space.sums, softmax.sum());
+    order_sums(space.sums, dim);
+    finish(a, item, q, space.sums, softmax.largest, softmax.sum(), space);
 }
 
 #endif
@@ -612,9 +695,13 @@ void use_tiles() {
     _tile_loadconfig(&config);
 }
 
-// (low[i], high[i]) in turns, rounded.
+// (low[i], high[i]) in turns, rounded; subnormal numbers become 0.
 inline UVec pairs_of(Vec low, Vec high) {
-    return widen(to_bfloat16(low)) | widen(to_bfloat16(high)) << 16;
+    const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+    const UVec turns = {0x100000, 0x110001, 0x120002, 0x130003, 0x140004, 0x150005,
+                        0x160006, 0x170007, 0x180008, 0x190009, 0x1A000A, 0x1B000B,
+                        0x1C000C, 0x1D000D, 0x1E000E, 0x1F000F};
+    return (UVec)_mm512_permutexvar_epi16((__m512i)turns, halves);
 }
 
 // Row i becomes column i of 16 rows.
@@ -675,33 +762,65 @@ inline void score_tiles(const uint16_t* queries, const uint16_t* keys, int dim, 
     }
 }
 
-// Puts two vectors of values, of keys 2 p and 2 p + 1 for all p, into two tiles, number by number
-// in turns. What lies behind the row's end may be nan: there are `count` keys.
+// Puts 32 values of keys 2 p and 2 p + 1 for all p into two tiles, number by number in turns: the
+// first takes the first halves of each 8. What lies behind the row's end may be nan: there are
+// `count` keys.
 inline void pair_values(const uint16_t* values, int dim, int count, uint16_t* tiles) {
-    for (int p = 0; p < PAIRS; p++)
-        for (int half = 0; half < 2; half++) {
-            const uint16_t* from = values + 2 * p * dim + half * LANES;
-            Half low = {}, high = {};
-            if (2 * p < count) std::memcpy(&low, from, sizeof low);
-            if (2 * p + 1 < count) std::memcpy(&high, from + dim, sizeof high);
-            const UVec both = widen(low) | widen(high) << 16;
-            std::memcpy(tiles + half * TILE + p * 2 * LANES, &both, sizeof both);
-        }
+    for (int p = 0; p < PAIRS; p++) {
+        const uint16_t* from = values + 2 * p * dim;
+        const __m512i low = 2 * p < count ? bits_at(from) : _mm512_setzero_si512();
+        const __m512i high = 2 * p + 1 < count ? bits_at(from + dim) : _mm512_setzero_si512();
+        _mm512_store_si512(tiles + p * 2 * LANES, _mm512_unpacklo_epi16(low, high));
+        _mm512_store_si512(tiles + TILE + p * 2 * LANES, _mm512_unpackhi_epi16(low, high));
+    }
 }
 
-// Makes a tile for each 16 queries of the weights, (count, N * LANES), of up to GROUP_KEYS keys.
-template <int N>
-inline void transpose_weights(const float* weights, int count, uint16_t* tiles) {
-    for (int n = 0; n < N; n++) {
-        UVec pairs[PAIRS];
-        for (int p = 0; p < PAIRS; p++) {
-            const float* from = weights + 2 * p * N * LANES + n * LANES;
-            const Vec low = 2 * p < count ? load(from) : Vec{};
-            pairs[p] = pairs_of(low, 2 * p + 1 < count ? load(from + N * LANES) : Vec{});
-        }
-        transpose(pairs);
-        std::memcpy(tiles + n * TILE, pairs, sizeof pairs);
+// Makes a tile of the weights of 16 queries and up to GROUP_KEYS keys, and adds them to `total`.
+// The scores, `step` apart, and `most` are to be multiplied to become powers of 2.
+template <bool IS_MASKED>
+inline void weigh_tile(const float* scores, int step, int count, float scaling, Vec most,
+                       uint16_t* tile, Vec& total) {
+    const auto weight_of = [&](int j) {
+        if (j >= count) return Vec{};
+        const Vec score = load(scores + j * step);
+        const Vec weight = power_of_two(score * scaling - most);
+        if (!IS_MASKED) return weight;
+        return score == all(LOWEST) ? Vec{} : weight;
+    };
+    Vec of_even = {}, of_odd = {};
+    UVec pairs[PAIRS];
+    for (int p = 0; p < PAIRS; p++) {
+        const Vec low = weight_of(2 * p), high = weight_of(2 * p + 1);
+        of_even += low;
+        of_odd += high;
+        pairs[p] = pairs_of(low, high);
     }
+    transpose(pairs);
+    std::memcpy(tile, pairs, sizeof pairs);
+    total += of_even + of_odd;
+}
+
+// Makes a tile of weights for each 16 queries and GROUP_KEYS keys of the scores of a piece, 0
+// behind its end, and brings what was summed before to the same measure.
+template <int N>
+void weigh_tiles(const Arguments& a, Softmax<N>& softmax, float* scores, int64_t start, int count,
+                 float* sums, int num, uint16_t* tiles) {
+    constexpr float to_powers = 1.44269504f;
+    const bool is_masked = softmax.hides(a, start, count);
+    const float scaling =
+        softmax.measure(a, scores, start, count, sums, num, int(a.head_dim)) * to_powers;
+    for (int j = 0; j < count; j += GROUP_KEYS, scores += GROUP_KEYS * N * LANES)
+        for (int n = 0; n < N; n++, tiles += TILE) {
+            const Vec most = softmax.largest[n] * to_powers;
+            const float* from = scores + n * LANES;
+            Vec& total = softmax.total[n];
+            if (is_masked)
+                weigh_tile<true>(from, N * LANES, count - j, scaling, most, tiles, total);
+            else if (count - j >= GROUP_KEYS)  // a number that the compiler knows
+                weigh_tile<false>(from, N * LANES, GROUP_KEYS, scaling, most, tiles, total);
+            else
+                weigh_tile<false>(from, N * LANES, count - j, scaling, most, tiles, total);
+        }
 }
 
 // sums, (N * LANES, dim), += weights, tiles of each group of keys, times the keys' values.
@@ -765,22 +884,23 @@ void attend_by_tiles(const Arguments& a, const Item& item, Space& space) {
             std::memcpy(tiles, pairs, sizeof pairs);
         }
     std::memset(space.sums, 0, sizeof(float) * dim * N * LANES);
-    const int64_t first = first_key(a, softmax.earliest) / GROUP_KEYS * GROUP_KEYS;
-    for (int64_t start = first; start <= softmax.latest; start += PIECE_KEYS) {
-        const Piece piece(a, item, start, softmax.latest + 1);
+    const int64_t end = end_key(item, softmax.latest);
+    const int64_t begin = first_key(a, item, softmax.earliest) / GROUP_KEYS * GROUP_KEYS;
+    for (int64_t start = begin; start < end; start += PIECE_KEYS) {
+        const Piece piece(a, item, start, end);
         for (int g = 0; g * GROUP_KEYS < piece.count; g++)
             score_tiles<N>(space.query_tiles, piece.keys[g], dim,
                            space.scores + g * GROUP_KEYS * N * LANES);
-        softmax.weigh(a, space.scores, start, piece.count, space.sums, num, dim);
-        for (int g = 0; g * GROUP_KEYS < piece.count; g++)
-            transpose_weights<N>(space.scores + g * GROUP_KEYS * N * LANES,
-                                 piece.count - g * GROUP_KEYS, space.weight_tiles + g * N * TILE);
+        weigh_tiles<N>(a, softmax, space.scores, start, piece.count, space.sums, num,
+                       space.weight_tiles);
         add_tiles<N>(space.sums, space.weight_tiles, piece, dim, space.value_tiles);
     }
     _tile_release();
-    for (int r = 0; r < num; r++)
-        write_out(a, item, item.first + r, group, space.sums + r * dim,
-                  softmax.total[r / LANES][r % LANES]);
+    for (int r = 0; r < num; r++) {
+        order_sums(space.sums + r * dim, dim);
+        finish(a, item, item.first + r, space.sums + r * dim,
+               softmax.largest[r / LANES][r % LANES], softmax.total[r / LANES][r % LANES], space);
+    }
 }
 
 #else
@@ -826,23 +946,47 @@ void keep_token(const Arguments& a, void* cache, const void* from, int64_t head_
 extern "C" int fminfer_attention(const Arguments* arguments) {
     const Arguments& a = *arguments;
     const int64_t group = a.heads / a.kv_heads;
-    int64_t num_tiles = 0;  // of one KV head
-    for (int64_t i = 0; i < a.num_rows; i++)
-        num_tiles += (a.rows[4 * i + 1] * group + MOST_QUERIES - 1) / MOST_QUERIES;
-    // (row, first query) of each, found once: rows differ in length.
-    int64_t* tiles = static_cast<int64_t*>(std::malloc(sizeof(int64_t) * 2 * (num_tiles + 1)));
-    if (tiles == nullptr) return 1;
-    int64_t place = 0;
-    for (int64_t i = 0; i < a.num_rows; i++)
-        for (int64_t q = 0; q < a.rows[4 * i + 1] * group; q += MOST_QUERIES) {
-            tiles[2 * place] = i;
-            tiles[2 * place++ + 1] = q;
+    const int64_t num_runs = a.window > 0 ? 0 : a.num_runs;  // a window hides what is shared
+    // Items of one KV head, first those of runs, then those of rows.
+    const auto list = [&](Item* items) {
+        int64_t num = 0;
+        const auto cut = [&](Item item, int64_t num_queries) {
+            for (item.first = 0; item.first < num_queries; item.first += MOST_QUERIES, num++) {
+                const int64_t left = num_queries - item.first;
+                item.last = item.first + (left < MOST_QUERIES ? left : MOST_QUERIES);
+                if (items != nullptr) items[num] = item;
+            }
+        };
+        for (const int64_t* run = a.runs; run != a.runs + 4 * num_runs; run += 4) {
+            const int64_t* members = a.members + run[0];
+            cut({a.rows + ROW * members[0], 0, 0, 0, run[2], run[3], members}, run[1] * group);
         }
+        const int64_t num_shared = num;
+        for (const int64_t* row = a.rows; row != a.rows + ROW * a.num_rows; row += ROW)
+            cut({row, 0, 0, 0, num_runs ? row[6] : 0, INT64_MAX, nullptr}, row[1] * group);
+        return std::make_pair(num_shared, num);
+    };
+    const auto [num_shared, num_items] = list(nullptr);
+    Item* items = static_cast<Item*>(std::malloc(sizeof(Item) * (num_items + 1)));
+    const size_t of_runs = sizeof(float) * a.num_members * a.heads * found_size(a);
+    float* found = num_runs ? static_cast<float*>(std::aligned_alloc(64, of_runs)) : nullptr;
+    if (items == nullptr || (num_runs && found == nullptr)) {
+        std::free(items);
+        std::free(found);
+        return 1;
+    }
+    list(items);
     int failed = 0;
     const bool has_tiles = fits_halves(a) && may_use_tiles();
 #pragma omp parallel num_threads(int(a.num_threads)) reduction(| : failed)
     {
-        Space space(a);
+        Space space(a, found);
+        const auto attend_to = [&](int64_t first, int64_t num, int64_t i) {
+            if (space.memory == nullptr) return;
+            Item item = items[first + i % num];
+            item.kv_head = i / num;
+            attend(a, item, space, has_tiles);
+        };
         failed |= space.memory == nullptr;
 #pragma omp for schedule(static)
         for (int64_t token = 0; token < a.num_tokens; token++) {
@@ -850,14 +994,12 @@ extern "C" int fminfer_attention(const Arguments* arguments) {
             keep_token(a, a.values, a.new_values, a.new_value_head, a.new_value_token, token);
         }
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < num_tiles * a.kv_heads; i++) {
-            if (space.memory == nullptr) continue;
-            const int64_t* row = a.rows + 4 * tiles[2 * (i % num_tiles)];
-            const int64_t first = tiles[2 * (i % num_tiles) + 1], end = row[1] * group;
-            const int64_t last = first + MOST_QUERIES < end ? first + MOST_QUERIES : end;
-            attend(a, Item{row, i / num_tiles, first, last}, space, has_tiles);
-        }
+        for (int64_t i = 0; i < num_shared * a.kv_heads; i++) attend_to(0, num_shared, i);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < (num_items - num_shared) * a.kv_heads; i++)
+            attend_to(num_shared, num_items - num_shared, i);
     }
-    std::free(tiles);
+    std::free(items);
+    std::free(found);
     return failed;
 }

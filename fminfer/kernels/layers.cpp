@@ -45,11 +45,21 @@ inline float sum_of(Vec value) {
     return sum;
 }
 
+// 1 / x, for x from 1 to 2.
+inline Vec inverse_of(Vec x) {
+#ifdef __AVX512F__  // a division takes longer than all else here
+    const Vec near = (Vec)_mm512_rcp14_ps((__m512)x);
+    return near * (2.0f - x * near);
+#else
+    return 1.0f / x;
+#endif
+}
+
 // 1 / (1 + e^-x)
 inline Vec sigmoid_of(Vec x) {
     const Vec below = x < Vec{} ? x : -x;
     const Vec e = below < -87.0f ? Vec{} : exp_of(below);
-    return (x < Vec{} ? e : all(1.0f)) / (1.0f + e);
+    return (x < Vec{} ? e : all(1.0f)) * inverse_of(1.0f + e);
 }
 
 }  // namespace

@@ -19,12 +19,22 @@ inline Vec load(const float* from) { return *reinterpret_cast<const Loose*>(from
 inline void store(float* to, Vec value) { *reinterpret_cast<Loose*>(to) = value; }
 inline Vec all(float value) { return Vec{} + value; }
 
+// 2^n, times `part`, for whole n >= -126.
+#ifdef __AVX512F__
+inline Vec whole_of(Vec x) { return (Vec)_mm512_roundscale_ps((__m512)x, 0); }
+inline Vec scale(Vec part, Vec n) { return (Vec)_mm512_scalef_ps((__m512)part, (__m512)n); }
+#else
+constexpr float MAGIC = 12582912.0f;  // adding it rounds to a whole number
+inline Vec whole_of(Vec x) { return x + MAGIC - MAGIC; }
+inline Vec scale(Vec part, Vec n) {
+    return part * (Vec)((IVec)(n + (MAGIC + 127.0f)) << 23);
+}
+#endif
+
 // e^x for x <= 0, to 1e-7 of it; nan stays nan. After Cephes' expf (Moshier).
 inline Vec exp_of(Vec x) {
     x = x < all(-87.0f) ? all(-87.0f) : x;
-    const Vec magic = all(12582912.0f);  // adding it rounds to a whole number
-    const Vec rounded = x * 1.44269504f + magic;
-    const Vec n = rounded - magic;
+    const Vec n = whole_of(x * 1.44269504f);
     const Vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
     Vec p = all(1.9875691500e-4f);
     p = p * r + 1.3981999507e-3f;
@@ -32,9 +42,18 @@ inline Vec exp_of(Vec x) {
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    const IVec power = ((IVec)rounded - 0x4B400000 + 127) << 23;
-    return p * (Vec)power;
+    return scale(p * r * r + r + 1.0f, n);
+}
+
+// 2^x for x <= 0, to 3e-6 of it; nan stays nan.
+inline Vec power_of_two(Vec x) {
+    x = x < all(-126.0f) ? all(-126.0f) : x;
+    const Vec n = whole_of(x), r = x - n;
+    Vec p = all(9.58285e-3f);
+    p = p * r + 5.590643e-2f;
+    p = p * r + 2.4024099e-1f;
+    p = p * r + 6.9312419e-1f;
+    return scale(p * r + 1.0f, n);
 }
 
 // 16 numbers of bfloat16, which are the upper halves of floats.
