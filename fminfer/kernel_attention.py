@@ -15,6 +15,7 @@ from fminfer.messages import StepRow
 from fminfer.shared_runs import find_shared_runs
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+MOST_ENTRIES = 4  # runs that a row is in, on average: each costs memory, and less and less is left
 
 
 class Arguments(ctypes.Structure):
@@ -84,6 +85,8 @@ def _plan_runs(
     entries: list[list[int]] = [[] for _ in rows]
     own = [0] * len(rows)
     for run in find_shared_runs([tables[place] for place in alone]):
+        if len(members) + len(run.rows) > MOST_ENTRIES * len(rows):
+            break  # a run comes behind those that it begins with
         runs.append([len(members), len(run.rows), run.start * block_size, run.end * block_size])
         for place in (alone[row] for row in run.rows):
             entries[place].append(len(members))

@@ -8,7 +8,6 @@ packed: 8 rows 31 and 68, 16 rows 69 and 106, 32 rows 106 and 163, 128 rows 190 
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -22,8 +21,8 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 # packs for one; the packed form itself serves any number (_is_right, and tests/test_packed_linear).
 MKL_ROWS = 512
 CHECKED_ROWS = (1, 5, 48)
-# oneDNN divides more rows than this, of so few outputs, badly between threads: 512 rows of 3072,
-# 768 outputs, take 2.4 ms at once and 1.5 in halves (two AMX cores).
+# oneDNN divides more rows than this, of so few outputs, badly between two threads: 512 rows of
+# 3072, 768 outputs, take 2.4 ms at once and 1.5 in halves (two AMX cores; more were not tried).
 NARROW, MOST_NARROW_ROWS = range(512, 897), 448
 MAX_ERROR = 1e-5  # of the largest result
 MAX_TWICE_BYTES = 256 << 20  # a head tied to the embedding, of which packing makes a second copy
@@ -118,11 +117,11 @@ def _pack(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
 
     else:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-        most_rows = MOST_NARROW_ROWS if len(weight) in NARROW else sys.maxsize
+        is_narrow = len(weight) in NARROW
 
         def multiply(x: torch.Tensor) -> torch.Tensor:
             rows = x.numel() // x.shape[-1]
-            if rows > most_rows:
+            if is_narrow and rows > MOST_NARROW_ROWS and torch.get_num_threads() == 2:
                 halves = x.reshape(rows, -1).tensor_split(2)
                 return torch.cat([multiply(half) for half in halves]).view(*x.shape[:-1], -1)
             out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")

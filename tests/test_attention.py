@@ -157,6 +157,7 @@ def check_rows_that_share(
     kv_heads: int,
     dim: int,
     block: int,
+    num_rows: int = 38,
     dtype: torch.dtype = torch.float32,
     tolerance: float = 5e-5,
     **how: Any,
@@ -164,19 +165,19 @@ def check_rows_that_share(
     """Let rows of one token share a prefix, half of them a longer one, beside others without."""
     torch.manual_seed(0)
     kernel = None if body == "eager" else compiled_kernel()
-    free = random.Random(1).sample(range(128), 128)
+    free = random.Random(1).sample(range(160), 160)
 
     def take(num: int) -> list[int]:
         return [free.pop() for _ in range(num)]
 
     all_share, some_share = take(3), take(2)
     rows = [StepRow([0] * 9, block, take(3))]  # a chunk
-    for i in range(38):
+    for i in range(num_rows):
         shared = all_share + (some_share if i % 2 else [])
         rows.append(StepRow([0], len(shared) * block + (5 * i) % (2 * block), shared + take(2)))
     rows.insert(7, StepRow([0], block + 3, take(2)))
     rows.append(StepRow([0], block + 3, all_share[:1] + take(1)))
-    paged = PagedAttention(128, block, kv_heads, dim, dtype=dtype, device=CPU, kernel=kernel)
+    paged = PagedAttention(160, block, kv_heads, dim, dtype=dtype, device=CPU, kernel=kernel)
     paged.keys.fill_(float("nan"))
     paged.values.fill_(float("nan"))
     total = sum(len(row.token_ids) for row in rows)
@@ -193,7 +194,8 @@ def check_rows_that_share(
         paged.plan = plan_attention(rows, block, kv_heads, CPU)
     else:
         paged.plan = plan_rows(rows, block)
-        assert sorted(run[1] for run in paged.plan.runs.tolist()) == [19, 38, 39]
+        counts = sorted(run[1] for run in paged.plan.runs.tolist())
+        assert counts == [num_rows // 2, num_rows, num_rows + 1]
     out = paged(query, new_keys, new_values, scaling=dim**-0.5, **how)[0]
     first = 0
     for row in rows:
@@ -236,6 +238,26 @@ def test_rows_that_share(
     for how in [*kinds, {"sliding_window": 2 * block + 3}]:
         check_rows_that_share(body, **shape, **how)
         check_rows_that_share(body, **shape, **how, dtype=torch.bfloat16, tolerance=0.03)
+    for num_rows in (32, 34, 66):  # of which some are left over when 32 are taken at a time
+        for dtype, tolerance in ((torch.float32, 5e-5), (torch.bfloat16, 0.03)):
+            check_rows_that_share(
+                body, **shape, num_rows=num_rows, dtype=dtype, tolerance=tolerance
+            )
+    check_rows_that_share(body, **shape, dtype=torch.float16, tolerance=0.03)
+
+
+def test_rows_that_share_ever_more_are_in_few_runs() -> None:
+    """Each row a prefix of the next: what is kept of every run would need memory by the square."""
+    blocks = list(range(100))
+    rows = [StepRow([0], n * BLOCK, [*blocks[:n], 100 + n]) for n in range(1, 80)]
+    plan = plan_rows(rows, BLOCK)
+    assert 0 < len(plan.members) <= 4 * len(rows)
+    for row, (_, _, _, _, start, count, own) in zip(rows, plan.rows.tolist(), strict=True):
+        places = plan.entries[start : start + count].tolist()
+        runs = [run for run in plan.runs.tolist() for p in places if 0 <= p - run[0] < run[1]]
+        ends = [0] + [end for _, _, _, end in runs]
+        assert [first for _, _, first, _ in runs] == ends[:-1], "one behind the other"
+        assert own == ends[-1] <= row.position
 
 
 @needs_compiler

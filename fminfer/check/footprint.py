@@ -27,7 +27,7 @@ from fminfer.placement import auto_budget, free_bytes, is_fast_in_bfloat16
 RUN_BYTES = 30 << 20  # of a run's process beside a check's: threads, journal, rows
 # What the allocator cannot use again of each weight that was replaced by its packed form.
 HOLE_BYTES = {torch.float32: 5 << 19, torch.bfloat16: 1 << 20}
-LOGIT_COPIES = 3  # of float32 logits that exist at once
+LOGIT_COPIES = 3  # of float32 logits that may exist at once: greedy rows in bfloat16 need less
 HIDDEN_COPIES, WIDE_COPIES = 8, 3  # of a step's hidden states, and of what is inside an MLP
 
 

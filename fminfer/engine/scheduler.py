@@ -19,8 +19,7 @@ from fminfer.engine.sequence import PromptState, Sequence
 from fminfer.messages import StepRow
 
 # Measured on 2 CPU cores, llama of 12 × 768: 16 rows in one micro-batch instead of two took 0.62
-# of the time; from about 64 rows on the products, not the weights, set the pace. Where products are
-# fast (AMX at 2 TFLOP/s, bloom of 24 × 1024) 128 rows in one took 0.66 of the time of 64 in two.
+# of the time; from about 64 rows on the products, not the weights, set the pace.
 MIN_SHARE = 64
 # About where products, not the weights, set the pace. Simulated, OPT-175B: stages of 8 A100s work
 # 60 % of the time with pieces of 512, 93 % with these; of 8 H200s 61 % and 98 %.
@@ -282,13 +281,13 @@ class Scheduler:
         """Take this micro-batch's share of the running sequences.
 
         They are spread over one micro-batch for each stage: every micro-batch reads all weights.
-        In a pipeline of several, whose stages would wait for each other, they are spread over all
-        micro-batches if each has MIN_SHARE rows. What is left over waits for the next micro-batch
-        that comes back.
+        They are spread over all if that costs little: in a pipeline of several, whose stages would
+        wait for each other, if each has MIN_SHARE rows; of a single stage if one does not take them
+        all. What is left over waits for the next micro-batch that comes back.
         """
         num_rows = len(self._ready) + self._num_drawing
-        is_plenty = self._num_stages > 1 and num_rows >= self._micro_batches * MIN_SHARE
-        num_groups = self._micro_batches if is_plenty else self._num_stages
+        enough = self._micro_batches * MIN_SHARE if self._num_stages > 1 else self._chunk_size + 1
+        num_groups = self._micro_batches if num_rows >= enough else self._num_stages
         if self._num_decoding >= num_groups:
             return []
         count = min(len(self._ready), -(-num_rows // num_groups), self._chunk_size)

@@ -966,7 +966,8 @@ extern "C" int fminfer_attention(const Arguments* arguments) {
             cut({row, 0, 0, 0, num_runs ? row[6] : 0, INT64_MAX, nullptr}, row[1] * group);
         return std::make_pair(num_shared, num);
     };
-    const auto [num_shared, num_items] = list(nullptr);
+    const auto counts = list(nullptr);
+    const int64_t num_shared = counts.first, num_items = counts.second;
     Item* items = static_cast<Item*>(std::malloc(sizeof(Item) * (num_items + 1)));
     const size_t of_runs = sizeof(float) * a.num_members * a.heads * found_size(a);
     float* found = num_runs ? static_cast<float*>(std::aligned_alloc(64, of_runs)) : nullptr;
