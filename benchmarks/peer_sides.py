@@ -16,6 +16,7 @@ from typing import Any
 
 STARTED_S = time.perf_counter()
 BATCH = 32
+SLOTS = 16
 
 
 def run_generate(job: dict[str, Any]) -> dict[str, Any]:
@@ -27,11 +28,10 @@ def run_generate(job: dict[str, Any]) -> dict[str, Any]:
     dtype = getattr(torch, job["dtype"])
     model = transformers.AutoModelForCausalLM.from_pretrained(job["model"], dtype=dtype).eval()
     ready_s = time.perf_counter() - STARTED_S
-    order = sorted(range(len(job["rows"])), key=lambda i: _length(job["rows"][i]))
     answers: dict[int, Any] = {}
     with torch.inference_mode():
-        for first in range(0, len(order), BATCH):
-            batch = [job["rows"][i] for i in order[first : first + BATCH]]
+        for numbers in _batches(job["rows"]):
+            batch = [job["rows"][i] for i in numbers]
             longest = max(len(row["prompt"]) for row in batch)
             gaps = [longest - len(row["prompt"]) for row in batch]
             ids = torch.tensor([[0] * g + r["prompt"] for g, r in zip(gaps, batch, strict=True)])
@@ -49,8 +49,8 @@ def run_generate(job: dict[str, Any]) -> dict[str, Any]:
                 found = [f[: r["max_tokens"]] for f, r in zip(found, batch, strict=True)]
             else:
                 found = _score_padded(model, ids, mask)
-            answers |= zip(order[first : first + BATCH], found, strict=True)
-    return _result(ready_s, job, [answers[i] for i in range(len(order))])
+            answers |= zip(numbers, found, strict=True)
+    return _result(ready_s, job, [answers[i] for i in range(len(answers))])
 
 
 def _score_padded(model: Any, ids: Any, mask: Any) -> list[list[float]]:
@@ -169,8 +169,106 @@ def run_openvino(job: dict[str, Any]) -> dict[str, Any]:
     return _result(ready_s, job, answers, run_s)
 
 
+def run_ctranslate2(job: dict[str, Any]) -> dict[str, Any]:
+    """CTranslate2's Generator over the converted model: rows sorted by length, batches of 32.
+
+    A call has one max_length: rows of a batch run as long as the longest asks, and are cut. Its
+    release 4.8 has no bfloat16 on the CPU; it then computes in float32, and says so.
+    """
+    import ctranslate2
+
+    folder = Path(job["ctranslate2"])
+    names = json.loads((folder / "vocabulary.json").read_text())
+    offered = ctranslate2.get_supported_compute_types("cpu")
+    kind = job["dtype"] if job["dtype"] in offered else "float32"
+    cores = os.cpu_count() or 1
+    generator = ctranslate2.Generator(
+        str(folder), device="cpu", compute_type=kind, inter_threads=1, intra_threads=cores
+    )
+    print(f"  ctranslate2: computes in {generator.compute_type}", file=sys.stderr)
+    ready_s = time.perf_counter() - STARTED_S
+    answers: dict[int, Any] = {}
+    for numbers in _batches(job["rows"]):
+        batch = [job["rows"][i] for i in numbers]
+        prompts = [[names[token] for token in row["prompt"]] for row in batch]
+        new = max(row["max_tokens"] for row in batch)
+        if new:
+            results = generator.generate_batch(
+                prompts, max_length=new, end_token=[], include_prompt_in_result=False
+            )
+            found = [
+                f.sequences_ids[0][: r["max_tokens"]] for f, r in zip(results, batch, strict=True)
+            ]
+        else:
+            results = generator.score_batch(prompts, max_input_length=0)
+            found = [result.log_probs for result in results]
+        answers |= zip(numbers, found, strict=True)
+    return _result(ready_s, job, [answers[i] for i in range(len(answers))])
+
+
+def run_llama_cpp(job: dict[str, Any]) -> dict[str, Any]:
+    """llama.cpp's server over the converted model: continuous batching, all rows sent at once.
+
+    16 slots are a good middle: rows that share a prefix want few, as only what an earlier row of
+    the slot computed is reused. It gives no logprobs of prompts, so it cannot score.
+    """
+    import socket
+    import subprocess
+    import urllib.error
+    import urllib.request
+    from concurrent.futures import ThreadPoolExecutor
+
+    rows = job["rows"]
+    if not all(row["max_tokens"] for row in rows):
+        raise SystemExit("  llama.cpp: its server gives no logprobs of prompts")
+    slots = min(len(rows), SLOTS)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{free.getsockname()[1]}"
+    command = [str(Path(sys.prefix) / "bin/llama-server"), "--port", address.rpartition(":")[2]]
+    command += ["--model", str(Path(job["llama.cpp"]) / "model.gguf"), "--offline"]
+    command += ["--parallel", str(slots), "--threads", str(os.cpu_count() or 1)]
+    each = (max(map(_length, rows)) // 256 + 1) * 256  # it stops one token before a slot is full
+    command += ["--ctx-size", str(slots * each), "--log-verbosity", "1"]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+
+    def answer(row: dict[str, Any]) -> list[int]:
+        asked = {"prompt": row["prompt"], "n_predict": row["max_tokens"], "temperature": 0}
+        asked |= {"ignore_eos": True, "cache_prompt": True, "return_tokens": True}
+        with urllib.request.urlopen(f"{address}/completion", json.dumps(asked).encode()) as reply:
+            return list(json.load(reply)["tokens"])
+
+    def is_ready() -> bool:
+        try:
+            with urllib.request.urlopen(f"{address}/health"):
+                return True
+        except urllib.error.URLError:  # no answer yet, or 503 while it loads
+            return False
+
+    try:
+        while not is_ready():
+            if server.poll() is not None:
+                raise SystemExit(f"  llama.cpp: its server ended with status {server.returncode}")
+            time.sleep(0.05)
+        ready_s = time.perf_counter() - STARTED_S
+        started = time.perf_counter()
+        with ThreadPoolExecutor(len(rows)) as threads:
+            answers = list(threads.map(answer, rows))
+        run_s = time.perf_counter() - started
+    finally:
+        server.terminate()
+        server.wait()
+    return _result(ready_s, job, answers, run_s)
+
+
 def _length(row: dict[str, Any]) -> int:
     return len(row["prompt"]) + int(row["max_tokens"])
+
+
+def _batches(rows: list[dict[str, Any]]) -> list[list[int]]:
+    """Return the rows' numbers, sorted by length, 32 a batch."""
+    order = sorted(range(len(rows)), key=lambda i: _length(rows[i]))
+    return [order[first : first + BATCH] for first in range(0, len(order), BATCH)]
 
 
 def _result(
@@ -189,6 +287,8 @@ SIDES = {
     "generate_batch": run_generate_batch,
     "vllm": run_vllm,
     "openvino": run_openvino,
+    "ctranslate2": run_ctranslate2,
+    "llama.cpp": run_llama_cpp,
 }
 
 if __name__ == "__main__":

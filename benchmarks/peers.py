@@ -2,10 +2,11 @@
 """fminfer beside its peers: the same model, the same rows, in turns.
 
 The workloads are those of against_transformers.py, on a random-init model that is written to disk
-once. transformers runs with this Python; vLLM and OpenVINO GenAI where `make_peers.sh FOLDER` has
-made their virtual environments. Every turn is a process of its own. "run" is the answering alone,
-"job" is from the start of the process to its end. The machine's roof, a product and a copy, is
-measured between the turns.
+once. transformers runs with this Python; vLLM, OpenVINO GenAI, CTranslate2 and llama.cpp's server
+where `make_peers.sh FOLDER` has made their virtual environments; the last three get the checkpoint
+converted, once. Every turn is a process of its own. "run" is the answering alone, "job" is from the
+start of the process to its end. The machine's roof, a product and a copy, is measured between the
+turns. A side that cannot answer a workload, or convert the model, says why and has a – there.
 
     benchmarks/make_peers.sh ~/peers
     python benchmarks/peers.py --peers ~/peers --workload a --workload b --workload c --repeats 3
@@ -43,6 +44,14 @@ COLOURS = {
     "generate_batch": "#a46fb0",
     "vllm": "#7ba05b",
     "openvino": "#e8983e",
+    "ctranslate2": "#b8604f",
+    "llama.cpp": "#6b6b6b",
+}
+CONVERTERS = {
+    "openvino": "{home}/bin/optimum-cli export openvino --model {model} "
+    "--task text-generation-with-past --weight-format fp16 {target}",
+    "ctranslate2": "{home}/bin/python {here}/peer_converters.py {side} {model} {target} {dtype}",
+    "llama.cpp": "{home}/bin/python {here}/peer_converters.py {side} {model} {target} {dtype}",
 }
 MORE_SIZES: dict[str, dict[str, Any]] = {
     "qwen3-0.5b": {
@@ -85,17 +94,20 @@ def write_model(folder: Path, size: str, dtype: str) -> None:
     model.save_pretrained(folder)
 
 
-def convert_for_openvino(peers: Path, folder: Path) -> tuple[Path, float]:
-    """Export the checkpoint once; return where to, and the seconds that it took then."""
-    target = folder / "openvino"
+def convert(side: str, peers: Path, folder: Path, dtype: str) -> float | None:
+    """Convert the checkpoint into folder/SIDE once; return the seconds, None if it can't."""
+    target = folder / side
     took = target / "took_s"
     if not took.exists():
+        target.mkdir(exist_ok=True)
+        names = {"home": peers / side, "here": HERE, "side": side, "dtype": dtype}
+        names |= {"model": folder, "target": target}
+        command = [word.format_map(names) for word in CONVERTERS[side].split()]
         started = time.perf_counter()
-        command = [str(peers / "openvino/bin/optimum-cli"), "export", "openvino", "--model"]
-        command += [str(folder), "--task", "text-generation-with-past", "--weight-format", "fp16"]
-        subprocess.run([*command, str(target)], check=True, stdout=sys.stderr)
+        if subprocess.run(command, stdout=sys.stderr).returncode != 0:
+            return None
         took.write_text(str(time.perf_counter() - started))
-    return target, float(took.read_text())
+    return float(took.read_text())
 
 
 def run_fminfer(job: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -123,7 +135,8 @@ def _sample(record: dict[str, Any]) -> list[Any]:
     return list(choice["logprobs"]["token_logprobs"][1:9])
 
 
-def run_peer(python: str, side: str, job: dict[str, Any], folder: Path) -> dict[str, Any]:
+def run_peer(python: str, side: str, job: dict[str, Any], folder: Path) -> dict[str, Any] | None:
+    """Answer the rows in a process of the peer's; return None where it cannot, and has said why."""
     path = folder / "job.json"
     path.write_text(json.dumps(job))
     command = [python, str(HERE / "peer_sides.py"), side, str(path)]
@@ -136,7 +149,8 @@ def run_peer(python: str, side: str, job: dict[str, Any], folder: Path) -> dict[
         out.seek(0)
         lines = out.read().splitlines()
     if status != 0 or not lines:
-        raise SystemExit(f"{side} ended with status {status}")
+        print(f"  {side} ended with status {status}", file=sys.stderr)
+        return None
     result: dict[str, Any] = json.loads(lines[-1])
     return result
 
@@ -157,7 +171,7 @@ def find_sides(peers: Path | None, wanted: tuple[str, ...]) -> dict[str, str]:
     sides = {"fminfer": sys.executable, "transformers": sys.executable}
     if "generate_batch" in wanted:
         sides["generate_batch"] = sys.executable
-    for name in ("vllm", "openvino"):
+    for name in ("vllm", *CONVERTERS):
         python = peers / name / "bin/python" if peers else None
         if python is not None and python.exists():
             sides[name] = str(python)
@@ -167,15 +181,18 @@ def find_sides(peers: Path | None, wanted: tuple[str, ...]) -> dict[str, str]:
 def measure(
     workload: str, sides: dict[str, str], job: dict[str, Any], folder: Path, repeats: int
 ) -> dict[str, dict[str, Any]]:
-    """Run all sides in turns; return each one's medians."""
+    """Run all sides in turns; return the medians of those that can answer."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     for _ in range(repeats):
-        for name, python in sides.items():
+        for name in list(found):
             started = time.perf_counter()
             if name == "fminfer":
                 result = run_fminfer(job, folder)
             else:
-                result = run_peer(python, name, job, folder)
+                result = run_peer(sides[name], name, job, folder)
+            if result is None:
+                del found[name]
+                continue
             result["job_s"] = time.perf_counter() - started
             found[name].append(result)
             print(
@@ -220,6 +237,10 @@ def draw(results: dict[str, dict[str, dict[str, Any]]], title: str) -> str:
     )
 
 
+def _cells(side: dict[str, Any] | None) -> str:
+    return f"{side['run_s']:9.1f}{side['job_s']:9.1f}" if side else f"{'–':>9}" * 2
+
+
 def batch_rows(size: int) -> list[dict[str, Any]]:
     """Return a batch of the BLOOM inference scripts: few tokens in, 100 out."""
     rows = [[40 + (i + j) % 200 for j in range(6)] for i in range(size)]
@@ -259,23 +280,28 @@ def main(
     write_model(folder, model, dtype)
     sides = find_sides(peers, wanted)
     job: dict[str, Any] = {"model": str(folder), "dtype": dtype}
-    if "openvino" in sides and peers is not None:
-        target, took_s = convert_for_openvino(peers, folder)
-        job["openvino"] = str(target)
-        print(f"  openvino: converted once, {took_s:.0f} s", file=sys.stderr)
+    able = dict(sides)
+    for name in CONVERTERS:
+        if name in sides and peers is not None:
+            took_s = convert(name, peers, folder, dtype)
+            if took_s is None:
+                print(f"  {name}: cannot convert the model", file=sys.stderr)
+                del able[name]
+                continue
+            job[name] = str(folder / name)
+            print(f"  {name}: converted once, {took_s:.0f} s", file=sys.stderr)
     results, roofs = {}, []
     for workload in workloads:
         kind, _, size = workload.partition("-")
         rows = batch_rows(int(size)) if kind == "batch" else make_workload(workload, scale)
         job["rows"] = [row | {"ignore_eos": True, "return_token_ids": True} for row in rows]
-        results[workload] = measure(workload, sides, job, folder, repeats)
+        results[workload] = measure(workload, able, job, folder, repeats)
         roofs.append((gemm_gflops(dtype), copy_gb_per_s()))
     gemm, copy = (statistics.median(each) for each in zip(*roofs, strict=True))
     print(f"\n{model}, {dtype}, medians of {repeats}; roof {gemm:.0f} GFLOP/s, {copy:.0f} GB/s")
     print(f"{'':14}" + "".join(f"{w + ' run':>9}{w + ' job':>9}" for w in results) + "   seconds")
     for name in sides:
-        cells = (f"{r[name]['run_s']:9.1f}{r[name]['job_s']:9.1f}" for r in results.values())
-        print(f"{name:14}" + "".join(cells))
+        print(f"{name:14}" + "".join(_cells(r.get(name)) for r in results.values()))
     if plot is not None:
         plot.write_text(draw(results, f"{model}, {dtype}: seconds a run"))
     summary = {"model": model, "dtype": dtype, "gemm_gflops": gemm, "read_gb_per_s": copy}
