@@ -104,7 +104,7 @@ def test_a_second_signal_ends_it_at_once(alone: tuple[Path, Path], tmp_path: Pat
     while run.poll() is None and not kept_records(output):
         time.sleep(0.02)
     run.send_signal(signal.SIGINT)
-    time.sleep(1)
+    time.sleep(0.3)  # a fast machine takes a second for the rows that run
     assert run.poll() is None, "rows that run may go on"
     run.send_signal(signal.SIGINT)
     _, said = run.communicate(timeout=60)

@@ -14,7 +14,7 @@ from fminfer.engine.stats import EngineStats
 
 BAR_EVERY_S = 0.2
 LINE_EVERY_S = 30.0  # without a terminal
-DRAWN_COST = 1.6  # of a drawn token beside a prompt's, on CPUs, until a run has told
+DRAWN_COST = 1.48  # of a drawn token beside a prompt's, on CPUs, until a run has told
 BAR_OF_UNKNOWN = "{desc}: {n_fmt}/? rows{postfix}"
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} rows{postfix}"
 
