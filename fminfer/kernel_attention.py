@@ -24,8 +24,8 @@ class Arguments(ctypes.Structure):
     _fields_ = (
         *[(name, ctypes.c_void_p) for name in ("query", "out", "keys", "values")],
         *[(name, ctypes.c_void_p) for name in ("new_keys", "new_values", "slots")],
-        *[(name, ctypes.c_void_p) for name in ("rows", "blocks", "runs", "members", "entries")],
-        *[(name, ctypes.c_void_p) for name in ("slopes",)],
+        *[(name, ctypes.c_void_p) for name in ("rows", "blocks", "runs", "members")],
+        *[(name, ctypes.c_void_p) for name in ("entries", "slopes")],
         *[(name, ctypes.c_int64) for name in ("num_rows", "num_runs", "num_members", "num_tokens")],
         *[(name, ctypes.c_int64) for name in ("query_head", "query_token")],
         *[(name, ctypes.c_int64) for name in ("new_key_head", "new_key_token")],
@@ -140,31 +140,16 @@ class KernelAttention:
         assert len(rows.slots) == tokens, "tokens of a step"
         out = torch.empty((1, tokens, heads, head_dim), dtype=kind, device="cpu")
         slopes = None if alibi_slopes is None else alibi_slopes.float().contiguous()
+        tensors = (asked, out, keys, values, key, value, rows.slots, rows.rows, rows.blocks)
         failed = self._attend(
             Arguments(
-                asked.data_ptr(),
-                out.data_ptr(),
-                keys.data_ptr(),
-                values.data_ptr(),
-                key.data_ptr(),
-                value.data_ptr(),
-                rows.slots.data_ptr(),
-                rows.rows.data_ptr(),
-                rows.blocks.data_ptr(),
-                rows.runs.data_ptr(),
-                rows.members.data_ptr(),
-                rows.entries.data_ptr(),
+                *(t.data_ptr() for t in (*tensors, rows.runs, rows.members, rows.entries)),
                 None if slopes is None else slopes.data_ptr(),
                 len(rows.rows),
                 len(rows.runs),
                 len(rows.members),
                 tokens,
-                asked.stride(1),
-                asked.stride(2),
-                key.stride(1),
-                key.stride(2),
-                value.stride(1),
-                value.stride(2),
+                *(step for t in (asked, key, value) for step in t.stride()[1:3]),
                 heads,
                 keys.shape[1],
                 head_dim,

@@ -67,13 +67,24 @@ def test_bfloat16_is_packed_where_the_machine_is_fast_in_it() -> None:
 
 @pytest.mark.parametrize("outputs", [512, 768, 896])
 def test_many_rows_of_few_outputs_in_bfloat16(outputs: int) -> None:
-    """They are multiplied in halves."""
+    """Two threads multiply them in halves."""
     linear = nn.Linear(64, outputs, dtype=torch.bfloat16)
-    x = torch.randn(1, 513, 2, 64, dtype=torch.bfloat16).transpose(1, 2)[:, :, :449]
+    x = torch.randn(1, 513, 2, 64, dtype=torch.bfloat16).transpose(1, 2)[:, :, :300]
+    before = torch.get_num_threads()
     with torch.inference_mode():
         expected = linear(x)
-        if pack(linear, is_fast_in_bfloat16=True):
-            torch.testing.assert_close(linear(x), expected, atol=0.02, rtol=0.02)
+        if not pack(linear, is_fast_in_bfloat16=True):
+            pytest.skip("torch without oneDNN")
+        try:
+            for num_threads, num_products in ((1, 1), (2, 2)):
+                torch.set_num_threads(num_threads)
+                with torch.profiler.profile() as seen:
+                    found = linear(x)
+                torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
+                names = [event.name for event in seen.events()]
+                assert names.count("mkldnn::_linear_pointwise") == num_products
+        finally:
+            torch.set_num_threads(before)
 
 
 def test_what_packs_wrong_is_left_plain(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,14 @@ from fminfer.models.checkpoint import open_checkpoint
 from fminfer.output.journal import Journal, journal_path
 from fminfer.output.rows import Row
 from fminfer.output.summary import JobSummary
-from fminfer.stopping import WARNINGS, Stopper, check_times, parse_duration, signals_to_hear
+from fminfer.stopping import (
+    REPEAT_S,
+    WARNINGS,
+    Stopper,
+    check_times,
+    parse_duration,
+    signals_to_hear,
+)
 from tests.conftest import run_files
 from tests.faults.torture import NUM_ROWS, command, kept_records, one_round, run_alone, texts
 
@@ -96,7 +103,7 @@ def test_a_second_signal_ends_it_at_once(alone: tuple[Path, Path], tmp_path: Pat
     short = json.dumps(row | {"max_tokens": 1}) + "\n"  # once it is done, others run
     rows.write_text(short + (json.dumps(row) + "\n") * 500)
     run = subprocess.Popen(
-        [*command(rows, output, 1), "--grace", "1h"],
+        [*command(rows, output, 1), "--grace", "1h", "--max-rows", "64", "--attention", "eager"],
         stderr=subprocess.PIPE,
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
@@ -104,11 +111,13 @@ def test_a_second_signal_ends_it_at_once(alone: tuple[Path, Path], tmp_path: Pat
     while run.poll() is None and not kept_records(output):
         time.sleep(0.02)
     run.send_signal(signal.SIGINT)
-    time.sleep(0.3)  # a fast machine takes a second for the rows that run
+    time.sleep(1.1 * REPEAT_S)  # sooner it would be taken for the same one
     assert run.poll() is None, "rows that run may go on"
+    kept = kept_records(output)
     run.send_signal(signal.SIGINT)
     _, said = run.communicate(timeout=60)
     assert run.returncode == 130 and "Interrupted" in said
+    assert kept_records(output) == kept, "those that ran did not go on"
 
 
 def test_rows_that_run_may_end_within_the_grace(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ inline Vec load(const float* from) { return *reinterpret_cast<const Loose*>(from
 inline void store(float* to, Vec value) { *reinterpret_cast<Loose*>(to) = value; }
 inline Vec all(float value) { return Vec{} + value; }
 
-// 2^n, times `part`, for whole n >= -126.
+// The nearest whole number, and `part` times 2^n for whole n >= -126.
 #ifdef __AVX512F__
 inline Vec whole_of(Vec x) { return (Vec)_mm512_roundscale_ps((__m512)x, 0); }
 inline Vec scale(Vec part, Vec n) { return (Vec)_mm512_scalef_ps((__m512)part, (__m512)n); }
