@@ -204,11 +204,11 @@ def test_of_a_long_file_only_the_beginning_is_kept(
     rows = [row | {"prompt": [n % 300, n // 300, n % 7]} for n in range(2000)]
     path = write(tmp_path / "a.jsonl", rows)
     whole = check_json(path)["work"]
-    monkeypatch.setattr(check_lines, "SAMPLE_TOKENS", 13000)
+    monkeypatch.setattr(check_lines, "SAMPLE_TOKENS", 5200)
     part = check_json(path)["work"]
-    assert part["sample_lines"] == 1000 and whole["sample_lines"] == 0
+    assert part["sample_lines"] == 400 and whole["sample_lines"] == 0
     assert part["num_steps"] == pytest.approx(whole["num_steps"], rel=0.25)
-    assert "estimated from the first 1,000 lines" in check(path).output
+    assert "estimated from the first 400 lines" in check(path).output
 
 
 def test_layers_are_spread_over_processes(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from fminfer.assembly import build_loop, find_limits, load_tokenizer
 from fminfer.check.footprint import Footprint, choose_budget, measure_footprints
 from fminfer.check.lines import LineChecker
 from fminfer.check.report import CheckReport, FirstPrompt, Work
-from fminfer.check.simulation import PretendPipeline, Simulation, simulate
+from fminfer.check.simulation import PretendPipeline, StepCounts, simulate
 from fminfer.config import EngineConfig
 from fminfer.cost_model import CostModel
 from fminfer.cost_store import find_costs_path, load_costs
@@ -126,12 +126,13 @@ class Check:
         scale = 1.0
         if not is_whole and checker.num_sample_tokens:
             scale = counts.tokens_to_compute / checker.num_sample_tokens
-        seconds, why_not = self._predict_s(found, scale)
+        steps = found.scaled(scale)
+        seconds, why_not = self._predict_s(steps)
         num_blocks = found.num_blocks_used
         if self._config.prefix_cache:  # it keeps blocks of rows that ended until others need them
             num_blocks = min(self._num_blocks, round(num_blocks * scale))
         return Work(
-            num_steps=round(found.num_steps * scale),
+            num_steps=steps.num_steps,
             max_rows_running=found.stats.max_rows_running,
             num_kv_tokens=num_blocks * self._config.block_size,
             seconds=seconds,
@@ -139,13 +140,13 @@ class Check:
             sample_lines=0 if is_whole else len(checker.sample),
         )
 
-    def _predict_s(self, found: Simulation, scale: float) -> tuple[float | None, str]:
+    def _predict_s(self, steps: StepCounts) -> tuple[float | None, str]:
         if self._num_stages > 1:
             return None, "that of several processes cannot be yet"
         costs = self._find_costs()
         if costs is None:
             return None, CALIBRATE
-        return scale * costs.predict_s(found.counts), ""
+        return costs.predict_s(steps.costs), ""
 
     def _find_costs(self) -> CostModel | None:
         library = find_library(self._config.attention, self._device)

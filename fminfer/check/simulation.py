@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from fminfer.assembly import build_loop
 from fminfer.config import EngineConfig
@@ -25,6 +25,22 @@ from fminfer.tokenizer import Detokenizer, Tokenizer
 DRAWN_ID = 0  # any
 
 
+@dataclass(slots=True)
+class StepCounts:
+    """What several steps are, together."""
+
+    num_steps: int = 0
+    num_tokens: int = 0  # fed, of prompts and of those drawn before
+    costs: list[float] = field(default_factory=lambda: [0.0] * len(COSTS))  # how often each
+
+    def add(self, other: StepCounts, times: float = 1.0) -> None:
+        """Add other steps, so many times."""
+        self.num_steps += round(other.num_steps * times)
+        self.num_tokens += round(other.num_tokens * times)
+        for place, count in enumerate(other.costs):
+            self.costs[place] += count * times
+
+
 class PretendPipeline:
     """What the engine sees of a pipeline: every row draws the same token, at once.
 
@@ -36,17 +52,20 @@ class PretendPipeline:
         self._block_size = block_size
         self._steps: deque[Step] = deque()
         self.num_in_flight = 0
-        self.num_steps = 0
-        self.counts = [0] * len(COSTS)  # of all steps
+        self.fed = StepCounts()  # the steps up to the last one that feeds a prompt
+        self.rest = StepCounts()  # those after it, in which rows end and none comes
         self.num_blocks_used = 0  # the KV blocks that were ever written, which are the first ones
 
     def submit(self, step: Step) -> None:
         """Take note of a step."""
         self._steps.append(step)
         self.num_in_flight += 1
-        self.num_steps += 1
-        for place, count in enumerate(StepShape.of(step).counts):
-            self.counts[place] += count
+        shape = StepShape.of(step)
+        num_tokens = shape.num_prompt_tokens + shape.num_rows
+        self.rest.add(StepCounts(1, num_tokens, [*shape.counts]))
+        if shape.num_prompt_tokens:
+            self.fed.add(self.rest)
+            self.rest = StepCounts()
         self.num_blocks_used = max(self.num_blocks_used, *map(self._last_block, step.rows))
 
     def collect(self) -> StepResult:
@@ -101,10 +120,29 @@ class _LongestRows(Intake):
 class Simulation:
     """What the engine did."""
 
-    num_steps: int
-    counts: list[int]  # of COSTS, all steps together
+    fed: StepCounts  # the steps up to the last one that feeds a prompt
+    rest: StepCounts  # those after it
     num_blocks_used: int
     stats: EngineStats
+
+    def scaled(self, scale: float) -> StepCounts:
+        """Return the steps of a file so many times as long, of which these lines are the beginning.
+
+        Rows come and go as they do here, and the last of them end without others only once. Where
+        all of these rows ran at once, nothing is known of how others take their places: then the
+        file is so many times what these lines are.
+        """
+        num_tokens = self.fed.num_tokens + self.rest.num_tokens
+        is_one_wave = self.stats.max_rows_running >= self.stats.read.num_sequences
+        if is_one_wave or not self.fed.num_tokens:
+            times_fed = times_rest = scale
+        else:
+            times_rest = 1.0
+            times_fed = (num_tokens * scale - self.rest.num_tokens) / self.fed.num_tokens
+        steps = StepCounts()
+        steps.add(self.fed, times_fed)
+        steps.add(self.rest, times_rest)
+        return steps
 
 
 def simulate(
@@ -135,4 +173,4 @@ def simulate(
     )
     for record in loop.run(lines, read_ahead):
         assert record.error is None, record.error
-    return Simulation(pipeline.num_steps, pipeline.counts, pipeline.num_blocks_used, loop.stats)
+    return Simulation(pipeline.fed, pipeline.rest, pipeline.num_blocks_used, loop.stats)
