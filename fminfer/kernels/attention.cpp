@@ -5,7 +5,8 @@
 // 32 of its queries (tokens times the heads that share the KV head). An item goes over the row's
 // blocks once and keeps the largest score and the sum of exponentials of each query as it goes
 // (Milakov and Gimelshein 2018, the "online softmax"; Dao et al. 2022). Items of one KV head follow
-// one another, so that what rows share is read from the cache nearby.
+// one another, so that what rows share is read from the cache nearby; those of few queries go from
+// head to head, which lie one behind the other in memory.
 //
 // Rows of one token that begin with the same blocks, a run, attend to those together: an item is
 // then up to 32 queries of several rows. What it found is kept and put together with what each
@@ -13,32 +14,22 @@
 //
 // Three bodies. With one to three queries each key is multiplied lane by lane and summed. More lie
 // side by side in the lanes of vectors: then every key is broadcast, or, in bfloat16 on processors
-// that have them, tiles of keys and queries are multiplied (Intel's AMX). Scores, exponentials and
-// sums are in float32; tiles round exponentials to bfloat16 before they weigh values, as
-// transformers does. What lies behind a row's end may be nan and never reaches a sum.
+// that can, tiles of keys and queries are multiplied (halves.h). Scores, exponentials and sums are
+// in float32; tiles round exponentials to bfloat16 before they weigh values, as transformers does.
+// What lies behind a row's end may be nan and never reaches a sum.
 
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <utility>
 
+#include "halves.h"
 #include "vectors.h"
-
-#ifdef __AVX512BF16__
-#define HAS_PAIRS
-#endif
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
-#define HAS_TILES
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 
 namespace {
 
 constexpr int MOST_QUERIES = 2 * LANES;
 constexpr int ROW = 7;           // numbers that tell of a row
-constexpr int GROUP_KEYS = 32;   // of bfloat16 that are multiplied together
-constexpr int PIECE_KEYS = 128;  // of bfloat16 between two steps of the softmax
+constexpr int MOST_IN_TURN = 6;  // small items that a thread takes at once
 constexpr float LOWEST = -3.0e38f;
 inline int round_up(int value, int unit) { return (value + unit - 1) / unit * unit; }
 
@@ -47,12 +38,6 @@ inline Vec tanh_of(Vec x) {
     const Vec e = exp_of(-2.0f * x * is_negative);
     return is_negative * (1.0f - e) / (1.0f + e);
 }
-
-#ifdef __clang__
-#define LANES_OF(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define LANES_OF(a, b, ...) __builtin_shuffle(a, b, IVec{__VA_ARGS__})
-#endif
 
 // Lane j of the result is the sum of sums[j]'s lanes: 16 sums in four rounds, each halving them.
 inline Vec sums_of(Vec* sums) {
@@ -562,8 +547,9 @@ inline bool fits_halves(const Arguments& a) {
 // Where a row's keys and values at `start` and after lie, group by group.
 struct Piece {
     const uint16_t *keys[PIECE_KEYS / GROUP_KEYS], *values[PIECE_KEYS / GROUP_KEYS];
-    int count;
+    int count = 0;
 
+    Piece() = default;
     Piece(const Arguments& a, const Item& item, int64_t start, int64_t end) {
         count = int(end - start < PIECE_KEYS ? end - start : PIECE_KEYS);
         for (int g = 0; g * GROUP_KEYS < count; g++, start += GROUP_KEYS) {
@@ -579,67 +565,40 @@ struct Piece {
 
 #ifdef HAS_PAIRS
 
-inline __m512i bits_at(const uint16_t* from) { return _mm512_loadu_si512(from); }
-
-// sum[i] += a[2 i] * b[2 i] + a[2 i + 1] * b[2 i + 1]
-inline Vec add_products(Vec sum, __m512i a, __m512i b) {
-    return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+// The first piece that an item of one query looks at.
+inline Piece first_piece(const Arguments& a, const Item& item) {
+    const int64_t position = position_of(a, item, item.first / (a.heads / a.kv_heads));
+    const int64_t first = first_key(a, item, position) / GROUP_KEYS * GROUP_KEYS;
+    return Piece(a, item, first, end_key(item, position));
 }
 
-// Of each 32 sums the first vector holds the first halves of each 8; puts them in order.
-inline void order_sums(float* sums, int dim) {
-    for (int d = 0; d < dim; d += 2 * LANES) {
-        const Vec low = load(sums + d), high = load(sums + d + LANES);
-        store(sums + d,
-              LANES_OF(low, high, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23));
-        store(sums + d + LANES,
-              LANES_OF(low, high, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31));
-    }
-}
-
-// sums += weights times values, of up to GROUP_KEYS keys, 0 behind them. The weights of two keys
-// stand side by side. The sums are not in order, see `order_sums`.
-template <int N>
-inline void add_pairs(float* sums, const uint16_t* weights, const uint16_t* values, int dim,
-                      int count) {
-    Vec sum[2 * N];
-    for (int n = 0; n < 2 * N; n++) sum[n] = load(sums + n * LANES);
-    for (int j = 0; j < count; j += 2) {
-        int32_t both;
-        std::memcpy(&both, weights + j, sizeof both);
-        const __m512i weight = _mm512_set1_epi32(both);
-        for (int n = 0; n < N; n++) {
-            const uint16_t* from = values + j * dim + n * 2 * LANES;
-            const __m512i low = bits_at(from);
-            const __m512i high = j + 1 < count ? bits_at(from + dim) : _mm512_setzero_si512();
-            sum[2 * n] = add_products(sum[2 * n], weight, _mm512_unpacklo_epi16(low, high));
-            sum[2 * n + 1] = add_products(sum[2 * n + 1], weight, _mm512_unpackhi_epi16(low, high));
-        }
-    }
-    for (int n = 0; n < 2 * N; n++) store(sums + n * LANES, sum[n]);
-}
-
-// One query, all in bfloat16.
-void attend_in_pairs(const Arguments& a, const Item& item, int64_t q, Space& space) {
+// One query, all in bfloat16. Memory is read ahead: values while keys are multiplied, then the
+// next keys, of this item or of `next`, which may be null. DIM: head_dim, or 0 for any.
+template <int DIM>
+void attend_in_pairs(const Arguments& a, const Item& item, int64_t q, const Item* next,
+                     Space& space) {
     const int64_t group = a.heads / a.kv_heads;
-    const int dim = int(a.head_dim);
+    const int dim = DIM ? DIM : int(a.head_dim);
     const uint16_t* query =
         static_cast<const uint16_t*>(a.query) + query_place(a, item, q, group);
     std::memset(space.sums, 0, sizeof(float) * dim);
     SoftmaxAlone softmax(a, item, q);
     const int64_t end = end_key(item, softmax.position);
     const int64_t first = first_key(a, item, softmax.position) / GROUP_KEYS * GROUP_KEYS;
-    for (int64_t start = first; start < end; start += PIECE_KEYS) {
-        const Piece piece(a, item, start, end);
+    Piece piece(a, item, first, end), coming;
+    for (int64_t start = first; start < end; start += PIECE_KEYS, piece = coming) {
+        const int64_t then = start + PIECE_KEYS;
+        coming = then < end ? Piece(a, item, then, end) : next ? first_piece(a, *next) : Piece();
         for (int j = 0; j < piece.count; j += LANES) {
             const uint16_t* keys = piece.keys[j / GROUP_KEYS] + j % GROUP_KEYS * dim;
             Vec sums[LANES] = {};
             const uint16_t* values = piece.values[j / GROUP_KEYS] + j % GROUP_KEYS * dim;
+#pragma GCC unroll 16
             for (int lane = 0; lane < LANES; lane++)  // those behind the last are not used
                 for (int d = 0; d < dim; d += 2 * LANES) {
                     sums[lane] = add_products(sums[lane], bits_at(query + d),
                                               bits_at(keys + lane * dim + d));
-                    __builtin_prefetch(values + lane * dim + d);
+                    fetch(values + lane * dim + d);
                 }
             store(space.scores + j, sums_of(sums));
         }
@@ -649,130 +608,17 @@ void attend_in_pairs(const Arguments& a, const Item& item, int64_t q, Space& spa
         for (int j = 0; j < piece.count; j += GROUP_KEYS) {
             const int count = piece.count - j < GROUP_KEYS ? piece.count - j : GROUP_KEYS;
             const uint16_t* values = piece.values[j / GROUP_KEYS];
+            const uint16_t* weights = space.weight_tiles + j;
+            const uint16_t* ahead = j < coming.count ? coming.keys[j / GROUP_KEYS] : values;
             int d = 0;
             for (; d + 4 * LANES <= dim; d += 4 * LANES)
-                add_pairs<2>(space.sums + d, space.weight_tiles + j, values + d, dim, count);
+                add_pairs<2>(space.sums + d, weights, values + d, dim, count, ahead + d);
             for (; d < dim; d += 2 * LANES)
-                add_pairs<1>(space.sums + d, space.weight_tiles + j, values + d, dim, count);
+                add_pairs<1>(space.sums + d, weights, values + d, dim, count, ahead + d);
         }
     }
     order_sums(space.sums, dim);
     finish(a, item, q, space.sums, softmax.largest, softmax.sum(), space);
-}
-
-#endif
-
-#ifdef HAS_TILES
-
-// A tile has 16 rows of 64 bytes: of 32 numbers in bfloat16, or of 16 in float32. A product of
-// tiles sums, in float32, over pairs of numbers: its second operand's row p holds rows 2 p and
-// 2 p + 1 of the matrix, number by number in turns.
-constexpr int PAIRS = 16, TILE = PAIRS * 2 * LANES;
-
-// The compiler is not told by g++'s own header that a tile is read from memory, and old ones forget
-// parentheses.
-#define LOAD_TILE(tile, from, step)            \
-    do {                                       \
-        asm volatile("" ::: "memory");         \
-        _tile_loadd(tile, (from), (step));     \
-    } while (0)
-#define STORE_TILE(tile, to, step) _tile_stored(tile, (to), (step))
-
-// Whether this process may use tiles: Linux wants to be asked.
-bool may_use_tiles() {
-    constexpr long ask = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-    static const bool is_allowed = syscall(SYS_arch_prctl, ask, tile_data) == 0;
-    return is_allowed;
-}
-
-void use_tiles() {
-    struct alignas(64) {
-        uint8_t palette = 1, start = 0, unused[14] = {};
-        uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-        uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-    } config;
-    asm volatile("" ::"r"(&config) : "memory");
-    _tile_loadconfig(&config);
-}
-
-// (low[i], high[i]) in turns, rounded; subnormal numbers become 0.
-inline UVec pairs_of(Vec low, Vec high) {
-    const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
-    const UVec turns = {0x100000, 0x110001, 0x120002, 0x130003, 0x140004, 0x150005,
-                        0x160006, 0x170007, 0x180008, 0x190009, 0x1A000A, 0x1B000B,
-                        0x1C000C, 0x1D000D, 0x1E000E, 0x1F000F};
-    return (UVec)_mm512_permutexvar_epi16((__m512i)turns, halves);
-}
-
-// Row i becomes column i of 16 rows.
-inline void transpose(UVec* rows) {
-    for (int i = 0; i < 8; i++) {
-        const UVec a = rows[i], b = rows[i + 8];
-        rows[i] = LANES_OF(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
-        rows[i + 8] = LANES_OF(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-    }
-    for (int g = 0; g < 16; g += 8)
-        for (int i = g; i < g + 4; i++) {
-            const UVec a = rows[i], b = rows[i + 4];
-            rows[i] = LANES_OF(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
-            rows[i + 4] =
-                LANES_OF(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
-        }
-    for (int g = 0; g < 16; g += 4)
-        for (int i = g; i < g + 2; i++) {
-            const UVec a = rows[i], b = rows[i + 2];
-            rows[i] = LANES_OF(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
-            rows[i + 2] =
-                LANES_OF(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-        }
-    for (int i = 0; i < 16; i += 2) {
-        const UVec a = rows[i], b = rows[i + 1];
-        rows[i] = LANES_OF(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
-        rows[i + 1] = LANES_OF(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
-    }
-}
-
-// scores, (GROUP_KEYS, N * LANES), of that many keys; queries are tiles (dim / 32, N).
-template <int N>
-inline void score_tiles(const uint16_t* queries, const uint16_t* keys, int dim, float* scores) {
-    constexpr int bytes = N * LANES * sizeof(float);
-    _tile_zero(0);
-    _tile_zero(1);
-    if (N > 1) {
-        _tile_zero(2);
-        _tile_zero(3);
-    }
-    for (int d = 0; d < dim; d += 2 * PAIRS, queries += N * TILE) {
-        LOAD_TILE(4, keys + d, dim * sizeof(uint16_t));
-        LOAD_TILE(5, keys + PAIRS * dim + d, dim * sizeof(uint16_t));
-        LOAD_TILE(6, queries, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 5, 6);
-        if (N > 1) {
-            LOAD_TILE(7, queries + TILE, 64);
-            _tile_dpbf16ps(2, 4, 7);
-            _tile_dpbf16ps(3, 5, 7);
-        }
-    }
-    STORE_TILE(0, scores, bytes);
-    STORE_TILE(1, scores + PAIRS * N * LANES, bytes);
-    if (N > 1) {
-        STORE_TILE(2, scores + LANES, bytes);
-        STORE_TILE(3, scores + PAIRS * N * LANES + LANES, bytes);
-    }
-}
-
-// Puts 32 values of keys 2 p and 2 p + 1 for all p into two tiles, number by number in turns: the
-// first takes the first halves of each 8. What lies behind the row's end may be nan: there are
-// `count` keys.
-inline void pair_values(const uint16_t* values, int dim, int count, uint16_t* tiles) {
-    for (int p = 0; p < PAIRS; p++) {
-        const uint16_t* from = values + 2 * p * dim;
-        const __m512i low = 2 * p < count ? bits_at(from) : _mm512_setzero_si512();
-        const __m512i high = 2 * p + 1 < count ? bits_at(from + dim) : _mm512_setzero_si512();
-        _mm512_store_si512(tiles + p * 2 * LANES, _mm512_unpacklo_epi16(low, high));
-        _mm512_store_si512(tiles + TILE + p * 2 * LANES, _mm512_unpackhi_epi16(low, high));
-    }
 }
 
 // Makes a tile of the weights of 16 queries and up to GROUP_KEYS keys, and adds them to `total`.
@@ -823,54 +669,14 @@ void weigh_tiles(const Arguments& a, Softmax<N>& softmax, float* scores, int64_t
         }
 }
 
-// sums, (N * LANES, dim), += weights, tiles of each group of keys, times the keys' values.
-template <int N>
-inline void add_tiles(float* sums, const uint16_t* weights, const Piece& piece, int dim,
-                      uint16_t* space) {
-    const int bytes = dim * sizeof(float);
-    float* second = sums + LANES * dim;  // of 16 more queries
-    for (int d = 0; d < dim; d += 2 * LANES) {
-        LOAD_TILE(0, sums + d, bytes);
-        LOAD_TILE(1, sums + d + LANES, bytes);
-        if (N > 1) {
-            LOAD_TILE(2, second + d, bytes);
-            LOAD_TILE(3, second + d + LANES, bytes);
-        }
-        for (int g = 0; g * GROUP_KEYS < piece.count; g++) {
-            const int left = piece.count - g * GROUP_KEYS;
-            uint16_t* tiles = space + g * 2 * TILE;
-            if (left >= GROUP_KEYS)  // a number that the compiler knows
-                pair_values(piece.values[g] + d, dim, GROUP_KEYS, tiles);
-            else
-                pair_values(piece.values[g] + d, dim, left, tiles);
-            LOAD_TILE(4, weights + g * N * TILE, 64);
-            LOAD_TILE(6, tiles, 64);
-            LOAD_TILE(7, tiles + TILE, 64);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_dpbf16ps(1, 4, 7);
-            if (N > 1) {
-                LOAD_TILE(5, weights + (g * N + 1) * TILE, 64);
-                _tile_dpbf16ps(2, 5, 6);
-                _tile_dpbf16ps(3, 5, 7);
-            }
-        }
-        STORE_TILE(0, sums + d, bytes);
-        STORE_TILE(1, sums + d + LANES, bytes);
-        if (N > 1) {
-            STORE_TILE(2, second + d, bytes);
-            STORE_TILE(3, second + d + LANES, bytes);
-        }
-    }
-}
-
 // Up to N * LANES queries, one a lane.
-template <int N>
-void attend_by_tiles(const Arguments& a, const Item& item, Space& space) {
+template <typename Products, int N>
+void attend_in_tiles(const Arguments& a, const Item& item, Space& space) {
     const int64_t group = a.heads / a.kv_heads;
     const int num = int(item.last - item.first), dim = int(a.head_dim);
     const uint16_t* query = static_cast<const uint16_t*>(a.query);
     Softmax<N> softmax(a, item);
-    use_tiles();
+    Products::begin();
     int64_t places[N * LANES];
     for (int lane = 0; lane < num; lane++)
         places[lane] = query_place(a, item, item.first + lane, group);
@@ -889,13 +695,14 @@ void attend_by_tiles(const Arguments& a, const Item& item, Space& space) {
     for (int64_t start = begin; start < end; start += PIECE_KEYS) {
         const Piece piece(a, item, start, end);
         for (int g = 0; g * GROUP_KEYS < piece.count; g++)
-            score_tiles<N>(space.query_tiles, piece.keys[g], dim,
-                           space.scores + g * GROUP_KEYS * N * LANES);
+            Products::template score<N>(space.query_tiles, piece.keys[g], dim,
+                                       space.scores + g * GROUP_KEYS * N * LANES);
         weigh_tiles<N>(a, softmax, space.scores, start, piece.count, space.sums, num,
                        space.weight_tiles);
-        add_tiles<N>(space.sums, space.weight_tiles, piece, dim, space.value_tiles);
+        Products::template add<N>(space.sums, num, space.weight_tiles, piece.values, piece.count,
+                                 dim, space.value_tiles);
     }
-    _tile_release();
+    Products::end();
     for (int r = 0; r < num; r++) {
         order_sums(space.sums + r * dim, dim);
         finish(a, item, item.first + r, space.sums + r * dim,
@@ -903,30 +710,43 @@ void attend_by_tiles(const Arguments& a, const Item& item, Space& space) {
     }
 }
 
-#else
-
-bool may_use_tiles() { return false; }
-template <int N>
-void attend_by_tiles(const Arguments&, const Item&, Space&) {}
-
 #endif
 
-void attend_alone(const Arguments& a, const Item& item, int64_t q, Space& space) {
+void attend_alone(const Arguments& a, const Item& item, int64_t q, const Item* next,
+                  Space& space) {
 #ifdef HAS_PAIRS
-    if (fits_halves(a)) return attend_in_pairs(a, item, q, space);
+    if (fits_halves(a))
+        return a.head_dim == 64    ? attend_in_pairs<64>(a, item, q, next, space)
+               : a.head_dim == 128 ? attend_in_pairs<128>(a, item, q, next, space)
+                                   : attend_in_pairs<0>(a, item, q, next, space);
 #endif
     a.type == 1 ? attend_alone<uint16_t>(a, item, q, space)
                 : attend_alone<float>(a, item, q, space);
 }
 
-void attend(const Arguments& a, const Item& item, Space& space, bool has_tiles) {
+// Up to N * LANES queries.
+template <int N>
+void attend_together(const Arguments& a, const Item& item, Space& space) {
+#ifdef HAS_TILES
+    if (fits_halves(a) && may_use_tiles()) return attend_in_tiles<Tiles, N>(a, item, space);
+#endif
+#ifdef HAS_PAIRS
+    if (fits_halves(a)) return attend_in_tiles<Pairs, N>(a, item, space);
+#endif
+    attend_by_lanes<N>(a, item, space);
+}
+
+// Whether an item's queries are multiplied one after another, lane by lane.
+inline bool is_small(const Item& item) { return item.last - item.first < 4; }
+
+// `next`, which may be null, is the item that this thread turns to then.
+void attend(const Arguments& a, const Item& item, const Item* next, Space& space) {
     const int64_t num = item.last - item.first;
-    if (num < 4)
-        for (int64_t q = item.first; q < item.last; q++) attend_alone(a, item, q, space);
-    else if (has_tiles)
-        num <= LANES ? attend_by_tiles<1>(a, item, space) : attend_by_tiles<2>(a, item, space);
+    if (is_small(item))
+        for (int64_t q = item.first; q < item.last; q++)
+            attend_alone(a, item, q, q + 1 < item.last ? nullptr : next, space);
     else
-        num <= LANES ? attend_by_lanes<1>(a, item, space) : attend_by_lanes<2>(a, item, space);
+        num <= LANES ? attend_together<1>(a, item, space) : attend_together<2>(a, item, space);
 }
 
 // Put one token's new keys or values into its block.
@@ -947,28 +767,34 @@ extern "C" int fminfer_attention(const Arguments* arguments) {
     const Arguments& a = *arguments;
     const int64_t group = a.heads / a.kv_heads;
     const int64_t num_runs = a.window > 0 ? 0 : a.num_runs;  // a window hides what is shared
-    // Items of one KV head, first those of runs, then those of rows.
+    enum { OF_RUNS, LARGE, SMALL, KINDS };
+    int64_t ends[KINDS];  // of each kind of items, which are for all heads
     const auto list = [&](Item* items) {
         int64_t num = 0;
-        const auto cut = [&](Item item, int64_t num_queries) {
-            for (item.first = 0; item.first < num_queries; item.first += MOST_QUERIES, num++) {
+        const auto cut = [&](Item item, int64_t num_queries, int kind) {
+            for (item.first = 0; item.first < num_queries; item.first = item.last) {
                 const int64_t left = num_queries - item.first;
                 item.last = item.first + (left < MOST_QUERIES ? left : MOST_QUERIES);
+                if (kind != OF_RUNS && is_small(item) != (kind == SMALL)) continue;
                 if (items != nullptr) items[num] = item;
+                num++;
             }
         };
         for (const int64_t* run = a.runs; run != a.runs + 4 * num_runs; run += 4) {
             const int64_t* members = a.members + run[0];
-            cut({a.rows + ROW * members[0], 0, 0, 0, run[2], run[3], members}, run[1] * group);
+            cut({a.rows + ROW * members[0], 0, 0, 0, run[2], run[3], members}, run[1] * group,
+                OF_RUNS);
         }
-        const int64_t num_shared = num;
-        for (const int64_t* row = a.rows; row != a.rows + ROW * a.num_rows; row += ROW)
-            cut({row, 0, 0, 0, num_runs ? row[6] : 0, INT64_MAX, nullptr}, row[1] * group);
-        return std::make_pair(num_shared, num);
+        ends[OF_RUNS] = num;
+        for (int kind = LARGE; kind <= SMALL; kind++) {
+            for (const int64_t* row = a.rows; row != a.rows + ROW * a.num_rows; row += ROW)
+                cut({row, 0, 0, 0, num_runs ? row[6] : 0, INT64_MAX, nullptr}, row[1] * group,
+                    kind);
+            ends[kind] = num;
+        }
     };
-    const auto counts = list(nullptr);
-    const int64_t num_shared = counts.first, num_items = counts.second;
-    Item* items = static_cast<Item*>(std::malloc(sizeof(Item) * (num_items + 1)));
+    list(nullptr);
+    Item* items = static_cast<Item*>(std::malloc(sizeof(Item) * (ends[SMALL] + 1)));
     const size_t of_runs = sizeof(float) * a.num_members * a.heads * found_size(a);
     float* found = num_runs ? static_cast<float*>(std::aligned_alloc(64, of_runs)) : nullptr;
     if (items == nullptr || (num_runs && found == nullptr)) {
@@ -977,28 +803,47 @@ extern "C" int fminfer_attention(const Arguments* arguments) {
         return 1;
     }
     list(items);
+    const int64_t num_large = ends[LARGE] - ends[OF_RUNS];
+    const int64_t num_small = (ends[SMALL] - ends[LARGE]) * a.kv_heads;
+    const int64_t share = num_small / (4 * a.num_threads);
+    const int64_t chunk = share < 1 ? 1 : share < MOST_IN_TURN ? share : MOST_IN_TURN;
     int failed = 0;
-    const bool has_tiles = fits_halves(a) && may_use_tiles();
 #pragma omp parallel num_threads(int(a.num_threads)) reduction(| : failed)
     {
         Space space(a, found);
-        const auto attend_to = [&](int64_t first, int64_t num, int64_t i) {
-            if (space.memory == nullptr) return;
-            Item item = items[first + i % num];
-            item.kv_head = i / num;
-            attend(a, item, space, has_tiles);
-        };
         failed |= space.memory == nullptr;
+        const auto with_head = [&](int64_t place, int64_t head) {
+            Item item = items[place];
+            item.kv_head = head;
+            return item;
+        };
+        // Item after item of one head: they may share keys.
+        const auto attend_large = [&](int64_t first, int64_t num, int64_t i) {
+            if (space.memory != nullptr)
+                attend(a, with_head(first + i % num, i / num), nullptr, space);
+        };
+        // Head after head of one row: they lie one behind the other.
+        const auto small_item = [&](int64_t i) {
+            return with_head(ends[LARGE] + i / a.kv_heads, i % a.kv_heads);
+        };
 #pragma omp for schedule(static)
         for (int64_t token = 0; token < a.num_tokens; token++) {
             keep_token(a, a.keys, a.new_keys, a.new_key_head, a.new_key_token, token);
             keep_token(a, a.values, a.new_values, a.new_value_head, a.new_value_token, token);
         }
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < num_shared * a.kv_heads; i++) attend_to(0, num_shared, i);
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < (num_items - num_shared) * a.kv_heads; i++)
-            attend_to(num_shared, num_items - num_shared, i);
+        for (int64_t i = 0; i < ends[OF_RUNS] * a.kv_heads; i++)
+            attend_large(0, ends[OF_RUNS], i);
+#pragma omp for schedule(dynamic, 1) nowait
+        for (int64_t i = 0; i < num_large * a.kv_heads; i++)
+            attend_large(ends[OF_RUNS], num_large, i);
+#pragma omp for schedule(dynamic, chunk)
+        for (int64_t i = 0; i < num_small; i++) {
+            if (space.memory == nullptr) continue;
+            const bool is_last = (i + 1) % chunk == 0 || i + 1 == num_small;
+            const Item next = is_last ? Item() : small_item(i + 1);
+            attend(a, small_item(i), is_last ? nullptr : &next, space);
+        }
     }
     std::free(items);
     std::free(found);

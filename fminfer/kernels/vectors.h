@@ -15,6 +15,12 @@ typedef float Vec __attribute__((vector_size(64)));
 typedef int32_t IVec __attribute__((vector_size(64)));
 typedef float Loose __attribute__((vector_size(64), aligned(4), may_alias));
 
+#ifdef __clang__
+#define LANES_OF(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define LANES_OF(a, b, ...) __builtin_shuffle(a, b, IVec{__VA_ARGS__})
+#endif
+
 inline Vec load(const float* from) { return *reinterpret_cast<const Loose*>(from); }
 inline void store(float* to, Vec value) { *reinterpret_cast<Loose*>(to) = value; }
 inline Vec all(float value) { return Vec{} + value; }
