@@ -26,6 +26,12 @@ COSTS = (
     "a token that is drawn or scored",
     "a token that is drawn at random",
 )
+# Of them, what decode rows are charged for however they are spread over steps.
+SPREAD_COSTS = (
+    "a key that a decode row sees",
+    "a token that is drawn or scored",
+    "a token that is drawn at random",
+)
 # A token's share of a product depends on how many there are: of few, reading weights sets the pace.
 MANY_TOKENS, FEW_ROWS, MANY_ROWS = 128, 8, 32
 MAX_SWEEPS = 20_000

@@ -140,9 +140,17 @@ def test_a_cache_of_16_bits(body: AttentionBody, dtype: torch.dtype) -> None:
 @needs_compiler
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "block"),
-    [(12, 12, 64, 32), (8, 2, 128, 64), (71, 1, 32, 32), (2, 2, 80, 32), (2, 2, 96, 48)],
+    [
+        (12, 12, 64, 32),
+        (8, 2, 128, 64),
+        (4, 2, 128, 32),
+        (71, 1, 32, 32),
+        (2, 2, 96, 96),
+        (2, 2, 80, 32),  # these two do not fit pairs and tiles
+        (2, 2, 96, 48),
+    ],
 )
-def test_tiles_of_bfloat16_where_the_processor_has_them(
+def test_pairs_and_tiles_of_bfloat16_where_the_processor_has_them(
     heads: int, kv_heads: int, dim: int, block: int
 ) -> None:
     shape: Any = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "block": block}

@@ -20,7 +20,7 @@ from fminfer import calibration
 from fminfer.check import lines as check_lines
 from fminfer.cli import main
 from fminfer.config import EngineConfig
-from fminfer.cost_model import COSTS, CostModel, StepShape, fit
+from fminfer.cost_model import COSTS, SPREAD_COSTS, CostModel, StepShape, fit
 from fminfer.cost_store import find_costs_path, keep_costs, load_costs
 from fminfer.engine.planner import WINDOW
 from fminfer.input.lines import read_lines
@@ -209,6 +209,25 @@ def test_of_a_long_file_only_the_beginning_is_kept(
     assert part["sample_lines"] == 400 and whole["sample_lines"] == 0
     assert part["num_steps"] == pytest.approx(whole["num_steps"], rel=0.25)
     assert "estimated from the first 400 lines" in check(path).output
+
+
+@pytest.mark.parametrize("kind", ["one prompt", "one short row"])
+def test_steps_of_a_long_file_without_prompts_are_foreseen(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nearly all steps of the sample come after the last one that feeds tokens of a prompt."""
+    if kind == "one prompt":  # found in the prefix cache but for its last token
+        rows = [{"prompt": [*range(60)], "max_tokens": 20, "temperature": 1}] * 2000
+    else:  # that ends before the others have come
+        rows = [{"prompt": [n % 300] * 20, "max_tokens": 40, "seed": n} for n in range(2000)]
+        rows[0]["max_tokens"] = 1
+    path = write(tmp_path / "a.jsonl", rows)
+    whole = check_json(path)["work"]
+    monkeypatch.setattr(check_lines, "SAMPLE_TOKENS", 30_000)
+    part = check_json(path)["work"]
+    assert part["sample_lines"] < 550 and whole["sample_lines"] == 0
+    assert part["num_steps"] == pytest.approx(whole["num_steps"], rel=0.25)
+    assert set(SPREAD_COSTS) < set(COSTS)
 
 
 def test_layers_are_spread_over_processes(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ class Check:
         if self._config.prefix_cache:  # it keeps blocks of rows that ended until others need them
             num_blocks = min(self._num_blocks, round(num_blocks * scale))
         return Work(
-            num_steps=steps.num_steps,
+            num_steps=round(steps.num_steps),
             max_rows_running=found.stats.max_rows_running,
             num_kv_tokens=num_blocks * self._config.block_size,
             seconds=seconds,

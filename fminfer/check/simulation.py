@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from fminfer.assembly import build_loop
 from fminfer.config import EngineConfig
-from fminfer.cost_model import COSTS, StepShape
+from fminfer.cost_model import COSTS, SPREAD_COSTS, StepShape
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.intake import Intake, Limits
 from fminfer.engine.sequence import RequestState
@@ -29,16 +29,32 @@ DRAWN_ID = 0  # any
 class StepCounts:
     """What several steps are, together."""
 
-    num_steps: int = 0
-    num_tokens: int = 0  # fed, of prompts and of those drawn before
+    num_steps: float = 0
+    num_rows: float = 0  # of one token
     costs: list[float] = field(default_factory=lambda: [0.0] * len(COSTS))  # how often each
+
+    @classmethod
+    def of(cls, shape: StepShape) -> StepCounts:
+        """Count one step."""
+        return cls(1, shape.num_rows, [*shape.counts])
 
     def add(self, other: StepCounts, times: float = 1.0) -> None:
         """Add other steps, so many times."""
-        self.num_steps += round(other.num_steps * times)
-        self.num_tokens += round(other.num_tokens * times)
+        self.num_steps += other.num_steps * times
+        self.num_rows += other.num_rows * times
         for place, count in enumerate(other.costs):
             self.costs[place] += count * times
+
+    def in_steps_of(self, num_rows: int) -> StepCounts:
+        """Return the same rows of one token in steps of so many, without prompts."""
+        full = StepCounts()
+        full.add(
+            StepCounts.of(StepShape(0, 0, 0, num_rows, 0, num_rows, 0)), self.num_rows / num_rows
+        )
+        for place, cost in enumerate(COSTS):
+            if cost in SPREAD_COSTS:
+                full.costs[place] = self.costs[place]
+        return full
 
 
 class PretendPipeline:
@@ -52,7 +68,9 @@ class PretendPipeline:
         self._block_size = block_size
         self._steps: deque[Step] = deque()
         self.num_in_flight = 0
-        self.fed = StepCounts()  # the steps up to the last one that feeds a prompt
+        self.fed = (
+            StepCounts()
+        )  # the steps up to the last one that feeds tokens of a prompt at once
         self.rest = StepCounts()  # those after it, in which rows end and none comes
         self.num_blocks_used = 0  # the KV blocks that were ever written, which are the first ones
 
@@ -61,8 +79,7 @@ class PretendPipeline:
         self._steps.append(step)
         self.num_in_flight += 1
         shape = StepShape.of(step)
-        num_tokens = shape.num_prompt_tokens + shape.num_rows
-        self.rest.add(StepCounts(1, num_tokens, [*shape.counts]))
+        self.rest.add(StepCounts.of(shape))
         if shape.num_prompt_tokens:
             self.fed.add(self.rest)
             self.rest = StepCounts()
@@ -120,7 +137,7 @@ class _LongestRows(Intake):
 class Simulation:
     """What the engine did."""
 
-    fed: StepCounts  # the steps up to the last one that feeds a prompt
+    fed: StepCounts  # the steps up to the last one that feeds tokens of a prompt at once
     rest: StepCounts  # those after it
     num_blocks_used: int
     stats: EngineStats
@@ -128,20 +145,14 @@ class Simulation:
     def scaled(self, scale: float) -> StepCounts:
         """Return the steps of a file so many times as long, of which these lines are the beginning.
 
-        Rows come and go as they do here, and the last of them end without others only once. Where
-        all of these rows ran at once, nothing is known of how others take their places: then the
-        file is so many times what these lines are.
+        Once only do the last rows end without others that take their places. All other times what
+        the rest draws is drawn in steps of as many rows as ever ran here.
         """
-        num_tokens = self.fed.num_tokens + self.rest.num_tokens
-        is_one_wave = self.stats.max_rows_running >= self.stats.read.num_sequences
-        if is_one_wave or not self.fed.num_tokens:
-            times_fed = times_rest = scale
-        else:
-            times_rest = 1.0
-            times_fed = (num_tokens * scale - self.rest.num_tokens) / self.fed.num_tokens
         steps = StepCounts()
-        steps.add(self.fed, times_fed)
-        steps.add(self.rest, times_rest)
+        steps.add(self.fed, scale)
+        steps.add(self.rest)
+        if self.rest.num_rows:
+            steps.add(self.rest.in_steps_of(self.stats.max_rows_running), scale - 1)
         return steps
 
 

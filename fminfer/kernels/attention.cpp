@@ -546,7 +546,7 @@ inline bool fits_halves(const Arguments& a) {
 
 // Where a row's keys and values at `start` and after lie, group by group.
 struct Piece {
-    const uint16_t *keys[PIECE_KEYS / GROUP_KEYS], *values[PIECE_KEYS / GROUP_KEYS];
+    const uint16_t *keys[PIECE_KEYS / GROUP_KEYS] = {}, *values[PIECE_KEYS / GROUP_KEYS] = {};
     int count = 0;
 
     Piece() = default;
@@ -565,17 +565,17 @@ struct Piece {
 
 #ifdef HAS_PAIRS
 
-// The first piece that an item of one query looks at.
+// The first piece that an item of few queries looks at.
 inline Piece first_piece(const Arguments& a, const Item& item) {
     const int64_t position = position_of(a, item, item.first / (a.heads / a.kv_heads));
     const int64_t first = first_key(a, item, position) / GROUP_KEYS * GROUP_KEYS;
     return Piece(a, item, first, end_key(item, position));
 }
 
-// One query, all in bfloat16. Memory is read ahead: values while keys are multiplied, then the
-// next keys, of this item or of `next`, which may be null. DIM: head_dim, or 0 for any.
+// One query, all in bfloat16. Memory is read ahead: values while keys are multiplied, then as
+// many of the next keys, of this item or of `next`, which may be null. DIM: head_dim, or 0 for any.
 template <int DIM>
-void attend_in_pairs(const Arguments& a, const Item& item, int64_t q, const Item* next,
+void attend_alone_in_pairs(const Arguments& a, const Item& item, int64_t q, const Item* next,
                      Space& space) {
     const int64_t group = a.heads / a.kv_heads;
     const int dim = DIM ? DIM : int(a.head_dim);
@@ -716,9 +716,9 @@ void attend_alone(const Arguments& a, const Item& item, int64_t q, const Item* n
                   Space& space) {
 #ifdef HAS_PAIRS
     if (fits_halves(a))
-        return a.head_dim == 64    ? attend_in_pairs<64>(a, item, q, next, space)
-               : a.head_dim == 128 ? attend_in_pairs<128>(a, item, q, next, space)
-                                   : attend_in_pairs<0>(a, item, q, next, space);
+        return a.head_dim == 64    ? attend_alone_in_pairs<64>(a, item, q, next, space)
+               : a.head_dim == 128 ? attend_alone_in_pairs<128>(a, item, q, next, space)
+                                   : attend_alone_in_pairs<0>(a, item, q, next, space);
 #endif
     a.type == 1 ? attend_alone<uint16_t>(a, item, q, space)
                 : attend_alone<float>(a, item, q, space);
@@ -731,12 +731,12 @@ void attend_together(const Arguments& a, const Item& item, Space& space) {
     if (fits_halves(a) && may_use_tiles()) return attend_in_tiles<Tiles, N>(a, item, space);
 #endif
 #ifdef HAS_PAIRS
-    if (fits_halves(a)) return attend_in_tiles<Pairs, N>(a, item, space);
+    if (fits_halves(a)) return attend_in_tiles<Vectors, N>(a, item, space);
 #endif
     attend_by_lanes<N>(a, item, space);
 }
 
-// Whether an item's queries are multiplied one after another, lane by lane.
+// Whether an item's queries are multiplied one after another, each alone.
 inline bool is_small(const Item& item) { return item.last - item.first < 4; }
 
 // `next`, which may be null, is the item that this thread turns to then.
@@ -818,7 +818,7 @@ extern "C" int fminfer_attention(const Arguments* arguments) {
             return item;
         };
         // Item after item of one head: they may share keys.
-        const auto attend_large = [&](int64_t first, int64_t num, int64_t i) {
+        const auto attend_by_head = [&](int64_t first, int64_t num, int64_t i) {
             if (space.memory != nullptr)
                 attend(a, with_head(first + i % num, i / num), nullptr, space);
         };
@@ -833,10 +833,10 @@ extern "C" int fminfer_attention(const Arguments* arguments) {
         }
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < ends[OF_RUNS] * a.kv_heads; i++)
-            attend_large(0, ends[OF_RUNS], i);
+            attend_by_head(0, ends[OF_RUNS], i);
 #pragma omp for schedule(dynamic, 1) nowait
         for (int64_t i = 0; i < num_large * a.kv_heads; i++)
-            attend_large(ends[OF_RUNS], num_large, i);
+            attend_by_head(ends[OF_RUNS], num_large, i);
 #pragma omp for schedule(dynamic, chunk)
         for (int64_t i = 0; i < num_small; i++) {
             if (space.memory == nullptr) continue;

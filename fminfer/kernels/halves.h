@@ -2,7 +2,7 @@
 //
 // A tile has 16 rows of 64 bytes: of 32 numbers in bfloat16, or of 16 in float32. A product of
 // tiles sums, in float32, over pairs of numbers: its second operand's row p holds rows 2 p and
-// 2 p + 1 of the matrix, number by number in turns. `Pairs` computes the same from the same tiles
+// 2 p + 1 of the matrix, number by number in turns. `Vectors` computes the same from the same tiles
 // with vectors, where the processor has products of pairs only.
 #pragma once
 
@@ -139,7 +139,7 @@ inline void pair_piece(const uint16_t* const* values, int d, int dim, int count,
 }
 
 // With vectors.
-struct Pairs {
+struct Vectors {
     static void begin() {}
     static void end() {}
 
@@ -223,7 +223,7 @@ inline bool may_use_tiles() {
     return is_allowed;
 }
 
-// With tiles; see Pairs.
+// With tiles; see Vectors.
 struct Tiles {
     static void begin() {
         struct alignas(64) {
