@@ -47,10 +47,9 @@ class StepCounts:
 
     def in_steps_of(self, num_rows: int) -> StepCounts:
         """Return the same rows of one token in steps of so many, without prompts."""
+        step = StepCounts.of(StepShape(0, 0, 0, num_rows, 0, num_rows, 0))
         full = StepCounts()
-        full.add(
-            StepCounts.of(StepShape(0, 0, 0, num_rows, 0, num_rows, 0)), self.num_rows / num_rows
-        )
+        full.add(step, self.num_rows / num_rows)
         for place, cost in enumerate(COSTS):
             if cost in SPREAD_COSTS:
                 full.costs[place] = self.costs[place]
@@ -68,9 +67,7 @@ class PretendPipeline:
         self._block_size = block_size
         self._steps: deque[Step] = deque()
         self.num_in_flight = 0
-        self.fed = (
-            StepCounts()
-        )  # the steps up to the last one that feeds tokens of a prompt at once
+        self.fed = StepCounts()  # the steps up to the last one that feeds several tokens of a row
         self.rest = StepCounts()  # those after it, in which rows end and none comes
         self.num_blocks_used = 0  # the KV blocks that were ever written, which are the first ones
 
@@ -137,7 +134,7 @@ class _LongestRows(Intake):
 class Simulation:
     """What the engine did."""
 
-    fed: StepCounts  # the steps up to the last one that feeds tokens of a prompt at once
+    fed: StepCounts  # the steps up to the last one that feeds several tokens of a row
     rest: StepCounts  # those after it
     num_blocks_used: int
     stats: EngineStats

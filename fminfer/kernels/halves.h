@@ -140,6 +140,8 @@ inline void pair_piece(const uint16_t* const* values, int d, int dim, int count,
 
 // With vectors.
 struct Vectors {
+    static constexpr int R = 8;  // queries that are summed at a time
+
     static void begin() {}
     static void end() {}
 
@@ -169,16 +171,15 @@ struct Vectors {
     template <int N>
     static void add(float* sums, int num, const uint16_t* weights, const uint16_t* const* values,
                     int count, int dim, uint16_t* space) {
-        constexpr int R = 8;  // queries at a time
         for (int d = 0; d < dim; d += 2 * LANES) {
             pair_piece(values, d, dim, count, space);
             for (int r = 0; r < num; r += R)
-                add_some<R, N>(sums + r * dim + d, weights + r * 2 * LANES, space, count, dim);
+                add_some<N>(sums + r * dim + d, weights + r * 2 * LANES, space, count, dim);
         }
     }
 
     // 32 sums of R queries each, `dim` apart.
-    template <int R, int N>
+    template <int N>
     static void add_some(float* sums, const uint16_t* weights, const uint16_t* values, int count,
                          int dim) {
         Vec low[R], high[R];
