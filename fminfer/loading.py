@@ -42,6 +42,7 @@ from fminfer.placement import (
     is_fast_in_bfloat16,
     memory_name,
 )
+from fminfer.product_kernel import ProductKernel
 from fminfer.sampling import rank
 from fminfer.score_kernel import ScoreKernel
 
@@ -135,7 +136,11 @@ def load_part(
     if library is not None:
         fuse_layers(network, LayerKernels(library))
     if device.type == "cpu":
-        pack_linears(network, is_fast_in_bfloat16=is_fast_in_bfloat16(device))
+        pack_linears(
+            network,
+            is_fast_in_bfloat16=is_fast_in_bfloat16(device),
+            kernel=None if library is None else ProductKernel(library),
+        )
     form = HiddenForm(checkpoint.config.hidden_size, dtype, device, hidden_group)
     return LoadedPart(checkpoint, part, network, dtype, device, form, library)
 

@@ -1,4 +1,6 @@
-"""Products with weights that are packed once, on the CPU: by MKL in float32, by oneDNN in bfloat16.
+"""Products with weights that are packed once, on the CPU.
+
+By MKL in float32; in bfloat16 by oneDNN or, where they are faster, the kernels (product_kernel).
 
 A plain product rearranges its operands at every call, which for few rows takes longer than the
 product itself. Measured on two Cascade Lake cores, float32, W of 3072 × 768, in GFLOP/s, plain and
@@ -16,6 +18,8 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from fminfer.product_kernel import ProductKernel
+
 Product = Callable[[torch.Tensor], torch.Tensor]
 # MKL's packing is tuned for so many rows. torch's operator wants their number at every call and
 # packs for one; the packed form itself serves any number (_is_right, and tests/test_packed_linear).
@@ -28,7 +32,9 @@ MAX_ERROR = 1e-5  # of the largest result
 MAX_TWICE_BYTES = 256 << 20  # a head tied to the embedding, of which packing makes a second copy
 
 
-def pack_linears(model: nn.Module, *, is_fast_in_bfloat16: bool) -> int:
+def pack_linears(
+    model: nn.Module, *, is_fast_in_bfloat16: bool, kernel: ProductKernel | None = None
+) -> int:
     """Pack the weight of every linear layer in place, one after another; return how many.
 
     A packed layer's `weight` keeps its shape and dtype but holds nan only: what reads it directly
@@ -36,6 +42,7 @@ def pack_linears(model: nn.Module, *, is_fast_in_bfloat16: bool) -> int:
 
     Args:
         is_fast_in_bfloat16: whether the machine has units for it; otherwise that is not packed.
+        kernel: the CPU's, if it could be built.
     """
     owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     checked: dict[torch.Size, bool] = {}
@@ -47,7 +54,8 @@ def pack_linears(model: nn.Module, *, is_fast_in_bfloat16: bool) -> int:
             continue
         if owners[id(module.weight)] > 1 and weight.nbytes > MAX_TWICE_BYTES:
             continue
-        product = _pack(weight, module.bias)
+        pack = kernel.pack if kernel is not None and kernel.is_best_for(weight) else _pack
+        product = pack(weight.detach(), module.bias)
         is_right = checked.get(weight.shape)
         if is_right is None:
             is_right = _is_right(product, weight, module.bias)
@@ -105,7 +113,7 @@ def _can_pack_dtype(dtype: torch.dtype, is_fast_in_bfloat16: bool) -> bool:
 
 def _pack(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
     """Return the product x·Wᵀ + b for x of (…, in)."""
-    weight = weight.detach().contiguous()
+    weight = weight.contiguous()
     if weight.dtype == torch.float32:
         packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, MKL_ROWS)
         nothing = weight.new_full((1,), float("nan")).expand(weight.shape)
