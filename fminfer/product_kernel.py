@@ -1,6 +1,6 @@
 """Calls the compiled products of rows with packed weights, of bfloat16 on the CPU.
 
-It knows nothing of layers.
+They are for processors that multiply pairs of bfloat16 (AVX512-BF16). It knows nothing of layers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import torch
 
 PANEL = 64  # outputs that are packed together, see kernels/products.cpp
 LEAST_PANELS = 4  # a thread; of fewer some threads would have much more to do than others
-NONE, PAIRS, TILES = range(3)  # what a processor multiplies bfloat16 with
 
 
 class Product(ctypes.Structure):
@@ -29,21 +28,21 @@ class ProductKernel:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         address, number = ctypes.c_void_p, ctypes.c_int64
-        self.units: int = library.fminfer_product_units()
-        if self.units != NONE:
+        self.is_there = bool(library.fminfer_has_products())  # the processor can
+        if self.is_there:
             self._pack, self._multiply = library.fminfer_pack, library.fminfer_multiply
             self._pack.argtypes = [address, number, number, address, number]
             self._multiply.argtypes = [ctypes.POINTER(Product)]
 
     def is_best_for(self, weight: torch.Tensor) -> bool:
-        """Tell whether it is faster than oneDNN, which is where the processor has no tiles."""
+        """Tell whether it is faster than oneDNN: it is on a Zen 4; with tiles (AMX) oneDNN is."""
         is_enough = len(weight) >= LEAST_PANELS * PANEL * torch.get_num_threads()
-        return self.units == PAIRS and is_enough and self.can_pack(weight)
+        return is_enough and self.can_pack(weight) and not torch.cpu._is_amx_tile_supported()
 
     def can_pack(self, weight: torch.Tensor) -> bool:
         """Tell whether it can multiply with such a weight, (outputs, inputs), at all."""
         is_whole = weight.shape[1] % 32 == 0
-        return self.units != NONE and weight.dtype == torch.bfloat16 and is_whole
+        return self.is_there and weight.dtype == torch.bfloat16 and is_whole
 
     def pack(
         self, weight: torch.Tensor, bias: torch.Tensor | None
@@ -63,8 +62,8 @@ class ProductKernel:
         biases = None
         if bias is not None:
             assert bias.shape == (outputs,), "a bias"
-            biases = torch.zeros(num_packed, device="cpu")
-            biases[:outputs] = bias
+            biases = torch.zeros(num_packed, dtype=torch.float32, device="cpu")
+            biases[:outputs] = bias.detach()
 
         def multiply(x: torch.Tensor) -> torch.Tensor:
             assert x.is_cpu and x.dtype == torch.bfloat16 and x.shape[-1] == inputs, "rows"

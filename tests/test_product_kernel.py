@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,15 @@ import torch
 from torch import nn
 
 import fminfer
-from fminfer import product_kernel
 from fminfer.kernel_build import find_compiler, start_build
 from fminfer.packed_linear import pack_linears
-from fminfer.product_kernel import NONE, PAIRS, TILES, ProductKernel
+from fminfer.product_kernel import ProductKernel
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
+needs_onednn = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(),
+    reason="torch without oneDNN packs nothing in bfloat16",
+)
 # Less than a panel, whole ones, one output more; a step of the transpose, two, many.
 SHAPES = [(1, 32), (15, 64), (64, 32), (65, 96), (130, 1024), (256, 3072)]
 
@@ -31,7 +35,7 @@ def any_kernel() -> ProductKernel:
 
 @pytest.fixture
 def kernel(any_kernel: ProductKernel) -> ProductKernel:
-    if any_kernel.units == NONE:
+    if not any_kernel.is_there:
         pytest.skip("this processor does not multiply pairs of bfloat16")
     return any_kernel
 
@@ -49,11 +53,11 @@ def random_layer(outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def test_a_processor_with_pairs_has_the_kernel(any_kernel: ProductKernel) -> None:
-    try:
-        flags = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        flags = ""
-    assert (any_kernel.units != NONE) == ("avx512_bf16" in flags)
+    compiler = find_compiler()
+    assert compiler is not None
+    command = [*compiler, "-march=native", "-dM", "-E", "-x", "c++", "/dev/null"]
+    defined = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert any_kernel.is_there == ("__AVX512BF16__" in defined)
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
@@ -128,18 +132,19 @@ def test_it_packs_what_it_can_multiply(kernel: ProductKernel) -> None:
 
 
 @pytest.mark.parametrize(
-    ("units", "num_threads", "outputs", "is_best"),
+    ("has_pairs", "has_tiles", "num_threads", "outputs", "is_best"),
     [
-        (PAIRS, 1, 256, True),
-        (PAIRS, 1, 255, False),
-        (PAIRS, 2, 256, False),
-        (PAIRS, 2, 512, True),
-        (TILES, 1, 256, False),
-        (NONE, 1, 256, False),
+        (True, False, 1, 256, True),
+        (True, False, 1, 255, False),
+        (True, False, 2, 256, False),
+        (True, False, 2, 512, True),
+        (True, True, 1, 256, False),
+        (False, False, 1, 256, False),
     ],
 )
 def test_it_is_used_where_onednn_is_slower(
-    units: int,
+    has_pairs: bool,
+    has_tiles: bool,
     num_threads: int,
     outputs: int,
     is_best: bool,
@@ -148,21 +153,22 @@ def test_it_is_used_where_onednn_is_slower(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     set_threads(num_threads)
-    monkeypatch.setattr(any_kernel, "units", units)
+    monkeypatch.setattr(any_kernel, "is_there", has_pairs)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_tiles)
     weight = torch.empty(outputs, 64, dtype=torch.bfloat16)
     assert any_kernel.is_best_for(weight) == is_best
 
 
+@needs_onednn
 def test_linear_layers_are_packed_for_it(
     kernel: ProductKernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel, "units", PAIRS)
-    monkeypatch.setattr(product_kernel, "LEAST_PANELS", 0)
+    monkeypatch.setattr(ProductKernel, "is_best_for", ProductKernel.can_pack)
     layers = nn.ModuleList([nn.Linear(64, 96), nn.Linear(48, 96)]).bfloat16()
     xs = [torch.randn(1, 7, 64).bfloat16(), torch.randn(1, 7, 48).bfloat16()]
     with torch.inference_mode():
         expected = [layer(x) for layer, x in zip(layers, xs, strict=True)]
-        pack_linears(layers, is_fast_in_bfloat16=True, kernel=kernel)
+        assert pack_linears(layers, is_fast_in_bfloat16=True, kernel=kernel) == 2
         with torch.profiler.profile() as seen:
             found = [layer(x) for layer, x in zip(layers, xs, strict=True)]
     torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
@@ -170,6 +176,7 @@ def test_linear_layers_are_packed_for_it(
     assert names.count("mkldnn::_linear_pointwise") == 1, "48 is no multiple of 32"
 
 
+@needs_onednn
 def test_a_model_answers_with_it(
     llama_checkpoint: tuple[Path, Any],
     kernel: ProductKernel,
@@ -189,6 +196,9 @@ def test_a_model_answers_with_it(
     monkeypatch.setattr(ProductKernel, "is_best_for", ProductKernel.can_pack)
     for body in ("eager", "compiled"):
         engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="bfloat16", attention=body)
+        stage: Any = engine._pipeline._run.__self__  # type: ignore[attr-defined]
+        linears = [m for m in stage._decoder.modules() if hasattr(m, "in_features")]
+        assert all(m.weight.isnan().all() for m in [*linears, stage._head]), "one is not packed"
         results = [record.result for record in engine.run(rows)]
         engine.close()
         scores[body] = [r["choices"][0]["logprobs"]["token_logprobs"][1:] for r in results if r]

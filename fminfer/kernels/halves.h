@@ -1,4 +1,4 @@
-// Products of bfloat16 for attention, summed in float32: pair by pair, or of tiles (Intel's AMX).
+// Products of bfloat16, summed in float32: pair by pair, or of tiles (Intel's AMX).
 //
 // A tile has 16 rows of 64 bytes: of 32 numbers in bfloat16, or of 16 in float32. A product of
 // tiles sums, in float32, over pairs of numbers: its second operand's row p holds rows 2 p and

@@ -5,11 +5,13 @@
 // follow. A few rows at a time go through a panel. Meanwhile the next panel is fetched, as evenly
 // as can be: in bursts, 16 rows ran at 290 GFLOP/s instead of 370 (two cores of an AMD Zen 4).
 // Each output sums its inputs in their order, whatever the number of rows and of threads.
+#include <omp.h>
+
 #include "halves.h"
 
-namespace {
+extern "C" {
 
-// What fminfer_multiply is called with.
+// Must agree with product_kernel.Product.
 struct Product {
     const uint16_t* x;       // (rows, inputs)
     const uint16_t* weight;  // packed
@@ -18,6 +20,10 @@ struct Product {
     int64_t rows, inputs, outputs;
     int64_t num_threads;
 };
+
+}  // extern "C"
+
+namespace {
 
 #ifdef HAS_PAIRS
 
@@ -46,9 +52,15 @@ void sum_rows(const Product& a, const uint16_t* x, const uint16_t* panel, const 
 }
 
 template <int LINES>
-constexpr decltype(&sum_rows<1, LINES>) SUM_ROWS[MOST_ROWS + 1] = {
-    nullptr,           sum_rows<1, LINES>, sum_rows<2, LINES>, sum_rows<3, LINES>,
-    sum_rows<4, LINES>, sum_rows<5, LINES>, sum_rows<6, LINES>};
+constexpr decltype(&sum_rows<1, LINES>) SUM_ROWS[] = {
+    nullptr,
+    sum_rows<1, LINES>,
+    sum_rows<2, LINES>,
+    sum_rows<3, LINES>,
+    sum_rows<4, LINES>,
+    sum_rows<5, LINES>,
+    sum_rows<MOST_ROWS, LINES>,
+};
 
 // Writes one row's sums of a panel that begins at output `first`.
 void finish(const Product& a, int64_t row, int64_t first, const Vec* sums) {
@@ -65,21 +77,18 @@ void finish(const Product& a, int64_t row, int64_t first, const Vec* sums) {
     }
 }
 
-// All rows' products with the panel that begins at output `first`.
-void multiply_panel(const Product& a, int64_t first) {
+// All rows' products with the panel that begins at output `first`; the one at `next` is fetched.
+void multiply_panel(const Product& a, int64_t first, const uint16_t* next) {
     const uint16_t* panel = a.weight + first * a.inputs;
-    const bool is_last = first + PANEL >= a.outputs;
-    const uint16_t* next = is_last ? panel : panel + PANEL * a.inputs;
     const int64_t groups = (a.rows + MOST_ROWS - 1) / MOST_ROWS;
-    const int64_t lines = a.inputs / 2 * QUARTERS;
+    const int64_t lines = a.inputs / 2 * QUARTERS;  // of a panel, QUARTERS for each 2 inputs
+    const auto by_rows = groups == 1 ? SUM_ROWS<4> : groups <= 3 ? SUM_ROWS<2> : SUM_ROWS<1>;
     for (int64_t g = 0; g < groups; g++) {
         const int64_t begin = a.rows * g / groups, end = a.rows * (g + 1) / groups;
         const uint16_t* x = a.x + begin * a.inputs;
         const uint16_t* from = next + lines * g / groups * 2 * LANES;
-        const int64_t pace = (QUARTERS << 16) / groups;
-        const auto sum = groups == 1 ? SUM_ROWS<4> : groups <= 3 ? SUM_ROWS<2> : SUM_ROWS<1>;
         Vec sums[MOST_ROWS][QUARTERS];
-        sum[end - begin](a, x, panel, from, pace, sums);
+        by_rows[end - begin](a, x, panel, from, (QUARTERS << 16) / groups, sums);
         for (int64_t row = begin; row < end; row++) finish(a, row, first, sums[row - begin]);
     }
 }
@@ -108,18 +117,9 @@ void pack_panel(const uint16_t* weight, int64_t outputs, int64_t inputs, int64_t
 
 extern "C" {
 
-// What the processor multiplies bfloat16 with: 0 nothing that is used here, 1 pairs, 2 also tiles.
-int fminfer_product_units() {
-#if defined(HAS_TILES)
-    return 2;
-#elif defined(HAS_PAIRS)
-    return 1;
-#else
-    return 0;
-#endif
-}
-
 #ifdef HAS_PAIRS
+
+int fminfer_has_products() { return 1; }
 
 // weight: (outputs, inputs), inputs a multiple of 32; packed: of outputs rounded up to 64.
 void fminfer_pack(const uint16_t* weight, int64_t outputs, int64_t inputs, uint16_t* packed,
@@ -129,11 +129,21 @@ void fminfer_pack(const uint16_t* weight, int64_t outputs, int64_t inputs, uint1
         pack_panel(weight, outputs, inputs, first, packed);
 }
 
-// out = x times the weight's transpose, plus bias.
+// out = x times the weight's transpose, plus bias. Each thread has panels that follow one another.
 void fminfer_multiply(const Product* a) {
-#pragma omp parallel for schedule(static) num_threads(int(a->num_threads))
-    for (int64_t first = 0; first < a->outputs; first += PANEL) multiply_panel(*a, first);
+    const int64_t panels = (a->outputs + PANEL - 1) / PANEL, size = PANEL * a->inputs;
+#pragma omp parallel num_threads(int(a->num_threads))
+    {
+        const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+        const int64_t end = panels * (thread + 1) / threads;
+        for (int64_t p = panels * thread / threads; p < end; p++)
+            multiply_panel(*a, p * PANEL, a->weight + (p + 1 < end ? p + 1 : p) * size);
+    }
 }
+
+#else
+
+int fminfer_has_products() { return 0; }
 
 #endif
 
