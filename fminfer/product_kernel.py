@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-PANEL = 64  # outputs that are packed together, see kernels/products.cpp
+PANEL = 64  # outputs that are packed together; must agree with kernels/products.cpp
 LEAST_PANELS = 4  # a thread; of fewer some threads would have much more to do than others
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 import transformers
 
+from fminfer.kernel_build import start_build
 from fminfer.models.families import FAMILIES
 
 VOCAB = 300
@@ -122,6 +124,14 @@ def make_model(name: str, num_layers: int = 3) -> Any:
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     return model
+
+
+def built_library() -> ctypes.CDLL:
+    """Return the CPU's kernels."""
+    build = start_build()
+    library = build.library()
+    assert library is not None, build.error
+    return library
 
 
 @pytest.fixture(autouse=True)

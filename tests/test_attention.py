@@ -12,8 +12,10 @@ from fminfer import attention
 from fminfer.attention import PagedAttention, plan_attention
 from fminfer.config import AttentionBody
 from fminfer.kernel_attention import KernelAttention, plan_rows
-from fminfer.kernel_build import find_compiler, start_build
+from fminfer.kernel_build import find_compiler
 from fminfer.messages import StepRow
+
+from .conftest import built_library
 
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 16, 8
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
@@ -22,10 +24,7 @@ CPU = torch.device("cpu")
 
 
 def compiled_kernel() -> KernelAttention:
-    build = start_build()
-    library = build.library()
-    assert library is not None, build.error
-    return KernelAttention(library)
+    return KernelAttention(built_library())
 
 
 def plain(

@@ -15,10 +15,10 @@ from transformers.activations import ACT2FN
 
 from fminfer import fused_layers
 from fminfer.fused_layers import fuse_layers
-from fminfer.kernel_build import find_compiler, start_build
+from fminfer.kernel_build import find_compiler
 from fminfer.layer_kernels import GELU_TANH, SILU, LayerKernels
 
-from .conftest import FIELDS, make_model
+from .conftest import FIELDS, built_library, make_model
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
 WIDTHS = [1, 15, 16, 17, 64, 80]
@@ -65,10 +65,7 @@ FUSED = {
 
 @pytest.fixture(scope="module")
 def kernels() -> LayerKernels:
-    build = start_build()
-    library = build.library()
-    assert library is not None, build.error
-    return LayerKernels(library)
+    return LayerKernels(built_library())
 
 
 def rows(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 import fminfer
-from fminfer.kernel_build import find_compiler, start_build
+from fminfer.kernel_build import find_compiler
 from fminfer.packed_linear import pack_linears
 from fminfer.product_kernel import ProductKernel
+
+from .conftest import built_library
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
 needs_onednn = pytest.mark.skipif(
@@ -27,10 +29,7 @@ SHAPES = [(1, 32), (15, 64), (64, 32), (65, 96), (130, 1024), (256, 3072)]
 
 @pytest.fixture(scope="module")
 def any_kernel() -> ProductKernel:
-    build = start_build()
-    library = build.library()
-    assert library is not None, build.error
-    return ProductKernel(library)
+    return ProductKernel(built_library())
 
 
 @pytest.fixture

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fminfer.kernel_build import find_compiler, start_build
+from fminfer.kernel_build import find_compiler
 from fminfer.sampling import LogitEditTensors, SamplingTensors, rank, sample, score
 from fminfer.score_kernel import ScoreKernel
+
+from .conftest import built_library
 
 VOCAB = 50
 
@@ -119,10 +121,7 @@ def test_logprobs_are_of_the_raw_logits_and_equal_in_both_places() -> None:
 @pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
 @pytest.mark.parametrize("vocab", [1, 5, 16, 33, 1024, 1025, 32000, 50257])
 def test_the_compiled_ranking_is_the_plain_one(vocab: int) -> None:
-    build = start_build()
-    library = build.library()
-    assert library is not None, build.error
-    kernel = ScoreKernel(library)
+    kernel = ScoreKernel(built_library())
     torch.manual_seed(1)
     for logits in (
         torch.randn(7, vocab) * 5,
@@ -150,9 +149,7 @@ def test_the_compiled_ranking_is_the_plain_one(vocab: int) -> None:
 @pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
 @pytest.mark.parametrize("place", [0, 3, 500, 998])
 def test_the_compiled_ranking_of_a_nan(place: int) -> None:
-    library = start_build().library()
-    assert library is not None
-    kernel = ScoreKernel(library)
+    kernel = ScoreKernel(built_library())
     best = torch.zeros(1, 999)
     best[0, 500:503] = torch.tensor([7.0, float("nan"), 8.0])
     assert kernel(best, 2).best_ids.tolist() == [[502, 500]]

@@ -576,7 +576,7 @@ inline Piece first_piece(const Arguments& a, const Item& item) {
 // many of the next keys, of this item or of `next`, which may be null. DIM: head_dim, or 0 for any.
 template <int DIM>
 void attend_alone_in_pairs(const Arguments& a, const Item& item, int64_t q, const Item* next,
-                     Space& space) {
+                           Space& space) {
     const int64_t group = a.heads / a.kv_heads;
     const int dim = DIM ? DIM : int(a.head_dim);
     const uint16_t* query =
