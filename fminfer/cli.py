@@ -26,6 +26,7 @@ from fminfer.commands.submit import submit
 from fminfer.config import EngineConfig
 from fminfer.cost_model import COSTS
 from fminfer.errors import FminferError, StoppedError, UsageError
+from fminfer.imports import import_transformers
 from fminfer.kernel_build import abandon_build, start_build
 from fminfer.launcher import end_after, launch
 from fminfer.models.layer_count import check_split
@@ -208,6 +209,7 @@ def _importing() -> Iterator[None]:
     """
     gc.disable()
     try:
+        import_transformers()
         yield
     finally:
         gc.freeze()

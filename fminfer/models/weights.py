@@ -18,6 +18,8 @@ import torch
 import transformers
 from safetensors import SafetensorError, safe_open
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers.initialization import no_init_weights
 
 from fminfer.errors import CheckpointError
 from fminfer.models.checkpoint import Checkpoint
@@ -68,12 +70,33 @@ def load_model(
 
 
 def build_on_meta(checkpoint: Checkpoint) -> Any:
-    """Build transformers' model without memory."""
+    """Build transformers' model, its weights without memory.
+
+    What is made of values, such as norms and rotary tables, is small and has some.
+    """
     model_class = getattr(transformers, checkpoint.family.class_name)
     config = checkpoint.config
     config._attn_implementation = "eager"
-    with torch.device("meta"):
-        return model_class(config)
+    with _EmptyOnMeta(), no_init_weights():
+        model = model_class(config)
+    model.tie_weights()  # no_init_weights leaves that out, too
+    return model
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """Gives tensors without values no memory.
+
+    On torch.device("meta") tables would be computed as well, and for that torch loads its compiler.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> torch.Tensor:
+        kwargs = kwargs or {}
+        if func is torch.empty:
+            kwargs = {**kwargs, "device": "meta"}
+        result: torch.Tensor = func(*args, **kwargs)
+        return result
 
 
 class _Names:
