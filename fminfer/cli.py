@@ -26,6 +26,7 @@ from fminfer.commands.submit import submit
 from fminfer.config import EngineConfig
 from fminfer.cost_model import COSTS
 from fminfer.errors import FminferError, StoppedError, UsageError
+from fminfer.host_memory import touching_memory
 from fminfer.imports import import_transformers
 from fminfer.kernel_build import abandon_build, start_build
 from fminfer.launcher import end_after, launch
@@ -251,13 +252,25 @@ def _run(
     _use_huge_pages()
     if config.attention != "eager":
         start_build()  # it runs beside the imports
-    with _importing():
+    is_alone = facts is None and place is None and ranks.data_group_size == 1
+    num_bytes = 2 * _weight_bytes(config) if is_alone else 0  # packed weights, and KV cache
+    with touching_memory(num_bytes), _importing():
         from fminfer.running import run_process
 
     summary = run_process(job, plan, config, ranks, facts, stopper, _elapsed_s, place, arguments)
     if summary is not None and summary.refused:
         return EXIT_USAGE
     return EXIT_SOME_ERRORS if summary is not None and summary.has_errors else 0
+
+
+def _weight_bytes(config: EngineConfig) -> int:
+    """Return the size of the files of a model in a folder, if the CPU is to run it; or 0."""
+    if config.model is None or config.device not in ("auto", "cpu"):
+        return 0
+    try:
+        return sum(file.stat().st_size for file in Path(config.model).glob("*.safetensors"))
+    except OSError:
+        return 0  # loading will say what is wrong with it
 
 
 def _elapsed_s() -> float:

@@ -10,6 +10,7 @@ import torch
 
 from fminfer.config import DType
 from fminfer.errors import UsageError
+from fminfer.host_memory import free_host_bytes
 
 KV_SHARE = 0.5  # of the memory that is free once the weights are loaded
 
@@ -92,7 +93,7 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free: int = torch.cuda.mem_get_info(device)[0]
         return free
-    return _free_host_bytes()
+    return free_host_bytes()
 
 
 def memory_name(device: torch.device, host: str) -> str:
@@ -109,21 +110,3 @@ def auto_budget(kv_bytes_per_token: int, most_useful: int, free: int) -> int:
         kv_bytes_per_token: of all that share the memory.
     """
     return max(1, min(most_useful, int(free * KV_SHARE) // kv_bytes_per_token))
-
-
-def _free_host_bytes() -> int:
-    """Return the bytes that can be used without swapping, by the system or its control group."""
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        with open("/proc/meminfo") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    available = int(line.split()[1]) * 1024
-        with (
-            open("/sys/fs/cgroup/memory.max") as limit,
-            open("/sys/fs/cgroup/memory.current") as used,
-        ):
-            available = min(available, int(limit.read()) - int(used.read()))
-    except (OSError, ValueError):
-        pass  # no Linux, or no limit ("max")
-    return available

@@ -10,8 +10,8 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "fminfer"
 # From the lowest up. A sign of the house: a new module finds its place here or is in the wrong one.
 FLOORS = """
-errors timing messages imports sentencepieces shared_runs soft_cap output.rows kernel_build \
-    layer_kernels product_kernel \
+errors timing messages imports host_memory sentencepieces shared_runs soft_cap output.rows \
+    kernel_build layer_kernels product_kernel \
     engine.blocks engine.noise engine.seen engine.stopping engine.expected split.folders \
     cluster.job_names
 config fields input.streams input.values input.spans tokenizer partition ranks \

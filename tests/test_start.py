@@ -1,17 +1,28 @@
-"""What the command does before its first step: it imports little, and that changes no answer."""
+"""Before its first step the command imports little, which changes no answer, and touches memory."""
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
+import os
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import transformers
+from click.testing import CliRunner
 
 import fminfer
+from fminfer import cli, host_memory
+from fminfer.host_memory import touching_memory
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.weights import build_on_meta
 from tests.conftest import FIELDS, SHAPE
@@ -127,3 +138,82 @@ def test_a_model_without_memory_has_its_ties() -> None:
         parts = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         assert (parts[0] is parts[1]) == is_tied
         assert all(part.is_meta for part in parts)
+
+
+def own_bytes() -> int:
+    """Return the memory that this process holds."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if is_so():
+            return
+        time.sleep(0.01)
+    raise AssertionError("waited for 10 s")
+
+
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+
+
+def test_memory_is_touched_meanwhile_and_free_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    two_cores(monkeypatch)
+    size, before = 200 << 20, own_bytes()
+    with touching_memory(size):
+        wait_until(lambda: own_bytes() - before > 0.95 * size)
+        time.sleep(0.1)
+        assert own_bytes() - before < 1.2 * size, "more than it was told"
+    assert own_bytes() - before < 0.2 * size
+
+
+def test_no_more_than_a_quarter_of_free_memory_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    two_cores(monkeypatch)
+    monkeypatch.setattr(host_memory, "free_host_bytes", lambda: 400 << 20)
+    before = own_bytes()
+    with touching_memory(1 << 40):
+        wait_until(lambda: own_bytes() - before > 95 << 20)
+        time.sleep(0.1)
+        assert own_bytes() - before < 120 << 20
+
+
+def test_touching_ends_when_what_it_is_for_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    two_cores(monkeypatch)
+    monkeypatch.setattr(ctypes, "memset", lambda *_: time.sleep(0.01))  # a slow host
+    began = time.monotonic()
+    with pytest.raises(KeyError), touching_memory(1 << 40):
+        raise KeyError
+    assert time.monotonic() - began < 1.0
+    assert not [thread for thread in threading.enumerate() if thread.name == "fminfer memory"]
+
+
+@pytest.mark.parametrize(("num_bytes", "cores", "free"), [(0, 2, 1), (1, 1, 1), (1, 2, -1)])
+def test_nothing_is_touched_for_nothing(
+    num_bytes: int, cores: int, free: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor beside the only core's own work, nor where memory is gone."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.setattr(host_memory, "free_host_bytes", lambda: free << 30)
+    with touching_memory(num_bytes << 20):
+        assert not [t for t in threading.enumerate() if t.name == "fminfer memory"]
+
+
+def test_a_run_touches_twice_its_weights(
+    tmp_path: Path, llama_checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once packed, and as much for the KV cache; nothing for another device or a hub's model."""
+    folder, _ = llama_checkpoint
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "max_tokens": 1}\n')
+    sizes: list[int] = []
+
+    @contextmanager
+    def record(num_bytes: int) -> Iterator[None]:
+        sizes.append(num_bytes)
+        yield
+
+    monkeypatch.setattr(cli, "touching_memory", record)
+    here = ["--model-name", str(folder)]
+    for more in (here, [*here, "--device", "cuda"], ["--model-name", "no/model"], []):
+        CliRunner().invoke(cli.main, ["run", "-q", "--restart", str(rows), *more])
+    assert sizes == [2 * (folder / "model.safetensors").stat().st_size, 0, 0, 0]
