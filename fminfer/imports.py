@@ -1,4 +1,4 @@
-"""Imports transformers without what it loads for others' sake, or does twice.
+"""Imports transformers without what it loads for others' sake, or does each time anew.
 
 Its models can be compiled and spread over processes: a run does neither, and importing what that
 takes is most of importing transformers. It is for the command's own processes, where nothing else
@@ -7,16 +7,21 @@ uses transformers: it has no sharded tensors there afterwards.
 
 from __future__ import annotations
 
-import functools
+import hashlib
 import importlib
+import os
+import pickle
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from importlib.metadata import version
+from importlib.metadata import distribution, version
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from fminfer.kernel_build import cache_folder
 
 COMPILER = "torch._dynamo"
 
@@ -40,7 +45,7 @@ def _import_common_parts() -> None:
     torch.distributed.is_available = lambda: False
     try:
         with _standing_in(compiler):
-            _read_folders_once()
+            _keep_list_of_models()
             from transformers import GenerationMixin, PreTrainedModel  # noqa: F401
     finally:
         torch.distributed.is_available = is_available
@@ -69,16 +74,64 @@ def _unchanged(function: Any = None, *_: Any, **__: Any) -> Any:
     return _unchanged if function is None else function
 
 
-def _read_folders_once() -> None:
-    """Have transformers read the folders of all its models once; it does so for two modules.
+def _keep_list_of_models() -> None:
+    """Have transformers list what the folders of its models hold from what was found last time.
 
-    That is in one of its modules, which is imported before the package itself runs.
+    It reads 2,000 files for that, twice in a process. The function is in one of its modules, which
+    is imported before the package itself runs.
     """
     spec = find_spec("transformers")
     assert spec is not None
+    assert spec.origin is not None
     package = module_from_spec(spec)
     package.__version__ = version("transformers")  # type: ignore[attr-defined]
     with _standing_in(package):
         reader: Any = importlib.import_module("transformers.utils.import_utils")
     name = "create_import_structure_from_path"
-    setattr(reader, name, functools.cache(getattr(reader, name)))
+    setattr(reader, name, _KeptList(Path(spec.origin).parent / "models", getattr(reader, name)))
+
+
+class _KeptList:
+    """What a function finds in a folder, kept in the user's cache for the next process.
+
+    What is kept is of one installation: its RECORD holds a checksum of every file.
+
+    Args:
+        read: the function; of other folders it is asked each time.
+    """
+
+    def __init__(self, folder: Path, read: Callable[[Any], Any]) -> None:
+        self._folder, self._read = folder, read
+        record = distribution("transformers").read_text("RECORD") or ""
+        cache = cache_folder() if "transformers/models/__init__.py,sha256=" in record else None
+        key = hashlib.sha256(record.encode()).hexdigest()[:16]
+        self._path = None if cache is None else cache / f"transformers-{key}.pickle"
+        self._found: Any = None
+
+    def __call__(self, path: Any) -> Any:
+        if Path(path) not in (self._folder, self._folder / "__init__.py"):
+            return self._read(path)
+        if self._found is None:
+            self._found = self._load()
+        if self._found is None:
+            self._found = self._read(path)
+            self._save()
+        return self._found
+
+    def _load(self) -> Any:
+        with suppress(Exception):  # not there, or torn
+            assert self._path is not None
+            return pickle.loads(self._path.read_bytes())
+        return None
+
+    def _save(self) -> None:
+        if self._path is None:
+            return
+        with suppress(OSError):  # no room: then it is found again next time
+            descriptor, part = tempfile.mkstemp(dir=self._path.parent)
+            try:
+                with os.fdopen(descriptor, "wb") as file:
+                    file.write(pickle.dumps(self._found))
+                os.replace(part, self._path)  # whole or not at all
+            finally:
+                Path(part).unlink(missing_ok=True)

@@ -80,12 +80,54 @@ try:
     main(["run", "-q", sys.argv[1], "--output", sys.argv[2]])
 except SystemExit as end:
     assert not end.code, end.code
-import transformers.utils.import_utils as reader
-assert reader.create_import_structure_from_path.cache_info().hits, "read twice"
 assert not [name for name in {UNUSED} if name in sys.modules]
 """
     run_python(code, str(rows), str(answers))
     assert '"choices":[' in answers.read_text()
+
+
+# Prints what transformers lists of its models, and how often its folders were read.
+LIST = """
+import pickle, sys
+from pathlib import Path
+from fminfer import imports
+reads = []
+class Counts(imports._KeptList):
+    def __init__(self, folder, read):
+        def count(path):
+            reads.append(path)
+            return read(path)
+        super().__init__(folder, count)
+        self.of_models = [folder, folder / "__init__.py"]
+imports._KeptList = Counts
+imports.import_transformers()
+import transformers.utils.import_utils as reader
+kept = reader.create_import_structure_from_path
+print(len([path for path in reads if Path(path) in kept.of_models]))
+print(kept(str(kept.of_models[1])) == kept._read(kept.of_models[0]))
+from transformers import AutoTokenizer, BertConfig, LlamaForCausalLM
+"""
+
+
+def test_the_list_of_models_is_kept_for_the_next_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert run_python(LIST) == "1\nTrue\n"
+    assert run_python(LIST) == "0\nTrue\n"
+    (kept,) = (tmp_path / "fminfer").glob("transformers-*.pickle")
+    kept.write_bytes(kept.read_bytes()[:1000])
+    assert run_python(LIST) == "1\nTrue\n", "torn"
+    assert run_python(LIST) == "0\nTrue\n"
+    assert list((tmp_path / "fminfer").iterdir()) == [kept]
+
+
+def test_without_a_cache_the_list_of_models_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "no folder").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no folder"))
+    assert run_python(LIST) == "1\nTrue\n"
 
 
 def test_what_stood_aside_is_there_for_who_asks() -> None:
