@@ -31,6 +31,7 @@ from fminfer.imports import import_transformers
 from fminfer.kernel_build import abandon_build, start_build
 from fminfer.launcher import end_after, launch
 from fminfer.models.layer_count import check_split
+from fminfer.models.weight_files import weight_bytes
 from fminfer.paths import JobPaths
 from fminfer.ranks import RankConfig, RankFacts, find_facts, is_spawned
 from fminfer.run_options import PathOrUrl, bench_options, dtype_name, run_options
@@ -39,6 +40,7 @@ from fminfer.storage import Location, RemoteFolders, default_work_dir
 from fminfer.team.place import find_place
 
 STARTED_S = time.perf_counter()
+GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd")
 EXIT_FAILED, EXIT_USAGE, EXIT_SOME_ERRORS = 1, 2, 3
 
 
@@ -253,7 +255,9 @@ def _run(
     if config.attention != "eager":
         start_build()  # it runs beside the imports
     is_alone = facts is None and place is None and ranks.data_group_size == 1
-    num_bytes = 2 * _weight_bytes(config) if is_alone else 0  # packed weights, and KV cache
+    num_bytes = 0
+    if is_alone and config.model is not None and _is_for_cpu(config.device):
+        num_bytes = 2 * weight_bytes(config.model)  # packed, and as much for the KV cache
     with touching_memory(num_bytes), _importing():
         from fminfer.running import run_process
 
@@ -263,14 +267,9 @@ def _run(
     return EXIT_SOME_ERRORS if summary is not None and summary.has_errors else 0
 
 
-def _weight_bytes(config: EngineConfig) -> int:
-    """Return the size of the files of a model in a folder, if the CPU is to run it; or 0."""
-    if config.model is None or config.device not in ("auto", "cpu"):
-        return 0
-    try:
-        return sum(file.stat().st_size for file in Path(config.model).glob("*.safetensors"))
-    except OSError:
-        return 0  # loading will say what is wrong with it
+def _is_for_cpu(device: str) -> bool:
+    """Tell, without torch, whether a run will most likely compute on the CPU."""
+    return device == "cpu" or (device == "auto" and not any(map(os.path.exists, GPU_DRIVERS)))
 
 
 def _elapsed_s() -> float:

@@ -14,7 +14,7 @@ from fminfer import __version__
 from fminfer.config import EngineConfig
 from fminfer.errors import CheckpointError
 from fminfer.models.checkpoint import Checkpoint
-from fminfer.models.weights import weight_files
+from fminfer.models.weight_files import weight_files
 from fminfer.placement import choose_device, choose_dtype
 
 # Of a weight file its header, and of each tensor this much in its middle and at its end: training

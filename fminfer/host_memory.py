@@ -8,31 +8,56 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import resource
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 PIECE = 8 << 20  # bytes touched at a time
-MOST_OF_FREE = 0.25
+MOST_OF_FREE, MOST_TOUCHED = 0.25, 4 << 30
+SYSTEM = Path("/")
+# Of a control group, version 2 and 1: its limit, its use, and what of that is cached files.
+NAMES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 
 
 def free_host_bytes() -> int:
-    """Return the bytes that can be used without swapping, by the system or its control group."""
+    """Return the bytes that can be used without swapping, by the system and its control groups."""
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError):  # no Linux
+        for line in (SYSTEM / "proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    return min([available, *_left_in_groups()])
+
+
+def _left_in_groups() -> Iterator[int]:
+    """Give what each control group of this process with a limit, and each above it, has left."""
     try:
-        with open("/proc/meminfo") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    available = int(line.split()[1]) * 1024
-        with (
-            open("/sys/fs/cgroup/memory.max") as limit,
-            open("/sys/fs/cgroup/memory.current") as used,
-        ):
-            available = min(available, int(limit.read()) - int(used.read()))
-    except (OSError, ValueError):
-        pass  # no Linux, or no limit ("max")
-    return available
+        lines = (SYSTEM / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        names = NAMES[1] if controllers else NAMES[0]
+        top = SYSTEM / "sys/fs/cgroup" / controllers
+        group = top / path.lstrip("/")
+        for folder in (group, *group.parents):  # those that a container does not see are not there
+            with suppress(OSError, ValueError):  # "max": no limit
+                yield _left_in(folder, *names)
+            if folder == top:
+                break
+
+
+def _left_in(folder: Path, limit: str, used: str, cached: str) -> int:
+    most, now = (int((folder / name).read_text()) for name in (limit, used))
+    stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    return most - now + int(stat.get(cached, 0))
 
 
 @contextmanager
@@ -44,7 +69,7 @@ def touching_memory(num_bytes: int) -> Iterator[None]:
     who needs memory next has it in a fraction of the time.
 
     Args:
-        num_bytes: no more than a quarter of what is free is touched, in any case.
+        num_bytes: no more than a quarter of what is free, and 4 GiB, is touched in any case.
     """
     memory = _reserve(num_bytes)
     if memory is None:
@@ -65,7 +90,9 @@ def _reserve(num_bytes: int) -> mmap.mmap | None:
     """Return memory that nothing has touched; None: it would be of no use."""
     if sys.platform != "linux" or num_bytes == 0 or len(os.sched_getaffinity(0)) == 1:
         return None
-    size = min(num_bytes, int(free_host_bytes() * MOST_OF_FREE))
+    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+        return None  # it would count as used
+    size = min(num_bytes, int(free_host_bytes() * MOST_OF_FREE), MOST_TOUCHED)
     with suppress(OSError, ValueError, OverflowError):  # the system has none
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError):  # without huge pages

@@ -39,6 +39,8 @@ def import_transformers() -> None:
 def _import_common_parts() -> None:
     import torch
 
+    if COMPILER in sys.modules:
+        return  # something wanted it already
     compiler = _NoCompiler(COMPILER)
     compiler.__path__ = [str(Path(torch.__path__[0]) / "_dynamo")]  # one module of it is used
     is_available = torch.distributed.is_available
@@ -94,7 +96,7 @@ def _keep_list_of_models() -> None:
 class _KeptList:
     """What a function finds in a folder, kept in the user's cache for the next process.
 
-    What is kept is of one installation: its RECORD holds a checksum of every file.
+    What is kept is of one installation, by its RECORD, which holds a checksum of every file.
 
     Args:
         read: the function; of other folders it is asked each time.
@@ -102,8 +104,11 @@ class _KeptList:
 
     def __init__(self, folder: Path, read: Callable[[Any], Any]) -> None:
         self._folder, self._read = folder, read
-        record = distribution("transformers").read_text("RECORD") or ""
-        cache = cache_folder() if "transformers/models/__init__.py,sha256=" in record else None
+        installed = distribution("transformers")
+        is_this = Path(str(installed.locate_file("transformers/models"))) == folder
+        record = installed.read_text("RECORD") or ""
+        is_whole = "transformers/models/__init__.py,sha256=" in record
+        cache = cache_folder() if is_this and is_whole else None
         key = hashlib.sha256(record.encode()).hexdigest()[:16]
         self._path = None if cache is None else cache / f"transformers-{key}.pickle"
         self._found: Any = None

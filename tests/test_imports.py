@@ -15,9 +15,9 @@ errors timing messages host_memory sentencepieces shared_runs soft_cap output.ro
     engine.blocks engine.noise engine.seen engine.stopping engine.expected split.folders \
     cluster.job_names
 config fields imports input.streams input.values input.spans tokenizer partition ranks \
-    models.alibi models.families models.sizes models.variants integrations.generation \
-    engine.stats output.trace output.disk stopping memory fused_layers packed_linear cost_model \
-    cluster.schedulers cluster.scripts team.place
+    models.alibi models.families models.sizes models.variants models.weight_files \
+    integrations.generation engine.stats output.trace output.disk stopping memory fused_layers \
+    packed_linear cost_model cluster.schedulers cluster.scripts team.place
 input.lines spelling sampling placement decode_attention kernel_attention launcher run_options \
     output.journal output.claims \
     models.experts models.checkpoint models.layer_count models.slicing \

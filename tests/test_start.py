@@ -6,6 +6,7 @@ import ctypes
 import json
 import mmap
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -22,8 +23,9 @@ from click.testing import CliRunner
 
 import fminfer
 from fminfer import cli, host_memory
-from fminfer.host_memory import touching_memory
+from fminfer.host_memory import free_host_bytes, touching_memory
 from fminfer.models.checkpoint import open_checkpoint
+from fminfer.models.weight_files import weight_bytes
 from fminfer.models.weights import build_on_meta
 from tests.conftest import FIELDS, SHAPE
 
@@ -160,6 +162,17 @@ assert sys.modules["torch._dynamo"].__file__
     run_python(code)
 
 
+def test_a_compiler_that_is_there_already_stays() -> None:
+    code = """
+import sys, torch._dynamo
+from fminfer.imports import import_transformers
+before = sys.modules["torch._dynamo"]
+import_transformers()
+assert sys.modules["torch._dynamo"] is before
+"""
+    run_python(code)
+
+
 def test_a_process_that_has_transformers_keeps_it_as_it_is() -> None:
     code = """
 import transformers, torch
@@ -201,6 +214,7 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_memory_is_touched_meanwhile_and_free_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     two_cores(monkeypatch)
+    monkeypatch.setattr(host_memory, "free_host_bytes", lambda: 1 << 30)
     size, before = 200 << 20, own_bytes()
     with touching_memory(size):
         wait_until(lambda: own_bytes() - before > 0.95 * size)
@@ -221,7 +235,8 @@ def test_no_more_than_a_quarter_of_free_memory_is_touched(monkeypatch: pytest.Mo
 
 def test_touching_ends_when_what_it_is_for_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     two_cores(monkeypatch)
-    monkeypatch.setattr(ctypes, "memset", lambda *_: time.sleep(0.01))  # a slow host
+    monkeypatch.setattr(host_memory, "free_host_bytes", lambda: 2 << 30)
+    monkeypatch.setattr(ctypes, "memset", lambda *_: time.sleep(0.1))  # a slow host: 6 s for all
     began = time.monotonic()
     with pytest.raises(KeyError), touching_memory(1 << 40):
         raise KeyError
@@ -229,24 +244,97 @@ def test_touching_ends_when_what_it_is_for_ends(monkeypatch: pytest.MonkeyPatch)
     assert not [thread for thread in threading.enumerate() if thread.name == "fminfer memory"]
 
 
-@pytest.mark.parametrize(("num_bytes", "cores", "free"), [(0, 2, 1), (1, 1, 1), (1, 2, -1)])
+@pytest.mark.parametrize(
+    ("num_bytes", "cores", "free", "limit", "is_touched"),
+    [
+        (1, 2, 1, resource.RLIM_INFINITY, True),
+        (0, 2, 1, resource.RLIM_INFINITY, False),
+        (1, 1, 1, resource.RLIM_INFINITY, False),
+        (1, 2, 0, resource.RLIM_INFINITY, False),
+        (1, 2, -1, resource.RLIM_INFINITY, False),
+        (1, 2, 1, 1 << 40, False),
+    ],
+)
 def test_nothing_is_touched_for_nothing(
-    num_bytes: int, cores: int, free: int, monkeypatch: pytest.MonkeyPatch
+    num_bytes: int,
+    cores: int,
+    free: int,
+    limit: int,
+    is_touched: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nor beside the only core's own work, nor where memory is gone."""
+    """Nor beside the only core's own work, nor where memory is gone or counted when reserved."""
+    touched: list[int] = []
+    monkeypatch.setattr(host_memory, "_touch", lambda memory, _: touched.append(len(memory)))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     monkeypatch.setattr(host_memory, "free_host_bytes", lambda: free << 30)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
     with touching_memory(num_bytes << 20):
-        assert not [t for t in threading.enumerate() if t.name == "fminfer memory"]
+        pass
+    assert touched == [1 << 20] * is_touched
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_free_memory_is_what_the_control_groups_leave(
+    version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job's limit may be that of its own group or of one above; cached files can go."""
+    monkeypatch.setattr(host_memory, "SYSTEM", tmp_path)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    8000 kB\n")
+    assert free_host_bytes() == 8000 << 10, "no groups"
+    names = host_memory.NAMES[2 - version]
+    top = tmp_path / "sys/fs/cgroup" / ("memory" if version == 1 else "")
+    group = "4:cpu:/other\n3:memory:/job/step\n" if version == 1 else "0::/job/step\n"
+    (tmp_path / "proc/self/cgroup").write_text(group)
+
+    def limit(folder: Path, most: str, used: int, cached: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, value in zip(names, (most, str(used)), strict=False):
+            (folder / name).write_text(f"{value}\n")
+        (folder / "memory.stat").write_text(f"anon 7\n{names[2]} {cached}\n")
+
+    limit(top / "job/step", "max" if version == 2 else str(2**63 - 4096), 500, 100)
+    assert free_host_bytes() == 8000 << 10, "no limit"
+    limit(top / "job", "1000000", 400_000, 100_000)
+    assert free_host_bytes() == 700_000, "the group above"
+    limit(top / "job/step", "500000", 400_000, 50_000)
+    assert free_host_bytes() == 150_000
+    limit(top, "90000", 1, 0)  # all that a container may see
+    assert free_host_bytes() == 89_999
+
+
+def test_weights_are_measured_in_a_folder_and_in_the_hubs_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    here = tmp_path / "models--some--model" / "snapshots" / "abc"
+    here.mkdir(parents=True)
+    (here.parent.parent / "refs").mkdir()
+    (here.parent.parent / "refs" / "main").write_text("abc")
+    assert weight_bytes("some/model") == 0
+    (here / "config.json").write_text("{}")
+    for number in (1, 2):
+        (here / f"model-{number}.safetensors").write_bytes(b"1" * number)
+    (here / "consolidated.safetensors").write_bytes(b"1" * 100)  # the same weights once more
+    index = here / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}')
+    assert weight_bytes("some/model") == weight_bytes(str(here)) == 3
+    for broken in ("[]", "{", '{"weight_map": {"a": "model-3.safetensors"}}'):
+        index.write_text(broken)
+        assert weight_bytes(str(here)) == 0
+    assert weight_bytes("no/model") == weight_bytes("no model") == weight_bytes(str(index)) == 0
 
 
 def test_a_run_touches_twice_its_weights(
     tmp_path: Path, llama_checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once packed, and as much for the KV cache; nothing for another device or a hub's model."""
+    """Once packed, and as much for the KV cache; nothing for another device or what is not here."""
     folder, _ = llama_checkpoint
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a", "max_tokens": 1}\n')
+    driver = tmp_path / "driver"
+    monkeypatch.setattr(cli, "GPU_DRIVERS", (str(driver),))
     sizes: list[int] = []
 
     @contextmanager
@@ -256,6 +344,8 @@ def test_a_run_touches_twice_its_weights(
 
     monkeypatch.setattr(cli, "touching_memory", record)
     here = ["--model-name", str(folder)]
-    for more in (here, [*here, "--device", "cuda"], ["--model-name", "no/model"], []):
+    for more in (here, [*here, "--device", "cuda"], ["--model-name", "no/such/model"], []):
         CliRunner().invoke(cli.main, ["run", "-q", "--restart", str(rows), *more])
-    assert sizes == [2 * (folder / "model.safetensors").stat().st_size, 0, 0, 0]
+    driver.touch()  # of a GPU
+    CliRunner().invoke(cli.main, ["run", "-q", "--restart", str(rows), *here])
+    assert sizes == [2 * (folder / "model.safetensors").stat().st_size, 0, 0, 0, 0]

@@ -6,12 +6,10 @@ safetensors; what belongs to another stage is never read. It knows nothing of at
 
 from __future__ import annotations
 
-import json
 import re
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,13 +17,13 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers.initialization import no_init_weights
 
 from fminfer.errors import CheckpointError
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.experts import ExpertAssembler, find_piece
 from fminfer.models.families import Family
 from fminfer.models.slicing import cut
+from fminfer.models.weight_files import weight_files
 from fminfer.partition import Part
 
 # Tensors that old checkpoints carry and nothing reads: causal masks and rotary tables.
@@ -77,22 +75,25 @@ def build_on_meta(checkpoint: Checkpoint) -> Any:
     model_class = getattr(transformers, checkpoint.family.class_name)
     config = checkpoint.config
     config._attn_implementation = "eager"
-    with _EmptyOnMeta(), no_init_weights():
-        model = model_class(config)
-    model.tie_weights()  # no_init_weights leaves that out, too
-    return model
+    with _WithoutMemory():
+        return model_class(config)
 
 
-class _EmptyOnMeta(TorchFunctionMode):
-    """Gives tensors without values no memory.
+class _WithoutMemory(TorchFunctionMode):
+    """Gives tensors that have no values yet no memory, and draws none for them.
 
-    On torch.device("meta") tables would be computed as well, and for that torch loads its compiler.
+    On torch.device("meta") tables would have no values either, and torch loads its compiler to
+    find what operations would make of such tensors.
     """
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> torch.Tensor:
         kwargs = kwargs or {}
+        target = args[0] if args else kwargs.get("tensor")
+        changes = func.__name__.endswith("_") and not func.__name__.endswith("__")
+        if changes and isinstance(target, torch.Tensor) and target.is_meta:
+            return target  # normal_, zero_, …
         if func is torch.empty:
             kwargs = {**kwargs, "device": "meta"}
         result: torch.Tensor = func(*args, **kwargs)
@@ -233,20 +234,6 @@ def _read_tensors(
         except (SafetensorError, FileNotFoundError) as error:
             raise CheckpointError(f"{file} is broken ({error}); fetch it again") from error
     on_progress(total, total)
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """List the files that make up the model: those of the index, else the one, else all.
-
-    Some repositories hold the same weights twice, the second time in another format.
-    """
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        names = set(json.loads(index.read_text())["weight_map"].values())
-        return sorted(folder / name for name in names)
-    if (folder / "model.safetensors").exists():
-        return [folder / "model.safetensors"]
-    return sorted(folder.glob("*.safetensors"))
 
 
 def _rename(name: str, family: Family) -> str:

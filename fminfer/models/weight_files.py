@@ -1,0 +1,42 @@
+"""The files that hold a model's weights, and how large they are. It needs no torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """List the files that make up the model: those of the index, else the one, else all.
+
+    Some repositories hold the same weights twice, the second time in another format.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        return sorted(folder / name for name in names)
+    if (folder / "model.safetensors").exists():
+        return [folder / "model.safetensors"]
+    return sorted(folder.glob("*.safetensors"))
+
+
+def weight_bytes(name: str) -> int:
+    """Return the size of the weights of a folder, or of the hub's model in its cache.
+
+    0: they are not there, or are broken, as loading will say.
+    """
+    try:
+        folder = _find_folder(name)
+        files = [] if folder is None else weight_files(folder)
+        return sum(file.stat().st_size for file in files)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return 0
+
+
+def _find_folder(name: str) -> Path | None:
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import try_to_load_from_cache  # only for models that are not local
+
+    config = try_to_load_from_cache(name, "config.json")
+    return Path(config).parent if isinstance(config, str) else None
