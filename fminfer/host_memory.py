@@ -55,9 +55,12 @@ def _left_in_groups() -> Iterator[int]:
 
 
 def _left_in(folder: Path, limit: str, used: str, cached: str) -> int:
-    most, now = (int((folder / name).read_text()) for name in (limit, used))
-    stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    return most - now + int(stat.get(cached, 0))
+    left = int((folder / limit).read_text()) - int((folder / used).read_text())
+    with suppress(OSError):  # not told: then files count as used
+        for line in (folder / "memory.stat").read_text().splitlines():
+            if line.startswith(f"{cached} "):
+                left += int(line.split()[1])
+    return left
 
 
 @contextmanager

@@ -300,6 +300,8 @@ def test_free_memory_is_what_the_control_groups_leave(
     assert free_host_bytes() == 700_000, "the group above"
     limit(top / "job/step", "500000", 400_000, 50_000)
     assert free_host_bytes() == 150_000
+    (top / "job/step/memory.stat").unlink()
+    assert free_host_bytes() == 100_000, "what is cached is not told"
     limit(top, "90000", 1, 0)  # all that a container may see
     assert free_host_bytes() == 89_999
 
