@@ -90,7 +90,6 @@ assert not [name for name in {UNUSED} if name in sys.modules]
 
 # Prints what transformers lists of its models, and how often its folders were read.
 LIST = """
-import pickle, sys
 from pathlib import Path
 from fminfer import imports
 reads = []
@@ -185,7 +184,7 @@ assert is_torch_distributed_available()
 
 
 def test_a_model_without_memory_has_its_ties() -> None:
-    """It is built without transformers' own first values, and with them its ties would go."""
+    """transformers ties weights where it gives them first values, which are left out here."""
     checkpoint = open_checkpoint(None)
     for is_tied in (True, False):
         checkpoint.config.tie_word_embeddings = is_tied
