@@ -66,6 +66,7 @@ def build_loop(
         micro_batches=micro_batches,
         kv_capacity=num_blocks * config.block_size,
         max_steps=config.max_steps,
+        is_only_run=config.is_only_run,
         equal_requests=EqualRequests() if config.prefix_cache else None,
     )
 

@@ -130,7 +130,7 @@ def run(
     remote = RemoteFolders(work_dir or default_work_dir(), is_quiet=quiet)
     job = JobPaths(files, output, restart, stats, trace, quiet, verbose, remote, is_watching)
     try:
-        ranks, config = RankConfig(**rank_options), EngineConfig(**options)
+        ranks, config = RankConfig(**rank_options), EngineConfig(**options, is_only_run=True)
         check_times(grace_s, deadline_s)
         if deadline_s is not None:
             stopper.set_deadline(time.monotonic() + deadline_s - _elapsed_s())

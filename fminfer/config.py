@@ -43,6 +43,7 @@ class EngineConfig:
     check_model: bool = False  # a line that names another model is an error
     attention: AttentionBody = "auto"
     max_steps: int | None = None  # micro-batches after which a run stops; None: no limit
+    is_only_run: bool = False  # prefixes need not be kept for another run of the engine
     cuda_ids: tuple[int, ...] = ()  # the GPUs of this machine's ranks, in their order
     num_layers: int | None = None  # a rank; None: balanced by cost
     max_layers: int | None = None  # of the model, counted from its first; the others are left out

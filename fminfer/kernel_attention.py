@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -49,6 +49,26 @@ class KernelRows:
     runs: torch.Tensor  # (runs, 4) int64: first in `members`, their number, keys [first, last)
     members: torch.Tensor  # (members,) int64: rows of each run, one run after another
     entries: torch.Tensor  # (members,) int64: places in `members` of each row, row by row
+    kept: torch.Tensor | None = None  # int64: the tokens whose output is wanted; None: all
+
+    def keep(self, tokens: torch.Tensor) -> KernelRows:
+        """Return rows whose keys and values are all stored, and whose outputs are some tokens'.
+
+        Each row attends from its first such token on, from its last token if it has none.
+
+        Args:
+            tokens: (wanted,) int64, packed tokens in order.
+        """
+        rows = self.rows.clone()
+        first, num = rows[:, 0].contiguous(), rows[:, 1]
+        last = first + num - 1
+        place = torch.searchsorted(tokens, first)
+        found = torch.cat([tokens, tokens.new_full((1,), 2**62)])[place]
+        skipped = torch.minimum(found, last) - first
+        rows[:, 0] += skipped
+        rows[:, 1] -= skipped
+        rows[:, 2] += skipped
+        return replace(self, rows=rows, kept=tokens)
 
 
 def plan_rows(rows: Sequence[StepRow], block_size: int) -> KernelRows:
@@ -124,8 +144,8 @@ class KernelAttention:
         sliding_window: int | None,
         alibi_slopes: torch.Tensor | None,  # (heads,) float32
         softcap: float | None,
-    ) -> torch.Tensor:  # (1, tokens, heads, head_dim)
-        """Put the new keys and values into the cache, then attend from all tokens of a step.
+    ) -> torch.Tensor:  # (1, tokens, heads, head_dim), of the tokens that are kept
+        """Put the new keys and values into the cache, then attend from the tokens of a step.
 
         Raises:
             MemoryError: there was none for the threads' working space.
@@ -163,6 +183,8 @@ class KernelAttention:
         )
         if failed:
             raise MemoryError("no memory for the attention kernel's working space")
+        if rows.kept is not None:
+            out = out[:, rows.kept]
         return out.to(query.dtype)
 
 

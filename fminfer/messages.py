@@ -88,6 +88,11 @@ class Step:
     def num_tokens(self) -> int:
         return sum(len(row.token_ids) for row in self.rows)
 
+    @property
+    def wanted(self) -> list[int]:
+        """The packed tokens whose logits someone wants, in order."""
+        return sorted({*self.sampling.token_index, *self.scoring.token_index})
+
 
 @dataclass(slots=True)
 class TokenLogprobs:

@@ -67,11 +67,11 @@ def check_every_kind_of_row(
     """Feed rows in chunks and token by token, and compare each output with the plain formula."""
     torch.manual_seed(0)
     kernel = None if body == "eager" else compiled_kernel()
-    paged = PagedAttention(64, block, kv_heads, dim, dtype=dtype, device=CPU, kernel=kernel)
+    paged = PagedAttention(72, block, kv_heads, dim, dtype=dtype, device=CPU, kernel=kernel)
     paged.keys.fill_(float("nan"))  # whatever other rows left there must not matter
     paged.values.fill_(float("nan"))
-    lengths = [29, 8, 300, 17, 1, 16, 40]
-    free = random.Random(1).sample(range(64), 64)
+    lengths = [29, 8, 300, 17, 1, 16, 40, 21, 3]
+    free = random.Random(1).sample(range(72), 72)
     tables = [[free.pop() for _ in range(-(-n // block))] for n in lengths]
     q = [torch.randn(n, heads, dim).to(dtype) for n in lengths]
     k = [torch.randn(n, kv_heads, dim).to(dtype) for n in lengths]
@@ -98,6 +98,8 @@ def check_every_kind_of_row(
     run([(0, 0, 13), (2, 0, 150), (4, 0, 1)])
     run([(0, 13, 28), (2, 150, 299), (1, 0, 7), (3, 0, 16)])
     run([(6, 0, 40), (0, 28, 29), (1, 7, 8), (2, 299, 300), (3, 16, 17)])
+    run([(7, 0, 19), (8, 0, 2)])
+    run([(7, 19, 21), (8, 2, 3)])
 
 
 @pytest.mark.parametrize("body", BODIES)
@@ -144,6 +146,8 @@ def test_a_cache_of_16_bits(body: AttentionBody, dtype: torch.dtype) -> None:
         (8, 2, 128, 64),
         (4, 2, 128, 32),
         (71, 1, 32, 32),
+        (40, 40, 64, 32),  # more KV heads than one thread takes at a time
+        (24, 12, 64, 64),
         (2, 2, 96, 96),
         (2, 2, 80, 32),  # these two do not fit pairs and tiles
         (2, 2, 96, 48),

@@ -15,7 +15,7 @@ from fminfer.engine.answer import AnswerForm
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.intake import Intake, Limits
 from fminfer.engine.loop import EngineLoop
-from fminfer.engine.prefix import PrefixCache, SharedTokens
+from fminfer.engine.prefix import PrefixCache, SharedTokens, WaitingPrompts
 from fminfer.engine.scheduler import Scheduler
 from fminfer.input.lines import Line
 from fminfer.messages import Step, StepResult, TokenLogprobs
@@ -105,6 +105,7 @@ class Bench:
         chunk: int,
         max_rows: int = 12,
         num_stages: int = 1,
+        is_only_run: bool = False,
     ) -> None:
         self.pool = BlockPool(num_blocks, block_size)
         self.cache = PrefixCache(self.pool) if has_cache else None
@@ -124,6 +125,7 @@ class Bench:
             AnswerForm(tokenizer, "scripted", "auto"),
             micro_batches=num_stages + 1,
             kv_capacity=num_blocks * block_size,
+            is_only_run=is_only_run,
         )
 
     def answers(self, requests: list[dict[str, Any]]) -> list[Any]:
@@ -172,7 +174,10 @@ def test_answers_are_the_same_with_the_cache_on_or_off(
     shape["num_stages"] = num_stages
     plain = Bench(has_cache=False, **shape)
     cached = Bench(has_cache=True, **shape)
+    forgetful = Bench(has_cache=True, is_only_run=True, **shape)
     expected = plain.answers(requests)
+    assert forgetful.answers(requests) == expected
+    forgetful.pool.check_idle()
     assert cached.answers(requests) == expected
     assert cached.answers(requests) == expected, "and on what the first run left in the cache"
     fed, cached_fed = plain.loop.stats.num_prompt_tokens, cached.loop.stats.num_prompt_tokens
@@ -193,6 +198,63 @@ def test_a_cache_larger_than_the_file_saves_what_a_trie_would() -> None:
     assert stats.num_counted_shareable >= 99 * 100
     assert stats.num_cached_tokens >= 0.99 * stats.num_counted_shareable
     assert stats.num_prompt_tokens == 100 * 130 - stats.num_cached_tokens
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nothing_is_forgotten_that_a_waiting_prompt_shares(seed: int) -> None:
+    """Of many prompts, few of which run at once, as much is found as when all is kept."""
+    found, idle = [], []
+    for is_only_run in (False, True):
+        bench = Bench(
+            has_cache=True,
+            block_size=4,
+            num_blocks=4000,
+            chunk=32,
+            max_rows=3,
+            is_only_run=is_only_run,
+        )
+        answers = bench.answers(random_requests(seed, 60))
+        found.append((answers, bench.loop.stats.num_cached_tokens))
+        idle.append(bench.pool.num_idle)
+    assert found[0] == found[1]
+    assert idle[1] < idle[0] / 3, "nobody waits, and hardly anything is kept"
+
+
+def test_blocks_that_nobody_shares_are_used_again_before_others() -> None:
+    for is_only_run, most in ((False, 240), (True, 240 // 30 + 4)):
+        bench = Bench(
+            has_cache=True,
+            block_size=4,
+            num_blocks=1000,
+            chunk=32,
+            max_rows=1,
+            is_only_run=is_only_run,
+        )
+        used: set[int] = set()
+        bench.loop.on_step = lambda trace, used=used: used.update(
+            block for row in trace.step.rows for block in row.block_table
+        )
+        bench.answers([{"prompt": [i] * 30, "max_tokens": 1} for i in range(30)])
+        assert len(used) == most if not is_only_run else len(used) <= most
+
+
+def test_how_much_a_waiting_prompt_shares() -> None:
+    rng = random.Random(3)
+    waiting = WaitingPrompts()
+    prompts: list[list[int]] = []
+    for _ in range(400):
+        ids = [rng.randrange(2) for _ in range(rng.randrange(9))]
+        shared = [
+            next((i for i, (a, b) in enumerate(zip(other, ids, strict=False)) if a != b), least)
+            for other in prompts
+            if (least := min(len(other), len(ids))) >= 0
+        ]
+        assert waiting.num_shared(ids) == max(shared, default=0)
+        if prompts and rng.random() < 0.4:
+            waiting.remove(prompts.pop(rng.randrange(len(prompts))))
+        else:
+            waiting.add(ids)
+            prompts.append(ids)
 
 
 def test_scores_of_a_shared_prefix_are_computed_once() -> None:

@@ -12,7 +12,8 @@ import torch
 import transformers
 
 import fminfer
-from fminfer.messages import Step, StepResult
+from fminfer.kernel_build import find_compiler
+from fminfer.messages import Step, StepResult, StepTrace
 from fminfer.models import weights
 from fminfer.models.checkpoint import open_checkpoint, open_random
 from fminfer.models.weights import load_model
@@ -94,6 +95,38 @@ def test_stages_give_what_one_gives(name: str, tmp_path: Path) -> None:
         sizes = [sum(p.numel() for p in network.parameters()) for network in chain.networks]
         assert max(sizes) < whole, "a stage holds the whole model"
         check_same(answers(tmp_path, chain), json.loads(json.dumps(expected)))
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma", "mistral", "bloom"])
+def test_the_last_layer_runs_only_for_tokens_that_are_wanted(name: str, tmp_path: Path) -> None:
+    """Of the others it stores keys and values; a family whose layers are not fused computes all."""
+    make_model(name, num_layers=3).save_pretrained(tmp_path)
+    save_byte_tokenizer(tmp_path)
+    engine = fminfer.Engine(str(tmp_path), **(OPTIONS | {"attention": "compiled"}))
+    stage: Any = engine._pipeline._run.__self__  # type: ignore[attr-defined]
+    layers = stage._decoder.get_submodule("h" if name == "bloom" else "layers")
+    rows = [0, 0, 0]
+    for place, layer in enumerate(layers):
+
+        def count(x: torch.Tensor, *rest: Any, place: int = place, own: Any = layer.mlp.forward):
+            rows[place] += x.shape[1]
+            return own(x, *rest)
+
+        layer.mlp.forward = count
+    most = {"tokens": 0, "wanted": 0}
+
+    def take_note(trace: StepTrace) -> None:
+        most["tokens"] += trace.step.num_tokens
+        most["wanted"] += len(trace.step.wanted) or 1
+
+    engine.trace(take_note)
+    records = sorted(engine.run(mixed_requests()[::4]), key=lambda record: record.line.number)
+    check_same([record.to_dict()["result"] for record in records], answers(tmp_path, None))
+    assert rows[:2] == [most["tokens"]] * 2
+    assert most["wanted"] < 0.8 * most["tokens"]
+    assert rows[2] == most["tokens" if name == "bloom" else "wanted"]
+    engine.close()
 
 
 def test_the_seeds_split_of_70_layers(tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ class EngineLoop:
         micro_batches: int,  # steps to keep in flight
         kv_capacity: int,
         max_steps: int | None = None,
+        is_only_run: bool = False,
         equal_requests: EqualRequests | None = None,
     ) -> None:
         self._intake = intake
@@ -66,6 +67,7 @@ class EngineLoop:
         self._form = form
         self._micro_batches = micro_batches
         self._max_steps = max_steps
+        self._is_only_run = is_only_run
         self._equal_requests = equal_requests
         self.on_step: Callable[[StepTrace], None] | None = None  # told of every finished step
         self._clock = RowClock()
@@ -191,7 +193,9 @@ class EngineLoop:
                     self._scheduler.add(prompt)
                 self._window.clear()
                 self._num_window_tokens = 0
-        return has_more or bool(self._window)
+        has_more = has_more or bool(self._window)
+        self._scheduler.is_complete = self._is_only_run and not has_more
+        return has_more
 
     @property
     def _num_ahead(self) -> int:

@@ -8,6 +8,7 @@ knows no tensor and no request.
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
@@ -131,6 +132,23 @@ class PrefixCache:
         """Drop the leaves used longest ago until the pool has `num_free` blocks, or no more can."""
         self._evict_while(lambda: self._pool.num_free < num_free)
 
+    def forget(self, ids: list[int], num_wanted: int) -> None:
+        """Drop what is kept of a prompt behind its first tokens, but not what rows run on."""
+        path, node, depth = [], self._root, 0
+        while depth < len(ids):
+            child = node.children.get(ids[depth])
+            if child is None or child.tokens != ids[depth : child.end]:
+                break
+            path.append(child)
+            node, depth = child, child.end
+        if path and path[-1].start < num_wanted < path[-1].end:
+            path.insert(-1, self._split(path[-1], num_wanted - path[-1].start))
+        for node in reversed(path):
+            is_held = self._pool.is_held(node.blocks[-1])
+            if node.children or node.start < num_wanted or is_held:
+                break
+            self._remove(node)
+
     def _evict_while(self, is_too_full: Callable[[], bool]) -> None:
         in_use: list[tuple[int, _Node]] = []
         while is_too_full() and self._leaves:
@@ -216,6 +234,29 @@ def _num_equal(tokens: list[int], ids: list[int], start: int, end: int) -> int:
     if tokens[: len(others)] == others:
         return len(others)
     return next(i for i, (a, b) in enumerate(zip(tokens, others, strict=False)) if a != b)
+
+
+class WaitingPrompts:
+    """The ids of prompts that wait, by which can be told what prefix one of them will look for."""
+
+    def __init__(self) -> None:
+        self._sorted: list[list[int]] = []
+
+    def add(self, ids: list[int]) -> None:
+        """Take note of a prompt that waits."""
+        insort(self._sorted, ids)
+
+    def remove(self, ids: list[int]) -> None:
+        """Take note that one of such ids waits no longer."""
+        place = bisect_left(self._sorted, ids)
+        assert self._sorted[place] == ids, "a prompt that did not wait"
+        del self._sorted[place]
+
+    def num_shared(self, ids: list[int]) -> int:
+        """Return how many first tokens of a prompt one that waits has as well, at most."""
+        place = bisect_left(self._sorted, ids)  # none has more in common than its neighbours
+        neighbours = self._sorted[max(0, place - 1) : place + 1]
+        return max((_num_equal(o, ids, 0, min(len(o), len(ids))) for o in neighbours), default=0)
 
 
 class SharedTokens:

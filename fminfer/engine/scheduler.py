@@ -14,7 +14,7 @@ from collections import deque
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.expected import ExpectedLengths
 from fminfer.engine.packing import PackedRow, PlannedStep, pack
-from fminfer.engine.prefix import Match, PrefixCache
+from fminfer.engine.prefix import Match, PrefixCache, WaitingPrompts
 from fminfer.engine.sequence import PromptState, Sequence
 from fminfer.messages import StepRow
 
@@ -68,6 +68,10 @@ class Scheduler:
         if self._cache is not None:
             self._cache.clear()
         self._waiting: deque[PromptState] = deque()
+        self._waiting_ids = WaitingPrompts()
+        # Whether no more prompts come, so that what none of those that wait shares is forgotten:
+        # its blocks, which are warm, are then used again before others.
+        self.is_complete = False
         self._prefilling: deque[PromptState] = deque()
         self._ready: deque[Sequence] = deque()  # sequences whose newest token can be fed
         self._num_unfed = 0  # tokens of admitted prompts that are not yet in a step
@@ -95,6 +99,7 @@ class Scheduler:
     def add(self, prompt: PromptState) -> None:
         """Queue a prompt that fits."""
         self._waiting.append(prompt)
+        self._waiting_ids.add(prompt.ids_to_feed)
 
     @property
     def has_put_back(self) -> bool:
@@ -124,6 +129,7 @@ class Scheduler:
                 stood_back.append(self._waiting.popleft())
             elif self._reserve(prompt, match):
                 admitted.append(self._waiting.popleft())
+                self._waiting_ids.remove(prompt.ids_to_feed)
                 self._num_unfed += prompt.num_to_feed - prompt.num_fed
                 self._prefilling.append(prompt)
             else:
@@ -163,7 +169,11 @@ class Scheduler:
     def release(self, sequence: Sequence) -> None:
         """Free the blocks of a sequence that is done."""
         self._take_blocks(sequence)
-        max_tokens = sequence.prompt.params.max_tokens
+        prompt = sequence.prompt
+        is_done = not any(other.block_table for other in prompt.sequences)
+        if self.is_complete and self._cache is not None and is_done:
+            self._cache.forget(prompt.ids, self._waiting_ids.num_shared(prompt.ids))
+        max_tokens = prompt.params.max_tokens
         if max_tokens > 0:
             self._num_drawing -= 1
             self._expected.learn(max_tokens, len(sequence.tokens))
@@ -326,6 +336,7 @@ class Scheduler:
         self._take_blocks(sequence)
         prompt.again = prompt.ids + [token.token_id for token in sequence.tokens]
         self._waiting.appendleft(prompt)
+        self._waiting_ids.add(prompt.ids_to_feed)
 
     def _chunk_row(self, prompt: PromptState, room: int) -> PackedRow:
         """Feed the next tokens of a prompt; the last chunk also draws, for every candidate."""

@@ -28,8 +28,8 @@
 namespace {
 
 constexpr int MOST_QUERIES = 2 * LANES;
-constexpr int ROW = 7;           // numbers that tell of a row
-constexpr int MOST_IN_TURN = 6;  // small items that a thread takes at once
+constexpr int MOST_ALONE = 3;  // queries of a head that are multiplied one after another
+constexpr int ROW = 7;         // numbers that tell of a row
 constexpr float LOWEST = -3.0e38f;
 inline int round_up(int value, int unit) { return (value + unit - 1) / unit * unit; }
 
@@ -160,7 +160,15 @@ struct Item {
     const int64_t* row;  // of a run its first
     int64_t kv_head, first, last, start, end;
     const int64_t* members;  // null: of one row
+    int64_t heads = 1;       // KV heads, kv_head and after: more than one if queries are few
 };
+
+// What an item has of one of its KV heads.
+inline Item head_of(Item item, int64_t head) {
+    item.kv_head += head;
+    item.heads = 1;
+    return item;
+}
 
 // What is kept of a member's head: sums, then the largest score and the total.
 inline int64_t found_size(const Arguments& a) { return round_up(int(a.head_dim), LANES) + LANES; }
@@ -462,6 +470,7 @@ struct SoftmaxAlone {
     Vec total = {};
     int64_t position;
 
+    SoftmaxAlone() = default;
     SoftmaxAlone(const Arguments& a, const Item& item, int64_t q) {
         const int64_t group = a.heads / a.kv_heads;
         position = position_of(a, item, q / group);
@@ -565,60 +574,90 @@ struct Piece {
 
 #ifdef HAS_PAIRS
 
-// The first piece that an item of few queries looks at.
-inline Piece first_piece(const Arguments& a, const Item& item) {
-    const int64_t position = position_of(a, item, item.first / (a.heads / a.kv_heads));
-    const int64_t first = first_key(a, item, position) / GROUP_KEYS * GROUP_KEYS;
-    return Piece(a, item, first, end_key(item, position));
+// The scores of 16 keys, of which those behind the last are not used; as much is fetched at `next`.
+template <int DIM>
+inline void score_pairs(const uint16_t* query, const uint16_t* keys, int dim, float* scores,
+                        const uint16_t* next) {
+    Vec sums[LANES] = {};
+#pragma GCC unroll 16
+    for (int lane = 0; lane < LANES; lane++)
+        for (int d = 0; d < (DIM ? DIM : dim); d += 2 * LANES) {
+            const int place = lane * dim + d;
+            sums[lane] = add_products(sums[lane], bits_at(query + d), bits_at(keys + place));
+            fetch(next + place);
+        }
+    store(scores, sums_of(sums));
 }
 
-// One query, all in bfloat16. Memory is read ahead: values while keys are multiplied, then as
-// many of the next keys, of this item or of `next`, which may be null. DIM: head_dim, or 0 for any.
+// Few queries of each of several heads, all in bfloat16. The heads' keys in a block lie one behind
+// the other, as do their values, so that a block is read from one end to the other; `AHEAD` behind
+// what is multiplied, memory is fetched. DIM: head_dim, or 0 for any.
 template <int DIM>
-void attend_alone_in_pairs(const Arguments& a, const Item& item, int64_t q, const Item* next,
-                           Space& space) {
+void attend_few_in_pairs(const Arguments& a, const Item& item, Space& space) {
+    constexpr int AHEAD = 8192;  // bytes
     const int64_t group = a.heads / a.kv_heads;
     const int dim = DIM ? DIM : int(a.head_dim);
-    const uint16_t* query =
-        static_cast<const uint16_t*>(a.query) + query_place(a, item, q, group);
-    std::memset(space.sums, 0, sizeof(float) * dim);
-    SoftmaxAlone softmax(a, item, q);
-    const int64_t end = end_key(item, softmax.position);
-    const int64_t first = first_key(a, item, softmax.position) / GROUP_KEYS * GROUP_KEYS;
-    Piece piece(a, item, first, end), coming;
-    for (int64_t start = first; start < end; start += PIECE_KEYS, piece = coming) {
-        const int64_t then = start + PIECE_KEYS;
-        coming = then < end ? Piece(a, item, then, end) : next ? first_piece(a, *next) : Piece();
-        for (int j = 0; j < piece.count; j += LANES) {
-            const uint16_t* keys = piece.keys[j / GROUP_KEYS] + j % GROUP_KEYS * dim;
-            Vec sums[LANES] = {};
-            const uint16_t* values = piece.values[j / GROUP_KEYS] + j % GROUP_KEYS * dim;
-#pragma GCC unroll 16
-            for (int lane = 0; lane < LANES; lane++)  // those behind the last are not used
-                for (int d = 0; d < dim; d += 2 * LANES) {
-                    sums[lane] = add_products(sums[lane], bits_at(query + d),
-                                              bits_at(keys + lane * dim + d));
-                    fetch(values + lane * dim + d);
-                }
-            store(space.scores + j, sums_of(sums));
+    const int heads = int(item.heads), num = int(item.last - item.first);
+    const int chunk_size = GROUP_KEYS * dim, head_size = int(a.block_size) * dim;
+    const int chunks_ahead = AHEAD / 2 < chunk_size ? 1 : AHEAD / 2 / chunk_size;
+    SoftmaxAlone softmax[MOST_QUERIES];
+    const uint16_t* query[MOST_QUERIES];
+    int64_t earliest = INT64_MAX, latest = 0;
+    for (int r = 0; r < heads * num; r++) {
+        const Item of_head = head_of(item, r / num);
+        const int64_t q = item.first + r % num;
+        softmax[r] = SoftmaxAlone(a, of_head, q);
+        query[r] = static_cast<const uint16_t*>(a.query) + query_place(a, of_head, q, group);
+        earliest = softmax[r].position < earliest ? softmax[r].position : earliest;
+        latest = softmax[r].position > latest ? softmax[r].position : latest;
+    }
+    std::memset(space.sums, 0, sizeof(float) * dim * heads * num);
+    const int64_t end = end_key(item, latest);
+    const int64_t first = first_key(a, item, earliest) / GROUP_KEYS * GROUP_KEYS;
+    for (int64_t start = first; start < end; start += PIECE_KEYS) {
+        const Piece piece(a, item, start, end);
+        const int chunks = round_up(piece.count, GROUP_KEYS) / GROUP_KEYS * heads;
+        const auto chunk = [&](int i) {
+            const int g = i / heads, h = i % heads;
+            return i < chunks ? piece.keys[g] + h * head_size
+                              : piece.values[g - chunks / heads] + h * head_size;
+        };
+        for (int i = 0; i < chunks; i++) {
+            const int j = i / heads * GROUP_KEYS, h = i % heads;
+            const int left = piece.count - j, count = left < GROUP_KEYS ? left : GROUP_KEYS;
+            const uint16_t *keys = chunk(i), *next = chunk(i + chunks_ahead);
+            for (int r = h * num; r < (h + 1) * num; r++)
+                for (int k = 0; k < count; k += LANES)
+                    score_pairs<DIM>(query[r], keys + k * dim, dim,
+                                     space.scores + r * PIECE_KEYS + j + k, next + k * dim);
         }
-        softmax.weigh(a, space.scores, start, piece.count, space.sums, dim);
-        for (int j = 0; j < piece.count; j += LANES)
-            store(space.weight_tiles + j, load(space.scores + j));
-        for (int j = 0; j < piece.count; j += GROUP_KEYS) {
-            const int count = piece.count - j < GROUP_KEYS ? piece.count - j : GROUP_KEYS;
-            const uint16_t* values = piece.values[j / GROUP_KEYS];
-            const uint16_t* weights = space.weight_tiles + j;
-            const uint16_t* ahead = j < coming.count ? coming.keys[j / GROUP_KEYS] : values;
-            int d = 0;
-            for (; d + 4 * LANES <= dim; d += 4 * LANES)
-                add_pairs<2>(space.sums + d, weights, values + d, dim, count, ahead + d);
-            for (; d < dim; d += 2 * LANES)
-                add_pairs<1>(space.sums + d, weights, values + d, dim, count, ahead + d);
+        for (int r = 0; r < heads * num; r++) {
+            float* scores = space.scores + r * PIECE_KEYS;
+            softmax[r].weigh(a, scores, start, piece.count, space.sums + r * dim, dim);
+            for (int j = 0; j < piece.count; j += LANES)
+                store(space.weight_tiles + r * PIECE_KEYS + j, load(scores + j));
+        }
+        for (int i = 0; i < chunks; i++) {
+            const int j = i / heads * GROUP_KEYS, h = i % heads;
+            const int left = piece.count - j, count = left < GROUP_KEYS ? left : GROUP_KEYS;
+            const int then = i + chunks_ahead < chunks ? i + chunks_ahead : i;
+            const uint16_t *values = chunk(chunks + i), *next = chunk(chunks + then);
+            for (int r = h * num; r < (h + 1) * num; r++) {
+                const uint16_t* weights = space.weight_tiles + r * PIECE_KEYS + j;
+                float* sums = space.sums + r * dim;
+                int d = 0;
+                for (; d + 4 * LANES <= dim; d += 4 * LANES)
+                    add_pairs<2>(sums + d, weights, values + d, dim, count, next + d);
+                for (; d < dim; d += 2 * LANES)
+                    add_pairs<1>(sums + d, weights, values + d, dim, count, next + d);
+            }
         }
     }
-    order_sums(space.sums, dim);
-    finish(a, item, q, space.sums, softmax.largest, softmax.sum(), space);
+    for (int r = 0; r < heads * num; r++) {
+        order_sums(space.sums + r * dim, dim);
+        finish(a, head_of(item, r / num), item.first + r % num, space.sums + r * dim,
+               softmax[r].largest, softmax[r].sum(), space);
+    }
 }
 
 // Makes a tile of the weights of 16 queries and up to GROUP_KEYS keys, and adds them to `total`.
@@ -712,16 +751,18 @@ void attend_in_tiles(const Arguments& a, const Item& item, Space& space) {
 
 #endif
 
-void attend_alone(const Arguments& a, const Item& item, int64_t q, const Item* next,
-                  Space& space) {
+// Few queries of each of the item's heads.
+void attend_few(const Arguments& a, const Item& item, Space& space) {
 #ifdef HAS_PAIRS
     if (fits_halves(a))
-        return a.head_dim == 64    ? attend_alone_in_pairs<64>(a, item, q, next, space)
-               : a.head_dim == 128 ? attend_alone_in_pairs<128>(a, item, q, next, space)
-                                   : attend_alone_in_pairs<0>(a, item, q, next, space);
+        return a.head_dim == 64    ? attend_few_in_pairs<64>(a, item, space)
+               : a.head_dim == 128 ? attend_few_in_pairs<128>(a, item, space)
+                                   : attend_few_in_pairs<0>(a, item, space);
 #endif
-    a.type == 1 ? attend_alone<uint16_t>(a, item, q, space)
-                : attend_alone<float>(a, item, q, space);
+    for (int64_t h = 0; h < item.heads; h++)
+        for (int64_t q = item.first; q < item.last; q++)
+            a.type == 1 ? attend_alone<uint16_t>(a, head_of(item, h), q, space)
+                        : attend_alone<float>(a, head_of(item, h), q, space);
 }
 
 // Up to N * LANES queries.
@@ -737,16 +778,12 @@ void attend_together(const Arguments& a, const Item& item, Space& space) {
 }
 
 // Whether an item's queries are multiplied one after another, each alone.
-inline bool is_small(const Item& item) { return item.last - item.first < 4; }
+inline bool is_small(const Item& item) { return item.last - item.first <= MOST_ALONE; }
 
-// `next`, which may be null, is the item that this thread turns to then.
-void attend(const Arguments& a, const Item& item, const Item* next, Space& space) {
-    const int64_t num = item.last - item.first;
-    if (is_small(item))
-        for (int64_t q = item.first; q < item.last; q++)
-            attend_alone(a, item, q, q + 1 < item.last ? nullptr : next, space);
-    else
-        num <= LANES ? attend_together<1>(a, item, space) : attend_together<2>(a, item, space);
+void attend(const Arguments& a, const Item& item, Space& space) {
+    if (is_small(item)) return attend_few(a, item, space);
+    item.last - item.first <= LANES ? attend_together<1>(a, item, space)
+                                    : attend_together<2>(a, item, space);
 }
 
 // Put one token's new keys or values into its block.
@@ -804,27 +841,26 @@ extern "C" int fminfer_attention(const Arguments* arguments) {
     }
     list(items);
     const int64_t num_large = ends[LARGE] - ends[OF_RUNS];
-    const int64_t num_small = (ends[SMALL] - ends[LARGE]) * a.kv_heads;
-    const int64_t share = num_small / (4 * a.num_threads);
-    const int64_t chunk = share < 1 ? 1 : share < MOST_IN_TURN ? share : MOST_IN_TURN;
+    const int64_t num_small = ends[SMALL] - ends[LARGE];
+    // Small items are of as many heads as there is room for and leave each thread something to do.
+    int64_t most = 1;
+    for (int64_t i = ends[LARGE]; i < ends[SMALL]; i++)
+        most = items[i].last - items[i].first > most ? items[i].last - items[i].first : most;
+    int64_t parts = (a.kv_heads + MOST_QUERIES / most - 1) / (MOST_QUERIES / most);
+    while (parts < a.kv_heads && num_small * parts < 4 * a.num_threads) parts++;
     int failed = 0;
 #pragma omp parallel num_threads(int(a.num_threads)) reduction(| : failed)
     {
         Space space(a, found);
         failed |= space.memory == nullptr;
-        const auto with_head = [&](int64_t place, int64_t head) {
-            Item item = items[place];
-            item.kv_head = head;
-            return item;
+        const auto attend_heads = [&](Item item, int64_t first, int64_t last) {
+            item.kv_head = first;
+            item.heads = last - first;
+            if (space.memory != nullptr) attend(a, item, space);
         };
         // Item after item of one head: they may share keys.
         const auto attend_by_head = [&](int64_t first, int64_t num, int64_t i) {
-            if (space.memory != nullptr)
-                attend(a, with_head(first + i % num, i / num), nullptr, space);
-        };
-        // Head after head of one row: they lie one behind the other.
-        const auto small_item = [&](int64_t i) {
-            return with_head(ends[LARGE] + i / a.kv_heads, i % a.kv_heads);
+            attend_heads(items[first + i % num], i / num, i / num + 1);
         };
 #pragma omp for schedule(static)
         for (int64_t token = 0; token < a.num_tokens; token++) {
@@ -837,12 +873,11 @@ extern "C" int fminfer_attention(const Arguments* arguments) {
 #pragma omp for schedule(dynamic, 1) nowait
         for (int64_t i = 0; i < num_large * a.kv_heads; i++)
             attend_by_head(ends[OF_RUNS], num_large, i);
-#pragma omp for schedule(dynamic, chunk)
-        for (int64_t i = 0; i < num_small; i++) {
-            if (space.memory == nullptr) continue;
-            const bool is_last = (i + 1) % chunk == 0 || i + 1 == num_small;
-            const Item next = is_last ? Item() : small_item(i + 1);
-            attend(a, small_item(i), is_last ? nullptr : &next, space);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < num_small * parts; i++) {
+            const int64_t part = i % parts;
+            attend_heads(items[ends[LARGE] + i / parts], a.kv_heads * part / parts,
+                         a.kv_heads * (part + 1) / parts);
         }
     }
     std::free(items);

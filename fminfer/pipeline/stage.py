@@ -79,8 +79,13 @@ class Stage:
         self._ranker = ranker
         self._token_limit = SizeLimit("tokens")
         self._logit_limit = SizeLimit("tokens' logits")
+        self._is_last = not isinstance(self._head, nn.Identity)
         self._caches: list[PagedAttention] = []
-        for layer in self._decoder.get_submodule(family.layers):
+        layers = self._decoder.get_submodule(family.layers)
+        self._last_layer: Any = layers[-1]
+        # Whether the last layer can be told which tokens are wanted behind it (fused_layers).
+        self._keeps_early = kernel is not None and hasattr(self._last_layer, "kept")
+        for layer in layers:
             cache = PagedAttention(
                 num_blocks,
                 block_size,
@@ -118,29 +123,43 @@ class Stage:
             hidden: (tokens, hidden) of the stage before; None on the first stage.
 
         Returns:
-            (tokens, hidden), on the last stage normed.
+            (tokens, hidden); on the last stage normed, and of the tokens in `step.wanted` only.
         """
         if step.block_copies:
             self._copy_blocks(step.block_copies)
-        parts = self._token_limit.run(
-            step.num_tokens,
-            lambda first, last: self._forward(
-                _cut_rows(step.rows, first, last), None if hidden is None else hidden[first:last]
-            ),
-        )
+        wanted = step.wanted if self._is_last else range(step.num_tokens)
+
+        def run_part(first: int, last: int) -> torch.Tensor:
+            before = None if hidden is None else hidden[first:last]
+            kept = [token - first for token in wanted if first <= token < last]
+            rows = _cut_rows(step.rows, first, last)
+            return self._forward(rows, before, kept or [0])[: len(kept)]
+
+        parts = self._token_limit.run(step.num_tokens, run_part)
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     @torch.inference_mode()
     def finish(self, step: Step, hidden: torch.Tensor) -> tuple[TokenLogprobs, TokenLogprobs]:
-        """Sample and score a step, on the last stage."""
-        return self._sample(hidden, step), self._score(hidden, step)
+        """Sample and score a step, on the last stage.
+
+        Args:
+            hidden: what `forward` returned, (wanted tokens, hidden).
+        """
+        place_of = {token: place for place, token in enumerate(step.wanted)}
+        return self._sample(hidden, step, place_of), self._score(hidden, step, place_of)
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         sources, targets = torch.tensor(copies, device=self._device).T
         for cache in self._caches:
             cache.copy_blocks(sources, targets)
 
-    def _forward(self, rows: list[StepRow], before: torch.Tensor | None) -> torch.Tensor:
+    def _forward(
+        self, rows: list[StepRow], before: torch.Tensor | None, kept: list[int]
+    ) -> torch.Tensor:
+        """Run the layers over rows' tokens and return what they give for those to be kept."""
+        index = None
+        if len(kept) < sum(len(row.token_ids) for row in rows):
+            index = torch.tensor(kept, device=self._device)
         plan: AttentionPlan | KernelRows
         if self.has_kernel:
             plan = plan_rows(rows, self._block_size)
@@ -148,6 +167,10 @@ class Stage:
             plan = plan_attention(rows, self._block_size, self._kv_heads, self._device)
         for cache in self._caches:
             cache.plan = plan
+        if self._keeps_early:
+            self._last_layer.kept = index
+            if index is not None and isinstance(plan, KernelRows):
+                self._caches[-1].plan = plan.keep(index)
         if before is None:
             ids = [token_id for row in rows for token_id in row.token_ids]
             inputs = {"input_ids": torch.tensor([ids], device=self._device)}
@@ -163,9 +186,9 @@ class Stage:
         if self._wants_mask:  # four dimensions: transformers passes it on as it is
             inputs["attention_mask"] = torch.zeros((1, 1, 1, 1), device=self._device)
         hidden: torch.Tensor = self._decoder(**inputs, use_cache=False).last_hidden_state
-        return hidden[0]
+        return hidden[0] if index is None or self._keeps_early else hidden[0, index]
 
-    def _sample(self, hidden: torch.Tensor, step: Step) -> TokenLogprobs:
+    def _sample(self, hidden: torch.Tensor, step: Step, place_of: dict[int, int]) -> TokenLogprobs:
         rows = step.sampling
         how = SamplingTensors(
             torch.tensor(rows.temperature, dtype=torch.float32, device=self._device),
@@ -181,21 +204,21 @@ class Stage:
             part_edits = None if edits is None else edits.part(part)
             return sample(logits, how.rows(part), rows.num_top_logprobs, part_edits, self._ranker)
 
-        return self._by_parts(hidden, rows.token_index, draw)
+        return self._by_parts(hidden, [place_of[token] for token in rows.token_index], draw)
 
-    def _score(self, hidden: torch.Tensor, step: Step) -> TokenLogprobs:
+    def _score(self, hidden: torch.Tensor, step: Step, place_of: dict[int, int]) -> TokenLogprobs:
         rows = step.scoring
         targets = torch.tensor(rows.target_id, dtype=torch.int64, device=self._device)
 
         def judge(logits: torch.Tensor, part: slice) -> Draws:
             return score(logits, targets[part], rows.num_top_logprobs, self._ranker)
 
-        return self._by_parts(hidden, rows.token_index, judge)
+        return self._by_parts(hidden, [place_of[token] for token in rows.token_index], judge)
 
     def _by_parts(
         self,
         hidden: torch.Tensor,
-        token_index: list[int],
+        places: list[int],
         use: Callable[[torch.Tensor, slice], Draws],
     ) -> TokenLogprobs:
         """Run the head and `use` its logits a bounded number of rows at a time."""
@@ -203,7 +226,7 @@ class Stage:
 
         def use_part(first: int, last: int) -> Draws:
             part = slice(first, last)
-            index = torch.tensor(token_index[part], device=self._device)
+            index = torch.tensor(places[part], device=self._device)
             logits = self._head(hidden[index])
             if self._logit_cap is not None:
                 logits = soft_cap(logits.float(), self._logit_cap)
@@ -211,7 +234,7 @@ class Stage:
 
         limit = self._logit_limit
         limit.most = min(limit.most, max(1, MAX_LOGITS // self._head.weight.shape[0]))
-        for draws in limit.run(len(token_index), use_part):
+        for draws in limit.run(len(places), use_part):
             result.ids += draws.ids.tolist()
             result.logprobs += draws.logprobs.tolist()
             result.top_ids += draws.top_ids.tolist()
