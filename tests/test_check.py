@@ -136,7 +136,7 @@ def test_no_weights_are_read(tmp_path: Path, weights: bytes | None) -> None:
 def test_steps_are_those_of_a_run(tmp_path: Path, flags: dict[str, Any]) -> None:
     """Every row draws all that it may: nothing that the pretended tokens spell ends a row."""
     path = write(tmp_path / "a.jsonl", mixed_rows(40, ignore_eos=True))
-    engine = fminfer.Engine(**OPTIONS, **flags)
+    engine = fminfer.Engine(**OPTIONS, **flags, is_only_run=True)  # as the command makes it
     assert not [r.error for r in engine.run(read_lines(path, 0), WINDOW) if r.error]
     stats = engine.stats
     engine.close()
@@ -154,6 +154,17 @@ def test_steps_are_those_of_a_run(tmp_path: Path, flags: dict[str, Any]) -> None
     assert counts["num_shared_tokens"] == shared
     fed = stats.num_prompt_tokens - stats.num_again_tokens + stats.num_cached_tokens
     assert counts["tokens_to_feed"] == fed
+
+
+def test_the_cache_is_as_large_as_what_runs_or_is_shared(tmp_path: Path) -> None:
+    """A run uses blocks again that none of the waiting prompts shares, once it has read all."""
+    rows = [{"prompt": [n % 300] * 64, "max_tokens": 1, "seed": n} for n in range(200)]
+    path = write(tmp_path / "a.jsonl", rows)
+    found = [
+        check_json(path, "--max-rows", "4", *flags)["work"]["num_kv_tokens"]
+        for flags in ([], ["--no-prefix-cache"])
+    ]
+    assert found[0] <= 2 * found[1] <= 2000
 
 
 def test_stops_do_not_shorten_what_is_promised(tmp_path: Path) -> None:

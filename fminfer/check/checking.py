@@ -6,6 +6,7 @@ It knows options and paths; what a line means is the engine's to say.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -116,7 +117,7 @@ class Check:
         is_whole = len(checker.sample) == counts.num_right
         found = simulate(
             iter(checker.sample),
-            self._config,
+            replace(self._config, is_only_run=is_whole),  # a part says nothing of the file's end
             self._tokenizer,
             self._limits,
             num_blocks=self._num_blocks,
