@@ -209,12 +209,12 @@ def _fuse_layer(layer: Any, kernels: LayerKernels, known: Known) -> bool:
     if not (is_normed and is_known and _linears(attention, "qkv_proj")):
         return False
     how: dict[str, Any] = second.forward.keywords
-    layer.kept = None  # the tokens whose output is wanted, and of which alone attention gives one
 
     def forward(hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         attended, _ = attention.forward(first.forward(hidden_states), **kwargs)
-        if layer.kept is not None:
-            hidden_states = hidden_states[:, layer.kept]
+        kept = getattr(layer, "kept", None)
+        if kept is not None:
+            hidden_states = hidden_states[:, kept]
         both, normed = kernels.add_and_norm(hidden_states, attended, **how)
         out: torch.Tensor = both + mlp.forward(normed)
         return out
@@ -228,6 +228,8 @@ def _fuse_layer(layer: Any, kernels: LayerKernels, known: Known) -> bool:
         known[kind] = len(found) == 2 and all(map(torch.equal, *found))
     if known[kind]:
         layer.forward = forward
+        if "forward" in vars(attention):  # ours, which takes it if attention gives fewer tokens
+            layer.kept = None  # those whose output is wanted; None: all
     return bool(known[kind])
 
 
