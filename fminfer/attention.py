@@ -171,6 +171,8 @@ class PagedAttention:
     ) -> torch.Tensor:  # (1, tokens, heads, head_dim)
         """Store the new keys and values, then attend; each row sees only itself, causally.
 
+        Of KernelRows that keep some tokens, only theirs are returned.
+
         A key is seen if 0 <= query position - key position < sliding_window (None: no limit).
         Scores are bent into (-softcap, softcap) before ALiBi and mask (None: left as they are).
         """

@@ -67,11 +67,11 @@ def check_every_kind_of_row(
     """Feed rows in chunks and token by token, and compare each output with the plain formula."""
     torch.manual_seed(0)
     kernel = None if body == "eager" else compiled_kernel()
-    paged = PagedAttention(72, block, kv_heads, dim, dtype=dtype, device=CPU, kernel=kernel)
+    paged = PagedAttention(90, block, kv_heads, dim, dtype=dtype, device=CPU, kernel=kernel)
     paged.keys.fill_(float("nan"))  # whatever other rows left there must not matter
     paged.values.fill_(float("nan"))
-    lengths = [29, 8, 300, 17, 1, 16, 40, 21, 3]
-    free = random.Random(1).sample(range(72), 72)
+    lengths = [29, 8, 300, 17, 1, 16, 40, 131, 3]
+    free = random.Random(1).sample(range(90), 90)
     tables = [[free.pop() for _ in range(-(-n // block))] for n in lengths]
     q = [torch.randn(n, heads, dim).to(dtype) for n in lengths]
     k = [torch.randn(n, kv_heads, dim).to(dtype) for n in lengths]
@@ -98,8 +98,9 @@ def check_every_kind_of_row(
     run([(0, 0, 13), (2, 0, 150), (4, 0, 1)])
     run([(0, 13, 28), (2, 150, 299), (1, 0, 7), (3, 0, 16)])
     run([(6, 0, 40), (0, 28, 29), (1, 7, 8), (2, 299, 300), (3, 16, 17)])
-    run([(7, 0, 19), (8, 0, 2)])
-    run([(7, 19, 21), (8, 2, 3)])
+    run([(7, 0, 126), (8, 0, 2)])
+    run([(7, 126, 129), (8, 2, 3)])  # the last of three sees a key more than pieces of 128 have
+    run([(7, 129, 131)])
 
 
 @pytest.mark.parametrize("body", BODIES)
@@ -159,6 +160,19 @@ def test_pairs_and_tiles_of_bfloat16_where_the_processor_has_them(
     shape: Any = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "block": block}
     for how in ({}, {"window": 45, "slopes": torch.rand(heads)}, {"softcap": 0.7}):
         check_every_kind_of_row("compiled", dtype=torch.bfloat16, tolerance=0.02, **shape, **how)
+
+
+def test_rows_attend_from_the_first_token_that_is_kept() -> None:
+    rows = [StepRow([0] * 5, 10, [0, 1]), StepRow([0], 3, [2]), StepRow([0] * 4, 0, [3])]
+    plan = plan_rows(rows, 8)
+    for tokens, expected in (
+        ([2, 5, 9], [[2, 3, 12], [5, 1, 3], [9, 1, 3]]),
+        ([5, 6, 7, 8, 9], [[4, 1, 14], [5, 1, 3], [6, 4, 0]]),  # of the first none: its last
+        ([9], [[4, 1, 14], [5, 1, 3], [9, 1, 3]]),
+    ):
+        kept = plan.keep(torch.tensor(tokens))
+        assert kept.rows[:, :3].tolist() == expected
+        assert kept.rows[:, 3:].equal(plan.rows[:, 3:]) and kept.slots.equal(plan.slots)
 
 
 def check_rows_that_share(

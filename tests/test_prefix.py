@@ -202,8 +202,8 @@ def test_a_cache_larger_than_the_file_saves_what_a_trie_would() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_nothing_is_forgotten_that_a_waiting_prompt_shares(seed: int) -> None:
-    """Of many prompts, few of which run at once, as much is found as when all is kept."""
-    found, idle = [], []
+    """Of many prompts, few of which run at once, no less is found than when all is kept."""
+    found, cached, idle = [], [], []
     for is_only_run in (False, True):
         bench = Bench(
             has_cache=True,
@@ -214,10 +214,12 @@ def test_nothing_is_forgotten_that_a_waiting_prompt_shares(seed: int) -> None:
             is_only_run=is_only_run,
         )
         answers = bench.answers(random_requests(seed, 60))
-        found.append((answers, bench.loop.stats.num_cached_tokens))
+        found.append(answers)
+        cached.append(bench.loop.stats.num_cached_tokens)
         idle.append(bench.pool.num_idle)
     assert found[0] == found[1]
-    assert idle[1] < idle[0] / 3, "nobody waits, and hardly anything is kept"
+    assert cached[1] >= cached[0]  # one more where a prefix without scores stood in the way of one
+    assert idle[1] == 0 < idle[0], "nobody waits, so nothing is kept"
 
 
 def test_blocks_that_nobody_shares_are_used_again_before_others() -> None:
@@ -240,7 +242,7 @@ def test_blocks_that_nobody_shares_are_used_again_before_others() -> None:
 
 def test_how_much_a_waiting_prompt_shares() -> None:
     rng = random.Random(3)
-    waiting = WaitingPrompts()
+    waiting = WaitingPrompts([])
     prompts: list[list[int]] = []
     for _ in range(400):
         ids = [rng.randrange(2) for _ in range(rng.randrange(9))]

@@ -194,7 +194,8 @@ class EngineLoop:
                 self._window.clear()
                 self._num_window_tokens = 0
         has_more = has_more or bool(self._window)
-        self._scheduler.is_complete = self._is_only_run and not has_more
+        if self._is_only_run and not has_more:
+            self._scheduler.forget_unshared()
         return has_more
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -133,7 +133,10 @@ class PrefixCache:
         self._evict_while(lambda: self._pool.num_free < num_free)
 
     def forget(self, ids: list[int], num_wanted: int) -> None:
-        """Drop what is kept of a prompt behind its first tokens, but not what rows run on."""
+        """Drop what is kept of a prompt behind its first tokens, as far as no other goes on there.
+
+        What ends in a block that a row holds stays.
+        """
         path, node, depth = [], self._root, 0
         while depth < len(ids):
             child = node.children.get(ids[depth])
@@ -141,12 +144,12 @@ class PrefixCache:
                 break
             path.append(child)
             node, depth = child, child.end
-        if path and path[-1].start < num_wanted < path[-1].end:
-            path.insert(-1, self._split(path[-1], num_wanted - path[-1].start))
         for node in reversed(path):
             is_held = self._pool.is_held(node.blocks[-1])
-            if node.children or node.start < num_wanted or is_held:
+            if node.children or node.end <= num_wanted or is_held:
                 break
+            if node.start < num_wanted:
+                self._split(node, num_wanted - node.start)  # leaves it the lower part
             self._remove(node)
 
     def _evict_while(self, is_too_full: Callable[[], bool]) -> None:
@@ -239,8 +242,8 @@ def _num_equal(tokens: list[int], ids: list[int], start: int, end: int) -> int:
 class WaitingPrompts:
     """The ids of prompts that wait, by which can be told what prefix one of them will look for."""
 
-    def __init__(self) -> None:
-        self._sorted: list[list[int]] = []
+    def __init__(self, prompts: Iterable[list[int]]) -> None:
+        self._sorted = sorted(prompts)
 
     def add(self, ids: list[int]) -> None:
         """Take note of a prompt that waits."""

@@ -68,10 +68,7 @@ class Scheduler:
         if self._cache is not None:
             self._cache.clear()
         self._waiting: deque[PromptState] = deque()
-        self._waiting_ids = WaitingPrompts()
-        # Whether no more prompts come, so that what none of those that wait shares is forgotten:
-        # its blocks, which are warm, are then used again before others.
-        self.is_complete = False
+        self._waiting_ids: WaitingPrompts | None = None  # once no more come
         self._prefilling: deque[PromptState] = deque()
         self._ready: deque[Sequence] = deque()  # sequences whose newest token can be fed
         self._num_unfed = 0  # tokens of admitted prompts that are not yet in a step
@@ -99,7 +96,16 @@ class Scheduler:
     def add(self, prompt: PromptState) -> None:
         """Queue a prompt that fits."""
         self._waiting.append(prompt)
-        self._waiting_ids.add(prompt.ids_to_feed)
+        self._waiting_ids = None
+
+    def forget_unshared(self) -> None:
+        """Take note that no more prompts come.
+
+        From now on what none of those that wait shares is forgotten when its row ends: its blocks,
+        which are warm, are then used again before others.
+        """
+        if self._cache is not None and self._waiting_ids is None:
+            self._waiting_ids = WaitingPrompts(prompt.ids_to_feed for prompt in self._waiting)
 
     @property
     def has_put_back(self) -> bool:
@@ -129,7 +135,8 @@ class Scheduler:
                 stood_back.append(self._waiting.popleft())
             elif self._reserve(prompt, match):
                 admitted.append(self._waiting.popleft())
-                self._waiting_ids.remove(prompt.ids_to_feed)
+                if self._waiting_ids is not None:
+                    self._waiting_ids.remove(prompt.ids_to_feed)
                 self._num_unfed += prompt.num_to_feed - prompt.num_fed
                 self._prefilling.append(prompt)
             else:
@@ -171,7 +178,7 @@ class Scheduler:
         self._take_blocks(sequence)
         prompt = sequence.prompt
         is_done = not any(other.block_table for other in prompt.sequences)
-        if self.is_complete and self._cache is not None and is_done:
+        if self._cache is not None and self._waiting_ids is not None and is_done:
             self._cache.forget(prompt.ids, self._waiting_ids.num_shared(prompt.ids))
         max_tokens = prompt.params.max_tokens
         if max_tokens > 0:
@@ -336,7 +343,8 @@ class Scheduler:
         self._take_blocks(sequence)
         prompt.again = prompt.ids + [token.token_id for token in sequence.tokens]
         self._waiting.appendleft(prompt)
-        self._waiting_ids.add(prompt.ids_to_feed)
+        if self._waiting_ids is not None:
+            self._waiting_ids.add(prompt.ids_to_feed)
 
     def _chunk_row(self, prompt: PromptState, room: int) -> PackedRow:
         """Feed the next tokens of a prompt; the last chunk also draws, for every candidate."""

@@ -5,8 +5,8 @@
 // 32 of its queries (tokens times the heads that share the KV head). An item goes over the row's
 // blocks once and keeps the largest score and the sum of exponentials of each query as it goes
 // (Milakov and Gimelshein 2018, the "online softmax"; Dao et al. 2022). Items of one KV head follow
-// one another, so that what rows share is read from the cache nearby; those of few queries go from
-// head to head, which lie one behind the other in memory.
+// one another, so that what rows share is read from the cache nearby. Items of few queries have
+// several KV heads, whose keys in a block lie one behind the other: they are read in that order.
 //
 // Rows of one token that begin with the same blocks, a run, attend to those together: an item is
 // then up to 32 queries of several rows. What it found is kept and put together with what each
@@ -558,7 +558,6 @@ struct Piece {
     const uint16_t *keys[PIECE_KEYS / GROUP_KEYS] = {}, *values[PIECE_KEYS / GROUP_KEYS] = {};
     int count = 0;
 
-    Piece() = default;
     Piece(const Arguments& a, const Item& item, int64_t start, int64_t end) {
         count = int(end - start < PIECE_KEYS ? end - start : PIECE_KEYS);
         for (int g = 0; g * GROUP_KEYS < count; g++, start += GROUP_KEYS) {
@@ -598,7 +597,8 @@ void attend_few_in_pairs(const Arguments& a, const Item& item, Space& space) {
     const int64_t group = a.heads / a.kv_heads;
     const int dim = DIM ? DIM : int(a.head_dim);
     const int heads = int(item.heads), num = int(item.last - item.first);
-    const int chunk_size = GROUP_KEYS * dim, head_size = int(a.block_size) * dim;
+    const int chunk_size = GROUP_KEYS * dim;
+    const int64_t head_size = a.block_size * dim;
     const int chunks_ahead = AHEAD / 2 < chunk_size ? 1 : AHEAD / 2 / chunk_size;
     SoftmaxAlone softmax[MOST_QUERIES];
     const uint16_t* query[MOST_QUERIES];
@@ -625,7 +625,8 @@ void attend_few_in_pairs(const Arguments& a, const Item& item, Space& space) {
         for (int i = 0; i < chunks; i++) {
             const int j = i / heads * GROUP_KEYS, h = i % heads;
             const int left = piece.count - j, count = left < GROUP_KEYS ? left : GROUP_KEYS;
-            const uint16_t *keys = chunk(i), *next = chunk(i + chunks_ahead);
+            const int then = i + chunks_ahead < 2 * chunks ? i + chunks_ahead : i;
+            const uint16_t *keys = chunk(i), *next = chunk(then);
             for (int r = h * num; r < (h + 1) * num; r++)
                 for (int k = 0; k < count; k += LANES)
                     score_pairs<DIM>(query[r], keys + k * dim, dim,

@@ -133,7 +133,7 @@ class Stage:
             before = None if hidden is None else hidden[first:last]
             kept = [token - first for token in wanted if first <= token < last]
             rows = _cut_rows(step.rows, first, last)
-            return self._forward(rows, before, kept or [0])[: len(kept)]
+            return self._forward(rows, before, kept or [last - first - 1])[: len(kept)]
 
         parts = self._token_limit.run(step.num_tokens, run_part)
         return torch.cat(parts) if len(parts) > 1 else parts[0]
