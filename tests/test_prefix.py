@@ -200,44 +200,33 @@ def test_a_cache_larger_than_the_file_saves_what_a_trie_would() -> None:
     assert stats.num_prompt_tokens == 100 * 130 - stats.num_cached_tokens
 
 
+def keeping_and_forgetting(max_rows: int) -> list[Bench]:
+    """Return an engine that keeps all it can, and one that forgets what nobody waits for."""
+    shape = {"block_size": 4, "num_blocks": 4000, "chunk": 32, "max_rows": max_rows}
+    return [Bench(has_cache=True, is_only_run=flag, **shape) for flag in (False, True)]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_nothing_is_forgotten_that_a_waiting_prompt_shares(seed: int) -> None:
     """Of many prompts, few of which run at once, no less is found than when all is kept."""
-    found, cached, idle = [], [], []
-    for is_only_run in (False, True):
-        bench = Bench(
-            has_cache=True,
-            block_size=4,
-            num_blocks=4000,
-            chunk=32,
-            max_rows=3,
-            is_only_run=is_only_run,
-        )
-        answers = bench.answers(random_requests(seed, 60))
-        found.append(answers)
-        cached.append(bench.loop.stats.num_cached_tokens)
-        idle.append(bench.pool.num_idle)
-    assert found[0] == found[1]
+    keeping, forgetting = keeping_and_forgetting(max_rows=3)
+    requests = random_requests(seed, 60)
+    assert forgetting.answers(requests) == keeping.answers(requests)
+    cached = [bench.loop.stats.num_cached_tokens for bench in (keeping, forgetting)]
     assert cached[1] >= cached[0]  # one more where a prefix without scores stood in the way of one
-    assert idle[1] == 0 < idle[0], "nobody waits, so nothing is kept"
+    assert forgetting.pool.num_idle == 0 < keeping.pool.num_idle, "nobody waits"
 
 
 def test_blocks_that_nobody_shares_are_used_again_before_others() -> None:
-    for is_only_run, most in ((False, 240), (True, 240 // 30 + 4)):
-        bench = Bench(
-            has_cache=True,
-            block_size=4,
-            num_blocks=1000,
-            chunk=32,
-            max_rows=1,
-            is_only_run=is_only_run,
-        )
+    num_used = []
+    for bench in keeping_and_forgetting(max_rows=1):
         used: set[int] = set()
         bench.loop.on_step = lambda trace, used=used: used.update(
             block for row in trace.step.rows for block in row.block_table
         )
         bench.answers([{"prompt": [i] * 30, "max_tokens": 1} for i in range(30)])
-        assert len(used) == most if not is_only_run else len(used) <= most
+        num_used.append(len(used))
+    assert num_used[0] == 30 * 8 and num_used[1] <= 8 + 4
 
 
 def test_how_much_a_waiting_prompt_shares() -> None:
@@ -246,11 +235,8 @@ def test_how_much_a_waiting_prompt_shares() -> None:
     prompts: list[list[int]] = []
     for _ in range(400):
         ids = [rng.randrange(2) for _ in range(rng.randrange(9))]
-        shared = [
-            next((i for i, (a, b) in enumerate(zip(other, ids, strict=False)) if a != b), least)
-            for other in prompts
-            if (least := min(len(other), len(ids))) >= 0
-        ]
+        lengths = range(len(ids), -1, -1)
+        shared = [next(n for n in lengths if other[:n] == ids[:n]) for other in prompts]
         assert waiting.num_shared(ids) == max(shared, default=0)
         if prompts and rng.random() < 0.4:
             waiting.remove(prompts.pop(rng.randrange(len(prompts))))

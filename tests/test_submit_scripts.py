@@ -24,7 +24,8 @@ DOCS = ROOT / "docs" / "clusters.md"
 PIECES = st.sampled_from(
     ["'", '"', "$(false)", "`", "\\", "\n", "\r", "#", "{{", "%}", "~", "*", "\udcff"]
 )
-TEXT = st.lists(st.text(st.characters(blacklist_characters="\0"), max_size=4) | PIECES).map("".join)
+CHARACTERS = st.characters(codec="utf-8", exclude_characters="\0")
+TEXT = st.lists(st.text(CHARACTERS, max_size=4) | PIECES).map("".join)
 NAME = TEXT.map(lambda text: text.replace("/", "_")).filter(
     lambda text: text not in ("", ".", "..")
 )

@@ -589,17 +589,14 @@ inline void score_pairs(const uint16_t* query, const uint16_t* keys, int dim, fl
 }
 
 // Few queries of each of several heads, all in bfloat16. The heads' keys in a block lie one behind
-// the other, as do their values, so that a block is read from one end to the other; `AHEAD` behind
-// what is multiplied, memory is fetched. DIM: head_dim, or 0 for any.
+// the other, as do their values, so that a block is read from one end to the other. What comes next
+// is fetched meanwhile. DIM: head_dim, or 0 for any.
 template <int DIM>
 void attend_few_in_pairs(const Arguments& a, const Item& item, Space& space) {
-    constexpr int AHEAD = 8192;  // bytes
     const int64_t group = a.heads / a.kv_heads;
     const int dim = DIM ? DIM : int(a.head_dim);
     const int heads = int(item.heads), num = int(item.last - item.first);
-    const int chunk_size = GROUP_KEYS * dim;
     const int64_t head_size = a.block_size * dim;
-    const int chunks_ahead = AHEAD / 2 < chunk_size ? 1 : AHEAD / 2 / chunk_size;
     SoftmaxAlone softmax[MOST_QUERIES];
     const uint16_t* query[MOST_QUERIES];
     int64_t earliest = INT64_MAX, latest = 0;
@@ -625,8 +622,7 @@ void attend_few_in_pairs(const Arguments& a, const Item& item, Space& space) {
         for (int i = 0; i < chunks; i++) {
             const int j = i / heads * GROUP_KEYS, h = i % heads;
             const int left = piece.count - j, count = left < GROUP_KEYS ? left : GROUP_KEYS;
-            const int then = i + chunks_ahead < 2 * chunks ? i + chunks_ahead : i;
-            const uint16_t *keys = chunk(i), *next = chunk(then);
+            const uint16_t *keys = chunk(i), *next = chunk(i + 1);  // behind the last key: a value
             for (int r = h * num; r < (h + 1) * num; r++)
                 for (int k = 0; k < count; k += LANES)
                     score_pairs<DIM>(query[r], keys + k * dim, dim,
@@ -641,8 +637,8 @@ void attend_few_in_pairs(const Arguments& a, const Item& item, Space& space) {
         for (int i = 0; i < chunks; i++) {
             const int j = i / heads * GROUP_KEYS, h = i % heads;
             const int left = piece.count - j, count = left < GROUP_KEYS ? left : GROUP_KEYS;
-            const int then = i + chunks_ahead < chunks ? i + chunks_ahead : i;
-            const uint16_t *values = chunk(chunks + i), *next = chunk(chunks + then);
+            const uint16_t* values = chunk(chunks + i);
+            const uint16_t* next = i + 1 < chunks ? chunk(chunks + i + 1) : values;
             for (int r = h * num; r < (h + 1) * num; r++) {
                 const uint16_t* weights = space.weight_tiles + r * PIECE_KEYS + j;
                 float* sums = space.sums + r * dim;

@@ -35,9 +35,7 @@ constexpr int MOST_ROWS = 6;                           // whose sums the registe
 template <int R, int LINES>
 void sum_rows(const Product& a, const uint16_t* x, const uint16_t* panel, const uint16_t* next,
               int64_t pace, Vec (*sums)[QUARTERS]) {
-    Vec sum[R][QUARTERS];
-    for (int r = 0; r < R; r++)
-        for (int q = 0; q < QUARTERS; q++) sum[r][q] = Vec{};
+    Vec sum[R][QUARTERS] = {};
     for (int64_t i = 0; i < a.inputs; i += 2, panel += 2 * PANEL) {
         const uint16_t* line = next + (i / 2 * pace >> 16) * 2 * LANES;
         for (int n = 0; n < LINES; n++) fetch(line + n * 2 * LANES);
