@@ -29,8 +29,10 @@ from against_transformers import SIZE, gemm_gflops, make_workload
 
 import fminfer
 from fminfer.attention import PagedAttention
+from fminfer.kernel_attention import KernelAttention
 from fminfer.pipeline import stage as stage_module
 
+PLANNING: list[tuple[Any, str]] = [(stage_module, "plan_attention"), (KernelAttention, "plan")]
 PARTS = ["products", "attention", "head", "drawing", "planning", "rest", "waiting"]
 COLOURS = ["#4f86b8", "#e8983e", "#7ba05b", "#c9b458", "#a46fb0", "#999999", "#eeeeee"]
 
@@ -72,8 +74,8 @@ def clock_stage(engine: fminfer.Engine, clock: Clock) -> None:
             module.forward = count_flops(clock, module, clock.wrap("products", module.forward))
     head.forward = clock.wrap("head", head.forward)
     PagedAttention.__call__ = clock.wrap("attention", PagedAttention.__call__)  # type: ignore
-    for name in ("plan_attention", "plan_rows"):
-        setattr(stage_module, name, clock.wrap("planning", getattr(stage_module, name)))
+    for place in PLANNING:
+        setattr(*place, clock.wrap("planning", getattr(*place)))
     stage._sample = clock.wrap("drawing", stage._sample)
     stage._score = clock.wrap("drawing", stage._score)
     engine._pipeline._run = clock.wrap("rest", stage.run)  # type: ignore[attr-defined]
@@ -156,8 +158,7 @@ def main(
 ) -> None:
     """Print where the time goes."""
     options = {"dtype": dtype, "attention": attention}
-    places: list[tuple[Any, str]] = [(PagedAttention, "__call__")]
-    places += [(stage_module, name) for name in ("plan_attention", "plan_rows")]
+    places: list[tuple[Any, str]] = [(PagedAttention, "__call__"), *PLANNING]
     originals = [getattr(*place) for place in places]
     runs = []
     for workload in workloads:

@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any, Protocol
 
 import torch
 
 from fminfer.decode_attention import DecodeRows, SharedBlocks, decode_attention
-from fminfer.kernel_attention import KernelAttention, KernelRows, token_slots
+from fminfer.kernel_attention import token_slots
 from fminfer.messages import StepRow
 from fminfer.shared_runs import SharedRun, find_shared_runs
 from fminfer.soft_cap import soft_cap
@@ -126,6 +127,29 @@ def _shared_blocks(
             )
 
 
+class AttentionKernel(Protocol):
+    """A compiled body of attention: the CPU's kernel_attention or the GPU's triton_attention."""
+
+    def plan(self, rows: Sequence[StepRow], block_size: int) -> Any:
+        """Lay out a step's rows, in packed order, as the kernel reads them."""
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        new_keys: torch.Tensor,
+        new_values: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        rows: Any,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        alibi_slopes: torch.Tensor | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """Put the new keys and values into the cache, then attend: as PagedAttention."""
+
+
 class PagedAttention:
     """One layer's keys and values in blocks, and the product over them.
 
@@ -143,14 +167,14 @@ class PagedAttention:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        kernel: KernelAttention | None = None,
+        kernel: AttentionKernel | None = None,
     ) -> None:
         shape = (num_blocks, num_kv_heads, block_size, head_dim)
         # Not zeroed, so that the system gives memory only as blocks come into use, page by page.
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)
-        # The stage sets it before each step: rows if the kernel is to attend.
-        self.plan: AttentionPlan | KernelRows | None = None
+        # The stage sets it before each step: what the kernel's `plan` gave if it is to attend.
+        self.plan: Any = None
         self._kernel = kernel
 
     def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
@@ -178,7 +202,7 @@ class PagedAttention:
         """
         plan = self.plan
         assert plan is not None, "no step is planned"
-        if isinstance(plan, KernelRows):
+        if not isinstance(plan, AttentionPlan):
             assert self._kernel is not None, "the step was planned for the kernel"
             return self._kernel(
                 query,

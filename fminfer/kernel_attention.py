@@ -131,6 +131,10 @@ class KernelAttention:
         self._attend = library.fminfer_attention
         self._attend.argtypes = [ctypes.POINTER(Arguments)]
 
+    def plan(self, rows: Sequence[StepRow], block_size: int) -> KernelRows:
+        """Lay out a step's rows, in packed order."""
+        return plan_rows(rows, block_size)
+
     def __call__(
         self,
         query: torch.Tensor,  # (1, heads, tokens, head_dim)

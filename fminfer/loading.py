@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import nn
 
 from fminfer import __version__
-from fminfer.config import AttentionBody, EngineConfig
+from fminfer.attention import AttentionKernel
+from fminfer.attention_body import find_attention, find_library
+from fminfer.config import EngineConfig
 from fminfer.errors import PipelineError, UsageError
 from fminfer.fused_layers import fuse_layers
-from fminfer.kernel_attention import KernelAttention
-from fminfer.kernel_build import KernelBuild, start_build
 from fminfer.layer_kernels import LayerKernels
 from fminfer.memory import is_out_of_memory
 from fminfer.models.checkpoint import Checkpoint, open_checkpoint, open_random
@@ -58,6 +58,8 @@ class LoadedPart:
     device: torch.device
     form: HiddenForm
     library: ctypes.CDLL | None  # the CPU's kernels
+    attention: AttentionKernel | None  # None: plain torch
+    attention_problem: str  # why attention is slower than it could be
 
     @property
     def weight_bytes(self) -> int:
@@ -141,27 +143,16 @@ def load_part(
             is_fast_in_bfloat16=is_fast_in_bfloat16(device),
             kernel=None if library is None else ProductKernel(library),
         )
+    attention, problem = find_attention(
+        config.attention,
+        library,
+        checkpoint.config,
+        config.block_size,
+        dtype=dtype,
+        device=device,
+    )
     form = HiddenForm(checkpoint.config.hidden_size, dtype, device, hidden_group)
-    return LoadedPart(checkpoint, part, network, dtype, device, form, library)
-
-
-def find_library(
-    body: AttentionBody, device: torch.device, build: KernelBuild | None = None
-) -> ctypes.CDLL | None:
-    """Return the CPU's kernels, waiting for their build; None: all is to be in plain torch.
-
-    Raises:
-        UsageError: it is asked for by name and cannot be.
-    """
-    if body == "eager" or (body == "auto" and device.type != "cpu"):
-        return None
-    if device.type != "cpu":
-        raise UsageError(f"attention compiled needs a CPU, not {device.type}; use auto")
-    build = build or start_build()
-    library = build.library()
-    if library is None and body == "compiled":
-        raise UsageError(f"attention compiled cannot be: {build.error}; or use auto")
-    return library
+    return LoadedPart(checkpoint, part, network, dtype, device, form, library, attention, problem)
 
 
 def count_blocks(config: EngineConfig, loaded: LoadedPart, group: Group | None = None) -> int:
@@ -212,7 +203,6 @@ def build_stage(config: EngineConfig, loaded: LoadedPart, num_blocks: int) -> St
 
 
 def _build_stage(config: EngineConfig, loaded: LoadedPart, num_blocks: int) -> Stage:
-    library = loaded.library
     return Stage(
         loaded.network,
         loaded.checkpoint.family,
@@ -220,8 +210,8 @@ def _build_stage(config: EngineConfig, loaded: LoadedPart, num_blocks: int) -> S
         device=loaded.device,
         num_blocks=num_blocks,
         block_size=config.block_size,
-        kernel=None if library is None else KernelAttention(library),
-        ranker=rank if library is None else ScoreKernel(library),
+        kernel=loaded.attention,
+        ranker=rank if loaded.library is None else ScoreKernel(loaded.library),
     )
 
 

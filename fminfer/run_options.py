@@ -148,7 +148,8 @@ MODEL = [
         type=click.Choice(["auto", "eager", "compiled"]),
         default=DEFAULTS.attention,
         show_default=True,
-        help="On the CPU: compiled (by g++, once) or plain torch; auto: compiled if there is g++.",
+        help="compiled, once, by g++ for the CPU and triton for a GPU, or plain torch; auto: "
+        "compiled where that works.",
     ),
 ]
 ENGINE = [

@@ -17,7 +17,6 @@ from fminfer.config import EngineConfig
 from fminfer.errors import FminferError, PipelineError, StoppedError
 from fminfer.fingerprint import fingerprint_of
 from fminfer.job import NamedFiles, abandon, open_files, run_job, share_files
-from fminfer.kernel_build import start_build
 from fminfer.loading import open_model
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.output.job_file import JournaledInput
@@ -199,9 +198,8 @@ def _start_engine(
         loading.close()
     if config.cuda_ids and engine.device.type == "cpu" and not job.is_quiet:
         click.echo("There is no GPU here: --cuda-id means nothing, the CPU computes.", err=True)
-    is_slow = config.attention == "auto" and engine.device.type == "cpu" and not engine.has_kernel
-    if is_slow and not job.is_quiet:
-        click.echo(f"Attention is slower than it could be: {start_build().error}.", err=True)
+    if engine.attention_problem and not job.is_quiet:
+        click.echo(f"Attention is slower than it could be: {engine.attention_problem}.", err=True)
     return engine
 
 

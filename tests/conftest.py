@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+
+os.environ["TRITON_INTERPRET"] = "1"  # triton reads it when imported: its kernels run on the CPU
 
 from fminfer.kernel_build import start_build
 from fminfer.models.families import FAMILIES

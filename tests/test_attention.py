@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from fminfer import attention
-from fminfer.attention import PagedAttention, plan_attention
-from fminfer.config import AttentionBody
+from fminfer.attention import AttentionKernel, PagedAttention, plan_attention
 from fminfer.kernel_attention import KernelAttention, plan_rows
 from fminfer.kernel_build import find_compiler
 from fminfer.messages import StepRow
@@ -25,6 +24,17 @@ CPU = torch.device("cpu")
 
 def compiled_kernel() -> KernelAttention:
     return KernelAttention(built_library())
+
+
+def make_kernel(
+    body: str, heads: int, kv_heads: int, dim: int, dtype: torch.dtype
+) -> AttentionKernel | None:
+    """Return a body of attention; that of GPUs, "triton", runs in triton's interpreter."""
+    if body == "triton":
+        from fminfer.triton_attention import TritonAttention
+
+        return TritonAttention(heads, kv_heads, dim, dtype=dtype, device=CPU)
+    return None if body == "eager" else compiled_kernel()
 
 
 def plain(
@@ -52,7 +62,7 @@ def plain(
 
 
 def check_every_kind_of_row(
-    body: AttentionBody,
+    body: str,
     *,
     heads: int = HEADS,
     kv_heads: int = KV_HEADS,
@@ -66,7 +76,7 @@ def check_every_kind_of_row(
 ) -> None:
     """Feed rows in chunks and token by token, and compare each output with the plain formula."""
     torch.manual_seed(0)
-    kernel = None if body == "eager" else compiled_kernel()
+    kernel = make_kernel(body, heads, kv_heads, dim, dtype)
     paged = PagedAttention(90, block, kv_heads, dim, dtype=dtype, device=CPU, kernel=kernel)
     paged.keys.fill_(float("nan"))  # whatever other rows left there must not matter
     paged.values.fill_(float("nan"))
@@ -80,7 +90,7 @@ def check_every_kind_of_row(
     def run(parts: list[tuple[int, int, int]]) -> None:  # (row, first token, last token)
         rows = [StepRow([0] * (b - a), a, tables[r]) for r, a, b in parts]
         paged.plan = (
-            plan_attention(rows, block, kv_heads, CPU) if kernel is None else plan_rows(rows, block)
+            kernel.plan(rows, block) if kernel else plan_attention(rows, block, kv_heads, CPU)
         )
         packed = [
             torch.cat([x[r][a:b] for r, a, b in parts]).transpose(0, 1)[None] for x in (q, k, v)
@@ -107,9 +117,7 @@ def check_every_kind_of_row(
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("has_alibi", [False, True])
 @pytest.mark.parametrize("softcap", [None, 0.7])
-def test_every_kind_of_row(
-    body: AttentionBody, window: int, has_alibi: bool, softcap: float | None
-) -> None:
+def test_every_kind_of_row(body: str, window: int, has_alibi: bool, softcap: float | None) -> None:
     slopes = torch.rand(HEADS) if has_alibi else None
     check_every_kind_of_row(body, window=window, slopes=slopes, softcap=softcap)
 
@@ -134,7 +142,7 @@ def test_the_kernel_with_every_shape(heads: int, kv_heads: int, dim: int, block:
 
 @pytest.mark.parametrize("body", BODIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_cache_of_16_bits(body: AttentionBody, dtype: torch.dtype) -> None:
+def test_a_cache_of_16_bits(body: str, dtype: torch.dtype) -> None:
     check_every_kind_of_row(body, dtype=dtype, tolerance=0.03)
     check_every_kind_of_row(body, dtype=dtype, tolerance=0.03, window=9, heads=12, dim=64)
 
@@ -176,7 +184,7 @@ def test_rows_attend_from_the_first_token_that_is_kept() -> None:
 
 
 def check_rows_that_share(
-    body: AttentionBody,
+    body: str,
     *,
     heads: int,
     kv_heads: int,
@@ -189,7 +197,7 @@ def check_rows_that_share(
 ) -> None:
     """Let rows of one token share a prefix, half of them a longer one, beside others without."""
     torch.manual_seed(0)
-    kernel = None if body == "eager" else compiled_kernel()
+    kernel = make_kernel(body, heads, kv_heads, dim, dtype)
     free = random.Random(1).sample(range(160), 160)
 
     def take(num: int) -> list[int]:
@@ -215,10 +223,8 @@ def check_rows_that_share(
             if paged.keys[where].isnan().any():
                 paged.keys[where] = torch.randn(kv_heads, dim).to(dtype)
                 paged.values[where] = torch.randn(kv_heads, dim).to(dtype)
-    if kernel is None:
-        paged.plan = plan_attention(rows, block, kv_heads, CPU)
-    else:
-        paged.plan = plan_rows(rows, block)
+    paged.plan = kernel.plan(rows, block) if kernel else plan_attention(rows, block, kv_heads, CPU)
+    if body == "compiled":
         counts = sorted(run[1] for run in paged.plan.runs.tolist())
         assert counts == [num_rows // 2, num_rows, num_rows + 1]
     out = paged(query, new_keys, new_values, scaling=dim**-0.5, **how)[0]
@@ -255,9 +261,7 @@ def check_rows_that_share(
         (4, 2, 7, 5),
     ],
 )
-def test_rows_that_share(
-    body: AttentionBody, heads: int, kv_heads: int, dim: int, block: int
-) -> None:
+def test_rows_that_share(body: str, heads: int, kv_heads: int, dim: int, block: int) -> None:
     shape = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "block": block}
     kinds: list[dict[str, Any]] = [{}, {"softcap": 0.7}, {"alibi_slopes": torch.rand(heads)}]
     for how in [*kinds, {"sliding_window": 2 * block + 3}]:

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "fminfer"
 # From the lowest up. A sign of the house: a new module finds its place here or is in the wrong one.
 FLOORS = """
 errors timing messages host_memory sentencepieces shared_runs soft_cap output.rows \
-    kernel_build layer_kernels product_kernel \
+    kernel_build layer_kernels product_kernel triton_kernels \
     engine.blocks engine.noise engine.seen engine.stopping engine.expected split.folders \
     cluster.job_names
 config fields imports input.streams input.values input.spans tokenizer partition ranks \
@@ -25,11 +25,11 @@ input.lines spelling sampling placement decode_attention kernel_attention launch
 input.envelope attention score_kernel models.weights pipeline.group \
     models.adapters.bloom models.adapters.codegen \
     models.adapters.falcon models.adapters.gpt_neo models.adapters.gptj models.adapters.mpt
-request fingerprint cost_store remote_files output.records output.writer output.stream \
-    output.progress
+request fingerprint cost_store triton_attention remote_files output.records output.writer \
+    output.stream output.progress
 engine.logit_edits output.status pipeline.stage split.grouping team.wire
-engine.sequence pipeline.ring output.places output.job_file storage split.manifest split.index \
-    team.process
+attention_body engine.sequence pipeline.ring output.places output.job_file storage \
+    split.manifest split.index team.process
 engine.prefix engine.advance engine.packing engine.equal_requests engine.planner \
     output.summary output.shared_files output.overview loading paths split.answers split.summary \
     cluster.resources cluster.submission

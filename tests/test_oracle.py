@@ -99,8 +99,14 @@ def test_greedy_equals_transformers_alone(
     family_answers: tuple[Path, list[Answer | None]], options: dict[str, Any]
 ) -> None:
     folder, answers = family_answers
+    check_all(folder, mixed_requests(), answers, options)
+
+
+def check_all(
+    folder: Path, requests: list[Request], answers: list[Answer | None], options: dict[str, Any]
+) -> None:
+    """See that an engine answers as transformers does, prefixes found again among them."""
     engine = fminfer.Engine(str(folder), dtype="float32", **options)
-    requests = mixed_requests()
     records = {record.line.number: record for record in engine.run(requests)}
     engine.close()
     assert sorted(records) == list(range(1, len(requests) + 1))

@@ -13,6 +13,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from fminfer.assembly import build_loop, find_limits, load_tokenizer
+from fminfer.attention_body import find_library
 from fminfer.check.footprint import Footprint, choose_budget, measure_footprints
 from fminfer.check.lines import LineChecker
 from fminfer.check.report import CheckReport, FirstPrompt, Work
@@ -25,7 +26,7 @@ from fminfer.engine.intake import Intake, Limits
 from fminfer.engine.loop import LOOKAHEAD, EngineLoop
 from fminfer.engine.planner import WINDOW
 from fminfer.input.lines import count_rows, read_lines
-from fminfer.loading import find_library, open_model
+from fminfer.loading import open_model
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.output.records import Record
 from fminfer.placement import choose_device, choose_dtype
@@ -150,12 +151,15 @@ class Check:
         return costs.predict_s(steps.costs), ""
 
     def _find_costs(self) -> CostModel | None:
-        library = find_library(self._config.attention, self._device)
+        body = self._config.attention
+        is_compiled = find_library(body, self._device) is not None
+        if self._device.type != "cpu":  # as a run will find it, but that a GPU refuses the kernel
+            is_compiled = body != "eager"
         path = find_costs_path(
             self._config,
             self._checkpoint,
             self._device,
             self._dtype,
-            has_kernel=library is not None,
+            has_kernel=is_compiled,
         )
         return None if path is None else load_costs(path)

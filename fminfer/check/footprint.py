@@ -121,7 +121,7 @@ def _measure(
         part.num_layers,
         libraries,
         weights,
-        _work_bytes(config, checkpoint, model, dtype, is_last=part.is_last),
+        _work_bytes(config, checkpoint, model, device, dtype, is_last=part.is_last),
         kv_token_bytes(checkpoint, part, dtype),
     )
 
@@ -131,7 +131,13 @@ def _is_tied(model: Any, weight: torch.Tensor) -> bool:
 
 
 def _work_bytes(
-    config: EngineConfig, checkpoint: Checkpoint, model: Any, dtype: torch.dtype, *, is_last: bool
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    model: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    is_last: bool,
 ) -> int:
     """Return what a step needs beside weights and KV cache."""
     layers = model.get_submodule(checkpoint.family.decoder)
@@ -140,5 +146,5 @@ def _work_bytes(
     vocab: int = checkpoint.config.vocab_size
     wide = max((width for width in widths if width != vocab), default=hidden)
     work = config.chunk_size * (HIDDEN_COPIES * hidden + WIDE_COPIES * wide) * dtype.itemsize
-    logits = min(MAX_LOGITS, config.chunk_size * vocab) * 4 if is_last else 0
+    logits = min(MAX_LOGITS[device.type], config.chunk_size * vocab) * 4 if is_last else 0
     return work + LOGIT_COPIES * logits

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from fminfer.attention import AttentionPlan, PagedAttention, plan_attention
-from fminfer.kernel_attention import KernelAttention, KernelRows, plan_rows
+from fminfer.attention import AttentionKernel, PagedAttention, plan_attention
+from fminfer.kernel_attention import KernelRows
 from fminfer.memory import SizeLimit
 from fminfer.messages import SamplingRows, StageSpan, Step, StepResult, StepRow, TokenLogprobs
 from fminfer.models.families import Family
@@ -34,8 +34,9 @@ from fminfer.soft_cap import soft_cap
 
 ATTENTION_NAME = "fminfer_paged"
 # Elements of logits that exist at once. Above 32 MB glibc asks the system for fresh, zeroed memory
-# each time, which costs more than a smaller product does.
-MAX_LOGITS = 6 << 20  # 24 MB in float32
+# each time, which costs more than a smaller product does. A GPU reads the whole head each time, and
+# what it drew must be waited for.
+MAX_LOGITS = {"cpu": 6 << 20, "cuda": 64 << 20}  # 24 and 256 MB in float32
 
 
 class Stage:
@@ -59,7 +60,7 @@ class Stage:
         device: torch.device,
         num_blocks: int,
         block_size: int,
-        kernel: KernelAttention | None = None,
+        kernel: AttentionKernel | None = None,
         ranker: Ranker = rank,
     ) -> None:
         self._decoder = model.get_submodule(family.decoder)
@@ -75,7 +76,7 @@ class Stage:
         model.config._attn_implementation = ATTENTION_NAME
         self._decoder.config._attn_implementation = ATTENTION_NAME  # a stage's may be a copy
         self._kv_heads, head_dim = kv_shape(model.config)
-        self.has_kernel = kernel is not None
+        self._kernel = kernel
         self._ranker = ranker
         self._token_limit = SizeLimit("tokens")
         self._logit_limit = SizeLimit("tokens' logits")
@@ -109,6 +110,11 @@ class Stage:
         sampled, scored = self.finish(step, self.forward(step, None))
         span = StageSpan(start_s, time.time(), max_tokens=self.max_tokens)
         return StepResult(step.step_id, sampled, scored, [span])
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether attention is compiled."""
+        return self._kernel is not None
 
     @property
     def max_tokens(self) -> int:
@@ -160,9 +166,9 @@ class Stage:
         index = None
         if len(kept) < sum(len(row.token_ids) for row in rows):
             index = torch.tensor(kept, device=self._device)
-        plan: AttentionPlan | KernelRows
-        if self.has_kernel:
-            plan = plan_rows(rows, self._block_size)
+        plan: Any
+        if self._kernel is not None:
+            plan = self._kernel.plan(rows, self._block_size)
         else:
             plan = plan_attention(rows, self._block_size, self._kv_heads, self._device)
         for cache in self._caches:
@@ -233,7 +239,8 @@ class Stage:
             return use(logits, part)
 
         limit = self._logit_limit
-        limit.most = min(limit.most, max(1, MAX_LOGITS // self._head.weight.shape[0]))
+        most = MAX_LOGITS[self._device.type] // self._head.weight.shape[0]
+        limit.most = min(limit.most, max(1, most))
         for draws in limit.run(len(places), use_part):
             result.ids += draws.ids.tolist()
             result.logprobs += draws.logprobs.tolist()

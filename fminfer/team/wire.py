@@ -25,7 +25,7 @@ class Ready:
     """The pipeline can answer."""
 
     device: str
-    has_kernel: bool
+    attention_problem: str  # why attention is slower than it could be
 
 
 @dataclass(slots=True, frozen=True)

@@ -1,0 +1,83 @@
+"""Chooses the body of attention: compiled for the CPU or the GPU, or plain torch.
+
+It knows devices and compilers, not how attention is computed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+from fminfer.attention import AttentionKernel
+from fminfer.config import AttentionBody
+from fminfer.errors import UsageError
+from fminfer.kernel_attention import KernelAttention
+from fminfer.kernel_build import KernelBuild, start_build
+from fminfer.pipeline.stage import kv_shape
+
+
+def find_library(
+    body: AttentionBody, device: torch.device, build: KernelBuild | None = None
+) -> ctypes.CDLL | None:
+    """Return the CPU's kernels, waiting for their build; None: not the CPU, or all in plain torch.
+
+    Raises:
+        UsageError: it is asked for by name and cannot be.
+    """
+    if body == "eager" or device.type != "cpu":
+        return None
+    build = build or start_build()
+    library = build.library()
+    if library is None and body == "compiled":
+        raise UsageError(f"attention compiled cannot be: {build.error}; or use auto")
+    return library
+
+
+def find_attention(
+    body: AttentionBody,
+    library: ctypes.CDLL | None,
+    config: Any,
+    block_size: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[AttentionKernel | None, str]:
+    """Return the compiled body of attention, or None and why it is slower than it could be.
+
+    The GPU's is compiled and compared with plain torch, on the GPU, before it is used.
+
+    Args:
+        library: the CPU's kernels, as `find_library` gave them.
+        config: transformers' config of the model.
+        block_size: tokens a block of the KV cache.
+
+    Raises:
+        UsageError: it is asked for by name and cannot be.
+    """
+    if library is not None:
+        return KernelAttention(library), ""
+    if body == "eager":
+        return None, ""
+    if device.type == "cpu":
+        return None, start_build().error
+    kv_heads, head_dim = kv_shape(config)
+    try:
+        from fminfer import triton_attention  # needs triton, which only torch for CUDA brings
+
+        kernel = triton_attention.try_kernels(
+            config.num_attention_heads,
+            kv_heads,
+            head_dim,
+            block_size,
+            getattr(config, "attn_logit_softcapping", None),
+            dtype=dtype,
+            device=device,
+        )
+    except Exception as error:  # whatever a compiler or a driver may say
+        problem = f"its kernel cannot be used ({str(error).strip() or repr(error)})"
+        if body == "compiled":
+            raise UsageError(f"attention compiled cannot be: {problem}; or use auto") from error
+        return None, problem
+    return kernel, ""

@@ -1,0 +1,215 @@
+"""Calls the GPU's attention kernels, for all rows of a step at once.
+
+It knows the paged cache and which tokens are whose, nothing of layers or models. Importing it
+needs triton, which torch brings where it is built for CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fminfer.attention import PagedAttention, plan_attention
+from fminfer.kernel_attention import token_slots
+from fminfer.messages import StepRow
+from fminfer.triton_kernels import attend_kernel, store_kernel
+
+NO_WINDOW = 2**31 - 1
+
+
+@dataclass(slots=True, frozen=True)
+class TileRows:
+    """The rows of a step, as the kernels read them; all int32, on the device."""
+
+    # (tiles, 4): first packed token, tokens, position, start of the row's table in `blocks`
+    prompt_tiles: torch.Tensor
+    decode_tiles: torch.Tensor  # those of one token, of rows that have no other
+    blocks: torch.Tensor  # (blocks,): the rows' block tables, one after another
+    slots: torch.Tensor  # (tokens,): block * block_size + place, of each token's key
+
+
+class TritonAttention:
+    """The kernels, as a function of tensors.
+
+    Args:
+        heads, kv_heads, head_dim: of the model.
+        dtype: of the KV cache.
+        device: where all tensors are.
+    """
+
+    def __init__(
+        self, heads: int, kv_heads: int, head_dim: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.heads, self.group, self.head_dim = heads, heads // kv_heads, head_dim
+        self.dtype, self.device = dtype, device
+        self._dim = max(16, power_of_2(head_dim))
+        # As many as registers hold the sums of, and shared memory the keys to come; in float32
+        # there are no tensor cores, and few registers.
+        self._keys = 64 if self._dim * dtype.itemsize <= 256 else 32
+        self.decode_queries = max(16, power_of_2(self.group))
+        self.queries = max(64 if dtype.itemsize == 2 else 16, self.decode_queries)
+        self._no_slopes = torch.zeros(heads, dtype=torch.float32, device=device)
+
+    def shape(self, block_size: int) -> dict[str, int]:
+        """Return what both kernels are compiled for."""
+        kv_heads = self.heads // self.group
+        sizes = {"KV_HEADS": kv_heads, "HEAD_DIM": self.head_dim, "BLOCK_SIZE": block_size}
+        return {**sizes, "DIM": self._dim}
+
+    def tile(self, queries: int) -> dict[str, int]:
+        """Return what a kernel that attends from so many queries is compiled for beside it."""
+        return {"GROUP": self.group, "QUERIES": queries, "KEYS": self._keys}
+
+    def plan(self, rows: Sequence[StepRow], block_size: int) -> TileRows:
+        """Lay out a step's rows, in packed order."""
+        prompts: list[int] = []
+        decodes: list[int] = []
+        blocks: list[int] = []
+        first = 0
+        for row in rows:
+            num, table = len(row.token_ids), len(blocks)
+            most = self.queries // self.group if num > 1 else 1
+            for start in range(0, num, most):
+                tile = (first + start, min(most, num - start), row.position + start, table)
+                (prompts if num > 1 else decodes).extend(tile)
+            blocks += row.block_table[: -(-(row.position + num) // block_size)]
+            first += num
+        parts = (prompts, decodes, blocks, token_slots(rows, block_size))
+        # One transfer, for which the GPU need not have ended what it does.
+        together = torch.tensor(
+            [value for part in parts for value in part],
+            dtype=torch.int32,
+            pin_memory=self.device.type == "cuda",
+        ).to(self.device, non_blocking=True)
+        tiles, others, tables, slots = torch.split(together, [len(part) for part in parts])
+        return TileRows(tiles.view(-1, 4), others.view(-1, 4), tables, slots)
+
+    def __call__(
+        self,
+        query: torch.Tensor,  # (1, heads, tokens, head_dim)
+        new_keys: torch.Tensor,  # (1, kv_heads, tokens, head_dim)
+        new_values: torch.Tensor,
+        keys: torch.Tensor,  # (pool, kv_heads, block_size, head_dim)
+        values: torch.Tensor,
+        rows: TileRows,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        alibi_slopes: torch.Tensor | None,  # (heads,) float32
+        softcap: float | None,
+    ) -> torch.Tensor:  # (1, tokens, heads, head_dim)
+        """Put the new keys and values into the cache, then attend from the tokens of a step."""
+        asked = _with_rows(query[0].to(keys.dtype))
+        key, value = (_with_rows(new[0].to(keys.dtype)) for new in (new_keys, new_values))
+        heads, tokens, head_dim = asked.shape
+        _, kv_heads, block_size, _ = keys.shape
+        # The kernels trust what they are given.
+        assert key.shape == value.shape == (kv_heads, tokens, head_dim), "keys of a step"
+        assert head_dim == keys.shape[3] and heads == self.heads, "heads"
+        assert len(rows.slots) == tokens, "tokens of a step"
+        out = torch.empty((1, tokens, heads, head_dim), dtype=keys.dtype, device=keys.device)
+        slopes = self._no_slopes if alibi_slopes is None else alibi_slopes.float().contiguous()
+        shape = self.shape(block_size)
+        # Triton launches on the current device of the thread.
+        with torch.cuda.device_of(keys):  # type: ignore[no-untyped-call]
+            store_kernel[(tokens, kv_heads)](
+                *(keys, values, key, value, rows.slots),
+                *(step for t in (key, value) for step in t.stride()[:2]),
+                **shape,
+                num_warps=1,
+            )
+            for tiles, queries in (
+                (rows.prompt_tiles, self.queries),
+                (rows.decode_tiles, self.decode_queries),
+            ):
+                if len(tiles):
+                    attend_kernel[(len(tiles), kv_heads)](
+                        *(asked, out, keys, values, tiles, rows.blocks, slopes),
+                        *asked.stride()[:2],
+                        min(sliding_window or NO_WINDOW, NO_WINDOW),
+                        scaling,
+                        softcap or 1.0,
+                        HAS_CAP=softcap is not None,
+                        **shape,
+                        **self.tile(queries),
+                        num_warps=4,
+                    )
+        return out.to(query.dtype)
+
+
+def try_kernels(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    softcap: float | None,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> TritonAttention:
+    """Compile the kernels for a model and compare them with plain torch, on the device.
+
+    Raises:
+        ValueError: they give something else.
+        Exception: whatever triton and the driver raise where they do not work.
+    """
+    kernel = TritonAttention(heads, kv_heads, head_dim, dtype=dtype, device=device)
+    found, expected = (_attend_some(kernel, body, block_size, softcap) for body in (kernel, None))
+    error = (found - expected).abs().max().item()
+    if not error < (0.001 if dtype == torch.float32 else 0.05):
+        raise ValueError(f"what it gives is off by {error:.2g}")
+    return kernel
+
+
+@torch.inference_mode()
+def _attend_some(
+    kernel: TritonAttention, body: TritonAttention | None, block_size: int, softcap: float | None
+) -> torch.Tensor:  # (tokens, heads, head_dim) float32
+    """Attend with a body: two prompts, then a token of one beside a chunk of the other."""
+    heads, kv_heads, head_dim = kernel.heads, kernel.heads // kernel.group, kernel.head_dim
+    shape = (block_size, kv_heads, head_dim)
+    device, dtype = kernel.device, kernel.dtype
+    cache = PagedAttention(7, *shape, dtype=dtype, device=device, kernel=body)
+    cache.keys.fill_(float("nan"))  # what others left there must not matter
+    cache.values.fill_(float("nan"))
+    tables = [[6, 2, 4], [1, 5, 3]]
+    half = block_size + block_size // 2
+    generator = torch.Generator().manual_seed(0)
+    outs = []
+    for rows in (
+        [StepRow([0] * half, 0, tables[0]), StepRow([0] * block_size, 0, tables[1])],
+        [StepRow([0] * half, block_size, tables[1]), StepRow([0], half, tables[0])],
+    ):
+        if body is None:
+            cache.plan = plan_attention(rows, block_size, kv_heads, device)
+        else:
+            cache.plan = body.plan(rows, block_size)
+        tokens = sum(len(row.token_ids) for row in rows)
+        query, key, value = (
+            torch.randn((1, num, tokens, head_dim), generator=generator).to(device, dtype)
+            for num in (heads, kv_heads, kv_heads)
+        )
+        slopes = torch.linspace(0.01, 0.1, heads, device=device)
+        out = cache(
+            query,
+            key,
+            value,
+            scaling=head_dim**-0.5,
+            sliding_window=block_size + 3,
+            alibi_slopes=slopes,
+            softcap=softcap,
+        )
+        outs.append(out[0].float())
+    return torch.cat(outs)
+
+
+def power_of_2(number: int) -> int:
+    """Return the lowest power of two that is no less."""
+    return 1 << (number - 1).bit_length()
+
+
+def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor with its last dimension in one piece."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

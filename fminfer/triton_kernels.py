@@ -1,0 +1,117 @@
+"""The GPU's attention kernels, in Triton. Only `triton_attention` calls them.
+
+A tile is a few consecutive tokens of one row, with all query heads that share a KV head: one
+program attends from it to all of the row's keys before it, block by block, with the online softmax
+(Milakov and Gimelshein 2018; Dao et al. 2022, "FlashAttention"). Nothing is padded but a tile.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots"])
+def store_kernel(
+    keys,  # (pool, kv_heads, block_size, head_dim)
+    values,
+    new_keys,  # (kv_heads, tokens, head_dim), by its strides
+    new_values,
+    slots,  # (tokens,) int32: block * block_size + place
+    key_head,
+    key_token,
+    value_head,
+    value_token,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    DIM: tl.constexpr,  # the power of two that holds head_dim
+):
+    """Put one token's keys and values of one head where they belong. Grid: (tokens, kv_heads)."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    slot = tl.load(slots + token).to(tl.int64)
+    row = (slot // BLOCK_SIZE * KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE
+    dims = tl.arange(0, DIM)
+    is_dim = dims < HEAD_DIM
+    key = tl.load(new_keys + head * key_head + token * key_token + dims, mask=is_dim)
+    value = tl.load(new_values + head * value_head + token * value_token + dims, mask=is_dim)
+    tl.store(keys + row * HEAD_DIM + dims, key, mask=is_dim)
+    tl.store(values + row * HEAD_DIM + dims, value, mask=is_dim)
+
+
+@triton.jit(
+    do_not_specialize=["window"], do_not_specialize_on_alignment=["tiles", "blocks", "slopes"]
+)
+def attend_kernel(
+    query,  # (heads, tokens, head_dim), by its strides
+    out,  # (tokens, heads, head_dim)
+    keys,  # (pool, kv_heads, block_size, head_dim)
+    values,
+    tiles,  # (tiles, 4) int32: first packed token, tokens, position, the row's start in `blocks`
+    blocks,  # int32: the rows' block tables, one after another
+    slopes,  # (heads,) float32
+    query_head,
+    query_token,
+    window,  # keys as far as this are hidden
+    scaling,
+    softcap,
+    HAS_CAP: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads a KV head
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    DIM: tl.constexpr,  # the power of two that holds head_dim
+    QUERIES: tl.constexpr,  # tokens times GROUP, at most: the rows of a product
+    KEYS: tl.constexpr,  # keys at a time: its columns
+):
+    """Attend from one tile, for one KV head. Grid: (tiles, kv_heads)."""
+    tile = tiles + tl.program_id(0) * 4
+    kv_head = tl.program_id(1)
+    first = tl.load(tile).to(tl.int64)
+    num_tokens = tl.load(tile + 1)
+    start_position = tl.load(tile + 2)
+    table = blocks + tl.load(tile + 3)
+
+    rows = tl.arange(0, QUERIES)
+    token = rows // GROUP
+    head = kv_head * GROUP + rows % GROUP
+    position = start_position + token
+    dims = tl.arange(0, DIM)
+    is_row = token < num_tokens
+    is_query = is_row[:, None] & (dims < HEAD_DIM)[None, :]
+    places = head * query_head + (first + token) * query_token
+    asked = tl.load(query + places[:, None] + dims[None, :], mask=is_query, other=0.0)
+    slope = tl.load(slopes + head, mask=is_row, other=0.0)
+
+    best = tl.full((QUERIES,), float("-inf"), tl.float32)
+    total = tl.zeros((QUERIES,), tl.float32)
+    sums = tl.zeros((QUERIES, DIM), tl.float32)
+    earliest = tl.maximum(start_position - window + 1, 0) // KEYS * KEYS
+    end = start_position + num_tokens
+    for start in range(earliest, end, KEYS):
+        at = start + tl.arange(0, KEYS)
+        is_key = at < end
+        block = tl.load(table + at // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
+        line = ((block * KV_HEADS + kv_head) * BLOCK_SIZE + at % BLOCK_SIZE) * HEAD_DIM
+        is_used = is_key[:, None] & (dims < HEAD_DIM)[None, :]
+        key = tl.load(keys + line[:, None] + dims[None, :], mask=is_used, other=0.0)
+        scores = tl.dot(asked, tl.trans(key), input_precision="ieee") * scaling
+        if HAS_CAP:  # softcap * tanh(scores / softcap)
+            scores = softcap - 2.0 * softcap / (tl.exp(2.0 * scores / softcap) + 1.0)
+        distance = position[:, None] - at[None, :]
+        scores -= slope[:, None] * distance
+        is_seen = (distance >= 0) & (distance < window)
+        scores = tl.where(is_seen, scores, float("-inf"))
+        new_best = tl.maximum(best, tl.max(scores, 1))
+        base = tl.where(new_best == float("-inf"), 0.0, new_best)  # a window may hide all of these
+        weights = tl.exp(scores - base[:, None])
+        fade = tl.exp(best - base)
+        total = total * fade + tl.sum(weights, 1)
+        value = tl.load(values + line[:, None] + dims[None, :], mask=is_used, other=0.0)
+        weights = weights.to(value.dtype)
+        sums = sums * fade[:, None] + tl.dot(weights, value, input_precision="ieee")
+        best = new_best
+    sums = sums / total[:, None]
+    written = out + ((first + token) * (KV_HEADS * GROUP) + head)[:, None] * HEAD_DIM
+    tl.store(written + dims[None, :], sums.to(out.dtype.element_ty), mask=is_query)

@@ -1,0 +1,176 @@
+"""The GPU's attention kernels without a GPU: what they give in triton's interpreter, on the CPU,
+and that they compile for GPUs. No test shows that they run on one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fminfer import loading
+from fminfer.attention_body import find_attention
+from fminfer.errors import UsageError
+from fminfer.messages import StepRow
+from fminfer.pipeline.stage import kv_shape
+from fminfer.triton_attention import TritonAttention, try_kernels
+from tests.conftest import make_model, save_byte_tokenizer
+from tests.test_attention import check_every_kind_of_row, check_rows_that_share
+from tests.test_oracle import check_all, mixed_requests, oracle_greedy
+
+CPU = torch.device("cpu")
+SHAPES = [
+    (4, 2, 16, 8),
+    (71, 1, 32, 32),  # falcon-7b: more heads on one than a product of 64 rows has
+    (7, 1, 24, 16),  # 7 heads on one: no power of two
+    (3, 3, 65, 8),  # falcon's ALiBi models
+]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "block"), SHAPES)
+def test_every_kind_of_row(heads: int, kv_heads: int, dim: int, block: int) -> None:
+    shape: Any = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "block": block}
+    check_every_kind_of_row("triton", **shape)
+    check_every_kind_of_row(
+        "triton", **shape, window=11, slopes=torch.rand(heads), softcap=0.7, tolerance=1e-4
+    )
+
+
+@pytest.mark.parametrize("how", [{"window": 6}, {"softcap": 0.7}, {"slopes": torch.rand(4)}])
+def test_windows_caps_and_slopes_alone(how: dict[str, Any]) -> None:
+    check_every_kind_of_row("triton", **how)
+
+
+def test_a_cache_of_16_bits() -> None:
+    """The interpreter multiplies no bfloat16."""
+    how: Any = {"dtype": torch.float16, "tolerance": 0.03}
+    check_every_kind_of_row("triton", **how)
+    check_every_kind_of_row("triton", **how, window=9, heads=12, dim=64)
+
+
+def test_rows_that_share() -> None:
+    check_rows_that_share("triton", heads=4, kv_heads=2, dim=16, block=8)
+
+
+def test_tiles() -> None:
+    """Chunks are cut where a product's rows are full; a row of one token has a tile of its own."""
+    kernel = TritonAttention(8, 2, 64, dtype=torch.float16, device=CPU)
+    rows = [StepRow([0] * 35, 10, [7, 3, 9, 8]), StepRow([0], 16, [5, 2])]
+    plan = kernel.plan(rows, 16)
+    assert plan.prompt_tiles.tolist() == [[0, 16, 10, 0], [16, 16, 26, 0], [32, 3, 42, 0]]
+    assert plan.decode_tiles.tolist() == [[35, 1, 16, 3]]
+    assert plan.blocks.tolist() == [7, 3, 9, 5, 2], "only those that hold keys"
+    assert plan.slots.tolist()[:7] == [122, 123, 124, 125, 126, 127, 48]
+    assert plan.slots.tolist()[-1] == 32
+
+
+# Their attention differs: grouped heads, ALiBi, windows with soft caps, one KV head.
+@pytest.mark.parametrize("family", ["llama", "bloom", "gemma2", "falcon"])
+def test_greedy_equals_transformers_alone(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(family)
+    model.save_pretrained(tmp_path)
+    save_byte_tokenizer(tmp_path)
+
+    def find(
+        body: str, library: None, config: Any, block_size: int, **where: Any
+    ) -> tuple[TritonAttention, str]:
+        cap = getattr(config, "attn_logit_softcapping", None)
+        heads = config.num_attention_heads
+        return try_kernels(heads, *kv_shape(config), block_size, cap, **where), ""
+
+    monkeypatch.setattr(loading, "find_library", lambda body, device: None)
+    monkeypatch.setattr(loading, "find_attention", find)
+    requests = mixed_requests()[:12]
+    answers = [
+        oracle_greedy(model, r["prompt"], r["max_tokens"]) if r["temperature"] == 0 else None
+        for r in requests
+    ]
+    check_all(tmp_path, requests, answers, {"block_size": 16})
+
+
+def test_a_kernel_that_gives_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a compiler's fault on some GPU would: one number of all is off."""
+    shape: Any = {"dtype": torch.float32, "device": CPU}
+    try_kernels(4, 2, 16, 8, None, **shape)
+    attend = TritonAttention.__call__
+
+    def attend_wrong(*args: Any, **how: Any) -> torch.Tensor:
+        out = attend(*args, **how)
+        out[0, -1, 2, 5] += 0.01
+        return out
+
+    monkeypatch.setattr(TritonAttention, "__call__", attend_wrong)
+    with pytest.raises(ValueError, match=r"off by 0\.01"):
+        try_kernels(4, 2, 16, 8, None, **shape)
+    monkeypatch.setattr(
+        TritonAttention, "__call__", lambda *a, **how: attend(*a, **how) + torch.nan
+    )
+    with pytest.raises(ValueError, match="off by nan"):
+        try_kernels(4, 2, 16, 8, None, **shape)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_where_the_kernel_cannot_be_tried_plain_torch_attends() -> None:
+    config = make_model("llama").config
+    where: Any = {"dtype": torch.float16, "device": torch.device("cuda")}
+    kernel, problem = find_attention("auto", None, config, 32, **where)
+    assert kernel is None and "CUDA" in problem
+    assert find_attention("eager", None, config, 32, **where) == (None, "")
+    with pytest.raises(UsageError, match=r"attention compiled cannot be: .*CUDA"):
+        find_attention("compiled", None, config, 32, **where)
+
+
+COMPILE = """
+import json, sys
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from fminfer.pipeline.stage import kv_shape
+from fminfer.triton_attention import TritonAttention
+from fminfer.triton_kernels import attend_kernel, store_kernel
+
+names = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+found = []
+for heads, kv_heads, dim, dtype in (
+    (32, 8, 128, torch.bfloat16), (12, 12, 64, torch.float16), (3, 3, 65, torch.float32)
+):
+    kernel = TritonAttention(heads, kv_heads, dim, dtype=dtype, device=torch.device("cpu"))
+    data, shape = names[dtype], kernel.shape(32)
+    jobs = [(store_kernel, shape, ["keys", "values", "new_keys", "new_values"], ["slots"], [])]
+    for queries in (kernel.queries, kernel.decode_queries):
+        jobs.append((
+            attend_kernel,
+            {**shape, **kernel.tile(queries), "HAS_CAP": dim == 64},
+            ["query", "out", "keys", "values"],
+            ["tiles", "blocks"],
+            ["slopes"],
+        ))
+    for function, constants, data_names, int_names, float_names in jobs:
+        types = {name: "i32" for name in function.arg_names}
+        types |= {"scaling": "fp32", "softcap": "fp32"} if function is attend_kernel else {}
+        types |= dict.fromkeys(data_names, data) | dict.fromkeys(int_names, "*i32")
+        types |= dict.fromkeys(float_names, "*fp32") | dict.fromkeys(constants, "constexpr")
+        source = ASTSource(function, types, constants)
+        for capability in (80, 90):
+            made = compile(source, GPUTarget("cuda", capability, 32), {"num_warps": 4})
+            found.append([capability, len(made.asm["cubin"]), made.metadata.shared])
+print(json.dumps(found))
+"""
+
+
+def test_the_kernels_compile_for_gpus(tmp_path: Path) -> None:
+    """For Ampere and Hopper; what a program shares has to fit the smaller ones' 99 KB."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-c", COMPILE]
+    said = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert said.returncode == 0, said.stderr[-2000:]
+    found = json.loads(said.stdout)
+    assert len(found) == 18 and {capability for capability, _, _ in found} == {80, 90}
+    assert all(size > 1000 and shared <= 99 << 10 for _, size, shared in found)
