@@ -111,6 +111,7 @@ def _fuse_gated(module: Any, kernels: LayerKernels, known: Known) -> bool:
                 del module.gate_proj, module.up_proj
                 module.gate_up_proj = both
             module.forward = forward
+            module.activation = activation
             return True
     return False
 
@@ -179,6 +180,7 @@ def _fuse_attention(module: Any, kernels: LayerKernels, known: Known) -> bool:
         del module.q_proj, module.k_proj, module.v_proj
         module.qkv_proj = product
         module.forward = forward
+        module.told = settings  # what it tells attention besides tensors
     return found is not None
 
 

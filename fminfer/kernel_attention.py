@@ -124,6 +124,22 @@ def token_slots(rows: Sequence[StepRow], block_size: int) -> list[int]:
     ]
 
 
+def step_arguments(rows: KernelRows, heads: int, keys: torch.Tensor) -> Arguments:
+    """Return what the kernel is told of a step, without any layer's tensors and settings.
+
+    Args:
+        keys: (pool, kv_heads, block_size, head_dim), of any layer.
+    """
+    tensors = (rows.slots, rows.rows, rows.blocks, rows.runs, rows.members, rows.entries)
+    arguments = Arguments(*[None] * 6, *(tensor.data_ptr() for tensor in tensors))
+    arguments.num_rows, arguments.num_runs = len(rows.rows), len(rows.runs)
+    arguments.num_members, arguments.num_tokens = len(rows.members), len(rows.slots)
+    _, arguments.kv_heads, arguments.block_size, arguments.head_dim = keys.shape
+    arguments.heads, arguments.type = heads, TYPES[keys.dtype]
+    arguments.num_threads = torch.get_num_threads()
+    return arguments
+
+
 class KernelAttention:
     """The kernel, as a function of tensors."""
 

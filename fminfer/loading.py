@@ -45,6 +45,7 @@ from fminfer.placement import (
 from fminfer.product_kernel import ProductKernel
 from fminfer.sampling import rank
 from fminfer.score_kernel import ScoreKernel
+from fminfer.whole_layers import join_layers
 
 
 @dataclass(slots=True)
@@ -143,6 +144,8 @@ def load_part(
             is_fast_in_bfloat16=is_fast_in_bfloat16(device),
             kernel=None if library is None else ProductKernel(library),
         )
+        if library is not None:
+            join_layers(network, library)
     attention, problem = find_attention(
         config.attention,
         library,

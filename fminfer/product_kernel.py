@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -21,6 +22,35 @@ class Product(ctypes.Structure):
         *[(name, ctypes.c_void_p) for name in ("x", "weight", "bias", "out")],
         *[(name, ctypes.c_int64) for name in ("rows", "inputs", "outputs", "num_threads")],
     )
+
+
+@dataclass(slots=True, frozen=True)
+class PackedProduct:
+    """The product x·Wᵀ + b, with W packed."""
+
+    packed: torch.Tensor  # (outputs, to a whole panel, inputs), in the kernel's own order
+    bias: torch.Tensor | None  # (outputs, to a whole panel) float32
+    inputs: int
+    outputs: int
+    multiply: Callable[[Product], None]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (…, outputs) of x, (…, inputs)."""
+        assert x.is_cpu and x.dtype == torch.bfloat16 and x.shape[-1] == self.inputs, "rows"
+        x = x.contiguous()
+        out = x.new_empty((*x.shape[:-1], self.outputs))
+        product = Product(
+            x.data_ptr(),
+            self.packed.data_ptr(),
+            None if self.bias is None else self.bias.data_ptr(),
+            out.data_ptr(),
+            x.numel() // self.inputs,
+            self.inputs,
+            self.outputs,
+            torch.get_num_threads(),
+        )
+        self.multiply(product)
+        return out
 
 
 class ProductKernel:
@@ -44,9 +74,7 @@ class ProductKernel:
         is_whole = weight.shape[1] % 32 == 0
         return self.is_there and weight.dtype == torch.bfloat16 and is_whole
 
-    def pack(
-        self, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> Callable[[torch.Tensor], torch.Tensor]:
+    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedProduct:
         """Return the product x·Wᵀ + b for x of (…, inputs).
 
         Args:
@@ -65,21 +93,4 @@ class ProductKernel:
             biases = torch.zeros(num_packed, dtype=torch.float32, device="cpu")
             biases[:outputs] = bias.detach()
 
-        def multiply(x: torch.Tensor) -> torch.Tensor:
-            assert x.is_cpu and x.dtype == torch.bfloat16 and x.shape[-1] == inputs, "rows"
-            x = x.contiguous()
-            out = x.new_empty((*x.shape[:-1], outputs))
-            product = Product(
-                x.data_ptr(),
-                packed.data_ptr(),
-                None if biases is None else biases.data_ptr(),
-                out.data_ptr(),
-                x.numel() // inputs,
-                inputs,
-                outputs,
-                torch.get_num_threads(),
-            )
-            self._multiply(product)
-            return out
-
-        return multiply
+        return PackedProduct(packed, biases, inputs, outputs, self._multiply)

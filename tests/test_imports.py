@@ -25,8 +25,8 @@ input.lines spelling sampling placement decode_attention kernel_attention launch
 input.envelope attention score_kernel models.weights pipeline.group \
     models.adapters.bloom models.adapters.codegen \
     models.adapters.falcon models.adapters.gpt_neo models.adapters.gptj models.adapters.mpt
-request fingerprint cost_store triton_attention remote_files output.records output.writer \
-    output.stream output.progress
+request fingerprint cost_store triton_attention whole_layers remote_files output.records \
+    output.writer output.stream output.progress
 engine.logit_edits output.status pipeline.stage split.grouping team.wire
 attention_body engine.sequence pipeline.ring output.places output.job_file storage \
     split.manifest split.index team.process

@@ -22,6 +22,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "calls.h"
 #include "halves.h"
 #include "vectors.h"
 
@@ -79,39 +80,6 @@ inline float largest_of(Vec value) {
     for (int lane = 1; lane < LANES; lane++) most = value[lane] > most ? value[lane] : most;
     return most;
 }
-
-}  // namespace
-
-extern "C" {
-
-// Must agree with kernel_attention.Arguments.
-struct Arguments {
-    const void* query;  // element (head, token, i) at head * query_head + token * query_token + i
-    void* out;          // (tokens, heads, head_dim)
-    void* keys;         // (pool, kv_heads, block_size, head_dim), of `type`
-    void* values;
-    const void* new_keys;    // of `type`: element (head, token, i) at
-    const void* new_values;  // head * new_…_head + token * new_…_token + i
-    const int64_t* slots;    // (tokens,): block * block_size + place, of each token's key
-    const int64_t* rows;     // (num_rows, ROW): first token, tokens, position, start in `blocks`,
-                             // start in `entries`, their number, the first key of no run
-    const int64_t* blocks;   // all rows' block tables, one after another
-    const int64_t* runs;     // (num_runs, 4): first in `members`, their number, keys [first, last)
-    const int64_t* members;  // rows of each run, one run after another; of one token each
-    const int64_t* entries;  // places in `members` of each row, one row after another
-    const float* slopes;     // (heads,) of ALiBi, or null
-    int64_t num_rows, num_runs, num_members, num_tokens, query_head, query_token;
-    int64_t new_key_head, new_key_token, new_value_head, new_value_token;
-    int64_t heads, kv_heads, head_dim, block_size;
-    int64_t window;  // keys that a query sees, itself included; 0: all
-    int64_t type;    // 0 float32, 1 bfloat16, 2 float16: then query and out are float32
-    int64_t num_threads;
-    float scaling, softcap;  // softcap 0: none
-};
-
-}  // extern "C"
-
-namespace {
 
 // What one thread works in.
 struct Space {

@@ -6,6 +6,7 @@
 
 #include <cmath>
 
+#include "calls.h"
 #include "vectors.h"
 
 namespace {
@@ -61,23 +62,6 @@ inline Vec sigmoid_of(Vec x) {
     const Vec e = below < -87.0f ? Vec{} : exp_of(below);
     return (x < Vec{} ? e : all(1.0f)) * inverse_of(1.0f + e);
 }
-
-}  // namespace
-
-extern "C" {
-
-// Must agree with layer_kernels.Rows.
-struct Rows {
-    const void* x;
-    void* out;  // (outer, inner, width), in one piece
-    int64_t outer, inner, width, outer_step, inner_step;
-    int64_t type;  // 0 float32, 1 bfloat16; of x, of out, and of weights and `up`
-    int64_t num_threads;
-};
-
-}  // extern "C"
-
-namespace {
 
 template <typename T>
 void norm_row(const T* x, T* out, const T* weight, int64_t width, float eps, float offset) {

@@ -7,21 +7,8 @@
 // Each output sums its inputs in their order, whatever the number of rows and of threads.
 #include <omp.h>
 
+#include "calls.h"
 #include "halves.h"
-
-extern "C" {
-
-// Must agree with product_kernel.Product.
-struct Product {
-    const uint16_t* x;       // (rows, inputs)
-    const uint16_t* weight;  // packed
-    const float* bias;       // one for each packed output; null: none
-    uint16_t* out;           // (rows, outputs)
-    int64_t rows, inputs, outputs;
-    int64_t num_threads;
-};
-
-}  // extern "C"
 
 namespace {
 
@@ -35,7 +22,9 @@ constexpr int MOST_ROWS = 6;                           // whose sums the registe
 template <int R, int LINES>
 void sum_rows(const Product& a, const uint16_t* x, const uint16_t* panel, const uint16_t* next,
               int64_t pace, Vec (*sums)[QUARTERS]) {
-    Vec sum[R][QUARTERS] = {};
+    Vec sum[R][QUARTERS];  // not = {}, for which gcc 12 calls memset
+    for (int r = 0; r < R; r++)
+        for (int q = 0; q < QUARTERS; q++) sum[r][q] = Vec{};
     for (int64_t i = 0; i < a.inputs; i += 2, panel += 2 * PANEL) {
         const uint16_t* line = next + (i / 2 * pace >> 16) * 2 * LANES;
         for (int n = 0; n < LINES; n++) fetch(line + n * 2 * LANES);

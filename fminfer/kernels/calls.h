@@ -1,0 +1,59 @@
+// What the library's functions are called with. All numbers of a call are its caller's to check.
+#pragma once
+
+#include <cstdint>
+
+extern "C" {
+
+// Must agree with kernel_attention.Arguments.
+struct Arguments {
+    const void* query;  // element (head, token, i) at head * query_head + token * query_token + i
+    void* out;          // (tokens, heads, head_dim)
+    void* keys;         // (pool, kv_heads, block_size, head_dim), of `type`
+    void* values;
+    const void* new_keys;    // of `type`: element (head, token, i) at
+    const void* new_values;  // head * new_…_head + token * new_…_token + i
+    const int64_t* slots;    // (tokens,): block * block_size + place, of each token's key
+    const int64_t* rows;     // (num_rows, ROW): first token, tokens, position, start in `blocks`,
+                             // start in `entries`, their number, the first key of no run
+    const int64_t* blocks;   // all rows' block tables, one after another
+    const int64_t* runs;     // (num_runs, 4): first in `members`, their number, keys [first, last)
+    const int64_t* members;  // rows of each run, one run after another; of one token each
+    const int64_t* entries;  // places in `members` of each row, one row after another
+    const float* slopes;     // (heads,) of ALiBi, or null
+    int64_t num_rows, num_runs, num_members, num_tokens, query_head, query_token;
+    int64_t new_key_head, new_key_token, new_value_head, new_value_token;
+    int64_t heads, kv_heads, head_dim, block_size;
+    int64_t window;  // keys that a query sees, itself included; 0: all
+    int64_t type;    // 0 float32, 1 bfloat16, 2 float16: then query and out are float32
+    int64_t num_threads;
+    float scaling, softcap;  // softcap 0: none
+};
+
+// Must agree with layer_kernels.Rows.
+struct Rows {
+    const void* x;
+    void* out;  // (outer, inner, width), in one piece
+    int64_t outer, inner, width, outer_step, inner_step;
+    int64_t type;  // 0 float32, 1 bfloat16; of x, of out, and of weights and `up`
+    int64_t num_threads;
+};
+
+// Must agree with product_kernel.Product.
+struct Product {
+    const uint16_t* x;       // (rows, inputs)
+    const uint16_t* weight;  // packed
+    const float* bias;       // one for each packed output; null: none
+    uint16_t* out;           // (rows, outputs)
+    int64_t rows, inputs, outputs;
+    int64_t num_threads;
+};
+
+int fminfer_attention(const Arguments* arguments);
+void fminfer_rms_norm(const Rows* r, const void* weight, float eps, float offset,
+                      const void* other, void* sum);
+void fminfer_rotate(const Rows* r, const float* cos, const float* sin, int64_t turned);
+void fminfer_gate(const Rows* r, const void* up, int64_t kind);
+void fminfer_multiply(const Product* a);
+
+}  // extern "C"
