@@ -23,10 +23,14 @@ TOLD = {"scaling", "sliding_window", "softcap"}  # that the kernel can obey
 
 
 class Norm(ctypes.Structure):
+    """x / sqrt(mean(x²) + eps) * (weight + offset); without a weight none."""
+
     _fields_ = (("weight", ctypes.c_void_p), ("eps", ctypes.c_float), ("offset", ctypes.c_float))
 
 
 class Linear(ctypes.Structure):
+    """A PackedProduct."""
+
     _fields_ = (
         *[(name, ctypes.c_void_p) for name in ("weight", "bias")],
         *[(name, ctypes.c_int64) for name in ("inputs", "outputs")],
@@ -51,6 +55,10 @@ class Spent(ctypes.Structure):
     _fields_ = (("products", ctypes.c_double), ("attention", ctypes.c_double))
 
 
+def _nothing() -> torch.Tensor:
+    return torch.empty(0, device="cpu")
+
+
 @dataclass(slots=True)
 class StepCall:
     """What the layers of a model have in common: the step that is computed."""
@@ -58,17 +66,17 @@ class StepCall:
     rows: KernelRows | None = None
     turn: tuple[torch.Tensor, torch.Tensor] | None = None
     arguments: Arguments = field(default_factory=Arguments)
-    cos: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # (1, tokens, turned) float32
-    sin: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    cos: torch.Tensor = field(default_factory=_nothing)  # (1, tokens, turned) float32
+    sin: torch.Tensor = field(default_factory=_nothing)
     spent: Spent | None = None
     # What a layer works in. Memory that one has used is near, and a free one is given back.
-    space: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bfloat16))
+    space: torch.Tensor = field(default_factory=_nothing)  # bfloat16
 
     def take_space(self, size: int) -> torch.Tensor:
         """Return memory for so many numbers; the next call may return the same."""
         if len(self.space) < size:
-            self.space = self.space.new_empty(0)  # not both at once
-            self.space = self.space.new_empty(size)
+            self.space = _nothing()  # not both at once
+            self.space = torch.empty(size, dtype=torch.bfloat16, device="cpu")
         return self.space
 
     def see(
@@ -79,14 +87,14 @@ class StepCall:
         keys: torch.Tensor,
     ) -> None:
         """Make ready for a layer of a step, mostly the one that was seen last."""
-        if rows is not self.rows:
-            self.rows, self.arguments = rows, step_arguments(rows, heads, keys)
+        if rows is not self.rows or heads != self.arguments.heads:
+            self.arguments, self.rows = step_arguments(rows, heads, keys), rows
         if turn is not self.turn:
-            self.turn = turn
             self.cos, self.sin = (part.float().contiguous() for part in turn)
             turned = self.cos.shape[-1]
             assert self.sin.shape == self.cos.shape, "cos and sin"
             assert turned % 2 == 0 and turned <= keys.shape[-1], "cos and sin"
+            self.turn = turn
 
 
 class WholeLayer:
@@ -129,7 +137,7 @@ class WholeLayer:
         """Return (1, tokens that are kept, hidden) of (1, tokens, hidden).
 
         Raises:
-            MemoryError: there was none for the threads' working space.
+            MemoryError, RuntimeError: there was none (`memory.is_out_of_memory`).
         """
         cache: PagedAttention = self.attention.paged_attention
         rows, x, step = cache.plan, hidden_states, self.step
@@ -137,8 +145,7 @@ class WholeLayer:
             plain: torch.Tensor = self.plain(x, position_embeddings=position_embeddings, **kwargs)
             return plain
         if cache is not self._cache:
-            self._cache = cache
-            self.layer.keys, self.layer.values = cache.keys.data_ptr(), cache.values.data_ptr()
+            self._use(cache)
         step.see(rows, position_embeddings, self._heads, cache.keys)
         tokens, width = x.shape[1:]
         kept = rows.kept
@@ -161,8 +168,21 @@ class WholeLayer:
             step.spent,
         )
         if failed:
+            step.space = _nothing()  # for the halves of the step
             raise MemoryError("no memory for the attention kernel's working space")
         return out
+
+    def _use(self, cache: PagedAttention) -> None:
+        """Take a cache, if it is of the layer's shape: the kernel trusts what it is given."""
+        layer, (_, kv_heads, _, head_dim) = self.layer, cache.keys.shape
+        assert cache.keys.dtype == torch.bfloat16 and self._heads % kv_heads == 0, "a cache"
+        assert layer.out.inputs == self._heads * head_dim, "outputs of attention"
+        assert layer.qkv.outputs == (self._heads + 2 * kv_heads) * head_dim, "keys of a step"
+        assert layer.gate_up.outputs == 2 * layer.down.inputs, "halves"
+        widths = (layer.qkv.inputs, layer.gate_up.inputs, layer.out.outputs, layer.down.outputs)
+        assert len(set(widths)) == 1, "hidden states"
+        self.layer.keys, self.layer.values = cache.keys.data_ptr(), cache.values.data_ptr()
+        self._cache = cache
 
 
 def join_layers(model: nn.Module, library: ctypes.CDLL) -> int:
@@ -189,10 +209,11 @@ def is_whole(layer: Any) -> bool:
     if not hasattr(layer, "kept"):  # by which fused_layers marks what it has fused whole
         return False
     attention, mlp = layer.self_attn, layer.mlp
-    if not (hasattr(mlp, "activation") and hasattr(mlp, "gate_up_proj")):
+    if not (isinstance(getattr(mlp, "activation", None), int) and hasattr(mlp, "gate_up_proj")):
         return False
-    if any(value and name not in TOLD for name, value in attention.told.items()):
-        return False
+    others = [value for name, value in attention.told.items() if name not in TOLD]
+    if not all(value is None or (isinstance(value, int | float) and not value) for value in others):
+        return False  # dropout is 0
     norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
     if any(norm is not None for norm in norms):
         sizes = [getattr(getattr(norm, "weight", None), "shape", None) for norm in norms]

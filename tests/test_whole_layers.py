@@ -12,7 +12,7 @@ import fminfer
 from fminfer import loading
 from fminfer.kernel_build import find_compiler
 from fminfer.product_kernel import ProductKernel
-from fminfer.whole_layers import WholeLayer, join_layers
+from fminfer.whole_layers import StepCall, WholeLayer, join_layers
 from tests.conftest import built_library
 from tests.test_oracle import mixed_requests
 
@@ -76,20 +76,36 @@ def test_a_layer_that_tells_attention_more_is_left_alone(
     assert answers(llama_checkpoint[0])[0] == 1
 
 
-def test_no_memory_is_told(
-    llama_checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("where", ["kernel", "space"])
+def test_without_memory_a_step_is_computed_in_halves(
+    where: str, llama_checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step is then computed in halves, each of which may see the same layer's input again."""
+    """Each of which may see the same layer's input again."""
     _, expected = answers(llama_checkpoint[0])
-    call = WholeLayer.__call__
-    failed = []
+    failed: list[str] = []
 
-    def fail_once(self: WholeLayer, *args: Any, **kwargs: Any) -> torch.Tensor:
-        out = call(self, *args, **kwargs)
-        if self.layer.keys and len(failed) < 3 and out.shape[1] > 8:
-            failed.append(out.shape)
-            raise MemoryError("none")
-        return out
+    def fails() -> bool:
+        if len(failed) < 2:
+            failed.append(where)
+            return True
+        return False
 
-    monkeypatch.setattr(WholeLayer, "__call__", fail_once)
-    assert answers(llama_checkpoint[0]) == (3, expected) and len(failed) == 3
+    if where == "kernel":
+        init = WholeLayer.__init__
+
+        def init_failing(self: WholeLayer, *args: Any) -> None:
+            init(self, *args)
+            run: Any = self._run
+            self._run = lambda *args: 1 if fails() else run(*args)  # type: ignore[assignment]
+
+        monkeypatch.setattr(WholeLayer, "__init__", init_failing)
+    else:
+        take = StepCall.take_space
+
+        def take_failing(self: StepCall, size: int) -> torch.Tensor:
+            if fails():
+                raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+            return take(self, size)
+
+        monkeypatch.setattr(StepCall, "take_space", take_failing)
+    assert answers(llama_checkpoint[0]) == (3, expected) and len(failed) == 2

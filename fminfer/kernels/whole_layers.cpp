@@ -86,12 +86,13 @@ int fminfer_has_layers() { return 1; }
 
 // The numbers that `space` must have for each token.
 int64_t fminfer_layer_space(const Layer* l) {
-    return 2 * l->qkv.inputs + 2 * l->qkv.outputs + l->out.inputs + 3 * l->down.inputs;
+    const int64_t before = 2 * l->qkv.outputs, behind = l->qkv.inputs + 3 * l->down.inputs;
+    return l->qkv.inputs + l->out.inputs + (before > behind ? before : behind);
 }
 
 // out = the layer's output for hidden states x, (tokens, hidden). `given` tells all of attention
-// but the tensors of the layer. Of tokens, only `kept` ones, in their order, go on behind attention
-// and are in `out`; null: all. Nonzero: there was no memory.
+// but the tensors of the layer. Of tokens, only `kept` ones, which ascend, go on behind attention and
+// are in `out`; null: all. Nonzero: there was no memory.
 int fminfer_layer(const Layer* layer, const Arguments* given, const float* cos, const float* sin,
                   int64_t turned, const int64_t* kept, int64_t num_kept, const uint16_t* x,
                   uint16_t* out, uint16_t* space, Spent* spent) {
@@ -105,8 +106,9 @@ int fminfer_layer(const Layer* layer, const Arguments* given, const float* cos, 
         space += width * tokens;
         return from;
     };
-    uint16_t *const normed = take(hidden), *const qkv = take(l.qkv.outputs);
-    uint16_t *const query = take(turning), *const attended = take(of_query);
+    uint16_t *const normed = take(hidden), *const attended = take(of_query);
+    uint16_t* const rest = space;  // what attention reads, then what follows it
+    uint16_t *const qkv = take(l.qkv.outputs), *const query = take(turning);
 
     call.norm(l.first, x, normed, tokens, hidden);
     call.multiply(l.qkv, normed, qkv, tokens);
@@ -149,6 +151,7 @@ int fminfer_layer(const Layer* layer, const Arguments* given, const float* cos, 
         keep_rows(attended, of_query, kept, rows, attended);
         keep_rows(x, hidden, kept, rows, normed);
     }
+    space = rest;
     uint16_t *const again = take(hidden), *const both = take(2 * wide), *const gated = take(wide);
     uint16_t* const sum = normed;
     call.multiply(l.out, attended, out, rows);
