@@ -46,7 +46,7 @@ def find_attention(
 ) -> tuple[AttentionKernel | None, str]:
     """Return the compiled body of attention, or None and why it is slower than it could be.
 
-    The GPU's is compiled and compared with plain torch, on the GPU, before it is used.
+    What the GPU's gives on the GPU is compared with plain torch before it is used.
 
     Args:
         library: the CPU's kernels, as `find_library` gave them.
@@ -76,7 +76,8 @@ def find_attention(
             device=device,
         )
     except Exception as error:  # whatever a compiler or a driver may say
-        problem = f"its kernel cannot be used ({str(error).strip() or repr(error)})"
+        reason = (str(error).strip() or repr(error)).partition("\n")[0]
+        problem = f"its kernel cannot be used ({reason})"
         if body == "compiled":
             raise UsageError(f"attention compiled cannot be: {problem}; or use auto") from error
         return None, problem

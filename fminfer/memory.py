@@ -20,6 +20,7 @@ _SIGNS = (
     "not enough memory",
     "bad_alloc",
     "CUDA out of memory",
+    "[CUDA]: out of memory",  # triton's
     "ALLOC_FAILED",
 )
 

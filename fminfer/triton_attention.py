@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -17,6 +18,9 @@ from fminfer.messages import StepRow
 from fminfer.triton_kernels import attend_kernel, store_kernel
 
 NO_WINDOW = 2**31 - 1
+CPU = torch.device("cpu")
+# Of what a trial gives: values are about 1, and 16 bits round weights and results.
+MAX_ERROR = {torch.float32: 2e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
 
 
 @dataclass(slots=True, frozen=True)
@@ -47,7 +51,8 @@ class TritonAttention:
         self._dim = max(16, power_of_2(head_dim))
         # As many as registers hold the sums of, and shared memory the keys to come; in float32
         # there are no tensor cores, and few registers.
-        self._keys = 64 if self._dim * dtype.itemsize <= 256 else 32
+        width = self._dim * dtype.itemsize
+        self._keys = 64 if width <= 256 else 32 if width <= 512 else 16
         self.decode_queries = max(16, power_of_2(self.group))
         self.queries = max(64 if dtype.itemsize == 2 else 16, self.decode_queries)
         self._no_slopes = torch.zeros(heads, dtype=torch.float32, device=device)
@@ -149,38 +154,53 @@ def try_kernels(
     dtype: torch.dtype,
     device: torch.device,
 ) -> TritonAttention:
-    """Compile the kernels for a model and compare them with plain torch, on the device.
+    """Compile the kernels for a model and compare what they give on the device with plain torch.
 
     Raises:
         ValueError: they give something else.
         Exception: whatever triton and the driver raise where they do not work.
     """
     kernel = TritonAttention(heads, kv_heads, head_dim, dtype=dtype, device=device)
-    found, expected = (_attend_some(kernel, body, block_size, softcap) for body in (kernel, None))
-    error = (found - expected).abs().max().item()
-    if not error < (0.001 if dtype == torch.float32 else 0.05):
-        raise ValueError(f"what it gives is off by {error:.2g}")
+    for is_limited in (False, True):
+        how: dict[str, Any] = {"softcap": softcap, "sliding_window": 150 if is_limited else None}
+        found = _attend_some(kernel, kernel, block_size, is_limited, how)
+        expected = _attend_some(kernel, None, block_size, is_limited, how)
+        error = (found - expected).abs().max().item()
+        if not error < MAX_ERROR[dtype]:
+            raise ValueError(f"what it gives is off by {error:.2g}")
     return kernel
 
 
 @torch.inference_mode()
 def _attend_some(
-    kernel: TritonAttention, body: TritonAttention | None, block_size: int, softcap: float | None
-) -> torch.Tensor:  # (tokens, heads, head_dim) float32
-    """Attend with a body: two prompts, then a token of one beside a chunk of the other."""
+    kernel: TritonAttention,
+    body: TritonAttention | None,
+    block_size: int,
+    has_slopes: bool,
+    how: dict[str, Any],
+) -> torch.Tensor:  # (tokens, heads, head_dim) float32, on the CPU
+    """Attend with the kernel, or in plain torch in float32 on the CPU, where nothing is rounded.
+
+    Two prompts, of more keys than the kernel has on the way at once; a chunk of one beside a token
+    of the other; a token alone.
+    """
     heads, kv_heads, head_dim = kernel.heads, kernel.heads // kernel.group, kernel.head_dim
-    shape = (block_size, kv_heads, head_dim)
-    device, dtype = kernel.device, kernel.dtype
-    cache = PagedAttention(7, *shape, dtype=dtype, device=device, kernel=body)
+    device, dtype = (kernel.device, kernel.dtype) if body else (CPU, torch.float32)
+    num_blocks = -(-330 // block_size)
+    cache = PagedAttention(
+        2 * num_blocks, block_size, kv_heads, head_dim, dtype=dtype, device=device, kernel=body
+    )
     cache.keys.fill_(float("nan"))  # what others left there must not matter
     cache.values.fill_(float("nan"))
-    tables = [[6, 2, 4], [1, 5, 3]]
-    half = block_size + block_size // 2
+    blocks = list(range(2 * num_blocks))
+    first, second = blocks[1::2], blocks[-2::-2]
+    slopes = torch.linspace(0.01, 0.1, heads, device=device) if has_slopes else None
     generator = torch.Generator().manual_seed(0)
     outs = []
     for rows in (
-        [StepRow([0] * half, 0, tables[0]), StepRow([0] * block_size, 0, tables[1])],
-        [StepRow([0] * half, block_size, tables[1]), StepRow([0], half, tables[0])],
+        [StepRow([0] * 327, 0, first), StepRow([0] * 130, 0, second)],
+        [StepRow([0] * 159, 130, second), StepRow([0], 327, first)],
+        [StepRow([0], 328, first)],
     ):
         if body is None:
             cache.plan = plan_attention(rows, block_size, kv_heads, device)
@@ -188,20 +208,13 @@ def _attend_some(
             cache.plan = body.plan(rows, block_size)
         tokens = sum(len(row.token_ids) for row in rows)
         query, key, value = (
-            torch.randn((1, num, tokens, head_dim), generator=generator).to(device, dtype)
+            torch.randn((1, num, tokens, head_dim), generator=generator)
+            .to(kernel.dtype)
+            .to(device, dtype)
             for num in (heads, kv_heads, kv_heads)
         )
-        slopes = torch.linspace(0.01, 0.1, heads, device=device)
-        out = cache(
-            query,
-            key,
-            value,
-            scaling=head_dim**-0.5,
-            sliding_window=block_size + 3,
-            alibi_slopes=slopes,
-            softcap=softcap,
-        )
-        outs.append(out[0].float())
+        out = cache(query, key, value, scaling=head_dim**-0.5, alibi_slopes=slopes, **how)
+        outs.append(out[0].float().cpu())
     return torch.cat(outs)
 
 

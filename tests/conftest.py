@@ -13,7 +13,8 @@ import pytest
 import torch
 import transformers
 
-os.environ["TRITON_INTERPRET"] = "1"  # triton reads it when imported: its kernels run on the CPU
+if not torch.cuda.is_available():  # triton reads it when imported: its kernels run on the CPU
+    os.environ["TRITON_INTERPRET"] = "1"
 
 from fminfer.kernel_build import start_build
 from fminfer.models.families import FAMILIES
