@@ -42,7 +42,7 @@ def run_generate(job: dict[str, Any]) -> dict[str, Any]:
                     ids,
                     attention_mask=mask,
                     max_new_tokens=new,
-                    do_sample=False,
+                    **_how_to_draw(job),
                     pad_token_id=0,
                     eos_token_id=None,
                 )[:, longest:].tolist()
@@ -76,7 +76,7 @@ def run_generate_batch(job: dict[str, Any]) -> dict[str, Any]:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         job["model"], dtype=dtype, attn_implementation="sdpa"
     ).eval()
-    how = transformers.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
+    how = transformers.GenerationConfig(**_how_to_draw(job), eos_token_id=-1, pad_token_id=0)
     ready_s = time.perf_counter() - STARTED_S
     found: dict[str, list[int]] = {}
     with model.continuous_batching_context_manager(generation_config=how) as manager:
@@ -110,7 +110,8 @@ def run_vllm(job: dict[str, Any]) -> dict[str, Any]:
     )
     params = [
         SamplingParams(
-            temperature=0,
+            temperature=row["temperature"],
+            top_p=row["top_p"],
             max_tokens=max(1, row["max_tokens"]),
             ignore_eos=True,
             detokenize=False,
@@ -151,7 +152,7 @@ def run_openvino(job: dict[str, Any]) -> dict[str, Any]:
     started = time.perf_counter()
     prompts, configs = [], []
     for row in job["rows"]:
-        config = genai.GenerationConfig(ignore_eos=True, do_sample=False)
+        config = genai.GenerationConfig(ignore_eos=True, **_how_to_draw(job))
         config.set_eos_token_id(0)  # it refuses to have none, and ignores it
         config.max_new_tokens = max(1, row["max_tokens"])
         if not row["max_tokens"]:
@@ -187,6 +188,11 @@ def run_ctranslate2(job: dict[str, Any]) -> dict[str, Any]:
     )
     print(f"  ctranslate2: computes in {generator.compute_type}", file=sys.stderr)
     ready_s = time.perf_counter() - STARTED_S
+    drawn = _how_to_draw(job)
+    how = {}  # else it takes the likeliest token
+    if drawn["do_sample"]:
+        how = {"sampling_temperature": drawn["temperature"], "sampling_topp": drawn["top_p"]}
+        how["sampling_topk"] = 0
     answers: dict[int, Any] = {}
     for numbers in _batches(job["rows"]):
         batch = [job["rows"][i] for i in numbers]
@@ -194,7 +200,7 @@ def run_ctranslate2(job: dict[str, Any]) -> dict[str, Any]:
         new = max(row["max_tokens"] for row in batch)
         if new:
             results = generator.generate_batch(
-                prompts, max_length=new, end_token=[], include_prompt_in_result=False
+                prompts, max_length=new, end_token=[], include_prompt_in_result=False, **how
             )
             found = [
                 f.sequences_ids[0][: r["max_tokens"]] for f, r in zip(results, batch, strict=True)
@@ -233,7 +239,8 @@ def run_llama_cpp(job: dict[str, Any]) -> dict[str, Any]:
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
     def answer(row: dict[str, Any]) -> list[int]:
-        asked = {"prompt": row["prompt"], "n_predict": row["max_tokens"], "temperature": 0}
+        asked = {"prompt": row["prompt"], "n_predict": row["max_tokens"], "top_k": 0, "min_p": 0}
+        asked |= {"temperature": row["temperature"], "top_p": row["top_p"]}
         asked |= {"ignore_eos": True, "cache_prompt": True, "return_tokens": True}
         with urllib.request.urlopen(f"{address}/completion", json.dumps(asked).encode()) as reply:
             return list(json.load(reply)["tokens"])
@@ -259,6 +266,15 @@ def run_llama_cpp(job: dict[str, Any]) -> dict[str, Any]:
         server.terminate()
         server.wait()
     return _result(ready_s, job, answers, run_s)
+
+
+def _how_to_draw(job: dict[str, Any]) -> dict[str, Any]:
+    """Return what transformers and OpenVINO call it; all rows draw alike."""
+    row = job["rows"][0]
+    if row["temperature"] == 0:
+        return {"do_sample": False}
+    # transformers would keep the 50 best as it comes.
+    return {"do_sample": True, "top_k": 0} | {name: row[name] for name in ("temperature", "top_p")}
 
 
 def _length(row: dict[str, Any]) -> int:

@@ -260,6 +260,8 @@ def batch_rows(size: int) -> list[dict[str, Any]]:
 @click.option("--dtype", default="float32", show_default=True)
 @click.option("--peers", type=click.Path(path_type=Path), help="Folder of virtual environments.")
 @click.option("--side", "wanted", multiple=True, help="Only these.  [default: all there are]")
+@click.option("--temperature", default=0.0, show_default=True, help="Of rows that generate.")
+@click.option("--top-p", default=1.0, show_default=True, help="Of rows that generate.")
 @click.option("--repeats", default=1, show_default=True)
 @click.option("--scale", default=1.0, show_default=True, help="Share of the rows.")
 @click.option("--folder", type=click.Path(path_type=Path), default=Path("/tmp/fminfer-peers"))
@@ -270,6 +272,8 @@ def main(
     dtype: str,
     peers: Path | None,
     wanted: tuple[str, ...],
+    temperature: float,
+    top_p: float,
     repeats: int,
     scale: float,
     folder: Path,
@@ -294,7 +298,9 @@ def main(
     for workload in workloads:
         kind, _, size = workload.partition("-")
         rows = batch_rows(int(size)) if kind == "batch" else make_workload(workload, scale)
-        job["rows"] = [row | {"ignore_eos": True, "return_token_ids": True} for row in rows]
+        how = {"temperature": temperature, "top_p": top_p}
+        how |= {"ignore_eos": True, "return_token_ids": True}
+        job["rows"] = [row | how for row in rows]
         results[workload] = measure(workload, able, job, folder, repeats)
         roofs.append((gemm_gflops(dtype), copy_gb_per_s()))
     gemm, copy = (statistics.median(each) for each in zip(*roofs, strict=True))
@@ -305,6 +311,7 @@ def main(
     if plot is not None:
         plot.write_text(draw(results, f"{model}, {dtype}: seconds a run"))
     summary = {"model": model, "dtype": dtype, "gemm_gflops": gemm, "read_gb_per_s": copy}
+    summary |= {"temperature": temperature, "top_p": top_p}
     print(json.dumps(summary | {"workloads": results}))
 
 

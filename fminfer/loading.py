@@ -22,6 +22,7 @@ from fminfer import __version__
 from fminfer.attention import AttentionKernel
 from fminfer.attention_body import find_attention, find_library
 from fminfer.config import EngineConfig
+from fminfer.draw_kernel import DrawKernel
 from fminfer.errors import PipelineError, UsageError
 from fminfer.fused_layers import fuse_layers
 from fminfer.layer_kernels import LayerKernels
@@ -43,7 +44,7 @@ from fminfer.placement import (
     memory_name,
 )
 from fminfer.product_kernel import ProductKernel
-from fminfer.sampling import rank
+from fminfer.sampling import draw, rank
 from fminfer.score_kernel import ScoreKernel
 from fminfer.whole_layers import join_layers
 
@@ -215,6 +216,7 @@ def _build_stage(config: EngineConfig, loaded: LoadedPart, num_blocks: int) -> S
         block_size=config.block_size,
         kernel=loaded.attention,
         ranker=rank if loaded.library is None else ScoreKernel(loaded.library),
+        drawer=draw if loaded.library is None else DrawKernel(loaded.library),
     )
 
 

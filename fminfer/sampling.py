@@ -69,6 +69,10 @@ class SamplingTensors:
         )
 
 
+# Of (rows, vocab) logits, and which rows draw: their tokens, int64.
+Drawer = Callable[[torch.Tensor, SamplingTensors, torch.Tensor], torch.Tensor]
+
+
 @dataclass(slots=True, frozen=True)
 class LogitEditTensors:
     """What is changed of single logits before they are drawn from; entries are (row, token id).
@@ -122,6 +126,7 @@ def sample(
     num_top: int,
     edits: LogitEditTensors | None = None,
     ranker: Ranker = rank,
+    drawer: Drawer | None = None,
 ) -> Draws:
     """Draw one token a row.
 
@@ -129,6 +134,8 @@ def sample(
         logits: (rows, vocab), of any floating dtype; what is computed of them is float32.
         num_top: how many alternatives to report.
         edits: changes of single logits; the logprobs are those of the logits without them.
+        ranker: `rank`, or a compiled body of it.
+        drawer: a compiled body of `draw`; None: plain torch.
     """
     ranking = _rank(logits, num_top, ranker)
     edited = logits if edits is None else edits.apply(logits)
@@ -137,7 +144,7 @@ def sample(
     is_random = (how.temperature > 0) & (how.top_p > 0) & (how.top_k != 1)
     drawn_rows = is_random.nonzero()[:, 0]
     if len(drawn_rows):
-        ids[drawn_rows] = _draw(edited[drawn_rows].float(), how.rows(drawn_rows))
+        ids[drawn_rows] = (drawer or draw)(edited, how, drawn_rows)
     return _report(logits, ids, num_top, ranking)
 
 
@@ -163,8 +170,17 @@ def _report(logits: torch.Tensor, ids: torch.Tensor, num_top: int, ranking: Rank
     return Draws(ids, logprobs[:, 0], ranking.best_ids[:, :num_top], best - normalizer)
 
 
-def _draw(logits: torch.Tensor, how: SamplingTensors) -> torch.Tensor:  # (rows,) int64
-    """Draw by inverting the cumulated probabilities in id order, after top_k, min_p and top_p."""
+def draw(
+    logits: torch.Tensor, how: SamplingTensors, rows: torch.Tensor
+) -> torch.Tensor:  # as many ids as rows, int64
+    """Draw by inverting the cumulated probabilities in id order, after top_k, min_p and top_p.
+
+    Args:
+        logits: (rows, vocab), of any floating dtype.
+        how: of all rows; temperature and top_p above 0 in those that draw.
+        rows: (rows that draw,) int64.
+    """
+    logits, how = logits[rows].float(), how.rows(rows)
     largest = logits.amax(-1, keepdim=True)
     scaled = (logits - largest) / how.temperature[:, None]
     if (how.top_k > 0).any():
@@ -197,13 +213,24 @@ def _keep_top_p(probs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     is_limited = top_p < 1
     candidates = min(TOP_P_CANDIDATES, probs.shape[-1])
     best = probs.topk(candidates, -1)[0]
+    last, counts = _smallest_set(best, top_p)
     is_short = is_limited & (best.double().sum(-1) < top_p.double())
-    if is_short.any():  # the set is larger than the candidates: sort everything
-        best = probs.sort(-1, descending=True)[0]
+    short = is_short.nonzero()[:, 0]
+    if len(short):  # the set is larger than the candidates: sort all of the row
+        best = probs[short].sort(-1, descending=True)[0]
+        last[short], counts[short] = _smallest_set(best, top_p[short])
+    keep = _keep_first(probs, last, counts)
+    return probs.masked_fill(~keep & is_limited[:, None], 0.0)
+
+
+def _smallest_set(
+    best: torch.Tensor,  # (rows, k): probabilities, best first
+    top_p: torch.Tensor,  # (rows,)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return, of the smallest sets of mass >= top_p, the last value, (rows, 1), and the sizes."""
     mass_before = best.double().cumsum(-1) - best
     counts = (mass_before < top_p.double()[:, None]).sum(-1).clamp(min=1)
-    keep = _keep_first(probs, best.gather(-1, counts[:, None] - 1), counts)
-    return probs.masked_fill(~keep & is_limited[:, None], 0.0)
+    return best.gather(-1, counts[:, None] - 1), counts
 
 
 def _keep_first(

@@ -22,7 +22,7 @@ input.lines spelling sampling placement decode_attention kernel_attention launch
     output.journal output.claims \
     models.experts models.checkpoint models.layer_count models.slicing \
     pipeline.wire pipeline.transport pipeline.store pipeline.watch pipeline.local
-input.envelope attention score_kernel models.weights pipeline.group \
+input.envelope attention score_kernel draw_kernel models.weights pipeline.group \
     models.adapters.bloom models.adapters.codegen \
     models.adapters.falcon models.adapters.gpt_neo models.adapters.gptj models.adapters.mpt
 request fingerprint cost_store triton_attention whole_layers remote_files output.records \

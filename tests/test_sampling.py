@@ -5,13 +5,31 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fminfer.draw_kernel import DrawKernel
 from fminfer.kernel_build import find_compiler
-from fminfer.sampling import LogitEditTensors, SamplingTensors, rank, sample, score
+from fminfer.sampling import (
+    Drawer,
+    LogitEditTensors,
+    SamplingTensors,
+    draw,
+    rank,
+    sample,
+    score,
+)
 from fminfer.score_kernel import ScoreKernel
 
 from .conftest import built_library
 
 VOCAB = 50
+
+
+@pytest.fixture(params=["plain", "compiled"])
+def drawer(request: pytest.FixtureRequest) -> Drawer:
+    if request.param == "plain":
+        return draw
+    if find_compiler() is None:
+        pytest.skip("there is no C++ compiler")
+    return DrawKernel(built_library())
 
 
 def how(rows: list[tuple[float, float, int, float]]) -> SamplingTensors:
@@ -41,7 +59,7 @@ def plain_probs(logits: torch.Tensor, temperature: float, top_p: float, top_k: i
     return [probs[i].item() / total if i in chosen else 0.0 for i in range(len(probs))]
 
 
-def test_every_row_has_its_own_parameters_and_the_right_distribution() -> None:
+def test_every_row_has_its_own_parameters_and_the_right_distribution(drawer: Drawer) -> None:
     """Chi-square over 4,000 draws a setting, all settings mixed in every batch."""
     torch.manual_seed(3)
     logits = torch.randn(VOCAB) * 2
@@ -51,7 +69,7 @@ def test_every_row_has_its_own_parameters_and_the_right_distribution() -> None:
     for _ in range(40):
         noise = torch.rand(100, len(settings), dtype=torch.float64, generator=generator)
         rows = [(*s, noise[i, j].item()) for i in range(100) for j, s in enumerate(settings)]
-        ids = sample(logits.expand(len(rows), -1), how(rows), 0).ids.view(100, -1)
+        ids = sample(logits.expand(len(rows), -1), how(rows), 0, drawer=drawer).ids.view(100, -1)
         for j in range(len(settings)):
             counts[j] += torch.bincount(ids[:, j], minlength=VOCAB)
     for j, setting in enumerate(settings):
@@ -63,46 +81,138 @@ def test_every_row_has_its_own_parameters_and_the_right_distribution() -> None:
         assert chi_square < degrees + 4 * (2 * degrees) ** 0.5 + 4, (setting, chi_square, degrees)
 
 
-def test_a_row_does_not_depend_on_its_neighbours() -> None:
+def test_a_row_does_not_depend_on_its_neighbours(drawer: Drawer) -> None:
     torch.manual_seed(0)
     logits = torch.randn(8, VOCAB)
     rows = [(0.1 * i, 1 - 0.1 * i, i, 0.12 * i) for i in range(8)]
-    together = sample(logits, how(rows), 3)
+    together = sample(logits, how(rows), 3, drawer=drawer)
     for i, row in enumerate(rows):
-        alone = sample(logits[i : i + 1], how([row]), 3)
+        alone = sample(logits[i : i + 1], how([row]), 3, drawer=drawer)
         assert alone.ids[0] == together.ids[i]
         assert torch.equal(alone.top_ids[0], together.top_ids[i])
 
 
-def test_greedy_by_temperature_top_p_or_top_k_and_ties_to_the_lowest_id() -> None:
+def test_greedy_by_temperature_top_p_or_top_k_and_ties_to_the_lowest_id(drawer: Drawer) -> None:
     logits = torch.zeros(4, VOCAB)
     logits[:, [7, 30]] = 5.0
     rows = [(0.0, 1.0, 0, 0.9), (1.0, 0.0, 0, 0.9), (1.0, 1.0, 1, 0.9), (1e-6, 1.0, 0, 0.2)]
-    assert sample(logits, how(rows), 0).ids.tolist() == [7, 7, 7, 7]
-    assert sample(logits[:1], how([(1e-6, 1.0, 0, 0.9)]), 0).ids.tolist() == [30]
+    assert sample(logits, how(rows), 0, drawer=drawer).ids.tolist() == [7, 7, 7, 7]
+    last = sample(logits[:1], how([(1e-6, 1.0, 0, 0.9)]), 0, drawer=drawer)
+    assert last.ids.tolist() == [30]
 
 
-def test_ties_at_the_edge_of_top_k_and_top_p_go_to_the_lowest_ids() -> None:
+def test_ties_at_the_edge_of_top_k_and_top_p_go_to_the_lowest_ids(drawer: Drawer) -> None:
     logits = torch.full((1, VOCAB), -20.0)
     logits[0, [3, 9, 21, 40]] = 1.0
-    draws = [sample(logits, how([(1.0, 1.0, 2, u / 100)]), 0).ids.item() for u in range(100)]
-    assert set(draws) == {3, 9}
-    draws = [sample(logits, how([(1.0, 0.7, 0, u / 100)]), 0).ids.item() for u in range(100)]
-    assert set(draws) == {3, 9, 21}
+    for top_p, top_k, expected in ((1.0, 2, {3, 9}), (0.7, 0, {3, 9, 21}), (0.3, 3, {3})):
+        rows = how([(1.0, top_p, top_k, u / 100) for u in range(100)])
+        assert set(drawer(logits.expand(100, -1), rows, torch.arange(100)).tolist()) == expected
 
 
-def test_top_p_over_a_flat_vocabulary_larger_than_the_candidates() -> None:
-    """With more tokens than are tried first, the whole vocabulary is sorted."""
-    logits = torch.zeros(1, 4000)
-    draws = [sample(logits, how([(1.0, 0.5, 0, u / 50)]), 0).ids.item() for u in range(50)]
+def test_top_p_over_a_flat_vocabulary_larger_than_the_candidates(drawer: Drawer) -> None:
+    """With more tokens than are tried first, plain torch sorts the whole row."""
+    logits = torch.zeros(51, 4000)
+    logits[50, 7] = 30.0  # a row that needs no sorting
+    rows = how([(1.0, 0.5, 0, u / 50) for u in range(50)] + [(1.0, 0.5, 0, 0.9)])
+    *draws, peaked = drawer(logits, rows, torch.arange(51)).tolist()
     assert max(draws) < 2000 and max(draws) >= 1900
+    assert peaked == 7
 
 
-def test_noise_at_its_ends_never_draws_what_has_no_mass() -> None:
+def test_noise_at_its_ends_never_draws_what_has_no_mass(drawer: Drawer) -> None:
     logits = torch.full((2, VOCAB), float("-inf"))
     logits[:, 5:8] = 0.0
     ends = [(1.0, 1.0, 0, 0.0), (1.0, 1.0, 0, 1.0 - 2**-53)]
-    assert sample(logits, how(ends), 0).ids.tolist() == [5, 7]
+    assert sample(logits, how(ends), 0, drawer=drawer).ids.tolist() == [5, 7]
+
+
+@pytest.mark.parametrize("vocab", [1, 5, 16, 33, 2048, 2049, 32003])
+def test_draws_lie_where_the_definition_in_float64_puts_them(vocab: int, drawer: Drawer) -> None:
+    """The mass of the tokens before the drawn one, of those that are kept, meets the noise."""
+    generator = torch.Generator().manual_seed(vocab)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=generator)
+
+    count = 24
+    normal = torch.randn((count, vocab), generator=generator)
+    for logits in (
+        normal * 4,
+        (normal * 4).bfloat16(),
+        normal.half(),
+        normal.T.contiguous().T,  # rows that do not follow one another
+        torch.where(random(count, vocab) < 0.9, float("-inf"), normal),
+        normal * 200,  # where many weights are zero
+    ):
+        settings = SamplingTensors(
+            0.2 + 1.5 * random(count),
+            torch.where(random(count) < 0.5, 1.0, 0.05 + 0.94 * random(count)),
+            torch.where(random(count) < 0.5, 0, (random(count) * 60).long() + 2),
+            torch.where(random(count) < 0.5, 0.0, random(count) * 0.2),
+            random(count).double(),
+        )
+        rows = torch.arange(count)[random(count) < 0.8]
+        with torch.inference_mode():
+            ids = drawer(logits, settings, rows).tolist()
+        for row, drawn in zip(rows.tolist(), ids, strict=True):
+            if logits[row].isfinite().any():
+                probs = kept_probs(logits[row].double(), settings, row)
+                assert probs[drawn] > 0
+                before, noise = probs[:drawn].sum().item(), settings.noise[row].item()
+                assert before - 1e-5 <= noise <= before + probs[drawn].item() + 1e-5
+
+
+def kept_probs(logits: torch.Tensor, how: SamplingTensors, row: int) -> torch.Tensor:
+    """Filter one row by sorting it: the definition in float64."""
+    probs = torch.softmax(logits / how.temperature[row], -1)
+    ordered, ids = probs.sort(descending=True, stable=True)
+    if top_k := int(how.top_k[row]):
+        ordered[top_k:] = 0
+    ordered[ordered < how.min_p[row] * ordered[0]] = 0
+    ordered /= ordered.sum()
+    if how.top_p[row] < 1:
+        ordered[1:][ordered.cumsum(-1)[:-1] >= how.top_p[row].double()] = 0
+    return torch.zeros_like(ordered).scatter(0, ids, ordered / ordered.sum())
+
+
+def test_the_compiled_draw_of_equal_weights_is_the_plain_one() -> None:
+    """Weights are exactly equal here, so nothing may differ by rounding."""
+    if find_compiler() is None:
+        pytest.skip("there is no C++ compiler")
+    kernel = DrawKernel(built_library())
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.where(torch.rand((200, 700), generator=generator) < 0.3, 3.0, float("-inf"))
+    rows = [
+        (0.5 + i / 100, 1.0 - i % 7 / 8, i % 5 * 40, (i * 0.618) % 1) for i in range(len(logits))
+    ]
+    every = torch.arange(len(logits))
+    assert torch.equal(kernel(logits, how(rows), every), draw(logits, how(rows), every))
+
+
+def test_the_compiled_draw_does_not_depend_on_threads_and_survives_any_logits() -> None:
+    if find_compiler() is None:
+        pytest.skip("there is no C++ compiler")
+    kernel = DrawKernel(built_library())
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn((40, 5003), generator=generator) * 3
+    special = (float("nan"), float("inf"), float("-inf"))
+    for i, value in enumerate(special):
+        logits[i] = value
+        logits[3 + i, ::2] = value
+        logits[6 + i, 5:] = value
+    rows = how([(1.0, 1 - i % 3 / 4, i % 4 * 9, (i * 0.618) % 1) for i in range(40)])
+    every = torch.arange(40)
+    num_threads = torch.get_num_threads()
+    found = []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        try:
+            found.append(kernel(logits, rows, every))
+        finally:
+            torch.set_num_threads(num_threads)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    assert int(found[0].min()) >= 0 and int(found[0].max()) < 5003
+    assert logits[5, found[0][5]].isfinite() and logits[8, found[0][8]].isfinite()
 
 
 def test_logprobs_are_of_the_raw_logits_and_equal_in_both_places() -> None:

@@ -22,10 +22,12 @@ from fminfer.memory import SizeLimit
 from fminfer.messages import SamplingRows, StageSpan, Step, StepResult, StepRow, TokenLogprobs
 from fminfer.models.families import Family
 from fminfer.sampling import (
+    Drawer,
     Draws,
     LogitEditTensors,
     Ranker,
     SamplingTensors,
+    draw,
     rank,
     sample,
     score,
@@ -49,6 +51,7 @@ class Stage:
         num_blocks, block_size: the size of the KV cache.
         kernel: the compiled attention kernel; None: plain tensor operations.
         ranker: finds normalizers and the best of logits.
+        drawer: draws tokens.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class Stage:
         block_size: int,
         kernel: AttentionKernel | None = None,
         ranker: Ranker = rank,
+        drawer: Drawer = draw,
     ) -> None:
         self._decoder = model.get_submodule(family.decoder)
         self._head = model.get_output_embeddings()
@@ -78,6 +82,7 @@ class Stage:
         self._kv_heads, head_dim = kv_shape(model.config)
         self._kernel = kernel
         self._ranker = ranker
+        self._drawer = drawer
         self._token_limit = SizeLimit("tokens")
         self._logit_limit = SizeLimit("tokens' logits")
         self._is_last = not isinstance(self._head, nn.Identity)
@@ -206,11 +211,12 @@ class Stage:
 
         edits = _edit_tensors(rows, self._device)
 
-        def draw(logits: torch.Tensor, part: slice) -> Draws:
+        def choose(logits: torch.Tensor, part: slice) -> Draws:
             part_edits = None if edits is None else edits.part(part)
-            return sample(logits, how.rows(part), rows.num_top_logprobs, part_edits, self._ranker)
+            num_top = rows.num_top_logprobs
+            return sample(logits, how.rows(part), num_top, part_edits, self._ranker, self._drawer)
 
-        return self._by_parts(hidden, [place_of[token] for token in rows.token_index], draw)
+        return self._by_parts(hidden, [place_of[token] for token in rows.token_index], choose)
 
     def _score(self, hidden: torch.Tensor, step: Step, place_of: dict[int, int]) -> TokenLogprobs:
         rows = step.scoring
