@@ -74,6 +74,19 @@ MORE_SIZES: dict[str, dict[str, Any]] = {
         "vocab_size": 32000,
     },
     "opt-small": {"model_type": "opt", "vocab_size": 32000},  # 12 × 768
+    "qwen3-moe": {  # 12 × 768, each token has 2 of 16 experts
+        "model_type": "qwen3_moe",
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 12,
+        "head_dim": 64,
+        "num_experts": 16,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 1024,
+        "vocab_size": 32000,
+        "eos_token_id": None,
+    },
 }
 
 

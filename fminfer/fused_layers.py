@@ -104,7 +104,7 @@ def _fuse_gated(module: Any, kernels: LayerKernels, known: Known) -> bool:
 
         if (kind, activation) not in known:
             x = _probe(both.in_features, both.weight.dtype)
-            is_same = _is_activation(act, kernels, activation) and _agree(module, forward, x)
+            is_same = is_activation(act, kernels, activation) and _agree(module, forward, x)
             known[kind, activation] = is_same
         if known[kind, activation]:
             if not hasattr(module, "gate_up_proj"):
@@ -116,7 +116,9 @@ def _fuse_gated(module: Any, kernels: LayerKernels, known: Known) -> bool:
     return False
 
 
-def _is_activation(act: Any, kernels: LayerKernels, activation: int) -> bool:
+def is_activation(act: Any, kernels: LayerKernels, activation: int) -> bool:
+    """Tell whether a module computes one of the kernels' activations."""
+
     def forward(x: torch.Tensor) -> torch.Tensor:
         return kernels.gate(torch.cat([x, torch.ones_like(x)], -1), activation)
 
@@ -195,7 +197,7 @@ def _compare_attention(
     """
     x = _probe(weight.shape[1], weight.dtype)
     found = _record(module, (module, forward), x, head_dim, settings)
-    if len(found) != 2 or not all(map(_close, *found)):
+    if len(found) != 2 or not all(map(is_close, *found)):
         return None
     return dict(settings)
 
@@ -312,12 +314,13 @@ def _probe(width: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 @torch.inference_mode()
 def _agree(module: Forward, forward: Forward, x: torch.Tensor) -> bool:
     try:
-        return _close(module(x), forward(x))
+        return is_close(module(x), forward(x))
     except MISFIT:
         return False
 
 
-def _close(ours: torch.Tensor, own: torch.Tensor) -> bool:
+def is_close(ours: torch.Tensor, own: torch.Tensor) -> bool:
+    """Tell whether a result is the model's own but for rounding."""
     if ours.shape != own.shape or ours.dtype != own.dtype:
         return False
     limit = MAX_ERROR[own.dtype] * float(own.abs().amax().nan_to_num())

@@ -30,6 +30,7 @@ from fminfer.memory import is_out_of_memory
 from fminfer.models.checkpoint import Checkpoint, open_checkpoint, open_random
 from fminfer.models.slicing import head_cost
 from fminfer.models.weights import build_on_meta, load_model
+from fminfer.packed_experts import pack_experts
 from fminfer.packed_linear import pack_linears
 from fminfer.partition import Part, split_layers
 from fminfer.pipeline.group import Group
@@ -137,14 +138,14 @@ def load_part(
         checkpoint, dtype=dtype, device=device, seed=config.seed, part=part, on_progress=on_progress
     )
     library = find_library(config.attention, device)
-    if library is not None:
-        fuse_layers(network, LayerKernels(library))
+    layers = None if library is None else LayerKernels(library)
+    if layers is not None:
+        fuse_layers(network, layers)
     if device.type == "cpu":
-        pack_linears(
-            network,
-            is_fast_in_bfloat16=is_fast_in_bfloat16(device),
-            kernel=None if library is None else ProductKernel(library),
-        )
+        kernel = None if library is None else ProductKernel(library)
+        is_fast = is_fast_in_bfloat16(device)
+        pack_linears(network, is_fast_in_bfloat16=is_fast, kernel=kernel)
+        pack_experts(network, is_fast_in_bfloat16=is_fast, kernel=kernel, layers=layers)
         if library is not None:
             join_layers(network, library)
     attention, problem = find_attention(

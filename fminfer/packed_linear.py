@@ -50,12 +50,11 @@ def pack_linears(
     module: Any
     for module in list(model.modules()):
         weight = _matrix_of(module)
-        if weight is None or not _can_pack(weight, is_fast_in_bfloat16):
+        if weight is None or not can_pack(weight, is_fast_in_bfloat16):
             continue
         if owners[id(module.weight)] > 1 and weight.nbytes > MAX_TWICE_BYTES:
             continue
-        pack = kernel.pack if kernel is not None and kernel.is_best_for(weight) else _pack
-        product = pack(weight.detach(), module.bias)
+        product = pack(weight.detach(), module.bias, kernel)
         is_right = checked.get(weight.shape)
         if is_right is None:
             is_right = _is_right(product, weight, module.bias)
@@ -97,7 +96,8 @@ def _matrix_of(module: Any) -> torch.Tensor | None:
     return weight
 
 
-def _can_pack(weight: torch.Tensor, is_fast_in_bfloat16: bool) -> bool:
+def can_pack(weight: torch.Tensor, is_fast_in_bfloat16: bool) -> bool:
+    """Tell whether a weight, (outputs, inputs), can be packed here."""
     if weight.device.type != "cpu" or weight.numel() == 0:
         return False
     return _can_pack_dtype(weight.dtype, is_fast_in_bfloat16)
@@ -111,8 +111,16 @@ def _can_pack_dtype(dtype: torch.dtype, is_fast_in_bfloat16: bool) -> bool:
     return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
 
 
-def _pack(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-    """Return the product x·Wᵀ + b for x of (…, in)."""
+def pack(
+    weight: torch.Tensor, bias: torch.Tensor | None, kernel: ProductKernel | None = None
+) -> Product:
+    """Return the product x·Wᵀ + b for x of (…, in), of a weight that `can_pack`.
+
+    Args:
+        kernel: the CPU's, which is used where it is faster; None if it could not be built.
+    """
+    if kernel is not None and kernel.is_best_for(weight):
+        return kernel.pack(weight, bias)
     weight = weight.contiguous()
     if weight.dtype == torch.float32:
         packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, MKL_ROWS)

@@ -18,8 +18,8 @@ config fields imports input.streams input.values input.spans tokenizer partition
     models.alibi models.families models.sizes models.variants models.weight_files \
     integrations.generation engine.stats output.trace output.disk stopping memory fused_layers \
     packed_linear cost_model cluster.schedulers cluster.scripts team.place
-input.lines spelling sampling placement decode_attention kernel_attention launcher run_options \
-    output.journal output.claims \
+input.lines spelling sampling placement packed_experts decode_attention kernel_attention \
+    launcher run_options output.journal output.claims \
     models.experts models.checkpoint models.layer_count models.slicing \
     pipeline.wire pipeline.transport pipeline.store pipeline.watch pipeline.local
 input.envelope attention score_kernel draw_kernel models.weights pipeline.group \

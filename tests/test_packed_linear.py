@@ -88,7 +88,7 @@ def test_many_rows_of_few_outputs_in_bfloat16(outputs: int) -> None:
 
 
 def test_what_packs_wrong_is_left_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_linear, "_pack", lambda weight, bias: lambda x: x @ weight.t() + 1)
+    monkeypatch.setattr(packed_linear, "pack", lambda weight, *_: lambda x: x @ weight.t() + 1)
     linear = nn.Linear(16, 16, bias=False)
     x = torch.randn(3, 16)
     expected = linear(x)
@@ -127,7 +127,7 @@ def test_a_model_is_packed_whole_and_only_once_in_memory(
 
 def test_nan_in_one_weight_does_not_vouch_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """What cannot be compared was taken for right, and so was the next of its shape."""
-    monkeypatch.setattr(packed_linear, "_pack", lambda weight, bias: lambda x: x @ weight.t() + 1)
+    monkeypatch.setattr(packed_linear, "pack", lambda weight, *_: lambda x: x @ weight.t() + 1)
     model = nn.ModuleList([nn.Linear(16, 16, bias=False) for _ in range(2)])
     model[0].weight.data[3] = float("nan")
     x = torch.randn(3, 16)

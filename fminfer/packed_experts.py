@@ -1,0 +1,132 @@
+"""Mixtures of experts on the CPU: each expert's products packed, its tokens side by side.
+
+transformers' own loop makes plain products, which rearrange each expert's weights in every step,
+and adds the experts' outputs up one by one, in the model's dtype. It knows no family by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from fminfer.fused_layers import MISFIT, is_activation, is_close
+from fminfer.layer_kernels import GELU_TANH, SILU, LayerKernels
+from fminfer.packed_linear import Product, can_pack, pack
+from fminfer.product_kernel import ProductKernel
+
+CHECKED_TOKENS = 5
+
+
+@dataclass(slots=True, frozen=True)
+class PackedExperts:
+    """What a module of experts computes, as transformers calls it."""
+
+    products: list[tuple[Product, Product]]  # of each expert: gate and up in one, and down
+    gate: Callable[[torch.Tensor], torch.Tensor]  # of both halves: activation(first) * second
+
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the weighted sums of what each token's experts give, (tokens, hidden).
+
+        Args:
+            hidden_states: (tokens, hidden).
+            top_k_index: (tokens, k) int64, the experts of each token.
+            top_k_weights: (tokens, k).
+        """
+        num_tokens, k = top_k_index.shape
+        chosen = top_k_index.flatten()
+        order = chosen.argsort(stable=True)
+        counts = chosen.bincount(minlength=len(self.products)).tolist()
+        parts = torch.split(hidden_states[order // k], counts)
+        outs = [
+            down(self.gate(gate_up(part)))
+            for (gate_up, down), part in zip(self.products, parts, strict=True)
+            if len(part)
+        ]
+        joined = torch.cat(outs)
+        out = torch.empty_like(joined)
+        out[order] = joined
+        weighted = out.view(num_tokens, k, -1) * top_k_weights[..., None]
+        return weighted.sum(1).to(hidden_states.dtype)
+
+
+def pack_experts(
+    model: nn.Module,
+    *,
+    is_fast_in_bfloat16: bool,
+    kernel: ProductKernel | None = None,
+    layers: LayerKernels | None = None,
+) -> int:
+    """Pack the experts of every layer in place, where the result is the module's own.
+
+    As `pack_linears` does, it leaves parameters of nan.
+
+    Args:
+        is_fast_in_bfloat16: whether the machine has units for it; otherwise that is not packed.
+        kernel, layers: the CPU's, if they could be built.
+
+    Returns:
+        How many modules.
+    """
+    num_packed = 0
+    module: Any
+    for module in list(model.modules()):
+        if not _has_experts(module) or not can_pack(module.gate_up_proj[0], is_fast_in_bfloat16):
+            continue
+        names = ("gate_up_proj", "down_proj")
+        weights = [getattr(module, name).detach() for name in names]
+        products = [
+            (pack(gate_up, None, kernel), pack(down, None, kernel))
+            for gate_up, down in zip(*weights, strict=True)
+        ]
+        experts = PackedExperts(products, _gate_of(module.act_fn, layers))
+        if _is_right(experts, module):
+            module.forward = experts
+            for name, weight in zip(names, weights, strict=True):
+                nothing = weight.new_full((1,), float("nan")).expand(weight.shape)
+                setattr(module, name, nn.Parameter(nothing, requires_grad=False))
+            num_packed += 1
+    return num_packed
+
+
+def _has_experts(module: Any) -> bool:
+    """Tell whether a module has the form of transformers' experts, without biases."""
+    own = dict(module.named_parameters(recurse=False))
+    is_whole = set(own) == {"gate_up_proj", "down_proj"} and hasattr(module, "act_fn")
+    return is_whole and all(weight.dim() == 3 for weight in own.values())
+
+
+def _gate_of(
+    act: Callable[[torch.Tensor], torch.Tensor], layers: LayerKernels | None
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    for activation in (SILU, GELU_TANH):
+        if layers is not None and is_activation(act, layers, activation):
+            return partial(layers.gate, activation=activation)
+
+    def gate(both: torch.Tensor) -> torch.Tensor:
+        first, second = both.chunk(2, -1)
+        return act(first) * second
+
+    return gate
+
+
+@torch.inference_mode()
+def _is_right(experts: PackedExperts, module: Any) -> bool:
+    """Compare the experts with the module's own answer, every expert having some tokens."""
+    num_experts, _, width = module.gate_up_proj.shape
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn((CHECKED_TOKENS * num_experts, width), generator=generator)
+    x = x.to(module.gate_up_proj.dtype)
+    first = torch.arange(len(x)) % num_experts
+    index = torch.stack([first, (first + 1) % num_experts], -1)
+    weights = torch.rand(index.shape, generator=generator).to(x.dtype)
+    try:
+        return is_close(experts(x, index, weights), module(x, index, weights))
+    except MISFIT:
+        return False
