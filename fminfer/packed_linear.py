@@ -71,7 +71,10 @@ def pack_linears(
 def find_packable(
     model: nn.Module, dtype: torch.dtype, *, is_fast_in_bfloat16: bool
 ) -> list[torch.Tensor]:
-    """List the weights of a model without memory that `pack_linears` would pack on a CPU."""
+    """List the weights of a model without memory that would be packed on a CPU.
+
+    By `pack_linears`, or by `pack_experts`: those of all experts of a layer are one.
+    """
     if not _can_pack_dtype(dtype, is_fast_in_bfloat16):
         return []
     owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
@@ -83,6 +86,7 @@ def find_packable(
             is_tied = owners[id(module.weight)] > 1
             if not is_tied or weight.numel() * dtype.itemsize <= MAX_TWICE_BYTES:
                 found.append(weight)
+        found += [each for each in module.parameters(recurse=False) if each.dim() == 3]
     return found
 
 

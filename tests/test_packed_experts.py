@@ -10,6 +10,7 @@ import torch
 from fminfer.kernel_build import find_compiler
 from fminfer.layer_kernels import LayerKernels
 from fminfer.packed_experts import pack_experts
+from fminfer.packed_linear import find_packable
 from fminfer.product_kernel import ProductKernel
 
 from .conftest import built_library, make_model
@@ -53,6 +54,8 @@ def test_any_tokens_have_the_experts_own_answer(
                 x, weights = x.to(dtype).float(), weights.to(dtype).float()
                 expected[number, tokens, k] = module(x, index, weights)
     model = model.to(dtype)
+    foreseen = find_packable(model, dtype, is_fast_in_bfloat16=True)
+    assert sum(weight.dim() == 3 for weight in foreseen) == 2 * LAYERS[family]
     num_packed = pack_experts(
         model,
         is_fast_in_bfloat16=True,
