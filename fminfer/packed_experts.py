@@ -1,7 +1,7 @@
 """Mixtures of experts on the CPU: each expert's products packed, its tokens side by side.
 
-transformers' own loop makes plain products, which rearrange each expert's weights in every step,
-and adds the experts' outputs up one by one, in the model's dtype. It knows no family by name.
+transformers makes plain products, grouped or in a loop, which rearrange each expert's weights in
+every step. It knows no family by name.
 """
 
 from __future__ import annotations
@@ -77,29 +77,37 @@ def pack_experts(
     num_packed = 0
     module: Any
     for module in list(model.modules()):
-        if not _has_experts(module) or not can_pack(module.gate_up_proj[0], is_fast_in_bfloat16):
-            continue
-        names = ("gate_up_proj", "down_proj")
-        weights = [getattr(module, name).detach() for name in names]
-        products = [
-            (pack(gate_up, None, kernel), pack(down, None, kernel))
-            for gate_up, down in zip(*weights, strict=True)
-        ]
-        experts = PackedExperts(products, _gate_of(module.act_fn, layers))
-        if _is_right(experts, module):
-            module.forward = experts
-            for name, weight in zip(names, weights, strict=True):
-                nothing = weight.new_full((1,), float("nan")).expand(weight.shape)
-                setattr(module, name, nn.Parameter(nothing, requires_grad=False))
-            num_packed += 1
+        if _has_experts(module) and can_pack(module.gate_up_proj[0], is_fast_in_bfloat16):
+            num_packed += _pack(module, kernel, layers)
     return num_packed
+
+
+def _pack(module: Any, kernel: ProductKernel | None, layers: LayerKernels | None) -> bool:
+    """Pack one module's experts, if that gives its own answer."""
+    products = [
+        (pack(gate_up, None, kernel), pack(down, None, kernel))
+        for gate_up, down in zip(
+            module.gate_up_proj.detach(), module.down_proj.detach(), strict=True
+        )
+    ]
+    experts = PackedExperts(products, _gate_of(module.act_fn, layers))
+    is_right = _is_right(experts, module)
+    if is_right:
+        module.forward = experts
+        for name in ("gate_up_proj", "down_proj"):
+            weight = getattr(module, name)
+            nothing = weight.new_full((1,), float("nan")).expand(weight.shape)
+            setattr(module, name, nn.Parameter(nothing, requires_grad=False))
+    return is_right
 
 
 def _has_experts(module: Any) -> bool:
     """Tell whether a module has the form of transformers' experts, without biases."""
     own = dict(module.named_parameters(recurse=False))
-    is_whole = set(own) == {"gate_up_proj", "down_proj"} and hasattr(module, "act_fn")
-    return is_whole and all(weight.dim() == 3 for weight in own.values())
+    if set(own) != {"gate_up_proj", "down_proj"} or not hasattr(module, "act_fn"):
+        return False
+    both, down = own["gate_up_proj"].shape, own["down_proj"].shape
+    return len(both) == 3 and down == (both[0], both[2], both[1] // 2)
 
 
 def _gate_of(

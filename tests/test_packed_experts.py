@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import fminfer
+from fminfer.draw_kernel import DrawKernel
 from fminfer.kernel_build import find_compiler
 from fminfer.layer_kernels import LayerKernels
-from fminfer.packed_experts import pack_experts
+from fminfer.packed_experts import PackedExperts, pack_experts
 from fminfer.packed_linear import find_packable
 from fminfer.product_kernel import ProductKernel
 
-from .conftest import built_library, make_model
+from .conftest import built_library, make_model, save_byte_tokenizer
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkl.is_available() or not torch.backends.mkldnn.is_available(),
@@ -51,7 +55,7 @@ def test_any_tokens_have_the_experts_own_answer(
         for tokens in (1, 3, 70):  # of one token, most experts have none
             for k in (1, 2, 4):
                 x, index, weights = routed(module, tokens, k)
-                x, weights = x.to(dtype).float(), weights.to(dtype).float()
+                x = x.to(dtype).float()
                 expected[number, tokens, k] = module(x, index, weights)
     model = model.to(dtype)
     foreseen = find_packable(model, dtype, is_fast_in_bfloat16=True)
@@ -66,11 +70,38 @@ def test_any_tokens_have_the_experts_own_answer(
     for (number, tokens, k), answer in expected.items():
         module = experts_of(model)[number]
         x, index, weights = routed(module, tokens, k)
-        found = module(x.to(dtype), index, weights.to(dtype))
+        found = module(x.to(dtype), index, weights)  # which mixtral's router gives in float32
         assert found.dtype == dtype
         limit = (1e-5 if dtype == torch.float32 else 0.03) * answer.abs().max()
         assert (found.float() - answer).abs().max() < limit
         assert module.gate_up_proj.isnan().all() and module.down_proj.isnan().all()
+
+
+def test_a_run_packs_experts_and_draws_with_the_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if find_compiler() is None:
+        pytest.skip("there is no C++ compiler")
+    calls: Counter[str] = Counter()
+    for kind in (PackedExperts, DrawKernel):
+        own = kind.__call__
+
+        def call(*given: Any, own: Any = own, name: str = kind.__name__) -> torch.Tensor:
+            calls[name] += 1
+            answer: torch.Tensor = own(*given)
+            return answer
+
+        monkeypatch.setattr(kind, "__call__", call)
+    make_model("mixtral").save_pretrained(tmp_path)
+    save_byte_tokenizer(tmp_path)
+    engine = fminfer.Engine(str(tmp_path), dtype="float32")
+    calls.clear()  # packing compares
+    rows = [{"prompt": [5, 6, 7], "max_tokens": 4, "temperature": 1.0, "ignore_eos": True}]
+    (record,) = engine.run(rows)
+    engine.close()
+    assert record.error is None
+    steps_of_layers = 4 * LAYERS["mixtral"]
+    assert calls["DrawKernel"] == 4 and calls["PackedExperts"] == steps_of_layers
 
 
 def test_what_is_slow_or_differs_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,6 +109,15 @@ def test_ties_at_the_edge_of_top_k_and_top_p_go_to_the_lowest_ids(drawer: Drawer
         assert set(drawer(logits.expand(100, -1), rows, torch.arange(100)).tolist()) == expected
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_zeros_of_either_sign_are_equals(dtype: torch.dtype, drawer: Drawer) -> None:
+    for zeros in ((-0.0, 0.0), (0.0, -0.0)):
+        logits = torch.full((100, 32), -1.0, dtype=dtype)
+        logits[:, [0, 16]] = torch.tensor(zeros, dtype=dtype)
+        rows = how([(1.0, 1.0, 2, u / 100) for u in range(100)])
+        assert set(drawer(logits, rows, torch.arange(100)).tolist()) == {0, 16}
+
+
 def test_top_p_over_a_flat_vocabulary_larger_than_the_candidates(drawer: Drawer) -> None:
     """With more tokens than are tried first, plain torch sorts the whole row."""
     logits = torch.zeros(51, 4000)

@@ -194,7 +194,7 @@ int64_t draw(const T* row, int64_t vocab, float temperature, float top_p, int64_
         const Vec some = load_some(row + i, vocab - i);
         most = some > most ? some : most;  // which a nan is not
     }
-    const float largest = largest_of(most);
+    const float largest = largest_of(most) + 0.0f;  // of -0 it makes 0, so that no distance is -0
     if (!std::isfinite(largest)) {  // its logprob is nan, whichever is drawn
         for (int64_t i = 0; i < vocab; i++)
             if (number(row[i]) == largest) return i;
