@@ -6,9 +6,8 @@ import ctypes
 
 import torch
 
+from fminfer.layer_kernels import TYPES
 from fminfer.sampling import SamplingTensors
-
-TYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
 class DrawKernel:

@@ -6,7 +6,7 @@ every step. It knows no family by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from torch import nn
 
 from fminfer.fused_layers import MISFIT, is_activation, is_close
 from fminfer.layer_kernels import GELU_TANH, SILU, LayerKernels
-from fminfer.packed_linear import Product, can_pack, pack
+from fminfer.packed_linear import Product, can_pack, pack, without_values
 from fminfer.product_kernel import ProductKernel
 
 CHECKED_TOKENS = 5
@@ -75,15 +75,28 @@ def pack_experts(
         How many modules.
     """
     num_packed = 0
+    known: dict[Hashable, bool] = {}
     module: Any
     for module in list(model.modules()):
         if _has_experts(module) and can_pack(module.gate_up_proj[0], is_fast_in_bfloat16):
-            num_packed += _pack(module, kernel, layers)
+            num_packed += _pack(module, kernel, layers, known)
     return num_packed
 
 
-def _pack(module: Any, kernel: ProductKernel | None, layers: LayerKernels | None) -> bool:
-    """Pack one module's experts, if that gives its own answer."""
+def _pack(
+    module: Any,
+    kernel: ProductKernel | None,
+    layers: LayerKernels | None,
+    known: dict[Hashable, bool],
+) -> bool:
+    """Pack one module's experts, if that gives its own answer.
+
+    Args:
+        known: whether modules of a kind may be packed: the first is looked at.
+    """
+    kind = (type(module), type(module.act_fn), module.gate_up_proj.shape)
+    if not known.get(kind, True):
+        return False
     products = [
         (pack(gate_up, None, kernel), pack(down, None, kernel))
         for gate_up, down in zip(
@@ -91,14 +104,13 @@ def _pack(module: Any, kernel: ProductKernel | None, layers: LayerKernels | None
         )
     ]
     experts = PackedExperts(products, _gate_of(module.act_fn, layers))
-    is_right = _is_right(experts, module)
-    if is_right:
+    if kind not in known:
+        known[kind] = _is_right(experts, module)
+    if known[kind]:
         module.forward = experts
-        for name in ("gate_up_proj", "down_proj"):
-            weight = getattr(module, name)
-            nothing = weight.new_full((1,), float("nan")).expand(weight.shape)
-            setattr(module, name, nn.Parameter(nothing, requires_grad=False))
-    return is_right
+        module.gate_up_proj = without_values(module.gate_up_proj)
+        module.down_proj = without_values(module.down_proj)
+    return known[kind]
 
 
 def _has_experts(module: Any) -> bool:

@@ -62,8 +62,7 @@ def pack_linears(
                 checked[weight.shape] = is_right
         if is_right:
             module.forward = product
-            nothing = module.weight.new_full((1,), float("nan")).expand(module.weight.shape)
-            module.weight = nn.Parameter(nothing, requires_grad=False)
+            module.weight = without_values(module.weight)
             num_packed += 1
     return num_packed
 
@@ -88,6 +87,12 @@ def find_packable(
                 found.append(weight)
         found += [each for each in module.parameters(recurse=False) if each.dim() == 3]
     return found
+
+
+def without_values(weight: torch.Tensor) -> nn.Parameter:
+    """Return a parameter of the same shape and dtype that holds nan, in next to no memory."""
+    nothing = weight.new_full((1,), float("nan")).expand(weight.shape)
+    return nn.Parameter(nothing, requires_grad=False)
 
 
 def _matrix_of(module: Any) -> torch.Tensor | None:

@@ -120,56 +120,6 @@ class LogitEditTensors:
         return changed
 
 
-def sample(
-    logits: torch.Tensor,
-    how: SamplingTensors,
-    num_top: int,
-    edits: LogitEditTensors | None = None,
-    ranker: Ranker = rank,
-    drawer: Drawer | None = None,
-) -> Draws:
-    """Draw one token a row.
-
-    Args:
-        logits: (rows, vocab), of any floating dtype; what is computed of them is float32.
-        num_top: how many alternatives to report.
-        edits: changes of single logits; the logprobs are those of the logits without them.
-        ranker: `rank`, or a compiled body of it.
-        drawer: a compiled body of `draw`; None: plain torch.
-    """
-    ranking = _rank(logits, num_top, ranker)
-    edited = logits if edits is None else edits.apply(logits)
-    # The likeliest token; ties go to the lowest id.
-    ids = ranking.first.clone() if edited is logits else edited.argmax(-1)
-    is_random = (how.temperature > 0) & (how.top_p > 0) & (how.top_k != 1)
-    drawn_rows = is_random.nonzero()[:, 0]
-    if len(drawn_rows):
-        ids[drawn_rows] = (drawer or draw)(edited, how, drawn_rows)
-    return _report(logits, ids, num_top, ranking)
-
-
-def score(logits: torch.Tensor, ids: torch.Tensor, num_top: int, ranker: Ranker = rank) -> Draws:
-    """Return the logprob of each row's given id, and the best alternatives.
-
-    Args:
-        logits: (rows, vocab), of any floating dtype.
-        ids: (rows,) int64.
-    """
-    return _report(logits, ids, num_top, _rank(logits, num_top, ranker))
-
-
-def _rank(logits: torch.Tensor, num_top: int, ranker: Ranker) -> Ranking:
-    return ranker(logits, max(1, min(num_top, logits.shape[-1])))
-
-
-def _report(logits: torch.Tensor, ids: torch.Tensor, num_top: int, ranking: Ranking) -> Draws:
-    normalizer = ranking.normalizer[:, None]
-    logprobs = logits.gather(-1, ids[:, None]).float() - normalizer
-    # A chosen token that is also among the best has the very same float there.
-    best = ranking.best[:, :num_top]
-    return Draws(ids, logprobs[:, 0], ranking.best_ids[:, :num_top], best - normalizer)
-
-
 def draw(
     logits: torch.Tensor, how: SamplingTensors, rows: torch.Tensor
 ) -> torch.Tensor:  # as many ids as rows, int64
@@ -243,3 +193,52 @@ def _keep_first(
     is_equal = values == last
     num_equal = counts[:, None] - above.sum(-1, keepdim=True)
     return above | (is_equal & (is_equal.cumsum(-1) <= num_equal))
+
+
+def sample(
+    logits: torch.Tensor,
+    how: SamplingTensors,
+    num_top: int,
+    edits: LogitEditTensors | None = None,
+    ranker: Ranker = rank,
+    drawer: Drawer = draw,
+) -> Draws:
+    """Draw one token a row.
+
+    Args:
+        logits: (rows, vocab), of any floating dtype; what is computed of them is float32.
+        num_top: how many alternatives to report.
+        edits: changes of single logits; the logprobs are those of the logits without them.
+        ranker, drawer: `rank` and `draw`, or compiled bodies of them.
+    """
+    ranking = _rank(logits, num_top, ranker)
+    edited = logits if edits is None else edits.apply(logits)
+    # The likeliest token; ties go to the lowest id.
+    ids = ranking.first.clone() if edited is logits else edited.argmax(-1)
+    is_random = (how.temperature > 0) & (how.top_p > 0) & (how.top_k != 1)
+    drawn_rows = is_random.nonzero()[:, 0]
+    if len(drawn_rows):
+        ids[drawn_rows] = drawer(edited, how, drawn_rows)
+    return _report(logits, ids, num_top, ranking)
+
+
+def score(logits: torch.Tensor, ids: torch.Tensor, num_top: int, ranker: Ranker = rank) -> Draws:
+    """Return the logprob of each row's given id, and the best alternatives.
+
+    Args:
+        logits: (rows, vocab), of any floating dtype.
+        ids: (rows,) int64.
+    """
+    return _report(logits, ids, num_top, _rank(logits, num_top, ranker))
+
+
+def _rank(logits: torch.Tensor, num_top: int, ranker: Ranker) -> Ranking:
+    return ranker(logits, max(1, min(num_top, logits.shape[-1])))
+
+
+def _report(logits: torch.Tensor, ids: torch.Tensor, num_top: int, ranking: Ranking) -> Draws:
+    normalizer = ranking.normalizer[:, None]
+    logprobs = logits.gather(-1, ids[:, None]).float() - normalizer
+    # A chosen token that is also among the best has the very same float there.
+    best = ranking.best[:, :num_top]
+    return Draws(ids, logprobs[:, 0], ranking.best_ids[:, :num_top], best - normalizer)

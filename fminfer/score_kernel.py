@@ -6,9 +6,9 @@ import ctypes
 
 import torch
 
+from fminfer.layer_kernels import TYPES
 from fminfer.sampling import Ranking, rank
 
-TYPES = {torch.float32: 0, torch.bfloat16: 1}
 MOST_TOP = 64  # of more, torch's own selection is faster
 
 

@@ -27,7 +27,7 @@ from fminfer.placement import auto_budget, free_bytes, is_fast_in_bfloat16
 RUN_BYTES = 30 << 20  # of a run's process beside a check's: threads, journal, rows
 # What the allocator cannot use again of each weight that was replaced by its packed form.
 HOLE_BYTES = {torch.float32: 5 << 19, torch.bfloat16: 1 << 20}
-EXPERT_HOLE_BYTES = {torch.float32: 1 << 20}  # of each expert's; in bfloat16 there is none
+EXPERT_HOLE_BYTES = {torch.float32: 1 << 20}  # of each product of an expert; in bfloat16 none
 LOGIT_COPIES = 3  # of float32 logits that may exist at once: greedy rows in bfloat16 need less
 HIDDEN_COPIES, WIDE_COPIES = 8, 3  # of a step's hidden states, and of what is inside an MLP
 
@@ -117,8 +117,8 @@ def _measure(
     twice = packable if is_mapped else [w for w in packable if _is_tied(model, w)]
     weights += sum(weight.numel() for weight in twice) * dtype.itemsize
     weights += len(packable) * HOLE_BYTES.get(dtype, 0)
-    num_experts = sum(len(weight) for weight in packable if weight.dim() == 3)
-    weights += num_experts * EXPERT_HOLE_BYTES.get(dtype, 0)
+    num_products = sum(len(weight) for weight in packable if weight.dim() == 3)
+    weights += num_products * EXPERT_HOLE_BYTES.get(dtype, 0)
     return Footprint(
         part.stage,
         part.num_layers,

@@ -24,9 +24,6 @@ inline int32_t bits_of(float value) {
     return bits;
 }
 
-inline float number(float value) { return value; }
-inline float number(uint16_t bits) { return from_bfloat16(bits); }
-
 inline float float_of(int32_t bits) {
     float value;
     std::memcpy(&value, &bits, sizeof value);

@@ -12,9 +12,6 @@ namespace {
 
 constexpr int BLOCK = 64 * LANES, GROUP = 8 * LANES;
 
-inline float number(float value) { return value; }
-inline float number(uint16_t bits) { return from_bfloat16(bits); }
-
 inline bool is_any_above(Vec values, float limit) {
 #ifdef __AVX512F__
     return _mm512_cmp_ps_mask((__m512)values, _mm512_set1_ps(limit), _CMP_GT_OQ) != 0;

@@ -84,6 +84,10 @@ inline float from_bfloat16(uint16_t bits) {
 }
 inline Vec from_bfloat16(Half bits) { return (Vec)(widen(bits) << 16); }
 
+// One element of either type.
+inline float number(float value) { return value; }
+inline float number(uint16_t bits) { return from_bfloat16(bits); }
+
 // Rounds to the nearest, ties to even; nan stays nan.
 inline Half to_bfloat16(Vec value) {
     const UVec bits = (UVec)value;
