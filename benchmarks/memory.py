@@ -75,8 +75,8 @@ class StubEngine:
             self._intake,
             Scheduler(
                 pool,
-                chunk_size=config.chunk_size,
-                max_rows=config.max_rows,
+                chunk_size=512,
+                max_rows=256,
                 micro_batches=2,
                 cache=PrefixCache(pool),
             ),

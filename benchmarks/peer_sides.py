@@ -26,7 +26,9 @@ def run_generate(job: dict[str, Any]) -> dict[str, Any]:
 
     transformers.logging.set_verbosity_error()
     dtype = getattr(torch, job["dtype"])
-    model = transformers.AutoModelForCausalLM.from_pretrained(job["model"], dtype=dtype).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(job["model"], dtype=dtype)
+    device = torch.device(job["device"])
+    model = model.eval().to(device)
     ready_s = time.perf_counter() - STARTED_S
     answers: dict[int, Any] = {}
     with torch.inference_mode():
@@ -36,6 +38,7 @@ def run_generate(job: dict[str, Any]) -> dict[str, Any]:
             gaps = [longest - len(row["prompt"]) for row in batch]
             ids = torch.tensor([[0] * g + r["prompt"] for g, r in zip(gaps, batch, strict=True)])
             mask = torch.tensor([[0] * g + [1] * (longest - g) for g in gaps])
+            ids, mask = ids.to(device), mask.to(device)
             new = max(row["max_tokens"] for row in batch)
             if new:
                 found = model.generate(
@@ -75,7 +78,8 @@ def run_generate_batch(job: dict[str, Any]) -> dict[str, Any]:
     dtype = getattr(torch, job["dtype"])
     model = transformers.AutoModelForCausalLM.from_pretrained(
         job["model"], dtype=dtype, attn_implementation="sdpa"
-    ).eval()
+    )
+    model = model.eval().to(job["device"])
     how = transformers.GenerationConfig(**_how_to_draw(job), eos_token_id=-1, pad_token_id=0)
     ready_s = time.perf_counter() - STARTED_S
     found: dict[str, list[int]] = {}

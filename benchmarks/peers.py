@@ -5,12 +5,15 @@ The workloads are those of against_transformers.py, on a random-init model that 
 once. transformers runs with this Python; vLLM, OpenVINO GenAI, CTranslate2 and llama.cpp's server
 where `make_peers.sh FOLDER` has made their virtual environments; the last three get the checkpoint
 converted, once. Every turn is a process of its own. "run" is the answering alone, "job" is from the
-start of the process to its end. The machine's roof, a product and a copy, is measured between the
-turns. A side that cannot answer a workload, or convert the model, says why and has a – there.
+start of the process to its end. The machine's roof, a product and a read, is measured between the
+turns; "limit" is the least time that a run could take at it (limit.py). A side that cannot answer a
+workload, or convert the model, says why and has a – there.
 
     benchmarks/make_peers.sh ~/peers
     python benchmarks/peers.py --peers ~/peers --workload a --workload b --workload c --repeats 3
     python benchmarks/peers.py --model qwen3-0.5b --workload a --dtype bfloat16
+    python benchmarks/peers.py --device cuda --model llama-8b --workload 512x512+128 \\
+        --dtype bfloat16 --side fminfer --side generate_batch
 
 A table comes first, one JSON line last; `--plot` draws the run times.
 """
@@ -20,6 +23,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
+import re
 import signal
 import statistics
 import subprocess
@@ -32,7 +37,8 @@ from typing import Any
 import click
 import torch
 import transformers
-from against_transformers import gemm_gflops, make_workload
+from against_transformers import make_workload
+from limit import Roof, least_s, measure_roof
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from fminfer.models.sizes import SIZES
@@ -73,6 +79,19 @@ MORE_SIZES: dict[str, dict[str, Any]] = {
         "n_head": 16,
         "vocab_size": 32000,
     },
+    "llama-8b": {  # Llama 3's shape
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        "bos_token_id": None,
+        "eos_token_id": None,
+    },
     "opt-small": {"model_type": "opt", "vocab_size": 32000},  # 12 × 768
     "qwen3-moe": {  # 12 × 768, each token has 2 of 16 experts
         "model_type": "qwen3_moe",
@@ -90,14 +109,15 @@ MORE_SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def write_model(folder: Path, size: str, dtype: str) -> None:
+def write_model(folder: Path, size: str, dtype: str, device: str) -> None:
     """Write a random-init checkpoint and a tokenizer of bytes and fillers, once."""
-    if (folder / "model.safetensors").exists():
+    if any(folder.glob("model*.safetensors")):
         return
     fields = dict((SIZES | MORE_SIZES)[size])
     config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
     torch.manual_seed(1)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
     pieces += [f"<filler {i}>" for i in range(config.vocab_size - len(pieces))]
     tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
@@ -130,6 +150,7 @@ def run_fminfer(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         file.writelines(json.dumps(row) + "\n" for row in job["rows"])
     command = [sys.executable, "-m", "fminfer", "run", str(rows), "--model-name", job["model"]]
     command += ["--output", str(output), "--restart", "-q", "--dtype", job["dtype"]]
+    command += ["--device", job["device"]]
     subprocess.run([*command, "--stats", str(folder / "stats.json")], check=True)
     stats = json.loads((folder / "stats.json").read_text())
     assert stats["num_errors"] == 0
@@ -168,23 +189,12 @@ def run_peer(python: str, side: str, job: dict[str, Any], folder: Path) -> dict[
     return result
 
 
-def copy_gb_per_s() -> float:
-    """Measure reading 256 MB, which is what a step of few rows does with the weights."""
-    data = torch.ones(64 << 20)
-    times = []
-    for _ in range(5):
-        started = time.perf_counter()
-        data.sum()
-        times.append(time.perf_counter() - started)
-    return data.numel() * 4 / statistics.median(times) / 1e9
-
-
-def find_sides(peers: Path | None, wanted: tuple[str, ...]) -> dict[str, str]:
+def find_sides(peers: Path | None, wanted: tuple[str, ...], device: str = "cpu") -> dict[str, str]:
     """Return the sides that can run here, each with its Python; generate_batch if asked for."""
     sides = {"fminfer": sys.executable, "transformers": sys.executable}
     if "generate_batch" in wanted:
         sides["generate_batch"] = sys.executable
-    for name in ("vllm", *CONVERTERS):
+    for name in ("vllm", *(CONVERTERS if device == "cpu" else ())):
         python = peers / name / "bin/python" if peers else None
         if python is not None and python.exists():
             sides[name] = str(python)
@@ -251,13 +261,22 @@ def draw(results: dict[str, dict[str, dict[str, Any]]], title: str) -> str:
 
 
 def _cells(side: dict[str, Any] | None) -> str:
-    return f"{side['run_s']:9.1f}{side['job_s']:9.1f}" if side else f"{'–':>9}" * 2
+    return f"{side['run_s']:14.1f}{side['job_s']:9.1f}" if side else f"{'–':>14}{'–':>9}"
 
 
-def batch_rows(size: int) -> list[dict[str, Any]]:
-    """Return a batch of the BLOOM inference scripts: few tokens in, 100 out."""
-    rows = [[40 + (i + j) % 200 for j in range(6)] for i in range(size)]
-    return [{"prompt": ids, "max_tokens": 100, "temperature": 0} for ids in rows]
+def make_rows(workload: str, scale: float) -> list[dict[str, Any]]:
+    """Return the rows of a workload by its name."""
+    if match := re.fullmatch(r"batch-(\d+)", workload):  # of the BLOOM inference scripts
+        prompts = [[40 + (i + j) % 200 for j in range(6)] for i in range(int(match[1]))]
+        return [{"prompt": ids, "max_tokens": 100} for ids in prompts]
+    if match := re.fullmatch(r"(\d+)x(\d+)\+(\d+)", workload):
+        size, num_in, num_out = map(int, match.groups())
+        rng = random.Random(2026)
+        prompts = [[rng.randrange(32000) for _ in range(num_in)] for _ in range(size)]
+        return [{"prompt": ids, "max_tokens": num_out} for ids in prompts]
+    if workload not in ("a", "b", "c"):
+        raise click.BadParameter(f"{workload}: a, b, c, batch-N or ROWSxIN+OUT, as 512x512+128")
+    return make_workload(workload, scale)
 
 
 @click.command()
@@ -267,10 +286,11 @@ def batch_rows(size: int) -> list[dict[str, Any]]:
     multiple=True,
     default=["a"],
     show_default=True,
-    help="a, b, c, or batch-N: N rows of 6 tokens, 100 new ones.",
+    help="a, b, c, batch-N (N rows of 6 tokens, 100 new ones), or ROWSxIN+OUT, as 512x512+128.",
 )
 @click.option("--model", default="llama-160m", show_default=True)
 @click.option("--dtype", default="float32", show_default=True)
+@click.option("--device", default="cpu", show_default=True, help="Of all sides: cpu or cuda.")
 @click.option("--peers", type=click.Path(path_type=Path), help="Folder of virtual environments.")
 @click.option("--side", "wanted", multiple=True, help="Only these.  [default: all there are]")
 @click.option("--temperature", default=0.0, show_default=True, help="Of rows that generate.")
@@ -283,6 +303,7 @@ def main(
     workloads: tuple[str, ...],
     model: str,
     dtype: str,
+    device: str,
     peers: Path | None,
     wanted: tuple[str, ...],
     temperature: float,
@@ -294,9 +315,9 @@ def main(
 ) -> None:
     """Time all sides and print them beside each other."""
     folder = folder / f"{model}-{dtype}"
-    write_model(folder, model, dtype)
-    sides = find_sides(peers, wanted)
-    job: dict[str, Any] = {"model": str(folder), "dtype": dtype}
+    write_model(folder, model, dtype, device)
+    sides = find_sides(peers, wanted, device)
+    job: dict[str, Any] = {"model": str(folder), "dtype": dtype, "device": device}
     able = dict(sides)
     for name in CONVERTERS:
         if name in sides and peers is not None:
@@ -307,23 +328,26 @@ def main(
                 continue
             job[name] = str(folder / name)
             print(f"  {name}: converted once, {took_s:.0f} s", file=sys.stderr)
-    results, roofs = {}, []
+    results, roofs, limits = {}, list[Roof](), dict[str, float]()
     for workload in workloads:
-        kind, _, size = workload.partition("-")
-        rows = batch_rows(int(size)) if kind == "batch" else make_workload(workload, scale)
         how = {"temperature": temperature, "top_p": top_p}
         how |= {"ignore_eos": True, "return_token_ids": True}
-        job["rows"] = [row | how for row in rows]
+        job["rows"] = [row | how for row in make_rows(workload, scale)]
         results[workload] = measure(workload, able, job, folder, repeats)
-        roofs.append((gemm_gflops(dtype), copy_gb_per_s()))
-    gemm, copy = (statistics.median(each) for each in zip(*roofs, strict=True))
-    print(f"\n{model}, {dtype}, medians of {repeats}; roof {gemm:.0f} GFLOP/s, {copy:.0f} GB/s")
-    print(f"{'':14}" + "".join(f"{w + ' run':>9}{w + ' job':>9}" for w in results) + "   seconds")
+        roofs.append(measure_roof(dtype, device))
+        limits[workload] = least_s(str(folder), dtype, job["rows"], roofs[-1])
+    gemm = statistics.median(roof.flop for roof in roofs) / 1e9
+    read = statistics.median(roof.bytes for roof in roofs) / 1e9
+    print(f"\n{model}, {dtype}, medians of {repeats}; roof {gemm:.0f} GFLOP/s, {read:.0f} GB/s")
+    names = "".join(f"{w:>14}{'job':>9}" for w in results)
+    print(f"{'seconds':14}{names}")
     for name in sides:
         print(f"{name:14}" + "".join(_cells(r.get(name)) for r in results.values()))
+    print(f"{'limit':14}" + "".join(f"{limits[w]:14.1f}{'':9}" for w in results))
     if plot is not None:
         plot.write_text(draw(results, f"{model}, {dtype}: seconds a run"))
-    summary = {"model": model, "dtype": dtype, "gemm_gflops": gemm, "read_gb_per_s": copy}
+    summary = {"model": model, "dtype": dtype, "gemm_gflops": gemm, "read_gb_per_s": read}
+    summary |= {"device": device, "limit_s": limits}
     summary |= {"temperature": temperature, "top_p": top_p}
     print(json.dumps(summary | {"workloads": results}))
 

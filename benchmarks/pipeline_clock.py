@@ -198,7 +198,7 @@ class Engine:
     kv_tokens: int
     micro_batches: int
     max_rows: int
-    chunk_size: int = DEFAULTS.chunk_size
+    chunk_size: int = 512
     block_size: int = DEFAULTS.block_size
     min_share: int | None = None  # None: the scheduler's own
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import click
-from pipeline_clock import DEFAULTS, Driver, Engine, SimulatedPipeline, Workload, run_engine
+from pipeline_clock import Driver, Engine, SimulatedPipeline, Workload, run_engine
 from pipeline_costs import (
     GB,
     MACHINES,
@@ -163,7 +163,7 @@ def print_table(results: list[dict[str, Any]]) -> None:
 @click.option("--max-tokens", default=128, show_default=True, help="A row, on average.")
 @click.option("--spread", default=0.5, show_default=True, help="Lengths differ by this share.")
 @click.option("--budget", type=int, help="Most tokens of KV cache; default: what memory holds.")
-@click.option("--chunk-size", default=DEFAULTS.chunk_size, show_default=True)
+@click.option("--chunk-size", default=512, show_default=True)
 @click.option("--min-share", type=int, help="The scheduler's MIN_SHARE; default: its own.")
 @click.option("--per-machine", default=8, show_default=True, help="Devices a machine.")
 @click.option("--between-gbytes", type=float, help="Gigabytes a second between machines.")

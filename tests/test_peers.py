@@ -5,11 +5,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import click
 import pytest
+import transformers
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # scripts, not a package: they find each other like this
 
+import limit  # noqa: E402
 import peers  # noqa: E402
 
 
@@ -47,3 +50,72 @@ def test_a_side_that_cannot_convert_is_told(tmp_path: Path) -> None:
     assert peers.convert(*how) is not None
     converter.unlink()
     assert peers.convert(*how) is not None  # once is enough
+
+
+def test_workloads_by_name() -> None:
+    (first, second) = peers.make_rows("2x3+5", 1.0)
+    assert len(first["prompt"]) == 3 and first["max_tokens"] == 5
+    assert first["prompt"] != second["prompt"]
+    assert len(peers.make_rows("batch-8", 1.0)) == 8
+    with pytest.raises(click.BadParameter, match="512x512"):
+        peers.make_rows("d", 1.0)
+
+
+def test_on_a_gpu_only_sides_that_use_it(tmp_path: Path) -> None:
+    for name in ("vllm", "llama.cpp"):
+        python = tmp_path / name / "bin/python"
+        python.parent.mkdir(parents=True)
+        python.touch()
+    assert list(peers.find_sides(tmp_path, (), "cuda")) == ["fminfer", "transformers", "vllm"]
+
+
+def test_prefixes_that_are_shared_count_once() -> None:
+    assert limit.count_distinct([[1, 2, 3], [7], [1, 2, 4, 5], [1, 2, 3]]) == 6
+
+
+def write_config(folder: Path, **fields: object) -> str:
+    config = transformers.AutoConfig.for_model(**fields)
+    config.save_pretrained(folder)
+    return str(folder)
+
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 10,
+}
+LAYER = 8 * (8 + 4 + 4 + 8) + 3 * 8 * 16  # q, k, v, o; gate, up and down
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_the_limit_of_a_run(tmp_path: Path, is_tied: bool) -> None:
+    """Counted by hand: 2 × weights × tokens to feed, then steps that multiply or read."""
+    folder = write_config(tmp_path, **LLAMA, tie_word_embeddings=is_tied)
+    rows = [{"prompt": [1, 2, 3], "max_tokens": 3}, {"prompt": [1, 2, 4], "max_tokens": 2}]
+    feed = 2 * (2 * LAYER * 4 + 80 * 2)  # four distinct tokens, two draws
+    products = 2 * (2 * LAYER + 80) * (2 + 1)  # two rows, then one
+    reads = 2 * (2 * LAYER + 80) * 2 + 2 * 2 * 4 * 2 * (4 + 4 + 5)  # all weights twice, and keys
+    fast_memory = limit.least_s(folder, "bfloat16", rows, limit.Roof(1e3, 1e12))
+    assert fast_memory == pytest.approx((feed + products) / 1e3)
+    slow_memory = limit.least_s(folder, "bfloat16", rows, limit.Roof(1e12, 1e3))
+    assert slow_memory == pytest.approx(reads / 1e3, rel=1e-6)
+
+
+def test_the_limit_of_scoring(tmp_path: Path) -> None:
+    folder = write_config(tmp_path, **LLAMA)
+    rows = [{"prompt": [1, 2, 3], "max_tokens": 0}]
+    found = limit.least_s(folder, "float32", rows, limit.Roof(1e3, 1e3))
+    assert found == pytest.approx(2 * (2 * LAYER * 3 + 80 * 2) / 1e3)
+
+
+def test_a_token_meets_its_experts_only() -> None:
+    fields = peers.MORE_SIZES["qwen3-moe"] | {"num_hidden_layers": 1}
+    config = transformers.AutoConfig.for_model(**fields)
+    layers, active, head = limit.count_weights(config)
+    expert = 3 * 768 * 1024
+    assert layers - active == (16 - 2) * expert
+    assert head == 32000 * 768

@@ -1,0 +1,111 @@
+"""The least time a machine could answer rows in: peers.py's last line.
+
+Every prompt token that no earlier prompt begins with goes through the layers once, at the rate of
+the machine's products; then all rows draw together, and each step takes as long as its products or
+as reading the weights and the rows' keys and values, whichever is longer. The head counts where
+logits are needed. What attention itself computes is left out, as is all else between products.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from fminfer.pipeline.stage import kv_shape
+
+# Tokens, in and out: one that suits two cores and a small model, one that fills a GPU.
+GEMM = {"cpu": (512, 768, 3072), "cuda": (8192, 4096, 14336)}
+READ_BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}
+
+
+@dataclass(frozen=True)
+class Roof:
+    """What a machine does in a second."""
+
+    flop: float
+    bytes: float
+
+
+def measure_roof(dtype: str, device: str) -> Roof:
+    """Time a product, and reading what no cache holds, as a step of few rows does with weights."""
+    kind = torch.device(device).type
+    tokens, width_in, width_out = GEMM[kind]
+    left = torch.randn(tokens, width_in, dtype=getattr(torch, dtype), device=device)
+    right = torch.randn(width_out, width_in, dtype=getattr(torch, dtype), device=device)
+    product_s = _median_s(lambda: nn.functional.linear(left, right), device)
+    data = torch.ones(READ_BYTES[kind] // 4, device=device)
+    read_s = _median_s(data.sum, device)
+    return Roof(2 * tokens * width_in * width_out / product_s, READ_BYTES[kind] / read_s)
+
+
+def _median_s(work: Callable[[], torch.Tensor], device: str) -> float:
+    times = []
+    for _ in range(12):
+        started = time.perf_counter()
+        work()
+        if device != "cpu":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def least_s(folder: str, dtype: str, rows: list[dict[str, Any]], roof: Roof) -> float:
+    """Return the seconds that the rows of a file would take at the roof.
+
+    Args:
+        folder: the checkpoint.
+        rows: requests with `prompt`, a list of ids, and `max_tokens`; 0 scores the prompt.
+    """
+    config = transformers.AutoConfig.from_pretrained(folder)
+    layers, active, head = count_weights(config)
+    width = getattr(torch, dtype).itemsize
+    kv_heads, head_dim = kv_shape(config)
+    kv_bytes = 2 * config.num_hidden_layers * kv_heads * head_dim * width
+    scored = sum(len(row["prompt"]) - 1 for row in rows if not row["max_tokens"])
+    drawing = [row for row in rows if row["max_tokens"]]
+    flop = 2 * active * count_distinct([row["prompt"] for row in rows])
+    seconds = (flop + 2 * head * (scored + len(drawing))) / roof.flop
+    for step in range(1, max((row["max_tokens"] for row in drawing), default=0)):
+        lengths = [len(row["prompt"]) + step for row in drawing if row["max_tokens"] > step]
+        products_s = 2 * (active + head) * len(lengths) / roof.flop
+        read_s = ((layers + head) * width + kv_bytes * sum(lengths)) / roof.bytes
+        seconds += max(products_s, read_s)
+    return seconds
+
+
+def count_weights(config: Any) -> tuple[int, int, int]:
+    """Return how many weights a model's layers have, a token meets there, and its head has."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    head = model.get_output_embeddings().weight
+    layers = active = 0
+    for weight in model.parameters():
+        if weight.dim() < 2 or id(weight) in tables or weight is head:
+            continue
+        is_expert = weight.dim() == 3
+        layers += weight.numel()
+        share = config.num_experts_per_tok / weight.shape[0] if is_expert else 1
+        active += round(weight.numel() * share)
+    return layers, active, head.numel()
+
+
+def count_distinct(prompts: list[list[int]]) -> int:
+    """Count the tokens of a trie of prompts: those that must be computed if prefixes are shared."""
+    count, before = 0, []
+    for prompt in sorted(prompts):
+        num_shared = 0
+        for token, other in zip(prompt, before, strict=False):
+            if token != other:
+                break
+            num_shared += 1
+        count += len(prompt) - num_shared
+        before = prompt
+    return count
