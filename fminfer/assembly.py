@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fminfer.config import EngineConfig
+from fminfer.config import EngineConfig, StepSizes
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.equal_requests import EqualRequests
@@ -39,6 +39,7 @@ def build_loop(
     pipeline: Pipeline,
     form: AnswerForm,
     *,
+    sizes: StepSizes,
     num_blocks: int,
     num_stages: int,
 ) -> EngineLoop:
@@ -52,8 +53,8 @@ def build_loop(
     pool = BlockPool(num_blocks, config.block_size)
     scheduler = Scheduler(
         pool,
-        chunk_size=config.chunk_size,
-        max_rows=config.max_rows,
+        chunk_size=sizes.chunk_size,
+        max_rows=sizes.max_rows,
         micro_batches=micro_batches,
         num_stages=num_stages,
         cache=PrefixCache(pool) if config.prefix_cache else None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -64,11 +64,11 @@ def run_bench(
     """
     if min(batch_sizes, default=0) < 1 or new_tokens < 1:
         raise UsageError("batch sizes and --new-tokens must be 1 or more")
-    if max(batch_sizes) > config.max_rows:
+    if config.max_rows is not None and max(batch_sizes) > config.max_rows:
         raise UsageError(
             f"a batch of {max(batch_sizes)} does not run at once: --max-rows is {config.max_rows}"
         )
-    engine = Engine(**asdict(config))
+    engine = Engine(**asdict(replace(config, max_rows=config.max_rows or max(batch_sizes))))
     try:
         ready_s = elapsed_s()
         _check_room(engine, max(batch_sizes), new_tokens)

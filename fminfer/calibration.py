@@ -111,7 +111,7 @@ def _measure(engine: Engine, on_trial: Callable[[Trial], None]) -> list[Sample]:
 def _shorten(engine: Engine, trial: Trial) -> Trial | None:
     """Return a trial whose rows fit the model's context; None: they do not all run at once."""
     room = engine.context_length - trial.new_tokens
-    if room < 1 or trial.num_rows > engine.config.max_rows:
+    if room < 1 or trial.num_rows > engine.max_rows:
         return None
     prompt_tokens = min(trial.prompt_tokens, room)
     size = engine.config.block_size

@@ -17,6 +17,14 @@ OnTooLong = Literal["error", "truncate-left", "truncate-right"]
 
 
 @dataclass(slots=True, frozen=True)
+class StepSizes:
+    """How much is computed at once."""
+
+    chunk_size: int  # most tokens of one step
+    max_rows: int  # most sequences that run at once
+
+
+@dataclass(slots=True, frozen=True)
 class EngineConfig:
     """Options of one engine.
 
@@ -32,8 +40,8 @@ class EngineConfig:
     seed: int = 1  # for requests without a seed of their own, and for random weights
     budget: int | None = None  # tokens of KV cache for all running rows, rounded up to blocks
     block_size: int = 32  # tokens a KV block
-    chunk_size: int = 512  # most tokens of one step
-    max_rows: int = 256  # most sequences that run at once
+    chunk_size: int | None = None  # most tokens of one step; None: what suits the device
+    max_rows: int | None = None  # most sequences that run at once; None: the same
     micro_batches: int | None = None  # steps in flight; None: one more than there are stages
     prefix_cache: bool = True  # compute shared prefixes and equal requests once
     on_too_long: OnTooLong = "error"  # a prompt that leaves no room for max_tokens
@@ -50,6 +58,20 @@ class EngineConfig:
     stage_layers: tuple[int, ...] | None = None  # of each rank
     num_engines: int = 1  # on this machine, which share its cores, memory and GPUs
     engine_number: int = 0  # of this one among them
+
+    def step_sizes(self, device_type: str, num_stages: int) -> StepSizes:
+        """Return what was asked for, and of the rest what suits a device.
+
+        A GPU computes thousands of tokens as cheaply as it starts a step's hundreds of kernels.
+        Stages wait until the first ones have a step to pass on, so they share those thousands.
+
+        Args:
+            device_type: cpu or cuda.
+            num_stages: of the pipeline.
+        """
+        on_gpu = device_type == "cuda"
+        chunk_size = max(512, 4096 // num_stages) if on_gpu else 512
+        return StepSizes(self.chunk_size or chunk_size, self.max_rows or (1024 if on_gpu else 256))
 
     def __post_init__(self) -> None:
         at_least_1 = ("block_size", "chunk_size", "max_rows", "micro_batches")

@@ -9,6 +9,7 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from fminfer.messages import StepRow
@@ -88,7 +89,7 @@ def plan_rows(rows: Sequence[StepRow], block_size: int) -> KernelRows:
         entries += of_row
         first += num
     columns = (table, blocks, token_slots(rows, block_size), runs, members, entries)
-    return KernelRows(*(torch.tensor(c, dtype=torch.int64, device="cpu") for c in columns))
+    return KernelRows(*(torch.from_numpy(np.array(c, dtype=np.int64)) for c in columns))
 
 
 def _plan_runs(

@@ -80,10 +80,10 @@ def kv_token_bytes(checkpoint: Checkpoint, part: Part, dtype: torch.dtype) -> in
     return 2 * part.num_layers * kv_heads * head_dim * dtype.itemsize
 
 
-def most_kv_tokens(config: EngineConfig, checkpoint: Checkpoint) -> int:
+def most_kv_tokens(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> int:
     """Return the tokens of KV cache beyond which more is of no use."""
     size = config.block_size
-    return config.max_rows * -(-checkpoint.context_length // size) * size
+    return config.step_sizes(device.type, 1).max_rows * -(-checkpoint.context_length // size) * size
 
 
 def open_model(config: EngineConfig, *, has_weights: bool = True) -> Checkpoint:
@@ -163,7 +163,7 @@ def load_part(
 def count_blocks(config: EngineConfig, loaded: LoadedPart, group: Group | None = None) -> int:
     """Return the size of the KV cache in blocks, the same on every rank.
 
-    Of an automatic budget each rank allows what half of its memory, which it may share with other
+    Of an automatic budget each rank allows what a part of its memory, which it may share with other
     ranks, holds beside the weights; the least counts.
     """
     budget, size = config.budget, config.block_size
@@ -172,16 +172,18 @@ def count_blocks(config: EngineConfig, loaded: LoadedPart, group: Group | None =
             group.gather("loaded", True)  # every rank's weights are in memory
         mine: dict[str, Any] = {
             "memory": memory_name(loaded.device, socket.gethostname()),
+            "device": loaded.device.type,
             "free": free_bytes(loaded.device) // config.num_engines,
             "kv_bytes_per_token": loaded.kv_bytes_per_token,
+            "most": most_kv_tokens(config, loaded.checkpoint, loaded.device),
         }
         ranks = [mine] if group is None else group.gather("memory", mine)
-        most = most_kv_tokens(config, loaded.checkpoint)
         budget = min(
             auto_budget(
                 sum(r["kv_bytes_per_token"] for r in ranks if r["memory"] == rank["memory"]),
-                most,
+                rank["most"],
                 rank["free"],
+                rank["device"],
             )
             for rank in ranks
         )

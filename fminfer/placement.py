@@ -12,7 +12,9 @@ from fminfer.config import DType
 from fminfer.errors import UsageError
 from fminfer.host_memory import free_host_bytes
 
-KV_SHARE = 0.5  # of the memory that is free once the weights are loaded
+# Of the memory that is free once the weights are loaded: the system's, which others use as well, or
+# a GPU's, where a step's work needs the rest.
+KV_SHARE = {"cpu": 0.5, "cuda": 0.8}
 
 
 def choose_device(name: str, cuda_ids: tuple[int, ...] = (), local_rank: int = 0) -> torch.device:
@@ -103,10 +105,10 @@ def memory_name(device: torch.device, host: str) -> str:
     return f"{host}/cpu"
 
 
-def auto_budget(kv_bytes_per_token: int, most_useful: int, free: int) -> int:
-    """Return the tokens of KV cache that half of `free` bytes hold, at most `most_useful`.
+def auto_budget(kv_bytes_per_token: int, most_useful: int, free: int, device_type: str) -> int:
+    """Return the tokens of KV cache that its share of `free` bytes holds, at most `most_useful`.
 
     Args:
         kv_bytes_per_token: of all that share the memory.
     """
-    return max(1, min(most_useful, int(free * KV_SHARE) // kv_bytes_per_token))
+    return max(1, min(most_useful, int(free * KV_SHARE[device_type]) // kv_bytes_per_token))

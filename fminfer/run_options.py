@@ -158,21 +158,18 @@ ENGINE = [
         type=int,
         help="Tokens of KV cache for all rows that run at once, prompt and max_tokens counted, "
         "rounded up to blocks of 32.  "
-        "[default: half of the free memory]",
+        "[default: what half of the free memory holds, of a GPU's 0.8]",
     ),
     click.option(
         "--chunk-size",
         type=int,
-        default=DEFAULTS.chunk_size,
-        show_default=True,
-        help="Most tokens of one step.",
+        help="Most tokens of one step.  [default: 512; on a GPU 4096, divided among the ranks of a "
+        "pipeline]",
     ),
     click.option(
         "--max-rows",
         type=int,
-        default=DEFAULTS.max_rows,
-        show_default=True,
-        help="Most sequences that run at once.",
+        help="Most sequences that run at once.  [default: 256; on a GPU 1024]",
     ),
     click.option(
         "--micro-batches",

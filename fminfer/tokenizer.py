@@ -271,6 +271,8 @@ class Detokenizer:
 
 def without_broken_end(text: str) -> str:
     """Leave out the U+FFFD at a text's end that further bytes may make a character of."""
+    if not text.endswith(BROKEN):
+        return text
     end = text[-MAX_BROKEN:]
     return text[: len(text) - len(end)] + end.rstrip(BROKEN)
 

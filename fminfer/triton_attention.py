@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 
 from fminfer.attention import PagedAttention, plan_attention
@@ -82,12 +84,11 @@ class TritonAttention:
             blocks += row.block_table[: -(-(row.position + num) // block_size)]
             first += num
         parts = (prompts, decodes, blocks, token_slots(rows, block_size))
-        # One transfer, for which the GPU need not have ended what it does.
-        together = torch.tensor(
-            [value for part in parts for value in part],
-            dtype=torch.int32,
-            pin_memory=self.device.type == "cuda",
-        ).to(self.device, non_blocking=True)
+        together = torch.from_numpy(np.array(list(chain(*parts)), dtype=np.int32))
+        if self.device.type == "cuda":
+            together = together.pin_memory()
+        # One transfer, which does not wait for what the GPU does.
+        together = together.to(self.device, non_blocking=True)
         tiles, others, tables, slots = torch.split(together, [len(part) for part in parts])
         return TileRows(tiles.view(-1, 4), others.view(-1, 4), tables, slots)
 

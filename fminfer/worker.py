@@ -80,12 +80,15 @@ class Engine:
         self._group = group
         self._pipeline = _build_pipeline(stage, loaded, group)
         limits = find_limits(config, checkpoint, self.tokenizer)
+        sizes = config.step_sizes(self.device.type, loaded.part.num_stages)
+        self.max_rows = sizes.max_rows  # most sequences that run at once
         self._intake = Intake(self.tokenizer, limits, config.seed)
         self._loop = build_loop(
             config,
             self._intake,
             self._pipeline,
             AnswerForm(self.tokenizer, self.model_name, config.token_format),
+            sizes=sizes,
             num_blocks=num_blocks,
             num_stages=loaded.part.num_stages,
         )

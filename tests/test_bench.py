@@ -43,6 +43,13 @@ def test_each_batch_is_generated_whole_and_timed(monkeypatch: pytest.MonkeyPatch
         assert re.search(rf"^Memory of the process: {memory}$", text, re.M)
 
 
+def test_a_batch_may_be_larger_than_a_run_takes_at_once() -> None:
+    found = CliRunner().invoke(main, ["bench", "--batch-sizes", "300", "--new-tokens", "2"])
+    assert found.exit_code == 0, found.output
+    (batch,) = json.loads(found.output.splitlines()[-1])["batches"]
+    assert batch["num_tokens"] == 600
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

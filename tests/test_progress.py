@@ -91,6 +91,7 @@ def run(
         Intake(tokenizer, limits, seed=1),
         DrawingPipeline(how.get("stop_rate", 0.0)),
         AnswerForm(tokenizer, "", "auto"),
+        sizes=EngineConfig().step_sizes("cpu", 1),
         num_blocks=how.get("num_blocks", 4096),
         num_stages=1,
     )

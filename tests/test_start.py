@@ -131,6 +131,18 @@ def test_without_a_cache_the_list_of_models_is_read_once(
     assert run_python(LIST) == "1\nTrue\n"
 
 
+def test_the_collector_looks_at_rows_now_and_then() -> None:
+    """Rows' tokens stay until their row ends: to look at them every 700 costs a third of a step."""
+    code = """
+import gc
+from fminfer import cli
+with cli._importing():
+    assert not gc.isenabled()
+print(gc.isenabled(), gc.get_threshold()[0], gc.get_freeze_count() > 100_000)
+"""
+    assert run_python(code) == "True 10000 True\n"
+
+
 def test_what_stood_aside_is_there_for_who_asks() -> None:
     code = """
 import sys

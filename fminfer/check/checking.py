@@ -59,6 +59,7 @@ class Check:
         self._footprints: list[Footprint] = measure_footprints(
             config, self._checkpoint, num_stages, self._device, self._dtype
         )
+        self._sizes = config.step_sizes(self._device.type, num_stages)
         self._num_blocks = choose_budget(config, self._checkpoint, self._footprints, self._device)
 
     def run(
@@ -102,6 +103,7 @@ class Check:
             intake,
             PretendPipeline(self._config.block_size),
             AnswerForm(self._tokenizer, self._checkpoint.name, self._config.token_format),
+            sizes=self._sizes,
             num_blocks=self._num_blocks,
             num_stages=self._num_stages,
         )
@@ -121,6 +123,7 @@ class Check:
             replace(self._config, is_only_run=is_whole),  # a part says nothing of the file's end
             self._tokenizer,
             self._limits,
+            sizes=self._sizes,
             num_blocks=self._num_blocks,
             num_stages=self._num_stages,
             read_ahead=read_ahead,

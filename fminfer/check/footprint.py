@@ -84,7 +84,8 @@ def choose_budget(
         kv = [f.kv_token for f in footprints]
         load, each = (sum(taken), sum(kv)) if shares_memory else (max(taken), max(kv))
         free = max(0, free_bytes(device) - load + (own_bytes() if shares_memory else 0))
-        budget = auto_budget(each, most_kv_tokens(config, checkpoint), free)
+        most = most_kv_tokens(config, checkpoint, device)
+        budget = auto_budget(each, most, free, device.type)
     return -(-budget // config.block_size)
 
 
@@ -124,7 +125,7 @@ def _measure(
         part.num_layers,
         libraries,
         weights,
-        _work_bytes(config, checkpoint, model, device, dtype, is_last=part.is_last),
+        _work_bytes(config, checkpoint, model, device, dtype, part),
         kv_token_bytes(checkpoint, part, dtype),
     )
 
@@ -139,8 +140,7 @@ def _work_bytes(
     model: Any,
     device: torch.device,
     dtype: torch.dtype,
-    *,
-    is_last: bool,
+    part: Part,
 ) -> int:
     """Return what a step needs beside weights and KV cache."""
     layers = model.get_submodule(checkpoint.family.decoder)
@@ -148,6 +148,7 @@ def _work_bytes(
     hidden: int = checkpoint.config.hidden_size
     vocab: int = checkpoint.config.vocab_size
     wide = max((width for width in widths if width != vocab), default=hidden)
-    work = config.chunk_size * (HIDDEN_COPIES * hidden + WIDE_COPIES * wide) * dtype.itemsize
-    logits = min(MAX_LOGITS[device.type], config.chunk_size * vocab) * 4 if is_last else 0
+    tokens = config.step_sizes(device.type, part.num_stages).chunk_size
+    work = tokens * (HIDDEN_COPIES * hidden + WIDE_COPIES * wide) * dtype.itemsize
+    logits = min(MAX_LOGITS[device.type], tokens * vocab) * 4 if part.is_last else 0
     return work + LOGIT_COPIES * logits

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from fminfer.assembly import build_loop
-from fminfer.config import EngineConfig
+from fminfer.config import EngineConfig, StepSizes
 from fminfer.cost_model import COSTS, SPREAD_COSTS, StepShape
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.intake import Intake, Limits
@@ -159,6 +159,7 @@ def simulate(
     tokenizer: Tokenizer,
     limits: Limits,
     *,
+    sizes: StepSizes,
     num_blocks: int,
     num_stages: int,
     read_ahead: int,
@@ -176,6 +177,7 @@ def simulate(
         _LongestRows(tokenizer, limits, config.seed),
         pipeline,
         AnswerForm(tokenizer, "", config.token_format),
+        sizes=sizes,
         num_blocks=num_blocks,
         num_stages=num_stages,
     )

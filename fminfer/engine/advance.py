@@ -11,8 +11,8 @@ def advance(sequence: Sequence, token: TokenReport) -> None:
     params = sequence.prompt.params
     detokenizer = sequence.detokenizer
     assert detokenizer is not None, "a sequence that generates nothing drew a token"
-    offset = len(sequence.text)
-    sequence.tokens.append(TokenReport(token.token_id, token.logprob, token.top, offset))
+    token.offset = len(sequence.text)
+    sequence.tokens.append(token)
     if sequence.edits is not None:
         sequence.edits.count(token.token_id)
     if token.token_id in sequence.prompt.end_ids and len(sequence.tokens) > params.min_tokens:

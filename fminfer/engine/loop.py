@@ -313,6 +313,8 @@ class EngineLoop:
         scores = _reports(result.scored)
         for prompt, report in zip(planned.scored_prompts, scores, strict=True):
             self._take_score(prompt, report)
+        self.stats.num_generated_tokens += len(planned.sequences)
+        self.stats.read.max_open_draws -= len(planned.sequences)
         draws = _reports(result.sampled)
         for sequence, report in zip(planned.sequences, draws, strict=True):
             self._take_token(sequence, report)
@@ -326,14 +328,14 @@ class EngineLoop:
             stats.num_counted_shareable += min(num_shared, prompt.num_to_feed - 1)
 
     def _take_shared_scores(self, prompt: PromptState) -> None:
-        if prompt.shared_scores:
-            prompt.take_shared_scores()
-            for place, report in enumerate(prompt.reports, start=1):
-                if math.isnan(report.logprob):
-                    prompt.owner.error = _nan_error(f"prompt token {place}")
+        prompt.take_shared_scores()
+        for place, report in enumerate(prompt.reports, start=1):
+            if math.isnan(report.logprob):
+                prompt.owner.error = _nan_error(f"prompt token {place}")
 
     def _take_score(self, prompt: PromptState, report: TokenReport) -> None:
-        self._take_shared_scores(prompt)
+        if prompt.shared_scores:
+            self._take_shared_scores(prompt)
         prompt.reports.append(report)
         if math.isnan(report.logprob):
             prompt.owner.error = _nan_error(f"prompt token {len(prompt.reports)}")
@@ -344,12 +346,11 @@ class EngineLoop:
 
     def _take_token(self, sequence: Sequence, report: TokenReport) -> None:
         state = sequence.prompt.owner
-        self._take_shared_scores(sequence.prompt)
+        if sequence.prompt.shared_scores:
+            self._take_shared_scores(sequence.prompt)
         assert state.times is not None, "a row ran before it was admitted"
         if state.times.first_token_s is None:
             state.times.first_token_s = time.perf_counter()
-        self.stats.num_generated_tokens += 1
-        self.stats.read.max_open_draws -= 1
         if math.isnan(report.logprob):
             state.error = _nan_error(f"generated token {len(sequence.tokens)}")
             sequence.finish_reason = "stop"

@@ -66,32 +66,37 @@ def pack(step_id: int, rows: list[PackedRow], copies: list[tuple[int, int]]) -> 
     first = 0
     for row in rows:
         last = first + len(row.row.token_ids) - 1
-        for sequence in row.sequences:
-            _add_sample(sampling, sequence, last)
-            planned.sequences.append(sequence)
+        planned.sequences += row.sequences
+        sampling.token_index += [last] * len(row.sequences)
         if row.scored is not None:
             count = _add_scores(scoring, row.scored, row.row, first)
             planned.scored_prompts += [row.scored] * count
         first = last + 1
+    _add_samples(sampling, planned.sequences)
     return planned
 
 
-def _add_sample(sampling: SamplingRows, sequence: Sequence, token_index: int) -> None:
-    params = sequence.prompt.params
-    sampling.token_index.append(token_index)
-    sampling.temperature.append(params.temperature)
-    sampling.top_p.append(params.top_p)
-    sampling.top_k.append(params.top_k)
-    sampling.min_p.append(params.min_p)
-    noise = 0.0 if params.is_greedy else uniform(sequence.noise_key, len(sequence.tokens))
-    sampling.noise.append(noise)
-    if sequence.edits is not None:
-        sampling.edits.extend(sequence.edits.columns)
-    sampling.num_edits.append(0 if sequence.edits is None else len(sequence.edits.columns.token_id))
-    banned = sequence.prompt.end_ids if len(sequence.tokens) < params.min_tokens else ()
-    sampling.banned_ids += banned
-    sampling.num_banned.append(len(banned))
-    sampling.num_top_logprobs = max(sampling.num_top_logprobs, sequence.prompt.num_top)
+def _add_samples(sampling: SamplingRows, sequences: list[Sequence]) -> None:
+    """Say how each sequence's token is drawn, a column at a time: there are hundreds of rows."""
+    params = [sequence.prompt.params for sequence in sequences]
+    sampling.temperature = [each.temperature for each in params]
+    sampling.top_p = [each.top_p for each in params]
+    sampling.top_k = [each.top_k for each in params]
+    sampling.min_p = [each.min_p for each in params]
+    sampling.num_top_logprobs = max((each.logprobs or 0 for each in params), default=0)
+    sampling.noise = [0.0] * len(params)
+    sampling.num_edits = [0] * len(params)
+    sampling.num_banned = [0] * len(params)
+    for place, (sequence, each) in enumerate(zip(sequences, params, strict=True)):
+        num_drawn = len(sequence.tokens)
+        if not each.is_greedy:
+            sampling.noise[place] = uniform(sequence.noise_key, num_drawn)
+        if sequence.edits is not None:
+            sampling.edits.extend(sequence.edits.columns)
+            sampling.num_edits[place] = len(sequence.edits.columns.token_id)
+        if num_drawn < each.min_tokens:
+            sampling.banned_ids += sequence.prompt.end_ids
+            sampling.num_banned[place] = len(sequence.prompt.end_ids)
 
 
 def _add_scores(scoring: ScoringRows, prompt: PromptState, row: StepRow, first: int) -> int:

@@ -311,10 +311,11 @@ class Scheduler:
         rows: list[PackedRow] = []
         while self._ready and len(rows) < count:
             sequence = self._ready.popleft()
-            if not self._grow(sequence):
+            position = sequence.position
+            has_room = position < len(sequence.block_table) * self._pool.block_size
+            if not (has_room or self._grow(sequence)):
                 continue
-            newest = sequence.tokens[-1].token_id
-            row = StepRow([newest], sequence.position, sequence.block_table)
+            row = StepRow([sequence.tokens[-1].token_id], position, sequence.block_table)
             rows.append(PackedRow(row, is_prompt=False, sequences=[sequence]))
         return rows
 

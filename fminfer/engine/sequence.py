@@ -19,7 +19,7 @@ from fminfer.tokenizer import Detokenizer, EncodedPrompt
 FinishReason = Literal["stop", "length"]
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)  # not frozen: there is one a token, and that costs three times as much
 class TokenReport:
     """One token with its logprob and the best alternatives, best first."""
 

@@ -143,7 +143,8 @@ class Stage:
         def run_part(first: int, last: int) -> torch.Tensor:
             before = None if hidden is None else hidden[first:last]
             kept = [token - first for token in wanted if first <= token < last]
-            rows = _cut_rows(step.rows, first, last)
+            is_whole = last - first == step.num_tokens
+            rows = step.rows if is_whole else _cut_rows(step.rows, first, last)
             return self._forward(rows, before, kept or [last - first - 1])[: len(kept)]
 
         parts = self._token_limit.run(step.num_tokens, run_part)
