@@ -28,6 +28,9 @@ class Rows(ctypes.Structure):
 class LayerKernels:
     """The kernels of one built library."""
 
+    device = torch.device("cpu")
+    types = frozenset(TYPES)
+
     def __init__(self, library: ctypes.CDLL) -> None:
         address, number = ctypes.c_void_p, ctypes.c_float
         rows = ctypes.POINTER(Rows)

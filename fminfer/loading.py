@@ -20,12 +20,11 @@ from torch import nn
 
 from fminfer import __version__
 from fminfer.attention import AttentionKernel
-from fminfer.attention_body import find_attention, find_library
 from fminfer.config import EngineConfig
 from fminfer.draw_kernel import DrawKernel
 from fminfer.errors import PipelineError, UsageError
 from fminfer.fused_layers import fuse_layers
-from fminfer.layer_kernels import LayerKernels
+from fminfer.kernel_choice import find_attention, find_layers, find_library
 from fminfer.memory import is_out_of_memory
 from fminfer.models.checkpoint import Checkpoint, open_checkpoint, open_random
 from fminfer.models.slicing import head_cost
@@ -62,7 +61,7 @@ class LoadedPart:
     form: HiddenForm
     library: ctypes.CDLL | None  # the CPU's kernels
     attention: AttentionKernel | None  # None: plain torch
-    attention_problem: str  # why attention is slower than it could be
+    why_slower: str  # why it is slower than it could be
 
     @property
     def weight_bytes(self) -> int:
@@ -138,7 +137,7 @@ def load_part(
         checkpoint, dtype=dtype, device=device, seed=config.seed, part=part, on_progress=on_progress
     )
     library = find_library(config.attention, device)
-    layers = None if library is None else LayerKernels(library)
+    layers, no_layers = find_layers(config.attention, library, dtype=dtype, device=device)
     if layers is not None:
         fuse_layers(network, layers)
     if device.type == "cpu":
@@ -148,7 +147,7 @@ def load_part(
         pack_experts(network, is_fast_in_bfloat16=is_fast, kernel=kernel, layers=layers)
         if library is not None:
             join_layers(network, library)
-    attention, problem = find_attention(
+    attention, no_attention = find_attention(
         config.attention,
         library,
         checkpoint.config,
@@ -157,7 +156,10 @@ def load_part(
         device=device,
     )
     form = HiddenForm(checkpoint.config.hidden_size, dtype, device, hidden_group)
-    return LoadedPart(checkpoint, part, network, dtype, device, form, library, attention, problem)
+    why_slower = no_attention or no_layers
+    return LoadedPart(
+        checkpoint, part, network, dtype, device, form, library, attention, why_slower
+    )
 
 
 def count_blocks(config: EngineConfig, loaded: LoadedPart, group: Group | None = None) -> int:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fminfer.fused_layers import MISFIT, is_activation, is_close
-from fminfer.layer_kernels import GELU_TANH, SILU, LayerKernels
+from fminfer.fused_layers import MISFIT, PartKernels, is_activation, is_close
+from fminfer.layer_kernels import GELU_TANH, SILU
 from fminfer.packed_linear import Product, can_pack, pack, without_values
 from fminfer.product_kernel import ProductKernel
 
@@ -61,7 +61,7 @@ def pack_experts(
     *,
     is_fast_in_bfloat16: bool,
     kernel: ProductKernel | None = None,
-    layers: LayerKernels | None = None,
+    layers: PartKernels | None = None,
 ) -> int:
     """Pack the experts of every layer in place, where the result is the module's own.
 
@@ -86,7 +86,7 @@ def pack_experts(
 def _pack(
     module: Any,
     kernel: ProductKernel | None,
-    layers: LayerKernels | None,
+    layers: PartKernels | None,
     known: dict[Hashable, bool],
 ) -> bool:
     """Pack one module's experts, if that gives its own answer.
@@ -123,7 +123,7 @@ def _has_experts(module: Any) -> bool:
 
 
 def _gate_of(
-    act: Callable[[torch.Tensor], torch.Tensor], layers: LayerKernels | None
+    act: Callable[[torch.Tensor], torch.Tensor], layers: PartKernels | None
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     for activation in (SILU, GELU_TANH):
         if layers is not None and is_activation(act, layers, activation):

@@ -198,8 +198,8 @@ def _start_engine(
         loading.close()
     if config.cuda_ids and engine.device.type == "cpu" and not job.is_quiet:
         click.echo("There is no GPU here: --cuda-id means nothing, the CPU computes.", err=True)
-    if engine.attention_problem and not job.is_quiet:
-        click.echo(f"Attention is slower than it could be: {engine.attention_problem}.", err=True)
+    if engine.why_slower and not job.is_quiet:
+        click.echo(f"The run is slower than it could be: {engine.why_slower}.", err=True)
     return engine
 
 

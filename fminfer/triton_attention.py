@@ -7,7 +7,7 @@ needs triton, which torch brings where it is built for CUDA.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -34,6 +34,11 @@ class TileRows:
     decode_tiles: torch.Tensor  # those of one token, of rows that have no other
     blocks: torch.Tensor  # (blocks,): the rows' block tables, one after another
     slots: torch.Tensor  # (tokens,): block * block_size + place, of each token's key
+    kept: torch.Tensor | None = None  # int64: the tokens whose output is wanted; None: all
+
+    def keep(self, tokens: torch.Tensor) -> TileRows:
+        """Return rows whose keys and values are all stored, and whose outputs are some tokens'."""
+        return replace(self, kept=tokens)
 
 
 class TritonAttention:
@@ -105,7 +110,7 @@ class TritonAttention:
         sliding_window: int | None,
         alibi_slopes: torch.Tensor | None,  # (heads,) float32
         softcap: float | None,
-    ) -> torch.Tensor:  # (1, tokens, heads, head_dim)
+    ) -> torch.Tensor:  # (1, tokens, heads, head_dim), of the tokens that are kept
         """Put the new keys and values into the cache, then attend from the tokens of a step."""
         asked = _with_rows(query[0].to(keys.dtype))
         key, value = (_with_rows(new[0].to(keys.dtype)) for new in (new_keys, new_values))
@@ -142,6 +147,8 @@ class TritonAttention:
                         **self.tile(queries),
                         num_warps=4,
                     )
+        if rows.kept is not None:
+            out = out[:, rows.kept]
         return out.to(query.dtype)
 
 

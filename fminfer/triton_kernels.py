@@ -1,8 +1,9 @@
-"""The GPU's attention kernels, in Triton. Only `triton_attention` calls them.
+"""The GPU's kernels, in Triton. Only `triton_attention` and `triton_layers` call them.
 
-A tile is a few consecutive tokens of one row, with all query heads that share a KV head: one
-program attends from it to all of the row's keys before it, block by block, with the online softmax
-(Milakov and Gimelshein 2018; Dao et al. 2022, "FlashAttention"). Nothing is padded but a tile.
+In attention a tile is a few consecutive tokens of one row, with all query heads that share a KV
+head: one program attends from it to all of the row's keys before it, block by block, with the
+online softmax (Milakov and Gimelshein 2018; Dao et al. 2022, "FlashAttention"). Nothing is padded
+but a tile. The parts of layers are computed in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -115,3 +116,100 @@ def attend_kernel(
     sums = sums / total[:, None]
     written = out + ((first + token) * (KV_HEADS * GROUP) + head)[:, None] * HEAD_DIM
     tl.store(written + dims[None, :], sums.to(out.dtype.element_ty), mask=is_query)
+
+
+@triton.jit
+def norm_kernel(
+    x,  # (outer, inner, WIDTH), by its steps
+    other,  # (outer * inner, WIDTH): added first, where ADDS
+    both,  # the same: the sum
+    out,  # the same
+    weight,  # (WIDTH,)
+    inner,
+    outer_step,
+    inner_step,
+    eps,
+    offset,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,  # the power of two that holds it
+    ADDS: tl.constexpr,
+):
+    """Norm one row. Grid: (outer * inner,)."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, SIZE)
+    is_used = columns < WIDTH
+    start = row // inner * outer_step + row % inner * inner_step
+    value = tl.load(x + start + columns, mask=is_used, other=0.0).to(tl.float32)
+    if ADDS:
+        value += tl.load(other + row * WIDTH + columns, mask=is_used, other=0.0).to(tl.float32)
+        rounded = value.to(both.dtype.element_ty)
+        tl.store(both + row * WIDTH + columns, rounded, mask=is_used)
+        value = rounded.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(value * value, 0) / WIDTH + eps)
+    factor = tl.load(weight + columns, mask=is_used, other=0.0).to(tl.float32) + offset
+    tl.store(
+        out + row * WIDTH + columns, (value * scale * factor).to(out.dtype.element_ty), is_used
+    )
+
+
+@triton.jit
+def rotate_kernel(
+    x,  # (tokens, heads, WIDTH), by its steps
+    out,  # (tokens, heads, WIDTH)
+    cos,  # (tokens, TURNED)
+    sin,
+    token_step,
+    head_step,
+    WIDTH: tl.constexpr,
+    TURNED: tl.constexpr,
+    SIZE: tl.constexpr,  # the power of two that holds a half of it
+    REST: tl.constexpr,  # and one that holds what is not turned; 0: nothing
+):
+    """Turn one head of one token. Grid: (tokens, heads)."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    source = x + token * token_step + head * head_step
+    target = out + (token * tl.num_programs(1) + head) * WIDTH
+    half: tl.constexpr = TURNED // 2
+    low = tl.arange(0, SIZE)
+    high = low + half
+    is_used = low < half
+    first = tl.load(source + low, mask=is_used, other=0.0).to(tl.float32)
+    second = tl.load(source + high, mask=is_used, other=0.0).to(tl.float32)
+    angle = token * TURNED
+    cos_low = tl.load(cos + angle + low, mask=is_used, other=0.0).to(tl.float32)
+    cos_high = tl.load(cos + angle + high, mask=is_used, other=0.0).to(tl.float32)
+    sin_low = tl.load(sin + angle + low, mask=is_used, other=0.0).to(tl.float32)
+    sin_high = tl.load(sin + angle + high, mask=is_used, other=0.0).to(tl.float32)
+    kind = out.dtype.element_ty
+    tl.store(target + low, (first * cos_low - second * sin_low).to(kind), is_used)
+    tl.store(target + high, (second * cos_high + first * sin_high).to(kind), is_used)
+    if REST:
+        rest = TURNED + tl.arange(0, REST)
+        tl.store(target + rest, tl.load(source + rest, rest < WIDTH), rest < WIDTH)
+
+
+@triton.jit
+def gate_kernel(
+    x,  # (rows, width), by its step
+    second,  # the same: what is gated, where GATES
+    out,  # (rows, width)
+    width,
+    step,
+    IS_SILU: tl.constexpr,  # else gelu, in its form with tanh
+    GATES: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """Compute some columns of one row. Grid: (rows, width / SIZE)."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    is_used = columns < width
+    value = tl.load(x + row * step + columns, mask=is_used, other=0.0).to(tl.float32)
+    if IS_SILU:
+        value = value / (1.0 + tl.exp(-value))
+    else:
+        inner = 1.5957691216057308 * (value + 0.044715 * value * value * value)  # 2 sqrt(2 / pi)
+        value = value / (1.0 + tl.exp(-inner))  # 0.5 (1 + tanh(u)) = 1 / (1 + exp(-2u))
+    if GATES:
+        value *= tl.load(second + row * step + columns, mask=is_used, other=0.0).to(tl.float32)
+    tl.store(out + row * width + columns, value.to(out.dtype.element_ty), is_used)

@@ -75,7 +75,7 @@ class Engine:
         num_blocks = count_blocks(config, loaded, group)
         stage = build_stage(config, loaded, num_blocks)
         self.has_kernel = stage.has_kernel  # attention is compiled
-        self.attention_problem = loaded.attention_problem  # why it is slower than it could be
+        self.why_slower = loaded.why_slower  # why it is slower than it could be
         end_openmp_threads()  # steps are another thread's work
         self._group = group
         self._pipeline = _build_pipeline(stage, loaded, group)

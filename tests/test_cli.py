@@ -308,6 +308,6 @@ def test_a_run_says_why_its_attention_is_slow(
     queries = QUERIES / "plain.jsonl"
     found = run(queries, "--output", tmp_path / "out.jsonl")
     assert found.returncode == 0, found.stderr
-    assert "Attention is slower than it could be: there is no C++ compiler" in found.stderr
+    assert "The run is slower than it could be: there is no C++ compiler" in found.stderr
     for record in read(tmp_path / "out.jsonl"):
         assert record["result"]["choices"][0]["text"] == right_answer(record["request"]["prompt"])

@@ -14,15 +14,14 @@ from transformers import AttentionInterface
 from transformers.activations import ACT2FN
 
 from fminfer import fused_layers
-from fminfer.fused_layers import fuse_layers
+from fminfer.fused_layers import PartKernels, fuse_layers
 from fminfer.kernel_build import find_compiler
 from fminfer.layer_kernels import GELU_TANH, SILU, LayerKernels
+from fminfer.triton_layers import TritonLayers
 
 from .conftest import FIELDS, built_library, make_model
 
-pytestmark = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
 WIDTHS = [1, 15, 16, 17, 64, 80]
-TYPES = [torch.float32, torch.bfloat16]
 
 # Modules replaced in three layers: one by one norms, gelus, gated layers, attentions and layers.
 FUSED = {
@@ -63,9 +62,27 @@ FUSED = {
 }
 
 
-@pytest.fixture(scope="module")
-def kernels() -> LayerKernels:
+@pytest.fixture(scope="module", params=["g++", "triton"])
+def kernels(request: pytest.FixtureRequest) -> PartKernels:
+    """The CPU's, and the GPU's in triton's interpreter."""
+    if request.param == "triton":
+        return TritonLayers(torch.device("cpu"))
+    if find_compiler() is None:
+        pytest.skip("there is no C++ compiler")
     return LayerKernels(built_library())
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16])
+def dtype(request: pytest.FixtureRequest, kernels: PartKernels) -> torch.dtype:
+    """The interpreter rounds bfloat16 towards zero: float16 stands in for it."""
+    is_wide = request.param == torch.float32 or isinstance(kernels, LayerKernels)
+    return request.param if is_wide else torch.float16
+
+
+@pytest.fixture
+def many(kernels: PartKernels) -> int:
+    """Tokens; the interpreter takes a millisecond for each."""
+    return 2000 if isinstance(kernels, LayerKernels) else 20
 
 
 def rows(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -80,11 +97,10 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("width", WIDTHS)
-def test_norms(kernels: LayerKernels, width: int, dtype: torch.dtype) -> None:
+def test_norms(kernels: PartKernels, width: int, dtype: torch.dtype, many: int) -> None:
     weight = torch.randn(width).to(dtype)
-    for x in (rows(5, width, dtype=dtype), rows(700, 3, width, dtype=dtype)):
+    for x in (rows(5, width, dtype=dtype), rows(many // 3, 3, width, dtype=dtype)):
         for y in (x, x.transpose(1, 2) if x.dim() == 4 else x):
             wide = y.double()
             scaled = wide * (wide.square().mean(-1, keepdim=True) + 1e-3).rsqrt()
@@ -93,12 +109,11 @@ def test_norms(kernels: LayerKernels, width: int, dtype: torch.dtype) -> None:
                 close(found, scaled * (weight.double() + offset))
 
 
-@pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("width, turned", [(16, 16), (64, 64), (80, 80), (34, 34), (64, 20)])
 def test_rotary_positions(
-    kernels: LayerKernels, width: int, turned: int, dtype: torch.dtype
+    kernels: PartKernels, width: int, turned: int, dtype: torch.dtype, many: int
 ) -> None:
-    for tokens in (1, 300):
+    for tokens in (1, many // 7):
         x, angles = rows(tokens, 3, width, dtype=dtype), torch.randn(1, tokens, turned)
         cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
         wide, turn = x.double(), [part.double()[:, :, None] for part in (cos, sin)]
@@ -109,14 +124,13 @@ def test_rotary_positions(
         close(kernels.rotate(x, cos, sin), expected)
 
 
-@pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("width", WIDTHS)
-def test_gates(kernels: LayerKernels, width: int, dtype: torch.dtype) -> None:
+def test_gates(kernels: PartKernels, width: int, dtype: torch.dtype, many: int) -> None:
     acts: dict[int, Callable[..., torch.Tensor]] = {
         SILU: nn.functional.silu,
         GELU_TANH: lambda x: nn.functional.gelu(x, approximate="tanh"),
     }
-    for tokens in (1, 2000):
+    for tokens in (1, many):
         both = 4 * torch.randn(1, tokens, 2 * width).to(dtype)
         first, second = both.double().chunk(2, -1)
         for activation, act in acts.items():
@@ -125,10 +139,11 @@ def test_gates(kernels: LayerKernels, width: int, dtype: torch.dtype) -> None:
         close(kernels.gelu(both), acts[GELU_TANH](both.double()))
 
 
-@pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("width", WIDTHS)
-def test_a_sum_and_its_norm(kernels: LayerKernels, width: int, dtype: torch.dtype) -> None:
-    for tokens in (1, 2000):
+def test_a_sum_and_its_norm(
+    kernels: PartKernels, width: int, dtype: torch.dtype, many: int
+) -> None:
+    for tokens in (1, many):
         x, other = rows(tokens, width, dtype=dtype), torch.randn(1, tokens, width).to(dtype)
         weight = torch.rand(width).to(dtype)
         both, normed = kernels.add_and_norm(x, other, weight, 1e-5, 1.0)
@@ -136,7 +151,7 @@ def test_a_sum_and_its_norm(kernels: LayerKernels, width: int, dtype: torch.dtyp
         assert torch.equal(normed, kernels.rms_norm(both, weight, 1e-5, 1.0))
 
 
-def test_strange_numbers_stay_strange(kernels: LayerKernels) -> None:
+def test_strange_numbers_stay_strange(kernels: PartKernels) -> None:
     values = torch.tensor([float("nan"), 1e30, -1e30, 1e-30, -0.0, 88.0, -88.0, 3.0])
     both = torch.cat([values, torch.ones(8)])[None, None]
     for activation, act in ((SILU, "none"), (GELU_TANH, "tanh")):
@@ -151,7 +166,7 @@ def test_strange_numbers_stay_strange(kernels: LayerKernels) -> None:
     assert found.isnan().any(-1).tolist() == [[False, True, False]], "its row and no other"
 
 
-def test_the_kernels_get_only_what_they_expect(kernels: LayerKernels) -> None:
+def test_the_kernels_get_only_what_they_expect(kernels: PartKernels) -> None:
     """They would read past the tensors' ends."""
     x = torch.zeros(1, 4, 16)
     wrong: list[Callable[[], object]] = [
@@ -171,11 +186,8 @@ def test_the_kernels_get_only_what_they_expect(kernels: LayerKernels) -> None:
             call()
 
 
-@pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("name", sorted(FIELDS))
-def test_every_family_answers_the_same(
-    kernels: LayerKernels, name: str, dtype: torch.dtype
-) -> None:
+def test_every_family_answers_the_same(kernels: PartKernels, name: str, dtype: torch.dtype) -> None:
     model = make_model(name).requires_grad_(False).to(dtype)
     if name == "gemma2":  # whose cap sdpa does not know
         for layer in model.model.layers:
@@ -203,7 +215,7 @@ class OtherRMSNorm(OtherNorm):
     """It has the name and differs."""
 
 
-def test_what_differs_is_left(kernels: LayerKernels) -> None:
+def test_what_differs_is_left(kernels: PartKernels) -> None:
     model: Any = make_model("llama").requires_grad_(False)
     layer = model.model.layers[0]
     layer.input_layernorm = OtherRMSNorm().requires_grad_(False)
@@ -215,9 +227,8 @@ def test_what_differs_is_left(kernels: LayerKernels) -> None:
 
 
 @pytest.mark.parametrize("name", ["gelu", "quick_gelu", "relu", "gelu_new", "silu"])
-@pytest.mark.parametrize("dtype", TYPES)
 def test_an_activation_is_known_by_its_curve(
-    kernels: LayerKernels, name: str, dtype: torch.dtype
+    kernels: PartKernels, name: str, dtype: torch.dtype
 ) -> None:
     """Near 0 they are alike, and in bfloat16 everywhere."""
     layer: Any = make_model("llama").requires_grad_(False).to(dtype).model.layers[0]
@@ -227,7 +238,7 @@ def test_an_activation_is_known_by_its_curve(
     assert hasattr(layer.mlp, "gate_up_proj") == (name in ("gelu_new", "silu"))
 
 
-def test_a_norm_with_a_few_large_weights_keeps_its_1(kernels: LayerKernels) -> None:
+def test_a_norm_with_a_few_large_weights_keeps_its_1(kernels: PartKernels) -> None:
     norm: Any = make_model("gemma").requires_grad_(False).to(torch.bfloat16).model.norm
     norm.weight[:2] = 200.0
     x = torch.randn(1, 3, len(norm.weight)).to(torch.bfloat16)
@@ -236,7 +247,7 @@ def test_a_norm_with_a_few_large_weights_keeps_its_1(kernels: LayerKernels) -> N
     torch.testing.assert_close(norm(x), own, rtol=0.02, atol=0.01)
 
 
-def test_what_is_of_another_form_does_not_end_the_load(kernels: LayerKernels) -> None:
+def test_what_is_of_another_form_does_not_end_the_load(kernels: PartKernels) -> None:
     model: Any = make_model("llama").requires_grad_(False)
     first, second, third = model.model.layers
     del first.mlp.act_fn
@@ -247,7 +258,7 @@ def test_what_is_of_another_form_does_not_end_the_load(kernels: LayerKernels) ->
 
 
 def test_old_weights_go_layer_by_layer(
-    kernels: LayerKernels, monkeypatch: pytest.MonkeyPatch
+    kernels: PartKernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model: Any = make_model("llama").requires_grad_(False)
     old = [weakref.ref(layer.self_attn.q_proj.weight) for layer in model.model.layers]
@@ -263,7 +274,7 @@ def test_old_weights_go_layer_by_layer(
     assert alive == [3, 2, 2, 1, 1, 0], "before q, k and v, and before gate and up, of each layer"
 
 
-def test_each_layer_is_told_its_own_window(kernels: LayerKernels) -> None:
+def test_each_layer_is_told_its_own_window(kernels: PartKernels) -> None:
     """Layers of one class differ in settings: each kind is looked at."""
     model: Any = make_model("gemma2").requires_grad_(False)
     fuse_layers(model, kernels)

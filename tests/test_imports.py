@@ -19,7 +19,7 @@ config fields imports input.streams input.values input.spans tokenizer partition
     integrations.generation engine.stats output.trace output.disk stopping memory fused_layers \
     packed_linear cost_model cluster.schedulers cluster.scripts team.place
 input.lines spelling sampling placement packed_experts decode_attention kernel_attention \
-    launcher run_options output.journal output.claims \
+    triton_layers launcher run_options output.journal output.claims \
     models.experts models.checkpoint models.layer_count models.slicing \
     pipeline.wire pipeline.transport pipeline.store pipeline.watch pipeline.local
 input.envelope attention score_kernel draw_kernel models.weights pipeline.group \
@@ -28,7 +28,7 @@ input.envelope attention score_kernel draw_kernel models.weights pipeline.group 
 request fingerprint cost_store triton_attention whole_layers remote_files output.records \
     output.writer output.stream output.progress
 engine.logit_edits output.status pipeline.stage split.grouping team.wire
-attention_body engine.sequence pipeline.ring output.places output.job_file storage \
+kernel_choice engine.sequence pipeline.ring output.places output.job_file storage \
     split.manifest split.index team.process
 engine.prefix engine.advance engine.packing engine.equal_requests engine.planner \
     output.summary output.shared_files output.overview loading paths split.answers split.summary \

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from fminfer import kernel_build
-from fminfer.attention_body import find_library
 from fminfer.errors import UsageError
 from fminfer.kernel_build import KernelBuild, find_compiler
+from fminfer.kernel_choice import find_library
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")

@@ -1,4 +1,4 @@
-"""The GPU's attention kernels without a GPU: what they give in triton's interpreter, on the CPU,
+"""The GPU's kernels without a GPU: what they give in triton's interpreter, on the CPU,
 and that they compile for GPUs. No test shows that they run on one."""
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from fminfer import loading
-from fminfer.attention_body import find_attention
+from fminfer import loading, triton_layers
 from fminfer.errors import UsageError
+from fminfer.kernel_choice import find_attention, find_layers
 from fminfer.messages import StepRow
 from fminfer.pipeline.stage import kv_shape
 from fminfer.triton_attention import TritonAttention, try_kernels
+from fminfer.triton_layers import TritonLayers
 from tests.conftest import make_model, save_byte_tokenizer
 from tests.test_attention import check_every_kind_of_row, check_rows_that_share
 from tests.test_oracle import check_all, mixed_requests, oracle_greedy
@@ -78,6 +79,9 @@ def test_greedy_equals_transformers_alone(
     model.save_pretrained(tmp_path)
     save_byte_tokenizer(tmp_path)
 
+    def find_parts(*body: object, **where: Any) -> tuple[TritonLayers, str]:
+        return triton_layers.try_kernels(**where), ""
+
     def find(
         body: str, library: None, config: Any, block_size: int, **where: Any
     ) -> tuple[TritonAttention, str]:
@@ -87,6 +91,7 @@ def test_greedy_equals_transformers_alone(
 
     monkeypatch.setattr(loading, "find_library", lambda body, device: None)
     monkeypatch.setattr(loading, "find_attention", find)
+    monkeypatch.setattr(loading, "find_layers", find_parts)
     requests = mixed_requests()[:12]
     answers = [
         oracle_greedy(model, r["prompt"], r["max_tokens"]) if r["temperature"] == 0 else None
@@ -116,6 +121,24 @@ def test_a_kernel_that_gives_something_else_is_refused(monkeypatch: pytest.Monke
         try_kernels(4, 2, 16, 8, None, **shape)
 
 
+@pytest.mark.parametrize("name", ["rms_norm", "add_and_norm", "rotate", "gate", "gelu"])
+def test_a_part_of_a_layer_that_gives_something_else_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    triton_layers.try_kernels(torch.float16, CPU)
+    compute = getattr(TritonLayers, name)
+
+    def compute_wrong(*args: Any) -> Any:
+        found = compute(*args)
+        part = found[-1] if isinstance(found, tuple) else found
+        part[..., -1] *= 1.02
+        return found
+
+    monkeypatch.setattr(TritonLayers, name, compute_wrong)
+    with pytest.raises(ValueError, match="off by"):
+        triton_layers.try_kernels(torch.float16, CPU)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_where_the_kernel_cannot_be_tried_plain_torch_attends() -> None:
     config = make_model("llama").config
@@ -125,6 +148,11 @@ def test_where_the_kernel_cannot_be_tried_plain_torch_attends() -> None:
     assert find_attention("eager", None, config, 32, **where) == (None, "")
     with pytest.raises(UsageError, match=r"attention compiled cannot be: .*CUDA"):
         find_attention("compiled", None, config, 32, **where)
+    layers, problem = find_layers("auto", None, **where)
+    assert layers is None and "CUDA" in problem
+    assert find_layers("eager", None, **where) == (None, "")
+    with pytest.raises(UsageError, match=r"norms and activations: .*CUDA"):
+        find_layers("compiled", None, **where)
 
 
 COMPILE = """
@@ -134,7 +162,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from fminfer.pipeline.stage import kv_shape
 from fminfer.triton_attention import TritonAttention
-from fminfer.triton_kernels import attend_kernel, store_kernel
+from fminfer.triton_kernels import (
+    attend_kernel, gate_kernel, norm_kernel, rotate_kernel, store_kernel,
+)
 
 STRIDES = ["query_head", "query_token", "key_head", "key_token", "value_head", "value_token"]
 names = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
@@ -168,6 +198,23 @@ for heads, kv_heads, dim, dtype in (
         for capability in (80, 90):
             made = compile(source, GPUTarget("cuda", capability, 32), warps)
             found.append([capability, len(made.asm["cubin"]), made.metadata.shared])
+norm_numbers = {"eps": "fp32", "offset": "fp32"}
+for name in ("*bf16", "*fp16", "*fp32"):
+    for function, constants, numbers in (
+        (norm_kernel, {"WIDTH": 4096, "SIZE": 4096, "ADDS": True}, norm_numbers),
+        (norm_kernel, {"WIDTH": 80, "SIZE": 128, "ADDS": False}, norm_numbers),
+        (rotate_kernel, {"WIDTH": 128, "TURNED": 128, "SIZE": 64, "REST": 0}, {}),
+        (rotate_kernel, {"WIDTH": 80, "TURNED": 20, "SIZE": 16, "REST": 64}, {}),
+        (gate_kernel, {"IS_SILU": True, "GATES": True, "SIZE": 1024}, {}),
+        (gate_kernel, {"IS_SILU": False, "GATES": False, "SIZE": 1024}, {}),
+    ):
+        data = ["x", "other", "both", "out", "weight", "cos", "sin", "second"]
+        types = {each: name if each in data else "i32" for each in function.arg_names}
+        types |= numbers | dict.fromkeys(constants, "constexpr")
+        source = ASTSource(function, types, constants, {})
+        for capability in (80, 90):
+            made = compile(source, GPUTarget("cuda", capability, 32), {"num_warps": 4})
+            found.append([capability, len(made.asm["cubin"]), made.metadata.shared])
 print(json.dumps(found))
 """
 
@@ -179,5 +226,5 @@ def test_the_kernels_compile_for_gpus(tmp_path: Path) -> None:
     said = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert said.returncode == 0, said.stderr[-2000:]
     found = json.loads(said.stdout)
-    assert len(found) == 24 and {capability for capability, _, _ in found} == {80, 90}
+    assert len(found) == 24 + 36 and {capability for capability, _, _ in found} == {80, 90}
     assert all(size > 1000 and shared <= 99 << 10 for _, size, shared in found)

@@ -13,7 +13,6 @@ from pathlib import Path
 from tqdm import tqdm
 
 from fminfer.assembly import build_loop, find_limits, load_tokenizer
-from fminfer.attention_body import find_library
 from fminfer.check.footprint import Footprint, choose_budget, measure_footprints
 from fminfer.check.lines import LineChecker
 from fminfer.check.report import CheckReport, FirstPrompt, Work
@@ -26,6 +25,7 @@ from fminfer.engine.intake import Intake, Limits
 from fminfer.engine.loop import LOOKAHEAD, EngineLoop
 from fminfer.engine.planner import WINDOW
 from fminfer.input.lines import count_rows, read_lines
+from fminfer.kernel_choice import find_library
 from fminfer.loading import open_model
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.output.records import Record

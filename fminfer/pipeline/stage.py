@@ -17,7 +17,6 @@ from torch import nn
 from transformers import AttentionInterface
 
 from fminfer.attention import AttentionKernel, PagedAttention, plan_attention
-from fminfer.kernel_attention import KernelRows
 from fminfer.memory import SizeLimit
 from fminfer.messages import SamplingRows, StageSpan, Step, StepResult, StepRow, TokenLogprobs
 from fminfer.models.families import Family
@@ -181,7 +180,7 @@ class Stage:
             cache.plan = plan
         if self._keeps_early:
             self._last_layer.kept = index
-            if index is not None and isinstance(plan, KernelRows):
+            if index is not None:
                 self._caches[-1].plan = plan.keep(index)
         if before is None:
             ids = [token_id for row in rows for token_id in row.token_ids]

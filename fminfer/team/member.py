@@ -63,7 +63,7 @@ class Member:
         """Answer until there are no more lines."""
         engine = self._engine
         threading.Thread(target=self._listen, name="listener", daemon=True).start()
-        self._connection.send(Ready(str(engine.device), engine.attention_problem))
+        self._connection.send(Ready(str(engine.device), engine.why_slower))
         is_stopped, told_s = False, 0.0
         try:
             for record in engine.run(self._take(), LOOKAHEAD):

@@ -84,7 +84,7 @@ class Team:
             raise
         first = next(p.ready for p in self._pipelines if p.ready is not None)
         self.device = torch.device(first.device)
-        self.attention_problem = first.attention_problem
+        self.why_slower = first.why_slower
 
     @property
     def stats(self) -> EngineStats:

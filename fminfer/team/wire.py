@@ -25,7 +25,7 @@ class Ready:
     """The pipeline can answer."""
 
     device: str
-    attention_problem: str  # why attention is slower than it could be
+    why_slower: str  # why it is slower than it could be
 
 
 @dataclass(slots=True, frozen=True)

@@ -1,6 +1,6 @@
-"""Chooses the body of attention: compiled for the CPU or the GPU, or plain torch.
+"""Chooses the bodies of attention and of parts of layers: compiled for the device, or plain torch.
 
-It knows devices and compilers, not how attention is computed.
+It knows devices and compilers, not how anything is computed.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import torch
 from fminfer.attention import AttentionKernel
 from fminfer.config import AttentionBody
 from fminfer.errors import UsageError
+from fminfer.fused_layers import PartKernels
 from fminfer.kernel_attention import KernelAttention
 from fminfer.kernel_build import KernelBuild, start_build
+from fminfer.layer_kernels import LayerKernels
 from fminfer.pipeline.stage import kv_shape
 
 
@@ -75,10 +77,42 @@ def find_attention(
             dtype=dtype,
             device=device,
         )
-    except Exception as error:  # whatever a compiler or a driver may say
-        reason = (str(error).strip() or repr(error)).partition("\n")[0]
-        problem = f"its kernel cannot be used ({reason})"
-        if body == "compiled":
-            raise UsageError(f"attention compiled cannot be: {problem}; or use auto") from error
-        return None, problem
+    except Exception as error:
+        return None, _why_not(body, "attention", error)
     return kernel, ""
+
+
+def find_layers(
+    body: AttentionBody,
+    library: ctypes.CDLL | None,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[PartKernels | None, str]:
+    """Return the compiled parts of layers, or None and why they are slower than they could be.
+
+    Args:
+        library: the CPU's kernels, as `find_library` gave them.
+
+    Raises:
+        UsageError: they are asked for by name and cannot be.
+    """
+    if library is not None:
+        return LayerKernels(library), ""
+    if body == "eager" or device.type == "cpu":
+        return None, ""  # `find_attention` says why
+    try:
+        from fminfer import triton_layers
+
+        return triton_layers.try_kernels(dtype, device), ""
+    except Exception as error:
+        return None, _why_not(body, "norms and activations", error)
+
+
+def _why_not(body: AttentionBody, what: str, error: Exception) -> str:
+    """Return the reason that a compiler or a driver gives, or raise it if no other body will do."""
+    reason = (str(error).strip() or repr(error)).partition("\n")[0]
+    problem = f"{what}: the kernel cannot be used ({reason})"
+    if body == "compiled":
+        raise UsageError(f"attention compiled cannot be: {problem}; or use auto") from error
+    return problem
