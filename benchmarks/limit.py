@@ -8,7 +8,6 @@ logits are needed. What attention itself computes is left out, as is all else be
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from fminfer.pipeline.stage import kv_shape
 # Tokens, in and out: one that suits two cores and a small model, one that fills a GPU.
 GEMM = {"cpu": (512, 768, 3072), "cuda": (8192, 4096, 14336)}
 READ_BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}
+ROOF_S = 1.0  # for each: a second thread may take some tenths to find its own core
 
 
 @dataclass(frozen=True)
@@ -39,21 +39,21 @@ def measure_roof(dtype: str, device: str) -> Roof:
     tokens, width_in, width_out = GEMM[kind]
     left = torch.randn(tokens, width_in, dtype=getattr(torch, dtype), device=device)
     right = torch.randn(width_out, width_in, dtype=getattr(torch, dtype), device=device)
-    product_s = _median_s(lambda: nn.functional.linear(left, right), device)
+    product_s = _least_s(lambda: nn.functional.linear(left, right), device)
     data = torch.ones(READ_BYTES[kind] // 4, device=device)
-    read_s = _median_s(data.sum, device)
+    read_s = _least_s(data.sum, device)
     return Roof(2 * tokens * width_in * width_out / product_s, READ_BYTES[kind] / read_s)
 
 
-def _median_s(work: Callable[[], torch.Tensor], device: str) -> float:
+def _least_s(work: Callable[[], torch.Tensor], device: str) -> float:
     times = []
-    for _ in range(12):
-        started = time.perf_counter()
+    end = time.perf_counter() + ROOF_S
+    while (started := time.perf_counter()) < end:
         work()
         if device != "cpu":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - started)
-    return statistics.median(times)
+    return min(times)
 
 
 def least_s(folder: str, dtype: str, rows: list[dict[str, Any]], roof: Roof) -> float:

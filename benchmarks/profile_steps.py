@@ -98,11 +98,12 @@ def count_flops(clock: Clock, module: Any, forward: Callable[..., Any]) -> Calla
 
 
 def count_layer_flops(clock: Clock, layer: WholeLayer) -> Callable[..., Any]:
-    qkv, *others = (getattr(layer.layer, name) for name in ("qkv", "out", "gate_up", "down"))
+    qkv, *others = (getattr(layer.parts.layer, name) for name in ("qkv", "out", "up", "down"))
 
     def counted(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         out = layer(hidden_states, *args, **kwargs)
-        tokens, kept = hidden_states.shape[1], out.shape[1]
+        hidden = out[0] if isinstance(out, tuple) else out
+        tokens, kept = hidden_states.shape[1], hidden.shape[1]
         clock.flops += 2 * tokens * qkv.inputs * qkv.outputs
         clock.flops += 2 * kept * sum(linear.inputs * linear.outputs for linear in others)
         return out

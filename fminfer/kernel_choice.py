@@ -115,4 +115,11 @@ def _why_not(body: AttentionBody, what: str, error: Exception) -> str:
     problem = f"{what}: the kernel cannot be used ({reason})"
     if body == "compiled":
         raise UsageError(f"attention compiled cannot be: {problem}; or use auto") from error
+    try:
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()
+    except RuntimeError as broken:  # after a wrong access nothing works in this process any more
+        raise UsageError(
+            f"{problem}, and broke the GPU's context; use --attention eager"
+        ) from broken
     return problem

@@ -10,7 +10,7 @@ import ctypes
 import torch
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
-SILU, GELU_TANH = 0, 1  # activations that gate
+SILU, GELU_TANH, RELU = 0, 1, 2  # activations; the first two gate
 
 
 class Rows(ctypes.Structure):

@@ -157,6 +157,8 @@ def load_part(
     )
     form = HiddenForm(checkpoint.config.hidden_size, dtype, device, hidden_group)
     why_slower = no_attention or no_layers
+    if group is not None:
+        why_slower = next(filter(None, group.gather("why slower", why_slower)), "")
     return LoadedPart(
         checkpoint, part, network, dtype, device, form, library, attention, why_slower
     )

@@ -2,14 +2,13 @@
 
 What `fused_layers` and `packed_linear` made of a layer is called from Python part by part, which
 for few tokens takes as long as some of the parts. Where each part is a kernel of ours, one call
-does the same, to the last bit. It knows no family by name.
+does the same, to the last bit. What a layer is made of it learns from `layer_parts`.
 """
 
 from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,36 +16,7 @@ from torch import nn
 
 from fminfer.attention import PagedAttention
 from fminfer.kernel_attention import Arguments, KernelRows, step_arguments
-from fminfer.product_kernel import PackedProduct
-
-TOLD = {"scaling", "sliding_window", "softcap"}  # that the kernel can obey
-
-
-class Norm(ctypes.Structure):
-    """x / sqrt(mean(x²) + eps) * (weight + offset); without a weight none."""
-
-    _fields_ = (("weight", ctypes.c_void_p), ("eps", ctypes.c_float), ("offset", ctypes.c_float))
-
-
-class Linear(ctypes.Structure):
-    """A PackedProduct."""
-
-    _fields_ = (
-        *[(name, ctypes.c_void_p) for name in ("weight", "bias")],
-        *[(name, ctypes.c_int64) for name in ("inputs", "outputs")],
-    )
-
-
-class Layer(ctypes.Structure):
-    """What a layer is; whole_layers.cpp says what each is."""
-
-    _fields_ = (
-        *[(name, Norm) for name in ("first", "second", "of_query", "of_key")],
-        *[(name, Linear) for name in ("qkv", "out", "gate_up", "down")],
-        *[(name, ctypes.c_void_p) for name in ("keys", "values")],
-        *[(name, ctypes.c_int64) for name in ("activation", "window")],
-        *[(name, ctypes.c_float) for name in ("scaling", "softcap")],
-    )
+from fminfer.layer_parts import Layer, LayerParts, parts_of
 
 
 class Spent(ctypes.Structure):
@@ -66,8 +36,9 @@ class StepCall:
     rows: KernelRows | None = None
     turn: tuple[torch.Tensor, torch.Tensor] | None = None
     arguments: Arguments = field(default_factory=Arguments)
-    cos: torch.Tensor = field(default_factory=_nothing)  # (1, tokens, turned) float32
-    sin: torch.Tensor = field(default_factory=_nothing)
+    # (1, tokens, turned) float32; turned is 0 where there are no rotary positions.
+    cos: torch.Tensor = field(default_factory=lambda: _nothing().view(1, 0, 0))
+    sin: torch.Tensor = field(default_factory=lambda: _nothing().view(1, 0, 0))
     spent: Spent | None = None
     # What a layer works in. Memory that one has used is near, and a free one is given back.
     space: torch.Tensor = field(default_factory=_nothing)  # bfloat16
@@ -82,14 +53,14 @@ class StepCall:
     def see(
         self,
         rows: KernelRows,
-        turn: tuple[torch.Tensor, torch.Tensor],
+        turn: tuple[torch.Tensor, torch.Tensor] | None,
         heads: int,
         keys: torch.Tensor,
     ) -> None:
         """Make ready for a layer of a step, mostly the one that was seen last."""
         if rows is not self.rows or heads != self.arguments.heads:
             self.arguments, self.rows = step_arguments(rows, heads, keys), rows
-        if turn is not self.turn:
+        if turn is not None and turn is not self.turn:
             self.cos, self.sin = (part.float().contiguous() for part in turn)
             turned = self.cos.shape[-1]
             assert self.sin.shape == self.cos.shape, "cos and sin"
@@ -101,61 +72,49 @@ class WholeLayer:
     """A layer's forward, as one call of the library.
 
     Args:
-        layer: one that `is_whole`.
+        plain: its own.
         step: what it shares with the model's other layers.
     """
 
-    def __init__(self, layer: Any, library: ctypes.CDLL, step: StepCall) -> None:
-        attention, mlp = layer.self_attn, layer.mlp
-        self.step, self.attention, self.plain = step, attention, layer.forward
+    def __init__(self, parts: LayerParts, plain: Any, library: ctypes.CDLL, step: StepCall) -> None:
+        self.parts, self.plain, self.step = parts, plain, step
         self._run = library.fminfer_layer
         self._cache: PagedAttention | None = None
-        self._heads = attention.o_proj.in_features // attention.head_dim
-        told = attention.told
-        self.layer = Layer(
-            _norm_of(layer.input_layernorm),
-            _norm_of(layer.post_attention_layernorm),
-            _norm_of(getattr(attention, "q_norm", None)),
-            _norm_of(getattr(attention, "k_norm", None)),
-            *map(_linear_of, (attention.qkv_proj, attention.o_proj)),
-            *map(_linear_of, (mlp.gate_up_proj, mlp.down_proj)),
-            None,
-            None,
-            mlp.activation,
-            min(told.get("sliding_window") or 0, 2**31 - 1),
-            told["scaling"],
-            told.get("softcap") or 0.0,
-        )
-        self._space = library.fminfer_layer_space(ctypes.byref(self.layer))
+        self._slopes: torch.Tensor | None = None  # (heads,) float32
+        self._space = library.fminfer_layer_space(ctypes.byref(parts.layer))
 
     def __call__(
         self,
         hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         **kwargs: Any,
-    ) -> torch.Tensor:
-        """Return (1, tokens that are kept, hidden) of (1, tokens, hidden).
+    ) -> Any:
+        """Return (1, tokens that are kept, hidden) of (1, tokens, hidden), as the layer does.
 
         Raises:
             MemoryError, RuntimeError: there was none (`memory.is_out_of_memory`).
         """
-        cache: PagedAttention = self.attention.paged_attention
-        rows, x, step = cache.plan, hidden_states, self.step
+        parts, step = self.parts, self.step
+        cache: PagedAttention = parts.attention.paged_attention
+        rows, x = cache.plan, hidden_states
         if not isinstance(rows, KernelRows) or x.dtype != torch.bfloat16:
-            plain: torch.Tensor = self.plain(x, position_embeddings=position_embeddings, **kwargs)
-            return plain
+            if position_embeddings is not None:
+                kwargs["position_embeddings"] = position_embeddings
+            return self.plain(x, **kwargs)
         if cache is not self._cache:
             self._use(cache)
-        step.see(rows, position_embeddings, self._heads, cache.keys)
+        turn = position_embeddings if parts.turns else None
+        step.see(rows, turn, parts.heads, cache.keys)
         tokens, width = x.shape[1:]
         kept = rows.kept
         x = x.contiguous()
         # The kernel trusts what it is given.
-        assert len(rows.slots) == tokens == step.cos.shape[1] and width == self.layer.qkv.inputs
+        assert len(rows.slots) == tokens and width == parts.layer.qkv.inputs
+        assert (turn is not None) == parts.turns and step.cos.shape[1] in (tokens, 0)
         num_kept = tokens if kept is None else len(kept)
         out = x.new_empty((1, num_kept, width))
         failed = self._run(
-            self.layer,
+            parts.layer,
             step.arguments,
             step.cos.data_ptr(),
             step.sin.data_ptr(),
@@ -170,18 +129,30 @@ class WholeLayer:
         if failed:
             step.space = _nothing()  # for the halves of the step
             raise MemoryError("no memory for the attention kernel's working space")
-        return out
+        return (out, None) if parts.gives_tuple else out
 
     def _use(self, cache: PagedAttention) -> None:
         """Take a cache, if it is of the layer's shape: the kernel trusts what it is given."""
-        layer, (_, kv_heads, _, head_dim) = self.layer, cache.keys.shape
-        assert cache.keys.dtype == torch.bfloat16 and self._heads % kv_heads == 0, "a cache"
-        assert layer.out.inputs == self._heads * head_dim, "outputs of attention"
-        assert layer.qkv.outputs == (self._heads + 2 * kv_heads) * head_dim, "keys of a step"
-        assert layer.gate_up.outputs == 2 * layer.down.inputs, "halves"
-        widths = (layer.qkv.inputs, layer.gate_up.inputs, layer.out.outputs, layer.down.outputs)
+        layer, heads, (_, kv_heads, _, head_dim) = (
+            self.parts.layer,
+            self.parts.heads,
+            cache.keys.shape,
+        )
+        assert cache.keys.dtype == torch.bfloat16 and heads % kv_heads == 0, "a cache"
+        assert layer.out.inputs == heads * head_dim, "outputs of attention"
+        assert layer.qkv.outputs == (heads + 2 * kv_heads) * head_dim, "keys of a step"
+        assert layer.up.outputs in (layer.down.inputs, 2 * layer.down.inputs), "halves"
+        widths = (layer.qkv.inputs, layer.up.inputs, layer.out.outputs, layer.down.outputs)
         assert len(set(widths)) == 1, "hidden states"
-        self.layer.keys, self.layer.values = cache.keys.data_ptr(), cache.values.data_ptr()
+        last = layer.value_at + (kv_heads - 1) * layer.head_step + head_dim
+        assert last == layer.qkv.outputs, "values of a step"
+        assert layer.head_step == head_dim or not self.parts.turns, "heads"
+        slopes = getattr(self.parts.attention, "alibi_slopes", None)
+        if slopes is not None:
+            assert slopes.shape == (heads,), "slopes"
+            self._slopes = slopes.float().contiguous()
+            layer.slopes = self._slopes.data_ptr()
+        layer.keys, layer.values = cache.keys.data_ptr(), cache.values.data_ptr()
         self._cache = cache
 
 
@@ -197,45 +168,12 @@ def join_layers(model: nn.Module, library: ctypes.CDLL) -> int:
     ]
     library.fminfer_layer_space.argtypes = [ctypes.POINTER(Layer)]
     library.fminfer_layer_space.restype = ctypes.c_int64
-    step = StepCall()
-    layers: list[Any] = [module for module in model.modules() if is_whole(module)]
+    step, num_joined = StepCall(), 0
+    layers: list[Any] = list(model.modules())
     for layer in layers:
-        layer.forward = WholeLayer(layer, library, step)
-    return len(layers)
-
-
-def is_whole(layer: Any) -> bool:
-    """Tell whether each part of a layer is a kernel that can be called without Python."""
-    if not hasattr(layer, "kept"):  # by which fused_layers marks what it has fused whole
-        return False
-    attention, mlp = layer.self_attn, layer.mlp
-    if not (isinstance(getattr(mlp, "activation", None), int) and hasattr(mlp, "gate_up_proj")):
-        return False
-    others = [value for name, value in attention.told.items() if name not in TOLD]
-    if not all(value is None or (isinstance(value, int | float) and not value) for value in others):
-        return False  # dropout is 0
-    norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-    if any(norm is not None for norm in norms):
-        sizes = [getattr(getattr(norm, "weight", None), "shape", None) for norm in norms]
-        if sizes != [(attention.head_dim,)] * 2 or not all(map(_is_kernel, norms)):
-            return False
-    linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
-    return all(isinstance(linear.forward, PackedProduct) for linear in linears)
-
-
-def _is_kernel(norm: Any) -> bool:
-    return isinstance(norm.forward, partial)
-
-
-def _norm_of(module: Any) -> Norm:
-    if module is None:
-        return Norm(None, 0.0, 0.0)
-    how = module.forward.keywords
-    assert how["weight"].is_contiguous() and how["weight"].dtype == torch.bfloat16
-    return Norm(how["weight"].data_ptr(), how["eps"], how["offset"])
-
-
-def _linear_of(module: Any) -> Linear:
-    product: PackedProduct = module.forward
-    bias = None if product.bias is None else product.bias.data_ptr()
-    return Linear(product.packed.data_ptr(), bias, product.inputs, product.outputs)
+        parts = parts_of(layer)
+        if parts is not None:
+            layer.forward = WholeLayer(parts, layer.forward, library, step)
+            layer.kept = None  # the tokens whose output is wanted; None: all (pipeline.stage)
+            num_joined += 1
+    return num_joined

@@ -17,7 +17,7 @@ errors timing messages host_memory sentencepieces shared_runs soft_cap output.ro
 config fields imports input.streams input.values input.spans tokenizer partition ranks \
     models.alibi models.families models.sizes models.variants models.weight_files \
     integrations.generation engine.stats output.trace output.disk stopping memory fused_layers \
-    packed_linear cost_model cluster.schedulers cluster.scripts team.place
+    layer_parts packed_linear cost_model cluster.schedulers cluster.scripts team.place
 input.lines spelling sampling placement packed_experts decode_attention kernel_attention \
     triton_layers launcher run_options output.journal output.claims \
     models.experts models.checkpoint models.layer_count models.slicing \

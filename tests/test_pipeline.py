@@ -130,6 +130,14 @@ def test_ranks_by_hand_in_any_order(alone: dict[str, Any], tmp_path: Path) -> No
     assert read(tmp_path) == alone
 
 
+def test_why_another_rank_is_slow_is_told(tmp_path: Path) -> None:
+    shared = ["--world-size", 2, "--dist-url", f"tcp://127.0.0.1:{free_port()}"]
+    shared += [QUERIES / "plain.jsonl", "--output", tmp_path / "out.jsonl"]
+    second = start(*shared, "--rank", 1, CXX="no-such-compiler")
+    (status, err), _ = finish(start(*shared, "--rank", 0), second)
+    assert status == 0 and "slower than it could be: there is no C++ compiler" in err
+
+
 def test_torchrun(alone: dict[str, Any], tmp_path: Path) -> None:
     before = ("torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_port(), "-m")
     [(status, err)] = finish(start(*inputs(), "--output", tmp_path, before=before))

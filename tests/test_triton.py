@@ -155,6 +155,19 @@ def test_where_the_kernel_cannot_be_tried_plain_torch_attends() -> None:
         find_layers("compiled", None, **where)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_trial_that_breaks_the_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an access to wrong memory plain torch would fail as well, and say nothing of why."""
+
+    def fail() -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    with pytest.raises(UsageError, match=r"norms and activations: .* use --attention eager"):
+        find_layers("auto", None, dtype=torch.float16, device=torch.device("cuda"))
+
+
 COMPILE = """
 import json, sys
 import torch

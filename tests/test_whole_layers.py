@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import copy
+import ctypes
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import fminfer
 from fminfer import loading
 from fminfer.kernel_build import find_compiler
+from fminfer.layer_kernels import RELU, TYPES, Rows
+from fminfer.layer_parts import parts_of
+from fminfer.packed_linear import pack_linears
 from fminfer.product_kernel import ProductKernel
 from fminfer.whole_layers import StepCall, WholeLayer, join_layers
-from tests.conftest import built_library
+from tests.conftest import built_library, make_model
 from tests.test_oracle import mixed_requests
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
-# How many layers are norm, attention, norm and gated MLP, each a kernel of ours; others: none.
-WHOLE = dict.fromkeys(
-    ("gemma", "llama", "llama-dynamic", "mistral", "qwen2", "qwen2-window", "qwen3"), 3
-)
+# How many layers are norm, attention, norm and MLP, each a kernel of ours; others: none.
+FUSED = ("gemma", "llama", "llama-dynamic", "mistral", "qwen2", "qwen2-window", "qwen3")
+WHOLE = dict.fromkeys((*FUSED, "bloom", "opt"), 3)
 WHOLE["qwen3_moe"] = 1  # the others have experts
 
 
@@ -29,6 +34,71 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     if not ProductKernel(built_library()).is_there:
         pytest.skip("this processor does not multiply pairs of bfloat16")
     monkeypatch.setattr(ProductKernel, "is_best_for", ProductKernel.can_pack)
+
+
+def layer_norm(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """Norm as whole layers do; torch rounds otherwise on the way."""
+    rows, out = rows_of(x)
+    run, address = built_library().fminfer_layer_norm, ctypes.c_void_p
+    run.argtypes = [ctypes.POINTER(Rows), address, address, ctypes.c_float, address, address]
+    run(rows, module.weight.data_ptr(), module.bias.data_ptr(), module.eps, None, None)
+    return out
+
+
+def rows_of(x: torch.Tensor) -> tuple[Rows, torch.Tensor]:
+    """Return how to walk through (…, width), whose rows may have gaps, and an empty result."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    width, count = x.shape[-1], out.numel() // x.shape[-1]
+    sizes = (count, 1, width, x.stride(-2), 0, TYPES[x.dtype], 2)
+    return Rows(x.data_ptr(), out.data_ptr(), *sizes), out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [1, 15, 16, 17, 80])
+def test_layer_norms(width: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(width)
+    norm = nn.LayerNorm(width, eps=1e-3).to(dtype).requires_grad_(False)
+    norm.weight += torch.randn(width).to(dtype)
+    norm.bias += torch.randn(width).to(dtype)
+    for count in (1, 1300):  # 1300 rows of 16 are for two threads
+        x = (5 + torch.randn(count, width + 3)).to(dtype)[:, :width]
+        expected = copy.deepcopy(norm).double()(x.double())
+        tolerance = 2e-5 if dtype == torch.float32 else 5e-3
+        found = layer_norm(norm, x).double()
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_relu(dtype: torch.dtype) -> None:
+    x = torch.tensor([[float("nan"), float("-inf"), float("inf"), -0.0, 1e-30, *range(-8, 9)]])
+    x = x.to(dtype)
+    rows, out = rows_of(x)
+    run = built_library().fminfer_gate
+    run.argtypes = [ctypes.POINTER(Rows), ctypes.c_void_p, ctypes.c_int64]
+    run(rows, None, RELU)
+    torch.testing.assert_close(out, x.relu(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "name, path, value",
+    [
+        ("opt", "do_layer_norm_before", False),
+        ("opt", "activation_fn", nn.GELU()),
+        ("opt", "final_layer_norm.bias", None),
+        ("opt", "fc1.forward", None),
+        ("bloom", "apply_residual_connection_post_layernorm", True),
+    ],
+)
+def test_layers_of_another_form_are_left(name: str, path: str, value: object) -> None:
+    model: Any = make_model(name).to(torch.bfloat16).requires_grad_(False)
+    library = built_library()
+    pack_linears(model, is_fast_in_bfloat16=True, kernel=ProductKernel(library))
+    decoder = model.model.decoder if name == "opt" else model.transformer
+    layers = decoder.layers if name == "opt" else decoder.h
+    *owners, last = path.split(".")
+    setattr(layers[1].get_submodule(".".join(owners)), last, value)
+    assert [parts_of(layer) is not None for layer in layers] == [True, False, True]
+    assert join_layers(model, library) == 2
 
 
 def answers(folder: Path, **options: Any) -> tuple[int, list[Any]]:
@@ -54,6 +124,7 @@ def test_they_give_what_their_parts_give(
     num_whole, found = answers(family_checkpoint[0], **options)
     assert num_whole == WHOLE.get(name, 0)
     if num_whole:
+        monkeypatch.setattr(nn.LayerNorm, "forward", layer_norm)
         monkeypatch.setattr(loading, "join_layers", lambda model, library: 0)
         assert answers(family_checkpoint[0], **options) == (0, found)
 

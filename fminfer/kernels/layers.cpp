@@ -77,6 +77,24 @@ void norm_row(const T* x, T* out, const T* weight, int64_t width, float eps, flo
     });
 }
 
+// (x - mean) / sqrt(variance + eps) * weight + bias
+template <typename T>
+void center_row(const T* x, T* out, const T* weight, const T* bias, int64_t width, float eps) {
+    Vec sums = {}, squares = {};
+    by_lanes(width, [&](int64_t i, int n) { sums += load_some(x + i, n); });
+    const float mean = sum_of(sums) / float(width);
+    by_lanes(width, [&](int64_t i, int n) {
+        Vec value = load_some(x + i, n) - mean;
+        for (int lane = n; lane < LANES; lane++) value[lane] = 0;
+        squares += value * value;
+    });
+    const float factor = 1.0f / std::sqrt(sum_of(squares) / float(width) + eps);
+    by_lanes(width, [&](int64_t i, int n) {
+        const Vec scaled = (load_some(x + i, n) - mean) * factor;
+        store_some(out + i, scaled * load_some(weight + i, n) + load_some(bias + i, n), n);
+    });
+}
+
 template <typename T>
 void add_row(const T* x, const T* other, T* sum, int64_t width) {
     by_lanes(width, [&](int64_t i, int n) {
@@ -103,7 +121,7 @@ void gate_row(const T* gate, const T* up, T* out, int64_t width, int64_t kind) {
     by_lanes(width, [&](int64_t i, int n) {
         const Vec x = load_some(gate + i, n);
         const Vec by = kind == 0 ? x : x * 1.5957691216f * (1.0f + 0.044715f * x * x);
-        const Vec bent = x * sigmoid_of(by);
+        const Vec bent = kind == 2 ? (x < Vec{} ? Vec{} : x) : x * sigmoid_of(by);
         store_some(out + i, up == nullptr ? bent : bent * load_some(up + i, n), n);
     });
 }
@@ -122,9 +140,9 @@ void for_rows(const Rows& r, Work work) {
 }
 
 template <typename T>
-void norm(const Rows& r, const void* weight, float eps, float offset, const void* other,
-          void* sum) {
-    const T* scales = static_cast<const T*>(weight);
+void norm(const Rows& r, const void* weight, const void* bias, float eps, float offset,
+          const void* other, void* sum) {
+    const T *scales = static_cast<const T*>(weight), *shifts = static_cast<const T*>(bias);
     for_rows<T>(r, [&](const T* x, T* out, int64_t o, int64_t j) {
         const int64_t place = (o * r.inner + j) * r.width;
         if (other != nullptr) {
@@ -132,7 +150,10 @@ void norm(const Rows& r, const void* weight, float eps, float offset, const void
             add_row(x, static_cast<const T*>(other) + place, both, r.width);
             x = both;
         }
-        norm_row(x, out, scales, r.width, eps, offset);
+        if (bias != nullptr)
+            center_row(x, out, scales, shifts, r.width, eps);
+        else
+            norm_row(x, out, scales, r.width, eps, offset);
     });
 }
 
@@ -159,8 +180,15 @@ extern "C" {
 // both are as `out`. weight is (width,).
 void fminfer_rms_norm(const Rows* r, const void* weight, float eps, float offset,
                       const void* other, void* sum) {
-    r->type == 0 ? norm<float>(*r, weight, eps, offset, other, sum)
-                 : norm<uint16_t>(*r, weight, eps, offset, other, sum);
+    r->type == 0 ? norm<float>(*r, weight, nullptr, eps, offset, other, sum)
+                 : norm<uint16_t>(*r, weight, nullptr, eps, offset, other, sum);
+}
+
+// (x - mean) / sqrt(variance + eps) * weight + bias; all else as above. bias is (width,).
+void fminfer_layer_norm(const Rows* r, const void* weight, const void* bias, float eps,
+                        const void* other, void* sum) {
+    r->type == 0 ? norm<float>(*r, weight, bias, eps, 0, other, sum)
+                 : norm<uint16_t>(*r, weight, bias, eps, 0, other, sum);
 }
 
 // Rotary positions of (tokens, heads) rows; cos and sin are (tokens, turned), in one piece.
@@ -169,7 +197,7 @@ void fminfer_rotate(const Rows* r, const float* cos, const float* sin, int64_t t
 }
 
 // act(x) * up, rows of `up` being as far apart as those of x, or act(x) where `up` is null; kind 0:
-// silu, 1: gelu by tanh.
+// silu, 1: gelu by tanh, 2: relu.
 void fminfer_gate(const Rows* r, const void* up, int64_t kind) {
     r->type == 0 ? gate<float>(*r, up, kind) : gate<uint16_t>(*r, up, kind);
 }

@@ -14,9 +14,9 @@
 
 extern "C" {
 
-// Must agree with whole_layers.Norm, Linear and Layer.
+// Must agree with layer_parts.Norm, Linear and Layer.
 struct Norm {
-    const void* weight;  // null: no norm
+    const void *weight, *bias;  // null: no norm; no bias: an RMS norm
     float eps, offset;
 };
 
@@ -28,8 +28,11 @@ struct Linear {
 
 struct Layer {
     Norm first, second, of_query, of_key;  // of_query, of_key: of each head
-    Linear qkv, out, gate_up, down;
-    void *keys, *values;  // of the cache
+    Linear qkv, out, up, down;  // up: gate and up side by side, if it has twice down's inputs
+    void *keys, *values;        // of the cache
+    const float* slopes;        // of ALiBi, or null
+    // Of what qkv gives: from a head to the next, and where the first key and the first value begin.
+    int64_t head_step, key_at, value_at;
     int64_t activation, window;
     float scaling, softcap;
 };
@@ -50,7 +53,10 @@ class Caller {
     void norm(const Norm& n, const uint16_t* x, uint16_t* out, int64_t rows, int64_t width,
               const uint16_t* other = nullptr, uint16_t* sum = nullptr) const {
         const Rows r = {x, out, rows, 1, width, width, 0, 1, num_threads};
-        fminfer_rms_norm(&r, n.weight, n.eps, n.offset, other, sum);
+        if (n.bias)
+            fminfer_layer_norm(&r, n.weight, n.bias, n.eps, other, sum);
+        else
+            fminfer_rms_norm(&r, n.weight, n.eps, n.offset, other, sum);
     }
 
     void multiply(const Linear& l, const uint16_t* x, uint16_t* out, int64_t rows) const {
@@ -86,12 +92,13 @@ int fminfer_has_layers() { return 1; }
 
 // The numbers that `space` must have for each token.
 int64_t fminfer_layer_space(const Layer* l) {
-    const int64_t before = 2 * l->qkv.outputs, behind = l->qkv.inputs + 3 * l->down.inputs;
+    const int64_t before = 2 * l->qkv.outputs;
+    const int64_t behind = l->qkv.inputs + l->up.outputs + l->down.inputs;
     return l->qkv.inputs + l->out.inputs + (before > behind ? before : behind);
 }
 
 // out = the layer's output for hidden states x, (tokens, hidden). `given` tells all of attention
-// but the tensors of the layer. Of tokens, only `kept` ones, which ascend, go on behind attention and
+// but the tensors of the layer. `turned` 0: there are no rotary positions. Of tokens, only `kept` ones, which ascend, go on behind attention and
 // are in `out`; null: all. Nonzero: there was no memory.
 int fminfer_layer(const Layer* layer, const Arguments* given, const float* cos, const float* sin,
                   int64_t turned, const int64_t* kept, int64_t num_kept, const uint16_t* x,
@@ -124,20 +131,23 @@ int fminfer_layer(const Layer* layer, const Arguments* given, const float* cos, 
         turn(between, heads * dim, to, heads);
     };
     const bool is_normed = l.of_query.weight != nullptr;
-    uint16_t* const key = query + of_query * (is_normed ? tokens : 1);
-    if (is_normed) {
+    const uint16_t* const key = query + of_query * (is_normed ? tokens : 1);
+    if (turned == 0) {
+        // Queries and keys are read where they are.
+    } else if (is_normed) {
         norm_and_turn(l.of_query, qkv, query, a.heads);
-        norm_and_turn(l.of_key, qkv + of_query, key, a.kv_heads);
+        norm_and_turn(l.of_key, qkv + l.key_at, query + of_query * tokens, a.kv_heads);
     } else {
         turn(qkv, l.qkv.outputs, query, a.heads + a.kv_heads);
     }
-    a.query = query;
-    a.new_keys = key;
-    a.new_values = qkv + turning;
-    a.query_head = a.new_key_head = a.new_value_head = dim;
-    a.query_token = is_normed ? of_query : turning;
-    a.new_key_token = is_normed ? of_key : turning;
+    a.query = turned ? query : qkv;
+    a.new_keys = turned ? key : qkv + l.key_at;
+    a.new_values = qkv + l.value_at;
+    a.query_head = a.new_key_head = a.new_value_head = l.head_step;
+    a.query_token = !turned ? l.qkv.outputs : is_normed ? of_query : turning;
+    a.new_key_token = !turned ? l.qkv.outputs : is_normed ? of_key : turning;
     a.new_value_token = l.qkv.outputs;
+    a.slopes = l.slopes;
     a.out = attended;
     a.keys = l.keys;
     a.values = l.values;
@@ -152,13 +162,15 @@ int fminfer_layer(const Layer* layer, const Arguments* given, const float* cos, 
         keep_rows(x, hidden, kept, rows, normed);
     }
     space = rest;
-    uint16_t *const again = take(hidden), *const both = take(2 * wide), *const gated = take(wide);
+    const bool gates = l.up.outputs == 2 * wide;
+    uint16_t *const again = take(hidden), *const both = take(l.up.outputs);
+    uint16_t* const gated = take(wide);
     uint16_t* const sum = normed;
     call.multiply(l.out, attended, out, rows);
     call.norm(l.second, kept ? normed : x, again, rows, hidden, out, sum);
-    call.multiply(l.gate_up, again, both, rows);
-    const Rows r = {both, gated, rows, 1, wide, 2 * wide, 0, 1, call.num_threads};
-    fminfer_gate(&r, both + wide, l.activation);
+    call.multiply(l.up, again, both, rows);
+    const Rows r = {both, gated, rows, 1, wide, l.up.outputs, 0, 1, call.num_threads};
+    fminfer_gate(&r, gates ? both + wide : nullptr, l.activation);
     call.multiply(l.down, gated, out, rows);
     const int64_t num = rows * hidden / LANES;
 #pragma omp parallel for schedule(static) num_threads(int(call.num_threads))
