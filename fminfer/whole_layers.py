@@ -110,7 +110,8 @@ class WholeLayer:
         x = x.contiguous()
         # The kernel trusts what it is given.
         assert len(rows.slots) == tokens and width == parts.layer.qkv.inputs
-        assert (turn is not None) == parts.turns and step.cos.shape[1] in (tokens, 0)
+        assert (turn is not None) == parts.turns
+        assert step.cos.shape[1] == (tokens if parts.turns else 0), "cos and sin"
         num_kept = tokens if kept is None else len(kept)
         out = x.new_empty((1, num_kept, width))
         failed = self._run(
@@ -133,11 +134,8 @@ class WholeLayer:
 
     def _use(self, cache: PagedAttention) -> None:
         """Take a cache, if it is of the layer's shape: the kernel trusts what it is given."""
-        layer, heads, (_, kv_heads, _, head_dim) = (
-            self.parts.layer,
-            self.parts.heads,
-            cache.keys.shape,
-        )
+        layer, heads = self.parts.layer, self.parts.heads
+        _, kv_heads, _, head_dim = cache.keys.shape
         assert cache.keys.dtype == torch.bfloat16 and heads % kv_heads == 0, "a cache"
         assert layer.out.inputs == heads * head_dim, "outputs of attention"
         assert layer.qkv.outputs == (heads + 2 * kv_heads) * head_dim, "keys of a step"
