@@ -125,6 +125,9 @@ def write_model(folder: Path, size: str, dtype: str, device: str) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
     model.save_pretrained(folder)
+    del model
+    if device != "cpu":
+        torch.cuda.empty_cache()  # the sides are to find it free
 
 
 def convert(side: str, peers: Path, folder: Path, dtype: str) -> float | None:
