@@ -62,7 +62,7 @@ class LayerParts:
     attention: Any  # the module that has the paged cache, and slopes of ALiBi
     heads: int
     layer: Layer  # without what the cache and the slopes are
-    kept: tuple[PackedProduct, ...]  # what `layer` points to, beside the modules' own
+    products: tuple[PackedProduct, ...]  # which `layer` points to
     turns: bool = True  # there are rotary positions
     gives_tuple: bool = False  # its forward returns (hidden states, None)
 
@@ -126,23 +126,14 @@ def _parts_of_opt(layer: Any) -> LayerParts | None:
     qkv = _joined(separate)
     if qkv is None:
         return None
-    products = (qkv, *(linear.forward for linear in linears[3:]))
-    return LayerParts(
+    return _plain_parts(
         attention,
-        attention.num_heads,
-        Layer(
-            *map(_layer_norm_of, norms),
-            Norm(),
-            Norm(),
-            *map(_linear_of, products),
-            head_step=attention.head_dim,
-            key_at=attention.embed_dim,
-            value_at=2 * attention.embed_dim,
-            activation=RELU,
-            scaling=attention.scaling,
-        ),
-        products,
-        turns=False,
+        norms,
+        (qkv, *(linear.forward for linear in linears[3:])),
+        head_step=attention.head_dim,
+        key_at=attention.embed_dim,
+        activation=RELU,
+        scaling=attention.scaling,
     )
 
 
@@ -154,25 +145,40 @@ def _parts_of_bloom(layer: Any) -> LayerParts | None:
     is_known = not layer.apply_residual_connection_post_layernorm and not is_cut
     if not (is_known and _are_kernels(linears, norms)):
         return None
-    products = tuple(linear.forward for linear in linears)
-    return LayerParts(
+    parts = _plain_parts(
         attention,
-        attention.num_heads,
-        Layer(
-            *map(_layer_norm_of, norms),
-            Norm(),
-            Norm(),
-            *map(_linear_of, products),
-            head_step=3 * attention.head_dim,  # each head's query, key and value follow each other
-            key_at=attention.head_dim,
-            value_at=2 * attention.head_dim,
-            activation=GELU_TANH,
-            scaling=attention.inv_norm_factor,
-        ),
-        products,
-        turns=False,
-        gives_tuple=True,
+        norms,
+        tuple(linear.forward for linear in linears),
+        head_step=3 * attention.head_dim,  # each head's query, key and value follow each other
+        key_at=attention.head_dim,
+        activation=GELU_TANH,
+        scaling=attention.inv_norm_factor,
     )
+    return replace(parts, gives_tuple=True)
+
+
+def _plain_parts(
+    attention: Any,
+    norms: tuple[Any, ...],
+    products: tuple[PackedProduct, ...],
+    *,
+    head_step: int,
+    key_at: int,
+    activation: int,
+    scaling: float,
+) -> LayerParts:
+    """Put a layer without rotary positions together; values begin twice as far as keys."""
+    layer = Layer(
+        *map(_layer_norm_of, norms),
+        *(Norm(), Norm()),
+        *map(_linear_of, products),
+        head_step=head_step,
+        key_at=key_at,
+        value_at=2 * key_at,
+        activation=activation,
+        scaling=scaling,
+    )
+    return LayerParts(attention, attention.num_heads, layer, products, turns=False)
 
 
 def _are_kernels(linears: tuple[Any, ...], norms: tuple[Any, ...]) -> bool:
