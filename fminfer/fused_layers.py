@@ -18,6 +18,7 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fminfer.layer_kernels import GELU_TANH, SILU
+from fminfer.memory import is_out_of_memory
 
 # Of the largest element.
 MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 0.03, torch.float16: 0.004}
@@ -58,7 +59,12 @@ def fuse_layers(model: nn.Module, kernels: PartKernels) -> int:
     num_fused = 0
     modules: deque[Any] = deque(model.modules())
     while modules:  # a layer's old weights go as soon as it is done
-        is_fused = _fuse(modules.popleft(), kernels, known)
+        try:
+            is_fused = _fuse(modules.popleft(), kernels, known)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            is_fused = False  # there is none for joined weights beside those they are made of
         num_fused += is_fused
         if is_fused and kernels.device.type == "cuda":
             torch.cuda.empty_cache()  # it would keep them, too small for the next joined ones

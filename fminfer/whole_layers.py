@@ -2,7 +2,8 @@
 
 What `fused_layers` and `packed_linear` made of a layer is called from Python part by part, which
 for few tokens takes as long as some of the parts. Where each part is a kernel of ours, one call
-does the same, to the last bit. What a layer is made of it learns from `layer_parts`.
+does the same, to the last bit where LayerNorms and the scale of queries are rounded alike. What a
+layer is made of it learns from `layer_parts`.
 """
 
 from __future__ import annotations

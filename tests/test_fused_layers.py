@@ -257,6 +257,28 @@ def test_what_is_of_another_form_does_not_end_the_load(kernels: PartKernels) -> 
     assert fuse_layers(model, kernels) == FUSED["llama"] - 2 - 3  # no layer: the first fails
 
 
+def test_what_cannot_be_joined_for_want_of_memory_is_left(
+    kernels: PartKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = make_model("llama").requires_grad_(False)
+    join, asked = fused_layers._join, []
+
+    def join_some(layers: list[nn.Linear]) -> nn.Linear:
+        asked.append(len(layers))
+        if len(asked) == 3:  # q, k and v of the second layer
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return join(layers)
+
+    monkeypatch.setattr(fused_layers, "_join", join_some)
+    ids = torch.randint(5, 200, (1, 21))
+    own = model(input_ids=ids).logits
+    assert fuse_layers(model, kernels) == FUSED["llama"] - 2, "attention, and its layer"
+    torch.testing.assert_close(model(input_ids=ids).logits, own, rtol=0, atol=1e-5)
+    monkeypatch.setattr(fused_layers, "_join", lambda layers: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        fuse_layers(make_model("llama").requires_grad_(False), kernels)
+
+
 def test_old_weights_go_layer_by_layer(
     kernels: PartKernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:

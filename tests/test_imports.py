@@ -16,13 +16,13 @@ errors timing messages host_memory sentencepieces shared_runs soft_cap output.ro
     cluster.job_names
 config fields imports input.streams input.values input.spans tokenizer partition ranks \
     models.alibi models.families models.sizes models.variants models.weight_files \
-    integrations.generation engine.stats output.trace output.disk stopping memory fused_layers \
+    integrations.generation engine.stats output.trace output.disk stopping memory \
     layer_parts packed_linear cost_model cluster.schedulers cluster.scripts team.place
-input.lines spelling sampling placement packed_experts decode_attention kernel_attention \
+input.lines spelling sampling placement fused_layers decode_attention kernel_attention \
     triton_layers launcher run_options output.journal output.claims \
     models.experts models.checkpoint models.layer_count models.slicing \
     pipeline.wire pipeline.transport pipeline.store pipeline.watch pipeline.local
-input.envelope attention score_kernel draw_kernel models.weights pipeline.group \
+input.envelope packed_experts attention score_kernel draw_kernel models.weights pipeline.group \
     models.adapters.bloom models.adapters.codegen \
     models.adapters.falcon models.adapters.gpt_neo models.adapters.gptj models.adapters.mpt
 request fingerprint cost_store triton_attention whole_layers remote_files output.records \

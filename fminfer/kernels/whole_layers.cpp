@@ -31,7 +31,7 @@ struct Layer {
     Linear qkv, out, up, down;  // up: gate and up side by side, if it has twice down's inputs
     void *keys, *values;        // of the cache
     const float* slopes;        // of ALiBi, or null
-    // Of what qkv gives: from a head to the next, and where the first key and the first value begin.
+    // Of what qkv gives: from a head to the next, and where the first key and first value begin.
     int64_t head_step, key_at, value_at;
     int64_t activation, window;
     float scaling, softcap;
@@ -98,8 +98,9 @@ int64_t fminfer_layer_space(const Layer* l) {
 }
 
 // out = the layer's output for hidden states x, (tokens, hidden). `given` tells all of attention
-// but the tensors of the layer. `turned` 0: there are no rotary positions. Of tokens, only `kept` ones, which ascend, go on behind attention and
-// are in `out`; null: all. Nonzero: there was no memory.
+// but the tensors of the layer. `turned` 0: there are no rotary positions. Of tokens, only `kept`
+// ones, which ascend, go on behind attention and are in `out`; null: all. Nonzero: there was no
+// memory.
 int fminfer_layer(const Layer* layer, const Arguments* given, const float* cos, const float* sin,
                   int64_t turned, const int64_t* kept, int64_t num_kept, const uint16_t* x,
                   uint16_t* out, uint16_t* space, Spent* spent) {

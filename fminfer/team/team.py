@@ -82,9 +82,9 @@ class Team:
         except BaseException:
             self.close()
             raise
-        first = next(p.ready for p in self._pipelines if p.ready is not None)
-        self.device = torch.device(first.device)
-        self.why_slower = first.why_slower
+        ready = [p.ready for p in self._pipelines if p.ready is not None]
+        self.device = torch.device(ready[0].device)
+        self.why_slower = next((r.why_slower for r in ready if r.why_slower), "")
 
     @property
     def stats(self) -> EngineStats:
