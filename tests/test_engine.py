@@ -275,18 +275,32 @@ def test_a_tokenizer_with_more_tokens_than_the_model(llama_checkpoint: tuple[Pat
     ]
 
 
-def test_the_sum_of_row_shares_is_the_wall_time(engine: fminfer.Engine) -> None:
-    """HELM reads runtime = batch_time / batch_size a row; the rows must add up to the run."""
-    import time
+def test_the_sum_of_row_shares_is_the_wall_time(
+    engine: fminfer.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HELM reads runtime = batch_time / batch_size a row; the rows must add up to the run.
 
+    On a clock on which each step takes a second and nothing else takes any.
+    """
+    now_s = 0.0
+    collect = engine._pipeline.collect
+
+    def collect_later() -> StepResult:
+        nonlocal now_s
+        now_s += 1.0
+        return collect()
+
+    monkeypatch.setattr(engine._pipeline, "collect", collect_later)
+    monkeypatch.setattr("time.perf_counter", lambda: now_s)
     requests = [sampled(i, max_tokens=1 + i * 5 % 30) for i in range(40)]
-    list(engine.run(requests[:2]))
-    started = time.perf_counter()
+    list(engine.run(requests[:2]))  # the clock goes on between two runs
+    started_s, now_s = now_s, now_s + 100.0
     records = list(engine.run(requests))
-    wall_s = time.perf_counter() - started
     times = [record.to_dict()["result"]["request_time"] for record in records]
     shares = sum(t["batch_time"] / t["batch_size"] for t in times)
-    assert shares == pytest.approx(wall_s, rel=0.1)
+    assert shares == pytest.approx(now_s - started_s - 100.0)
+    assert shares > 26, "the longest answer takes a step a token"
+    assert len({t["batch_size"] for t in times}) > 5, "rows were in flight together, and not all"
 
 
 @pytest.mark.parametrize(
