@@ -8,6 +8,9 @@ over their time, stands beside the machine's roof, measured in the same process.
 
     python benchmarks/profile_steps.py --workload a --dtype float32
     python benchmarks/profile_steps.py --workload a --workload b --workload c --plot profile.svg
+    python benchmarks/profile_steps.py --dtype bfloat16 --model FOLDER
+
+FOLDER is a checkpoint with 32,000 tokens or more, as those that peers.py leaves in its --folder.
 
 A table comes first, one JSON line last.
 """
@@ -15,6 +18,9 @@ A table comes first, one JSON line last.
 from __future__ import annotations
 
 import json
+import os
+
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as the command does, before torch is imported
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -113,7 +119,7 @@ def count_layer_flops(clock: Clock, layer: WholeLayer) -> Callable[..., Any]:
 
 def profile(workload: str, scale: float, options: dict[str, Any]) -> dict[str, Any]:
     """Answer a workload twice and return the second time's seconds by part."""
-    engine = fminfer.Engine(random_init=SIZE, **options)
+    engine = fminfer.Engine(**options)
     rows = make_workload(workload, scale)
     clock = Clock()
     for number in range(2):
@@ -172,15 +178,22 @@ def draw(runs: list[dict[str, Any]], title: str) -> str:
 
 @click.command()
 @click.option("--workload", "workloads", multiple=True, default=["a"], show_default=True)
+@click.option("--model", help=f"A folder or a hub id; random {SIZE} without.")
 @click.option("--dtype", default="float32", show_default=True)
 @click.option("--attention", default="auto", show_default=True)
 @click.option("--scale", default=1.0, show_default=True, help="Share of the rows.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw it, as SVG.")
 def main(
-    workloads: tuple[str, ...], dtype: str, attention: str, scale: float, plot: Path | None
+    workloads: tuple[str, ...],
+    model: str | None,
+    dtype: str,
+    attention: str,
+    scale: float,
+    plot: Path | None,
 ) -> None:
     """Print where the time goes."""
-    options = {"dtype": dtype, "attention": attention}
+    of_model = {"model": model} if model else {"random_init": SIZE}
+    options = {**of_model, "dtype": dtype, "attention": attention}
     places: list[tuple[Any, str]] = [(PagedAttention, "__call__"), *PLANNING]
     originals = [getattr(*place) for place in places]
     runs = []
@@ -195,7 +208,9 @@ def main(
         print(f"{run['name']:12}{run['wall_s']:8.1f}{run['steps']:7}{shares}")
         print(f"{'':12}products at {run['product_gflops']:.0f} of {roof:.0f} GFLOP/s")
     if plot is not None:
-        plot.write_text(draw(runs, f"{SIZE}, {dtype}, attention {attention}: seconds by part"))
+        plot.write_text(
+            draw(runs, f"{model or SIZE}, {dtype}, attention {attention}: seconds by part")
+        )
     print(json.dumps({"dtype": dtype, "roof_gflops": roof, "runs": runs}))
 
 
