@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from fminfer.decode_attention import DecodeRows, SharedBlocks, decode_attention
+from fminfer.host_memory import use_small_pages
 from fminfer.kernel_attention import token_slots
 from fminfer.messages import StepRow
 from fminfer.shared_runs import SharedRun, find_shared_runs
@@ -173,6 +174,9 @@ class PagedAttention:
         # Not zeroed, so that the system gives memory only as blocks come into use, page by page.
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)
+        if device.type == "cpu":
+            for cache in (self.keys, self.values):
+                use_small_pages(cache.data_ptr(), cache.nbytes)
         # The stage sets it before each step: what the kernel's `plan` gave if it is to attend.
         self.plan: Any = None
         self._kernel = kernel

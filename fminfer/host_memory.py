@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PIECE = 8 << 20  # bytes touched at a time
+HUGE_PAGE = 2 << 20
 MOST_OF_FREE, MOST_TOUCHED = 0.25, 4 << 30
 SYSTEM = Path("/")
 # Of a control group, version 2 and 1: its limit, its use, and what of that is cached files.
@@ -61,6 +62,21 @@ def _left_in(folder: Path, limit: str, used: str, cached: str) -> int:
             if line.startswith(f"{cached} "):
                 left += int(line.split()[1])
     return left
+
+
+def use_small_pages(address: int, num_bytes: int) -> None:
+    """Have the system give these bytes page by page, also where huge pages were asked for.
+
+    It is for memory of which little comes into use here and there. Where the system has no huge
+    pages, nothing changes.
+    """
+    advice = getattr(mmap, "MADV_NOHUGEPAGE", None)
+    page = mmap.PAGESIZE
+    first, end = -(-address // page) * page, (address + num_bytes) // page * page
+    if advice is not None and end - first >= HUGE_PAGE:
+        madvise = ctypes.CDLL(None).madvise
+        madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        madvise(first, end - first, advice)  # refused: without huge pages, there is nothing to do
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -392,3 +393,32 @@ def test_a_context_too_long_for_one_product_is_split(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(attention, "MAX_SCORES", 3 * HEADS * 50)
     parts = attention.chunk_attention(query, keys, values, 30, 0.25, 9, None, 0.5)
     torch.testing.assert_close(whole, parts, atol=1e-6, rtol=1e-6)
+
+
+SMAPS = Path("/proc/self/smaps")
+
+
+def flags_of(address: int) -> list[str]:
+    """Return the system's flags of the mapping with this address."""
+    is_inside = False
+    for line in SMAPS.read_text().splitlines():
+        first = line.split()[0]
+        if "-" in first and not first.endswith(":"):
+            begin, end = (int(number, 16) for number in first.split("-"))
+            is_inside = begin <= address < end
+        elif is_inside and first == "VmFlags:":
+            return line.split()[1:]
+    raise AssertionError("no mapping has the address")
+
+
+@pytest.mark.skipif(
+    not (SMAPS.exists() and Path("/sys/kernel/mm/transparent_hugepage").exists()),
+    reason="a system without huge pages",
+)
+def test_the_cache_takes_memory_in_small_pages() -> None:
+    cache = PagedAttention(512, 32, 4, 64, dtype=torch.float32, device=CPU)
+    for tensor in (cache.keys, cache.values):
+        for place in (1 << 20, tensor.nbytes // 2, tensor.nbytes - (1 << 20)):
+            assert "nh" in flags_of(tensor.data_ptr() + place)
+    weight = torch.empty(1 << 22)
+    assert "nh" not in flags_of(weight.data_ptr() + weight.nbytes // 2), "others are left alone"
