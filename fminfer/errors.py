@@ -6,6 +6,7 @@ FminferError                 the run cannot go on; the message says what to do
 ├── CheckpointError          the model cannot be loaded or run
 ├── PipelineError            a rank failed, died, fell silent or never came
 ├── OutputError              finished rows cannot be written: a full disk, a folder that is gone
+├── MachineError             no room for temporary files, no memory, a failing disk: no row's error
 ├── SchedulerError           a cluster's sbatch, bsub, squeue or bjobs failed
 ├── OutOfMemoryError         memory for the smallest step cannot be had
 ├── StoppedError             the run was told to stop; the same command goes on from there
@@ -57,6 +58,10 @@ class PipelineError(FminferError):
 
 class OutputError(FminferError):
     """A file that cannot be written; what was written before is kept."""
+
+
+class MachineError(FminferError):
+    """The machine failed in the middle of a run: never the error of the row at hand."""
 
 
 class SchedulerError(FminferError):
@@ -115,3 +120,24 @@ class RequestError(FminferError):
     def type(self) -> str:
         """The OpenAI error object's `type`: whose fault it is."""
         return "server_error" if self.is_ours else "invalid_request_error"
+
+
+def row_error(error: Exception, number: int) -> RequestError:
+    """Return what an exception costs the line that was being prepared, the `number`th.
+
+    Raises:
+        FminferError: it is no fault of the line's, and ends the run.
+    """
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, FminferError):
+        raise error
+    if isinstance(error, OSError | MemoryError):
+        reason = str(error) or "no memory was left"
+        raise MachineError(
+            f"the machine failed while line {number} was prepared: {reason}. Finished rows are "
+            "kept; mend that, and run the same command again"
+        ) from error
+    # A fault of ours must not cost the other lines.
+    text = f"fminfer failed on this line ({type(error).__name__}: {error}); please report it"
+    return RequestError("internal_error", text)

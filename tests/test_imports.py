@@ -12,11 +12,11 @@ PACKAGE = Path(__file__).parent.parent / "fminfer"
 FLOORS = """
 errors timing messages host_memory sentencepieces shared_runs soft_cap output.rows \
     kernel_build layer_kernels product_kernel triton_kernels \
-    engine.blocks engine.noise engine.seen engine.stopping engine.expected split.folders \
+    engine.blocks engine.noise engine.stopping engine.expected split.folders \
     cluster.job_names
 config fields imports input.streams input.values input.spans tokenizer partition ranks \
     models.alibi models.families models.sizes models.variants models.weight_files \
-    integrations.generation engine.stats output.trace output.disk stopping memory \
+    integrations.generation engine.stats engine.seen output.trace output.disk stopping memory \
     layer_parts packed_linear cost_model cluster.schedulers cluster.scripts team.place
 input.lines spelling sampling placement fused_layers decode_attention kernel_attention \
     triton_layers launcher run_options output.journal output.claims \

@@ -5,7 +5,6 @@ It knows the model's limits, and nothing of what else is running.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from collections import Counter
@@ -18,7 +17,7 @@ from fminfer.engine.logit_edits import LogitEdits
 from fminfer.engine.noise import digest, noise_key
 from fminfer.engine.seen import SeenCounts
 from fminfer.engine.sequence import PromptState, RequestState, Sequence
-from fminfer.errors import RequestError
+from fminfer.errors import RequestError, row_error
 from fminfer.fields import show
 from fminfer.input.envelope import Envelope, open_envelope
 from fminfer.input.lines import Line
@@ -78,9 +77,14 @@ class Intake:
         """Count a line that an earlier run has answered: those after it depend on it.
 
         Equal lines draw differently by their number, and no two may have one custom_id.
+
+        Raises:
+            FminferError: the run cannot go on.
         """
-        with contextlib.suppress(Exception):  # that run has told what is wrong with it
+        try:
             self.identify(line, open_envelope(line))
+        except Exception as error:  # that run has told what is wrong with it
+            row_error(error, line.number)
 
     def identify(self, line: Line, envelope: Envelope) -> tuple[Request, bytes, int]:
         """Return a line's request, its digest, and how many equal ones came before it.

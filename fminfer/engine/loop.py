@@ -21,7 +21,7 @@ from fminfer.engine.prefix import SharedTokens
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.sequence import PromptState, RequestState, Sequence, TokenReport
 from fminfer.engine.stats import EngineStats
-from fminfer.errors import RequestError, StepLimitError, StoppedError, UsageError
+from fminfer.errors import RequestError, StepLimitError, StoppedError, UsageError, row_error
 from fminfer.input.envelope import Envelope, as_text, open_envelope
 from fminfer.input.lines import Line
 from fminfer.messages import Step, StepResult, StepTrace, TokenLogprobs
@@ -127,10 +127,8 @@ class EngineLoop:
             state = self._intake.prepare(line, envelope)
             self._check_memory(state)
             return state
-        except RequestError as error:
-            return Record(line, envelope, error=error)
-        except Exception as error:  # a fault of ours must not cost the other lines
-            return Record(line, envelope, error=fault_of(error))
+        except Exception as error:
+            return Record(line, envelope, error=row_error(error, line.number))
 
     def stop(self, grace_s: float) -> None:
         """Take no more lines in; rows that run may go on so long. It may be called at any moment.
@@ -390,9 +388,3 @@ def _nan_error(where: str) -> RequestError:
         f"the model's logits for {where} are not numbers (nan); its weights or dtype overflow. "
         "Try --dtype float32 or bfloat16",
     )
-
-
-def fault_of(error: Exception) -> RequestError:
-    """Return the error of a line on which fminfer itself failed."""
-    text = f"fminfer failed on this line ({type(error).__name__}: {error}); please report it"
-    return RequestError("internal_error", text)

@@ -6,7 +6,12 @@ deletes. It knows nothing of what is counted.
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
+import tempfile
+from collections.abc import Iterator
+
+from fminfer.errors import MachineError
 
 
 class SeenCounts:
@@ -16,16 +21,21 @@ class SeenCounts:
         self._database: sqlite3.Connection | None = None  # made with the first count
 
     def add(self, digest: bytes) -> int:
-        """Count a digest once more; return how often it was counted before."""
-        if self._database is None:
-            self._database = self._open()
-        found = self._database.execute("SELECT count FROM seen WHERE digest = ?", (digest,))
-        row = found.fetchone()
-        if row is None:
-            self._database.execute("INSERT INTO seen VALUES (?, 1)", (digest,))
-            return 0
-        self._database.execute("UPDATE seen SET count = count + 1 WHERE digest = ?", (digest,))
-        return int(row[0])
+        """Count a digest once more; return how often it was counted before.
+
+        Raises:
+            MachineError: the disk for temporary files is full or gone.
+        """
+        with _told():
+            if self._database is None:
+                self._database = self._open()
+            found = self._database.execute("SELECT count FROM seen WHERE digest = ?", (digest,))
+            row = found.fetchone()
+            if row is None:
+                self._database.execute("INSERT INTO seen VALUES (?, 1)", (digest,))
+                return 0
+            self._database.execute("UPDATE seen SET count = count + 1 WHERE digest = ?", (digest,))
+            return int(row[0])
 
     def clear(self) -> None:
         """Forget all."""
@@ -43,3 +53,16 @@ class SeenCounts:
         )
         database.execute("BEGIN")  # never committed: each count would be, by itself
         return database
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """Turn SQLite's errors into ours, which say what to do."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise MachineError(
+            f"a temporary file cannot be written: {error}. Finished rows are kept; make room in "
+            f"{tempfile.gettempdir()}, or set TMPDIR to a folder with room, and run the same "
+            "command again"
+        ) from error

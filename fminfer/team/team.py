@@ -18,9 +18,9 @@ from fminfer import errors
 from fminfer.assembly import find_limits
 from fminfer.config import EngineConfig
 from fminfer.engine.intake import Intake
-from fminfer.engine.loop import LOOKAHEAD, fault_of
+from fminfer.engine.loop import LOOKAHEAD
 from fminfer.engine.stats import EngineStats
-from fminfer.errors import FminferError, PipelineError, RequestError, StoppedError
+from fminfer.errors import FminferError, PipelineError, RequestError, StoppedError, row_error
 from fminfer.input.envelope import Envelope, as_text, open_envelope
 from fminfer.input.lines import Line
 from fminfer.models.checkpoint import Checkpoint
@@ -203,10 +203,8 @@ class Team:
         try:
             envelope = open_envelope(line)
             return replace(line, num_equal=self._intake.identify(line, envelope)[2])
-        except RequestError as error:
-            return Record(line, envelope, error=error)
-        except Exception as error:  # a fault of ours must not cost the other lines
-            return Record(line, envelope, error=fault_of(error))
+        except Exception as error:
+            return Record(line, envelope, error=row_error(error, line.number))
 
     def _listen(self, timeout_s: float) -> Iterator[Record]:
         """Take note of what the pipelines say; yield the records that are among it."""
