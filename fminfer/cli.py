@@ -38,6 +38,7 @@ from fminfer.run_options import PathOrUrl, bench_options, dtype_name, run_option
 from fminfer.stopping import Stopper, check_times
 from fminfer.storage import Location, RemoteFolders, default_work_dir
 from fminfer.team.place import find_place
+from fminfer.threads import wait_briefly
 
 STARTED_S = time.perf_counter()
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd")
@@ -166,7 +167,7 @@ def bench(
     comes last.
     """
     options["dtype"] = dtype_name(fp16, options["dtype"])
-    _use_huge_pages()
+    _prepare_torch()
     if options["attention"] != "eager":
         start_build()
     if is_calibration:
@@ -200,11 +201,13 @@ def _calibrate(config: EngineConfig) -> None:
 MOST_NEW_OBJECTS = 10_000
 
 
-def _use_huge_pages() -> None:
-    """Have torch, which is not imported yet, ask for pages of 2 MB for what is larger than that.
+def _prepare_torch() -> None:
+    """Settle how torch, which is not imported yet, asks for memory and waits for work.
 
-    Weights and KV cache are read from end to end at each step; docs/performance.md has the figures.
+    It takes pages of 2 MB for what is larger than that: weights and KV cache are read from end to
+    end at each step. docs/performance.md has the figures.
     """
+    wait_briefly()
     if os.path.exists("/sys/kernel/mm/transparent_hugepage"):
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
@@ -257,7 +260,7 @@ def _run(
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         if facts.parent is not None:
             end_after(facts.parent)
-    _use_huge_pages()
+    _prepare_torch()
     if config.attention != "eager":
         start_build()  # it runs beside the imports
     is_alone = facts is None and place is None and ranks.data_group_size == 1

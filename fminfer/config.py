@@ -50,6 +50,7 @@ class EngineConfig:
     strict: bool = False  # what is otherwise only warned of is the line's error
     check_model: bool = False  # a line that names another model is an error
     attention: AttentionBody = "auto"
+    threads: int | None = None  # that compute in each rank; None: its share of the cores
     max_steps: int | None = None  # micro-batches after which a run stops; None: no limit
     is_only_run: bool = False  # prefixes need not be kept for another run of the engine
     cuda_ids: tuple[int, ...] = ()  # the GPUs of this machine's ranks, in their order
@@ -75,7 +76,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         at_least_1 = ("block_size", "chunk_size", "max_rows", "micro_batches")
-        for field in (*at_least_1, "num_layers", "max_layers", "max_steps"):
+        for field in (*at_least_1, "num_layers", "max_layers", "max_steps", "threads"):
             value = getattr(self, field)
             if value is not None and value < 1:
                 raise UsageError(f"{field} is {value}; it must be at least 1")

@@ -15,22 +15,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from fminfer import control_groups
+from fminfer.control_groups import group_folders
+
 PIECE = 8 << 20  # bytes touched at a time
 HUGE_PAGE = 2 << 20
 MOST_OF_FREE, MOST_TOUCHED = 0.25, 4 << 30
-SYSTEM = Path("/")
-# Of a control group, version 2 and 1: its limit, its use, and what of that is cached files.
-NAMES = (
-    ("memory.max", "memory.current", "inactive_file"),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-)
+# Of a control group, by version: its limit, its use, and what of that is cached files.
+NAMES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
 
 
 def free_host_bytes() -> int:
     """Return the bytes that can be used without swapping, by the system and its control groups."""
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError):  # no Linux
-        for line in (SYSTEM / "proc/meminfo").read_text().splitlines():
+        for line in (control_groups.SYSTEM / "proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 available = int(line.split()[1]) * 1024
     return min([available, *_left_in_groups()])
@@ -38,21 +40,9 @@ def free_host_bytes() -> int:
 
 def _left_in_groups() -> Iterator[int]:
     """Give what each control group of this process with a limit, and each above it, has left."""
-    try:
-        lines = (SYSTEM / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for _, controllers, path in (line.split(":", 2) for line in lines):
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        names = NAMES[1] if controllers else NAMES[0]
-        top = SYSTEM / "sys/fs/cgroup" / controllers
-        group = top / path.lstrip("/")
-        for folder in (group, *group.parents):  # those that a container does not see are not there
-            with suppress(OSError, ValueError):  # "max": no limit
-                yield _left_in(folder, *names)
-            if folder == top:
-                break
+    for folder, version in group_folders("memory"):
+        with suppress(OSError, ValueError):  # "max": no limit
+            yield _left_in(folder, *NAMES[version])
 
 
 def _left_in(folder: Path, limit: str, used: str, cached: str) -> int:

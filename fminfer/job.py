@@ -29,6 +29,7 @@ from fminfer.output.summary import JobSummary
 from fminfer.output.trace import TraceFile
 from fminfer.stopping import Stopper
 from fminfer.team.team import Team
+from fminfer.threads import Preemptions
 from fminfer.worker import Engine
 
 
@@ -150,7 +151,8 @@ def run_job(
     left = [file.num_left for file in inputs.files]
     # Whoever writes a stream may wait.
     read_ahead = LOOKAHEAD if None in left else WINDOW
-    bar = ProgressBar(inputs.num_rows, is_quiet=is_quiet)
+    preemptions = Preemptions()
+    bar = ProgressBar(inputs.num_rows, is_quiet=is_quiet, preemptions=preemptions)
     trace_file = None if trace is None else TraceFile(trace)
 
     def on_work(num_fed: int, num_drawn: int) -> None:
@@ -180,6 +182,8 @@ def run_job(
         if trace_file is not None:
             trace_file.close()
     summary.wall_s = time.perf_counter() - started
+    summary.num_preempted = preemptions.count
+    summary.is_beside_other_work = preemptions.are_often
     summary.warnings = engine.warnings
     return _sum_up(summary, inputs, engine.stats)
 

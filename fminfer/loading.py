@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
-import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,6 +45,7 @@ from fminfer.placement import (
 from fminfer.product_kernel import ProductKernel
 from fminfer.sampling import draw, rank
 from fminfer.score_kernel import ScoreKernel
+from fminfer.threads import choose_num_threads
 from fminfer.whole_layers import join_layers
 
 
@@ -129,7 +129,10 @@ def load_part(
     parts = split_model(config, checkpoint, group.world_size if group else 1)
     part = parts[group.rank if group else 0]
     hidden_group = None
-    _share_cores(local_size * config.num_engines)
+    num_processes = local_size * config.num_engines
+    torch.set_num_threads(
+        choose_num_threads(config.threads, torch.get_num_threads(), num_processes)
+    )
     if group is not None:
         _agree(group, config, checkpoint, dtype, parts)
         hidden_group = _gpu_group(group, device)
@@ -244,12 +247,6 @@ def split_model(config: EngineConfig, checkpoint: Checkpoint, num_stages: int) -
         most=config.max_layers,
         counts=config.stage_layers,
     )
-
-
-def _share_cores(num_ranks: int) -> None:
-    """Give this rank its share of the machine's cores, unless OMP_NUM_THREADS says otherwise."""
-    if "OMP_NUM_THREADS" not in os.environ and num_ranks > 1:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_ranks))
 
 
 def _agree(

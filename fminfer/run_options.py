@@ -172,6 +172,12 @@ ENGINE = [
         help="Most sequences that run at once.  [default: 256; on a GPU 1024]",
     ),
     click.option(
+        "--threads",
+        type=int,
+        help="Threads that compute, in each rank.  [default: OMP_NUM_THREADS, or the cores that "
+        "this process may use, shared by the ranks of the machine]",
+    ),
+    click.option(
         "--micro-batches",
         type=int,
         default=DEFAULTS.micro_batches,

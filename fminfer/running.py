@@ -6,6 +6,7 @@ It knows ranks and paths, not exit statuses.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -150,8 +151,13 @@ def _answer(
         summary = run_job(None, files, summary, is_quiet=job.is_quiet)
     else:
         with _telling_how_to_go_on(files):
+            is_told = not (job.is_quiet or sys.stderr.isatty())  # a terminal has bars
+            if is_told:
+                click.echo(f"Loading {checkpoint.name} ({summary.dtype}) …", err=True)
             engine = _start_engine(job, files, config, lambda bar: make_engine(checkpoint, bar))
             summary.device, summary.start_to_ready_s = str(engine.device), elapsed_s()
+            if is_told:
+                click.echo(_ready_text(summary, files), err=True)
             try:
                 summary = run_job(
                     engine, files, summary, stopper=stopper, is_quiet=job.is_quiet, trace=job.trace
@@ -164,6 +170,11 @@ def _answer(
         click.echo(summary.to_text(), err=True)
     job.remote.upload(outputs)
     return summary
+
+
+def _ready_text(summary: JobSummary, files: NamedFiles | SharedFiles) -> str:
+    num_rows = "rows" if files.num_rows is None else f"{files.num_rows:,} rows"
+    return f"Ready after {summary.start_to_ready_s:.1f} s; answering {num_rows}."
 
 
 @contextmanager

@@ -321,7 +321,7 @@ def test_strict_and_check_model_through_the_command(tmp_path: Path) -> None:
 def test_progress_is_honest_about_what_it_does_not_know(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fminfer.output.progress.LINE_EVERY_S", -1.0)
+    monkeypatch.setattr("fminfer.output.progress.FIRST_LINE_S", -1.0)
     bar = ProgressBar(None, is_quiet=False)
     bar.update(3, 0, EngineStats())
     bar.close()

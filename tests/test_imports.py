@@ -10,11 +10,12 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "fminfer"
 # From the lowest up. A sign of the house: a new module finds its place here or is in the wrong one.
 FLOORS = """
-errors timing messages host_memory sentencepieces shared_runs soft_cap output.rows \
+errors timing messages control_groups sentencepieces shared_runs soft_cap output.rows \
     kernel_build layer_kernels product_kernel triton_kernels \
     engine.blocks engine.noise engine.stopping engine.expected split.folders \
     cluster.job_names
-config fields imports input.streams input.values input.spans tokenizer partition ranks \
+config fields imports host_memory threads \
+    input.streams input.values input.spans tokenizer partition ranks \
     models.alibi models.families models.sizes models.variants models.weight_files \
     integrations.generation engine.stats engine.seen output.trace output.disk stopping memory \
     layer_parts packed_linear cost_model cluster.schedulers cluster.scripts team.place

@@ -22,7 +22,7 @@ import transformers
 from click.testing import CliRunner
 
 import fminfer
-from fminfer import cli, host_memory
+from fminfer import cli, control_groups, host_memory
 from fminfer.host_memory import free_host_bytes, touching_memory
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.weight_files import weight_bytes
@@ -290,11 +290,11 @@ def test_free_memory_is_what_the_control_groups_leave(
     version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A job's limit may be that of its own group or of one above; cached files can go."""
-    monkeypatch.setattr(host_memory, "SYSTEM", tmp_path)
+    monkeypatch.setattr(control_groups, "SYSTEM", tmp_path)
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    8000 kB\n")
     assert free_host_bytes() == 8000 << 10, "no groups"
-    names = host_memory.NAMES[2 - version]
+    names = host_memory.NAMES[version]
     top = tmp_path / "sys/fs/cgroup" / ("memory" if version == 1 else "")
     group = "4:cpu:/other\n3:memory:/job/step\n" if version == 1 else "0::/job/step\n"
     (tmp_path / "proc/self/cgroup").write_text(group)

@@ -11,9 +11,10 @@ import time
 from tqdm import tqdm
 
 from fminfer.engine.stats import EngineStats
+from fminfer.threads import Preemptions
 
 BAR_EVERY_S = 0.2
-LINE_EVERY_S = 30.0  # without a terminal
+FIRST_LINE_S, LINE_EVERY_S = 5.0, 30.0  # without a terminal: twice as long from line to line
 DRAWN_COST = 1.48  # of a drawn token beside a prompt's, on CPUs, until a run has told
 BAR_OF_UNKNOWN = "{desc}: {n_fmt}/? rows{postfix}"
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} rows{postfix}"
@@ -98,13 +99,18 @@ class ProgressBar:
 
     Args:
         total_rows: None if it is not known before the input's end. It may change.
+        preemptions: tell whether other work slows the run; None: nothing is said of that.
     """
 
-    def __init__(self, total_rows: int | None, *, is_quiet: bool) -> None:
+    def __init__(
+        self, total_rows: int | None, *, is_quiet: bool, preemptions: Preemptions | None = None
+    ) -> None:
         self.total_rows = total_rows
+        self._preemptions = preemptions
         self._is_terminal = sys.stderr.isatty()
         self._is_quiet = is_quiet
         self._last_step_s = self._last_line_s = time.perf_counter()
+        self._every_s = BAR_EVERY_S if self._is_terminal else FIRST_LINE_S
         self._pace = Pace()
         self._num_rows = 0
         hide = is_quiet or not self._is_terminal
@@ -131,15 +137,18 @@ class ProgressBar:
         """
         self._num_rows = num_rows
         now_s = time.perf_counter()
-        is_time = now_s - self._last_line_s > (BAR_EVERY_S if self._is_terminal else LINE_EVERY_S)
-        if self._is_quiet or not is_time:
+        if self._is_quiet or now_s - self._last_line_s <= self._every_s:
             return
         self._last_line_s = now_s
+        if not self._is_terminal:
+            self._every_s = min(2 * self._every_s, LINE_EVERY_S)
         left_s = self.left_s(stats)
         left = "?" if left_s is None else show_seconds(left_s)
         postfix = f"{self._pace.tokens_per_s:,.0f} tok/s, left {left}"
         if num_errors:
             postfix += f", {num_errors} errors"
+        if self._preemptions is not None and self._preemptions.are_often:
+            postfix += ", slowed by other work"
         if self._is_terminal:
             self._bar.set_postfix_str(postfix, refresh=False)
             self._bar.total = self.total_rows

@@ -32,6 +32,8 @@ class JobSummary:
     prompt_tokens: int = 0  # as in usage: of answered rows
     completion_tokens: int = 0
     wall_s: float = 0.0  # of answering, loading left out
+    num_preempted: int = 0  # how often other work took a core from this process meanwhile
+    is_beside_other_work: bool = False  # so often that it slowed the run
     engine: dict[str, Any] = field(default_factory=dict)
     warnings: dict[str, int] = field(default_factory=dict)
 
@@ -41,15 +43,26 @@ class JobSummary:
 
     @property
     def tokens_per_s(self) -> float:
-        total = self.prompt_tokens + self.completion_tokens
-        return total / self.wall_s if self.wall_s > 0 else 0.0
+        """Tokens that the model computed, as the progress bar counts them too."""
+        names = ("num_prompt_tokens", "num_generated_tokens")
+        return self._per_s(sum(self.engine.get(name, 0) for name in names))
 
     @property
     def generated_per_s(self) -> float:
-        return self.completion_tokens / self.wall_s if self.wall_s > 0 else 0.0
+        """Of them, those that it drew."""
+        return self._per_s(self.engine.get("num_generated_tokens", 0))
+
+    @property
+    def answered_per_s(self) -> float:
+        """Tokens of the answered rows, shared prefixes and copied answers counted."""
+        return self._per_s(self.prompt_tokens + self.completion_tokens)
+
+    def _per_s(self, count: int) -> float:
+        return count / self.wall_s if self.wall_s > 0 else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        rates = {"tokens_per_s": self.tokens_per_s, "generated_per_s": self.generated_per_s}
+        names = ("tokens_per_s", "generated_per_s", "answered_per_s")
+        rates = {name: getattr(self, name) for name in names}
         paths = {"inputs": [*map(str, self.inputs)], "outputs": [*map(str, self.outputs)]}
         return asdict(self) | paths | rates
 
@@ -76,6 +89,13 @@ class JobSummary:
         each = ", ".join(f"{share:.0%}" for share in shares)
         return f"stages busy {each} (bubble {bubble:.0%}); {sent / 1e6:,.1f} MB sent"
 
+    def _shared_text(self) -> str:
+        """Tell how many tokens of rows that makes, where some were shared or copied."""
+        stats = self.engine
+        if not (stats["num_cached_tokens"] or stats["num_copied_requests"]):
+            return ""
+        return f" ({self.answered_per_s:,.0f} with those that were shared)"
+
     def _place(self) -> str:
         return f" on {self.device}" if self.device else ""
 
@@ -90,8 +110,8 @@ class JobSummary:
         took = show_seconds(self.wall_s) if self.wall_s >= 60 else f"{self.wall_s:.1f} s"
         lines = [
             f"tokens    {self.prompt_tokens:,} prompt + {self.completion_tokens:,} generated",
-            f"speed     {self.tokens_per_s:,.0f} tokens/s, of them {self.generated_per_s:,.0f} "
-            f"generated; {self._busy_text()}",
+            f"speed     {self.tokens_per_s:,.0f} tokens/s computed, of them "
+            f"{self.generated_per_s:,.0f} generated{self._shared_text()}; {self._busy_text()}",
             f"time      ready after {self.start_to_ready_s:.1f} s, then {took}",
         ]
         if self.engine["num_copied_requests"]:
@@ -117,6 +137,12 @@ class JobSummary:
             for rank, stage in enumerate(self.engine["stages"])
             if stage["max_tokens"]
         ]
+        if self.is_beside_other_work:
+            lines.append(
+                f"warning   other work took a core from this run {self.num_preempted:,} times, "
+                f"{self._per_s(self.num_preempted):,.0f} a second, and slowed it; run it alone, or "
+                "on cores of its own (taskset -c 0-3)"
+            )
         if self.num_damaged_rows:
             lines.append(
                 f"warning   {self.num_damaged_rows} rows of earlier runs were damaged on the disk, "

@@ -1,0 +1,104 @@
+"""The processor's threads: how many a run may use, how they wait, and what other work takes.
+
+It needs no torch: how threads wait is settled before that is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from fminfer.control_groups import group_folders
+
+# How often an idle thread of GNU's OpenMP looks for work before it sleeps; docs/performance.md has
+# the figures. Its own default is 300,000 times, or for ever under OMP_WAIT_POLICY=active. While a
+# thread spins, the one that it waits for may stand in line for the same core.
+SPINS = 10_000
+OFTEN_PER_S = 50.0  # preemptions a second, above which other work is worth a word
+FEW = 100  # are too few to tell
+
+
+def wait_briefly() -> None:
+    """Have the threads of OpenMP, which is not loaded yet, soon sleep when they wait.
+
+    What the user has set stays.
+    """
+    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = str(SPINS)
+
+
+def count_cores() -> int:
+    """Return the cores that this process may use: its affinity, and its control groups' quota.
+
+    A part of a core counts as one.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        num_cores = len(os.sched_getaffinity(0))
+    else:  # no Linux
+        num_cores = os.cpu_count() or 1
+    return max(1, min([num_cores, *_quotas()]))
+
+
+def _quotas() -> Iterator[int]:
+    """Give the cores that each control group with a quota allows, rounded up."""
+    for folder, version in group_folders("cpu"):
+        with suppress(OSError, ValueError):  # "max": no limit
+            quota_us, period_us = _quota(folder, version)
+            if quota_us > 0:  # -1 is no limit in version 1
+                yield -(-quota_us // period_us)
+
+
+def _quota(folder: Path, version: int) -> tuple[int, int]:
+    """Return the microseconds of computing that a group has in each period, and the period."""
+    if version == 2:
+        quota, period = (folder / "cpu.max").read_text().split()
+        return int(quota), int(period)
+    quota = (folder / "cpu.cfs_quota_us").read_text()
+    return int(quota), int((folder / "cpu.cfs_period_us").read_text())
+
+
+def choose_num_threads(asked: int | None, current: int, num_processes: int) -> int:
+    """Return how many threads are to compute in this process.
+
+    Args:
+        asked: by --threads.
+        current: what torch would use; OMP_NUM_THREADS or a call of torch's may have said so.
+        num_processes: of this run on this machine; they share the cores.
+    """
+    if asked is not None:
+        return asked
+    if "OMP_NUM_THREADS" in os.environ:
+        return current
+    return min(current, max(1, count_cores() // num_processes))
+
+
+class Preemptions:
+    """Counts how often the system took a core from this process to give it to another.
+
+    These are Linux's involuntary context switches, of all threads together.
+    """
+
+    def __init__(self) -> None:
+        self._first = _count_preemptions()
+        self._started_s = time.perf_counter()
+
+    @property
+    def count(self) -> int:
+        return _count_preemptions() - self._first
+
+    @property
+    def per_s(self) -> float:
+        return self.count / max(time.perf_counter() - self._started_s, 1e-9)
+
+    @property
+    def are_often(self) -> bool:
+        """Whether other work on the machine slows this process notably."""
+        return self.count >= FEW and self.per_s > OFTEN_PER_S
+
+
+def _count_preemptions() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw

@@ -1,0 +1,177 @@
+"""How many threads compute, how they wait, and what is said of other work on the machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import fminfer
+from fminfer import cli, control_groups, threads
+from fminfer.engine.stats import EngineStats
+from fminfer.errors import UsageError
+from fminfer.output.progress import ProgressBar
+from fminfer.output.summary import JobSummary
+from fminfer.threads import Preemptions, choose_num_threads, count_cores, wait_briefly
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_cores_are_those_of_the_affinity_and_of_the_control_groups_quota(
+    version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a container with 2 of 64 cores as a quota, 64 threads took the place of 2."""
+    monkeypatch.setattr(control_groups, "SYSTEM", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    assert count_cores() == 8, "no groups"
+    (tmp_path / "proc/self").mkdir(parents=True)
+    group = "5:memory:/other\n4:cpu,cpuacct:/job/step\n" if version == 1 else "0::/job/step\n"
+    (tmp_path / "proc/self/cgroup").write_text(group)
+    top = tmp_path / "sys/fs/cgroup" / ("cpu,cpuacct" if version == 1 else "")
+
+    def limit(folder: Path, quota: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        if version == 2:
+            (folder / "cpu.max").write_text(f"{quota} 100000\n")
+        else:
+            (folder / "cpu.cfs_quota_us").write_text(f"{quota}\n")
+            (folder / "cpu.cfs_period_us").write_text("100000\n")
+
+    limit(top / "job/step", "max" if version == 2 else "-1")
+    assert count_cores() == 8, "no limit"
+    limit(top / "job", "350000")
+    assert count_cores() == 4, "the group above; a part of a core counts as one"
+    limit(top / "job/step", "20000")
+    assert count_cores() == 1
+
+
+def test_ranks_share_the_cores_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(threads, "count_cores", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert choose_num_threads(None, 64, 1) == 8, "torch counts without the quota"
+    assert choose_num_threads(None, 64, 3) == 2
+    assert choose_num_threads(None, 64, 9) == 1
+    assert choose_num_threads(None, 2, 1) == 2, "torch was told so"
+    assert choose_num_threads(5, 64, 8) == 5
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert choose_num_threads(None, 3, 8) == 3
+
+
+def test_threads_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", told.append)
+    fminfer.Engine(threads=3).close()
+    assert told == [3]
+    with pytest.raises(UsageError, match="threads is 0; it must be at least 1"):
+        fminfer.Engine(threads=0)
+
+
+def test_threads_soon_sleep_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenMP's threads spun for each other: beside a busy process a run took six times as long."""
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    wait_briefly()
+    assert os.environ["GOMP_SPINCOUNT"] == str(threads.SPINS)
+    monkeypatch.setenv("GOMP_SPINCOUNT", "77")
+    wait_briefly()
+    assert os.environ["GOMP_SPINCOUNT"] == "77"
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    wait_briefly()
+    assert "GOMP_SPINCOUNT" not in os.environ
+
+
+@pytest.mark.parametrize("command", ["run", "bench"])
+def test_threads_are_settled_before_openmp_is_loaded(command: str) -> None:
+    """OpenMP reads its settings once, when torch is imported."""
+    code = f"""
+import os, sys
+from fminfer import cli
+def look():
+    print(os.environ.get("GOMP_SPINCOUNT"), "torch" in sys.modules)
+    os._exit(0)
+cli.import_transformers = look
+cli.main(["{command}", "-"] if "{command}" == "run" else ["{command}"])
+"""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("GOMP_", "OMP_WAIT"))}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.split() == [str(threads.SPINS), "False"], done.stderr
+    assert cli.wait_briefly is wait_briefly
+
+
+class Busy(Preemptions):
+    """For ten seconds, other work has taken a core so often."""
+
+    def __init__(self, per_s: float) -> None:
+        self._per_s = per_s
+
+    @property
+    def per_s(self) -> float:
+        return self._per_s
+
+    @property
+    def count(self) -> int:
+        return int(10 * self._per_s)
+
+
+@pytest.mark.parametrize("per_s", [1.0, 400.0])
+def test_other_work_is_told_of(
+    per_s: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run beside a busy process took six times as long, and showed "stage busy 100%"."""
+    monkeypatch.setattr("fminfer.output.progress.FIRST_LINE_S", -1.0)
+    bar = ProgressBar(3, is_quiet=False, preemptions=Busy(per_s))
+    bar.update(1, 0, EngineStats())
+    bar.close()
+    assert ("slowed by other work" in capsys.readouterr().err) == (per_s > 100)
+
+
+def test_the_summary_tells_of_other_work() -> None:
+    summary = JobSummary("m", "float32", [], [], wall_s=10.0, engine={"stages": []})
+    assert "other work" not in summary.to_text()
+    summary.num_preempted, summary.is_beside_other_work = 4000, True
+    assert "other work took a core from this run 4,000 times, 400 a second" in summary.to_text()
+
+
+def test_speed_counts_the_tokens_that_were_computed(tmp_path: Path) -> None:
+    """One run showed 276 tokens/s as it went and 643 at its end, where shared ones were counted."""
+    path = tmp_path / "a.jsonl"
+    head = "Question: How do you go from the bathroom to the office? "
+    rows = [{"prompt": head * 3 + f"{i}", "max_tokens": 2, "temperature": 0} for i in (1, 2, 2)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["run", str(path), "--stats", str(tmp_path / "stats.json")]
+    found = CliRunner().invoke(cli.main, flags)
+    assert found.exit_code == 0, found.output
+    stats = json.loads((tmp_path / "stats.json").read_text())
+    engine, wall_s = stats["engine"], stats["wall_s"]
+    computed = engine["num_prompt_tokens"] + engine["num_generated_tokens"]
+    assert stats["tokens_per_s"] * wall_s == pytest.approx(computed)
+    assert stats["generated_per_s"] * wall_s == pytest.approx(engine["num_generated_tokens"])
+    answered = stats["prompt_tokens"] + stats["completion_tokens"]
+    assert stats["answered_per_s"] * wall_s == pytest.approx(answered) and answered > computed
+    assert "tokens/s computed" in found.output and "with those that were shared" in found.output
+    assert "Loading fminfer-demo (" in found.output and "\nReady after" in found.output
+    assert "answering 3 rows." in found.output
+
+
+def test_preemptions_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = iter([1000, 1007, 1100])
+    monkeypatch.setattr(threads, "_count_preemptions", lambda: next(counts))
+    found = Preemptions()
+    assert found.count == 7
+    found._started_s -= 10.0
+    assert found.per_s == pytest.approx(10, rel=0.1)
