@@ -182,8 +182,11 @@ def _telling_how_to_go_on(files: NamedFiles | SharedFiles) -> Iterator[None]:
     try:
         yield
     except (StoppedError, PipelineError) as error:
-        if any(isinstance(file, JournaledInput) for file in files.files):
-            error.args = (f"{str(error).rstrip('.')}. {AGAIN}",)
+        journaled = [file for file in files.files if isinstance(file, JournaledInput)]
+        if journaled:
+            num_done = sum(file.num_done for file in journaled)
+            text = str(error).rstrip(".")
+            error.args = (f"{text}. Rows that are finished and kept: {num_done:,}. {AGAIN}",)
         raise
 
 

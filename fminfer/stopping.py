@@ -23,7 +23,7 @@ EXIT_OUT_OF_TIME = 75  # sysexits' EX_TEMPFAIL: run it again
 # Slurm's --signal and LSF's -wa send one of the user's choice; LSF's run limit sends SIGUSR2.
 WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 SPARE_S = 5.0  # from the end of the grace to that of the processes
-AGAIN = "Finished rows are kept; the same command, without --restart, goes on from there."
+AGAIN = "The same command, without --restart, goes on from there."
 DEADLINE = signal.SIGXCPU  # a run sends it to itself
 SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 _NUMBER = r"\d+(?:\.\d+)?"

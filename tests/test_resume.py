@@ -79,6 +79,8 @@ def test_the_same_command_goes_on_where_it_was_stopped(
     assert json.loads((tmp_path / "out.status.json").read_text())["status"] == state
     kept = kept_records(output)
     assert 15 < len(kept) < NUM_ROWS and not output.exists()
+    if number != signal.SIGKILL:  # Ctrl-C did not say how many rows are kept
+        assert f"Rows that are finished and kept: {len(kept)}." in said
     done = subprocess.run(command(source, output, 1), capture_output=True, text=True)
     assert done.returncode == 3 and f"{len(kept)} kept from earlier runs" in done.stderr
     assert texts(output) == texts(whole)

@@ -123,6 +123,11 @@ class JournaledInput:
         return self.is_finished or self.is_lost
 
     @property
+    def num_done(self) -> int:
+        """Lines that have their record, of this run and of those before it."""
+        return self._counts.num_completed + self._counts.num_failed
+
+    @property
     def num_left(self) -> int | None:
         """Lines to answer; None: not known before the input's end."""
         if self.is_finished:
