@@ -28,7 +28,8 @@ class Draws:
 class Ranking:
     """What is asked of raw logits: their normalizer, and the best of them, best first."""
 
-    normalizer: torch.Tensor  # (rows,) float32: the log of the sum of exponentials
+    # (rows,) float32: the log of the sum of exponentials; nan where a logit is nan or +inf
+    normalizer: torch.Tensor
     best: torch.Tensor  # (rows, k) float32, the logits
     best_ids: torch.Tensor  # (rows, k) int64
     first: torch.Tensor  # (rows,) int64: the best one's id, of equals the lowest
@@ -46,7 +47,9 @@ def rank(logits: torch.Tensor, num_top: int) -> Ranking:
     else:
         best, best_ids = logits.topk(num_top, -1)
         first = logits.argmax(-1)
-    return Ranking(logits.logsumexp(-1), best, best_ids, first)
+    normalizer = logits.logsumexp(-1)
+    normalizer = normalizer.masked_fill(normalizer == float("inf"), float("nan"))
+    return Ranking(normalizer, best, best_ids, first)
 
 
 @dataclass(slots=True, frozen=True)

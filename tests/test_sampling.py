@@ -21,6 +21,7 @@ from fminfer.score_kernel import ScoreKernel
 from .conftest import built_library
 
 VOCAB = 50
+NEEDS_COMPILER = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
 
 
 @pytest.fixture(params=["plain", "compiled"])
@@ -237,7 +238,7 @@ def test_logprobs_are_of_the_raw_logits_and_equal_in_both_places() -> None:
             assert (draws.top_logprobs.diff(dim=-1) <= 0).all()
 
 
-@pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
+@NEEDS_COMPILER
 @pytest.mark.parametrize("vocab", [1, 5, 16, 33, 1024, 1025, 32000, 50257])
 def test_the_compiled_ranking_is_the_plain_one(vocab: int) -> None:
     kernel = ScoreKernel(built_library())
@@ -265,7 +266,7 @@ def test_the_compiled_ranking_is_the_plain_one(vocab: int) -> None:
                 assert torch.equal(found.best_ids, ordered[:, :num_top])
 
 
-@pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
+@NEEDS_COMPILER
 @pytest.mark.parametrize("place", [0, 3, 500, 998])
 def test_the_compiled_ranking_of_a_nan(place: int) -> None:
     kernel = ScoreKernel(built_library())
@@ -281,6 +282,35 @@ def test_the_compiled_ranking_of_a_nan(place: int) -> None:
     assert kernel(logits, 2).normalizer.isnan().tolist() == [False, True, False]
     logits[1, place - 1] = float("-inf")
     assert kernel(logits, 2).normalizer.isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=NEEDS_COMPILER)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_logit_of_plus_infinity_makes_every_logprob_nan(
+    is_compiled: bool, dtype: torch.dtype
+) -> None:
+    """Other tokens than the overflown one scored -inf, which was reported as -9999."""
+    library = built_library() if is_compiled else None
+    ranker = rank if library is None else ScoreKernel(library)
+    drawer = draw if library is None else DrawKernel(library)
+    logits = torch.randn(4, VOCAB).to(dtype)
+    logits[1, 5] = float("inf")
+    logits[2, 5] = float("-inf")  # a token that cannot be
+    scored = score(logits, torch.tensor([3, 3, 5, 3]), 2, ranker)
+    assert scored.logprobs.isnan().tolist() == [False, True, False, False]
+    assert scored.logprobs[2] == float("-inf")
+    assert scored.top_logprobs.isnan().all(-1).tolist() == [False, True, False, False]
+    edits = LogitEditTensors(
+        *(torch.tensor([], dtype=kind) for kind in (torch.int64, torch.int64)),
+        *(torch.tensor([]) for _ in range(3)),
+        torch.tensor([1]),
+        torch.tensor([5]),
+    )
+    for temperature in (0.0, 1.0):
+        for changes in (None, edits):  # the overflown logit may be banned from the draw
+            rows = how([(temperature, 1.0, 0, 0.5)] * 4)
+            draws = sample(logits, rows, 1, changes, ranker, drawer)
+            assert draws.logprobs.isnan().tolist() == [False, True, False, False]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -62,7 +62,7 @@ float normalizer_of(const T* row, int64_t vocab, float largest) {
     if (!std::isfinite(largest)) {
         for (int64_t i = 0; i < vocab; i++)
             if (std::isnan(number(row[i]))) return number(row[i]);
-        return largest;
+        return largest > 0 ? NAN : largest;  // no token has a logprob beside +inf
     }
     Vec total = {};
     int64_t i = 0;
@@ -97,7 +97,7 @@ void score(const T* logits, int64_t rows, int64_t vocab, int64_t num_top, float*
 }  // namespace
 
 // logits: (rows, vocab), of type 0 float32 or 1 bfloat16; normalizers: (rows,), the log of the sum
-// of exponentials, nan where a logit is; best and best_ids: (rows, num_top), best first,
+// of exponentials, nan where a logit is nan or +inf; best and best_ids: (rows, num_top), best first,
 // 1 <= num_top <= vocab.
 extern "C" void fminfer_score(const void* logits, int64_t type, int64_t rows, int64_t vocab,
                               int64_t num_top, float* normalizers, float* best, int64_t* best_ids,
