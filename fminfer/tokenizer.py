@@ -1,4 +1,4 @@
-"""Text to ids and back: spelling, offsets, and detokenizing one id at a time.
+"""Text to ids and back: spelling and offsets.
 
 It wraps transformers' tokenizers (fast ones and sentencepiece ones) and knows nothing of requests.
 """
@@ -7,19 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import groupby, islice
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
+from fminfer.detokenizer import BROKEN, Detokenizer
 from fminfer.errors import CheckpointError
 from fminfer.sentencepieces import follow_model_file
-
-BROKEN = "\ufffd"  # what a tokenizer shows for bytes that are no character (yet)
-MAX_BROKEN = 3  # so many of them may yet become a character, which has at most four bytes
-CONTEXT_IDS = 8  # ids before a completion, or before the newest, that settle leading spaces
 
 
 @dataclass(slots=True, frozen=True)
@@ -197,84 +194,13 @@ class Tokenizer:
         self, ids: list[int], skip_special_tokens: bool = True
     ) -> tuple[list[int], str]:
         detokenizer = Detokenizer(self, [], skip_special_tokens=skip_special_tokens)
-        offsets, parts, length = [], [], 0
+        offsets: list[int] = []
+        parts: list[str] = []
         for token_id in ids:
-            offsets.append(length)
             parts.append(detokenizer.add(token_id))
-            length += len(parts[-1])
+            offsets[len(offsets) + 1 - len(detokenizer.starts) :] = detokenizer.starts
         parts.append(detokenizer.flush())
         return offsets, "".join(parts)
-
-
-class Detokenizer:
-    """Turns ids into text one at a time, over the whole sequence and never token by token.
-
-    A window of recent ids is detokenized with and without the new one, and the difference is the
-    new text: so spaces and characters split over several ids come out right (the scheme of
-    Hugging Face's text-generation-inference). A broken end is held back until it completes, until
-    so much follows that it cannot any more, or until `flush` is called.
-
-    Args:
-        is_whole_text: the prompt was text, so a U+FFFD at its end is its own and not a broken end.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        prompt_ids: list[int],
-        *,
-        is_whole_text: bool = False,
-        skip_special_tokens: bool = True,
-    ) -> None:
-        self._decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
-        self._has_text = partial(tokenizer.has_text, skip_special_tokens=skip_special_tokens)
-        shown = islice(filter(self._has_text, reversed(prompt_ids)), CONTEXT_IDS)
-        self._ids = list(shown)[::-1]  # the window
-        self._num_settled = len(self._ids)  # ids of the window whose text is wholly out
-        text = self._decode(self._ids)
-        self._text_out = text if is_whole_text else without_broken_end(text)
-        self._broken_prompt = text[len(self._text_out) :]  # its text shows it already
-
-    def add(self, token_id: int) -> str:
-        """Take the next id and return the text that is now certain."""
-        if not self._has_text(token_id):
-            return ""
-        self._ids.append(token_id)
-        text = self._decode(self._ids)
-        certain = without_broken_end(text)
-        new = certain[len(self._text_out) :]
-        self._text_out += new
-        if new and certain == text:
-            self._slide(self._num_settled, 0)
-        elif len(self._ids) > self._num_settled + CONTEXT_IDS:  # bytes and bytes, no character
-            self._slide(len(self._ids) - CONTEXT_IDS, len(text) - len(self._text_out))
-        return self._without_broken_prompt(new)
-
-    def _slide(self, num_dropped: int, num_held: int) -> None:
-        """Forget the window's first ids; the last `num_held` characters are not out yet."""
-        self._ids = self._ids[num_dropped:]
-        self._num_settled = len(self._ids)
-        text = self._decode(self._ids)
-        self._text_out = text[: len(text) - num_held]
-
-    def flush(self) -> str:
-        """Return what was held back; an unfinished character becomes U+FFFD."""
-        return self._without_broken_prompt(self._decode(self._ids)[len(self._text_out) :])
-
-    def _without_broken_prompt(self, new: str) -> str:
-        """Leave out a character that the prompt left unfinished, unless it is whole now."""
-        if not new:
-            return new
-        broken, self._broken_prompt = self._broken_prompt, ""
-        return new.removeprefix(broken)
-
-
-def without_broken_end(text: str) -> str:
-    """Leave out the U+FFFD at a text's end that further bytes may make a character of."""
-    if not text.endswith(BROKEN):
-        return text
-    end = text[-MAX_BROKEN:]
-    return text[: len(text) - len(end)] + end.rstrip(BROKEN)
 
 
 def _byte_fallback(backend: BackendTokenizer) -> dict[int, int]:

@@ -203,6 +203,30 @@ def test_a_stop_inside_a_token_keeps_the_token_across_the_cut() -> None:
     assert len(choice["logprobs"]["tokens"]) == 5
 
 
+def test_offsets_behind_bytes_that_are_no_character() -> None:
+    """The token behind such a byte began too early, and stayed behind a stop string's cut."""
+    request = {"prompt": "ab", "max_tokens": 4, "logprobs": 0}
+    bench = Bench(b"_\xe5a\xe5a_")
+    assert bench.choice(**request)["logprobs"]["text_offset"] == [2, 3, 4, 5]
+    cut = bench.choice(**request, stop="a")
+    assert (cut["text"], cut["logprobs"]["text_offset"]) == ("\ufffd", [2])
+    whole = bench.choice(**request, stop="a", include_stop_str_in_output=True)
+    assert (whole["text"], whole["logprobs"]["text_offset"]) == ("\ufffda", [2, 3])
+    echoed = {"prompt": [97, 0xE5, 97, 97], "max_tokens": 0, "logprobs": 0, "echo": True}
+    assert bench.choice(**echoed)["logprobs"]["text_offset"] == [0, 1, 2, 3]
+    ended = Bench(b"_\xe5\0").choice(**request, include_stop_str_in_output=True)
+    assert ended["text"] == "\ufffd\0" and ended["logprobs"]["text_offset"] == [2, 3]
+
+
+def test_a_broken_end_of_a_prompt_is_shown_once() -> None:
+    """Under echo two broken bytes at the prompt's end stood in the completion's text as well."""
+    bench = Bench(b"_\xae\xa7\xae")
+    asked = {"prompt": [0xB4, 0x98], "max_tokens": 3}
+    for echo in (False, True):
+        text = bench.choice(**asked, echo=echo)["text"]
+        assert text == "\ufffd" * (5 if echo else 3)
+
+
 def test_an_unfinished_character_ends_as_a_replacement() -> None:
     choice = Bench(b"a" + "🙂".encode()).choice(max_tokens=3)
     assert choice["text"] == "a\ufffd"

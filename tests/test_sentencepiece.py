@@ -11,8 +11,9 @@ import pytest
 import sentencepiece
 import transformers
 
+from fminfer.detokenizer import Detokenizer, without_broken_end
 from fminfer.sentencepieces import follow_model_file
-from fminfer.tokenizer import Detokenizer, Tokenizer, without_broken_end
+from fminfer.tokenizer import Tokenizer
 from tests.test_tokenizer import byte_level
 
 CORPUS = (

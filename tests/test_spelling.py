@@ -11,10 +11,11 @@ import transformers
 from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as BackendTokenizer
 
+from fminfer.detokenizer import Detokenizer
 from fminfer.engine.answer import AnswerForm
 from fminfer.input.lines import Line
 from fminfer.spelling import Spelling
-from fminfer.tokenizer import Detokenizer, Tokenizer
+from fminfer.tokenizer import Tokenizer
 from tests.test_contract import Bench
 from tests.test_tokenizer import TEXTS, byte_level, sentencepiece_tokenizer
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import sentencepiece
 import transformers
 from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from fminfer.tokenizer import Detokenizer, Tokenizer
+from fminfer.detokenizer import Detokenizer
+from fminfer.tokenizer import Tokenizer
 
 TEXTS = [
     "The bedroom is north of the garden.",
@@ -116,14 +119,69 @@ def test_bytes_that_never_become_text_do_not_block() -> None:
         (b"a\xf0\x9f", b"bc", "bc"),  # its U+FFFD stands in the prompt's text already
         (b"a\xf0\x9f\x99", b"\x82b", "🙂b"),
         (b"\xff", b"", ""),
+        (b"\xb4\x98", b"\xae\xa7\xae", "\ufffd" * 3),
+        (b"\xff\xf0", b"\x9f\x99\x82", "🙂"),
     ],
 )
 def test_a_prompt_of_ids_that_ends_inside_a_character(
     prompt: bytes, completion: bytes, text: str
 ) -> None:
+    """A broken end of two characters was shown again: the first piece may hold one of them."""
     detokenizer = Detokenizer(Tokenizer(None), list(prompt))
     found = "".join(detokenizer.add(byte) for byte in completion) + detokenizer.flush()
     assert found == text
+
+
+def byte_starts(text: bytes) -> list[int]:
+    """Return the code point of the decoded text to which each byte belongs."""
+    starts: list[int] = []
+    while len(starts) < len(text):
+        rest = text[len(starts) :]
+        # What becomes the first character: as many bytes as leave the others' text unchanged.
+        whole = rest.decode(errors="replace")
+        lengths = [n for n in (1, 2, 3, 4) if n <= len(rest)]
+        length = next(
+            n
+            for n in lengths
+            if rest[:n].decode(errors="replace") + rest[n:].decode(errors="replace") == whole
+            and len(rest[:n].decode(errors="replace")) == 1
+        )
+        starts += [starts[-1] + 1 if starts else 0] * length
+    return starts
+
+
+def test_offsets_of_bytes_that_are_no_character() -> None:
+    """A token behind a broken byte had the byte's offset, as the byte's U+FFFD was not yet out."""
+    tokenizer = Tokenizer(None)
+    assert byte_starts(b"a\xe5\x98a\xff") == [0, 1, 1, 2, 3]
+    chance = random.Random(7)
+    alphabet = [0x61, 0x62, 0xC3, 0xA9, 0xE5, 0x98, 0xB1, 0xF0, 0x9F, 0x99, 0x82, 0xFF]
+    for _ in range(300):
+        text = bytes(chance.choices(alphabet, k=9))
+        expected = byte_starts(text)
+        assert tokenizer.describe_ids(list(text), with_offsets=True).offsets == expected, text
+        cut = chance.randrange(9)
+        detokenizer = Detokenizer(tokenizer, list(text[:cut]))
+        found: list[int] = []
+        out = ""
+        for byte in text[cut:]:
+            out += detokenizer.add(byte)
+            found = found[: len(found) + 1 - len(detokenizer.starts)] + detokenizer.starts
+        out += detokenizer.flush()
+        # An unfinished character of the prompt is the completion's if it is whole now.
+        num_prompt = len(text.decode(errors="replace")) - len(out)
+        assert found == [max(0, start - num_prompt) for start in expected[cut:]], (text, cut)
+
+
+def test_offsets_of_bytes_among_pieces(sentencepiece_tokenizer: Tokenizer) -> None:
+    """With byte fallback each broken byte is a character, until the whole one is there."""
+    tokenizer = sentencepiece_tokenizer
+    ids = tokenizer.encode("x 🙂").ids
+    start, emoji = ids[:-4], ids[-4:]
+    length = len(tokenizer.decode(start))
+    for behind, offsets in ((emoji, [0] * 4), (emoji[:3] + ids[:1], [0, 1, 2, 3])):
+        found = tokenizer.describe_ids(start + behind, with_offsets=True).offsets
+        assert found[len(start) :] == [length + offset for offset in offsets]
 
 
 def test_leading_space_of_a_completion(sentencepiece_tokenizer: Tokenizer) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from fminfer.assembly import build_loop
 from fminfer.config import EngineConfig, StepSizes
 from fminfer.cost_model import COSTS, SPREAD_COSTS, StepShape
+from fminfer.detokenizer import Detokenizer
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.intake import Intake, Limits
 from fminfer.engine.sequence import RequestState
@@ -20,7 +21,7 @@ from fminfer.engine.stats import EngineStats
 from fminfer.input.envelope import Envelope
 from fminfer.input.lines import Line
 from fminfer.messages import Step, StepResult, StepRow, TokenLogprobs
-from fminfer.tokenizer import Detokenizer, Tokenizer
+from fminfer.tokenizer import Tokenizer
 
 DRAWN_ID = 0  # any
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fminfer.detokenizer import Detokenizer
 from fminfer.engine.sequence import Sequence, TokenReport
 from fminfer.engine.stopping import find_stop
 
@@ -11,14 +12,13 @@ def advance(sequence: Sequence, token: TokenReport) -> None:
     params = sequence.prompt.params
     detokenizer = sequence.detokenizer
     assert detokenizer is not None, "a sequence that generates nothing drew a token"
-    token.offset = len(sequence.text)
     sequence.tokens.append(token)
     if sequence.edits is not None:
         sequence.edits.count(token.token_id)
     if token.token_id in sequence.prompt.end_ids and len(sequence.tokens) > params.min_tokens:
         _end(sequence, token.token_id)
         return
-    _add_text(sequence, detokenizer.add(token.token_id))
+    _add_token(sequence, detokenizer)
     if sequence.finish_reason is None and len(sequence.tokens) >= params.max_tokens:
         _add_text(sequence, detokenizer.flush())
         sequence.finish_reason = sequence.finish_reason or "length"
@@ -29,13 +29,25 @@ def _end(sequence: Sequence, token_id: int) -> None:
     params, detokenizer = sequence.prompt.params, sequence.detokenizer
     assert detokenizer is not None
     if params.include_stop_str_in_output:
-        _add_text(sequence, detokenizer.add(token_id))
-    if sequence.finish_reason is None:
-        _add_text(sequence, detokenizer.flush())
+        _add_token(sequence, detokenizer)
+        rest = detokenizer.flush() if sequence.finish_reason is None else ""
+    else:
+        rest = detokenizer.flush()
+        sequence.tokens[-1].offset = len(sequence.text) + len(rest)
+    _add_text(sequence, rest)
     sequence.ended_by_token = True
     sequence.finish_reason = "stop"
     if sequence.stop_reason is None and token_id in params.stop_token_ids:
         sequence.stop_reason = token_id
+
+
+def _add_token(sequence: Sequence, detokenizer: Detokenizer) -> None:
+    """Append the newest token's text, and say where it and those before it start."""
+    new = detokenizer.add(sequence.tokens[-1].token_id)
+    starts = detokenizer.starts
+    for token, start in zip(sequence.tokens[-len(starts) :], starts, strict=True):
+        token.offset = start
+    _add_text(sequence, new)
 
 
 def _add_text(sequence: Sequence, new: str) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fminfer.config import OnTooLong
+from fminfer.detokenizer import Detokenizer
 from fminfer.engine.logit_edits import LogitEdits
 from fminfer.engine.noise import digest, noise_key
 from fminfer.engine.seen import SeenCounts
@@ -22,7 +23,7 @@ from fminfer.fields import show
 from fminfer.input.envelope import Envelope, open_envelope
 from fminfer.input.lines import Line
 from fminfer.request import Request, SamplingParams, parse_request
-from fminfer.tokenizer import Detokenizer, EncodedPrompt, Tokenizer
+from fminfer.tokenizer import EncodedPrompt, Tokenizer
 
 
 @dataclass(slots=True, frozen=True)

@@ -8,13 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from fminfer.detokenizer import Detokenizer
 from fminfer.engine.logit_edits import LogitEdits
 from fminfer.errors import RequestError
 from fminfer.input.envelope import Envelope
 from fminfer.input.lines import Line
 from fminfer.request import Request, SamplingParams
 from fminfer.timing import RowTimes
-from fminfer.tokenizer import Detokenizer, EncodedPrompt
+from fminfer.tokenizer import EncodedPrompt
 
 FinishReason = Literal["stop", "length"]
 
@@ -67,6 +68,10 @@ class PromptState:
     shared_scores: list[ReportSlice] = field(default_factory=list)  # of the cached tokens
     reports: list[TokenReport] = field(default_factory=list)  # of its tokens 1 … , under echo
     number: int = 0  # of its admission
+    is_unproven: bool = False  # it was admitted, and no result of that is known yet
+    num_taken: int = 0  # tokens that it took from the prefix cache when it was admitted last
+    nan_at: str = ""  # where its logits are nan
+    is_apart: bool = False  # fed without the prefix cache, as what it took from that gave nan
     # Of a prompt that lost its blocks when they ran out: all tokens that are to be fed once more.
     again: list[int] = field(default_factory=list)
 
@@ -125,6 +130,12 @@ class PromptState:
         for reports, start, end in self.shared_scores:
             self.reports += reports[start:end]
         self.shared_scores = []
+
+    def forget_results(self) -> None:
+        """Be as before any of it was fed; lists that others share are left as they are."""
+        self.num_fed = 0
+        self.nan_at = ""
+        self.reports, self.shared_scores = [], []
 
     @property
     def is_finished(self) -> bool:

@@ -1,0 +1,182 @@
+"""Ids to text one at a time: what is certain so far, and where each token starts in it.
+
+Bytes that are no character yet are shown as U+FFFD, and held back. A later token settles whether
+they become one character, which all its tokens share, or stay characters of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Protocol
+
+BROKEN = "\ufffd"  # what a tokenizer shows for bytes that are no character (yet)
+MAX_BROKEN = 3  # so many of them may yet become a character, which has at most four bytes
+CONTEXT_IDS = 8  # ids before a completion, or before the newest, that settle leading spaces
+
+
+class Decoder(Protocol):
+    """What a tokenizer must be able to do."""
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str: ...
+
+    def has_text(self, token_id: int, *, skip_special_tokens: bool = True) -> bool: ...
+
+
+class Detokenizer:
+    """Turns ids into text one at a time, over the whole sequence and never token by token.
+
+    A window of recent ids is detokenized with and without the new one, and the difference is the
+    new text: so spaces and characters split over several ids come out right (the scheme of
+    Hugging Face's text-generation-inference). A broken end is held back until it completes, until
+    so much follows that it cannot any more, or until `flush` is called.
+
+    Args:
+        is_whole_text: the prompt was text, so a U+FFFD at its end is its own and not a broken end.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Decoder,
+        prompt_ids: list[int],
+        *,
+        is_whole_text: bool = False,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
+        self._has_text = partial(tokenizer.has_text, skip_special_tokens=skip_special_tokens)
+        shown = islice(filter(self._has_text, reversed(prompt_ids)), CONTEXT_IDS)
+        self._ids = list(shown)[::-1]  # the window
+        self._num_settled = len(self._ids)  # ids of the window whose text is wholly out
+        text = self._decode(self._ids)
+        self._text_out = text if is_whole_text else without_broken_end(text)
+        self._num_held = len(text) - len(self._text_out)  # U+FFFD behind it
+        # U+FFFD that the prompt's text shows already, and how many of them came out again.
+        self._num_of_prompt, self._num_left_out = self._num_held, 0
+        self._token_starts = TokenStarts(self._num_held)
+        # Where the newest token starts in the text that is given out, in code points; before it
+        # the starts of those tokens before it whose place was not certain.
+        self.starts: list[int] = []
+
+    def add(self, token_id: int) -> str:
+        """Take the next id and return the text that is now certain."""
+        if not self._has_text(token_id):
+            self._find_starts("", is_inside=False)
+            return ""
+        num_before = len(self._text_out) + self._num_held
+        self._ids.append(token_id)
+        text = self._decode(self._ids)
+        is_inside = self._num_held > 0 and self._is_inside(token_id, len(text) - num_before)
+        certain = without_broken_end(text)
+        new = certain[len(self._text_out) :]
+        self._text_out += new
+        self._num_held = len(text) - len(self._text_out)
+        if new and certain == text:
+            self._slide(self._num_settled)
+        elif len(self._ids) > self._num_settled + CONTEXT_IDS:  # bytes and bytes, no character
+            self._slide(len(self._ids) - CONTEXT_IDS)
+        shown = self._without_broken_prompt(new)
+        self._find_starts(new, is_inside=is_inside)
+        return shown
+
+    def flush(self) -> str:
+        """Return what was held back; an unfinished character becomes U+FFFD."""
+        return self._without_broken_prompt(self._decode(self._ids)[len(self._text_out) :])
+
+    def _slide(self, num_dropped: int) -> None:
+        """Forget the window's first ids."""
+        self._ids = self._ids[num_dropped:]
+        self._num_settled = len(self._ids)
+        text = self._decode(self._ids)
+        self._text_out = text[: len(text) - self._num_held]
+
+    def _is_inside(self, token_id: int, num_more: int) -> bool:
+        """Tell whether an id goes on with the character that is held back.
+
+        Args:
+            num_more: characters that the text has more with it.
+        """
+        alone = self._decode([token_id])
+        return alone.startswith(BROKEN) and num_more < len(alone)
+
+    def _find_starts(self, new: str, *, is_inside: bool) -> None:
+        starts = self._token_starts.add(new, self._num_held, is_inside=is_inside)
+        num_left_out = self._num_left_out + min(self._num_of_prompt, self._num_held)
+        self.starts = [max(0, start - num_left_out) for start in starts] if num_left_out else starts
+
+    def _without_broken_prompt(self, new: str) -> str:
+        """Leave out what the prompt's text shows already: broken bytes that no id made whole."""
+        if not (self._num_of_prompt and new):
+            return new
+        num_broken = len(new) - len(new.lstrip(BROKEN))
+        num_left_out = min(self._num_of_prompt, num_broken)
+        self._num_left_out += num_left_out
+        is_all_broken = num_broken == len(new)  # behind a whole character all is its own
+        self._num_of_prompt = self._num_of_prompt - num_left_out if is_all_broken else 0
+        return new[num_left_out:]
+
+
+def without_broken_end(text: str) -> str:
+    """Leave out the U+FFFD at a text's end that further bytes may make a character of."""
+    if not text.endswith(BROKEN):
+        return text
+    end = text[-MAX_BROKEN:]
+    return text[: len(text) - len(end)] + end.rstrip(BROKEN)
+
+
+@dataclass(slots=True)
+class _OpenStart:
+    """A token's start, which is `place` plus as many of `num_held` U+FFFD as stay such."""
+
+    place: int  # code points that were certain before it
+    num_held: int
+    is_inside: bool  # its first byte belongs to the last of them
+    since: str = ""  # what became certain since
+
+    @property
+    def is_settled(self) -> bool:
+        return len(self.since) >= self.num_held or self.since.strip(BROKEN) != ""
+
+    def find(self, num_held: int) -> int:
+        """Return the start, if the text ends in so many U+FFFD that are held back now."""
+        text = self.since + BROKEN * num_held
+        num_equal = min(self.num_held, len(text) - len(text.lstrip(BROKEN)))
+        return self.place + num_equal - (self.is_inside and num_equal == self.num_held)
+
+
+class TokenStarts:
+    """Starts of tokens, those of the newest corrected as text becomes certain.
+
+    Args:
+        num_held: U+FFFD at the end of the prompt's text, which may become a character yet.
+    """
+
+    def __init__(self, num_held: int) -> None:
+        self._num_held = num_held
+        self._num_certain = 0  # code points
+        self._open: list[_OpenStart] = []
+
+    def add(self, new: str, num_held: int, *, is_inside: bool) -> list[int]:
+        """Take the next token; return where it and those before it start whose place is open.
+
+        Args:
+            new: what is certain with it.
+            num_held: U+FFFD that are held back behind it.
+            is_inside: its first byte belongs to the last U+FFFD that was held back before it.
+        """
+        if not (self._num_held or self._open):  # as mostly
+            starts = [self._num_certain]
+        else:
+            starts = self._settle(new, num_held, is_inside)
+        self._num_certain += len(new)
+        self._num_held = num_held
+        return starts
+
+    def _settle(self, new: str, num_held: int, is_inside: bool) -> list[int]:
+        self._open.append(_OpenStart(self._num_certain, self._num_held, is_inside))
+        for token in self._open:
+            token.since += new
+        starts = [token.find(num_held) for token in self._open]
+        self._open = [token for token in self._open if not token.is_settled]
+        return starts
