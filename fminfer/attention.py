@@ -21,6 +21,7 @@ from fminfer.kernel_attention import token_slots
 from fminfer.messages import StepRow
 from fminfer.shared_runs import SharedRun, find_shared_runs
 from fminfer.soft_cap import soft_cap
+from fminfer.weighed_values import weigh_values
 
 QUERY_TILE = 128  # query tokens of one product; bounds the memory of the scores
 SHARED_KEYS = 512  # keys that decode rows share, of one product
@@ -309,7 +310,8 @@ def chunk_attention(
         is_hidden |= distance >= sliding_window
     scores = scores.masked_fill(is_hidden, float("-inf"))
     weights = torch.softmax(scores, -1, dtype=torch.float32).to(values.dtype)
-    out = weights.view(kv_heads, -1, num_keys) @ values
+    weights = weights.view(kv_heads, -1, num_keys)
+    out = weigh_values(weights, values, is_hidden.repeat(heads // kv_heads, 1))
     return out.view(heads, queries, head_dim).transpose(0, 1)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fminfer.soft_cap import soft_cap
+from fminfer.weighed_values import weigh_values
 
 LOWEST = torch.finfo(torch.float32).min
 MAX_GATHERED = 2 << 20  # elements of the cache that are copied at once (8 MB)
@@ -87,7 +88,7 @@ def decode_attention(
 def block_scores(
     scores: torch.Tensor,  # (blocks, kv_heads, group, block_size)
     distance: torch.Tensor,  # (blocks, block_size)
-    sliding_window: int | None,
+    is_hidden: torch.Tensor,  # (blocks, block_size)
     slopes: torch.Tensor | None,  # (kv_heads, group, 1)
     softcap: float | None,
 ) -> torch.Tensor:
@@ -96,10 +97,12 @@ def block_scores(
         scores = soft_cap(scores, softcap)
     if slopes is not None:
         scores = scores - slopes * distance[:, None, None]
-    is_hidden = distance < 0
-    if sliding_window is not None:
-        is_hidden = is_hidden | (distance >= sliding_window)
     return torch.where(is_hidden[:, None, None], LOWEST, scores)
+
+
+def _hides(distance: torch.Tensor, sliding_window: int | None) -> torch.Tensor:
+    is_hidden = distance < 0
+    return is_hidden if sliding_window is None else is_hidden | (distance >= sliding_window)
 
 
 def block_partial(
@@ -141,13 +144,14 @@ def block_partial(
     offsets = torch.arange(key_blocks.shape[2], device=grouped.device)
     distance = (positions[row_of_block] - block_start)[:, None] - offsets
     scores = grouped[row_of_block] @ key_blocks.index_select(0, blocks).float().transpose(2, 3)
-    scores = block_scores(scores, distance, sliding_window, slopes, softcap)
+    is_hidden = _hides(distance, sliding_window)
+    scores = block_scores(scores, distance, is_hidden, slopes, softcap)
     largest = scores.amax(-1)
     weights = torch.exp(scores - largest[..., None])
     values = value_blocks.index_select(0, blocks).float()
     # Past a row's end lies what another row left, or nothing: 0 times it might still be nan.
-    ends = (distance[:, -1] < 0).nonzero()[:, 0]
-    values[ends] = values[ends].masked_fill((distance[ends] < 0)[:, None, :, None], 0.0)
+    cut = is_hidden.any(-1).nonzero()[:, 0]
+    values[cut] = values[cut].masked_fill(is_hidden[cut][:, None, :, None], 0.0)
     return largest, weights.sum(-1), weights @ values
 
 
@@ -172,9 +176,11 @@ def shared_partial(
     scores = (query @ keys.transpose(1, 2)).view(kv_heads, num_rows, group, -1).transpose(0, 1)
     key_positions = torch.arange(shared.start, shared.start + keys.shape[1], device=grouped.device)
     distance = positions[shared.rows][:, None] - key_positions
-    scores = block_scores(scores, distance, sliding_window, slopes, softcap)
+    is_hidden = _hides(distance, sliding_window)
+    scores = block_scores(scores, distance, is_hidden, slopes, softcap)
     largest = scores.amax(-1)
     weights = torch.exp(scores - largest[..., None])
-    out = weights.transpose(0, 1).reshape(kv_heads, num_rows * group, -1) @ values
+    grouped = weights.transpose(0, 1).reshape(kv_heads, num_rows * group, -1)
+    out = weigh_values(grouped, values, is_hidden.repeat_interleave(group, 0))
     out = out.view(kv_heads, num_rows, group, head_dim).transpose(0, 1)
     return largest, weights.sum(-1), out

@@ -111,7 +111,16 @@ def attend_kernel(
         total = total * fade + tl.sum(weights, 1)
         value = tl.load(values + line[:, None] + dims[None, :], mask=is_used, other=0.0)
         weights = weights.to(value.dtype)
-        sums = sums * fade[:, None] + tl.dot(weights, value, input_precision="ieee")
+        sums *= fade[:, None]
+        # Where some are hidden: 0 times a nan or an infinity would be nan.
+        if (tl.minimum(start + KEYS, end) > start_position + 1) | (start < end - window):
+            is_odd = (value != value) | (tl.abs(value) == float("inf"))
+            value = tl.where(is_odd, 0.0, value)
+            odd = tl.where(is_odd, 1.0, 0.0).to(value.dtype)
+            seen = tl.where(is_seen, 1.0, 0.0).to(value.dtype)
+            reaches = tl.dot(seen, odd, input_precision="ieee") > 0
+            sums = tl.where(reaches, float("nan"), sums)
+        sums += tl.dot(weights, value, input_precision="ieee")
         best = new_best
     sums = sums / total[:, None]
     written = out + ((first + token) * (KV_HEADS * GROUP) + head)[:, None] * HEAD_DIM

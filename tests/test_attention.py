@@ -334,6 +334,73 @@ def test_a_nan_of_a_key_reaches_those_that_see_it_and_no_others(num_queries: int
             assert is_nan.tolist() == expected
 
 
+def check_odd_values(
+    body: str,
+    odd: float,
+    window: int | None,
+    *,
+    heads: int = HEADS,
+    kv_heads: int = KV_HEADS,
+    dim: int = DIM,
+    block: int = BLOCK,
+    dtype: torch.dtype = torch.float32,
+    tolerance: float = 5e-5,
+) -> None:
+    """Give one token of a row a value that is no number, and look whom it reaches."""
+    torch.manual_seed(0)
+    kernel = make_kernel(body, heads, kv_heads, dim, dtype)
+    num_blocks = -(-64 // block)
+    paged = PagedAttention(num_blocks, block, kv_heads, dim, dtype=dtype, device=CPU, kernel=kernel)
+    paged.keys.zero_()
+    paged.values.fill_(odd)
+    q, k, v = (torch.randn(60, num, dim).to(dtype) for num in (heads, kv_heads, kv_heads))
+    v[23] = odd
+    table = list(range(num_blocks))[::-1]
+    for a, b in ((0, 21), (21, 24), (24, 26), (26, 27), (27, 57), (57, 58), (58, 60)):
+        rows = [StepRow([0] * (b - a), a, table)]
+        paged.plan = (
+            kernel.plan(rows, block) if kernel else plan_attention(rows, block, kv_heads, CPU)
+        )
+        packed = [x[a:b].transpose(0, 1)[None] for x in (q, k, v)]
+        found = paged(*packed, scaling=dim**-0.5, sliding_window=window)[0].float()
+        expected = plain(q[a:b].float(), k[:b].float(), v[:b].float(), window, None, None)
+        assert torch.equal(found.isfinite(), expected.isfinite()), (a, b)
+        zeros = (x.masked_fill(~x.isfinite(), 0.0) for x in (found, expected))
+        torch.testing.assert_close(*zeros, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("odd", [float("nan"), float("inf")])
+@pytest.mark.parametrize("window", [None, 4, 20])
+def test_a_value_that_is_no_number_reaches_those_that_see_it_and_no_others(
+    body: str, odd: float, window: int | None
+) -> None:
+    """A nan of a later token, or of one behind the window, reached others: 0 times nan is nan."""
+    check_odd_values(body, odd, window)
+    check_odd_values(body, odd, window, heads=3, kv_heads=3, dim=33)
+    for dim, block in ((64, 32), (16, 8)):  # the former in pairs and tiles, where these are
+        shape: Any = {"dim": dim, "block": block, "dtype": torch.bfloat16, "tolerance": 0.03}
+        check_odd_values(body, odd, window, **shape)
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_a_value_that_is_no_number_among_rows_that_share(body: str) -> None:
+    """With a window, one of those that read a block together may see a nan, and others not."""
+    torch.manual_seed(0)
+    kernel = make_kernel(body, HEADS, KV_HEADS, DIM, torch.float32)
+    paged = PagedAttention(20, BLOCK, KV_HEADS, DIM, dtype=torch.float32, device=CPU, kernel=kernel)
+    torch.nn.init.normal_(paged.keys)
+    torch.nn.init.normal_(paged.values)
+    paged.values[0, :, 5] = float("nan")
+    rows = [StepRow([0], 16 + i, [0, 1, 2 + 2 * i, 3 + 2 * i]) for i in range(6)]
+    paged.plan = kernel.plan(rows, BLOCK) if kernel else plan_attention(rows, BLOCK, KV_HEADS, CPU)
+    packed = [torch.randn(1, num, 6, DIM) for num in (HEADS, KV_HEADS, KV_HEADS)]
+    out = paged(*packed, scaling=1.0, sliding_window=14)[0]
+    seen = [16 + i - 5 < 14 for i in range(6)]
+    assert out.isnan().all((-1, -2)).tolist() == seen
+    assert out.isnan().any(-1).any(-1).tolist() == seen
+
+
 @needs_compiler
 def test_a_nan_of_one_row_does_not_reach_another() -> None:
     """What it left in the kernel's own memory was read as the padding of the next row's keys."""

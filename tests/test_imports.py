@@ -10,8 +10,8 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "fminfer"
 # From the lowest up. A sign of the house: a new module finds its place here or is in the wrong one.
 FLOORS = """
-errors timing messages control_groups sentencepieces shared_runs soft_cap output.rows \
-    kernel_build layer_kernels product_kernel triton_kernels \
+errors timing messages control_groups detokenizer sentencepieces shared_runs soft_cap \
+    weighed_values output.rows kernel_build layer_kernels product_kernel triton_kernels \
     engine.blocks engine.noise engine.stopping engine.expected split.folders \
     cluster.job_names
 config fields imports host_memory threads \

@@ -21,7 +21,11 @@ from fminfer.pipeline.stage import kv_shape
 from fminfer.triton_attention import TritonAttention, try_kernels
 from fminfer.triton_layers import TritonLayers
 from tests.conftest import make_model, save_byte_tokenizer
-from tests.test_attention import check_every_kind_of_row, check_rows_that_share
+from tests.test_attention import (
+    check_every_kind_of_row,
+    check_odd_values,
+    check_rows_that_share,
+)
 from tests.test_oracle import check_all, mixed_requests, oracle_greedy
 
 CPU = torch.device("cpu")
@@ -52,6 +56,12 @@ def test_a_cache_of_16_bits() -> None:
     how: Any = {"dtype": torch.float16, "tolerance": 0.03}
     check_every_kind_of_row("triton", **how)
     check_every_kind_of_row("triton", **how, window=9, heads=12, dim=64)
+
+
+@pytest.mark.parametrize(("odd", "window"), [("nan", None), ("inf", None), ("nan", 4)])
+def test_a_value_that_is_no_number(odd: str, window: int | None) -> None:
+    """It reached earlier tokens of its row, and those whose window had left it behind."""
+    check_odd_values("triton", float(odd), window)
 
 
 def test_rows_that_share() -> None:

@@ -283,8 +283,9 @@ class EngineLoop:
     def _fill_pipeline(self) -> None:
         while self._pipeline.num_in_flight < self._micro_batches and not self._is_at_limit:
             for prompt in self._scheduler.admit(is_stopping=self._is_stopping):
-                if prompt.again:
-                    self.stats.num_put_back += 1
+                if prompt.again or prompt.is_apart:
+                    self.stats.num_put_back += not prompt.is_apart
+                    self.stats.num_apart += prompt.is_apart
                     self.stats.num_again_tokens += prompt.num_to_feed - prompt.num_fed
                 else:
                     self.stats.num_cached_tokens += prompt.num_cached
@@ -329,28 +330,34 @@ class EngineLoop:
         prompt.take_shared_scores()
         for place, report in enumerate(prompt.reports, start=1):
             if math.isnan(report.logprob):
-                prompt.owner.error = _nan_error(f"prompt token {place}")
+                prompt.nan_at = prompt.nan_at or f"prompt token {place}"
 
     def _take_score(self, prompt: PromptState, report: TokenReport) -> None:
         if prompt.shared_scores:
             self._take_shared_scores(prompt)
         prompt.reports.append(report)
         if math.isnan(report.logprob):
-            prompt.owner.error = _nan_error(f"prompt token {len(prompt.reports)}")
-        if prompt.params.max_tokens == 0 and len(prompt.reports) == len(prompt.ids) - 1:
+            prompt.nan_at = prompt.nan_at or f"prompt token {len(prompt.reports)}"
+        is_last = len(prompt.reports) == len(prompt.ids) - 1
+        if prompt.params.max_tokens == 0 and is_last and not self._feeds_again(prompt):
             for sequence in prompt.sequences:
                 sequence.finish_reason = "length"
                 self._end(sequence)
 
     def _take_token(self, sequence: Sequence, report: TokenReport) -> None:
-        state = sequence.prompt.owner
-        if sequence.prompt.shared_scores:
-            self._take_shared_scores(sequence.prompt)
+        prompt, state = sequence.prompt, sequence.prompt.owner
+        if prompt.num_fed == 0:  # its first sequence had it put back, just now
+            return
+        if prompt.shared_scores:
+            self._take_shared_scores(prompt)
+        if math.isnan(report.logprob):
+            prompt.nan_at = prompt.nan_at or f"generated token {len(sequence.tokens)}"
+        if self._feeds_again(prompt):
+            return
         assert state.times is not None, "a row ran before it was admitted"
         if state.times.first_token_s is None:
             state.times.first_token_s = time.perf_counter()
-        if math.isnan(report.logprob):
-            state.error = _nan_error(f"generated token {len(sequence.tokens)}")
+        if prompt.nan_at:
             sequence.finish_reason = "stop"
         else:
             advance(sequence, report)
@@ -358,6 +365,24 @@ class EngineLoop:
             self._scheduler.resume(sequence)
         else:
             self._end(sequence)
+
+    def _feeds_again(self, prompt: PromptState) -> bool:
+        """Judge a prompt by its first result since it was admitted.
+
+        Of nan, blocks that it shares may be the cause, whatever the row that computed them gave:
+        then it is fed again, alone, and has a verdict of its own.
+        """
+        if prompt.is_unproven:
+            prompt.is_unproven = False
+            if not prompt.nan_at:
+                self._scheduler.vouch(prompt)
+            elif self._scheduler.put_apart(prompt):
+                num_draws = len(prompt.sequences) if prompt.params.max_tokens > 0 else 0
+                self.stats.read.max_open_draws += num_draws
+                return True
+        if prompt.nan_at and prompt.owner.error is None:
+            prompt.owner.error = _nan_error(prompt.nan_at)
+        return False
 
     def _end(self, sequence: Sequence) -> None:
         self._scheduler.release(sequence)

@@ -152,6 +152,33 @@ class PrefixCache:
                 self._split(node, num_wanted - node.start)  # leaves it the lower part
             self._remove(node)
 
+    def withdraw(self, ids: list[int], start: int) -> None:
+        """Forget a prompt from token `start` on, with all that goes on behind that.
+
+        Rows that hold its blocks keep them.
+        """
+        node, depth = self._root, 0
+        while depth < len(ids):
+            child = node.children.get(ids[depth])
+            if child is None:
+                return
+            depth += _num_equal(child.tokens, ids, depth, min(child.end, len(ids)))
+            if depth > start:
+                if child.start < start:
+                    self._split(child, start - child.start)  # leaves it the lower part
+                self._remove_with_all_below(child)
+                return
+            if depth < child.end:
+                return
+            node = child
+
+    def _remove_with_all_below(self, node: _Node) -> None:
+        nodes = [node]
+        for each in nodes:
+            nodes += each.children.values()
+        for each in reversed(nodes):
+            self._remove(each)
+
     def _evict_while(self, is_too_full: Callable[[], bool]) -> None:
         in_use: list[tuple[int, _Node]] = []
         while is_too_full() and self._leaves:

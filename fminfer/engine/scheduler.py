@@ -185,6 +185,39 @@ class Scheduler:
             self._num_drawing -= 1
             self._expected.learn(max_tokens, len(sequence.tokens))
 
+    def vouch(self, prompt: PromptState) -> None:
+        """Take note that a prompt's first result is of numbers.
+
+        If it was fed apart, what lay in the prefix cache was spoiled: its own takes that place.
+        """
+        if prompt.is_apart and self._cache is not None:
+            prompt.is_apart = False
+            self._cache.withdraw(prompt.ids, 0)
+            self._keep_prefix(prompt, min(prompt.num_fed, len(prompt.ids)))
+
+    def put_apart(self, prompt: PromptState) -> bool:
+        """Take note that a prompt's first result is nan, and let nobody share what it computed.
+
+        Returns:
+            whether it had taken blocks of others: their fault, perhaps, so that it is fed once
+            more, without the prefix cache, before all others.
+        """
+        if self._cache is None or prompt.is_apart:
+            return False
+        # The last token of a scored prefix was fed again.
+        num_taken = prompt.num_taken + prompt.wants_scores if prompt.num_taken else 0
+        self._cache.withdraw(prompt.ids, num_taken)
+        if not num_taken:
+            return False
+        for sequence in prompt.sequences:
+            self._take_blocks(sequence)
+        if prompt.params.max_tokens > 0:
+            self._num_drawing -= len(prompt.sequences)
+        prompt.forget_results()
+        prompt.is_apart = True
+        self._wait_first(prompt)
+        return True
+
     def check_idle(self) -> None:
         """Prove the books: nothing runs, so every block is free."""
         assert self.is_idle and not self._ready and not self._prefilling
@@ -228,7 +261,7 @@ class Scheduler:
 
     def _find_prefix(self, prompt: PromptState) -> Match:
         """Find what need not be fed; of a scored prompt, the scores of those tokens as well."""
-        if self._cache is None:
+        if self._cache is None or prompt.is_apart:
             return Match()
         if not prompt.wants_scores:  # the last token is fed to draw from it
             return self._cache.match(prompt.ids_to_feed, prompt.num_to_feed - 1, None)
@@ -239,12 +272,13 @@ class Scheduler:
 
     def _is_being_fed(self, prompt: PromptState, num_found: int) -> bool:
         """Tell whether a prompt that is being fed will soon give MIN_GAIN more tokens of prefix."""
-        if self._cache is None:
+        if self._cache is None or prompt.is_apart:
             return False
         wanted = num_found + MIN_GAIN + prompt.wants_scores
         head = prompt.ids_to_feed[:wanted]
         return prompt.num_to_feed >= wanted and any(
             other.num_fed < wanted <= other.num_to_feed
+            and not other.is_apart
             and other.ids_to_feed[:wanted] == head
             and (not prompt.wants_scores or other.num_scored_top >= prompt.num_top)
             for other in self._prefilling
@@ -269,7 +303,8 @@ class Scheduler:
         if num_rest:  # the next block is used in part: this prompt goes on in a copy
             copy = prompt.sequences[0].block_table[num_full]
             self._copies.append((match.blocks[num_full], copy))
-        prompt.num_fed = match.length
+        prompt.num_fed = prompt.num_taken = match.length
+        prompt.is_unproven = True
         if not prompt.again:
             prompt.num_cached = match.length
             prompt.shared_scores = match.scores
@@ -343,9 +378,18 @@ class Scheduler:
         prompt = sequence.prompt
         self._take_blocks(sequence)
         prompt.again = prompt.ids + [token.token_id for token in sequence.tokens]
+        self._wait_first(prompt)
+
+    def _wait_first(self, prompt: PromptState) -> None:
         self._waiting.appendleft(prompt)
         if self._waiting_ids is not None:
             self._waiting_ids.add(prompt.ids_to_feed)
+
+    def _keep_prefix(self, prompt: PromptState, num_tokens: int) -> None:
+        if self._cache is not None:
+            reports = prompt.reports if prompt.wants_scores else None
+            table = prompt.sequences[0].block_table
+            self._cache.insert(prompt.ids, num_tokens, table, reports, prompt.num_top)
 
     def _chunk_row(self, prompt: PromptState, room: int) -> PackedRow:
         """Feed the next tokens of a prompt; the last chunk also draws, for every candidate."""
@@ -356,12 +400,8 @@ class Scheduler:
         draws = last == prompt.num_to_feed and prompt.params.max_tokens > 0
         if last == prompt.num_to_feed:
             self._prefilling.popleft()
-        if self._cache is not None:  # whoever comes after this step can share it
-            reports = prompt.reports if prompt.wants_scores else None
-            table = prompt.sequences[0].block_table
-            self._cache.insert(
-                prompt.ids, min(last, len(prompt.ids)), table, reports, prompt.num_top
-            )
+        if not prompt.is_apart:  # whoever comes after this step can share it
+            self._keep_prefix(prompt, min(last, len(prompt.ids)))
         scored = prompt if prompt.wants_scores else None
         return PackedRow(
             row,

@@ -66,7 +66,8 @@ class EngineStats:
     num_counted_shareable: int = 0  # of them, those that the best possible cache would not feed
     num_generated_tokens: int = 0
     num_put_back: int = 0  # rows that lost their KV cache to others, and were fed again
-    num_again_tokens: int = 0  # of num_prompt_tokens, those that were fed for them
+    num_apart: int = 0  # rows that gave nan, and were fed again without the prefix cache
+    num_again_tokens: int = 0  # of num_prompt_tokens, those that were fed for both
     num_copied_requests: int = 0  # that took the answer of an equal one
     max_rows_running: int = 0
     num_kv_tokens: int = 0  # the size of the KV cache

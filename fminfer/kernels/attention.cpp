@@ -16,7 +16,8 @@
 // side by side in the lanes of vectors: then every key is broadcast, or, in bfloat16 on processors
 // that can, tiles of keys and queries are multiplied (halves.h). Scores, exponentials and sums are
 // in float32; tiles round exponentials to bfloat16 before they weigh values, as transformers does.
-// What lies behind a row's end may be nan and never reaches a sum.
+// What lies behind a row's end may be nan and never reaches a sum. Neither do values that a query
+// must not see, of later tokens or from before its window: their weight is 0, but 0 times nan is nan.
 
 #include <cstdint>
 #include <cstdlib>
@@ -331,6 +332,16 @@ struct Softmax {
         return start + count - 1 > earliest || (a.window > 0 && latest - start >= a.window);
     }
 
+    // Of `count` keys at `start` and after: the first one that a query sees, and the end of them.
+    int first_seen(const Arguments& a, int lane, int64_t start, int count) const {
+        const int64_t place = position[lane / LANES][lane % LANES] - a.window + 1 - start;
+        return a.window <= 0 || place <= 0 ? 0 : place < count ? int(place) : count;
+    }
+    int end_seen(int lane, int64_t start, int count) const {
+        const int64_t place = position[lane / LANES][lane % LANES] + 1 - start;
+        return place >= count ? count : place > 0 ? int(place) : 0;
+    }
+
     // Bends the scores, (count, N * LANES), of keys at `start` and after if need be, and brings
     // what was summed before, (num, width), to the measure of their largest. Returns what they
     // are still to be multiplied by. Hidden ones are LOWEST.
@@ -395,6 +406,34 @@ struct Softmax {
     }
 };
 
+// The sums of four queries, `lane` and after, += weights times values of the keys that each sees.
+// Those that all of them see are added for all at a time, in the same order as if they were alone.
+template <int N>
+void add_seen(const Arguments& a, const Softmax<N>& softmax, int lane, float* sums,
+              const float* scores, const float* values, int width, int64_t start, int count) {
+    constexpr int step = N * LANES;
+    int first[4], end[4], first_of_all = 0, end_of_all = count;
+    for (int i = 0; i < 4; i++) {
+        first[i] = softmax.first_seen(a, lane + i, start, count);
+        end[i] = softmax.end_seen(lane + i, start, count);
+        first_of_all = first[i] > first_of_all ? first[i] : first_of_all;
+        end_of_all = end[i] < end_of_all ? end[i] : end_of_all;
+    }
+    if (end_of_all < first_of_all) end_of_all = first_of_all;
+    const auto add_alone = [&](int i, int from, int to) {
+        if (from < to)
+            add_all_values<1>(sums + i * width, scores + i + from * step, step,
+                              values + from * width, width, to - from);
+    };
+    const auto lower = [](int x, int y) { return x < y ? x : y; };
+    const auto higher = [](int x, int y) { return x > y ? x : y; };
+    for (int i = 0; i < 4; i++) add_alone(i, first[i], lower(end[i], first_of_all));
+    if (first_of_all < end_of_all)
+        add_all_values<4>(sums, scores + first_of_all * step, step, values + first_of_all * width,
+                          width, end_of_all - first_of_all);
+    for (int i = 0; i < 4; i++) add_alone(i, higher(first[i], end_of_all), end[i]);
+}
+
 // Up to N * LANES queries, one a lane.
 template <int N>
 void attend_by_lanes(const Arguments& a, const Item& item, Space& space) {
@@ -424,8 +463,14 @@ void attend_by_lanes(const Arguments& a, const Item& item, Space& space) {
         softmax.weigh(a, space.scores, start, count, space.sums, num, width);
         const float* values = read_block(a, block_of(a, a.values, block, item.kv_head), count,
                                          width, space.values);
+        const bool is_masked = softmax.hides(a, start, count);
         for (int r = 0; r < num; r += 4)
-            add_all_values<4>(space.sums + r * width, space.scores + r, step, values, width, count);
+            if (is_masked)
+                add_seen<N>(a, softmax, r, space.sums + r * width, space.scores + r, values, width,
+                            start, count);
+            else
+                add_all_values<4>(space.sums + r * width, space.scores + r, step, values, width,
+                                  count);
     }
     for (int r = 0; r < num; r++)
         finish(a, item, item.first + r, space.sums + r * width,
@@ -493,9 +538,9 @@ void attend_alone(const Arguments& a, const Item& item, int64_t q, Space& space)
     for (int d = dim; d < width; d++) space.queries[d] = 0;
     std::memset(space.sums, 0, sizeof(float) * width);
     SoftmaxAlone softmax(a, item, q);
+    const int64_t first = first_key(a, item, softmax.position);
     const int64_t end = end_key(item, softmax.position);
-    for (int64_t b = first_key(a, item, softmax.position) / a.block_size; b * a.block_size < end;
-         b++) {
+    for (int64_t b = first / a.block_size; b * a.block_size < end; b++) {
         const int64_t block = a.blocks[item.row[3] + b], start = b * a.block_size;
         const int64_t left = end - start;
         const int count = int(left < a.block_size ? left : a.block_size);
@@ -511,7 +556,9 @@ void attend_alone(const Arguments& a, const Item& item, int64_t q, Space& space)
         softmax.weigh(a, space.scores, start, count, space.sums, width);
         const T* values = read_block(a, block_of(a, a.values, block, item.kv_head), count, width,
                                      reinterpret_cast<T*>(space.values));
-        add_all_values<1>(space.sums, space.scores, 1, values, width, count);
+        const int seen = first > start ? int(first - start) : 0;
+        add_all_values<1>(space.sums, space.scores + seen, 1, values + seen * width, width,
+                          count - seen);
     }
     finish(a, item, q, space.sums, softmax.largest, softmax.sum(), space);
 }
@@ -540,6 +587,36 @@ struct Piece {
 };
 
 #ifdef HAS_PAIRS
+
+// Whether a value of keys [start, end) is infinite or nan.
+bool has_odd_value(const Arguments& a, const Item& item, int64_t start, int64_t end) {
+    const int dim = int(a.head_dim);
+    for (; start < end; start++) {
+        const int64_t block = a.blocks[item.row[3] + start / a.block_size];
+        const uint16_t* value =
+            static_cast<const uint16_t*>(block_of(a, a.values, block, item.kv_head)) +
+            start % a.block_size * dim;
+        int is_odd = 0;
+        for (int d = 0; d < dim; d++) is_odd |= (value[d] & 0x7F80) == 0x7F80;
+        if (is_odd) return true;
+    }
+    return false;
+}
+
+// Whether one of the values that are multiplied with a weight of 0 is infinite or nan.
+bool hides_odd_value(const Arguments& a, const Item& item) {
+    if (item.members) return false;  // they see all
+    const int64_t group = a.heads / a.kv_heads;
+    const int64_t earliest = position_of(a, item, item.first / group);
+    const int64_t latest = position_of(a, item, (item.last - 1) / group);
+    const int64_t first = first_key(a, item, earliest) / GROUP_KEYS * GROUP_KEYS;
+    for (int64_t h = 0; h < item.heads; h++) {
+        const Item of_head = head_of(item, h);
+        if (has_odd_value(a, of_head, earliest + 1, latest + 1)) return true;
+        if (a.window > 0 && has_odd_value(a, of_head, first, latest - a.window + 1)) return true;
+    }
+    return false;
+}
 
 // The scores of 16 keys, of which those behind the last are not used; as much is fetched at `next`.
 template <int DIM>
@@ -719,7 +796,7 @@ void attend_in_tiles(const Arguments& a, const Item& item, Space& space) {
 // Few queries of each of the item's heads.
 void attend_few(const Arguments& a, const Item& item, Space& space) {
 #ifdef HAS_PAIRS
-    if (fits_halves(a))
+    if (fits_halves(a) && !hides_odd_value(a, item))
         return a.head_dim == 64    ? attend_few_in_pairs<64>(a, item, space)
                : a.head_dim == 128 ? attend_few_in_pairs<128>(a, item, space)
                                    : attend_few_in_pairs<0>(a, item, space);
@@ -733,6 +810,9 @@ void attend_few(const Arguments& a, const Item& item, Space& space) {
 // Up to N * LANES queries.
 template <int N>
 void attend_together(const Arguments& a, const Item& item, Space& space) {
+#ifdef HAS_PAIRS
+    if (fits_halves(a) && hides_odd_value(a, item)) return attend_by_lanes<N>(a, item, space);
+#endif
 #ifdef HAS_TILES
     if (fits_halves(a) && may_use_tiles()) return attend_in_tiles<Tiles, N>(a, item, space);
 #endif

@@ -79,6 +79,15 @@ class JobSummary:
             line += "" if is_whole else ", counted over the first rows"
         return line
 
+    def _again_line(self) -> str:
+        """Tell which rows were fed once more, and why."""
+        reasons = [
+            (self.engine["num_put_back"], "lost their KV cache to others"),
+            (self.engine["num_apart"], "gave nan after a shared prefix"),
+        ]
+        rows = " and ".join(f"{num:,} rows {reason}" for num, reason in reasons if num)
+        return f"put back  {rows}; they were fed again, {self.engine['num_again_tokens']:,} tokens"
+
     def _busy_text(self) -> str:
         """Tell what part of the run each stage was computing."""
         shares = [stage["busy_s"] / max(self.wall_s, 1e-9) for stage in self.engine["stages"]]
@@ -120,12 +129,8 @@ class JobSummary:
                 f"copied    {self.engine['num_copied_requests']:,} requests had the answer of an "
                 "equal one, which was computed once",
             )
-        if self.engine["num_put_back"]:
-            lines.insert(
-                1,
-                f"put back  {self.engine['num_put_back']:,} rows lost their KV cache to others and "
-                f"were fed again, {self.engine['num_again_tokens']:,} tokens",
-            )
+        if self.engine["num_put_back"] or self.engine["num_apart"]:
+            lines.insert(1, self._again_line())
         if self.engine["num_cached_tokens"]:
             lines.insert(1, self._prefix_line())
         return lines
