@@ -36,6 +36,10 @@ ErrorCode = Literal[
 ]
 
 
+# Of a request that was right, which this run could not answer and another might.
+RETRYABLE: tuple[ErrorCode, ...] = ("out_of_memory", "nan_logits", "internal_error")
+
+
 class FminferError(Exception):
     """Base of all errors of this package; its text is meant for the user."""
 
@@ -114,7 +118,7 @@ class RequestError(FminferError):
     @property
     def is_ours(self) -> bool:
         """Tell whether the request was right and this run could not answer it."""
-        return self.code in ("out_of_memory", "nan_logits", "internal_error")
+        return self.code in RETRYABLE
 
     @property
     def type(self) -> str:

@@ -81,6 +81,7 @@ def open_files(
         UsageError: an output is another run's.
     """
     stream = OrderedStream(sys.stdout.buffer, write_beside_bar)
+    started_s = time.time()
     files: list[JobFile] = []
     claims = Claims()
     for source, (path, output) in enumerate(zip(inputs, outputs, strict=True)):
@@ -88,7 +89,10 @@ def open_files(
             files.append(StreamedInput(path, source, stream))
         else:
             file = JournaledInput(
-                path, source, output, model, fingerprint, claims=claims, restart=restart
+                *(path, source, output, model, fingerprint),
+                claims=claims,
+                restart=restart,
+                started_s=started_s,
             )
             files.append(file)
     for each in files:
@@ -111,15 +115,22 @@ def share_files(
         find: lists the inputs and the output of each, as they are now.
         is_watching: wait for more files when all are answered.
     """
-    claims = Claims()
+    claims, started_s = Claims(), time.time()
 
     def open_file(path: Path, source: int, output: Path, claim: Claim) -> JournaledInput:
         return JournaledInput(
-            path, source, output, model, fingerprint, claims=claims, claim=claim, restart=restart
+            *(path, source, output, model, fingerprint),
+            claims=claims,
+            claim=claim,
+            restart=restart,
+            started_s=started_s,
         )
 
     return SharedFiles(
-        find, open_file, claims, fingerprint, restart=restart, is_watching=is_watching
+        *(find, open_file, claims, fingerprint),
+        restart=restart,
+        is_watching=is_watching,
+        started_s=started_s,
     )
 
 
@@ -247,6 +258,7 @@ def _sum_up(
         summary.num_kept_rows += file.num_kept_rows
         summary.num_kept_errors += file.num_kept_errors
         summary.num_damaged_rows += file.num_damaged_rows
+        summary.num_tried_rows += file.num_tried_rows
     return summary
 
 

@@ -100,7 +100,7 @@ class RemoteFolders:
         for output in outputs:
             url = self._url(output)
             is_complete = output.exists() and not journal_path(output).exists()
-            if url is None or not is_complete or _beside(output, SYNCED).exists():
+            if url is None or not is_complete or _is_synced(output):
                 continue
             self._tell(f"Uploading {url} …")
             with uploading(url, output):
@@ -191,6 +191,12 @@ def _trim(url: str) -> str:
 
 def _beside(path: Path, ending: str) -> Path:
     return path.with_name(path.name + ending)
+
+
+def _is_synced(output: Path) -> bool:
+    """Tell whether a complete output was not written since it was the same as the remote one."""
+    synced = _beside(output, SYNCED)
+    return synced.exists() and synced.stat().st_mtime_ns >= output.stat().st_mtime_ns
 
 
 def _read(path: Path) -> str | None:

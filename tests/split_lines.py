@@ -35,7 +35,9 @@ def make_lines(count: int, source: random.Random) -> list[bytes]:
 
 def answer_part(part: Path) -> None:
     """Answer a part as a run does: through its journal, with errors and a status file."""
-    file = JournaledInput(part, 0, answers_path(part), "stub", {}, claims=Claims(), restart=False)
+    file = JournaledInput(
+        part, 0, answers_path(part), "stub", {}, claims=Claims(), restart=False, started_s=0.0
+    )
     file.begin()
     for line in file.lines(lambda _: None):
         envelope = open_envelope(line)

@@ -16,6 +16,7 @@ import torch
 
 import fminfer
 from fminfer.engine.noise import digest, noise_key, uniform
+from fminfer.models.weights import load_model
 from fminfer.sampling import SamplingTensors, sample
 
 VOCAB = 60
@@ -161,6 +162,45 @@ def test_draws_through_the_engine(llama_checkpoint: tuple[Path, Any]) -> None:
         logits = model(torch.tensor([request["prompt"]])).logits[0, -1].numpy()
     assert len(drawn) == 5120
     check_counts(np.bincount(drawn, minlength=len(logits)), exact_probs(logits, how), how)
+
+
+def test_draws_through_the_engine_are_unrelated(
+    llama_checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Choices, steps and requests beside each other, where all tokens are equally likely."""
+
+    def load_flat(*arguments: Any, **options: Any) -> Any:
+        model: Any = load_model(*arguments, **options)
+        model.get_output_embeddings().weight.data.zero_()
+        return model
+
+    monkeypatch.setattr("fminfer.loading.load_model", load_flat)
+    folder, model = llama_checkpoint
+    engine = fminfer.Engine(str(folder), dtype="float32", attention="eager")
+    vocab = model.config.vocab_size
+    requests = [
+        {"prompt": [i], "n": 32, "max_tokens": 8, "temperature": 1, "ignore_eos": True}
+        | {"return_token_ids": True}
+        for i in range(64)
+    ]
+    records = sorted(engine.run(requests), key=lambda record: record.line.number)
+    engine.close()
+    draws = np.array(
+        [
+            [choice["token_ids"] for choice in record.to_dict()["result"]["choices"]]
+            for record in records
+        ]
+    )
+    assert draws.shape == (64, 32, 8)
+    check_counts(np.bincount(draws.ravel(), minlength=vocab), np.full(vocab, 1 / vocab), "all")
+    bins = draws * 16 // vocab
+    share = np.bincount(np.arange(vocab) * 16 // vocab) / vocab
+    for axis, name in enumerate(("requests", "choices", "steps")):
+        moved = np.moveaxis(bins, axis, 0)
+        pairs = moved[:-1:2] * 16 + moved[1::2]
+        check_counts(
+            np.bincount(pairs.ravel(), minlength=256), np.outer(share, share).ravel(), name
+        )
 
 
 SAME = digest(b'{"prompt": "north"}')

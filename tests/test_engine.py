@@ -152,10 +152,10 @@ def test_nan_weights_cost_each_row_an_error_and_not_the_run(
     assert not torch.isnan(sound(torch.tensor([[77]])).logits).any()
 
 
-def test_a_nan_score_of_a_shared_prefix_is_told_to_all_that_share_it(
+def test_a_nan_score_is_shared_with_nobody(
     llama_checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second line took the score from the prefix cache, and it came out as null."""
+    """The second line took the score from the prefix cache: as null, and later as its own error."""
 
     def score_damaged(logits: torch.Tensor, ids: torch.Tensor, *rest: Any) -> Any:
         draws = score(logits, ids, *rest)
@@ -170,7 +170,7 @@ def test_a_nan_score_of_a_shared_prefix_is_told_to_all_that_share_it(
         (record,) = engine.run([asked])
         codes.append(None if record.error is None else record.error.code)
     engine.close()
-    assert engine.stats.num_cached_tokens > 20
+    assert engine.stats.num_cached_tokens == 0
     assert codes == ["nan_logits", "nan_logits"]
 
 

@@ -28,7 +28,7 @@ input.envelope packed_experts attention score_kernel draw_kernel models.weights 
     models.adapters.falcon models.adapters.gpt_neo models.adapters.gptj models.adapters.mpt
 request fingerprint cost_store triton_attention whole_layers remote_files output.records \
     output.writer output.stream output.progress
-engine.logit_edits output.status pipeline.stage split.grouping team.wire
+engine.logit_edits output.reopening output.status pipeline.stage split.grouping team.wire
 kernel_choice engine.sequence pipeline.ring output.places output.job_file storage \
     split.manifest split.index team.process
 engine.prefix engine.advance engine.packing engine.equal_requests engine.planner \

@@ -73,7 +73,7 @@ def codes(records: list[Record]) -> list[str | None]:
     return [record.error.code if record.error else None for record in records]
 
 
-PREFIX = [*range(1, 9), BAD, *range(1, 8)]
+PREFIX = [*range(1, 9), BAD, *range(1, 16)]
 ROWS = {
     "drawn": [{"prompt": [*PREFIX, 20 + i]} for i in range(4)],
     "scored": [
@@ -95,7 +95,7 @@ def test_a_spoiled_prefix_costs_the_row_that_computed_it_and_no_other(
     assert sorted(map(str, codes(records))) == ["None"] * 3 + ["nan_logits"]
     _, sound = run(0, ROWS[kind], chunk_size=chunk_size)
     for record, expected in zip(records, sound, strict=True):
-        if record.error is None:
+        if record.error is None and kind != "candidates":  # whose draws hang on their place
             assert _choices(record) == _choices(expected)
     assert 0 < bench.loop.stats.num_apart <= 3
     later = bench.run({"prompt": [*PREFIX, 50], "temperature": 0, "max_tokens": 3})

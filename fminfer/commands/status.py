@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 import orjson
 
+from fminfer.errors import RETRYABLE
 from fminfer.output.overview import STATES, FileState, Overview, look_over
 from fminfer.output.progress import show_seconds
 
@@ -62,6 +63,8 @@ def _to_text(overview: Overview) -> str:
     if failed:
         codes = ", ".join(f"{count:,} {code}" for code, count in overview.failed_by_code.items())
         rows += f", {failed:,} of them in error ({codes})"
+        num_retryable = sum(overview.failed_by_code.get(code, 0) for code in RETRYABLE)
+        rows += f"; the same command tries {num_retryable:,} again" if num_retryable else ""
     lines = [overview.path, f"  {', '.join(counts)}", f"  {rows}"]
     if overview.count("done") < len(overview.files):
         lines.append(f"  {_left(overview)}")

@@ -9,6 +9,7 @@ import contextlib
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from fminfer.errors import InUseError, OutputError, StoppedError, UsageError
 from fminfer.input.lines import Line, count_rows, read_lines
@@ -17,8 +18,9 @@ from fminfer.output.claims import Claim, Claims, look_at, remove_dead
 from fminfer.output.disk import explain
 from fminfer.output.journal import Fingerprint, Journal, check_fingerprint, peek
 from fminfer.output.records import Record
+from fminfer.output.reopening import has_retryable, reopen
 from fminfer.output.rows import Row
-from fminfer.output.status import Counts, StatusFile, read_status
+from fminfer.output.status import Counts, StatusFile, has_ended_before, read_status
 from fminfer.output.stream import OrderedStream
 from fminfer.output.writer import put_in_order
 
@@ -32,7 +34,7 @@ class StreamedInput:
         self.path, self.source = path, source
         self.num_left = count_rows(path)  # lines to answer; None: not known before its end
         # It cannot go on where another ended.
-        self.num_kept_rows = self.num_kept_errors = self.num_damaged_rows = 0
+        self.num_kept_rows = self.num_kept_errors = self.num_damaged_rows = self.num_tried_rows = 0
         self._num_read = self._num_done = 0
         self._is_read = False
         self._stream = stream
@@ -81,6 +83,7 @@ class JournaledInput:
         claims: from which the output's is taken when it is this input's turn.
         claim: of the output, if it is this run's already.
         restart: answer all lines again, whatever an earlier run has done.
+        started_s: time.time() as this run began; it tries again what failed before, once.
 
     Raises:
         InUseError: another run is at work.
@@ -98,8 +101,11 @@ class JournaledInput:
         claims: Claims,
         claim: Claim | None = None,
         restart: bool,
+        started_s: float,
     ) -> None:
         self.path, self.source, self.output = path, source, output
+        self._started_s = started_s
+        self._is_to_reopen = False  # it is complete, and has errors that may not come again
         self._claims, self._claim = claims, claim
         self.is_finished = False
         self._fingerprint = {"the input": digest_of(path)} | fingerprint
@@ -109,7 +115,7 @@ class JournaledInput:
         self._is_read = False
         self.is_lost = False  # to another run
         has_journal = peek(output, self._fingerprint, restart=restart)
-        self.num_kept_rows = self.num_kept_errors = self.num_damaged_rows = 0
+        self.num_kept_rows = self.num_kept_errors = self.num_damaged_rows = self.num_tried_rows = 0
         self._counts = Counts()
         if not has_journal and not restart and output.exists():
             self._check_complete()
@@ -147,13 +153,15 @@ class JournaledInput:
         if self._claim is None and any(not claim.is_dead for claim in look_at(self.output)):
             raise self._in_use()
         self._make_folder()
+        if self._is_to_reopen:
+            self._reopen()
         # There from the start, so that no run of another kind takes the output meanwhile.
         journal = self._journal = Journal(self.output, self._fingerprint, restart=self._restart)
         if self._claim is not None:  # whoever slept with the journal open still has its claim
             remove_dead(self.output)
         self._status.move("validating")
         self._keep(journal.kept.num_answers, journal.kept.num_errors, journal.kept.tokens)
-        self.num_damaged_rows = journal.num_damaged
+        self.num_damaged_rows, self.num_tried_rows = journal.num_damaged, journal.num_tried
         if journal.num_rows == self._num_rows and journal.num_rows:
             self._num_read, self._is_read = journal.num_rows, True
             self._finish_if_complete()
@@ -224,6 +232,16 @@ class JournaledInput:
                 self._status.move("failed", f"{type(error).__name__}: {error}")
         self._release()
 
+    def _reopen(self) -> None:
+        claim = self._claim or self._claims.take(self.output)
+        if claim is None:
+            raise self._in_use()
+        try:
+            reopen(self.path, self.output, self._fingerprint)
+        finally:
+            if claim is not self._claim:  # it is taken again when it is this input's turn
+                claim.release()
+
     def _take(self) -> Journal | None:
         """Open the journal for good; None: another run has finished the output since the start."""
         try:
@@ -236,7 +254,8 @@ class JournaledInput:
             self.is_lost = True
             self._release()
             raise
-        if not (journal.num_rows or self._restart) and self.output.exists():
+        has_rows = journal.num_rows or journal.num_tried
+        if not (has_rows or self._restart) and self.output.exists():
             journal.remove()
             self.is_lost = True  # until it is known to be ours
             self._release()
@@ -313,10 +332,22 @@ class JournaledInput:
                 "Give --restart to answer it, or another --output"
             )
         check_fingerprint(self.output, dict(status.get("metadata") or {}), self._fingerprint)
+        if is_worth_another_try(self.output, status, self._started_s):
+            self._is_to_reopen = True
+            return
         counts = status["request_counts"]
         self._counts.num_rows = counts["total"]
         self._keep(counts["completed"], counts["failed"], (0, 0, 0))
         self.is_finished = True
+
+
+def is_worth_another_try(output: Path, status: dict[str, Any], started_s: float) -> bool:
+    """Tell whether a run that began then is to answer failed rows of a complete output again.
+
+    What has failed since it began was tried by a run beside it.
+    """
+    has_errors = status["request_counts"]["failed"] > 0
+    return has_errors and has_ended_before(output, started_s) and has_retryable(output)
 
 
 JobFile = StreamedInput | JournaledInput

@@ -21,6 +21,7 @@ from fminfer.output.disk import lock, sync_folder, told, write_all
 from fminfer.output.rows import Row, read_input_crc, read_row
 
 JOURNAL = ".journal"  # added to the output's name
+TRIED = -1  # in the place of a row
 SYNC_EVERY_S = 0.5  # a power cut costs at most a second's rows
 Fingerprint = dict[str, str]  # what must be the same for rows to be kept; names are for people
 
@@ -60,11 +61,12 @@ class Journal:
     def __init__(self, output: Path, fingerprint: Fingerprint, *, restart: bool = False) -> None:
         self.output = output
         self.path = journal_path(output)
-        # Where each row stands, by its line's number; 0: not there. 8 bytes a line are all that
-        # grows with the file.
+        # Where each row stands, by its line's number; 0: not there, TRIED: it is to be tried again.
+        # 8 bytes a line are all that grows with the file.
         self._places = array("q")
         self.kept = Kept()
         self.num_rows = 0
+        self.num_tried = 0  # rows of earlier runs that are to be tried again
         self.num_damaged = 0  # lines that were not kept
         self._end = 0
         self._dirty = False
@@ -95,7 +97,9 @@ class Journal:
     def rows(self) -> Iterator[Row]:
         """Read the rows, in the order of their lines."""
         with told(self.path), open(self._fd, "rb", closefd=False) as file:
-            for place in filter(None, self._places):
+            for place in self._places:
+                if place <= 0:
+                    continue
                 file.seek(place)
                 row = read_row(file.readline())
                 if row is None:
@@ -185,21 +189,30 @@ class Journal:
         """Take note of a row at the journal's end, unless it is damaged or to be tried again."""
         if row is None:
             self.num_damaged += 1
-        elif row.number not in self and not row.is_ours:  # twice: where there are no locks
+        elif row.number in self:  # twice: where there are no locks
+            return
+        elif row.is_ours:
+            self._make_place(row.number)
+            self.num_tried += self._places[row.number] == 0
+            self._places[row.number] = TRIED
+        else:
             self._note(row.number, self._end)
             self.kept.add(row)
 
     def _begin(self, fingerprint: Fingerprint) -> None:
-        head = json.dumps({"fminfer_journal": 1, "fingerprint": fingerprint}).encode() + b"\n"
+        head = head_line(fingerprint)
         os.ftruncate(self._fd, 0)
         write_all(self._fd, head, 0)
         self._end = len(head)
         os.fsync(self._fd)
         sync_folder(self.path.parent)
 
-    def _note(self, number: int, place: int) -> None:
+    def _make_place(self, number: int) -> None:
         if number >= len(self._places):
             self._places.extend([0] * (number + 1 - len(self._places)))
+
+    def _note(self, number: int, place: int) -> None:
+        self._make_place(number)
         self.num_rows += 1
         self._places[number] = place
 
@@ -212,6 +225,11 @@ class Journal:
                 except OSError as error:  # told with the next row: the disk may have lost some
                     self._failure = error
                     return
+
+
+def head_line(fingerprint: Fingerprint) -> bytes:
+    """Return a journal's first line."""
+    return json.dumps({"fminfer_journal": 1, "fingerprint": fingerprint}).encode() + b"\n"
 
 
 def read_fingerprint(path: Path, head: bytes) -> Fingerprint:

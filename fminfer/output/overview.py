@@ -186,16 +186,19 @@ def _why(status: dict[str, Any]) -> str:
 
 def _count_codes(output: Path) -> dict[str, int]:
     """Count an output's errors by code; of one that is not finished, in its journal."""
-    codes: Counter[str] = Counter()
-    path = errors_path(output)
-    if path.exists():
-        with path.open("rb") as lines:
-            codes.update(map(_code_of, lines))
-    elif journal_path(output).exists():
-        with journal_path(output).open("rb") as lines:
-            rows = map(read_row, lines)
-            codes.update(_code_of(row.record) for row in rows if row is not None and row.is_error)
-    return dict(codes.most_common())
+    journal, errors = journal_path(output), errors_path(output)
+    if journal.exists():
+        found: dict[int, str] = {}  # a row may have failed before it was answered
+        with journal.open("rb") as lines:
+            for row in filter(None, map(read_row, lines)):
+                found.pop(row.number, None)
+                if row.is_error:
+                    found[row.number] = _code_of(row.record)
+        return dict(Counter(found.values()).most_common())
+    if not errors.exists():
+        return {}
+    with errors.open("rb") as lines:
+        return dict(Counter(map(_code_of, lines)).most_common())
 
 
 def _code_of(record: bytes) -> str:

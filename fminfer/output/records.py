@@ -50,7 +50,7 @@ class Record:
             "line": b'"line":%d' % self.line.number,
             "custom_id": b'"custom_id":null',
             "error": b'"error":' + _dumps(_describe(error)),
-            "retryable": b'"retryable":false',
+            "retryable": b'"retryable":true' if error.is_ours else b'"retryable":false',
             "request": b'"request":' + self.envelope.request,
         }
         # A wrapped line's rest comes last. Of names that are in both the record's own counts, but

@@ -13,7 +13,7 @@ from fminfer.errors import InUseError, UsageError
 from fminfer.input.lines import count_rows
 from fminfer.output.claims import Claim, Claims, claimed_outputs, look_at, remove_dead
 from fminfer.output.disk import told
-from fminfer.output.job_file import JournaledInput
+from fminfer.output.job_file import JournaledInput, is_worth_another_try
 from fminfer.output.journal import Fingerprint, check_fingerprint, journal_path
 from fminfer.output.status import read_status
 
@@ -36,6 +36,7 @@ class SharedFiles:
         fingerprint: of the run, without the inputs' own.
         restart: answer again what was complete before this run began.
         is_watching: wait for more files when all are answered.
+        started_s: time.time() as the run began.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class SharedFiles:
         *,
         restart: bool,
         is_watching: bool,
+        started_s: float,
     ) -> None:
         self.files: list[JournaledInput] = []  # claimed by this run, by their number
         self.refused: dict[str, str] = {}  # inputs that cannot be answered, and why
@@ -59,7 +61,7 @@ class SharedFiles:
         self._fingerprint = fingerprint
         self._restart = restart
         self._is_watching = is_watching
-        self._started_s = time.time()
+        self._started_s = started_s
         self._settled: set[Path] = set()
         self._num_free: dict[Path, int | None] = {}  # rows of files that nobody has
         self.num_rows: int | None = None  # if no other run takes a file; None: not known
@@ -161,6 +163,8 @@ class SharedFiles:
         facts = path.stat()  # a copy may have an old time of writing, but not of its entry
         has_size = str(found.get("the input", "")).startswith(f"{facts.st_size:,} bytes ")
         if not has_size or max(facts.st_mtime, facts.st_ctime) > output.stat().st_mtime:
+            return False
+        if is_worth_another_try(output, status, self._started_s):
             return False
         counts = status["request_counts"]
         self.num_kept_rows += counts["completed"] + counts["failed"]

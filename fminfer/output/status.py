@@ -66,6 +66,12 @@ def read_status(output: Path) -> dict[str, Any] | None:
     return fields if isinstance(fields, dict) else None
 
 
+def has_ended_before(output: Path, time_s: float) -> bool:
+    """Tell whether the status of a complete output was written before a time, in time.time()."""
+    path = status_path(output)
+    return path.exists() and path.stat().st_mtime < time_s
+
+
 class StatusFile:
     """Writes the status of one output; always whole, by replacing the file.
 

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fminfer.errors import RETRYABLE
 from fminfer.output.places import STDOUT
 from fminfer.output.progress import show_seconds
 from fminfer.output.writer import errors_path
@@ -26,6 +27,7 @@ class JobSummary:
     num_kept_rows: int = 0  # answered or refused by earlier runs, and kept
     num_kept_errors: int = 0  # of them, errors
     num_damaged_rows: int = 0  # of earlier runs, not kept
+    num_tried_rows: int = 0  # that failed in earlier runs, and were tried again
     num_files_elsewhere: int = 0  # that other runs were answering at the end
     refused: dict[str, str] = field(default_factory=dict)  # inputs that were not answered, and why
     errors_by_code: dict[str, int] = field(default_factory=dict)
@@ -114,6 +116,9 @@ class JobSummary:
         errors = f", {self.num_kept_errors:,} of them in error" if self.num_kept_errors else ""
         return f"; {self.num_kept_rows:,} kept from earlier runs{errors}"
 
+    def _tried_text(self) -> str:
+        return f"; {self.num_tried_rows:,} had failed before" if self.num_tried_rows else ""
+
     def _work_lines(self) -> list[str]:
         """Tell what was computed, and how fast."""
         took = show_seconds(self.wall_s) if self.wall_s >= 60 else f"{self.wall_s:.1f} s"
@@ -162,6 +167,7 @@ class JobSummary:
             f"model     {self.model} ({self.dtype}{self._place()})",
             f"rows      {self.num_rows:,} answered, {self.num_errors:,} in error"
             + (f" ({codes})" if codes else "")
+            + self._tried_text()
             + self._kept_text(),
         ]
         if self.device:  # otherwise nothing was left to do
@@ -177,4 +183,7 @@ class JobSummary:
         if self.has_errors:
             errors = [errors_path(path) for path in files]
             lines += [f"errors    {path}" for path in errors if path.exists()]
+        num_retryable = sum(self.errors_by_code.get(code, 0) for code in RETRYABLE)
+        if num_retryable and STDOUT not in files:
+            lines.append(f"again     the same command tries {num_retryable:,} failed rows again")
         return "\n".join(lines)

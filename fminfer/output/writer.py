@@ -25,7 +25,7 @@ def errors_path(output: Path) -> Path:
 def traces(output: Path) -> list[Path]:
     """List every file that answering into `output` may write under a name of its own."""
     finals = [output, errors_path(output)]
-    return [*finals, *map(_draft, finals), journal_path(output)]
+    return [*finals, journal_path(output), *map(draft_path, [*finals, journal_path(output)])]
 
 
 def put_in_order(journal: Journal) -> None:
@@ -43,23 +43,23 @@ def put_in_order(journal: Journal) -> None:
     try:
         with contextlib.ExitStack() as open_files:
             files = [
-                open_files.enter_context(_draft(path).open("wb")) for path in (answers, errors)
+                open_files.enter_context(draft_path(path).open("wb")) for path in (answers, errors)
             ]
             num_errors = _write_in_order(journal, *files)
             for file in files:
                 file.flush()
                 os.fsync(file.fileno())
         if num_errors:
-            os.replace(_draft(errors), errors)
+            os.replace(draft_path(errors), errors)
         else:  # also what an earlier run may have left
-            _draft(errors).unlink()
+            draft_path(errors).unlink()
             errors.unlink(missing_ok=True)
-        os.replace(_draft(answers), answers)
+        os.replace(draft_path(answers), answers)
         sync_folder(answers.parent)
     except OSError as error:
         for path in (answers, errors):
             with contextlib.suppress(OSError):
-                _draft(path).unlink(missing_ok=True)
+                draft_path(path).unlink(missing_ok=True)
         raise explain(answers, error) from error
 
 
@@ -72,5 +72,6 @@ def _write_in_order(journal: Journal, answers: BinaryIO, errors: BinaryIO) -> in
     return num_errors
 
 
-def _draft(path: Path) -> Path:
+def draft_path(path: Path) -> Path:
+    """Return where a file is written before it gets its name."""
     return path.with_name(path.name + ORDERED)

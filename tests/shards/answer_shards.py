@@ -23,7 +23,7 @@ PAUSE_S = 0.03  # at most, before a row
 
 
 def share(folder: Path, *, is_watching: bool = False, restart: bool = False) -> SharedFiles:
-    claims = Claims()
+    claims, started_s = Claims(), time.time()
 
     def find() -> FilePlan:
         inputs = find_inputs([folder], may_be_empty=True)
@@ -31,10 +31,19 @@ def share(folder: Path, *, is_watching: bool = False, restart: bool = False) -> 
 
     def open_file(path: Path, source: int, output: Path, claim: Claim) -> JournaledInput:
         return JournaledInput(
-            path, source, output, "none", {}, claims=claims, claim=claim, restart=restart
+            *(path, source, output, "none", {}),
+            claims=claims,
+            claim=claim,
+            restart=restart,
+            started_s=started_s,
         )
 
-    return SharedFiles(find, open_file, claims, {}, restart=restart, is_watching=is_watching)
+    return SharedFiles(
+        *(find, open_file, claims, {}),
+        restart=restart,
+        is_watching=is_watching,
+        started_s=started_s,
+    )
 
 
 def main(folder: Path, log: Path) -> None:

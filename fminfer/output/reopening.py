@@ -1,0 +1,143 @@
+"""Makes a journal of a complete output again, so that a run can answer its failed rows once more.
+
+It is the reverse of `output.writer`. The output and its errors file stay until they are replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from fminfer.errors import RETRYABLE, UsageError
+from fminfer.input.envelope import Envelope, open_envelope
+from fminfer.input.lines import Line, read_lines
+from fminfer.output.disk import explain, sync_folder
+from fminfer.output.journal import Fingerprint, head_line, journal_path
+from fminfer.output.records import make_id
+from fminfer.output.rows import Row
+from fminfer.output.writer import draft_path, errors_path
+
+_LINE = re.compile(rb'\{"line":(\d{1,18}),')
+_BATCH = re.compile(rb'\{"id":"batch_req_([0-9a-f]{32})"')
+
+
+def has_retryable(output: Path) -> bool:
+    """Tell whether a complete output has errors that another run may not meet."""
+    return any(map(is_retryable, _records(errors_path(output))))
+
+
+def is_retryable(record: bytes) -> bool:
+    """Tell whether an error record says that its line was right, and another run may answer it."""
+    try:
+        fields = _load(record)
+        if _BATCH.match(record):
+            return bool(fields["response"]["body"]["error"]["code"] in RETRYABLE)
+        return bool(fields["error"]["code"] in RETRYABLE)
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def reopen(source: Path, output: Path, fingerprint: Fingerprint) -> None:
+    """Write the journal from which `output.writer` would make the output and its errors file.
+
+    It appears at once and whole. The caller has claimed the output.
+
+    Raises:
+        UsageError: the output is not what a run has written for the lines of `source`.
+        OutputError: the disk is full or gone.
+    """
+    path = journal_path(output)
+    draft = draft_path(path)
+    try:
+        try:
+            with draft.open("wb") as file:
+                file.write(head_line(fingerprint))
+                for row in _read_rows(source, output):
+                    file.write(row.to_line())
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(draft, path)
+            sync_folder(path.parent)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise explain(path, error) from error
+
+
+def _read_rows(source: Path, output: Path) -> Iterator[Row]:
+    answers, errors = _records(output), _records(errors_path(output))
+    answer, error = next(answers, None), next(errors, None)
+    for line in read_lines(source, 0):
+        envelope, crc = open_envelope(line), zlib.crc32(line.raw)
+        if error is not None and _is_error_of(error, line, envelope):
+            yield Row(line.number, True, (0, 0, 0), crc, error, is_retryable(error))
+            error = next(errors, None)
+        elif answer is not None and _is_answer_to(answer, line, envelope):
+            yield Row(line.number, False, _tokens(output, answer), crc, answer)
+            answer = next(answers, None)
+        else:
+            raise _changed(output, f"line {line.number} of {source} has no record")
+    if answer is not None or error is not None:
+        raise _changed(output, f"it has more records than {source} has lines")
+
+
+def _records(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file, without their newlines; none if it is not there."""
+    if path.exists():
+        with path.open("rb") as file:
+            for line in file:
+                yield line.rstrip(b"\n")
+
+
+def _is_error_of(record: bytes, line: Line, envelope: Envelope) -> bool:
+    match = _LINE.match(record)
+    return int(match[1]) == line.number if match else _has_id_of(record, line, envelope)
+
+
+def _is_answer_to(record: bytes, line: Line, envelope: Envelope) -> bool:
+    if envelope.shape == "batch":
+        return _has_id_of(record, line, envelope)
+    return record.startswith(b'{"request":' + envelope.request + b",")
+
+
+def _has_id_of(record: bytes, line: Line, envelope: Envelope) -> bool:
+    match = _BATCH.match(record)
+    return match is not None and match[1] == make_id(line, envelope).encode()
+
+
+def _tokens(output: Path, answer: bytes) -> tuple[int, int, int]:
+    """Return an answer's tokens, as a row of a journal has them."""
+    try:
+        fields = _load(answer)
+        result = fields["result"] if "result" in fields else fields["response"]["body"]
+        usage = result["usage"]
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return int(usage["prompt_tokens"]), int(cached), int(usage["completion_tokens"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise _changed(output, "an answer has no usage") from error
+
+
+def _load(record: bytes) -> Any:
+    try:
+        return orjson.loads(record)
+    except ValueError:
+        return json.loads(record)  # which takes lone surrogates
+
+
+def _changed(output: Path, what: str) -> UsageError:
+    errors = errors_path(output)
+    return UsageError(
+        f"{errors} holds errors that another run may not meet, but {output} is not as it was "
+        f"written: {what}. Give --restart to answer all again; or remove {errors.name} to leave it "
+        "as it is"
+    )
