@@ -110,7 +110,7 @@ class Scheduler:
     @property
     def has_put_back(self) -> bool:
         """Whether a row that ran waits to run again."""
-        return bool(self._waiting) and bool(self._waiting[0].again)
+        return bool(self._waiting) and bool(self._waiting[0].again or self._waiting[0].is_apart)
 
     def admit(self, *, is_stopping: bool = False) -> list[PromptState]:
         """Let in, in order, prompts whose blocks are free; return those let in.

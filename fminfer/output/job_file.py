@@ -16,7 +16,13 @@ from fminfer.input.lines import Line, count_rows, read_lines
 from fminfer.input.streams import A_PIPE, digest_of
 from fminfer.output.claims import Claim, Claims, look_at, remove_dead
 from fminfer.output.disk import explain
-from fminfer.output.journal import Fingerprint, Journal, check_fingerprint, peek
+from fminfer.output.journal import (
+    Fingerprint,
+    Journal,
+    check_fingerprint,
+    journal_path,
+    peek,
+)
 from fminfer.output.records import Record
 from fminfer.output.reopening import has_retryable, reopen
 from fminfer.output.rows import Row
@@ -237,7 +243,8 @@ class JournaledInput:
         if claim is None:
             raise self._in_use()
         try:
-            reopen(self.path, self.output, self._fingerprint)
+            if not journal_path(self.output).exists():  # of a run that did so and died meanwhile
+                reopen(self.path, self.output, self._fingerprint)
         finally:
             if claim is not self._claim:  # it is taken again when it is this input's turn
                 claim.release()
