@@ -42,7 +42,7 @@ def mixed_lines() -> list[dict[str, Any]]:
     for index in range(64):
         start = stems[index % 3][: chance.randrange(40)] if index % 2 else []
         ids = start + [chance.randrange(VOCAB) for _ in range(chance.randint(2, 40))]
-        how = {"max_tokens": chance.randint(1, 16), "logprobs": 2, "ignore_eos": True}
+        how = {"max_tokens": chance.randint(3, 16), "logprobs": 2, "ignore_eos": True}
         lines.append(how | {"prompt": ids} | KINDS[index % len(KINDS)])
     return lines + lines[1::16]
 
