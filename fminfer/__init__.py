@@ -15,6 +15,9 @@ __all__ = ["CheckpointError", "Engine", "FminferError", "RequestError", "UsageEr
 
 def __getattr__(name: str) -> Any:
     if name == "Engine":
+        from fminfer.processor import cap_libraries
+
+        cap_libraries()
         from fminfer.worker import Engine
 
         return Engine

@@ -33,6 +33,7 @@ from fminfer.launcher import end_after, launch
 from fminfer.models.layer_count import check_split
 from fminfer.models.weight_files import weight_bytes
 from fminfer.paths import JobPaths
+from fminfer.processor import cap_libraries
 from fminfer.ranks import RankConfig, RankFacts, find_facts, is_spawned
 from fminfer.run_options import PathOrUrl, bench_options, dtype_name, run_options
 from fminfer.stopping import Stopper, check_times
@@ -50,6 +51,7 @@ class _Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
+            cap_libraries()
             return super().invoke(ctx)
         except FminferError as error:
             sys.exit(_tell(error, Stopper(0.0), False))

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 
-from fminfer import __version__
+from fminfer import __version__, processor
 from fminfer.config import EngineConfig
 from fminfer.cost_model import COSTS, CostModel
 from fminfer.errors import UsageError
-from fminfer.kernel_build import cache_folder, processor
+from fminfer.kernel_build import cache_folder
 from fminfer.models.checkpoint import Checkpoint
 
 # Of a config, what says where it comes from, not what is computed.
@@ -43,7 +43,7 @@ def find_costs_path(
         if name not in NOT_SHAPE and not name.endswith("token_id")
     }
     on_gpu = device.type == "cuda"
-    machine = torch.cuda.get_device_name(device) if on_gpu else processor()
+    machine = torch.cuda.get_device_name(device) if on_gpu else processor.describe()
     parts = [
         *(
             __version__,

@@ -1,8 +1,8 @@
 """Builds and loads the CPU's kernels, kernels/*.cpp.
 
-Building takes a second or two of g++ once on a machine and needs no torch, so it can run while the
+Building takes some seconds of g++ once on a machine and needs no torch, so it can run while the
 process imports and loads. The library is kept in the user's cache folder, under a name made of its
-source, the compiler, the processor and its own checksum. It knows nothing of layers or steps.
+source, the compiler and its version, the processor and its own checksum.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ import time
 from pathlib import Path
 from typing import IO
 
+from fminfer import processor
+
 SOURCES = Path(__file__).parent / "kernels"
-FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp"]
+FLAGS = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp"]
 BUILD_S = 120.0  # a compiler that takes longer hangs
+VERSION_S = 5.0  # so does one that does not tell its version by then
 
 
 class KernelBuild:
@@ -68,6 +71,7 @@ class KernelBuild:
         command = [
             *compiler,
             *FLAGS,
+            *processor.compiler_flags(),
             "-shared",
             "-fPIC",
             "-o",
@@ -101,7 +105,7 @@ class KernelBuild:
     def abandon(self) -> None:
         """End a build that nobody waited for; keep what it made, if it is done."""
         if self._process is not None and self._process.poll() is None:
-            self._end(self._process)
+            _end(self._process)
         if self._process is not None:
             self._finish(self._process)
 
@@ -116,7 +120,7 @@ class KernelBuild:
                 said = self._said.read().decode(errors="replace").strip()
                 self.error = f"the compiler failed: {said[-300:]}"
         except subprocess.TimeoutExpired:
-            self._end(process)
+            _end(process)
             self.error = f"the compiler did not end within {BUILD_S:.0f} s"
         except OSError as error:
             self.error = f"the kernels cannot be kept: {error}"
@@ -124,13 +128,13 @@ class KernelBuild:
         self._said.close()
         self._part.unlink(missing_ok=True)
 
-    @staticmethod
-    def _end(process: subprocess.Popen[bytes]) -> None:
-        """End the compiler with its children, which first remove their temporary files."""
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                os.killpg(process.pid, number)
-                process.wait(timeout=1.0)
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the compiler with its children, which first remove their temporary files."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, number)
+            process.wait(timeout=1.0)
 
 
 _build: KernelBuild | None = None
@@ -210,14 +214,23 @@ def _remove_old_parts(folder: Path) -> None:
 def _build_key(compiler: list[str]) -> str:
     """Name a build: another processor of a cluster may share the folder."""
     sources = [p.read_bytes() for p in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")])]
-    parts = [*FLAGS, *compiler, platform.machine(), processor()]
+    parts = [*FLAGS, *compiler, _version_of(compiler), platform.machine(), processor.describe()]
     return hashlib.sha256(b"\0".join([*sources, *map(os.fsencode, parts)])).hexdigest()[:24]
 
 
-def processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    wanted = ("model name", "flags", "Features")
-    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+def _version_of(compiler: list[str]) -> str:
+    """Return what the compiler says of its version; an update keeps its path."""
+    with tempfile.TemporaryFile() as said:
+        process = subprocess.Popen(
+            [*compiler, "--version"],
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            process.wait(timeout=VERSION_S)
+        except subprocess.TimeoutExpired:
+            _end(process)
+        said.seek(0)
+        return said.read().decode(errors="replace")

@@ -41,6 +41,7 @@ from fminfer.placement import (
     free_bytes,
     is_fast_in_bfloat16,
     memory_name,
+    why_slow,
 )
 from fminfer.product_kernel import ProductKernel
 from fminfer.sampling import draw, rank
@@ -159,7 +160,8 @@ def load_part(
         device=device,
     )
     form = HiddenForm(checkpoint.config.hidden_size, dtype, device, hidden_group)
-    why_slower = no_attention or no_layers
+    reasons = (no_attention or no_layers, why_slow(dtype, device))
+    why_slower = "; ".join(filter(None, reasons))
     if group is not None:
         why_slower = next(filter(None, group.gather("why slower", why_slower)), "")
     return LoadedPart(

@@ -10,6 +10,7 @@ packed: 8 rows 31 and 68, 16 rows 69 and 106, 32 rows 106 and 163, 128 rows 190 
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -115,9 +116,21 @@ def can_pack(weight: torch.Tensor, is_fast_in_bfloat16: bool) -> bool:
 def _can_pack_dtype(dtype: torch.dtype, is_fast_in_bfloat16: bool) -> bool:
     if dtype == torch.float32:
         return bool(torch.backends.mkl.is_available())  # type: ignore[no-untyped-call]
-    if dtype != torch.bfloat16 or not is_fast_in_bfloat16:
+    return dtype == torch.bfloat16 and is_fast_in_bfloat16 and onednn_packs_bfloat16()
+
+
+@functools.cache
+def onednn_packs_bfloat16() -> bool:
+    """Try whether torch's oneDNN packs bfloat16: on some processors it refuses to."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
-    return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+    weight = torch.ones((32, 32), dtype=torch.bfloat16, device="cpu")
+    try:
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+        torch.ops.mkldnn._linear_pointwise(weight, packed, None, "none", [], "")
+    except RuntimeError:
+        return False
+    return True
 
 
 def pack(

@@ -11,6 +11,7 @@ import torch
 from fminfer.config import DType
 from fminfer.errors import UsageError
 from fminfer.host_memory import free_host_bytes
+from fminfer.processor import has_unit
 
 # Of the memory that is free once the weights are loaded: the system's, which others use as well, or
 # a GPU's, where a step's work needs the rest.
@@ -71,10 +72,20 @@ def choose_dtype(
 
 
 def is_fast_in_bfloat16(device: torch.device) -> bool:
-    """Tell whether the device has bfloat16 matrix units."""
+    """Tell whether the device has bfloat16 matrix units that a run may use."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return has_unit("avx512_bf16") or has_unit("amx_bf16")
+
+
+def why_slow(dtype: torch.dtype, device: torch.device) -> str:
+    """Return why a dtype takes longer than float32 would; empty: it does not."""
+    if device.type != "cpu" or dtype == torch.float32:
+        return ""
+    if dtype == torch.bfloat16 and is_fast_in_bfloat16(device):
+        return ""
+    name = str(dtype).removeprefix("torch.")
+    return f"this CPU has no fast products of {name}; --dtype float32 is faster"
 
 
 def end_openmp_threads() -> None:

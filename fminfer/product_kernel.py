@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fminfer.processor import has_unit
+
 PANEL = 64  # outputs that are packed together; must agree with kernels/products.cpp
 LEAST_PANELS = 4  # a thread; of fewer some threads would have much more to do than others
 
@@ -67,7 +69,7 @@ class ProductKernel:
     def is_best_for(self, weight: torch.Tensor) -> bool:
         """Tell whether it is faster than oneDNN: it is on a Zen 4; with tiles (AMX) oneDNN is."""
         is_enough = len(weight) >= LEAST_PANELS * PANEL * torch.get_num_threads()
-        return is_enough and self.can_pack(weight) and not torch.cpu._is_amx_tile_supported()
+        return is_enough and self.can_pack(weight) and not has_unit("amx_bf16")
 
     def can_pack(self, weight: torch.Tensor) -> bool:
         """Tell whether it can multiply with such a weight, (outputs, inputs), at all."""

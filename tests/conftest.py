@@ -10,14 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import transformers
+
+from fminfer.processor import cap_libraries
+
+cap_libraries()  # before torch is there
+import torch  # noqa: E402
+import transformers  # noqa: E402
 
 if not torch.cuda.is_available():  # triton reads it when imported: its kernels run on the CPU
     os.environ["TRITON_INTERPRET"] = "1"
 
-from fminfer.kernel_build import start_build
-from fminfer.models.families import FAMILIES
+from fminfer.kernel_build import start_build  # noqa: E402
+from fminfer.models.families import FAMILIES  # noqa: E402
 
 VOCAB = 300
 SHAPE = {

@@ -11,23 +11,24 @@ PACKAGE = Path(__file__).parent.parent / "fminfer"
 # From the lowest up. A sign of the house: a new module finds its place here or is in the wrong one.
 FLOORS = """
 errors timing messages control_groups detokenizer sentencepieces shared_runs soft_cap \
-    weighed_values output.rows kernel_build layer_kernels product_kernel triton_kernels \
+    weighed_values output.rows layer_kernels triton_kernels \
     engine.blocks engine.noise engine.stopping engine.expected split.folders \
     cluster.job_names
-config fields imports host_memory threads \
+config fields processor host_memory threads \
     input.streams input.values input.spans tokenizer partition ranks \
     models.alibi models.families models.sizes models.variants models.weight_files \
     integrations.generation engine.stats engine.seen output.trace output.disk stopping memory \
-    layer_parts packed_linear cost_model cluster.schedulers cluster.scripts team.place
-input.lines spelling sampling placement fused_layers decode_attention kernel_attention \
-    triton_layers launcher run_options output.journal output.claims \
-    models.experts models.checkpoint models.layer_count models.slicing \
+    cost_model cluster.schedulers cluster.scripts team.place
+input.lines spelling sampling placement kernel_build product_kernel fused_layers \
+    decode_attention kernel_attention triton_layers launcher run_options \
+    output.journal output.claims models.experts models.checkpoint \
+    models.layer_count models.slicing \
     pipeline.wire pipeline.transport pipeline.store pipeline.watch pipeline.local
-input.envelope packed_experts attention score_kernel draw_kernel models.weights pipeline.group \
-    models.adapters.bloom models.adapters.codegen \
+input.envelope imports layer_parts packed_linear attention score_kernel draw_kernel \
+    models.weights pipeline.group models.adapters.bloom models.adapters.codegen \
     models.adapters.falcon models.adapters.gpt_neo models.adapters.gptj models.adapters.mpt
-request fingerprint cost_store triton_attention whole_layers remote_files output.records \
-    output.writer output.stream output.progress
+request fingerprint cost_store packed_experts triton_attention whole_layers remote_files \
+    output.records output.writer output.stream output.progress
 engine.logit_edits output.reopening output.status pipeline.stage split.grouping team.wire
 kernel_choice engine.sequence pipeline.ring output.places output.job_file storage \
     split.manifest split.index team.process

@@ -62,6 +62,20 @@ def test_it_is_built_once_and_kept(cache: Path, monkeypatch: pytest.MonkeyPatch)
     assert KernelBuild()._process is not None, "another compiler's is another"
 
 
+def test_an_updated_compiler_builds_anew(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kept library's name held the compiler's path, which an update leaves as it was."""
+    monkeypatch.setenv("CXX", str(tmp_path / "cxx"))
+    names = set()
+    for version in ("12.2.0", "12.2.0", "13.1.0"):
+        done = 'for o; do [ "$p" = -o ] && echo x > "$o"; p=$o; done'
+        write_compiler(tmp_path / "cxx", f"echo cxx {version}\n{done}")
+        assert KernelBuild().library() is None, "what it makes is no library"
+        names |= {path.name for path in cache.iterdir()}
+    assert len(names) == 2
+
+
 @needs_compiler
 def test_a_torn_library_is_built_anew(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To load one ended the process by SIGBUS, and every later one."""

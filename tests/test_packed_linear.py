@@ -14,7 +14,11 @@ from transformers.pytorch_utils import Conv1D
 
 import fminfer
 from fminfer import packed_linear
-from fminfer.packed_linear import pack_linears
+from fminfer.packed_linear import onednn_packs_bfloat16, pack_linears
+
+needs_packed_bfloat16 = pytest.mark.skipif(
+    not onednn_packs_bfloat16(), reason="on this processor oneDNN packs no bfloat16"
+)
 
 
 def pack(module: nn.Module, is_fast_in_bfloat16: bool = False) -> int:
@@ -60,11 +64,28 @@ def test_bfloat16_is_packed_where_the_machine_is_fast_in_it() -> None:
     with torch.inference_mode():
         expected = linear(x)
         assert pack(linear, is_fast_in_bfloat16=False) == 0
-        if pack(linear, is_fast_in_bfloat16=True):
-            torch.testing.assert_close(linear(x), expected, atol=0.02, rtol=0.02)
-            assert linear.weight.isnan().all()
+        assert pack(linear, is_fast_in_bfloat16=True) == onednn_packs_bfloat16()
+        torch.testing.assert_close(linear(x), expected, atol=0.02, rtol=0.02)
+        assert bool(linear.weight.isnan().all()) == onednn_packs_bfloat16()
 
 
+def test_bfloat16_is_left_plain_where_onednn_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a processor without AVX-512 oneDNN raises an error, which ended the run."""
+
+    def refuse(*_: Any) -> torch.Tensor:
+        raise RuntimeError("bf16 path needs the cpu support avx_ne_convert or avx512bw, …")
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", refuse)
+    onednn_packs_bfloat16.cache_clear()
+    linear = nn.Linear(64, 96, dtype=torch.bfloat16)
+    try:
+        assert pack(linear, is_fast_in_bfloat16=True) == 0
+    finally:
+        onednn_packs_bfloat16.cache_clear()
+    assert not linear.weight.isnan().any()
+
+
+@needs_packed_bfloat16
 @pytest.mark.parametrize("outputs", [512, 768, 896])
 def test_many_rows_of_few_outputs_in_bfloat16(outputs: int) -> None:
     """Two threads multiply them in halves."""
@@ -73,8 +94,7 @@ def test_many_rows_of_few_outputs_in_bfloat16(outputs: int) -> None:
     before = torch.get_num_threads()
     with torch.inference_mode():
         expected = linear(x)
-        if not pack(linear, is_fast_in_bfloat16=True):
-            pytest.skip("torch without oneDNN")
+        assert pack(linear, is_fast_in_bfloat16=True) == 1
         try:
             for num_threads, num_products in ((1, 1), (2, 2)):
                 torch.set_num_threads(num_threads)

@@ -12,16 +12,17 @@ import torch
 from torch import nn
 
 import fminfer
+from fminfer import product_kernel
 from fminfer.kernel_build import find_compiler
-from fminfer.packed_linear import pack_linears
+from fminfer.packed_linear import onednn_packs_bfloat16, pack_linears
+from fminfer.processor import compiler_flags
 from fminfer.product_kernel import ProductKernel
 
 from .conftest import built_library
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
 needs_onednn = pytest.mark.skipif(
-    not torch.backends.mkldnn.is_available(),
-    reason="torch without oneDNN packs nothing in bfloat16",
+    not onednn_packs_bfloat16(), reason="on this processor oneDNN packs no bfloat16"
 )
 # Less than a panel, whole ones, one output more; a step of the transpose, two, many.
 SHAPES = [(1, 32), (15, 64), (64, 32), (65, 96), (130, 1024), (256, 3072)]
@@ -54,7 +55,7 @@ def random_layer(outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]
 def test_a_processor_with_pairs_has_the_kernel(any_kernel: ProductKernel) -> None:
     compiler = find_compiler()
     assert compiler is not None
-    command = [*compiler, "-march=native", "-dM", "-E", "-x", "c++", "/dev/null"]
+    command = [*compiler, *compiler_flags(), "-dM", "-E", "-x", "c++", "/dev/null"]
     defined = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert any_kernel.is_there == ("__AVX512BF16__" in defined)
 
@@ -153,7 +154,7 @@ def test_it_is_used_where_onednn_is_slower(
 ) -> None:
     set_threads(num_threads)
     monkeypatch.setattr(any_kernel, "is_there", has_pairs)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_tiles)
+    monkeypatch.setattr(product_kernel, "has_unit", lambda name: has_tiles)
     weight = torch.empty(outputs, 64, dtype=torch.bfloat16)
     assert any_kernel.is_best_for(weight) == is_best
 

@@ -29,8 +29,8 @@ WHOLE = dict.fromkeys((*FUSED, "bloom", "opt"), 3)
 WHOLE["qwen3_moe"] = 1  # the others have experts
 
 
-@pytest.fixture(autouse=True)
-def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     if not ProductKernel(built_library()).is_there:
         pytest.skip("this processor does not multiply pairs of bfloat16")
     monkeypatch.setattr(ProductKernel, "is_best_for", ProductKernel.can_pack)
@@ -79,6 +79,7 @@ def test_relu(dtype: torch.dtype) -> None:
     torch.testing.assert_close(out, x.relu(), rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.usefixtures("pairs")
 @pytest.mark.parametrize(
     "name, path, value",
     [
@@ -113,6 +114,7 @@ def answers(folder: Path, **options: Any) -> tuple[int, list[Any]]:
     return len(whole), [record.result["choices"] for record in records if record.result]
 
 
+@pytest.mark.usefixtures("pairs")
 def test_they_give_what_their_parts_give(
     family_checkpoint: tuple[Path, Any],
     request: pytest.FixtureRequest,
@@ -129,10 +131,12 @@ def test_they_give_what_their_parts_give(
         assert answers(family_checkpoint[0], **options) == (0, found)
 
 
+@pytest.mark.usefixtures("pairs")
 def test_plain_attention_has_no_whole_layers(llama_checkpoint: tuple[Path, Any]) -> None:
     assert answers(llama_checkpoint[0], attention="eager")[0] == 0
 
 
+@pytest.mark.usefixtures("pairs")
 def test_a_layer_that_tells_attention_more_is_left_alone(
     llama_checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,6 +151,7 @@ def test_a_layer_that_tells_attention_more_is_left_alone(
     assert answers(llama_checkpoint[0])[0] == 1
 
 
+@pytest.mark.usefixtures("pairs")
 @pytest.mark.parametrize("where", ["kernel", "space"])
 def test_without_memory_a_step_is_computed_in_halves(
     where: str, llama_checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
