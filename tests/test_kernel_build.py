@@ -70,7 +70,7 @@ def test_an_updated_compiler_builds_anew(
     names = set()
     for version in ("12.2.0", "12.2.0", "13.1.0"):
         done = 'for o; do [ "$p" = -o ] && echo x > "$o"; p=$o; done'
-        write_compiler(tmp_path / "cxx", f"echo cxx {version}\n{done}")
+        write_compiler(tmp_path / "cxx", done, version)
         assert KernelBuild().library() is None, "what it makes is no library"
         names |= {path.name for path in cache.iterdir()}
     assert len(names) == 2
@@ -120,8 +120,9 @@ def test_a_full_disk_costs_only_the_kernel(cache: Path, monkeypatch: pytest.Monk
     assert build.library() is None and "quota" in build.error
 
 
-def write_compiler(path: Path, text: str) -> None:
-    path.write_text(f"#!/bin/sh\n{text}\n")
+def write_compiler(path: Path, text: str, version: str = "1.0") -> None:
+    told = f'if [ "$1" = --version ]; then echo "cxx {version}"; exit; fi'
+    path.write_text(f"#!/bin/sh\n{told}\n{text}\n")
     path.chmod(0o700)
 
 
