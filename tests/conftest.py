@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,22 @@ if not torch.cuda.is_available():  # triton reads it when imported: its kernels 
 
 from fminfer.kernel_build import start_build  # noqa: E402
 from fminfer.models.families import FAMILIES  # noqa: E402
+
+IS_ALL = os.environ.get("FMINFER_TEST_ALL") == "1"
+# More of what another test of the same run shows already: more families, dtypes or sizes.
+more = pytest.mark.skipif(not IS_ALL, reason="more of the same; scripts/test --all")
+LONG_FILES = ("test_pipeline", "test_oracle", "test_stages", "test_triton", "test_fused_layers")
+# Families whose attention differs: heads, windows, caps, biases, positions, experts.
+FEW = (
+    *("llama", "qwen2-window", "gemma2", "mixtral", "bloom", "falcon-new", "falcon-alibi"),
+    *("gptj", "gpt_neo", "gpt2-inverse", "mpt", "opt", "phi3-long"),
+)
+
+
+def some_families(names: Iterable[str] = FEW) -> list[Any]:
+    """Return every family as a test's parameter; those without a name here are more of the same."""
+    return [pytest.param(each, marks=[] if each in names else [more]) for each in sorted(FIELDS)]
+
 
 VOCAB = 300
 SHAPE = {
@@ -140,6 +156,12 @@ def built_library() -> ctypes.CDLL:
     library = build.library()
     assert library is not None, build.error
     return library
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put long files first: two processes, a file at a time, then end at about the same time."""
+    rank = {name: place for place, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
 
 
 @pytest.fixture(autouse=True)

@@ -43,27 +43,26 @@ def make_kernel(
 
 
 def plain(
-    query: torch.Tensor,  # (queries, heads, dim), the last tokens of the row
-    keys: torch.Tensor,  # (keys, kv_heads, dim)
+    query: torch.Tensor,
+    keys: torch.Tensor,
     values: torch.Tensor,
     window: int | None,
     slopes: torch.Tensor | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    heads, kv_heads, dim = query.shape[1], keys.shape[1], query.shape[2]
-    out = torch.empty_like(query)
-    for i in range(len(query)):
-        position = len(keys) - len(query) + i
-        seen = slice(0 if window is None else max(0, position - window + 1), position + 1)
-        for head in range(heads):
-            shared = head * kv_heads // heads
-            scores = keys[seen, shared] @ query[i, head] * dim**-0.5
-            if softcap is not None:
-                scores = torch.tanh(scores / softcap) * softcap
-            if slopes is not None:
-                scores = scores + slopes[head] * torch.arange(len(keys))[seen]
-            out[i, head] = torch.softmax(scores, 0) @ values[seen, shared]
-    return out
+    """Attend as a textbook does: (new, heads, dim) to keys and values of (all, kv_heads, dim)."""
+    num_new, heads, dim = query.shape
+    keys, values = (x.repeat_interleave(heads // x.shape[1], 1) for x in (keys, values))
+    scores = torch.einsum("ihd,jhd->hij", query, keys) * dim**-0.5
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    places = torch.arange(len(keys))
+    if slopes is not None:
+        scores = scores + slopes[:, None, None] * places
+    ahead = places - (len(keys) - num_new + torch.arange(num_new))[:, None]
+    is_hidden = ahead > 0 if window is None else (ahead > 0) | (ahead <= -window)
+    scores = scores.masked_fill(is_hidden, float("-inf"))
+    return torch.einsum("hij,jhd->ihd", torch.softmax(scores, -1), values)
 
 
 def check_every_kind_of_row(

@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import IS_ALL
+
 FAULTS = Path(__file__).parent / "faults"
 QUERIES = Path(__file__).parent.parent / "examples" / "queries"
 RANK_TIMEOUT_S = 3
 KINDS, PHASES = ("raise", "kill", "stop"), ("load", "prefill", "decode")
 ALL = [f"{kind} {rank} {phase}" for kind in KINDS for rank in (0, 1) for phase in PHASES]
-# A third of them, every kind and phase with either rank; FMINFER_ALL_FAULTS=1 runs all.
+# A third of them, every kind and phase with either rank; scripts/test --all runs all.
 SOME = ALL[0::7] + ALL[3::7]
 
 
@@ -46,7 +48,7 @@ def no_process_is_left(folder: Path) -> bool:
     return not ranks_of(folder)
 
 
-@pytest.mark.parametrize("fault", ALL if os.environ.get("FMINFER_ALL_FAULTS") else SOME)
+@pytest.mark.parametrize("fault", ALL if IS_ALL else SOME)
 def test_a_rank_that_fails_ends_all(fault: str, tmp_path: Path) -> None:
     kind, rank, phase = fault.split()
     rows, moment = tmp_path / "out.jsonl.journal", tmp_path / "moment"
