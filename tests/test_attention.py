@@ -62,7 +62,13 @@ def plain(
     ahead = places - (len(keys) - num_new + torch.arange(num_new))[:, None]
     is_hidden = ahead > 0 if window is None else (ahead > 0) | (ahead <= -window)
     scores = scores.masked_fill(is_hidden, float("-inf"))
-    return torch.einsum("hij,jhd->ihd", torch.softmax(scores, -1), values)
+    weights = torch.softmax(scores, -1)
+    if values.isfinite().all():
+        return torch.einsum("hij,jhd->ihd", weights, values)
+    rows = []  # a value that is no number must reach only who sees it, and 0 times nan is nan
+    for i, is_seen in enumerate(~is_hidden):
+        rows.append(torch.einsum("hj,jhd->hd", weights[:, i, is_seen], values[is_seen]))
+    return torch.stack(rows)
 
 
 def check_every_kind_of_row(
