@@ -108,7 +108,7 @@ class _Silent(Detokenizer):
     """Detokenizes nothing: no text is looked at."""
 
     def __init__(self) -> None:
-        pass
+        self.starts = [0]  # the newest token's
 
     def add(self, token_id: int) -> str:
         return ""
