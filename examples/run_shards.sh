@@ -7,14 +7,28 @@
 #   examples/run_shards.sh parts/ENGINE [more flags, such as --model-name /data/models/opt-175b-new]
 #   fminfer merge --input-dir parts --output answers.jsonl
 #
-# split (scripts/split_queries.py is the same) makes such a folder for each engine; merge puts all
-# answers into one file, in the order of requests.jsonl, and names what is still to be answered. A
-# file that has its answers is passed over, so the loop can be started again.
+# split (scripts/split_queries.py is the same) makes such a folder for each engine; with --flat the
+# shards stand in parts itself. merge puts all answers into one file, in the order of
+# requests.jsonl, and names what is still to be answered. A file that has its answers is passed over,
+# so the loop can be started again.
 #
 # NUM_LAYERS, MAX_LAYERS: of the model (OPT-175B on 8 GPUs: 12 and 96; BLOOM: 9 and 70).
 # MAX_ID: one above the highest shard. PORT: where the ranks meet; two loops need two.
 folder=${1:?give the folder of the shards, and then the model, as in: $0 shards --model-name MODEL}
 shift
+
+max_id=${MAX_ID:-500}
+last=$(ls "$folder" | sed -n 's/^request_\(0\|[1-9][0-9]*\)\.jsonl$/\1/p' | sort -n | tail -n 1)
+if [ -z "$last" ]; then
+  echo "Error: $folder holds no request_<i>.jsonl." >&2
+  below=$(find "$folder" -mindepth 2 -name 'request_*.jsonl' -exec dirname {} + 2>/dev/null | sort -u)
+  [ -z "$below" ] || printf 'Give the folder of one engine:\n%s\n' "$below" >&2
+  exit 2
+fi
+if [ "$last" -ge "$max_id" ]; then
+  echo "Only shards up to request_$((max_id - 1)).jsonl are answered; for all of them give" \
+    "MAX_ID=$((last + 1))" >&2
+fi
 
 i=0
 while :
@@ -60,7 +74,7 @@ do
 
   ((i++))
   # Max id of jobs
-  if [ "$i" -ge "${MAX_ID:-500}" ]; then
+  if [ "$i" -ge "$max_id" ]; then
     echo "stopping submitting tasks"
     break
   fi

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fminfer.cache import why_no_cache
 from fminfer.config import EngineConfig
 from fminfer.cost_model import CostModel, Sample, StepShape, fit
 from fminfer.cost_store import find_costs_path, keep_costs
@@ -78,10 +79,7 @@ def calibrate(config: EngineConfig, on_trial: Callable[[Trial], None]) -> Calibr
             config, open_model(config), engine.device, engine.dtype, has_kernel=engine.has_kernel
         )
         if path is None:
-            raise UsageError(
-                "there is no cache folder of this user alone to keep the costs in; set "
-                "XDG_CACHE_HOME to one that can be written to"
-            )
+            raise UsageError(f"the costs cannot be kept: {why_no_cache()}")
         samples = _measure(engine, on_trial)
     finally:
         engine.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import json
 import os
 import sys
@@ -50,6 +51,9 @@ class _Commands(click.Group):
     """Says what ended a command; `run` does so by itself."""
 
     def invoke(self, ctx: click.Context) -> Any:
+        for stream in (sys.stdout, sys.stderr):  # a file's name may hold any bytes
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")
         try:
             cap_libraries()
             return super().invoke(ctx)

@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 
 from fminfer import __version__, processor
+from fminfer.cache import cache_folder
 from fminfer.config import EngineConfig
 from fminfer.cost_model import COSTS, CostModel
 from fminfer.errors import UsageError
-from fminfer.kernel_build import cache_folder
 from fminfer.models.checkpoint import Checkpoint
 
 # Of a config, what says where it comes from, not what is computed.

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fminfer.kernel_build import cache_folder
+from fminfer.cache import cache_folder
 
 COMPILER = "torch._dynamo"
 

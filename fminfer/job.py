@@ -14,16 +14,16 @@ from pathlib import Path
 from fminfer.engine.loop import LOOKAHEAD
 from fminfer.engine.planner import WINDOW
 from fminfer.engine.stats import EngineStats
-from fminfer.errors import InUseError, StoppedError
+from fminfer.errors import InUseError, StoppedError, UsageError
 from fminfer.input.lines import Line
 from fminfer.messages import StepTrace
 from fminfer.output.claims import Claim, Claims
 from fminfer.output.job_file import JobFile, JournaledInput, StreamedInput
 from fminfer.output.journal import Fingerprint
-from fminfer.output.places import STDOUT
+from fminfer.output.places import STDOUT, Plan
 from fminfer.output.progress import ProgressBar, write_beside_bar
 from fminfer.output.records import Record
-from fminfer.output.shared_files import FilePlan, SharedFiles
+from fminfer.output.shared_files import SharedFiles
 from fminfer.output.stream import OrderedStream
 from fminfer.output.summary import JobSummary
 from fminfer.output.trace import TraceFile
@@ -102,7 +102,7 @@ def open_files(
 
 
 def share_files(
-    find: Callable[[], FilePlan],
+    find: Callable[[], Plan],
     fingerprint: Fingerprint,
     *,
     model: str,
@@ -235,6 +235,11 @@ def _lines(
                     line = next(lines, None)
             except StoppedError:
                 return  # rows that run may go on
+            except UsageError as error:
+                if isinstance(inputs, NamedFiles) or isinstance(file, StreamedInput):
+                    raise
+                inputs.give_up(file, error)  # a folder's other files go on
+                break
             if line is None:
                 break
             yield line

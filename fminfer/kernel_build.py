@@ -16,7 +16,6 @@ import platform
 import shlex
 import shutil
 import signal
-import stat
 import subprocess
 import tempfile
 import time
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import IO
 
 from fminfer import processor
+from fminfer.cache import cache_folder
 
 SOURCES = Path(__file__).parent / "kernels"
 FLAGS = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp"]
@@ -162,23 +162,6 @@ def find_compiler() -> list[str] | None:
         return None
     path = shutil.which(command[0]) if command else None
     return None if path is None else [path, *command[1:]]
-
-
-def cache_folder() -> Path | None:
-    """Return a folder of this user alone that lasts, if there can be one."""
-    try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fminfer"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.lstat()
-        is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
-        if is_ours and not found.st_mode & 0o022:  # what is loaded must not be another's
-            descriptor, name = tempfile.mkstemp(dir=folder)
-            os.close(descriptor)
-            os.unlink(name)
-            return folder
-    except (OSError, RuntimeError):  # RuntimeError: there is no home
-        pass
-    return None
 
 
 def _find_built(folder: Path, key: str) -> Path | None:

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fminfer.errors import UsageError
-from fminfer.input.lines import find_inputs
-from fminfer.output.places import STDOUT, plan_outputs
+from fminfer.input.files import find_answers, find_inputs
+from fminfer.output.places import STDOUT, Plan, plan_each, whose_file
 from fminfer.storage import Location, RemoteFolders
-
-Plan = tuple[list[Path], list[Path]]  # inputs, and the output of each
 
 
 @dataclass(slots=True, frozen=True)
@@ -48,21 +46,31 @@ class JobPaths:
     def plan(self) -> Plan:
         """Return the inputs and the output of each, once it is sure that they can be written.
 
+        Where other runs share the work, an input that cannot be answered costs only itself.
+
         Raises:
             UsageError: no input, an output that is an input, or a folder that is not there.
         """
-        inputs = self.find_inputs()
-        outputs = plan_outputs(inputs, self.remote.place(self.output))
-        self.remote.prepare(outputs, restart=self.restart)
+        plan = plan_each(self.find_inputs(), self.remote.place(self.output))
+        if plan.refused and not (self.is_shared and plan.inputs):
+            raise UsageError(next(iter(plan.refused.values())))
+        self.remote.prepare(plan.outputs, restart=self.restart)
         for flag, path in (("--stats", self.stats), ("--trace", self.trace)):
             if path is not None and not path.parent.is_dir():
                 raise UsageError(f"{flag} {path}: there is no folder {path.parent}")
             if path is not None and path.is_dir():
                 raise UsageError(f"{flag} {path} is a folder; give the name of a file")
+            if path is not None and (whose := whose_file(path, plan)):
+                raise UsageError(f"{flag} {path} {whose}; give another name")
         if self.is_watching and not self.is_shared:
             raise UsageError("--watch needs a folder to watch, and an --output that is none of -")
         if self.is_watching and self.output is not None and str(self.output).endswith(".jsonl"):
             raise UsageError(f"--output {self.output} is one file; --watch needs a folder for many")
         if self.is_watching and any(isinstance(path, str) for path in (*self.paths, self.output)):
             raise UsageError("--watch works with local files and folders only, not with URLs")
-        return inputs, outputs
+        return plan
+
+    def find_answers(self) -> list[Path]:
+        """List the files of the folders that are left out, since they hold answers of runs."""
+        folders = [path for path in self.paths if isinstance(path, Path) and path.is_dir()]
+        return [path for folder in folders for path in find_answers(folder)]

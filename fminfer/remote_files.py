@@ -6,7 +6,9 @@ own, which all become ours here.
 
 from __future__ import annotations
 
+import json
 import os
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -15,8 +17,10 @@ from typing import Any
 
 from fminfer.errors import FminferError, OutputError, UsageError
 from fminfer.input.lines import ENDINGS, is_input_name
+from fminfer.output.names import beside
 
 PART = f".part{os.getpid()}"  # added to a name while the file is on its way
+HTTP_MARKS = ("ETag", "Last-Modified", "Content-MD5", "Digest")  # headers that change with a file
 INSTALL = "pip install 'fminfer[remote]', and s3fs for s3://, gcsfs for gs://, adlfs for abfs://"
 
 
@@ -53,15 +57,26 @@ def version_of(url: str) -> str | None:
     """Return what changes with the file (its ETag, or size and time); None: it is not there."""
     file_system, path = _open(url)
     try:
+        if url.startswith(("http://", "https://")):  # whose ukey is the same for ever
+            return _version_by_headers(file_system.info(path))
         return str(file_system.ukey(path))
     except FileNotFoundError:
         return None
 
 
+def _version_by_headers(info: dict[str, Any]) -> str:
+    """Return what a web server tells of a file; another one each time if it tells too little."""
+    told = {name: info[name] for name in HTTP_MARKS if info.get(name)}
+    return json.dumps(told | {"size": info.get("size")}) if told else uuid.uuid4().hex
+
+
 def fetch_file(url: str, local: Path) -> None:
     file_system, path = _open(url)
-    part = local.with_name(local.name + PART)
+    part = beside(local, PART)
+    part.unlink(missing_ok=True)
+    part.touch(mode=0o600)  # prompts are private
     file_system.get_file(path, str(part))
+    part.chmod(0o600)  # some file systems copy the mode
     os.replace(part, local)
 
 

@@ -14,6 +14,7 @@ from dataclasses import asdict
 import click
 import transformers
 
+from fminfer.cache import why_no_cache
 from fminfer.config import EngineConfig
 from fminfer.errors import FminferError, PipelineError, StoppedError
 from fminfer.fingerprint import fingerprint_of
@@ -21,10 +22,11 @@ from fminfer.job import NamedFiles, abandon, open_files, run_job, share_files
 from fminfer.loading import open_model
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.output.job_file import JournaledInput
+from fminfer.output.places import Plan
 from fminfer.output.progress import LoadingBar, write_beside_bar
 from fminfer.output.shared_files import SharedFiles
 from fminfer.output.summary import JobSummary
-from fminfer.paths import JobPaths, Plan
+from fminfer.paths import JobPaths
 from fminfer.pipeline.group import Group, status_of
 from fminfer.pipeline.watch import Fault
 from fminfer.ranks import RankConfig, RankFacts
@@ -130,7 +132,9 @@ def _answer(
     elapsed_s: Callable[[], float],
     make_engine: MakeEngine,
 ) -> JobSummary:
-    inputs, outputs = plan
+    inputs, outputs = plan.inputs, plan.outputs
+    if not job.is_quiet:
+        _tell_left_out(job, plan)
     checkpoint = open_model(config)
     fingerprint = fingerprint_of(config, checkpoint)
     files: NamedFiles | SharedFiles
@@ -177,6 +181,17 @@ def _ready_text(summary: JobSummary, files: NamedFiles | SharedFiles) -> str:
     return f"Ready after {summary.start_to_ready_s:.1f} s; answering {num_rows}."
 
 
+def _tell_left_out(job: JobPaths, plan: Plan) -> None:
+    for reason in plan.refused.values():
+        click.echo(f"Left out: {reason}.", err=True)
+    for path in job.find_answers():
+        click.echo(
+            f"Left out: {path} holds answers of a run; name the file itself to answer the requests "
+            "in it.",
+            err=True,
+        )
+
+
 @contextmanager
 def _telling_how_to_go_on(files: NamedFiles | SharedFiles) -> Iterator[None]:
     try:
@@ -212,6 +227,8 @@ def _start_engine(
         loading.close()
     if config.cuda_ids and engine.device.type == "cpu" and not job.is_quiet:
         click.echo("There is no GPU here: --cuda-id means nothing, the CPU computes.", err=True)
+    if not job.is_quiet and (why := why_no_cache()):
+        click.echo(f"Nothing is kept from run to run, which makes each slower: {why}.", err=True)
     if engine.why_slower and not job.is_quiet:
         click.echo(f"The run is slower than it could be: {engine.why_slower}.", err=True)
     return engine

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 
 import click
 
+from fminfer.cache import cache_path, make_private
 from fminfer.errors import UsageError
 from fminfer.input.lines import ENDINGS
 from fminfer.output.journal import journal_path
+from fminfer.output.names import beside
 from fminfer.output.status import status_path
 from fminfer.output.writer import errors_path
 from fminfer.remote_files import (
@@ -38,7 +39,7 @@ FILE_IDS = ("input_file_id", "output_file_id", "error_file_id")  # paths in a st
 
 def default_work_dir() -> Path:
     """Return where copies and journals of remote files are."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fminfer" / "remote"
+    return cache_path() / "remote"
 
 
 class RemoteFolders:
@@ -83,11 +84,11 @@ class RemoteFolders:
             if url is None:
                 continue
             if restart:
-                _beside(output, SYNCED).unlink(missing_ok=True)
+                beside(output, SYNCED).unlink(missing_ok=True)
             else:
                 with reading(url):
                     self._bring(output, url)
-            if not _beside(output, SYNCED).exists() and output.parent not in tried:
+            if not beside(output, SYNCED).exists() and output.parent not in tried:
                 tried.add(output.parent)
                 try_writing(url)
 
@@ -117,13 +118,13 @@ class RemoteFolders:
         elif version_of(f"{folder}/{errors.name}") is not None:  # of an earlier run
             remove_file(f"{folder}/{errors.name}")
         upload_file(output, url)
-        _beside(output, SYNCED).write_text(version_of(url) or "")
+        beside(output, SYNCED).write_text(version_of(url) or "")
 
     def _fetch_file(self, url: str) -> Path:
         local = self._local(url)
         if not local.name.endswith(ENDINGS):
             raise UsageError(f"{url} has none of the endings {', '.join(ENDINGS)}; rename it")
-        version, synced = version_of(url), _beside(local, SYNCED)
+        version, synced = version_of(url), beside(local, SYNCED)
         if version is None:
             raise UsageError(f"{url} does not exist; give a .jsonl file or a folder of them")
         if not local.exists() or _read(synced) != version:
@@ -134,7 +135,7 @@ class RemoteFolders:
 
     def _bring(self, output: Path, url: str) -> None:
         """Have the same output here as there, unless the one here is yet to be uploaded."""
-        synced = _beside(output, SYNCED)
+        synced = beside(output, SYNCED)
         recorded, version = _read(synced), version_of(url)
         if version is None:  # nothing is there, or not any more
             synced.unlink(missing_ok=True)
@@ -157,7 +158,7 @@ class RemoteFolders:
         for name in FILE_IDS:
             if fields[name] is not None:
                 fields[name] = self._url(Path(fields[name])) or fields[name]
-        named = _beside(status, PART)
+        named = beside(status, PART)
         named.write_text(json.dumps(fields, indent=2) + "\n")
         return named
 
@@ -172,7 +173,7 @@ class RemoteFolders:
     def _folder(self, url: str) -> Path:
         folder = self._work_dir / hashlib.blake2b(url.encode(), digest_size=8).hexdigest()
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_private(folder)
         except OSError as error:
             raise UsageError(
                 f"{folder} cannot be made: {error.strerror}; give another --work-dir"
@@ -189,13 +190,9 @@ def _trim(url: str) -> str:
     return url if url.endswith("://") else url.rstrip("/")
 
 
-def _beside(path: Path, ending: str) -> Path:
-    return path.with_name(path.name + ending)
-
-
 def _is_synced(output: Path) -> bool:
     """Tell whether a complete output was not written since it was the same as the remote one."""
-    synced = _beside(output, SYNCED)
+    synced = beside(output, SYNCED)
     return synced.exists() and synced.stat().st_mtime_ns >= output.stat().st_mtime_ns
 
 

@@ -19,7 +19,8 @@ from fminfer.cli import main
 from fminfer.engine.stats import EngineStats
 from fminfer.errors import UsageError
 from fminfer.input import streams
-from fminfer.input.lines import Line, count_rows, find_inputs, read_lines
+from fminfer.input.files import find_inputs
+from fminfer.input.lines import Line, count_rows, read_lines
 from fminfer.input.streams import STDIN, find_zstd
 from fminfer.output.places import STDOUT, plan_outputs
 from fminfer.output.progress import ProgressBar

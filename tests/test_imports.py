@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "fminfer"
 # From the lowest up. A sign of the house: a new module finds its place here or is in the wrong one.
 FLOORS = """
 errors timing messages control_groups detokenizer sentencepieces shared_runs soft_cap \
-    weighed_values output.rows layer_kernels triton_kernels \
+    weighed_values output.rows output.names cache layer_kernels triton_kernels \
     engine.blocks engine.noise engine.stopping engine.expected split.folders \
     cluster.job_names
 config fields processor host_memory threads \
@@ -25,7 +25,7 @@ input.lines spelling sampling placement kernel_build product_kernel fused_layers
     models.layer_count models.slicing \
     pipeline.wire pipeline.transport pipeline.store pipeline.watch pipeline.local
 input.envelope imports layer_parts packed_linear attention score_kernel draw_kernel \
-    models.weights pipeline.group models.adapters.bloom models.adapters.codegen \
+    input.files models.weights pipeline.group models.adapters.bloom models.adapters.codegen \
     models.adapters.falcon models.adapters.gpt_neo models.adapters.gptj models.adapters.mpt
 request fingerprint cost_store packed_experts triton_attention whole_layers remote_files \
     output.records output.writer output.stream output.progress

@@ -10,7 +10,8 @@ from fminfer.engine.blocks import BlockPool
 from fminfer.engine.noise import noise_key, uniform
 from fminfer.engine.stopping import find_stop
 from fminfer.errors import UsageError
-from fminfer.input.lines import find_inputs, read_lines
+from fminfer.input.files import find_inputs
+from fminfer.input.lines import read_lines
 from fminfer.output.progress import show_seconds
 from fminfer.timing import RowClock
 

@@ -22,7 +22,7 @@ from fminfer.output import claims as claims_module
 from fminfer.output import shared_files
 from fminfer.output.claims import BEAT_S, STALE_S, TRUSTED_S, Claims, look_at, remove_dead
 from fminfer.output.job_file import JournaledInput
-from fminfer.output.places import plan_outputs
+from fminfer.output.places import Plan, plan_outputs
 from fminfer.output.records import Record
 from fminfer.output.status import read_status
 from fminfer.output.summary import JobSummary
@@ -381,7 +381,7 @@ def test_a_run_with_an_engine(tmp_path: Path) -> None:
 
     def run() -> JobSummary:
         inputs = share_files(
-            lambda: (paths, outputs), {}, model="m", restart=False, is_watching=False
+            lambda: Plan(paths, outputs), {}, model="m", restart=False, is_watching=False
         )
         inputs.look()
         return run_job(engine, inputs, JobSummary("m", "d", paths, outputs), is_quiet=True)

@@ -28,7 +28,6 @@ HOSTILE_PATHS = [
     "../request_0.jsonl",
     "/etc/request_0.jsonl",
     "a/../../request_0.jsonl",
-    "request_0.jsonl",
     "a//request_0.jsonl",
     "./request_0.jsonl",
     "a/./request_0.jsonl",

@@ -20,6 +20,7 @@ from fminfer.job import NamedFiles, open_files, share_files
 from fminfer.output.job_file import JournaledInput
 from fminfer.output.journal import journal_path
 from fminfer.output.overview import look_over
+from fminfer.output.places import Plan
 from fminfer.output.records import Record
 from fminfer.output.status import read_status
 from fminfer.output.writer import errors_path
@@ -200,7 +201,7 @@ def test_runs_over_one_folder_try_them_once_each(tmp_path: Path) -> None:
 
     def share() -> Any:
         return share_files(
-            lambda: ([source], [output]), {}, model="m", restart=False, is_watching=False
+            lambda: Plan([source], [output]), {}, model="m", restart=False, is_watching=False
         )
 
     first, beside = share(), share()

@@ -13,7 +13,7 @@ import click
 
 from fminfer.config import EngineConfig
 from fminfer.errors import UsageError
-from fminfer.input.lines import find_inputs
+from fminfer.input.files import find_inputs
 from fminfer.run_options import check_options, dtype_name
 
 MAX_TOLD = 20  # wrong lines, unless all are asked for

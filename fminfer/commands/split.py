@@ -34,8 +34,18 @@ import click
     show_default=True,
     help="Tokens to generate in one part, at most; a part holds at least one request.",
 )
+@click.option(
+    "--flat",
+    "is_flat",
+    is_flag=True,
+    help="Parts stand in the output folder itself, as a loop over request_<N>.jsonl wants them.",
+)
 def split(
-    input_file: Path, output_dir: Path, min_generate_token: int, generate_token_chunk_size: int
+    input_file: Path,
+    output_dir: Path,
+    min_generate_token: int,
+    generate_token_chunk_size: int,
+    is_flat: bool,
 ) -> None:
     """Split a file into parts of one engine and equal hyperparameters, long prompts first.
 
@@ -51,6 +61,7 @@ def split(
 
     Parts are <output-dir>/<engine>/request_<N>.jsonl, N from 0 for each engine (or model; "default"
     for lines that name none); letters that a folder's name should not have are written as in URLs.
+    With --flat they are <output-dir>/request_<N>.jsonl, for files that name one engine or none.
     Lines of a part agree in all fields but prompt, engine, model, request_type, user, custom_id,
     id, request_id and metadata. They stay byte for byte; bad ones are kept, and reported when they
     are answered. <output-dir>/manifest.json tells which part holds which lines, for fminfer merge.
@@ -60,5 +71,5 @@ def split(
     """
     from fminfer.split.parts import SplitOptions, split_file
 
-    options = SplitOptions(min_generate_token, generate_token_chunk_size)
+    options = SplitOptions(min_generate_token, generate_token_chunk_size, is_flat)
     click.echo(split_file(input_file, output_dir, options).to_text(), err=True)

@@ -69,6 +69,7 @@ def _to_text(overview: Overview) -> str:
     if overview.count("done") < len(overview.files):
         lines.append(f"  {_left(overview)}")
     open_files = [file for file in overview.files if file.state in ("running", "stopped")]
+    open_files += [file for file in overview.files if file.state == "waiting" and file.why]
     lines += [f"    {_line(file)}" for file in open_files[:MOST_LISTED]]
     if len(open_files) > MOST_LISTED:
         lines.append(f"    … and {len(open_files) - MOST_LISTED:,} more (--json lists all)")
@@ -89,5 +90,7 @@ def _line(file: FileState) -> str:
     rows = f"{file.num_answered + file.num_failed:,} of {total} rows"
     if file.state == "stopped":
         return f"{name}: stopped ({file.why}), {rows}"
+    if file.state == "waiting":
+        return f"{name}: {file.why}"
     left = "" if file.left_s is None else f", {show_seconds(file.left_s)} left"
     return f"{name}: {rows}, by {file.owner}{left}"

@@ -13,7 +13,7 @@ import click
 from fminfer.cluster.resources import check_mode, check_shared_files, job_values, parse_flags
 from fminfer.cluster.schedulers import SCHEDULERS
 from fminfer.errors import UsageError
-from fminfer.input.lines import find_inputs
+from fminfer.input.files import find_inputs
 from fminfer.output.places import plan_outputs
 from fminfer.run_options import Duration
 from fminfer.stopping import EXIT_INTERRUPTED

@@ -1,18 +1,19 @@
-"""Finds input files and reads them lazily: (source, number, raw bytes).
+"""Reads input files lazily: (source, number, raw bytes).
 
 It knows where one request ends and the next begins, and nothing of what they say.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from fminfer.errors import DamagedInputError, UsageError
-from fminfer.input.streams import COMPRESSED, STDIN, check_readable, read_chunks
+from fminfer.errors import DamagedInputError
+from fminfer.input.streams import COMPRESSED, STDIN, Digest, read_chunks
 from fminfer.input.values import split_values
 
 UTF8_BOM = b"\xef\xbb\xbf"
@@ -34,42 +35,12 @@ class Line:
     num_equal: int | None = None  # equal ones before it that count, where that is known already
 
 
-def find_inputs(paths: list[Path], *, may_be_empty: bool = False) -> list[Path]:
-    """Return the files to answer, in order; a folder gives those with a known ending, by name.
-
-    Files that are no requests by their names (`output_*`, `*.errors.jsonl`, `*.status.json`, and
-    `manifest.json` of `fminfer split`) are left out of folders. `-` is stdin.
-
-    Args:
-        may_be_empty: a folder may hold no file to answer yet.
-
-    Raises:
-        UsageError: a path that does not exist, has another ending, or comes twice.
-    """
-    files: list[Path] = []
-    for path in paths:
-        if path.is_dir():
-            found = sorted(p for p in path.iterdir() if is_input_name(p.name) and p.is_file())
-            if not found and not may_be_empty:
-                raise UsageError(f"{path} holds no file to answer ({', '.join(ENDINGS)})")
-            files += found
-        elif path != STDIN and not path.exists():
-            raise UsageError(f"{path} does not exist; give a .jsonl file or a folder of them")
-        elif path != STDIN and not path.name.endswith(ENDINGS):
-            raise UsageError(f"{path} has none of the endings {', '.join(ENDINGS)}; rename it")
-        else:
-            files.append(path)
-    seen: set[Path] = set()
-    for file in files:
-        check_readable(file)
-        if file.resolve() in seen:
-            raise UsageError(f"{file} is given twice; each file is answered once")
-        seen.add(file.resolve())
-    return files
-
-
 def is_input_name(name: str) -> bool:
-    """Tell whether a file of a folder is one to answer, by its name."""
+    """Tell whether a file of a folder is one to answer, by its name.
+
+    Those that runs and `fminfer split` write are not: `output_*`, `*.errors.jsonl`,
+    `*.status.json`, `manifest.json`.
+    """
     is_written = name.startswith("output_") or name == "manifest.json"
     is_written = is_written or name.endswith((".errors.jsonl", ".status.json"))
     return name.endswith(ENDINGS) and not is_written
@@ -89,17 +60,24 @@ def count_rows(path: Path) -> int | None:
     return sum(1 for _ in read_lines(path, 0))
 
 
-def read_lines(path: Path, source: int) -> Iterator[Line]:
+def read_lines(path: Path, source: int, digest: Digest | None = None) -> Iterator[Line]:
     """Yield the lines of one file; blank ones are skipped but counted.
 
     Where the file breaks off, its last line says so in `damage`.
+
+    Args:
+        digest: takes all of the file's bytes, as they are read.
     """
     number = 0
+    chunks = read_chunks(path, digest)
     try:
-        for number, raw in enumerate(_read_values(path), start=1):
+        for number, raw in enumerate(_read_values(path, chunks), start=1):
             if raw.strip():
                 yield Line(source, number, raw)
     except DamagedInputError as error:
+        with contextlib.suppress(DamagedInputError):
+            for _ in chunks if digest is not None else ():
+                pass
         message = (
             f"{error}. What stands before it is answered, what follows is lost; mend the file and "
             "answer it again with --restart"
@@ -107,8 +85,8 @@ def read_lines(path: Path, source: int) -> Iterator[Line]:
         yield Line(source, number + 1, error.rest, message)
 
 
-def _read_values(path: Path) -> Iterator[bytes]:
-    chunks = _without_bom(read_chunks(path))
+def _read_values(path: Path, chunks: Iterator[bytes]) -> Iterator[bytes]:
+    chunks = _without_bom(chunks)
     if _kind(path) != ".json":
         return _split_lines(chunks)
     head = _read_until(chunks, lambda chunk: bool(chunk.strip()))

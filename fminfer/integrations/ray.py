@@ -35,9 +35,11 @@ from fminfer.engine.planner import WINDOW
 from fminfer.engine.seen import SeenCounts
 from fminfer.errors import UsageError
 from fminfer.input.envelope import open_envelope
-from fminfer.input.lines import Line, find_inputs
+from fminfer.input.files import find_inputs
+from fminfer.input.lines import Line
 from fminfer.input.lines import read_lines as read_file
 from fminfer.input.streams import STDIN
+from fminfer.output.names import beside
 from fminfer.output.writer import ORDERED, errors_path
 from fminfer.worker import Engine
 
@@ -128,7 +130,7 @@ def write_lines(dataset: ray.data.Dataset, output: str | Path) -> None:
     """
     dataset.context.execution_options.preserve_order = True
     finals = Path(output), errors_path(Path(output))
-    drafts = [path.with_name(path.name + ORDERED) for path in finals]
+    drafts = [beside(path, ORDERED) for path in finals]
     with ExitStack() as open_files:
         files = [open_files.enter_context(draft.open("wb")) for draft in drafts]
         for batch in dataset.iter_batches(batch_size=None, batch_format="pyarrow"):

@@ -11,17 +11,20 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fminfer.output.disk import told
+from fminfer.output.names import beside
 
 CLAIM = ".claim"  # added to the output's name
+NUMBER = re.compile("[1-9][0-9]{0,17}")  # a claim's name
 BEAT_S = 5.0
 STALE_S = 60.0  # without a beat: its owner is dead, or cannot reach the disk
 TRUSTED_S = 20.0  # so long after its own last beat an owner need not look
@@ -83,7 +86,8 @@ class Claim:
         try:
             os.utime(self.path)
             is_mine = self.path.read_bytes() == self._data
-            self._is_lost = not is_mine or _numbers(self.path.parent)[-1] != int(self.path.name)
+            newest = _numbers(self.path.parent)[-1:]  # none, if the folder was emptied just now
+            self._is_lost = not is_mine or newest != [int(self.path.name)]
             self._beat_s = time.time()
         except FileNotFoundError:
             self._is_lost = True
@@ -179,10 +183,17 @@ def look_at(output: Path, now_s: float | None = None) -> list[Found]:
     return found
 
 
-def claimed_outputs(folder: Path) -> set[Path]:
-    """List the outputs in a folder that have a claim, alive or dead."""
-    names = os.listdir(folder) if folder.is_dir() else []
-    return {folder / name.removesuffix(CLAIM) for name in names if name.endswith(CLAIM)}
+def claimed(outputs: Iterable[Path]) -> set[Path]:
+    """Return the outputs that have a claim, alive or dead; each folder is listed once."""
+    outputs = list(outputs)
+    there = {
+        folder / name
+        for folder in {output.parent for output in outputs}
+        if folder.is_dir()
+        for name in os.listdir(folder)
+        if name.endswith(CLAIM)
+    }
+    return {output for output in outputs if _folder_of(output) in there}
 
 
 def remove_dead(output: Path) -> None:
@@ -196,12 +207,12 @@ def remove_dead(output: Path) -> None:
 
 
 def _folder_of(output: Path) -> Path:
-    return output.with_name(output.name + CLAIM)
+    return beside(output, CLAIM)
 
 
 def _numbers(folder: Path) -> list[int]:
     try:
-        return sorted(int(name) for name in os.listdir(folder) if name.isdigit())
+        return sorted(int(name) for name in os.listdir(folder) if NUMBER.fullmatch(name))
     except (FileNotFoundError, NotADirectoryError):
         return []
 

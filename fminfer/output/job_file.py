@@ -13,7 +13,7 @@ from typing import Any
 
 from fminfer.errors import InUseError, OutputError, StoppedError, UsageError
 from fminfer.input.lines import Line, count_rows, read_lines
-from fminfer.input.streams import A_PIPE, digest_of
+from fminfer.input.streams import A_PIPE, Digest, changed_ns, digest_of
 from fminfer.output.claims import Claim, Claims, look_at, remove_dead
 from fminfer.output.disk import explain
 from fminfer.output.journal import (
@@ -114,6 +114,7 @@ class JournaledInput:
         self._is_to_reopen = False  # it is complete, and has errors that may not come again
         self._claims, self._claim = claims, claim
         self.is_finished = False
+        input_changed_ns = changed_ns(path)  # before the digest: a later change is noticed
         self._fingerprint = {"the input": digest_of(path)} | fingerprint
         self._restart = restart
         self._journal: Journal | None = None  # open while the input is being answered
@@ -128,6 +129,7 @@ class JournaledInput:
         self._num_rows = None if self.is_finished else count_rows(path)
         self._counts.num_rows = self._counts.num_rows or self._num_rows or 0
         self._status = StatusFile(path, output, model, self._fingerprint, self._counts)
+        self._status.input_changed_ns = input_changed_ns
 
     @property
     def is_settled(self) -> bool:
@@ -187,8 +189,10 @@ class JournaledInput:
         journal = self._take()
         if journal is None:
             return
+        self._look_again(journal)
         self._status.move("in_progress")
-        for line in read_lines(self.path, self.source):
+        digest = Digest()
+        for line in read_lines(self.path, self.source, digest):
             self._num_read += 1
             self._counts.num_rows = max(self._num_rows or 0, self._num_read)
             if self.is_lost:
@@ -202,6 +206,12 @@ class JournaledInput:
                     "answered; give --restart to answer all from the start, or another --output"
                 )
             pass_over(line)
+        if self._fingerprint["the input"] not in (str(digest), A_PIPE):
+            raise UsageError(
+                f"{self.path} was changed while it was being answered. Its finished rows are kept "
+                "until you give --restart to answer all from the start; or answer it into another "
+                "--output"
+            )
         self._counts.num_rows = self._num_read
         self._is_read = True
         self._finish_if_complete()  # its last record may have come before its end was seen
@@ -270,6 +280,29 @@ class JournaledInput:
             return None
         self._journal = journal
         return journal
+
+    def _look_again(self, journal: Journal) -> None:
+        """Take an input as it is now: others may have been answered since the run began.
+
+        Raises:
+            UsageError: it was changed, and rows of an earlier run are kept.
+        """
+        now_ns = changed_ns(self.path)
+        if now_ns == self._status.input_changed_ns:
+            return
+        self._status.input_changed_ns = now_ns
+        digest = digest_of(self.path)
+        if digest == self._fingerprint["the input"]:
+            return
+        if journal.num_rows or journal.num_tried:
+            raise UsageError(
+                f"{self.path} was changed since this run began, and rows of an earlier run are "
+                "kept. Give --restart to answer all from the start, or another --output"
+            )
+        self._fingerprint["the input"] = digest
+        journal.begin_anew(self._fingerprint)
+        self._num_rows = count_rows(self.path)
+        self._counts.num_rows = self._num_rows or 0
 
     def _lose(self) -> None:
         """Write no more: this process slept, or did not reach the disk, for so long."""

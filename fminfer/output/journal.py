@@ -18,6 +18,7 @@ from pathlib import Path
 
 from fminfer.errors import InUseError, OutputError, UsageError
 from fminfer.output.disk import lock, sync_folder, told, write_all
+from fminfer.output.names import beside
 from fminfer.output.rows import Row, read_input_crc, read_row
 
 JOURNAL = ".journal"  # added to the output's name
@@ -42,7 +43,7 @@ class Kept:
 
 def journal_path(output: Path) -> Path:
     """Return where an output's journal stands."""
-    return output.with_name(output.name + JOURNAL)
+    return beside(output, JOURNAL)
 
 
 class Journal:
@@ -108,6 +109,14 @@ class Journal:
                         "command again"
                     )
                 yield row
+
+    def begin_anew(self, fingerprint: Fingerprint) -> None:
+        """Drop all rows: those that come are of another run."""
+        self._places = array("q")
+        self.kept, self.num_rows = Kept(), 0
+        self.num_damaged = self.num_tried = 0
+        with told(self.path):
+            self._begin(fingerprint)
 
     def append(self, row: Row) -> None:
         """Write a row, at once. It is safe from a power cut within a second.

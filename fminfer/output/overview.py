@@ -16,12 +16,14 @@ from typing import Any, Literal
 import orjson
 
 from fminfer.errors import UsageError
-from fminfer.input.lines import ENDINGS, count_rows, find_inputs
+from fminfer.input.files import find_inputs, holds_requests, list_requests
+from fminfer.input.lines import ENDINGS, count_rows
 from fminfer.output.claims import look_at
 from fminfer.output.journal import journal_path
-from fminfer.output.places import plan_outputs
+from fminfer.output.names import beside
+from fminfer.output.places import answers_path, plan_each
 from fminfer.output.rows import read_row
-from fminfer.output.status import read_status, status_path
+from fminfer.output.status import STATUS, read_status, status_path
 from fminfer.output.writer import errors_path
 
 State = Literal["done", "running", "stopped", "waiting"]
@@ -40,7 +42,7 @@ class FileState:
     num_failed: int = 0
     failed_by_code: dict[str, int] = field(default_factory=dict)
     owner: str | None = None  # of a running one: host and process
-    why: str | None = None  # a stopped one ended
+    why: str | None = None  # a stopped one ended, or a waiting one cannot be answered
     rows_per_s: float = 0.0  # of the run that is at work
     left_s: float | None = None  # None: not known
 
@@ -98,7 +100,10 @@ def look_over(path: Path, now_s: float | None = None) -> list[Overview]:
     found = []
     for folder, below, _ in os.walk(path):
         below.sort()
-        files = [_state_of(source, out, now_s) for source, out in _files_of(Path(folder))]
+        files = [
+            _state_of(source, output, now_s, trouble)
+            for source, output, trouble in _files_of(Path(folder))
+        ]
         if files:
             found.append(Overview(folder, files))
     if not found:
@@ -112,25 +117,47 @@ def _look_at_one(path: Path, now_s: float) -> FileState:
     if not path.exists():
         raise UsageError(f"{path} does not exist; give a folder, an input, or its output")
     (source,) = find_inputs([path])
-    return _state_of(source, plan_outputs([source], None)[0], now_s)
+    return _state_of(source, answers_path(source), now_s)
 
 
-def _files_of(folder: Path) -> Iterator[tuple[Path | None, Path]]:
-    """Yield the inputs of a folder, each with the output beside it, and outputs of other inputs."""
-    outputs = [
-        folder / (name.removesuffix(".status.json") + ".jsonl")
-        for name in sorted(os.listdir(folder))
-        if name.endswith(".status.json")
-    ]
-    inputs = [path for path in find_inputs([folder], may_be_empty=True) if path not in outputs]
-    expected = plan_outputs(inputs, None)
-    yield from zip(inputs, expected, strict=True)
-    for output in outputs:
-        if output not in expected:
-            yield None, output
+def _files_of(folder: Path) -> Iterator[tuple[Path | None, Path, str | None]]:
+    """Yield the inputs of a folder, each with the output beside it, and outputs of other inputs.
+
+    With an input comes why it cannot be answered.
+    """
+    statuses = [folder / name for name in os.listdir(folder) if name.endswith(STATUS)]
+    others = {output for output in map(_output_of, statuses) if output is not None}
+    inputs = [path for path in list_requests(folder) if path not in others]
+    plan = plan_each(inputs, None)
+    waiting = [*zip(plan.inputs, plan.outputs, strict=True)]
+    pairs = {answers_path(source): source for source in reversed(plan.refused)}  # once an output
+    waiting += [(source, output) for output, source in pairs.items()]
+    for source, output in sorted(waiting):
+        others.discard(output)
+        # Notes and data sets may lie beside requests.
+        if _name_state(output, read_status(output) or {}) != "waiting" or holds_requests(source):
+            yield source, output, plan.refused.get(source)
+    for output in sorted(others):
+        yield None, output, None
 
 
-def _state_of(source: Path | None, output: Path, now_s: float) -> FileState:
+def _output_of(status: Path) -> Path | None:
+    """Return the output that a status file is of; None: it is another program's file."""
+    output = beside(status, ".jsonl", without=STATUS)
+    fields = read_status(output) or {}
+    if fields.get("object") != "batch" and not _is_begun(output):
+        return None
+    noted = (fields.get("fminfer") or {}).get("output")  # a long name is cut in another place
+    return status.with_name(noted) if noted and Path(str(noted)).name == noted else output
+
+
+def _is_begun(output: Path) -> bool:
+    return output.exists() or journal_path(output).exists()
+
+
+def _state_of(
+    source: Path | None, output: Path, now_s: float, trouble: str | None = None
+) -> FileState:
     status = read_status(output) or {}
     counts = status.get("request_counts") or {}
     source = source or (Path(status["input_file_id"]) if status.get("input_file_id") else None)
@@ -150,6 +177,8 @@ def _state_of(source: Path | None, output: Path, now_s: float) -> FileState:
         _add_run(state, output, status, now_s)
     elif state.state == "stopped":
         state.why = _why(status)
+    elif state.state == "waiting":
+        state.why = trouble
     return state
 
 
@@ -158,7 +187,7 @@ def _name_state(output: Path, status: dict[str, Any]) -> State:
         return "running"
     if output.exists() and not journal_path(output).exists():
         return "done"
-    return "stopped" if status or journal_path(output).exists() else "waiting"
+    return "stopped" if status or _is_begun(output) else "waiting"
 
 
 def _add_run(state: FileState, output: Path, status: dict[str, Any], now_s: float) -> None:

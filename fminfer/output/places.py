@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from fminfer.errors import UsageError
 from fminfer.input.lines import stem
 from fminfer.input.streams import STDIN
+from fminfer.output.names import fit_name
 from fminfer.output.status import status_path
 from fminfer.output.writer import traces
 
@@ -15,7 +17,16 @@ STDOUT = Path("-")
 
 def answers_path(source: Path) -> Path:
     """Return where an input's answers go if no place is named: beside it."""
-    return source.with_name(f"output_{stem(source)}.jsonl")
+    return source.with_name(_answers_name(source))
+
+
+@dataclass(slots=True, frozen=True)
+class Plan:
+    """Inputs, and the output of each; and which inputs cannot be answered, and why."""
+
+    inputs: list[Path]
+    outputs: list[Path]
+    refused: dict[Path, str] = field(default_factory=dict)
 
 
 def plan_outputs(inputs: list[Path], output: Path | None) -> list[Path]:
@@ -28,19 +39,58 @@ def plan_outputs(inputs: list[Path], output: Path | None) -> list[Path]:
     Raises:
         UsageError: one file for several inputs, or two inputs for one file.
     """
+    plan = plan_each(inputs, output)
+    for reason in plan.refused.values():
+        raise UsageError(reason)
+    return plan.outputs
+
+
+def plan_each(inputs: list[Path], output: Path | None) -> Plan:
+    """Return where answers go, without the inputs whose answers would meet in one file.
+
+    Raises:
+        UsageError: one file for several inputs.
+    """
     outputs = _name_outputs(inputs, output)
-    taken = {path.resolve(): f"is the input {path}" for path in inputs if path != STDIN}
+    there = {path.resolve(): path for path in inputs if path != STDIN}
+    owners: dict[Path, list[tuple[Path, Path]]] = {}  # whose answers go to a file, and its name
     for source, path in zip(inputs, outputs, strict=True):
-        if path == STDOUT:
-            continue
-        for trace in [*traces(path), status_path(path)]:
-            if trace.resolve() in taken:
-                raise UsageError(
-                    f"the answers to {source} would be written to {trace}, which "
-                    f"{taken[trace.resolve()]}; run it apart, or give another --output"
-                )
-            taken[trace.resolve()] = f"also belongs to the answers to {source}"
-    return outputs
+        for trace in [] if path == STDOUT else _written(path):
+            owners.setdefault(trace.resolve(), []).append((source, trace))
+    refused: dict[Path, str] = {}
+    for place, sources in owners.items():
+        for source, trace in sources:
+            other = next((each for each, _ in sources if each != source), None)
+            if place in there:
+                whose = f"is the input {there[place]}; give another --output"
+            elif other is not None:
+                whose = f"also belongs to the answers to {other}; rename one of the two inputs"
+            else:
+                continue
+            reason = f"the answers to {source} would be written to {trace}, which {whose}"
+            refused.setdefault(source, reason)
+    kept = [
+        (source, path)
+        for source, path in zip(inputs, outputs, strict=True)
+        if source not in refused
+    ]
+    return Plan([source for source, _ in kept], [path for _, path in kept], refused)
+
+
+def whose_file(path: Path, plan: Plan) -> str:
+    """Say what a file is to a run: an input, or one that it writes; an empty text if nothing."""
+    place = path.resolve()
+    for source in (*plan.inputs, *plan.refused):
+        if source != STDIN and place == source.resolve():
+            return f"is the input {source}"
+    for source, output in zip(plan.inputs, plan.outputs, strict=True):
+        if output != STDOUT and place in {trace.resolve() for trace in _written(output)}:
+            return f"belongs to the answers to {source}"
+    return ""
+
+
+def _written(output: Path) -> list[Path]:
+    return [*traces(output), status_path(output)]
 
 
 def _name_outputs(inputs: list[Path], output: Path | None) -> list[Path]:
@@ -59,4 +109,8 @@ def _name_outputs(inputs: list[Path], output: Path | None) -> list[Path]:
             f"--output {output}: answers are written as plain JSON lines; give a name that ends in "
             ".jsonl (and compress the file afterwards), or a folder"
         )
-    return [output / f"output_{stem(path)}.jsonl" for path in inputs]
+    return [output / _answers_name(path) for path in inputs]
+
+
+def _answers_name(source: Path) -> str:
+    return fit_name(f"output_{stem(source)}", ".jsonl")

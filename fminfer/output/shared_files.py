@@ -6,15 +6,17 @@ It finds, claims and opens them, and knows nothing of what stands in them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from fminfer.errors import InUseError, UsageError
 from fminfer.input.lines import count_rows
-from fminfer.output.claims import Claim, Claims, claimed_outputs, look_at, remove_dead
+from fminfer.input.streams import changed_ns
+from fminfer.output.claims import Claim, Claims, claimed, look_at, remove_dead
 from fminfer.output.disk import told
 from fminfer.output.job_file import JournaledInput, is_worth_another_try
 from fminfer.output.journal import Fingerprint, check_fingerprint, journal_path
+from fminfer.output.places import Plan
 from fminfer.output.status import read_status
 
 SCAN_EVERY_S = 2.0  # where nothing is free
@@ -23,7 +25,6 @@ YOUNG_S = 5.0  # a file that was written so lately may not be whole
 
 MOST_COUNTED_BYTES = 4 << 30  # of which rows are counted before any is answered
 
-FilePlan = tuple[list[Path], list[Path]]  # inputs, and the output of each
 OpenFile = Callable[[Path, int, Path, Claim], JournaledInput]
 
 
@@ -41,7 +42,7 @@ class SharedFiles:
 
     def __init__(
         self,
-        find: Callable[[], FilePlan],
+        find: Callable[[], Plan],
         open_file: OpenFile,
         claims: Claims,
         fingerprint: Fingerprint,
@@ -51,9 +52,9 @@ class SharedFiles:
         started_s: float,
     ) -> None:
         self.files: list[JournaledInput] = []  # claimed by this run, by their number
-        self.refused: dict[str, str] = {}  # inputs that cannot be answered, and why
+        self._refused: dict[str, str] = {}  # when they were opened
         self.num_kept_rows = self.num_kept_errors = 0  # of files that were complete before
-        self._plan: FilePlan | None = None
+        self._plan: Plan | None = None
         self._num_lost = 0  # of `files`, those that are to be had again
         self.num_elsewhere = 0  # at the last look, those that other runs answer
         self._find, self._open_file = find, open_file
@@ -66,7 +67,14 @@ class SharedFiles:
         self._num_free: dict[Path, int | None] = {}  # rows of files that nobody has
         self.num_rows: int | None = None  # if no other run takes a file; None: not known
         self._next_scan_s = 0.0
+        self._was_idle = False  # at the last look: nothing was left of this run's own
         self._has_ended = False
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """Inputs that cannot be answered, and why; as the folder is now."""
+        planned = {} if self._plan is None else self._plan.refused
+        return {str(path): reason for path, reason in planned.items()} | self._refused
 
     @property
     def is_finished(self) -> bool:
@@ -80,56 +88,70 @@ class SharedFiles:
             UsageError: an output is another model's, or was made with other settings.
         """
         self._plan = self._find()
-        free = [path for path, _ in self._free(*self._plan)]
+        free = [path for path, _ in self._free(self._plan)]
+        for reason in self._refused.values():
+            raise UsageError(reason)
         if not self._is_watching and sum(path.stat().st_size for path in free) < MOST_COUNTED_BYTES:
-            self._num_free = {path: count_rows(path) for path in free}
+            for path in free:
+                self._count_free(path)
         else:
             self._num_free = dict.fromkeys(free)
+        free = [path for path in free if path not in self._settled]
         self._count_rows()
-        if self.refused:
-            raise UsageError(next(iter(self.refused.values())))
         self._has_ended = not (free or self._is_watching)
         return not self._has_ended
 
     def turns(self) -> Iterator[JournaledInput | None]:
         """Yield each file as it is claimed; None where none is free at the moment."""
         while not self._has_ended:
-            if time.monotonic() < self._next_scan_s:
+            is_idle = all(file.is_settled for file in self.files)
+            # Once its own work is done, a run looks at once whether it is over.
+            if time.monotonic() < self._next_scan_s and is_idle == self._was_idle:
                 yield None
                 continue
+            self._was_idle = is_idle
             opened, began_s = len(self.files), time.monotonic()
-            for path, output in self._free(*self._list()):
+            for path, output in self._free(self._list()):
                 file = self._claim(path, output)
                 if file is not None:
                     yield file
             if len(self.files) == opened:
                 # What others answer may become free as long as this run has work of its own.
-                idle = all(file.is_settled for file in self.files)
-                self._has_ended = idle and not self._is_watching
+                self._has_ended = is_idle and not self._is_watching
                 took_s = time.monotonic() - began_s  # thousands of names take their time
                 self._next_scan_s = time.monotonic() + max(SCAN_EVERY_S, 20 * took_s)
+
+    def give_up(self, file: JournaledInput, error: UsageError) -> None:
+        """Leave a file that turned out to be another than when it was opened."""
+        self._refuse(file.path, error)
+        file.abandon(error)
+        file.is_lost = True  # records of its rows that run are not written
 
     def check_kept(self) -> None:
         """What other runs have taken over is theirs to end, and `num_elsewhere` counts it."""
 
-    def _list(self) -> FilePlan:
+    def _list(self) -> Plan:
         """List the inputs anew; files that came since and cannot be answered end nothing."""
-        lost = [file for file in self.files if file.is_lost and not file.is_finished]
+        lost = [
+            file
+            for file in self.files
+            if file.is_lost and not file.is_finished and str(file.path) not in self._refused
+        ]
         for file in lost[self._num_lost :]:  # another run took it over, and may die as well
             self._settled.discard(file.path)
         self._num_lost = len(lost)
         try:
             self._plan = self._find()
         except UsageError as error:
-            self.refused["what came while watching"] = str(error)
+            self._refused["what came while watching"] = str(error)
         assert self._plan is not None, "look was not called"
         return self._plan
 
-    def _free(self, inputs: list[Path], outputs: list[Path]) -> Iterator[tuple[Path, Path]]:
+    def _free(self, plan: Plan) -> Iterator[tuple[Path, Path]]:
         """Yield what is neither complete nor claimed by a process that lives."""
         self.num_elsewhere = 0
-        claimed = _claimed(outputs)
-        for path, output in zip(inputs, outputs, strict=True):
+        has_claim = claimed(plan.outputs)
+        for path, output in zip(plan.inputs, plan.outputs, strict=True):
             if path in self._settled or not path.exists():
                 continue
             try:
@@ -137,13 +159,13 @@ class SharedFiles:
                     continue
                 if self._is_complete(path, output):
                     self._settled.add(path)
-                    if output in claimed:
+                    if output in has_claim:
                         remove_dead(output)
                     continue
             except (UsageError, OSError) as error:
                 self._refuse(path, error)
                 continue
-            if output in claimed and any(not claim.is_dead for claim in look_at(output)):
+            if output in has_claim and any(not claim.is_dead for claim in look_at(output)):
                 self.num_elsewhere += 1
                 self._num_free.pop(path, None)
             else:
@@ -160,9 +182,7 @@ class SharedFiles:
             return False
         found = dict(status.get("metadata") or {})
         check_fingerprint(output, found | {"the input": ""}, self._fingerprint | {"the input": ""})
-        facts = path.stat()  # a copy may have an old time of writing, but not of its entry
-        has_size = str(found.get("the input", "")).startswith(f"{facts.st_size:,} bytes ")
-        if not has_size or max(facts.st_mtime, facts.st_ctime) > output.stat().st_mtime:
+        if (status.get("fminfer") or {}).get("input_changed_ns") != changed_ns(path):
             return False
         if is_worth_another_try(output, status, self._started_s):
             return False
@@ -200,14 +220,15 @@ class SharedFiles:
         rows = [*(file.num_rows_at_start for file in self.files), *self._num_free.values()]
         self.num_rows = None if None in rows else sum(row or 0 for row in rows)
 
+    def _count_free(self, path: Path) -> None:
+        try:
+            self._num_free[path] = count_rows(path)
+        except UsageError as error:  # it cannot be read
+            self._refuse(path, error)
+
     def _refuse(self, path: Path, error: Exception) -> None:
         self._settled.add(path)
-        self.refused[str(path)] = str(error)
-
-
-def _claimed(outputs: Sequence[Path]) -> set[Path]:
-    folders = {output.parent for output in outputs}
-    return set().union(*map(claimed_outputs, folders))
+        self._refused[str(path)] = str(error)
 
 
 def _is_young(path: Path) -> bool:

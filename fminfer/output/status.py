@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fminfer.output.disk import explain, sync_folder
+from fminfer.output.names import beside
 from fminfer.output.writer import errors_path
 
 Status = Literal[
@@ -24,12 +25,13 @@ Status = Literal[
 BROKEN_OFF: tuple[Status, ...] = ("failed", "cancelled", "expired")
 ENDS: tuple[Status, ...] = ("completed", *BROKEN_OFF)
 WRITE_EVERY_S = 1.0
+STATUS = ".status.json"  # instead of .jsonl in the output's name
 NEW = ".new"  # added to its name while it is being written
 
 
 def status_path(output: Path) -> Path:
     """Return where an output's status stands: `answers.status.json` for `answers.jsonl`."""
-    return output.with_name(output.name.removesuffix(".jsonl") + ".status.json")
+    return beside(output, STATUS, without=".jsonl")
 
 
 @dataclass(slots=True)
@@ -63,7 +65,18 @@ def read_status(output: Path) -> dict[str, Any] | None:
         fields = json.loads(status_path(output).read_text())
     except (OSError, ValueError, RecursionError):
         return None
-    return fields if isinstance(fields, dict) else None
+    return fields if isinstance(fields, dict) and _is_ours(fields) else None
+
+
+def _is_ours(fields: dict[str, Any]) -> bool:
+    """Tell whether a status has the form that `StatusFile` gives it."""
+    parts = (fields.get(name) or {} for name in ("request_counts", "metadata", "fminfer", "errors"))
+    if not all(isinstance(part, dict) for part in parts):
+        return False
+    counts = fields.get("request_counts") or {}
+    if fields.get("status") != "completed" and not counts:
+        return True
+    return all(isinstance(counts.get(name), int) for name in ("total", "completed", "failed"))
 
 
 def has_ended_before(output: Path, time_s: float) -> bool:
@@ -94,6 +107,7 @@ class StatusFile:
         self._fingerprint = fingerprint
         self._counts = counts
         self._path = status_path(output)
+        self.input_changed_ns = 0  # of the input that is answered, by its disk's clock
         self._status: Status = "validating"
         self._errors: list[dict[str, Any]] = []
         self._times: dict[str, int] = {"created_at": int(time.time())}
@@ -124,7 +138,7 @@ class StatusFile:
         self._written_s = time.perf_counter()
 
     def _replace(self, text: str) -> None:
-        new = self._path.with_name(self._path.name + NEW)
+        new = beside(self._path, NEW)
         try:
             with new.open("w") as file:
                 file.write(text)
@@ -151,7 +165,7 @@ class StatusFile:
 
     def _to_batch(self) -> dict[str, Any]:
         counts, is_completed = self._counts, self._status == "completed"
-        digest = hashlib.blake2b(str(self._source.resolve()).encode(), digest_size=16)
+        digest = hashlib.blake2b(os.fsencode(self._source.resolve()), digest_size=16)
         times = ("created", "in_progress", "finalizing", *ENDS)
         return {
             "id": f"batch_{digest.hexdigest()}",
@@ -180,5 +194,9 @@ class StatusFile:
                 "total_tokens": counts.input_tokens + counts.output_tokens,
             },
             "metadata": self._fingerprint,
-            "fminfer": {"kept_rows": counts.num_kept},
+            "fminfer": {
+                "output": self._output.name,
+                "kept_rows": counts.num_kept,
+                "input_changed_ns": self.input_changed_ns,
+            },
         }

@@ -13,13 +13,14 @@ from typing import BinaryIO
 
 from fminfer.output.disk import explain, sync_folder
 from fminfer.output.journal import Journal, journal_path
+from fminfer.output.names import beside
 
 ORDERED = ".ordered"  # added to a final name while the file is being written
 
 
 def errors_path(output: Path) -> Path:
     """Return where an output's errors go: `answers.errors.jsonl` for `answers.jsonl`."""
-    return output.with_name(output.name.removesuffix(".jsonl") + ".errors.jsonl")
+    return beside(output, ".errors.jsonl", without=".jsonl")
 
 
 def traces(output: Path) -> list[Path]:
@@ -74,4 +75,4 @@ def _write_in_order(journal: Journal, answers: BinaryIO, errors: BinaryIO) -> in
 
 def draft_path(path: Path) -> Path:
     """Return where a file is written before it gets its name."""
-    return path.with_name(path.name + ORDERED)
+    return beside(path, ORDERED)

@@ -200,7 +200,7 @@ class _Reader:
     def part_path(self, path: Any) -> str:
         """Check a part's path: it leads to a part, in this folder."""
         folder, _, name = path.rpartition("/") if isinstance(path, str) else ("", "", "")
-        if not PART_NAME.fullmatch(name) or not is_folder_name(folder):
+        if not PART_NAME.fullmatch(name) or not (path == name or is_folder_name(folder)):
             self._refuse("a path must be that of a part, such as gpt-j/request_0.jsonl")
         return str(path)
 

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from fminfer.errors import FminferError, OutputError, UsageError
 from fminfer.output.disk import sync_folder, write_all
+from fminfer.output.names import beside
 from fminfer.output.writer import ORDERED, errors_path
 from fminfer.split.answers import find_gap, read_answers
 from fminfer.split.manifest import Manifest, Part, read_manifest
@@ -141,7 +142,7 @@ def _write(folder: Path, parts: list[Part], sizes: Places, places: Places, outpu
     """Write both files under other names, and give them theirs when they are complete."""
     output.parent.mkdir(parents=True, exist_ok=True)
     finals = [output, errors_path(output)] if (sizes < 0).any() else [output]
-    drafts = [path.with_name(path.name + ORDERED) for path in finals]
+    drafts = [beside(path, ORDERED) for path in finals]
     fds: list[int] = []
     try:
         for draft in drafts:

@@ -11,7 +11,7 @@ import os
 import shutil
 from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fminfer.errors import FminferError, OutputError, UsageError
-from fminfer.input.lines import find_inputs
+from fminfer.input.files import find_inputs
 from fminfer.input.streams import A_PIPE, digest_of
 from fminfer.output.places import answers_path
 from fminfer.output.status import status_path
@@ -48,6 +48,7 @@ class SplitOptions:
 
     min_generate_token: int
     generate_token_chunk_size: int
+    is_flat: bool = False  # parts stand in the output folder itself, for a loop over their numbers
 
     def num_rows(self, max_tokens: int) -> int:
         least = max(max_tokens, self.min_generate_token, 1)
@@ -58,7 +59,7 @@ def split_file(source: Path, folder: Path, options: SplitOptions) -> SplitSummar
     """Split a file into `<folder>/<engine>/request_<N>.jsonl`, and write the folder's manifest.
 
     Raises:
-        UsageError: what stands in the folder would be lost.
+        UsageError: what stands in the folder would be lost, or flat parts are of several engines.
         DamagedInputError: the file breaks off; nothing is changed then.
         OutputError: the disk is full or gone.
     """
@@ -66,6 +67,11 @@ def split_file(source: Path, folder: Path, options: SplitOptions) -> SplitSummar
         raise UsageError(f"{source} is a folder; give one file to split")
     (source,) = find_inputs([source])
     old = read_paths(folder)
+    if source.resolve() in {(folder / path).resolve() for path in old}:
+        raise UsageError(
+            f"{source} is a part in {folder}, whose other parts this split would remove; give "
+            "another --output-dir"
+        )
     _refuse_unknown(folder, old)
     try:
         with _staging_in(folder) as staging:
@@ -85,6 +91,8 @@ def _split(
     before = _signature(source)
     digest = digest_of(source)
     index = read_index(source, copy, groups)
+    if options.is_flat:
+        _refuse_several_engines(source, groups)
     digest = digest_of(copy) if digest == A_PIPE else digest
     parts = list(_stage_parts(index, groups.seen, options, staging))
     if _signature(source) != before:
@@ -122,11 +130,12 @@ def _stage_parts(
     first = 0
     with open(index.path, "rb", buffering=0) as file:
         for group in groups:
-            name, last = folder_name(group.engine), first + group.num_rows
+            name = "" if options.is_flat else f"{folder_name(group.engine)}/"
+            last = first + group.num_rows
             num_rows = options.num_rows(group.max_tokens)
             for start in range(first, last, num_rows):
                 rows = order[start : min(start + num_rows, last)]
-                path = f"{name}/request_{counts[name]}.jsonl"
+                path = f"{name}request_{counts[name]}.jsonl"
                 counts[name] += 1
                 _copy_lines(index, rows.tolist(), file.fileno(), staging / path)
                 lines = array("q", (rows + 1).tobytes())
@@ -157,6 +166,15 @@ def _copy_lines(index: LineIndex, rows: list[int], fd: int, target: Path) -> Non
             if len(raw) < end - start:
                 raise FminferError(f"{index.path} became shorter while it was being split")
             file.write(raw if raw.endswith(b"\n") else raw + b"\n")
+
+
+def _refuse_several_engines(source: Path, groups: Groups) -> None:
+    engines = {group.engine for group in groups.seen if group.engine is not None}
+    if len(engines) > 1:
+        raise UsageError(
+            f"{source} names {len(engines)} engines, whose parts --flat would mix: "
+            f"{_name(sorted(engines))}. Leave out --flat; each engine's parts then have a folder"
+        )
 
 
 def _refuse_unknown(folder: Path, old: set[str]) -> None:
@@ -227,6 +245,6 @@ def _signature(path: Path) -> tuple[int, int, int] | None:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _name(paths: list[Path]) -> str:
+def _name(paths: Sequence[object]) -> str:
     rest = len(paths) - MAX_NAMED
     return ", ".join(map(str, paths[:MAX_NAMED])) + (f" and {rest:,} more" if rest > 0 else "")

@@ -8,26 +8,33 @@ from __future__ import annotations
 import random
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from fminfer.errors import StoppedError
 from fminfer.input.envelope import open_envelope
-from fminfer.input.lines import find_inputs
+from fminfer.input.files import find_inputs
+from fminfer.input.lines import Line
 from fminfer.output.claims import Claim, Claims
 from fminfer.output.job_file import JournaledInput
-from fminfer.output.places import plan_outputs
+from fminfer.output.places import Plan, plan_each
 from fminfer.output.records import Record
-from fminfer.output.shared_files import FilePlan, SharedFiles
+from fminfer.output.shared_files import SharedFiles
 
 PAUSE_S = 0.03  # at most, before a row
 
 
-def share(folder: Path, *, is_watching: bool = False, restart: bool = False) -> SharedFiles:
+def share(
+    folder: Path,
+    output: Path | None = None,
+    *,
+    is_watching: bool = False,
+    restart: bool = False,
+) -> SharedFiles:
     claims, started_s = Claims(), time.time()
 
-    def find() -> FilePlan:
-        inputs = find_inputs([folder], may_be_empty=True)
-        return inputs, plan_outputs(inputs, None)
+    def find() -> Plan:
+        return plan_each(find_inputs([folder], may_be_empty=True), output)
 
     def open_file(path: Path, source: int, output: Path, claim: Claim) -> JournaledInput:
         return JournaledInput(
@@ -44,6 +51,12 @@ def share(folder: Path, *, is_watching: bool = False, restart: bool = False) -> 
         is_watching=is_watching,
         started_s=started_s,
     )
+
+
+def answer_all(file: JournaledInput, lines: Iterable[Line] | None = None) -> None:
+    """Answer lines of a file, all of them if none are given."""
+    for line in lines or file.lines(lambda line: None):
+        file.add(Record(line, open_envelope(line), result={"choices": [], "said": line.number}))
 
 
 def main(folder: Path, log: Path) -> None:
