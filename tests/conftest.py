@@ -34,6 +34,11 @@ FEW = (
 )
 
 
+def num_examples(most: int) -> int:
+    """Return how many random examples a test tries."""
+    return most if IS_ALL else most // 3
+
+
 def some_families(names: Iterable[str] = FEW) -> list[Any]:
     """Return every family as a test's parameter; those without a name here are more of the same."""
     return [pytest.param(each, marks=[] if each in names else [more]) for each in sorted(FIELDS)]

@@ -227,12 +227,10 @@ def check_rows_that_share(
     query, new_keys, new_values = (
         torch.randn(1, num, total, dim).to(dtype) for num in (heads, kv_heads, kv_heads)
     )
-    for row in rows:
-        for place in range(row.position):
-            where = (row.block_table[place // block], slice(None), place % block)
-            if paged.keys[where].isnan().any():
-                paged.keys[where] = torch.randn(kv_heads, dim).to(dtype)
-                paged.values[where] = torch.randn(kv_heads, dim).to(dtype)
+    used = {(row.block_table[i // block], i % block) for row in rows for i in range(row.position)}
+    blocks, places = torch.tensor(sorted(used)).unbind(1)
+    for cache in (paged.keys, paged.values):
+        cache[blocks, :, places] = torch.randn(len(used), kv_heads, dim).to(dtype)
     paged.plan = kernel.plan(rows, block) if kernel else plan_attention(rows, block, kv_heads, CPU)
     if body == "compiled":
         counts = sorted(run[1] for run in paged.plan.runs.tolist())

@@ -28,6 +28,7 @@ from fminfer.loading import open_model
 from fminfer.messages import SamplingRows, ScoringRows, Step, StepRow
 from fminfer.models.sizes import DEMO_MODEL
 from fminfer.tokenizer import Tokenizer
+from tests.conftest import num_examples
 
 QUERIES = Path(__file__).parent.parent / "examples" / "queries"
 FLAGS = ["--dtype", "float32", "--attention", "eager"]
@@ -265,7 +266,7 @@ def test_the_weights_are_those_of_an_engine() -> None:
     assert found.weights == 162_417_408 * 2 and dtype not in HOLE_BYTES
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=num_examples(20))
 @given(st.lists(st.floats(0, 1e-2), min_size=len(COSTS), max_size=len(COSTS)), st.randoms())
 def test_costs_are_found_again(seconds: list[float], rng: random.Random) -> None:
     """Whatever the costs are, steps like the measured ones are predicted."""

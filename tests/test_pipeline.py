@@ -23,21 +23,21 @@ import fminfer
 from fminfer.pipeline.store import open_store
 from fminfer.ranks import RankFacts
 from tests.conftest import VOCAB, save_byte_tokenizer
+from tests.forked import Forked
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 QUERIES = EXAMPLES / "queries"
 FILES = ("mixed", "echo", "logprobs", "n")
-Process = subprocess.Popen[str]
+Process = Forked | subprocess.Popen[str]
 
 
 def start(*arguments: object, before: tuple[object, ...] = (), **variables: str) -> Process:
-    command = [sys.executable, "-m", *before, "fminfer", "run", *arguments]
+    environ, given = os.environ | variables, ["run", *map(str, arguments)]
+    if not before:
+        return Forked(given, environ)
+    command = [sys.executable, "-m", *map(str, before), "fminfer", *given]
     return subprocess.Popen(
-        [str(part) for part in command],
-        env=os.environ | variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 

@@ -21,6 +21,7 @@ from fminfer.input.lines import Line
 from fminfer.messages import Step, StepResult, TokenLogprobs
 from fminfer.output.records import Record
 from fminfer.tokenizer import Tokenizer
+from tests.conftest import num_examples
 
 VOCAB = 256
 
@@ -158,7 +159,12 @@ def random_requests(seed: int, count: int) -> list[dict[str, Any]]:
 
 
 # Shrinking a seed would shrink nothing; the same examples each time, so that CI never wavers.
-@settings(max_examples=60, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+@settings(
+    max_examples=num_examples(60),
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.explicit, Phase.generate],
+)
 @given(
     seed=st.integers(0, 10_000),
     block_size=st.integers(1, 9),

@@ -17,6 +17,7 @@ import fminfer
 from fminfer.input.lines import Line, read_lines
 from fminfer.request import SamplingParams
 from fminfer.tokenizer import _bytes_by_spelling
+from tests.conftest import num_examples
 
 # Emoji (with joiners and skin tones), CJK, combining marks, control characters, what tokenizers
 # treat specially, and anything else that UTF-8 can say.
@@ -32,6 +33,7 @@ TEXTS = st.text(
     ),
     max_size=40,
 )
+
 # Lone bytes among them, but not at the end: test_tokenizer.py has those.
 WHOLE_IDS = st.lists(st.integers(1, 406), max_size=30).map(lambda ids: [*ids, 35, 40])
 
@@ -65,7 +67,7 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @settings(
-    max_examples=120,
+    max_examples=num_examples(120),
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

@@ -17,6 +17,7 @@ from fminfer.engine.expected import MIN_SEEN, ExpectedLengths
 from fminfer.engine.sequence import Sequence
 from fminfer.errors import StoppedError
 from fminfer.input.lines import Line
+from tests.conftest import num_examples
 
 from .test_prefix import VOCAB, Bench
 
@@ -122,7 +123,12 @@ def test_a_row_that_is_put_back_has_the_grace_like_those_that_run(
     assert victims and set(victims) <= set(found) and len(found) < len(lines)
 
 
-@settings(max_examples=80, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+@settings(
+    max_examples=num_examples(80),
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.explicit, Phase.generate],
+)
 @given(
     seed=st.integers(0, 10_000),
     block_size=st.integers(1, 9),

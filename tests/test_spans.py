@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from fminfer.errors import DamagedInputError
 from fminfer.input.spans import find_members, on_one_line
 from fminfer.input.values import split_values
+from tests.conftest import num_examples
 
 TEXTS = st.text(st.sampled_from('"\\{}[],: é\u2028\n\ud800a'), max_size=6)
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXTS
@@ -24,10 +25,11 @@ VALUES: st.SearchStrategy[Any] = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=4),
     max_leaves=12,
 )
+
 INDENTS = st.sampled_from([None, 0, 2, "\t"])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=num_examples(150), deadline=None)
 @given(st.dictionaries(TEXTS, VALUES, max_size=5), INDENTS)
 def test_members_are_those_that_json_finds(value: dict[str, Any], indent: Any) -> None:
     raw = json.dumps(value, indent=indent).encode()
@@ -38,7 +40,7 @@ def test_members_are_those_that_json_finds(value: dict[str, Any], indent: Any) -
         assert member.key in raw and member.value in raw, "verbatim"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=num_examples(100), deadline=None)
 @given(VALUES, INDENTS)
 def test_one_line_holds_the_same_value(value: Any, indent: Any) -> None:
     raw = json.dumps(value, indent=indent).replace("\n", "\r\n").encode()
@@ -89,7 +91,7 @@ def cut(raw: bytes, size: int) -> Any:
     return (raw[i : i + size] for i in range(0, len(raw), size))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=num_examples(150), deadline=None)
 @given(st.lists(VALUES, max_size=5), INDENTS, st.integers(1, 9))
 def test_elements_of_an_array_wherever_it_is_cut(values: list[Any], indent: Any, size: int) -> None:
     raw = json.dumps(values, indent=indent).encode()[1:]
@@ -97,7 +99,7 @@ def test_elements_of_an_array_wherever_it_is_cut(values: list[Any], indent: Any,
     assert found == values
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=num_examples(100), deadline=None)
 @given(st.lists(st.dictionaries(TEXTS, VALUES, max_size=3), max_size=4), INDENTS, st.integers(1, 9))
 def test_objects_one_after_another(values: list[Any], indent: Any, size: int) -> None:
     raw = " \n".join(json.dumps(value, indent=indent) for value in values).encode()

@@ -29,11 +29,13 @@ from fminfer.split.grouping import find_hyperparameters, find_length
 from fminfer.split.manifest import MANIFEST, read_manifest, read_paths
 from fminfer.split.parts import STAGING, SplitOptions, split_file
 from fminfer.split.summary import SplitSummary
+from tests.conftest import num_examples
 from tests.split_lines import make_lines
 
 ODD_NAMES = st.text(
     st.one_of(st.sampled_from("a./%-_ \\\0é漢.json~"), st.characters()), max_size=60
 )
+
 SCRIPT = Path(__file__).parent.parent / "scripts" / "split_queries.py"
 zstd = find_zstd()
 assert zstd is not None, "the tests need fminfer[zst]"
@@ -168,7 +170,7 @@ def test_folder_names(engine: str | None, folder: str) -> None:
 
 
 @given(ODD_NAMES, ODD_NAMES)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=num_examples(300), deadline=None)
 def test_folder_names_are_safe_and_differ(one: str, other: str) -> None:
     name = folder_name(one)
     assert is_folder_name(name) and len(name.encode()) <= MAX_BYTES

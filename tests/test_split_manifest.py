@@ -17,6 +17,7 @@ from fminfer.errors import FminferError, UsageError
 from fminfer.split.manifest import MANIFEST, Manifest, read_manifest, read_paths
 from fminfer.split.merging import merge_parts
 from fminfer.split.parts import SplitOptions, split_file
+from tests.conftest import num_examples
 from tests.fuzz.fuzz import check_manifest, make_split, mutate, sign
 
 ANY_JSON = st.recursive(
@@ -24,6 +25,7 @@ ANY_JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
     max_leaves=5,
 )
+
 HOSTILE_PATHS = [
     "../request_0.jsonl",
     "/etc/request_0.jsonl",
@@ -150,7 +152,9 @@ def test_any_bit_that_flips_is_noticed(folder: Path) -> None:
 
 @given(value=ANY_JSON, place=st.sampled_from(["head", "part", "lines"]), name=st.text(max_size=9))
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=num_examples(150),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 def test_any_values(value: Any, place: str, name: str, tmp_path: Path) -> None:
     if not (tmp_path / "parts").exists():
@@ -170,7 +174,9 @@ def test_any_values(value: Any, place: str, name: str, tmp_path: Path) -> None:
 
 @given(seed=st.integers(0, 2**32))
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=num_examples(150),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 def test_any_bytes(seed: int, tmp_path: Path) -> None:
     """`scripts/fuzz` does this for as long as one likes."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 from pathlib import Path
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 from fminfer.cli import main
 from fminfer.cluster.scripts import TEMPLATES, ScriptTemplate, quote
 from fminfer.errors import UsageError
+from tests.conftest import num_examples
 from tests.fuzz.scripts import check_scripts
 
 ROOT = Path(__file__).parent.parent
@@ -32,7 +32,7 @@ NAME = TEXT.map(lambda text: text.replace("/", "_")).filter(
 
 
 @settings(
-    max_examples=int(os.environ.get("FMINFER_SCRIPT_EXAMPLES", "25")),
+    max_examples=num_examples(75),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
