@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 
@@ -47,7 +48,7 @@ class ExpertAssembler:
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype, self._device = dtype, device
         self._whole: dict[str, torch.Tensor] = {}
-        self._awaited: dict[str, int] = {}
+        self._awaited: dict[str, set[tuple[int, int]]] = {}  # (expert, part) of a parameter
 
     def add(self, piece: ExpertPiece, tensor: torch.Tensor, shape: torch.Size) -> bool:
         """Copy one tensor to its place and tell whether its parameter is now complete.
@@ -56,7 +57,7 @@ class ExpertAssembler:
             shape: of the whole parameter, (experts, rows, columns).
 
         Raises:
-            CheckpointError: the tensor does not fit.
+            CheckpointError: the tensor does not fit, or was there before.
         """
         num_experts, rows, columns = shape
         expected = (rows // piece.num_parts, columns)
@@ -65,16 +66,22 @@ class ExpertAssembler:
                 f"expert {piece.expert} of {piece.target!r} has a tensor of shape "
                 f"{tuple(tensor.shape)}; config.json asks for {num_experts} experts of {expected}"
             )
-        if piece.target not in self._whole:
+        if piece.target not in self._awaited:
             empty = torch.empty(shape, dtype=self._dtype, device=self._device)
             self._whole[piece.target] = empty
-            self._awaited[piece.target] = num_experts * piece.num_parts
+            parts = product(range(num_experts), range(piece.num_parts))
+            self._awaited[piece.target] = set(parts)
+        if (piece.expert, piece.part) not in self._awaited[piece.target]:
+            raise CheckpointError(
+                f"expert {piece.expert} of {piece.target!r} comes twice under different names; "
+                "take the file away that does not belong to the model"
+            )
         first = piece.part * expected[0]
         self._whole[piece.target][piece.expert, first : first + expected[0]] = tensor
-        self._awaited[piece.target] -= 1
-        return self._awaited[piece.target] == 0
+        self._awaited[piece.target].remove((piece.expert, piece.part))
+        return not self._awaited[piece.target]
 
     def take(self, target: str) -> torch.Tensor:
         """Hand over a complete parameter."""
-        assert self._awaited[target] == 0, "some expert is still missing"
+        assert not self._awaited[target], "some expert is still missing"
         return self._whole.pop(target)

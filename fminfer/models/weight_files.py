@@ -11,13 +11,20 @@ def weight_files(folder: Path) -> list[Path]:
 
     Some repositories hold the same weights twice, the second time in another format.
     """
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        names = set(json.loads(index.read_text())["weight_map"].values())
-        return sorted(folder / name for name in names)
+    if homes := indexed_homes(folder):
+        return sorted(folder / name for name in set(homes.values()))
     if (folder / "model.safetensors").exists():
         return [folder / "model.safetensors"]
     return sorted(folder.glob("*.safetensors"))
+
+
+def indexed_homes(folder: Path) -> dict[str, str]:
+    """Return the file of each tensor as the index has it; nothing where there is no index."""
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return {}
+    homes: dict[str, str] = json.loads(index.read_text())["weight_map"]
+    return homes
 
 
 def weight_bytes(name: str) -> int:

@@ -10,6 +10,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.experts import ExpertAssembler, find_piece
 from fminfer.models.families import Family
 from fminfer.models.slicing import cut
-from fminfer.models.weight_files import weight_files
+from fminfer.models.weight_files import indexed_homes, weight_files
 from fminfer.partition import Part
 
 # Tensors that old checkpoints carry and nothing reads: causal masks and rotary tables.
@@ -123,17 +124,27 @@ class _Names:
         for name in self.shapes:
             path, _, leaf = name.rpartition(".")
             if self.modules[path] in alive:
-                source = self._tied.get(name, name)
+                source = self.source_of(name)
                 self.places.setdefault(source, []).append((self.modules[path], leaf))
 
     def is_needed(self, name: str) -> bool:
         """Tell whether this part holds a parameter, or the one that it is tied to."""
-        return self._tied.get(name, name) in self.places
+        return self.source_of(name) in self.places
 
     def resolve(self, name: str) -> str | None:
         """Find the parameter that a checkpoint's tensor name means, or None."""
         # Base-model checkpoints (gpt2's own, say) leave the prefix out.
         return next((n for n in (name, f"{self._prefix}.{name}") if n in self.shapes), None)
+
+    def source_of(self, name: str) -> str:
+        """Return the parameter that another is tied to, or itself."""
+        return self._tied.get(name, name)
+
+    def held(self, name: str) -> torch.Tensor:
+        """Return what a parameter of this part holds now."""
+        module, leaf = self.places[name][0]
+        tensor: torch.Tensor = getattr(module, leaf)
+        return tensor
 
     def fill(self, name: str, tensor: torch.Tensor) -> None:
         """Set a parameter everywhere it goes."""
@@ -171,7 +182,8 @@ def _fill_from_files(
     device: torch.device,
     on_progress: OnProgress,
 ) -> None:
-    loaded: set[str] = set()
+    loaded: dict[str, str] = {}  # a parameter, and the stored name that it came under
+    copies: list[tuple[str, str, torch.Tensor]] = []  # stored name, parameter, what it must equal
     assembler = ExpertAssembler(dtype, device)
     for stored_name, read in _read_tensors(checkpoint, on_progress):
         name = _rename(stored_name, checkpoint.family)
@@ -181,7 +193,7 @@ def _fill_from_files(
                 continue
             if assembler.add(piece, read(), names.shapes[piece.target]):
                 names.fill(piece.target, assembler.take(piece.target))
-                loaded.add(piece.target)
+                loaded[piece.target] = stored_name
             continue
         target = names.resolve(name)
         if target is None:
@@ -199,9 +211,18 @@ def _fill_from_files(
                 f"{checkpoint.name}: tensor {name!r} has shape {tuple(tensor.shape)}, and "
                 f"config.json asks for {tuple(names.shapes[target])}"
             )
-        if target in names.places:
-            names.fill(target, tensor.to(device=device, dtype=dtype))
-            loaded.add(target)
+        tensor = tensor.to(device=device, dtype=dtype)
+        if (source := names.source_of(target)) != target:
+            copies.append((stored_name, source, tensor))
+        elif target in loaded:
+            raise CheckpointError(
+                f"{checkpoint.name} holds {loaded[target]!r} and {stored_name!r}, which are the "
+                "same parameter; take the file away that does not belong to the model"
+            )
+        else:
+            names.fill(target, tensor)
+            loaded[target] = stored_name
+    _check_copies(names, copies, checkpoint.name)
     missing = sorted(names.places.keys() - loaded)
     if missing:
         raise CheckpointError(
@@ -210,10 +231,27 @@ def _fill_from_files(
         )
 
 
+def _check_copies(
+    names: _Names, copies: list[tuple[str, str, torch.Tensor]], checkpoint_name: str
+) -> None:
+    """Refuse a tensor of its own where the config says that it is another's."""
+    for stored_name, source, tensor in copies:
+        held = names.held(source)
+        if not held.is_meta and not torch.equal(tensor, held):
+            raise CheckpointError(
+                f"config.json of {checkpoint_name} has tie_word_embeddings true, but its tensor "
+                f"{stored_name!r} differs from {source!r}, to which it would be tied. If the "
+                "weights are right, set tie_word_embeddings to false in config.json"
+            )
+
+
 def _read_tensors(
     checkpoint: Checkpoint, on_progress: OnProgress
 ) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
-    """Give every tensor's name, and a function that reads it."""
+    """Give every tensor's name, and a function that reads it.
+
+    Of a tensor that several files hold, the index says which one counts.
+    """
     assert checkpoint.folder is not None
     files = weight_files(checkpoint.folder)
     if not files:
@@ -221,6 +259,8 @@ def _read_tensors(
             f"{checkpoint.folder} holds no .safetensors file; convert other weights with "
             "transformers' save_pretrained"
         )
+    homes = indexed_homes(checkpoint.folder)
+    seen: dict[str, str] = {}
     total, done = sum(file.stat().st_size for file in files if file.exists()), 0
     for file in files:
         try:
@@ -228,12 +268,24 @@ def _read_tensors(
                 names = list(tensors.keys())
                 size = file.stat().st_size
                 for index, name in enumerate(names, start=1):
-                    yield name, partial(tensors.get_tensor, name)
+                    if homes.get(name, file.name) == file.name:
+                        _see_once(seen, name, file)
+                        yield name, partial(tensors.get_tensor, name)
                     on_progress(done + size * index // len(names), total)
                 done += size
         except (SafetensorError, FileNotFoundError) as error:
             raise CheckpointError(f"{file} is broken ({error}); fetch it again") from error
     on_progress(total, total)
+
+
+def _see_once(seen: dict[str, str], name: str, file: Path) -> None:
+    if name in seen:
+        raise CheckpointError(
+            f"{file.parent} holds the tensor {name!r} twice, in {seen[name]} and {file.name}, and "
+            "no model.safetensors.index.json says which one counts; take the file away that does "
+            "not belong to the model, or fetch the index"
+        )
+    seen[name] = file.name
 
 
 def _rename(name: str, family: Family) -> str:
