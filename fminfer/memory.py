@@ -14,12 +14,14 @@ import torch
 from fminfer.errors import OutOfMemoryError
 
 Result = TypeVar("Result")
-# What torch's CPU allocator says, on Linux and elsewhere; it raises a plain RuntimeError.
+# What torch's allocators say, in a plain RuntimeError; and CUDA where it needs some of its own.
 _SIGNS = (
     "can't allocate memory",
     "not enough memory",
     "bad_alloc",
     "CUDA out of memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_NOT_INITIALIZED",  # cuBLAS found no room for itself
     "[CUDA]: out of memory",  # triton's
     "ALLOC_FAILED",
 )

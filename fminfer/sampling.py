@@ -39,17 +39,34 @@ Ranker = Callable[[torch.Tensor, int], Ranking]  # of (rows, vocab) logits and k
 
 
 def rank(logits: torch.Tensor, num_top: int) -> Ranking:
-    """Rank in plain torch."""
+    """Rank in plain torch; of equal logits the lowest ids come first."""
     logits = logits.float()
     if num_top == 1:
         best, best_ids = logits.max(-1, keepdim=True)
         first = best_ids[:, 0]
     else:
-        best, best_ids = logits.topk(num_top, -1)
+        best, best_ids = _find_top(logits, num_top)
         first = logits.argmax(-1)
     normalizer = logits.logsumexp(-1)
     normalizer = normalizer.masked_fill(normalizer == float("inf"), float("nan"))
     return Ranking(normalizer, best, best_ids, first)
+
+
+def _find_top(logits: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the best logits and their ids, (rows, k) each, in the order of (-logit, id).
+
+    torch's topk has no fixed order of equals, nor does it say which of them it leaves out.
+    """
+    best, ids = logits.topk(num_top, -1)
+    last = best[:, -1:]
+    is_cut = (logits == last).sum(-1) > (best == last).sum(-1)  # some equals are left out
+    for row in is_cut.nonzero()[:, 0].tolist():
+        equal = (logits[row] == last[row]).nonzero()[:, 0]
+        num_above = int((best[row] > last[row]).sum())
+        ids[row, num_above:] = equal[: num_top - num_above]
+    ids = torch.sort(ids, -1)[0]
+    best, order = logits.gather(-1, ids).sort(stable=True, dim=-1, descending=True)
+    return best, ids.gather(-1, order)
 
 
 @dataclass(slots=True, frozen=True)

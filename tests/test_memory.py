@@ -23,6 +23,12 @@ def test_what_runs_out_of_memory() -> None:
     assert is_out_of_memory(real.value), "as torch says it on this machine"
     assert is_out_of_memory(MemoryError()) and is_out_of_memory(torch.OutOfMemoryError("x"))
     assert not is_out_of_memory(RuntimeError("shapes do not fit"))
+    for text in (
+        "CUDA out of memory. Tried to allocate 2.00 GiB",
+        "CUDA error: out of memory",  # of a kernel's launch; it was missed
+        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+    ):
+        assert is_out_of_memory(RuntimeError(text)), text
     assert not is_out_of_memory(ValueError("can't allocate memory"))
 
 

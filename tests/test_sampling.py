@@ -343,3 +343,17 @@ def test_a_row_of_nan_leaves_its_neighbours_alone() -> None:
     assert draws.logprobs.isnan().tolist() == [False, True, False]
     alone = sample(logits[[0, 2]], how(rows[:2]), 2)
     assert draws.ids[[0, 2]].tolist() == alone.ids.tolist()
+
+
+def test_equals_among_the_best_come_by_their_ids() -> None:
+    """torch's topk has no order of equals: on a GPU it changed from run to run."""
+    torch.manual_seed(3)
+    logits = torch.randint(0, 4, (40, VOCAB)).float()
+    logits[5] = 0
+    logits[6, 7:] = float("-inf")
+    for num_top in (2, 5, 13, VOCAB):
+        found = rank(logits, num_top)
+        for row in range(len(logits)):
+            order = sorted(range(VOCAB), key=lambda i, row=row: (-logits[row, i].item(), i))
+            assert found.best_ids[row].tolist() == order[:num_top]
+            assert torch.equal(found.best[row], logits[row, order[:num_top]])
