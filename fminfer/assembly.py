@@ -17,6 +17,7 @@ from fminfer.engine.prefix import PrefixCache
 from fminfer.engine.scheduler import Scheduler
 from fminfer.errors import CheckpointError
 from fminfer.models.checkpoint import Checkpoint
+from fminfer.no_tokenizer import NoTokenizer
 from fminfer.tokenizer import Tokenizer
 
 
@@ -72,12 +73,14 @@ def build_loop(
     )
 
 
-def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    """Load a model's tokenizer; random weights have one of bytes.
+def load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer:
+    """Load a model's tokenizer; random weights have one of bytes, and a run may have none.
 
     Raises:
         CheckpointError: there is none, or it is another model's.
     """
+    if config.skip_tokenizer_init:
+        return NoTokenizer()
     num_rows = checkpoint.config.vocab_size
     if checkpoint.folder is not None:
         tokenizer = Tokenizer.load(checkpoint.folder)

@@ -47,6 +47,7 @@ class EngineConfig:
     on_too_long: OnTooLong = "error"  # a prompt that leaves no room for max_tokens
     max_logprobs: int = 100  # largest `logprobs` a request may ask for
     token_format: TokenFormat = "auto"  # of logprobs.tokens; auto: text in Batch lines, else vocab
+    skip_tokenizer_init: bool = False  # prompts are token ids, and answers have no text
     strict: bool = False  # what is otherwise only warned of is the line's error
     check_model: bool = False  # a line that names another model is an error
     attention: AttentionBody = "auto"

@@ -25,7 +25,10 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "generation_config.json"),
 )
-SETTINGS = ("seed", "on_too_long", "max_logprobs", "token_format", "strict", "check_model")
+SETTINGS = (
+    *("seed", "on_too_long", "max_logprobs", "token_format", "skip_tokenizer_init"),
+    *("strict", "check_model"),
+)
 
 
 def fingerprint_of(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, str]:
@@ -57,14 +60,41 @@ def _model_digest(config: EngineConfig, checkpoint: Checkpoint) -> str:
         digest.update(b"random %d" % config.seed)
     else:
         for file in weight_files(checkpoint.folder):
-            try:
-                _add_weights(digest, file)
-            except OSError as error:
-                raise CheckpointError(f"{file} is broken ({error}); fetch it again") from error
+            _add_weights(digest, file)
     return digest.hexdigest()
 
 
+def digest_files(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return a digest of each weight file, by its name, for processes that must have the same.
+
+    As in a fingerprint, some of each tensor is read.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    found = {}
+    for file in [] if checkpoint.folder is None else weight_files(checkpoint.folder):
+        digest = hashlib.blake2b(digest_size=8)
+        _add_weights(digest, file)
+        found[file.name] = digest.hexdigest()
+    return found
+
+
+def name_differences(mine: dict[str, str], theirs: dict[str, str]) -> str:
+    """Name the weight files in which two processes differ, three at most; "": none."""
+    names = [n for n in sorted({**mine, **theirs}) if mine.get(n) != theirs.get(n)]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
 def _add_weights(digest: hashlib.blake2b, file: Path) -> None:
+    try:
+        _add_pieces(digest, file)
+    except OSError as error:
+        raise CheckpointError(f"{file} is broken ({error}); fetch it again") from error
+
+
+def _add_pieces(digest: hashlib.blake2b, file: Path) -> None:
     size = file.stat().st_size
     digest.update(f"\n{file.name} {size}\n".encode())
     with file.open("rb") as tensors:

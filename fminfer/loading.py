@@ -6,23 +6,23 @@ It knows nothing of requests.
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import json
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from fminfer import __version__
+from fminfer.agreement import agree, compare_weights, connect_gpus
 from fminfer.attention import AttentionKernel
 from fminfer.config import EngineConfig
 from fminfer.draw_kernel import DrawKernel
-from fminfer.errors import PipelineError, UsageError
+from fminfer.errors import UsageError
+from fminfer.fingerprint import digest_files
 from fminfer.fused_layers import fuse_layers
+from fminfer.head import layer_left_unpacked
+from fminfer.head_kernel import HeadKernel
 from fminfer.kernel_choice import find_attention, find_layers, find_library
 from fminfer.memory import is_out_of_memory
 from fminfer.models.checkpoint import Checkpoint, open_checkpoint, open_random
@@ -35,17 +35,18 @@ from fminfer.pipeline.group import Group
 from fminfer.pipeline.stage import Stage, kv_shape
 from fminfer.pipeline.transport import HiddenForm
 from fminfer.placement import (
-    auto_budget,
     choose_device,
     choose_dtype,
     free_bytes,
     is_fast_in_bfloat16,
     memory_name,
+    use_device,
     why_slow,
 )
 from fminfer.product_kernel import ProductKernel
 from fminfer.sampling import draw, rank
 from fminfer.score_kernel import ScoreKernel
+from fminfer.step_memory import auto_budget, step_bytes
 from fminfer.threads import choose_num_threads
 from fminfer.whole_layers import join_layers
 
@@ -63,6 +64,7 @@ class LoadedPart:
     library: ctypes.CDLL | None  # the CPU's kernels
     attention: AttentionKernel | None  # None: plain torch
     why_slower: str  # why it is slower than it could be
+    file_digests: dict[str, str]  # of its weight files, if others must have the same
 
     @property
     def weight_bytes(self) -> int:
@@ -72,6 +74,10 @@ class LoadedPart:
     def kv_bytes_per_token(self) -> int:
         """What one token's keys and values take on this rank."""
         return kv_token_bytes(self.checkpoint, self.part, self.dtype)
+
+    def step_bytes(self, config: EngineConfig) -> int:
+        """What the largest step takes on this rank."""
+        return step_bytes(config, self.checkpoint, self.network, self.device, self.dtype, self.part)
 
 
 def kv_token_bytes(checkpoint: Checkpoint, part: Part, dtype: torch.dtype) -> int:
@@ -118,15 +124,14 @@ def load_part(
 
     Raises:
         CheckpointError: the model cannot be loaded.
-        PipelineError: the ranks were started with different options.
+        PipelineError: the ranks were started with different options, or have different weights.
         UsageError: an option that cannot be.
     """
     local_rank, local_size = (group.local_rank, group.local_size) if group else (0, 1)
     local_rank += config.engine_number * local_size
     device = choose_device(config.device, config.cuda_ids, local_rank)
+    use_device(device)
     dtype = choose_dtype(config.dtype, checkpoint.config.dtype, device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     parts = split_model(config, checkpoint, group.world_size if group else 1)
     part = parts[group.rank if group else 0]
     hidden_group = None
@@ -134,9 +139,12 @@ def load_part(
     torch.set_num_threads(
         choose_num_threads(config.threads, torch.get_num_threads(), num_processes)
     )
+    is_alone = group is None and config.num_engines == 1
+    digests = {} if is_alone else digest_files(checkpoint)
     if group is not None:
-        _agree(group, config, checkpoint, dtype, parts)
-        hidden_group = _gpu_group(group, device)
+        agree(group, config, checkpoint, dtype, parts)
+        compare_weights(group, digests)
+        hidden_group = connect_gpus(group, device)
     network = load_model(
         checkpoint, dtype=dtype, device=device, seed=config.seed, part=part, on_progress=on_progress
     )
@@ -147,7 +155,8 @@ def load_part(
     if device.type == "cpu":
         kernel = None if library is None else ProductKernel(library)
         is_fast = is_fast_in_bfloat16(device)
-        pack_linears(network, is_fast_in_bfloat16=is_fast, kernel=kernel)
+        left = layer_left_unpacked(network, dtype)
+        pack_linears(network, is_fast_in_bfloat16=is_fast, kernel=kernel, left=left)
         pack_experts(network, is_fast_in_bfloat16=is_fast, kernel=kernel, layers=layers)
         if library is not None:
             join_layers(network, library)
@@ -165,15 +174,15 @@ def load_part(
     if group is not None:
         why_slower = next(filter(None, group.gather("why slower", why_slower)), "")
     return LoadedPart(
-        checkpoint, part, network, dtype, device, form, library, attention, why_slower
+        checkpoint, part, network, dtype, device, form, library, attention, why_slower, digests
     )
 
 
 def count_blocks(config: EngineConfig, loaded: LoadedPart, group: Group | None = None) -> int:
     """Return the size of the KV cache in blocks, the same on every rank.
 
-    Of an automatic budget each rank allows what a part of its memory, which it may share with other
-    ranks, holds beside the weights; the least counts.
+    Of an automatic budget each rank allows what its memory, which it may share with other ranks,
+    has room for beside the weights; the least counts.
     """
     budget, size = config.budget, config.block_size
     if budget is None:
@@ -184,19 +193,26 @@ def count_blocks(config: EngineConfig, loaded: LoadedPart, group: Group | None =
             "device": loaded.device.type,
             "free": free_bytes(loaded.device) // config.num_engines,
             "kv_bytes_per_token": loaded.kv_bytes_per_token,
+            "work": loaded.step_bytes(config),
             "most": most_kv_tokens(config, loaded.checkpoint, loaded.device),
         }
         ranks = [mine] if group is None else group.gather("memory", mine)
         budget = min(
             auto_budget(
-                sum(r["kv_bytes_per_token"] for r in ranks if r["memory"] == rank["memory"]),
+                _total(ranks, rank, "kv_bytes_per_token"),
                 rank["most"],
                 rank["free"],
+                _total(ranks, rank, "work"),
                 rank["device"],
             )
             for rank in ranks
         )
     return -(-budget // size)
+
+
+def _total(ranks: list[dict[str, Any]], rank: dict[str, Any], what: str) -> int:
+    """Return the sum over the ranks that share a rank's memory."""
+    return sum(each[what] for each in ranks if each["memory"] == rank["memory"])
 
 
 def build_stage(config: EngineConfig, loaded: LoadedPart, num_blocks: int) -> Stage:
@@ -229,6 +245,7 @@ def _build_stage(config: EngineConfig, loaded: LoadedPart, num_blocks: int) -> S
         kernel=loaded.attention,
         ranker=rank if loaded.library is None else ScoreKernel(loaded.library),
         drawer=draw if loaded.library is None else DrawKernel(loaded.library),
+        head_kernel=None if loaded.library is None else HeadKernel(loaded.library),
     )
 
 
@@ -249,45 +266,6 @@ def split_model(config: EngineConfig, checkpoint: Checkpoint, num_stages: int) -
         most=config.max_layers,
         counts=config.stage_layers,
     )
-
-
-def _agree(
-    group: Group,
-    config: EngineConfig,
-    checkpoint: Checkpoint,
-    dtype: torch.dtype,
-    parts: list[Part],
-) -> None:
-    """See that every rank was started for the same run as rank 0."""
-    fields = checkpoint.config.to_dict()
-    fields.pop("_name_or_path", None)  # each machine may have its own copy
-    text = json.dumps(fields, sort_keys=True, default=str)
-    mine = {
-        "fminfer's version": __version__,
-        "the model's config": hashlib.sha256(text.encode()).hexdigest()[:12],
-        "the dtype": str(dtype).removeprefix("torch."),
-        "the layers of each rank": [part.num_layers for part in parts],
-        "--budget": config.budget,
-        "the block size": config.block_size,
-        "--max-rows": config.max_rows,
-        "--seed": config.seed,
-    }
-    theirs = group.gather("options", mine)[0]
-    for name, value in mine.items():
-        if theirs[name] != value:
-            raise PipelineError(
-                f"{name} is {value} on rank {group.rank} and {theirs[name]} on rank 0; start every "
-                "rank with the same model and options"
-            )
-
-
-def _gpu_group(group: Group, device: torch.device) -> dist.ProcessGroup | None:
-    """Return NCCL's group if each rank has a GPU of its own, which is when it works."""
-    names = group.gather("device", memory_name(device, socket.gethostname()))
-    if any(name.endswith("/cpu") for name in names) or len(set(names)) < len(names):
-        return None
-    gpus: dist.ProcessGroup = dist.new_group(backend="nccl")
-    return gpus
 
 
 def _check_model_type(name: str | None, of_config: str) -> None:

@@ -112,6 +112,7 @@ class StageSpan:
     end_s: float
     sent_bytes: int = 0
     max_tokens: int = 0  # that the stage computes at once since memory ran out; 0: it has not
+    earlier_s: float = 0.0  # what earlier steps took beyond their own spans, on a GPU
 
 
 @dataclass(slots=True)

@@ -34,7 +34,11 @@ MAX_TWICE_BYTES = 256 << 20  # a head tied to the embedding, of which packing ma
 
 
 def pack_linears(
-    model: nn.Module, *, is_fast_in_bfloat16: bool, kernel: ProductKernel | None = None
+    model: nn.Module,
+    *,
+    is_fast_in_bfloat16: bool,
+    kernel: ProductKernel | None = None,
+    left: nn.Module | None = None,
 ) -> int:
     """Pack the weight of every linear layer in place, one after another; return how many.
 
@@ -44,6 +48,7 @@ def pack_linears(
     Args:
         is_fast_in_bfloat16: whether the machine has units for it; otherwise that is not packed.
         kernel: the CPU's, if it could be built.
+        left: a layer that is not packed.
     """
     owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     checked: dict[torch.Size, bool] = {}
@@ -51,7 +56,7 @@ def pack_linears(
     module: Any
     for module in list(model.modules()):
         weight = _matrix_of(module)
-        if weight is None or not can_pack(weight, is_fast_in_bfloat16):
+        if weight is None or module is left or not can_pack(weight, is_fast_in_bfloat16):
             continue
         if owners[id(module.weight)] > 1 and weight.nbytes > MAX_TWICE_BYTES:
             continue
@@ -69,7 +74,11 @@ def pack_linears(
 
 
 def find_packable(
-    model: nn.Module, dtype: torch.dtype, *, is_fast_in_bfloat16: bool
+    model: nn.Module,
+    dtype: torch.dtype,
+    *,
+    is_fast_in_bfloat16: bool,
+    left: nn.Module | None = None,
 ) -> list[torch.Tensor]:
     """List the weights of a model without memory that would be packed on a CPU.
 
@@ -82,7 +91,7 @@ def find_packable(
     module: Any
     for module in model.modules():
         weight = _matrix_of(module)
-        if weight is not None:
+        if weight is not None and module is not left:
             is_tied = owners[id(module.weight)] > 1
             if not is_tied or weight.numel() * dtype.itemsize <= MAX_TWICE_BYTES:
                 found.append(weight)

@@ -13,10 +13,6 @@ from fminfer.errors import UsageError
 from fminfer.host_memory import free_host_bytes
 from fminfer.processor import has_unit
 
-# Of the memory that is free once the weights are loaded: the system's, which others use as well, or
-# a GPU's, where a step's work needs the rest.
-KV_SHARE = {"cpu": 0.5, "cuda": 0.8}
-
 
 def choose_device(name: str, cuda_ids: tuple[int, ...] = (), local_rank: int = 0) -> torch.device:
     """Return the device of a name; `auto` is this rank's GPU, or the CPU where there is none.
@@ -73,8 +69,8 @@ def choose_dtype(
 
 def is_fast_in_bfloat16(device: torch.device) -> bool:
     """Tell whether the device has bfloat16 matrix units that a run may use."""
-    if device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    if device.type == "cuda":  # this very one: others of the machine may be older
+        return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
     return has_unit("avx512_bf16") or has_unit("amx_bf16")
 
 
@@ -86,6 +82,19 @@ def why_slow(dtype: torch.dtype, device: torch.device) -> str:
         return ""
     name = str(dtype).removeprefix("torch.")
     return f"this CPU has no fast products of {name}; --dtype float32 is faster"
+
+
+def use_device(device: torch.device) -> None:
+    """Make a GPU this process's own, with products that keep float32 what they sum in it.
+
+    By torch's defaults, sums of 16-bit products may be split into parts that are rounded.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        matmul = torch.backends.cuda.matmul
+        matmul.allow_tf32 = False
+        matmul.allow_bf16_reduced_precision_reduction = False
+        matmul.allow_fp16_reduced_precision_reduction = False
 
 
 def end_openmp_threads() -> None:
@@ -114,12 +123,3 @@ def memory_name(device: torch.device, host: str) -> str:
     if device.type == "cuda":
         return f"{host}/{torch.cuda.get_device_properties(device).uuid}"
     return f"{host}/cpu"
-
-
-def auto_budget(kv_bytes_per_token: int, most_useful: int, free: int, device_type: str) -> int:
-    """Return the tokens of KV cache that its share of `free` bytes holds, at most `most_useful`.
-
-    Args:
-        kv_bytes_per_token: of all that share the memory.
-    """
-    return max(1, min(most_useful, int(free * KV_SHARE[device_type]) // kv_bytes_per_token))

@@ -158,7 +158,8 @@ ENGINE = [
         type=int,
         help="Tokens of KV cache for all rows that run at once, prompt and max_tokens counted, "
         "rounded up to blocks of 32.  "
-        "[default: what half of the free memory holds, of a GPU's 0.8]",
+        "[default: what fits in half of the free RAM, or in a GPU beside weights, a step's work "
+        "and 1.5 GiB]",
     ),
     click.option(
         "--chunk-size",
@@ -218,6 +219,12 @@ CONTRACT = [
         default=DEFAULTS.token_format,
         show_default=True,
         help="Spelling of logprobs.tokens: vocabulary pieces, or text. auto: text for Batch lines.",
+    ),
+    click.option(
+        "--skip-tokenizer-init",
+        is_flag=True,
+        default=DEFAULTS.skip_tokenizer_init,
+        help="Load no tokenizer: prompts must be token ids, and so are answers.",
     ),
     click.option(
         "--strict",

@@ -166,6 +166,7 @@ def _answer(
                 summary = run_job(
                     engine, files, summary, stopper=stopper, is_quiet=job.is_quiet, trace=job.trace
                 )
+                summary.gpu_memory = engine.gpu_memory
             finally:
                 engine.close()
     if job.stats is not None:

@@ -39,6 +39,11 @@ class Spelling:
             return text[1:]
         return text
 
+    @property
+    def has_words(self) -> bool:
+        """Whether tokens have texts at all."""
+        return self._tokenizer.has_words
+
     def find_first(self, ids: list[int], *, skip_special_tokens: bool) -> int:
         """Return the place of the first id that is text; with a beginning BOS it is 1."""
         special_ids = self._tokenizer.special_ids if skip_special_tokens else frozenset()

@@ -18,6 +18,9 @@ from fminfer.detokenizer import BROKEN, Detokenizer
 from fminfer.errors import CheckpointError
 from fminfer.sentencepieces import follow_model_file
 
+# Files of vocabularies, beside those whose names end in .model or .tiktoken.
+VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt")
+
 
 @dataclass(slots=True, frozen=True)
 class EncodedPrompt:
@@ -36,6 +39,8 @@ class Tokenizer:
         hf: a tokenizer of transformers, or None for plain bytes (ids 0 … 255), which serves
             random weights without a tokenizer.
     """
+
+    has_words = True  # otherwise ids have no text
 
     def __init__(self, hf: Any | None) -> None:
         backend = _byte_tokenizer() if hf is None else getattr(hf, "backend_tokenizer", None)
@@ -70,6 +75,12 @@ class Tokenizer:
         Raises:
             CheckpointError: the folder has no tokenizer that transformers can read.
         """
+        if not any(is_vocabulary(file.name) for file in folder.iterdir()):
+            raise CheckpointError(
+                f"{folder} has no tokenizer (tokenizer.json, tokenizer.model or the like). Put the "
+                "model's own there; or, if all prompts are token ids, give --skip-tokenizer-init, "
+                "with which answers have token ids and no text"
+            )
         from transformers import AutoTokenizer  # slow to import; only where it is needed
 
         try:
@@ -201,6 +212,11 @@ class Tokenizer:
             offsets[len(offsets) + 1 - len(detokenizer.starts) :] = detokenizer.starts
         parts.append(detokenizer.flush())
         return offsets, "".join(parts)
+
+
+def is_vocabulary(file_name: str) -> bool:
+    """Tell whether a file of this name may hold a tokenizer's vocabulary."""
+    return file_name in VOCABULARIES or file_name.endswith((".model", ".tiktoken"))
 
 
 def _byte_fallback(backend: BackendTokenizer) -> dict[int, int]:

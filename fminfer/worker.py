@@ -27,6 +27,7 @@ from fminfer.pipeline.ring import RingPipeline, serve
 from fminfer.pipeline.stage import Stage
 from fminfer.pipeline.watch import Fault
 from fminfer.placement import end_openmp_threads
+from fminfer.step_memory import peak_bytes
 
 END_S = 3.0  # for rank 0 to end by itself once another rank has failed
 
@@ -41,7 +42,8 @@ class Engine:
     Args:
         model: a folder or hub id; None is the demo model of the package.
         on_progress: called with (bytes read, bytes in all) while weights load.
-        on_loaded: called when the weights are in memory, before the KV cache is.
+        on_loaded: called when the weights are in memory, before the KV cache is, with a digest of
+            each of their files if others must have the same.
         group: the ranks among which this process is rank 0; None: it runs the model alone.
         options: the other fields of `EngineConfig`.
 
@@ -56,7 +58,7 @@ class Engine:
         model: str | None = None,
         *,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
-        on_loaded: Callable[[], None] = lambda: None,
+        on_loaded: Callable[[dict[str, str]], None] = lambda digests: None,
         group: Group | None = None,
         **options: Any,
     ) -> None:
@@ -64,15 +66,17 @@ class Engine:
         self.config = config = EngineConfig(model=model, **options)
         checkpoint = open_model(config)
         self.model_name = checkpoint.name
-        self.tokenizer = load_tokenizer(checkpoint)
+        self.tokenizer = load_tokenizer(config, checkpoint)
         loaded = load_part(config, checkpoint, group, on_progress)
-        on_loaded()
+        on_loaded(loaded.file_digests)
         self.context_length = checkpoint.context_length  # most tokens of prompt and completion
         self.vocab_size: int = checkpoint.config.vocab_size
         self.device, self.dtype = loaded.device, loaded.dtype
         self.weight_bytes = loaded.weight_bytes  # of this rank
         self.kv_bytes_per_token = loaded.kv_bytes_per_token  # of this rank
         num_blocks = count_blocks(config, loaded, group)
+        self._foreseen_bytes = loaded.weight_bytes + loaded.step_bytes(config)
+        self._foreseen_bytes += num_blocks * config.block_size * loaded.kv_bytes_per_token
         stage = build_stage(config, loaded, num_blocks)
         self.has_kernel = stage.has_kernel  # attention is compiled
         self.why_slower = loaded.why_slower  # why it is slower than it could be
@@ -98,6 +102,13 @@ class Engine:
     def stats(self) -> EngineStats:
         """What was counted since the engine was made."""
         return self._loop.stats
+
+    @property
+    def gpu_memory(self) -> dict[str, int]:
+        """Bytes of this process's GPU: what was foreseen, and the peak so far; {} on a CPU."""
+        if self.device.type != "cuda":
+            return {}
+        return {"foreseen_bytes": self._foreseen_bytes, "peak_bytes": peak_bytes(self.device)}
 
     @property
     def warnings(self) -> dict[str, int]:

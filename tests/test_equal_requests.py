@@ -147,7 +147,7 @@ def test_an_error_is_each_lines_own(
     engine: fminfer.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A nan of the request that is computed is told to all that wait for it, and not kept."""
-    head = engine._pipeline._run.__self__._head  # type: ignore[attr-defined]
+    head = engine._pipeline._run.__self__._head._layer  # type: ignore[attr-defined]
     forward = head.forward
     with monkeypatch.context() as patch:
         patch.setattr(head, "forward", lambda x: forward(x) * float("nan"))

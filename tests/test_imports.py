@@ -11,29 +11,27 @@ PACKAGE = Path(__file__).parent.parent / "fminfer"
 # From the lowest up. A sign of the house: a new module finds its place here or is in the wrong one.
 FLOORS = """
 errors timing messages control_groups detokenizer sentencepieces shared_runs soft_cap \
-    weighed_values output.rows output.names cache layer_kernels triton_kernels \
-    engine.blocks engine.noise engine.stopping engine.expected split.folders \
-    cluster.job_names
-config fields processor host_memory threads \
-    input.streams input.values input.spans tokenizer partition ranks \
-    models.alibi models.families models.sizes models.variants models.weight_files \
-    integrations.generation engine.stats engine.seen output.trace output.disk stopping memory \
-    cost_model cluster.schedulers cluster.scripts team.place
-input.lines spelling sampling placement kernel_build product_kernel fused_layers \
-    decode_attention kernel_attention triton_layers launcher run_options \
-    output.journal output.claims models.experts models.checkpoint \
-    models.layer_count models.slicing \
-    pipeline.wire pipeline.transport pipeline.store pipeline.watch pipeline.local
-input.envelope imports layer_parts packed_linear attention score_kernel draw_kernel \
-    input.files models.weights pipeline.group models.adapters.bloom models.adapters.codegen \
+    weighed_values output.rows output.names cache layer_kernels head_kernel triton_kernels \
+    engine.blocks engine.noise engine.stopping engine.expected split.folders cluster.job_names
+config fields processor host_memory threads input.streams input.values input.spans tokenizer \
+    partition ranks models.alibi models.families models.sizes models.variants \
+    models.weight_files integrations.generation engine.stats engine.seen output.trace \
+    output.disk stopping memory head cost_model cluster.schedulers cluster.scripts team.place
+input.lines spelling sampling no_tokenizer placement kernel_build product_kernel fused_layers \
+    decode_attention kernel_attention triton_layers launcher run_options output.journal \
+    output.claims models.experts models.checkpoint models.layer_count models.slicing \
+    pipeline.wire pipeline.transport pipeline.step_clock pipeline.store pipeline.watch \
+    pipeline.local
+input.envelope imports layer_parts packed_linear attention score_kernel draw_kernel input.files \
+    models.weights pipeline.group models.adapters.bloom models.adapters.codegen \
     models.adapters.falcon models.adapters.gpt_neo models.adapters.gptj models.adapters.mpt
 request fingerprint cost_store packed_experts triton_attention whole_layers remote_files \
     output.records output.writer output.stream output.progress
 engine.logit_edits output.reopening output.status pipeline.stage split.grouping team.wire
-kernel_choice engine.sequence pipeline.ring output.places output.job_file storage \
-    split.manifest split.index team.process
-engine.prefix engine.advance engine.packing engine.equal_requests engine.planner \
-    output.summary output.shared_files output.overview loading paths split.answers split.summary \
+kernel_choice agreement step_memory engine.sequence pipeline.ring output.places output.job_file \
+    storage split.manifest split.index team.process
+engine.prefix engine.advance engine.packing engine.equal_requests engine.planner output.summary \
+    output.shared_files output.overview loading paths split.answers split.summary \
     cluster.resources cluster.submission
 engine.scheduler engine.answer engine.intake split.merging split.parts commands.status
 engine.loop commands.split commands.merge

@@ -138,7 +138,7 @@ def test_a_model_is_packed_whole_and_only_once_in_memory(
     """Its own weights are let go, and hold nan: whoever read them would be told."""
     engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="float32", attention="eager")
     stage: Any = engine._pipeline._run.__self__  # type: ignore[attr-defined]
-    linears = [m for m in stage._decoder.modules() if type(m) is nn.Linear] + [stage._head]
+    linears = [m for m in stage._decoder.modules() if type(m) is nn.Linear] + [stage._head._layer]
     assert len(linears) == 3 * 7 + 1
     for linear in linears:
         assert linear.weight.isnan().all() and linear.weight.untyped_storage().nbytes() == 4

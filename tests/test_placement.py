@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from contextlib import closing
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 import fminfer
+from fminfer.agreement import connect_neighbours
 from fminfer.config import EngineConfig, StepSizes
 from fminfer.errors import UsageError
-from fminfer.placement import auto_budget, choose_device
+from fminfer.models.checkpoint import open_random
+from fminfer.models.weights import build_on_meta
+from fminfer.partition import Part
+from fminfer.pipeline.group import _choose_interface
+from fminfer.placement import choose_device, is_fast_in_bfloat16, use_device
+from fminfer.step_memory import GPU_RESERVE, auto_budget, step_bytes
 
 
 def test_ranks_take_the_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,9 +67,25 @@ def test_an_engine_has_the_sizes_of_its_device() -> None:
 
 
 def test_a_gpus_memory_is_for_the_cache_but_for_a_steps_work() -> None:
-    assert auto_budget(10, 10**9, 10_000, "cpu") == 500
-    assert auto_budget(10, 10**9, 10_000, "cuda") == 800
-    assert auto_budget(10, 300, 10_000, "cuda") == 300, "no more is of use"
+    """A GPU's fifth was left, whatever a step took: draws from 64 M logits need 2.5 GB."""
+    assert auto_budget(10, 10**9, 10_000, 99_999, "cpu") == 500
+    free, work = 10 * 2**30, 3 * 2**30
+    assert auto_budget(10, 10**9, free, work, "cuda") == (free - work - GPU_RESERVE) // 10
+    assert auto_budget(10, 300, free, work, "cuda") == 300, "no more is of use"
+    assert auto_budget(10, 300, work, work, "cuda") == 1
+
+
+def test_the_work_of_draws_on_a_gpu_is_counted() -> None:
+    checkpoint = open_random("llama-160m")
+    part, model = Part(0, 1, 0, 12), build_on_meta(checkpoint)
+    sizes = {
+        kind: step_bytes(
+            EngineConfig(), checkpoint, model, torch.device(kind), torch.bfloat16, part
+        )
+        for kind in ("cpu", "cuda")
+    }
+    assert 2.5e9 < sizes["cuda"] < 3.5e9
+    assert sizes["cpu"] < 0.2e9
 
 
 def test_threads_that_loading_used_do_not_compete_with_those_of_steps() -> None:
@@ -81,3 +106,68 @@ engine.close()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.stdout.split() == ["2", "2"], done.stderr
+
+
+def test_bfloat16_is_asked_of_the_device_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch was asked for its current device, which is another one's until it is set."""
+    capabilities = {0: (7, 5), 1: (9, 0)}
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability", lambda device: capabilities[device.index]
+    )
+    assert [is_fast_in_bfloat16(torch.device("cuda", i)) for i in (0, 1)] == [False, True]
+
+
+def test_a_gpus_products_round_no_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of 16-bit products' sums were added in 16 bits, as torch does by default."""
+    matmul, chosen = torch.backends.cuda.matmul, []
+    names = [f"allow_{kind}_reduced_precision_reduction" for kind in ("bf16", "fp16")]
+    names.append("allow_tf32")
+    before = [getattr(matmul, name) for name in names]
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    try:
+        use_device(torch.device("cpu"))
+        assert [getattr(matmul, name) for name in names] == before and not chosen
+        use_device(torch.device("cuda:1"))
+        assert not any(getattr(matmul, name) for name in names)
+        assert chosen == [torch.device("cuda:1")]
+    finally:
+        for name, value in zip(names, before, strict=True):
+            setattr(matmul, name, value)
+
+
+def test_neighbours_connect_pair_after_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's connections were made by two threads of a rank, whenever each had something."""
+    said: list[tuple[int, str, int]] = []
+    for rank in range(3):
+        for name in ("send", "recv"):
+            monkeypatch.setattr(
+                torch.distributed,
+                name,
+                lambda word, other, group, rank=rank, name=name: said.append((rank, name, other)),
+            )
+        group: Any = SimpleNamespace(rank=rank, world_size=3)
+        connect_neighbours(group, group, torch.device("cpu"))
+    assert said == [(0, "send", 1), (1, "recv", 0), (1, "send", 2), (2, "recv", 1)]
+
+
+def test_gloo_and_nccl_meet_on_one_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL was left to choose, and could take one on which the others are not reached."""
+    monkeypatch.setattr("fminfer.pipeline.group.interfaces", lambda: {"ib0": "10.0.0.7"})
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "x")  # so that it is as it was afterwards
+        monkeypatch.delenv(name)
+    mine = {"host": "b", "store": "10.0.0.1", "own": "10.0.0.7"}
+    _choose_interface(mine, [{"host": "a", "store": "10.0.0.1", "own": "10.0.0.1"}, mine])
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "=ib0"
+
+
+def test_a_gpus_peak_is_told_beside_what_was_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(fminfer.Engine(budget=1024, attention="eager")) as engine:
+        assert engine.gpu_memory == {}
+        monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 12345)
+        engine.device = torch.device("cuda")
+        told = engine.gpu_memory
+        kv = 1024 * engine.kv_bytes_per_token
+        assert told["peak_bytes"] == 12345
+        assert told["foreseen_bytes"] > engine.weight_bytes + kv

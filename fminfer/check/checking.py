@@ -52,7 +52,7 @@ class Check:
         self._config = config
         self._num_stages = num_stages
         self._checkpoint: Checkpoint = open_model(config, has_weights=False)
-        self._tokenizer: Tokenizer = load_tokenizer(self._checkpoint)
+        self._tokenizer: Tokenizer = load_tokenizer(config, self._checkpoint)
         self._device = choose_device(config.device)
         self._dtype = choose_dtype(config.dtype, self._checkpoint.config.dtype, self._device)
         self._limits: Limits = find_limits(config, self._checkpoint, self._tokenizer)

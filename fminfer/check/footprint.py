@@ -14,22 +14,21 @@ from typing import Any
 import torch
 
 from fminfer.config import EngineConfig
+from fminfer.head import layer_left_unpacked
 from fminfer.loading import kv_token_bytes, most_kv_tokens, split_model
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.slicing import cut
 from fminfer.models.weights import build_on_meta
 from fminfer.packed_linear import find_packable
 from fminfer.partition import Part
-from fminfer.pipeline.stage import MAX_LOGITS
-from fminfer.placement import auto_budget, free_bytes, is_fast_in_bfloat16
+from fminfer.placement import free_bytes, is_fast_in_bfloat16
+from fminfer.step_memory import auto_budget, step_bytes
 
 # Measured on CPUs with models of 125 to 560 million parameters; see docs/performance.md.
 RUN_BYTES = 30 << 20  # of a run's process beside a check's: threads, journal, rows
 # What the allocator cannot use again of each weight that was replaced by its packed form.
 HOLE_BYTES = {torch.float32: 5 << 19, torch.bfloat16: 1 << 20}
 EXPERT_HOLE_BYTES = {torch.float32: 1 << 20}  # of each product of an expert; in bfloat16 none
-LOGIT_COPIES = 3  # of float32 logits that may exist at once: greedy rows in bfloat16 need less
-HIDDEN_COPIES, WIDE_COPIES = 8, 3  # of a step's hidden states, and of what is inside an MLP
 
 
 @dataclass(slots=True, frozen=True)
@@ -85,7 +84,8 @@ def choose_budget(
         load, each = (sum(taken), sum(kv)) if shares_memory else (max(taken), max(kv))
         free = max(0, free_bytes(device) - load + (own_bytes() if shares_memory else 0))
         most = most_kv_tokens(config, checkpoint, device)
-        budget = auto_budget(each, most, free, device.type)
+        work = max(f.work for f in footprints)
+        budget = auto_budget(each, most, free, work, device.type)
     return -(-budget // config.block_size)
 
 
@@ -109,9 +109,10 @@ def _measure(
     model = build_on_meta(checkpoint)
     cut(model, checkpoint.family, part, device)
     is_fast = is_fast_in_bfloat16(device)
-    packable = (
-        find_packable(model, dtype, is_fast_in_bfloat16=is_fast) if device.type == "cpu" else []
-    )
+    packable: list[torch.Tensor] = []
+    if device.type == "cpu":
+        left = layer_left_unpacked(model, dtype)
+        packable = find_packable(model, dtype, is_fast_in_bfloat16=is_fast, left=left)
     weights = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
     # Of files in this very dtype the system keeps what was read, for it is mapped and not copied.
     is_mapped = checkpoint.folder is not None and checkpoint.config.dtype == dtype
@@ -125,30 +126,10 @@ def _measure(
         part.num_layers,
         libraries,
         weights,
-        _work_bytes(config, checkpoint, model, device, dtype, part),
+        step_bytes(config, checkpoint, model, device, dtype, part),
         kv_token_bytes(checkpoint, part, dtype),
     )
 
 
 def _is_tied(model: Any, weight: torch.Tensor) -> bool:
     return weight is getattr(model.get_input_embeddings(), "weight", None)
-
-
-def _work_bytes(
-    config: EngineConfig,
-    checkpoint: Checkpoint,
-    model: Any,
-    device: torch.device,
-    dtype: torch.dtype,
-    part: Part,
-) -> int:
-    """Return what a step needs beside weights and KV cache."""
-    layers = model.get_submodule(checkpoint.family.decoder)
-    widths = [max(p.shape) for p in layers.parameters() if p.dim() == 2]
-    hidden: int = checkpoint.config.hidden_size
-    vocab: int = checkpoint.config.vocab_size
-    wide = max((width for width in widths if width != vocab), default=hidden)
-    tokens = config.step_sizes(device.type, part.num_stages).chunk_size
-    work = tokens * (HIDDEN_COPIES * hidden + WIDE_COPIES * wide) * dtype.itemsize
-    logits = min(MAX_LOGITS[device.type], tokens * vocab) * 4 if part.is_last else 0
-    return work + LOGIT_COPIES * logits

@@ -113,7 +113,7 @@ def _choice(sequence: Sequence, index: int, spelling: Spelling, is_batch: bool) 
     choice["finish_reason"] = sequence.finish_reason
     if sequence.stop_reason is not None:
         choice["stop_reason"] = sequence.stop_reason
-    if params.return_token_ids:
+    if params.return_token_ids or not spelling.has_words:
         choice["prompt_token_ids"] = sequence.prompt.ids
         choice["token_ids"] = [token.token_id for token in sequence.tokens]
     return choice

@@ -164,6 +164,8 @@ class Intake:
             return self._tokenizer.describe_ids(
                 prompt, with_offsets=with_offsets, skip_special_tokens=params.skip_special_tokens
             )
+        if not self._tokenizer.has_words:
+            raise self._needs_words("prompt is text", "prompt")
         encoded = self._tokenizer.encode(
             prompt, with_offsets=with_offsets, add_special_tokens=params.add_special_tokens
         )
@@ -180,8 +182,20 @@ class Intake:
 
     def _check_params(self, params: SamplingParams) -> None:
         hint = "Was it written for another model?"
+        if params.stop and not self._tokenizer.has_words:
+            raise self._needs_words("stop is text", "stop")
         self._check_ids(params.stop_token_ids, "stop_token_ids", hint)
         self._check_ids([token_id for token_id, _ in params.logit_bias], "logit_bias", hint)
+
+    @staticmethod
+    def _needs_words(found: str, param: str) -> RequestError:
+        instead = "stop_token_ids" if param == "stop" else "token ids"
+        return RequestError(
+            "unsupported_parameter",
+            f"{found}, and this run has no tokenizer; give {instead}, or run without "
+            "--skip-tokenizer-init",
+            param,
+        )
 
     def _check_ids(self, ids: Iterable[int], param: str, hint: str) -> None:
         vocab_size = self._limits.vocab_size

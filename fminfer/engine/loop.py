@@ -238,6 +238,8 @@ class EngineLoop:
         if isinstance(state, Record):
             self._done.append(state)
             return
+        params = state.request.params
+        self.stats.read.num_seeded += params.seed is not None and not params.is_greedy
         if self._equal_requests is not None and self._equal_requests.follow(state):
             self._follow(state)
             return

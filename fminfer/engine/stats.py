@@ -21,7 +21,7 @@ class StageStats:
         """Count one step."""
         self.first_s = self.first_s or span.start_s
         self.last_s = span.end_s
-        self.busy_s += span.end_s - span.start_s
+        self.busy_s += span.end_s - span.start_s + span.earlier_s
         self.sent_bytes += span.sent_bytes
         self.max_tokens = span.max_tokens
 
@@ -31,6 +31,7 @@ class ReadWork:
     """What the lines that were read ask for; equal requests and wrong lines ask for nothing."""
 
     num_rows: int = 0  # lines, whatever they ask for
+    num_seeded: int = 0  # of them, those that draw with a seed of their own
     num_tokens: int = 0  # of prompts, to be computed or found in the prefix cache
     num_sequences: int = 0
     max_draws: int = 0  # of all sequences

@@ -49,6 +49,17 @@ struct Product {
     int64_t num_threads;
 };
 
+// Must agree with head_kernel.Arguments.
+struct Head {
+    const uint16_t* x;       // (rows, inputs)
+    const uint16_t* weight;  // (outputs, inputs)
+    const float* bias;       // (outputs,); null: none
+    float* out;              // (rows, outputs)
+    void* space;             // of fminfer_head_space
+    int64_t rows, inputs, outputs;
+    int64_t num_threads;
+};
+
 int fminfer_attention(const Arguments* arguments);
 void fminfer_rms_norm(const Rows* r, const void* weight, float eps, float offset,
                       const void* other, void* sum);

@@ -22,6 +22,34 @@ namespace {
 constexpr int GROUP_KEYS = 32;   // that are multiplied together
 constexpr int PIECE_KEYS = 128;  // between two steps of the softmax
 
+// Row i becomes column i of 16 rows.
+inline void transpose(UVec* rows) {
+    for (int i = 0; i < 8; i++) {
+        const UVec a = rows[i], b = rows[i + 8];
+        rows[i] = LANES_OF(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+        rows[i + 8] = LANES_OF(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    }
+    for (int g = 0; g < 16; g += 8)
+        for (int i = g; i < g + 4; i++) {
+            const UVec a = rows[i], b = rows[i + 4];
+            rows[i] = LANES_OF(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
+            rows[i + 4] =
+                LANES_OF(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+        }
+    for (int g = 0; g < 16; g += 4)
+        for (int i = g; i < g + 2; i++) {
+            const UVec a = rows[i], b = rows[i + 2];
+            rows[i] = LANES_OF(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+            rows[i + 2] =
+                LANES_OF(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+        }
+    for (int i = 0; i < 16; i += 2) {
+        const UVec a = rows[i], b = rows[i + 1];
+        rows[i] = LANES_OF(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
+        rows[i + 1] = LANES_OF(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+    }
+}
+
 #ifdef HAS_PAIRS
 
 constexpr int PAIRS = 16, TILE = PAIRS * 2 * LANES;
@@ -85,34 +113,6 @@ inline UVec pairs_of(Vec low, Vec high) {
                         0x160006, 0x170007, 0x180008, 0x190009, 0x1A000A, 0x1B000B,
                         0x1C000C, 0x1D000D, 0x1E000E, 0x1F000F};
     return (UVec)_mm512_permutexvar_epi16((__m512i)turns, halves);
-}
-
-// Row i becomes column i of 16 rows.
-inline void transpose(UVec* rows) {
-    for (int i = 0; i < 8; i++) {
-        const UVec a = rows[i], b = rows[i + 8];
-        rows[i] = LANES_OF(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
-        rows[i + 8] = LANES_OF(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-    }
-    for (int g = 0; g < 16; g += 8)
-        for (int i = g; i < g + 4; i++) {
-            const UVec a = rows[i], b = rows[i + 4];
-            rows[i] = LANES_OF(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
-            rows[i + 4] =
-                LANES_OF(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
-        }
-    for (int g = 0; g < 16; g += 4)
-        for (int i = g; i < g + 2; i++) {
-            const UVec a = rows[i], b = rows[i + 2];
-            rows[i] = LANES_OF(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
-            rows[i + 2] =
-                LANES_OF(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-        }
-    for (int i = 0; i < 16; i += 2) {
-        const UVec a = rows[i], b = rows[i + 1];
-        rows[i] = LANES_OF(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
-        rows[i + 1] = LANES_OF(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
-    }
 }
 
 // Puts 32 values of keys 2 p and 2 p + 1 for all p into two tiles, number by number in turns: the

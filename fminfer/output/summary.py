@@ -36,6 +36,7 @@ class JobSummary:
     wall_s: float = 0.0  # of answering, loading left out
     num_preempted: int = 0  # how often other work took a core from this process meanwhile
     is_beside_other_work: bool = False  # so often that it slowed the run
+    gpu_memory: dict[str, int] = field(default_factory=dict)  # of rank 0: foreseen, and the peak
     engine: dict[str, Any] = field(default_factory=dict)
     warnings: dict[str, int] = field(default_factory=dict)
 
@@ -157,6 +158,11 @@ class JobSummary:
             lines.append(
                 f"warning   {self.num_damaged_rows} rows of earlier runs were damaged on the disk, "
                 "and are answered again"
+            )
+        if self.engine.get("read", {}).get("num_seeded") and self.dtype != "float32":
+            lines.append(
+                f"note      in {self.dtype} a seed repeats its draws only beside the same rows and "
+                "with the same options; in float32 (--dtype) it always does"
             )
         return lines + [f"warning   {text} ({n} rows)" for text, n in self.warnings.items()]
 

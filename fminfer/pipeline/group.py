@@ -179,9 +179,9 @@ def status_of(error: BaseException) -> int:
 
 
 def _choose_interface(mine: dict[str, str], joined: list[dict[str, str]]) -> None:
-    """Let gloo use an interface on which every other rank can reach this one.
+    """Let gloo and NCCL use an interface on which every other rank can reach this one.
 
-    By itself it goes by the host's name, which often leads to the loopback interface.
+    By itself gloo goes by the host's name, which often leads to the loopback interface.
     """
     away = [fields["store"] for fields in joined if not _is_beside_store(fields)]
     address = mine["own"]
@@ -190,6 +190,7 @@ def _choose_interface(mine: dict[str, str], joined: list[dict[str, str]]) -> Non
     for name, found in interfaces().items():
         if found == address or (not away and found.startswith("127.")):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # as it is, no prefix
             return
 
 

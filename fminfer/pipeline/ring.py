@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable
 
 import torch
 
 from fminfer.errors import PipelineError
-from fminfer.messages import StageSpan, Step
+from fminfer.messages import Step
 from fminfer.partition import Part
 from fminfer.pipeline.local import Mark, QueuedPipeline
 from fminfer.pipeline.stage import Stage
@@ -105,17 +104,22 @@ class _Computer:
             body: the step as bytes; they are passed on as they came.
             spans, hidden: of the stages before.
         """
-        start_s = time.time()
+        self._stage.clock.start()
         hidden = self._stage.forward(step, hidden)
+        is_awaited = True
         if self._part.is_last:
             sampled, scored = self._stage.finish(step, hidden)
+            is_awaited = bool(sampled.ids or scored.ids)
             out = Message("result", encode_result(step.step_id, sampled, scored))
         else:
             out = Message("step", body, hidden=hidden)
             if hidden.is_cuda:  # other threads' streams take it, and the span ends with the work
                 torch.cuda.current_stream(hidden.device).record_event().synchronize()
         sent_bytes = out.num_bytes + len(spans)
-        span = StageSpan(start_s, time.time(), sent_bytes, self._stage.max_tokens)
+        max_tokens = self._stage.max_tokens
+        span = self._stage.clock.stop(
+            is_awaited=is_awaited, sent_bytes=sent_bytes, max_tokens=max_tokens
+        )
         out.spans = spans + encode_spans([span])
         return out
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-import time
 from array import array
 from collections.abc import Callable
 from typing import Any
@@ -17,9 +16,12 @@ from torch import nn
 from transformers import AttentionInterface
 
 from fminfer.attention import AttentionKernel, PagedAttention, plan_attention
+from fminfer.head import Head
+from fminfer.head_kernel import HeadKernel
 from fminfer.memory import SizeLimit
-from fminfer.messages import SamplingRows, StageSpan, Step, StepResult, StepRow, TokenLogprobs
+from fminfer.messages import SamplingRows, Step, StepResult, StepRow, TokenLogprobs
 from fminfer.models.families import Family
+from fminfer.pipeline.step_clock import StepClock
 from fminfer.sampling import (
     Drawer,
     Draws,
@@ -51,6 +53,7 @@ class Stage:
         kernel: the compiled attention kernel; None: plain tensor operations.
         ranker: finds normalizers and the best of logits.
         drawer: draws tokens.
+        head_kernel: the compiled head; None: plain torch.
     """
 
     def __init__(
@@ -65,9 +68,12 @@ class Stage:
         kernel: AttentionKernel | None = None,
         ranker: Ranker = rank,
         drawer: Drawer = draw,
+        head_kernel: HeadKernel | None = None,
     ) -> None:
         self._decoder = model.get_submodule(family.decoder)
-        self._head = model.get_output_embeddings()
+        layer = model.get_output_embeddings()
+        self._is_last = not isinstance(layer, nn.Identity)
+        self._head = Head(layer, head_kernel) if self._is_last else None
         self._takes_positions = family.takes_positions
         self._wants_mask = family.wants_mask
         self._logit_cap: float | None = getattr(model.config, "final_logit_softcapping", None)
@@ -82,9 +88,9 @@ class Stage:
         self._kernel = kernel
         self._ranker = ranker
         self._drawer = drawer
+        self.clock = StepClock(device)
         self._token_limit = SizeLimit("tokens")
         self._logit_limit = SizeLimit("tokens' logits")
-        self._is_last = not isinstance(self._head, nn.Identity)
         self._caches: list[PagedAttention] = []
         layers = self._decoder.get_submodule(family.layers)
         self._last_layer: Any = layers[-1]
@@ -110,9 +116,10 @@ class Stage:
 
     def run(self, step: Step) -> StepResult:
         """Compute one step of a whole model: forward, then sampling and scoring."""
-        start_s = time.time()
+        self.clock.start()
         sampled, scored = self.finish(step, self.forward(step, None))
-        span = StageSpan(start_s, time.time(), max_tokens=self.max_tokens)
+        is_awaited = bool(sampled.ids or scored.ids)
+        span = self.clock.stop(is_awaited=is_awaited, max_tokens=self.max_tokens)
         return StepResult(step.step_id, sampled, scored, [span])
 
     @property
@@ -234,18 +241,19 @@ class Stage:
         use: Callable[[torch.Tensor, slice], Draws],
     ) -> TokenLogprobs:
         """Run the head and `use` its logits a bounded number of rows at a time."""
-        result = TokenLogprobs([], [], [], [])
+        result, head = TokenLogprobs([], [], [], []), self._head
+        assert head is not None, "only the last stage has a head"
 
         def use_part(first: int, last: int) -> Draws:
             part = slice(first, last)
             index = torch.tensor(places[part], device=self._device)
-            logits = self._head(hidden[index])
+            logits = head(hidden[index])
             if self._logit_cap is not None:
-                logits = soft_cap(logits.float(), self._logit_cap)
+                logits = soft_cap(logits, self._logit_cap)
             return use(logits, part)
 
         limit = self._logit_limit
-        most = MAX_LOGITS[self._device.type] // self._head.weight.shape[0]
+        most = MAX_LOGITS[self._device.type] // head.vocab_size
         limit.most = min(limit.most, max(1, most))
         for draws in limit.run(len(places), use_part):
             result.ids += draws.ids.tolist()

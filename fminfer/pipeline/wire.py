@@ -71,8 +71,11 @@ def encode_spans(spans: list[StageSpan]) -> bytes:
 
 def decode_spans(data: bytes) -> list[StageSpan]:
     """Return the spans of `encode_spans`."""
-    rows = np.frombuffer(data, np.float64).reshape(-1, 4).tolist()
-    return [StageSpan(start_s, end_s, *map(int, counts)) for start_s, end_s, *counts in rows]
+    rows = np.frombuffer(data, np.float64).reshape(-1, 5).tolist()
+    return [
+        StageSpan(start_s, end_s, int(sent_bytes), int(max_tokens), earlier_s)
+        for start_s, end_s, sent_bytes, max_tokens, earlier_s in rows
+    ]
 
 
 def _plain(value: object) -> list[int] | list[float]:

@@ -53,8 +53,8 @@ class Member:
         self._lines: deque[Line] = deque()
         self._has_ended = False
 
-        def wait_for_others() -> None:
-            connection.send(Loaded())
+        def wait_for_others(file_digests: dict[str, str]) -> None:
+            connection.send(Loaded(file_digests))
             assert connection.recv() == GO_ON
 
         self._engine = Engine(group=group, on_loaded=wait_for_others, **asdict(config))

@@ -13,7 +13,7 @@ from fminfer.engine.stats import EngineStats
 from fminfer.input.lines import Line
 from fminfer.output.records import Record
 from fminfer.team.place import PLACE, Place
-from fminfer.team.wire import Ended, Failed, Ready
+from fminfer.team.wire import Ended, Failed, Loaded, Ready
 
 Key = tuple[int, int]  # a line's source and number
 
@@ -36,6 +36,7 @@ class PipelineProcess:
         self.connection = Connection(ours.detach())
         self.is_alive = True
         self.failure: Failed | None = None
+        self.loaded: Loaded | None = None
         self.ready: Ready | None = None
         self.ended: Ended | None = None
         self.stats = EngineStats()

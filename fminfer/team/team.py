@@ -21,6 +21,7 @@ from fminfer.engine.intake import Intake
 from fminfer.engine.loop import LOOKAHEAD
 from fminfer.engine.stats import EngineStats
 from fminfer.errors import FminferError, PipelineError, RequestError, StoppedError, row_error
+from fminfer.fingerprint import digest_files, name_differences
 from fminfer.input.envelope import Envelope, as_text, open_envelope
 from fminfer.input.lines import Line
 from fminfer.models.checkpoint import Checkpoint
@@ -74,6 +75,7 @@ class Team:
         self.on_work: Callable[[int, int], None] = lambda num_fed, num_drawn: None
         self._returned: deque[Line] = deque()  # of pipelines that died
         self._grace_s: float | None = None
+        self._file_digests = digest_files(checkpoint)
         self._pipelines = [
             PipelineProcess(i, num_pipelines, arguments) for i in range(num_pipelines)
         ]
@@ -93,6 +95,11 @@ class Team:
         for pipeline in self._pipelines:
             total.add(pipeline.stats)
         return total
+
+    @property
+    def gpu_memory(self) -> dict[str, int]:
+        """Nothing: each pipeline has GPUs of its own."""
+        return {}
 
     @property
     def warnings(self) -> dict[str, int]:
@@ -161,12 +168,25 @@ class Team:
             for pipeline, report in self._reports(1.0):
                 if isinstance(report, Loaded):
                     waiting.discard(pipeline.number)
+                    pipeline.loaded = report
             waiting &= {pipeline.number for pipeline in self._living}
+        self._compare_weights()
         for pipeline in self._living:
             pipeline.tell(GO_ON)
         while any(pipeline.ready is None for pipeline in self._living):
             list(self._listen(1.0))
         self._check_any_lives()
+
+    def _compare_weights(self) -> None:
+        """See that every pipeline has read the same weights: the folder may have changed."""
+        for pipeline in self._living:
+            digests = {} if pipeline.loaded is None else pipeline.loaded.file_digests
+            if differences := name_differences(digests, self._file_digests):
+                raise PipelineError(
+                    f"the weights of pipeline {pipeline.number} are not those with which the run "
+                    f"began: {differences} differ; leave the model's folder as it is while a run "
+                    "starts"
+                )
 
     def _feed(self, lines: Iterator[Line | None]) -> Generator[Record, None, bool]:
         """Give lines to those who have room; return False when there are no more."""

@@ -19,6 +19,8 @@ GO_ON = "go on"  # all pipelines have their weights: the memory that is left can
 class Loaded:
     """The weights are in memory."""
 
+    file_digests: dict[str, str]  # of their files, which all pipelines must have the same
+
 
 @dataclass(slots=True, frozen=True)
 class Ready:

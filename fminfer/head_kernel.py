@@ -1,0 +1,61 @@
+"""Calls the compiled head of the CPU: rows of bfloat16 times its weight, in float32."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+
+class Arguments(ctypes.Structure):
+    """What the kernel is called with; calls.h says what each is."""
+
+    _fields_ = (
+        *[(name, ctypes.c_void_p) for name in ("x", "weight", "bias", "out", "space")],
+        *[(name, ctypes.c_int64) for name in ("rows", "inputs", "outputs", "num_threads")],
+    )
+
+
+class HeadKernel:
+    """The head of one built library."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        number = ctypes.c_int64
+        self._multiply, self._space = library.fminfer_head, library.fminfer_head_space
+        self._multiply.argtypes = [ctypes.POINTER(Arguments)]
+        self._space.argtypes = [number, number, number]
+        self._space.restype = number
+
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return x·Wᵀ + b, (rows, outputs) float32.
+
+        Args:
+            x: (rows, inputs) bfloat16.
+            weight: (outputs, inputs) bfloat16, as it is: it is not packed.
+            bias: (outputs,) float32, or None.
+        """
+        (rows, inputs), outputs = x.shape, len(weight)
+        x, num_threads = x.contiguous(), torch.get_num_threads()
+        assert x.is_cpu and x.dtype == weight.dtype == torch.bfloat16, "rows and weight"
+        assert weight.is_contiguous() and weight.shape == (outputs, inputs), "a head's weight"
+        if bias is not None:
+            assert bias.shape == (outputs,) and bias.dtype == torch.float32, "a head's bias"
+            assert bias.is_contiguous(), "a head's bias"
+        out = x.new_empty((rows, outputs), dtype=torch.float32)
+        space = x.new_empty(self._space(rows, inputs, num_threads), dtype=torch.uint8)
+        self._multiply(
+            Arguments(
+                x.data_ptr(),
+                weight.data_ptr(),
+                None if bias is None else bias.data_ptr(),
+                out.data_ptr(),
+                space.data_ptr(),
+                rows,
+                inputs,
+                outputs,
+                num_threads,
+            )
+        )
+        return out

@@ -1,0 +1,62 @@
+"""What a step needs beside weights and KV cache, and how much KV cache is left room for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fminfer.config import EngineConfig
+from fminfer.models.checkpoint import Checkpoint
+from fminfer.partition import Part
+from fminfer.pipeline.stage import MAX_LOGITS
+
+# Of one logit, all copies that exist at once. Float32 logits, edited and ranked on the CPU; on a
+# GPU torch draws from them with cumulated probabilities in float64 (not measured there).
+LOGIT_BYTES = {"cpu": 3 * 4, "cuda": 40}
+HIDDEN_COPIES, WIDE_COPIES = 8, 3  # of a step's hidden states, and of what is inside an MLP
+CPU_SHARE = 0.5  # of the memory that is free once weights are loaded; others use it as well
+GPU_RESERVE = 3 << 29  # of a GPU, for cuBLAS, compiled kernels and holes in torch's memory
+
+
+def step_bytes(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    model: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+    part: Part,
+) -> int:
+    """Return what the largest step takes in one stage.
+
+    Args:
+        model: the stage's, with or without values.
+    """
+    layers = model.get_submodule(checkpoint.family.decoder)
+    widths = [max(p.shape) for p in layers.parameters() if p.dim() == 2]
+    hidden: int = checkpoint.config.hidden_size
+    vocab: int = checkpoint.config.vocab_size
+    wide = max((width for width in widths if width != vocab), default=hidden)
+    tokens = config.step_sizes(device.type, part.num_stages).chunk_size
+    work = tokens * (HIDDEN_COPIES * hidden + WIDE_COPIES * wide) * dtype.itemsize
+    logits = min(MAX_LOGITS[device.type], tokens * vocab) if part.is_last else 0
+    return work + LOGIT_BYTES[device.type] * logits
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the most memory that torch has taken of a GPU so far; 0 for a CPU."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
+
+
+def auto_budget(
+    kv_bytes_per_token: int, most_useful: int, free: int, work: int, device_type: str
+) -> int:
+    """Return the tokens of KV cache that a device has room for, at least 1.
+
+    Args:
+        kv_bytes_per_token, work: of all that share the memory; `work` is that of steps.
+        most_useful: more tokens are of no use.
+        free: bytes, once the weights are loaded.
+    """
+    room = int(free * CPU_SHARE) if device_type == "cpu" else free - work - GPU_RESERVE
+    return max(1, min(most_useful, room // kv_bytes_per_token))
