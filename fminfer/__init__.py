@@ -10,7 +10,14 @@ from typing import Any
 from fminfer.errors import CheckpointError, FminferError, RequestError, UsageError
 
 __version__ = "0.1.0"
-__all__ = ["CheckpointError", "Engine", "FminferError", "RequestError", "UsageError"]
+__all__ = [
+    "CheckpointError",
+    "Engine",
+    "EngineConfig",
+    "FminferError",
+    "RequestError",
+    "UsageError",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -21,4 +28,8 @@ def __getattr__(name: str) -> Any:
         from fminfer.worker import Engine
 
         return Engine
+    if name == "EngineConfig":
+        from fminfer.config import EngineConfig
+
+        return EngineConfig
     raise AttributeError(f"module 'fminfer' has no attribute {name!r}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -68,7 +68,7 @@ def run_bench(
         raise UsageError(
             f"a batch of {max(batch_sizes)} does not run at once: --max-rows is {config.max_rows}"
         )
-    engine = Engine(**asdict(replace(config, max_rows=config.max_rows or max(batch_sizes))))
+    engine = Engine(replace(config, max_rows=config.max_rows or max(batch_sizes)))
     try:
         ready_s = elapsed_s()
         _check_room(engine, max(batch_sizes), new_tokens)

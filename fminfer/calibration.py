@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,7 @@ def calibrate(config: EngineConfig, on_trial: Callable[[Trial], None]) -> Calibr
         FminferError: the model cannot be loaded, or a row fails.
         UsageError: there is no folder to keep costs in.
     """
-    engine = Engine(**asdict(config))
+    engine = Engine(config)
     try:
         path = find_costs_path(
             config, open_model(config), engine.device, engine.dtype, has_kernel=engine.has_kernel

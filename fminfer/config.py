@@ -44,6 +44,7 @@ class EngineConfig:
     max_rows: int | None = None  # most sequences that run at once; None: the same
     micro_batches: int | None = None  # steps in flight; None: one more than there are stages
     prefix_cache: bool = True  # compute shared prefixes and equal requests once
+    max_model_len: int | None = None  # tokens of a sequence; None: the model's context
     on_too_long: OnTooLong = "error"  # a prompt that leaves no room for max_tokens
     max_logprobs: int = 100  # largest `logprobs` a request may ask for
     token_format: TokenFormat = "auto"  # of logprobs.tokens; auto: text in Batch lines, else vocab
@@ -76,8 +77,15 @@ class EngineConfig:
         return StepSizes(self.chunk_size or chunk_size, self.max_rows or (1024 if on_gpu else 256))
 
     def __post_init__(self) -> None:
-        at_least_1 = ("block_size", "chunk_size", "max_rows", "micro_batches")
-        for field in (*at_least_1, "num_layers", "max_layers", "max_steps", "threads"):
+        at_least_1 = ("block_size", "chunk_size", "max_rows", "micro_batches", "max_model_len")
+        for field in (
+            *at_least_1,
+            "num_layers",
+            "max_layers",
+            "max_steps",
+            "threads",
+            "max_model_len",
+        ):
             value = getattr(self, field)
             if value is not None and value < 1:
                 raise UsageError(f"{field} is {value}; it must be at least 1")

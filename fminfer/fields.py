@@ -37,8 +37,7 @@ class FieldReader:
         if not is_integral(value):
             raise wrong_type(name, value, "an integer or null")
         if not low <= value <= high:
-            limit = f"from {low} to {high}" if high < INT64 - 1 else f"at least {low}"
-            raise out_of_range(name, value, limit)
+            raise out_of_range(name, value, _broken_limit(value, low, high))
         return int(value)
 
     def integer(self, name: str, default: int, low: int, high: int) -> int:
@@ -85,6 +84,7 @@ class FieldReader:
         if not isinstance(value, dict):
             raise wrong_type(name, value, allowed)
         found: dict[int, float] = {}
+        spellings: dict[int, str] = {}
         for key, bias in value.items():
             if not (key.isascii() and key.isdigit() and len(key) < 20):
                 raise RequestError(
@@ -94,8 +94,23 @@ class FieldReader:
                 raise wrong_type(f"{name}[{key}]", bias, f"a number from {-limit} to {limit}")
             if not -limit <= bias <= limit:
                 raise out_of_range(f"{name}[{key}]", bias, f"from {-limit} to {limit}")
-            found[int(key)] = float(bias)
+            token_id = int(key)
+            if token_id in found:
+                raise RequestError(
+                    "out_of_range",
+                    f'{name} names token {token_id} twice, as "{spellings[token_id]}" and as '
+                    f'"{key}"; keep one of the two',
+                    name,
+                )
+            found[token_id], spellings[token_id] = float(bias), key
         return tuple(found.items())
+
+
+def _broken_limit(value: float, low: int, high: int) -> str:
+    """Name both limits, or of a 64-bit range the one that a value breaks."""
+    if high < INT64 - 1:
+        return f"from {low} to {high}"
+    return f"at least {low}" if value < low else f"at most {high}"
 
 
 def is_integral(value: object) -> bool:

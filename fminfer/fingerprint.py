@@ -46,6 +46,8 @@ def fingerprint_of(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, st
         "--max-layers": str(config.max_layers),
         "--model-name": checkpoint.name,  # it stands in records
     }
+    if config.max_model_len is not None:
+        found["--max-model-len"] = str(config.max_model_len)
     for name in SETTINGS:
         found[f"--{name.replace('_', '-')}"] = str(getattr(config, name))
     return found

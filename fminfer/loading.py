@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -100,14 +100,21 @@ def open_model(config: EngineConfig, *, has_weights: bool = True) -> Checkpoint:
 
     Raises:
         CheckpointError: there is none, or it does not run.
-        UsageError: --model-type says it is another.
+        UsageError: --model-type says it is another, or --max-model-len is beyond its context.
     """
     if config.random_init is not None:
         checkpoint = open_random(config.random_init)
     else:
         checkpoint = open_checkpoint(config.model, has_weights=has_weights)
     _check_model_type(config.model_type, str(checkpoint.config.model_type))
-    return checkpoint
+    if config.max_model_len is None:
+        return checkpoint
+    if config.max_model_len > checkpoint.context_length:
+        raise UsageError(
+            f"--max-model-len is {config.max_model_len}, and the context of {checkpoint.name} is "
+            f"{checkpoint.context_length} tokens; give a smaller one, or leave the flag out"
+        )
+    return replace(checkpoint, max_model_len=config.max_model_len)
 
 
 def load_part(

@@ -7,19 +7,15 @@ knows nothing of tokenizers or models: lengths in tokens are checked later, by t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from functools import lru_cache
 from typing import Any
 
 from fminfer.errors import RequestError
-from fminfer.fields import (
-    INT64,
-    FieldReader,
-    is_integral,
-    out_of_range,
-    show,
-    wrong_type,
-)
+from fminfer.fields import INT64, FieldReader, out_of_range, show
+from fminfer.prompts import check_choices, read_prompts
+from fminfer.row_warnings import MAX_NAMES, RowWarning, cut_name
 
 MAX_CANDIDATES = 128  # n and best_of
 MAX_BIAS = 100  # of logit_bias, on either side of 0
@@ -85,7 +81,7 @@ class Request:
     raw: bytes  # the JSON object exactly as it came, without surrounding white space
     prompts: list[str | list[int]]
     params: SamplingParams
-    warnings: tuple[str, ...] = field(default=())
+    warnings: tuple[RowWarning, ...] = field(default=())
 
 
 # Parameters that mean nothing in a file of completions: accepted at the value that changes nothing
@@ -118,14 +114,17 @@ def _check(raw: bytes, obj: dict[str, Any], max_logprobs: int, is_strict: bool) 
     _refuse_unsupported(obj)
     unknown = sorted(obj.keys() - _ACTED_ON - _RECORDED - _NEUTRAL.keys())
     if unknown and is_strict:
+        name = cut_name(unknown[0])
         raise RequestError(
             "unsupported_parameter",
-            f"{unknown[0]} is {show(obj[unknown[0]])}, and no parameter has that name; remove it, "
-            "or run without --strict to keep it and not act on it",
-            unknown[0],
+            f"{name} is {show(obj[unknown[0]])}, and no parameter has that name"
+            f"{_meant(name)}; remove it, or run without --strict to keep it and not act on "
+            "it",
+            name,
         )
     if unknown:
-        warnings.append(f"unknown parameters are kept and not acted on: {', '.join(unknown)}")
+        names = tuple(name + _meant(name) for name in map(cut_name, unknown[: MAX_NAMES + 1]))
+        warnings.append(RowWarning("unknown parameters are kept and not acted on", names))
     n = reader.integer("n", DEFAULTS.n, 1, MAX_CANDIDATES)
     best_of = reader.integer("best_of", n, 0, MAX_CANDIDATES)
     is_below = best_of < n and obj.get("best_of") is not None
@@ -134,7 +133,8 @@ def _check(raw: bytes, obj: dict[str, Any], max_logprobs: int, is_strict: bool) 
             "best_of", best_of, f"at least n, which is {n}; without --strict it is taken as {n}"
         )
     if is_below:
-        warnings.append(f"best_of {best_of} is below n {n} and is taken as {n}")
+        values = (f"best_of {best_of} with n {n}",)
+        warnings.append(RowWarning("best_of is below n and is taken as n", values))
     max_tokens = reader.integer("max_tokens", DEFAULTS.max_tokens, 0, INT64 - 1)
     params = SamplingParams(
         max_tokens=max_tokens,
@@ -158,7 +158,16 @@ def _check(raw: bytes, obj: dict[str, Any], max_logprobs: int, is_strict: bool) 
         seed=reader.optional_integer("seed", -INT64, INT64 - 1),
         **{name: reader.boolean(name, getattr(DEFAULTS, name)) for name in _SWITCHES},
     )
-    return Request(raw=raw, prompts=_prompts(obj), params=params, warnings=tuple(warnings))
+    prompts = read_prompts(obj)
+    check_choices(len(prompts), params.n, params.best_of)
+    return Request(raw=raw, prompts=prompts, params=params, warnings=tuple(warnings))
+
+
+@lru_cache(1024)  # for files with a key of their own on each line
+def _meant(name: str) -> str:
+    """Ask whether the nearest known parameter was meant."""
+    nearest = get_close_matches(name, _ACTED_ON | _RECORDED, 1, 0.8)
+    return f" (did you mean {nearest[0]}?)" if nearest else ""
 
 
 def _min_tokens(reader: FieldReader, max_tokens: int) -> int:
@@ -176,9 +185,7 @@ def _min_tokens(reader: FieldReader, max_tokens: int) -> int:
 def _refuse_unsupported(obj: dict[str, Any]) -> None:
     for name, neutral in _NEUTRAL.items():
         value = obj.get(name)
-        if value is None or any(value == ok and type(value) is not bool for ok in neutral):
-            continue
-        if any(value is ok for ok in neutral):
+        if value is None or any(type(value) is type(ok) and value == ok for ok in neutral):
             continue
         allowed = " or ".join(["null", *(json.dumps(ok) for ok in neutral)])
         raise RequestError(
@@ -187,55 +194,3 @@ def _refuse_unsupported(obj: dict[str, Any]) -> None:
             f"remove {name} or set it to {allowed}",
             name,
         )
-
-
-def _prompts(obj: dict[str, Any]) -> list[str | list[int]]:
-    value = obj.get("prompt")
-    if value is None:
-        found = "null" if "prompt" in obj else "absent"
-        raise RequestError(
-            "missing_prompt",
-            f"prompt is {found}; give a string, a list of strings, token ids, or a list of "
-            'lists of token ids ("" generates from the start)',
-            "prompt",
-        )
-    if isinstance(value, str):
-        return [_encodable(value)]
-    if isinstance(value, list) and not value:
-        raise RequestError("out_of_range", "prompt is an empty list; give a prompt", "prompt")
-    if _is_all(value, lambda v: isinstance(v, str)):
-        return [_encodable(text) for text in value]
-    if _is_all(value, is_integral):
-        return [_token_ids(value)]
-    if _is_all(value, lambda ids: _is_all(ids, is_integral)):
-        return [_token_ids(ids) for ids in value]
-    raise wrong_type(
-        "prompt",
-        value,
-        "a string, a list of strings, a list of token ids, or a list of lists of token ids",
-    )
-
-
-def _is_all(value: Any, test: Callable[[Any], bool]) -> bool:
-    return isinstance(value, list) and all(test(item) for item in value)
-
-
-def _token_ids(ids: list[Any]) -> list[int]:
-    if not ids:
-        raise RequestError(
-            "out_of_range", "prompt holds an empty list of token ids; give at least one", "prompt"
-        )
-    return [int(i) for i in ids]
-
-
-def _encodable(text: str) -> str:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise RequestError(
-            "invalid_utf8",
-            f"prompt holds half of a surrogate pair (\\u{ord(text[error.start]):04x}) at character "
-            f"{error.start}, which is no text; write the whole pair or the character itself",
-            "prompt",
-        ) from None
-    return text

@@ -200,6 +200,12 @@ ENGINE = [
 ]
 CONTRACT = [
     click.option(
+        "--max-model-len",
+        type=int,
+        help="Most tokens of a prompt and its completion, to save memory.  "
+        "[default: the model's context]",
+    ),
+    click.option(
         "--max-logprobs",
         type=int,
         default=DEFAULTS.max_logprobs,

@@ -9,7 +9,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 
 import click
 import transformers
@@ -76,7 +75,7 @@ def run_process(
 
         def make_engine(checkpoint: Checkpoint, loading: LoadingBar) -> Engine | Team:
             if ranks.data_group_size == 1:
-                return Engine(on_progress=loading, **asdict(config))
+                return Engine(config, on_progress=loading)
             return Team(config, checkpoint, ranks.data_group_size, arguments, _say)
 
         return _answer(job, plan or job.plan(), config, None, stopper, elapsed_s, make_engine)
@@ -95,11 +94,11 @@ def _be_a_rank(
     group = Group(facts, join_timeout_s=ranks.join_timeout_s, rank_timeout_s=ranks.rank_timeout_s)
     if group.rank > 0:
         stopper.leave_to_rank_0()
-        serve_rank(group, **asdict(config))
+        serve_rank(group, config)
         return None
 
     def make_engine(checkpoint: Checkpoint, loading: LoadingBar) -> Engine:
-        return Engine(on_progress=loading, group=group, **asdict(config))
+        return Engine(config, on_progress=loading, group=group)
 
     try:
         if place is not None:
@@ -226,6 +225,8 @@ def _start_engine(
         raise
     finally:
         loading.close()
+    if not job.is_quiet:
+        engine.tell_warnings(_say)
     if config.cuda_ids and engine.device.type == "cpu" and not job.is_quiet:
         click.echo("There is no GPU here: --cuda-id means nothing, the CPU computes.", err=True)
     if not job.is_quiet and (why := why_no_cache()):

@@ -6,7 +6,7 @@ It wraps transformers' tokenizers (fast ones and sentencepiece ones) and knows n
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from fminfer.detokenizer import BROKEN, Detokenizer
 from fminfer.errors import CheckpointError
 from fminfer.sentencepieces import follow_model_file
+from fminfer.token_lengths import LongestToken, find_longest, least_tokens
 
 # Files of vocabularies, beside those whose names end in .model or .tiktoken.
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt")
@@ -113,6 +114,20 @@ class Tokenizer:
             )
         offsets = self._text_offsets(text, ids, add_special_tokens) if with_offsets else []
         return EncodedPrompt(ids, text, offsets)
+
+    def least_tokens(self, text: str) -> int:
+        """Return a number of tokens that a text certainly has; it costs no tokenizing."""
+        return least_tokens(text, self._longest)
+
+    @cached_property
+    def _longest(self) -> LongestToken | None:
+        if self._hf is None:
+            return LongestToken(1, is_exact=True)
+        if self._backend is None:
+            return None
+        has_all_bytes = self._is_byte_level or len(self._bytes) == 256
+        added = self._hf.added_tokens_decoder.values()
+        return find_longest(self._backend, added, has_all_bytes=has_all_bytes)
 
     def describe_ids(
         self, ids: list[int], *, with_offsets: bool = False, skip_special_tokens: bool = True

@@ -10,13 +10,16 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
+from typing_extensions import Unpack
+
 from fminfer.assembly import build_loop, find_limits, load_tokenizer
 from fminfer.config import EngineConfig
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.intake import Intake
 from fminfer.engine.loop import LOOKAHEAD
 from fminfer.engine.stats import EngineStats
-from fminfer.errors import PipelineError, UsageError
+from fminfer.engine_options import EngineOptions, make_config, shows_options
+from fminfer.errors import PipelineError
 from fminfer.input.lines import Line
 from fminfer.loading import LoadedPart, build_stage, count_blocks, load_part, open_model
 from fminfer.messages import StepTrace
@@ -40,12 +43,13 @@ class Engine:
             print(record.to_dict())
 
     Args:
-        model: a folder or hub id; None is the demo model of the package.
+        model: a folder or hub id, or a whole `EngineConfig`; None is the demo model of the package.
         on_progress: called with (bytes read, bytes in all) while weights load.
         on_loaded: called when the weights are in memory, before the KV cache is, with a digest of
             each of their files if others must have the same.
         group: the ranks among which this process is rank 0; None: it runs the model alone.
-        options: the other fields of `EngineConfig`.
+        options: fields of `EngineConfig`, which says what each means. Given with a config, they
+            take the place of its own.
 
     Raises:
         CheckpointError: the model cannot be loaded.
@@ -53,17 +57,18 @@ class Engine:
         UsageError: an option that cannot be.
     """
 
+    @shows_options
     def __init__(
         self,
-        model: str | None = None,
+        model: str | EngineConfig | None = None,
         *,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
         on_loaded: Callable[[dict[str, str]], None] = lambda digests: None,
         group: Group | None = None,
-        **options: Any,
+        **options: Unpack[EngineOptions],
     ) -> None:
         started = time.perf_counter()
-        self.config = config = EngineConfig(model=model, **options)
+        self.config = config = make_config(model, **options)
         checkpoint = open_model(config)
         self.model_name = checkpoint.name
         self.tokenizer = load_tokenizer(config, checkpoint)
@@ -113,7 +118,16 @@ class Engine:
     @property
     def warnings(self) -> dict[str, int]:
         """What was strange about requests that were answered all the same, and how often."""
-        return dict(self._intake.warnings)
+        return self._intake.warnings.to_dict()
+
+    @property
+    def rows_by_warning(self) -> dict[str, int]:
+        """The same by kind, without the names that belong to it."""
+        return self._intake.warnings.rows
+
+    def tell_warnings(self, tell: Callable[[str], None]) -> None:
+        """Have a function told of each warning when it is first met."""
+        self._intake.on_warning = tell
 
     def trace(self, on_step: Callable[[StepTrace], None]) -> None:
         """Have a function told of every step that is finished."""
@@ -132,11 +146,11 @@ class Engine:
 
         Yields:
             one Record a request, in the order in which they finish; `record.line.number` counts the
-            requests from 1. A request that is wrong gives a record with `error` set. Closing the
-            generator ends the run early.
+            requests from 1. A request that is wrong, or no dict at all, gives a record with `error`
+            set. Closing the generator ends the run early.
 
         Raises:
-            UsageError: a request that JSON cannot hold, or an earlier run that is not finished.
+            UsageError: an earlier run is not finished.
         """
         return self._loop.run(_as_lines(requests), read_ahead)
 
@@ -164,16 +178,15 @@ class Engine:
             group.leave()
 
 
-def serve_rank(group: Group, **options: Any) -> None:
+def serve_rank(group: Group, config: EngineConfig) -> None:
     """Be a rank other than 0: load its layers, and compute until rank 0 says stop.
 
     What goes wrong ends this process and the run.
 
     Args:
-        options: the fields of `EngineConfig`, as rank 0 has them.
+        config: as rank 0 has it.
     """
     try:
-        config = EngineConfig(**options)
         loaded = load_part(config, open_model(config), group)
         stage = build_stage(config, loaded, count_blocks(config, loaded, group))
         serve(stage, loaded.part, loaded.form, on_stop=group.watch.stop)
@@ -206,11 +219,18 @@ def _as_lines(requests: Iterable[Mapping[str, Any] | Line | None]) -> Iterator[L
         number += request is not None
         if request is None or isinstance(request, Line):
             yield request
-        elif isinstance(request, Mapping):
-            try:
-                raw = json.dumps(dict(request)).encode()  # nan stays nan, and is refused by name
-            except (TypeError, ValueError, RecursionError) as error:
-                raise UsageError(f"request {number} is no JSON: {error}") from error
-            yield Line(0, number, raw)
         else:
-            raise UsageError(f"request {number} is a {type(request).__name__}; give dicts")
+            yield _as_line(number, request)
+
+
+def _as_line(number: int, request: object) -> Line:
+    """Return a request as an input line; what is none costs this line only."""
+    if not isinstance(request, Mapping):
+        fault = f"request {number} is a {type(request).__name__}; give a dict"
+        return Line(0, number, repr(request).encode(), fault=fault)
+    try:
+        raw = json.dumps(dict(request)).encode()  # nan stays nan, and is refused by name
+    except (TypeError, ValueError, RecursionError) as error:
+        fault = f"request {number} is no JSON: {error}"
+        return Line(0, number, repr(request).encode(), fault=fault)
+    return Line(0, number, raw)

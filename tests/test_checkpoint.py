@@ -36,6 +36,20 @@ def damage(source: Path, target: Path, change: Any) -> Path:
     return target
 
 
+@pytest.mark.parametrize("name", ["/models/nope", "./nope", "a/b/c", "no such model", "-x-"])
+def test_a_wrong_path_is_told_in_plain_words(name: str) -> None:
+    """It ended with the hub's "Repo id must be in the form …"."""
+    with pytest.raises(CheckpointError, match=r"is no folder here.*Give the folder") as caught:
+        open_checkpoint(name)
+    assert "epo id" not in str(caught.value)
+
+
+def test_a_file_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"is a file.*Give the folder"):
+        open_checkpoint(str(tmp_path / "model.safetensors"))
+
+
 def test_a_missing_tensor_is_fatal_and_named(llama_checkpoint: Any, tmp_path: Path) -> None:
     """The ancestor said "randomly initialized" and went on."""
     name = "model.layers.1.mlp.up_proj.weight"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import inspect
 import math
 import random
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,10 @@ import pytest
 import torch
 
 import fminfer
+from fminfer.config import EngineConfig
+from fminfer.engine_options import EngineOptions, make_config
 from fminfer.errors import StepLimitError
+from fminfer.loading import open_model
 from fminfer.messages import SamplingRows, ScoringRows, Step, StepResult, TokenLogprobs
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.weights import load_model
@@ -220,11 +226,35 @@ def logprobs_of(model: Any, ids: list[int]) -> torch.Tensor:
     return logprobs[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
 
 
-def test_requests_must_be_dicts(engine: fminfer.Engine) -> None:
-    with pytest.raises(fminfer.UsageError, match="request 1 is a str"):
-        list(engine.run(["hello"]))  # type: ignore[list-item]
-    with pytest.raises(fminfer.UsageError, match="request 1 is no JSON"):
-        list(engine.run([{"prompt": b"x"}]))
+def test_what_is_no_dict_costs_one_record(engine: fminfer.Engine) -> None:
+    """It ended the run, where a bad dict costs one record."""
+    circle: dict[str, Any] = {"prompt": "x"}
+    circle["self"] = circle
+    odd: list[Any] = ["hello", [1], 5, {"prompt": b"x"}, circle, object(), {"prompt": "x"}]
+    records = sorted(engine.run(odd), key=lambda record: record.line.number)
+    messages = [record.error.message if record.error else "" for record in records]
+    assert messages[0] == "request 1 is a str; give a dict" and messages[-1] == ""
+    assert "request 4 is no JSON" in messages[3]
+    assert all(messages[:-1]) and len(messages) == len(odd)
+    assert all(record.to_json() for record in records)
+
+
+def test_help_names_every_option() -> None:
+    """`Engine`'s help was `**options`."""
+    shown = inspect.signature(fminfer.Engine).parameters
+    for field in dataclasses.fields(EngineConfig):
+        assert field.name == "model" or shown[field.name].default == field.default, field.name
+    assert {*EngineOptions.__annotations__, "model"} == {
+        field.name for field in dataclasses.fields(EngineConfig)
+    }, "an option of EngineConfig is missing in EngineOptions, or the other way round"
+    with pytest.raises(fminfer.UsageError, match="no option buget; the options are"):
+        fminfer.Engine(buget=5)  # type: ignore[call-arg]
+
+
+def test_a_config_travels_as_an_object(engine: fminfer.Engine) -> None:
+    config = EngineConfig(model="somewhere", budget=64)
+    assert make_config(config, budget=96) == EngineConfig(model="somewhere", budget=96)
+    assert make_config("somewhere", budget=64) == config
 
 
 def test_values_that_json_lacks_are_refused_and_never_become_null(engine: fminfer.Engine) -> None:
@@ -324,6 +354,18 @@ def test_the_sum_of_row_shares_is_the_wall_time(
     "on_too_long, echoed",
     [("truncate-left", "0123456789"), ("truncate-right", "abcdefghij")],
 )
+def test_a_shorter_context(llama_checkpoint: tuple[Path, Any]) -> None:
+    config = EngineConfig(model=str(llama_checkpoint[0]), max_model_len=20, dtype="float32")
+    assert open_model(config).context_length == 20
+    engine = fminfer.Engine(config, attention="eager")
+    whole, long = (next(engine.run([{"prompt": [5] * n, "max_tokens": 4}])) for n in (16, 17))
+    engine.close()
+    assert whole.error is None and long.error is not None
+    assert long.error.code == "context_length_exceeded" and "20 tokens" in long.error.message
+    with pytest.raises(fminfer.UsageError, match=r"--max-model-len is 257.* 256 tokens"):
+        open_model(replace(config, max_model_len=257))
+
+
 def test_prompts_are_cut_when_asked_and_it_is_told(
     llama_checkpoint: tuple[Path, Any], on_too_long: str, echoed: str
 ) -> None:

@@ -10,14 +10,17 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "fminfer"
 # From the lowest up. A sign of the house: a new module finds its place here or is in the wrong one.
 FLOORS = """
-errors timing messages control_groups detokenizer sentencepieces shared_runs soft_cap \
+input.pieces token_lengths row_warnings \
+    errors timing messages control_groups detokenizer sentencepieces shared_runs soft_cap \
     weighed_values output.rows output.names cache layer_kernels head_kernel triton_kernels \
     engine.blocks engine.noise engine.stopping engine.expected split.folders cluster.job_names
-config fields processor host_memory threads input.streams input.values input.spans tokenizer \
+input.spread \
+    config fields processor host_memory threads input.streams input.values input.spans tokenizer \
     partition ranks models.alibi models.families models.sizes models.variants \
     models.weight_files integrations.generation engine.stats engine.seen output.trace \
     output.disk stopping memory head cost_model cluster.schedulers cluster.scripts team.place
-input.lines spelling sampling no_tokenizer placement kernel_build product_kernel fused_layers \
+prompts engine_options \
+    input.lines spelling sampling no_tokenizer placement kernel_build product_kernel fused_layers \
     decode_attention kernel_attention triton_layers launcher run_options output.journal \
     output.claims models.experts models.checkpoint models.layer_count models.slicing \
     pipeline.wire pipeline.transport pipeline.step_clock pipeline.store pipeline.watch \

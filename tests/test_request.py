@@ -9,6 +9,7 @@ import pytest
 from fminfer.errors import RequestError
 from fminfer.input.envelope import open_envelope
 from fminfer.input.lines import Line
+from fminfer.prompts import MAX_CHOICES
 from fminfer.request import Request, SamplingParams
 from fminfer.request import parse_request as check_fields
 
@@ -101,6 +102,11 @@ def test_prompts_of_a_wrong_type(prompt: object) -> None:
         ({"max_tokens": -1}, "out_of_range", "max_tokens"),
         ({"seed": 2**70}, "out_of_range", "seed"),
         ({"stream": True}, "unsupported_parameter", "stream"),
+        ({"stream": 0}, "unsupported_parameter", "stream"),
+        ({"logit_bias": {"5": 1, "05": 100}}, "out_of_range", "logit_bias"),
+        ({"prompt": ["a"] * 2000, "n": 128}, "out_of_range", "n"),
+        ({"prompt": ["a"] * 2000, "best_of": 128, "n": 1}, "out_of_range", "best_of"),
+        ({"prompt": ["a"] * 20_000}, "out_of_range", "prompt"),
         ({"suffix": "x"}, "unsupported_parameter", "suffix"),
         ({"frequency_penalty": 2.1}, "out_of_range", "frequency_penalty"),
         ({"presence_penalty": -2.1}, "out_of_range", "presence_penalty"),
@@ -146,6 +152,48 @@ def test_neutral_values_of_what_is_not_supported_pass(name: str, neutral: object
     assert params(**{name: neutral}) == params()
 
 
+@pytest.mark.parametrize(
+    "fields, limit",
+    [
+        ({"seed": 2**63}, "at most 9223372036854775807"),
+        ({"seed": -(2**64)}, "at least -9223372036854775808"),
+        ({"max_tokens": 2**64 + 1}, "at most 9223372036854775807"),
+        ({"max_tokens": -1}, "at least 0"),
+        ({"n": 129}, "from 1 to 128"),
+    ],
+)
+def test_a_number_is_told_the_limit_that_it_breaks(fields: dict[str, object], limit: str) -> None:
+    """A seed of 2^63 was told that it must be at least -2^63."""
+    assert limit in refused({"prompt": "x"} | fields).message
+
+
+def test_the_same_token_biased_twice_is_refused() -> None:
+    """One of "5" and "05" was dropped in silence."""
+    message = refused({"prompt": "x", "logit_bias": {"5": 1, "05": 100}}).message
+    assert '"5"' in message and '"05"' in message
+
+
+def test_choices_of_a_line_have_a_joint_limit() -> None:
+    """10 KB with 2,000 prompts and n 128 made 256,000 sequences, and took gigabytes."""
+    message = refused({"prompt": ["a"] * 2000, "n": 128}).message
+    assert "256,000" in message and f"{MAX_CHOICES:,}" in message
+    assert params(prompt=["a"] * (MAX_CHOICES // 128), n=128).n == 128
+
+
+def test_chat_lines_are_told_what_to_do() -> None:
+    """They were told that prompt is absent, with no word of chat."""
+    chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5}
+    error = refused(chat)
+    assert (error.code, error.param) == ("unsupported_parameter", "messages")
+    assert "chat template" in error.message and "prompt" in error.message
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": chat}
+    assert "chat template" in refused(line).message
+
+
+def test_a_misspelt_prompt_is_named() -> None:
+    assert "promt" in refused({"promt": "x"}).message
+
+
 def test_a_missing_prompt_is_told_from_a_null_one() -> None:
     assert "absent" in refused({}).message
     assert "null" in refused({"prompt": None}).message
@@ -185,12 +233,22 @@ def test_best_of_below_n_is_n_with_a_warning() -> None:
     """Real HELM files hold best_of 1 with n 4."""
     request = parse_request(b'{"prompt": "x", "n": 4, "best_of": 1}', max_logprobs=5)
     assert request.params.best_of == 4
-    assert any("best_of 1" in warning for warning in request.warnings)
+    assert [*map(str, request.warnings)] == [
+        "best_of is below n and is taken as n: best_of 1 with n 4"
+    ]
 
 
 def test_unknown_keys_are_kept_with_a_warning() -> None:
     request = parse_request(b'{"prompt": "x", "foo": 1, "engine": "e"}', max_logprobs=5)
-    assert request.warnings == ("unknown parameters are kept and not acted on: foo",)
+    assert [*map(str, request.warnings)] == ["unknown parameters are kept and not acted on: foo"]
+
+
+def test_a_misspelt_parameter_is_told_the_nearest_name() -> None:
+    """`temprature` was only listed as unknown."""
+    request = parse_request(b'{"prompt": "x", "temprature": 0}', max_logprobs=5)
+    assert "temprature (did you mean temperature?)" in str(request.warnings[0])
+    with pytest.raises(RequestError, match="did you mean max_tokens"):
+        parse_request(b'{"prompt": "x", "max_token": 0}', max_logprobs=5, is_strict=True)
 
 
 def test_greedy_candidates_are_computed_once() -> None:

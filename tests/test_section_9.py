@@ -14,7 +14,7 @@ from fminfer.input.lines import Line
 
 WAY = "Question: How do you go from the bathroom to the office?\nAnswer:"
 EOS = 0
-CONTEXT = 512
+CONTEXT = 1024
 ARRAYS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
@@ -183,7 +183,7 @@ def test_temperature_1e_6(engine: fminfer.Engine) -> None:
 def test_n_4_with_best_of_3_is_best_of_4_with_a_warning(engine: fminfer.Engine) -> None:
     result = answer(engine, n=4, best_of=3, temperature=1)
     assert [found["index"] for found in result["choices"]] == [0, 1, 2, 3]
-    assert any("best_of 3 is below n 4" in warning for warning in engine.warnings)
+    assert any("best_of 3 with n 4" in warning for warning in engine.warnings)
 
 
 def test_greedy_best_of_5(engine: fminfer.Engine) -> None:

@@ -247,3 +247,10 @@ def test_many_broken_bytes_and_then_a_character(tmp_path: Path) -> None:
     parts = [detokenizer.add(token_id) for token_id in ids]
     assert parts[3:23] == ["\ufffd"] * 20 and parts[26].endswith("🙂")
     assert "".join(parts) + detokenizer.flush() == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("text", [*TEXTS, " " * 5000, "a " * 5000, "\x07" * 5000, "ﬁ" * 500])
+def test_texts_have_at_least_so_many_tokens(pair: tuple[str, Tokenizer, Any], text: str) -> None:
+    """Some of these models merge spaces, drop signs, or have one token for all that is unknown."""
+    _, tokenizer, _ = pair
+    assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text).ids)

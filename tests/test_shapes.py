@@ -82,7 +82,7 @@ def test_an_old_result_gives_way_to_the_new_one_with_a_warning() -> None:
     answer = record.to_dict()
     assert list(answer) == ["request", "result", "x"] and "choices" in answer["result"]
     assert record.to_json().count(b'"result"') == 1
-    assert [*bench.loop._intake.warnings] == [
+    assert [*bench.loop._intake.warnings.to_dict()] == [
         "the line's own result is left out, and the new one stands in its place"
     ]
 
@@ -264,7 +264,7 @@ def test_strict_makes_warnings_errors() -> None:
     assert all(error is None or "--strict" in error.message for error in errors)
     bench = Bench()
     assert not [record.error for record in run(*lines, bench=bench) if record.error]
-    assert len(bench.loop._intake.warnings) == 4
+    assert len(bench.loop._intake.warnings.to_dict()) == 4
 
 
 def test_check_model_refuses_lines_for_another_model() -> None:

@@ -90,7 +90,7 @@ class Check:
             self._checkpoint.context_length,
             [*map(str, inputs)],
             checker.counts,
-            dict(intake.warnings),
+            intake.warnings.to_dict(),
             self._show_first(checker, inputs),
             self._footprints,
             self._num_blocks * config.block_size,

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +22,11 @@ from fminfer.fields import show
 from fminfer.input.envelope import Envelope, open_envelope
 from fminfer.input.lines import Line
 from fminfer.request import Request, SamplingParams, parse_request
+from fminfer.row_warnings import RowWarning, WarningCounts
 from fminfer.tokenizer import EncodedPrompt, Tokenizer
+
+MAX_COUNTED_CHARS = 2**16  # of a prompt that is tokenized whatever the context
+MAX_CUT_CHARS = 2**22  # of a prompt that --on-too-long cuts; their tokens take about a gigabyte
 
 
 @dataclass(slots=True, frozen=True)
@@ -53,7 +56,8 @@ class Intake:
         self._source = 0  # the file being read
         self._equal_lines = SeenCounts()  # its unseeded lines so far, by digest
         self._custom_ids = SeenCounts()  # the file's so far, by digest
-        self.warnings: Counter[str] = Counter()
+        self.warnings = WarningCounts()
+        self.on_warning: Callable[[str], None] = lambda text: None  # told of each one that is new
 
     def start_run(self) -> None:
         """Forget the lines of earlier runs, so that a run repeated gives the same answers."""
@@ -69,10 +73,16 @@ class Intake:
         request, request_digest, repeat = self.identify(line, envelope)
         state = RequestState(line, envelope, request, read_s=time.perf_counter())
         for index, prompt in enumerate(request.prompts):
-            encoded = self._fit(self._encode(prompt, request.params), request.params)
+            encoded = self._encode(prompt, request.params)
             state.prompts.append(self._start(state, index, encoded, request_digest, repeat))
-        self.warnings.update((*envelope.warnings, *request.warnings))
+        self.note(line, *envelope.warnings, *request.warnings)
         return state
+
+    def note(self, line: Line, *warnings: RowWarning) -> None:
+        """Count what is strange about a line, and tell what is new of it."""
+        for warning in warnings:
+            if new := self.warnings.add(warning):
+                self.on_warning(f"Warning: line {line.number}: {new}")
 
     def pass_over(self, line: Line) -> None:
         """Count a line that an earlier run has answered: those after it depend on it.
@@ -155,19 +165,22 @@ class Intake:
         return self._equal_lines.add(request_digest) if line.num_equal is None else line.num_equal
 
     def _encode(self, prompt: str | list[int], params: SamplingParams) -> EncodedPrompt:
-        with_offsets = params.echo and params.logprobs is not None
-        if isinstance(prompt, list):
-            self._check_ids(prompt, "prompt", "Was it tokenized for another model?")
-            needs_text = params.echo or params.logprobs is not None
-            if not needs_text:
-                return EncodedPrompt(prompt, "", [])
-            return self._tokenizer.describe_ids(
-                prompt, with_offsets=with_offsets, skip_special_tokens=params.skip_special_tokens
-            )
+        """Return a prompt as ids that fit the context, with the text and offsets that it needs."""
+        if isinstance(prompt, str):
+            return self._fit(self._encode_text(prompt, params), params)
+        self._check_ids(prompt, "prompt", "Was it tokenized for another model?")
+        encoded = self._fit(EncodedPrompt(prompt, "", []), params)
+        needs_text = params.echo or params.logprobs is not None
+        return self._describe(prompt, params) if needs_text and not encoded.num_cut else encoded
+
+    def _encode_text(self, prompt: str, params: SamplingParams) -> EncodedPrompt:
         if not self._tokenizer.has_words:
             raise self._needs_words("prompt is text", "prompt")
+        self._refuse_giant(prompt, params)
         encoded = self._tokenizer.encode(
-            prompt, with_offsets=with_offsets, add_special_tokens=params.add_special_tokens
+            prompt,
+            with_offsets=params.echo and params.logprobs is not None,
+            add_special_tokens=params.add_special_tokens,
         )
         if not encoded.ids:
             raise RequestError(
@@ -179,6 +192,30 @@ class Intake:
         hint = "The tokenizer has more tokens than the model has rows"
         self._check_ids(encoded.ids, "prompt", hint)
         return encoded
+
+    def _describe(self, ids: list[int], params: SamplingParams) -> EncodedPrompt:
+        return self._tokenizer.describe_ids(
+            ids,
+            with_offsets=params.echo and params.logprobs is not None,
+            skip_special_tokens=params.skip_special_tokens,
+        )
+
+    def _refuse_giant(self, prompt: str, params: SamplingParams) -> None:
+        """Refuse what cannot fit before it is tokenized, which takes 300 times its size."""
+        if len(prompt) <= MAX_COUNTED_CHARS:  # the error then has the exact number
+            return
+        least = self._tokenizer.least_tokens(prompt)
+        if least <= self._room(params):
+            return
+        if self._limits.on_too_long == "error":
+            raise self._too_long(least, params, about="at least ")
+        if len(prompt) > MAX_CUT_CHARS:
+            raise RequestError(
+                "context_length_exceeded",
+                f"the prompt has {len(prompt):,} characters; --on-too-long cuts prompts of at most "
+                f"{MAX_CUT_CHARS:,}, for it must tokenize all of them. Shorten the prompt",
+                "prompt",
+            )
 
     def _check_params(self, params: SamplingParams) -> None:
         hint = "Was it written for another model?"
@@ -208,42 +245,42 @@ class Intake:
                     param,
                 )
 
-    def _fit(self, encoded: EncodedPrompt, params: SamplingParams) -> EncodedPrompt:
-        """Return the prompt if it fits the context, or what is left of it if it may be cut."""
+    def _room(self, params: SamplingParams) -> int:
+        """Return how many tokens a prompt may have."""
         # A last token that is scored and never fed needs no place.
         is_scored_only = params.max_tokens == 0 and params.echo
-        room = self._limits.context_length + is_scored_only - params.max_tokens
+        return self._limits.context_length + is_scored_only - params.max_tokens
+
+    def _fit(self, encoded: EncodedPrompt, params: SamplingParams) -> EncodedPrompt:
+        """Return the prompt if it fits the context, or what is left of it if it may be cut."""
+        room = self._room(params)
         if len(encoded.ids) <= room:
             return encoded
         if self._limits.on_too_long == "error" or room < 1:
-            raise self._too_long(encoded, params)
+            raise self._too_long(len(encoded.ids), params)
         return self._cut(encoded, room, params)
 
-    def _too_long(self, encoded: EncodedPrompt, params: SamplingParams) -> RequestError:
-        context, num_prompt = self._limits.context_length, len(encoded.ids)
+    def _too_long(self, num_prompt: int, params: SamplingParams, about: str = "") -> RequestError:
+        context = self._limits.context_length
         return RequestError(
             "context_length_exceeded",
-            f"the prompt has {num_prompt} tokens and max_tokens is {params.max_tokens}, "
-            f"{num_prompt + params.max_tokens} in all; this model's context is {context} tokens. "
-            "Shorten the prompt or lower max_tokens, or let --on-too-long cut prompts",
+            f"the prompt has {about}{num_prompt} tokens and max_tokens is {params.max_tokens}, "
+            f"{about}{num_prompt + params.max_tokens} in all; the context is {context} "
+            "tokens. Shorten the prompt or lower max_tokens, or let --on-too-long cut prompts",
             "max_tokens" if num_prompt < context else "prompt",
         )
 
     def _cut(self, encoded: EncodedPrompt, room: int, params: SamplingParams) -> EncodedPrompt:
         """Cut a prompt to `room` tokens; a BOS in front stays when the left is cut."""
         ids, num_cut = encoded.ids, len(encoded.ids) - room
-        self.warnings[f"prompts were cut by --on-too-long {self._limits.on_too_long}"] += 1
+        kind = f"prompts were cut by --on-too-long {self._limits.on_too_long}"
+        self.warnings.add(RowWarning(kind))
         if self._limits.on_too_long == "truncate-right":
             ids = ids[:room]
         else:
             num_kept = int(ids[0] == self._tokenizer.bos_id and room > 1)
             ids = ids[:num_kept] + ids[num_kept + num_cut :]
-        kept = self._tokenizer.describe_ids(
-            ids,
-            with_offsets=params.echo and params.logprobs is not None,
-            skip_special_tokens=params.skip_special_tokens,
-        )
-        return replace(kept, num_cut=num_cut)
+        return replace(self._describe(ids, params), num_cut=num_cut)
 
     def _start(
         self,

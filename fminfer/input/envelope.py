@@ -15,10 +15,14 @@ from fminfer.errors import RequestError
 from fminfer.fields import json_type, show, wrong_type
 from fminfer.input.lines import Line
 from fminfer.input.spans import find_members, on_one_line
+from fminfer.prompts import CHAT_REMEDY
+from fminfer.row_warnings import MAX_NAMES, RowWarning, cut_name
 
 Shape = Literal["bare", "wrapped", "batch"]
 ENDPOINT = "/v1/completions"
 BATCH_KEYS = frozenset({"custom_id", "method", "url", "body"})
+MAX_QUOTED_BYTES = 4096  # of a request that an error record holds verbatim
+QUOTED_BYTES = 400  # that it holds of a longer one
 
 
 @dataclass(slots=True, frozen=True)
@@ -34,15 +38,17 @@ class Envelope:
     custom_id: bytes = b"null"
     others: dict[str, bytes] = field(default_factory=dict)  # "name":value of a wrapped line's rest
     error: RequestError | None = None
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[RowWarning, ...] = ()
 
 
 def open_envelope(line: Line) -> Envelope:
     """Tell a line's shape and take its request out; what is wrong stands in `error`."""
     raw = line.raw.strip()
     try:
-        if line.damage:
-            raise RequestError("invalid_json", line.damage)
+        if line.is_cut:
+            raise RequestError("out_of_range", line.fault)
+        if line.damage or line.fault:
+            raise RequestError("invalid_json", line.damage or line.fault)
         fields = _load_object(raw)
     except RequestError as error:
         is_json = error.code == "not_an_object"
@@ -57,8 +63,24 @@ def open_envelope(line: Line) -> Envelope:
 
 
 def as_text(raw: bytes) -> bytes:
-    """Return bytes that are no JSON as a JSON string, to be shown."""
-    return orjson.dumps(raw.strip().decode("utf-8", errors="replace"))
+    """Return bytes that are no JSON as a JSON string, to be shown; of many the first ones."""
+    raw = raw.strip()
+    if len(raw) > MAX_QUOTED_BYTES:
+        return _beginning(raw)
+    return orjson.dumps(raw.decode("utf-8", errors="replace"))
+
+
+def quote(value: bytes) -> bytes:
+    """Return a JSON value as an error record shows it: verbatim, or the beginning of a long one.
+
+    The beginning is a JSON string, which says how long the whole is.
+    """
+    return value if len(value) <= MAX_QUOTED_BYTES else _beginning(value)
+
+
+def _beginning(raw: bytes) -> bytes:
+    text = raw[:QUOTED_BYTES].decode("utf-8", errors="replace")
+    return orjson.dumps(f"{text}… ({len(raw):,} bytes in all)")
 
 
 def _open_wrapped(raw: bytes, fields: dict[str, Any]) -> Envelope:
@@ -69,11 +91,13 @@ def _open_wrapped(raw: bytes, fields: dict[str, Any]) -> Envelope:
         if name not in ("request", "result")
     }
     error: RequestError | None = None
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[RowWarning, ...] = ()
     if not isinstance(fields["request"], dict):
         error = wrong_type("request", fields["request"], "an object with the request's fields")
     if "result" in fields:
-        warnings = ("the line's own result is left out, and the new one stands in its place",)
+        warnings = (
+            RowWarning("the line's own result is left out, and the new one stands in its place"),
+        )
     return Envelope(
         "wrapped",
         members["request"].value,
@@ -87,10 +111,11 @@ def _open_wrapped(raw: bytes, fields: dict[str, Any]) -> Envelope:
 def _open_batch(raw: bytes, fields: dict[str, Any], number: int) -> Envelope:
     members = find_members(raw)
     error = _what_is_wrong(fields, number)
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[RowWarning, ...] = ()
     unknown = sorted(fields.keys() - BATCH_KEYS)
     if unknown:
-        warnings = (f"a Batch record has no place for the line's {', '.join(unknown)}",)
+        names = tuple(map(cut_name, unknown[: MAX_NAMES + 1]))
+        warnings = (RowWarning("a Batch record has no place for other keys of a line", names),)
     return Envelope(
         "batch",
         members["body"].value if "body" in members else b"null",
@@ -115,10 +140,12 @@ def _what_is_wrong(fields: dict[str, Any], number: int) -> RequestError | None:
     for name, expected in (("method", "POST"), ("url", ENDPOINT)):
         if fields.get(name) != expected:
             found = show(fields[name]) if name in fields else "absent"
+            remedy = "Set it to that, or take the line out"
+            if name == "url" and "messages" in fields["body"]:
+                remedy = CHAT_REMEDY
             return RequestError(
                 "unsupported_parameter",
-                f'{name} is {found}; only "{expected}" is answered here. Set it to that, or take '
-                "the line out",
+                f'{name} is {found}; only "{expected}" is answered here. {remedy}',
                 name,
             )
     return None

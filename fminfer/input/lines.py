@@ -13,10 +13,13 @@ from itertools import chain
 from pathlib import Path
 
 from fminfer.errors import DamagedInputError
+from fminfer.input.pieces import CutValue, ValueBytes
+from fminfer.input.spread import explain_spread
 from fminfer.input.streams import COMPRESSED, STDIN, Digest, read_chunks
 from fminfer.input.values import split_values
 
 UTF8_BOM = b"\xef\xbb\xbf"
+HEAD_LINES, MAX_HEAD_BYTES = 100, 2**20  # of a .json file, by which its layout is told
 ENDINGS = tuple(f".{kind}{how}" for kind in ("jsonl", "json") for how in ("", *COMPRESSED))
 
 
@@ -25,7 +28,8 @@ class Line:
     """One line that is not blank; `source` counts the files of a run, `number` starts at 1.
 
     In a `.json` file `number` counts the values, which may spread over many lines. A line whose
-    `num_equal` is set may be answered apart from the rest of its file.
+    `num_equal` is set may be answered apart from the rest of its file. Of a line that is too long
+    to be held (`is_cut`), `raw` is the beginning.
     """
 
     source: int
@@ -33,6 +37,8 @@ class Line:
     raw: bytes
     damage: str = ""  # why this line and the rest of its file cannot be read
     num_equal: int | None = None  # equal ones before it that count, where that is known already
+    fault: str = ""  # why this line, and only it, cannot be answered
+    is_cut: bool = False
 
 
 def is_input_name(name: str) -> bool:
@@ -71,9 +77,11 @@ def read_lines(path: Path, source: int, digest: Digest | None = None) -> Iterato
     number = 0
     chunks = read_chunks(path, digest)
     try:
-        for number, raw in enumerate(_read_values(path, chunks), start=1):
-            if raw.strip():
-                yield Line(source, number, raw)
+        for number, raw, fault in _numbered(path, chunks):
+            if isinstance(raw, CutValue):
+                yield Line(source, number, raw.head, fault=raw.fault, is_cut=True)
+            elif raw.strip():
+                yield Line(source, number, raw, fault=fault)
     except DamagedInputError as error:
         with contextlib.suppress(DamagedInputError):
             for _ in chunks if digest is not None else ():
@@ -85,22 +93,44 @@ def read_lines(path: Path, source: int, digest: Digest | None = None) -> Iterato
         yield Line(source, number + 1, error.rest, message)
 
 
-def _read_values(path: Path, chunks: Iterator[bytes]) -> Iterator[bytes]:
+def _numbered(
+    path: Path, chunks: Iterator[bytes]
+) -> Iterator[tuple[int, bytes | CutValue, str]]:
+    """Yield each value with its number and what is wrong with it, as far as other lines tell."""
+    values = enumerate(_read_values(path, chunks), start=1)
+    # Whoever writes a pipe may wait for the answer to a line before the next.
+    if _kind(path) == ".jsonl" and path.is_file():
+        return explain_spread(values)
+    return ((number, raw, "") for number, raw in values)
+
+
+def _read_values(path: Path, chunks: Iterator[bytes]) -> Iterator[bytes | CutValue]:
     chunks = _without_bom(chunks)
     if _kind(path) != ".json":
-        return _split_lines(chunks)
+        return split_lines(chunks)
     head = _read_until(chunks, lambda chunk: bool(chunk.strip()))
     if head.lstrip().startswith(b"["):
         return split_values(chain([head.lstrip()[1:]], chunks), is_array=True)
-    num_blank = head[: len(head) - len(head.lstrip())].count(b"\n")
-    num_lines = num_blank + 2
-    head = _read_until(chain([head], chunks), _Newlines(num_lines))
-    # One object a line, as in a .jsonl file; or objects over many lines, one after another. Two
-    # lines are looked at, since one of them may be bad.
-    is_spread = not any(map(_is_object, head.lstrip().split(b"\n", 2)[:2]))
-    if is_spread and head.lstrip().startswith(b"{"):
+    head = _read_until(chain([head], chunks), _HeadIsRead())
+    if _is_spread(head):
         return split_values(chain([head], chunks), is_array=False)
-    return _split_lines(chain([head], chunks))
+    return split_lines(chain([head], chunks))
+
+
+def _is_spread(head: bytes) -> bool:
+    """Tell objects over many lines, one after another, from one object a line as in .jsonl.
+
+    Args:
+        head: the beginning of a .json file. Any of its lines may be bad.
+    """
+    lines = head.lstrip().split(b"\n")
+    if not lines[0].startswith(b"{") or _is_object(lines[0]):
+        return False
+    with contextlib.suppress(DamagedInputError):
+        first = next(split_values(iter([head]), is_array=False), b"")
+        if isinstance(first, bytes) and b"\n" in first.strip() and _is_object(first):
+            return True
+    return not any(map(_is_object, lines))
 
 
 def _kind(path: Path) -> str:
@@ -112,20 +142,21 @@ def _without_compression(path: Path) -> Path:
     return path.with_suffix("") if path.suffix in COMPRESSED else path
 
 
-def _split_lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
+def split_lines(chunks: Iterator[bytes]) -> Iterator[bytes | CutValue]:
     """Yield lines without their newlines, the last one too if it has none."""
-    parts: list[bytes] = []  # of the line being read
+    line = ValueBytes()  # the one being read
     try:
         for chunk in chunks:
             first, *others = chunk.split(b"\n")
-            parts.append(first)
-            for other in others:
-                yield b"".join(parts)
-                parts = [other]
+            line.add(first)
+            if others:
+                yield line.take()
+                yield from others[:-1]  # whole lines
+                line.add(others[-1])
     except DamagedInputError as error:
-        error.rest = b"".join(parts)
+        error.rest = line.head
         raise
-    yield b"".join(parts)
+    yield line.take()
 
 
 def _without_bom(chunks: Iterator[bytes]) -> Iterator[bytes]:
@@ -152,15 +183,16 @@ def _read_until(chunks: Iterator[bytes], is_last: Callable[[bytes], bool]) -> by
     return b"".join(parts)
 
 
-class _Newlines:
-    """Tells when so many newlines have come by."""
+class _HeadIsRead:
+    """Tells when enough of a file has come by to see how its objects stand in it."""
 
-    def __init__(self, count: int) -> None:
-        self._num_left = count
+    def __init__(self) -> None:
+        self._num_lines = self._num_bytes = 0
 
     def __call__(self, chunk: bytes) -> bool:
-        self._num_left -= chunk.count(b"\n")
-        return self._num_left <= 0
+        self._num_lines += chunk.count(b"\n")
+        self._num_bytes += len(chunk)
+        return self._num_lines >= HEAD_LINES or self._num_bytes >= MAX_HEAD_BYTES
 
 
 def _is_object(text: bytes) -> bool:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 
 from fminfer.errors import DamagedInputError
+from fminfer.input.pieces import CutValue, ValueBytes
 
 _IN_STRING = re.compile(rb'["\\\n]')  # a newline: the string was not closed
 _IN_VALUE = re.compile(rb'["\[\]{}]')
@@ -16,7 +17,7 @@ _IN_ARRAY = re.compile(rb'["\[\]{},]')
 _OPENED_BY = {b"]": ord("["), b"}": ord("{")}
 
 
-def split_values(chunks: Iterator[bytes], *, is_array: bool) -> Iterator[bytes]:
+def split_values(chunks: Iterator[bytes], *, is_array: bool) -> Iterator[bytes | CutValue]:
     """Yield the raw bytes of each value, white space around it included.
 
     Args:
@@ -32,7 +33,8 @@ def split_values(chunks: Iterator[bytes], *, is_array: bool) -> Iterator[bytes]:
     except DamagedInputError as error:
         error.rest = error.rest or splitter.rest
         raise
-    if (rest := splitter.finish()).strip():
+    rest = splitter.finish()
+    if isinstance(rest, CutValue) or rest.strip():
         yield rest
 
 
@@ -42,7 +44,7 @@ class _Splitter:
     def __init__(self, is_array: bool) -> None:
         self._is_array = is_array
         self._brackets = bytearray(b"[" if is_array else b"")  # open ones
-        self._parts: list[bytes] = []  # of the value being read
+        self._value = ValueBytes()  # the one being read
         self._num_values = 0
         self._num_newlines = 0  # in whole chunks before
         self._is_in_string = False
@@ -51,9 +53,9 @@ class _Splitter:
 
     @property
     def rest(self) -> bytes:
-        return b"".join(self._parts)
+        return self._value.head
 
-    def feed(self, chunk: bytes) -> Iterator[bytes]:
+    def feed(self, chunk: bytes) -> Iterator[bytes | CutValue]:
         """Yield the values that end in this chunk."""
         place, start = int(self._is_escaped), 0
         self._is_escaped = False
@@ -68,22 +70,22 @@ class _Splitter:
             elif sign == b'"':
                 self._is_in_string = True
             elif self._ends_value(chunk, start, place, sign):
-                self._parts.append(chunk[start : place - self._is_array])
+                self._value.add(chunk[start : place - self._is_array])
                 start = place
                 yield from self._take_value(chunk, place)
         if self._is_closed and chunk[start:].strip():
             place = len(chunk) - len(chunk[start:].lstrip()) + 1
             self._break(chunk, start, place, "text stands behind the array's last bracket")
-        self._parts.append(chunk[start:])
+        self._value.add(chunk[start:])
         self._num_newlines += chunk.count(b"\n")
 
-    def finish(self) -> bytes:
+    def finish(self) -> bytes | CutValue:
         """Return what stands behind the last whole value."""
         if self._is_array and not self._is_closed:
             self._break(b"", 0, 0, "the array's last bracket is missing")
         if self._brackets or self._is_in_string:
             self._break(b"", 0, 0, "a bracket or a quote is not closed")
-        return self.rest
+        return self._value.take()
 
     def _pattern(self) -> re.Pattern[bytes]:
         if self._is_in_string:
@@ -103,11 +105,10 @@ class _Splitter:
         self._is_closed = self._is_array and not self._brackets
         return not self._brackets
 
-    def _take_value(self, chunk: bytes, place: int) -> Iterator[bytes]:
-        value = self.rest
-        self._parts.clear()
+    def _take_value(self, chunk: bytes, place: int) -> Iterator[bytes | CutValue]:
+        value = self._value.take()
         is_empty_array = self._is_closed and not self._num_values
-        if value.strip():
+        if isinstance(value, CutValue) or value.strip():
             self._num_values += 1
             yield value
         elif not is_empty_array:

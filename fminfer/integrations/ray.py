@@ -60,7 +60,7 @@ def read_lines(*paths: str | Path) -> ray.data.Dataset:
     """Read files and folders as `fminfer run` does: a row a line, blank ones left out.
 
     They must be where every machine of the cluster sees them. Rows are `path`, `number` of the
-    line in its file, the `line` itself, `damage` where the file breaks off there, and `num_equal`,
+    line in its file, the `line` itself, `damage` where it cannot be read, and `num_equal`,
     the number of equal requests before it in its file. So answers are those of `fminfer run`,
     sampled ones too; only that the custom_ids of a Batch file are not compared.
 
@@ -227,7 +227,7 @@ def _read_files(batch: pyarrow.Table) -> Iterator[pyarrow.Table]:
         for line in read_file(Path(path), 0):
             envelope = open_envelope(line)
             num_equal = 0 if envelope.error is not None else seen.add(digest(envelope.request))
-            rows.append((path, line.number, line.raw, line.damage, num_equal))
+            rows.append((path, line.number, line.raw, line.damage or line.fault, num_equal))
             if len(rows) == WINDOW:
                 yield _to_table(rows)
                 rows = []

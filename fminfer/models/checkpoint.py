@@ -30,11 +30,12 @@ class Checkpoint:
     folder: Path | None  # None: random weights
     config: Any  # transformers.PreTrainedConfig
     family: Family
+    max_model_len: int | None = None  # a context shorter than the model's
 
     @property
     def context_length(self) -> int:
         """Most tokens of one sequence."""
-        return context_length(self.config)
+        return self.max_model_len or context_length(self.config)
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -95,12 +96,25 @@ def _download(name: str, files: list[str]) -> Path:
     from huggingface_hub import snapshot_download  # only for models that are not local
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    if name.count("/") > 1 or name.startswith(("/", ".", "~")) or Path(name).exists():
+        raise _not_found(name)
     try:
         return Path(snapshot_download(name, allow_patterns=files))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+    except HFValidationError as error:  # in the hub's own words it is about a "repo id"
+        raise _not_found(name) from error
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(
             f"the model {name!r} is no local folder, and the hub did not give it: {error}"
         ) from error
+
+
+def _not_found(name: str) -> CheckpointError:
+    """Return the error of a name that can be no model of the hub."""
+    found = "is a file" if Path(name).is_file() else "is no folder here"
+    return CheckpointError(
+        f"the model {name!r} {found}, and no model of the hub can have that name. Give the folder "
+        "that holds its config.json, or a hub id such as facebook/opt-125m"
+    )
 
 
 def _read_config(path: Path) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from fminfer.errors import RequestError
-from fminfer.input.envelope import Envelope
+from fminfer.input.envelope import MAX_QUOTED_BYTES, Envelope, quote
 from fminfer.input.lines import Line
 
 
@@ -51,12 +51,12 @@ class Record:
             "custom_id": b'"custom_id":null',
             "error": b'"error":' + _dumps(_describe(error)),
             "retryable": b'"retryable":true' if error.is_ours else b'"retryable":false',
-            "request": b'"request":' + self.envelope.request,
+            "request": b'"request":' + quote(self.envelope.request),
         }
         # A wrapped line's rest comes last. Of names that are in both the record's own counts, but
         # for custom_id, by which the line may be known.
         others = {
-            name: member
+            name: member if len(member) <= MAX_QUOTED_BYTES else _cut_member(name, member)
             for name, member in self.envelope.others.items()
             if name not in own or name == "custom_id"
         }
@@ -82,6 +82,11 @@ class Record:
         """Return the output line as Python values."""
         value: dict[str, Any] = json.loads(self.to_json())  # which takes lone surrogates
         return value
+
+
+def _cut_member(name: str, member: bytes) -> bytes:
+    key = json.dumps(name).encode()
+    return key + b":" + quote(member)
 
 
 def make_id(line: Line, envelope: Envelope) -> str:

@@ -12,9 +12,10 @@ from pathlib import Path
 
 from fminfer.errors import DamagedInputError
 from fminfer.input.envelope import open_envelope
-from fminfer.input.lines import UTF8_BOM, Line, read_lines
+from fminfer.input.lines import UTF8_BOM, Line, read_lines, split_lines
+from fminfer.input.pieces import CutValue
 from fminfer.input.spans import on_one_line
-from fminfer.input.streams import STDIN
+from fminfer.input.streams import STDIN, read_chunks
 from fminfer.split.grouping import Groups, find_length
 
 BLANK = -1  # instead of a group
@@ -72,14 +73,17 @@ def read_index(path: Path, copy: Path, groups: Groups) -> LineIndex:
 
 def _read_plain(path: Path) -> Iterator[tuple[Line, int, int]]:
     """Yield lines that are not blank, each with the places where it begins and ends."""
-    place = 0
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
-            start, place = place, place + len(raw)
-            if number == 1 and raw.startswith(UTF8_BOM):
-                start, raw = len(UTF8_BOM), raw[len(UTF8_BOM) :]
-            if raw.strip():
-                yield Line(0, number, raw.removesuffix(b"\n")), start, place
+    place, size = 0, path.stat().st_size
+    for number, value in enumerate(split_lines(read_chunks(path)), start=1):
+        if isinstance(value, CutValue):
+            raw, num_bytes, fault = value.head, value.num_bytes, value.fault
+        else:
+            raw, num_bytes, fault = value, len(value), ""
+        start, place = place, min(place + num_bytes + 1, size)
+        if number == 1 and raw.startswith(UTF8_BOM):
+            start, raw = len(UTF8_BOM), raw[len(UTF8_BOM) :]
+        if raw.strip():
+            yield Line(0, number, raw, fault=fault, is_cut=bool(fault)), start, place
 
 
 def _read_copied(path: Path, copy: Path) -> Iterator[tuple[Line, int, int]]:
@@ -91,6 +95,8 @@ def _read_copied(path: Path, copy: Path) -> Iterator[tuple[Line, int, int]]:
                     f"{path} breaks off at line {line.number}, and its rest would be lost: "
                     f"{line.damage.partition('. What stands')[0]}. Mend the file, and split it then"
                 )
+            if line.is_cut:
+                raise DamagedInputError(f"line {line.number} of {path}: {line.fault}")
             raw = _one_line(line) + b"\n"
             file.write(raw)
             start, place = place, place + len(raw)

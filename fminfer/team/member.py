@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 from fminfer.config import EngineConfig
@@ -57,7 +57,7 @@ class Member:
             connection.send(Loaded(file_digests))
             assert connection.recv() == GO_ON
 
-        self._engine = Engine(group=group, on_loaded=wait_for_others, **asdict(config))
+        self._engine = Engine(config, group=group, on_loaded=wait_for_others)
 
     def serve(self) -> None:
         """Answer until there are no more lines."""
@@ -73,7 +73,7 @@ class Member:
                 self._connection.send(Answered(_light(record), stats))
         except StoppedError:
             is_stopped = True
-        self._connection.send(Ended(engine.stats, engine.warnings, is_stopped))
+        self._connection.send(Ended(engine.stats, engine.rows_by_warning, is_stopped))
         engine.close()
 
     def _take(self) -> Iterator[Line | None]:

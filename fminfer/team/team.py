@@ -107,7 +107,11 @@ class Team:
         total: Counter[str] = Counter()
         for pipeline in self._pipelines:
             total.update({} if pipeline.ended is None else pipeline.ended.warnings)
-        return dict(total)
+        return self._intake.warnings.to_dict(total)
+
+    def tell_warnings(self, tell: Callable[[str], None]) -> None:
+        """Have a function told of each warning when it is first met."""
+        self._intake.on_warning = tell
 
     def pass_over(self, line: Line) -> None:
         """Take note of a line that is not to be answered again."""
@@ -222,7 +226,9 @@ class Team:
         envelope = Envelope("bare", as_text(line.raw))
         try:
             envelope = open_envelope(line)
-            return replace(line, num_equal=self._intake.identify(line, envelope)[2])
+            request, _, num_equal = self._intake.identify(line, envelope)
+            self._intake.note(line, *envelope.warnings, *request.warnings)
+            return replace(line, num_equal=num_equal)
         except Exception as error:
             return Record(line, envelope, error=row_error(error, line.number))
 

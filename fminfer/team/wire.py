@@ -48,7 +48,7 @@ class Ended:
     """All is answered, or what could be in the grace of a stop."""
 
     stats: EngineStats
-    warnings: dict[str, int]
+    warnings: dict[str, int]  # rows by kind
     is_stopped: bool
 
 

@@ -31,7 +31,7 @@ TOLERANCE = 1e-4
 ROOMS = ["bathroom", "office", "garden", "den", "attic", "basement", "library", "cellar"]
 STEPS = [" north", " south east", " east east", " north east east east east east"]
 SPECIAL = ["<unk>", "<s>", "</s>", "<|im_end|>"]
-LONG = "Question: How do you go from the den to the porch?\nAnswer: north\n" * 60
+LONG = "Question: How do you go from the den to the porch?\nAnswer: north\n" * 120
 
 
 def question(start: str, end: str) -> str:
@@ -193,7 +193,7 @@ def test_loglikelihoods_and_greedy_flags(both: Any) -> None:
 def test_rolling_loglikelihoods_over_many_windows(both: Any, folder: Path) -> None:
     ours, theirs = (responses(results, "perplexity") for results in both)
     hf = transformers.AutoTokenizer.from_pretrained(folder)
-    assert len(hf.encode(LONG)) > 2 * 512, "the long text fits a window"
+    assert len(hf.encode(LONG)) > 2 * 1024, "the long text fits a window"
     for (our,), (their,) in zip(ours, theirs, strict=True):
         # `hf` adds the logprobs of a window up in float32: at -10,000 that is good to 0.001.
         assert our == pytest.approx(their, abs=TOLERANCE, rel=1e-7)
@@ -287,8 +287,10 @@ def test_what_lm_eval_cannot_have(demo: FminferLM) -> None:
         demo.chat_template(True)
     with pytest.raises(fminfer.UsageError, match="peft, which fminfer does not know; it knows pre"):
         FminferLM(peft="adapter")
-    with pytest.raises(fminfer.UsageError, match=r"max_length is 513; it must be from 2 to .* 512"):
-        FminferLM(max_length=513, dtype="float32")
+    with pytest.raises(
+        fminfer.UsageError, match=r"max_length is 1025; it must be from 2 to .* 1024"
+    ):
+        FminferLM(max_length=1025, dtype="float32")
     with pytest.raises(fminfer.UsageError, match=r"demo_model has no tokenizer; give"):
         FminferLM(random_init=str(DEMO_MODEL), dtype="float32")
     long = instances("loglikelihood", [("north", " north" * 80)])

@@ -1,0 +1,78 @@
+"""What is strange about a line that is answered all the same: told once, counted by kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+MAX_NAMES = 5  # of a kind that are told, whatever the number of lines
+MAX_NAME_CHARS = 60
+
+
+@dataclass(slots=True, frozen=True)
+class RowWarning:
+    """What is strange about a line: one of a few kinds, and what it is called there."""
+
+    kind: str
+    names: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return _told(self.kind, self.names)
+
+
+@dataclass(slots=True)
+class KindCount:
+    """How many lines had one kind of warning, and the first few names."""
+
+    num_rows: int = 0
+    names: list[str] = field(default_factory=list)
+    has_more: bool = False  # names that are not listed
+
+
+class WarningCounts:
+    """Counts warnings in bounded memory."""
+
+    def __init__(self) -> None:
+        self.kinds: dict[str, KindCount] = {}
+
+    def add(self, warning: RowWarning) -> str:
+        """Count a warning of one line; return what is to be told of it: what is new, or ""."""
+        is_new = warning.kind not in self.kinds
+        count = self.kinds.setdefault(warning.kind, KindCount())
+        count.num_rows += 1
+        new = [name for name in dict.fromkeys(warning.names) if name not in count.names]
+        fitting = new[: MAX_NAMES - len(count.names)]
+        count.names += fitting
+        count.has_more |= len(fitting) < len(new)
+        return _told(warning.kind, fitting) if fitting or is_new else ""
+
+    def clear(self) -> None:
+        """Forget all."""
+        self.kinds.clear()
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """The number of lines of each kind."""
+        return {kind: count.num_rows for kind, count in self.kinds.items()}
+
+    def to_dict(self, rows: Mapping[str, int] | None = None) -> dict[str, int]:
+        """Return the number of lines by what is told of them.
+
+        Args:
+            rows: of each kind, where others have counted them.
+        """
+        found = {}
+        for kind, num_rows in (self.rows if rows is None else rows).items():
+            count = self.kinds.get(kind, KindCount())
+            found[_told(kind, count.names) + " and others" * count.has_more] = num_rows
+        return found
+
+
+def _told(kind: str, names: list[str] | tuple[str, ...]) -> str:
+    """Write a warning with the names that belong to it."""
+    return f"{kind}: {', '.join(names)}" if names else kind
+
+
+def cut_name(name: str) -> str:
+    """Return the beginning of a name that a line gave."""
+    return name if len(name) <= MAX_NAME_CHARS else name[:MAX_NAME_CHARS] + "…"

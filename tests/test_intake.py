@@ -1,0 +1,122 @@
+"""Lines that ask for too much: refused before they take memory, and quoted in few bytes."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from fminfer.engine import intake as intake_module
+from fminfer.engine.intake import Intake, Limits
+from fminfer.engine.sequence import RequestState
+from fminfer.errors import RequestError
+from fminfer.input.envelope import MAX_QUOTED_BYTES, open_envelope
+from fminfer.input.lines import Line
+from fminfer.models.sizes import DEMO_MODEL
+from fminfer.tokenizer import Tokenizer
+from tests.test_contract import Bench
+from tests.test_shapes import run
+
+GIANT = "north east " * 200_000
+
+
+@pytest.fixture(scope="module")
+def demo() -> Tokenizer:
+    return Tokenizer.load(DEMO_MODEL)
+
+
+def prepare(tokenizer: Tokenizer, prompt: Any, on_too_long: Any = "error") -> RequestState:
+    limits = Limits(512, 407, 100, on_too_long=on_too_long)
+    line = Line(0, 1, json.dumps({"prompt": prompt, "echo": True}).encode())
+    return Intake(tokenizer, limits, 1).prepare(line, open_envelope(line))
+
+
+def refused(tokenizer: Tokenizer, prompt: Any, on_too_long: Any = "error") -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        prepare(tokenizer, prompt, on_too_long)
+    assert caught.value.code == "context_length_exceeded"
+    return caught.value
+
+
+def test_a_giant_prompt_is_refused_without_tokenizing_it(
+    demo: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt of 21 MB for a context of 512 tokens took 6 GB and 90 s to be refused."""
+    monkeypatch.setattr(demo, "encode", None)
+    monkeypatch.setattr(demo, "describe_ids", None)
+    assert "at least" in refused(demo, GIANT).message
+    assert "512" in refused(demo, GIANT).message
+    assert "1000000" in refused(demo, [5] * 1_000_000).message
+
+
+def test_a_long_prompt_is_told_its_exact_length(demo: Tokenizer) -> None:
+    num_tokens = len(demo.encode(GIANT[:20_000]).ids)
+    assert f"has {num_tokens} tokens" in refused(demo, GIANT[:20_000]).message
+
+
+@pytest.mark.parametrize("side", ["truncate-left", "truncate-right"])
+def test_a_cut_prompt_has_the_ids_of_the_whole_text(demo: Tokenizer, side: str) -> None:
+    text = GIANT[:100_000]
+    (prompt,) = prepare(demo, text, side).prompts
+    ids, room = demo.encode(text).ids, 512 - 16
+    assert prompt.ids == (ids[:room] if side == "truncate-right" else ids[-room:])
+
+
+def test_a_giant_prompt_is_not_cut(demo: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake_module, "MAX_CUT_CHARS", 2**20)
+    monkeypatch.setattr(demo, "encode", None)
+    assert "1,048,576" in refused(demo, GIANT, "truncate-left").message
+
+
+def test_texts_have_at_least_so_many_tokens(demo: Tokenizer) -> None:
+    rng = random.Random(1)
+    signs = ["north", " ", "\n", "é", "🙂", "한", "ﬁ", "<|endoftext|>", "\u0301", "x"]
+    for _ in range(200):
+        text = "".join(rng.choices(signs, k=rng.randrange(200)))
+        assert demo.least_tokens(text) <= len(demo.encode(text).ids) if text else True
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        json.dumps({"prompt": "x" * 45_000}).encode(),
+        json.dumps({"request": {"prompt": "x" * 45_000}, "scenario": "y" * 45_000}).encode(),
+        b'{"prompt": "' + b"\x01" * 45_000,
+    ],
+)
+def test_an_error_quotes_little_of_its_line(line: bytes) -> None:
+    """Five prompts that were too long were copied whole, 227 KB."""
+    (record,) = run(line)
+    assert record.error is not None
+    assert len(record.to_json()) < 4000
+    found = record.to_dict()["request"]
+    assert isinstance(found, str) and "bytes in all" in found
+
+
+def test_an_error_holds_a_short_request_verbatim() -> None:
+    line = json.dumps({"prompt": "x" * 3000, "n": 0}).encode()
+    assert len(line) <= MAX_QUOTED_BYTES
+    (record,) = run(line)
+    assert record.error is not None and line in record.to_json()
+
+
+def test_warnings_do_not_grow_with_the_file() -> None:
+    """20,000 lines with different unknown keys printed 20,000 lines, in --stats too."""
+    told: list[str] = []
+    bench = Bench()
+    bench.loop._intake.on_warning = told.append
+    rows = [{"prompt": ">", "max_tokens": 1, f"key_{i}": i} for i in range(50)]
+    rows += [{"prompt": ">", "max_tokens": 1, "n": i, "best_of": 1} for i in (2, 3, 4)]
+    assert not [record.error for record in run(*rows, bench=bench) if record.error]
+    assert bench.loop._intake.warnings.to_dict() == {
+        "unknown parameters are kept and not acted on: key_0, key_1, key_2, key_3, key_4 and "
+        "others": 50,
+        "best_of is below n and is taken as n: best_of 1 with n 2, best_of 1 with n 3, "
+        "best_of 1 with n 4": 3,
+    }
+    assert len(told) == 8
+    assert told[1] == "Warning: line 2: unknown parameters are kept and not acted on: key_1"
+    run({"prompt": ">", "max_tokens": 1, "x" * 10_000: 1}, bench=bench)
+    assert len(told[-1]) < 200
