@@ -101,6 +101,7 @@ def run(
     fp16: bool,
     restart: bool,
     is_watching: bool,
+    limit: int | None,
     stats: Path | None,
     quiet: bool,
     verbose: bool,
@@ -136,6 +137,7 @@ def run(
     files = given or [named] if named is not None else given
     remote = RemoteFolders(work_dir or default_work_dir(), is_quiet=quiet)
     job = JobPaths(files, output, restart, stats, trace, quiet, verbose, remote, is_watching)
+    job = replace(job, limit=limit)
     try:
         ranks, config = RankConfig(**rank_options), EngineConfig(**options, is_only_run=True)
         check_times(grace_s, deadline_s)

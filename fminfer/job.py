@@ -69,6 +69,7 @@ def open_files(
     *,
     model: str,
     restart: bool,
+    limit: int | None = None,
 ) -> NamedFiles:
     """See what earlier runs have done of each input; nothing is written if anything is wrong.
 
@@ -76,6 +77,7 @@ def open_files(
         fingerprint: of the run: what must be the same for rows to be kept.
         model: its name, for people.
         restart: keep no rows.
+        limit: of each input, answer the first so many lines.
 
     Raises:
         UsageError: an output is another run's.
@@ -86,13 +88,14 @@ def open_files(
     claims = Claims()
     for source, (path, output) in enumerate(zip(inputs, outputs, strict=True)):
         if output == STDOUT:
-            files.append(StreamedInput(path, source, stream))
+            files.append(StreamedInput(path, source, stream, limit))
         else:
             file = JournaledInput(
                 *(path, source, output, model, fingerprint),
                 claims=claims,
                 restart=restart,
                 started_s=started_s,
+                limit=limit,
             )
             files.append(file)
     for each in files:
@@ -108,12 +111,14 @@ def share_files(
     model: str,
     restart: bool,
     is_watching: bool,
+    limit: int | None = None,
 ) -> SharedFiles:
     """Prepare to answer files together with other runs; nothing is opened yet.
 
     Args:
         find: lists the inputs and the output of each, as they are now.
         is_watching: wait for more files when all are answered.
+        limit: of each input, answer the first so many lines.
     """
     claims, started_s = Claims(), time.time()
 
@@ -124,6 +129,7 @@ def share_files(
             claim=claim,
             restart=restart,
             started_s=started_s,
+            limit=limit,
         )
 
     return SharedFiles(
@@ -131,6 +137,7 @@ def share_files(
         restart=restart,
         is_watching=is_watching,
         started_s=started_s,
+        limit=limit,
     )
 
 

@@ -24,6 +24,7 @@ class JobPaths:
     is_verbose: bool
     remote: RemoteFolders
     is_watching: bool = False
+    limit: int | None = None  # of each input, the first so many requests are answered
 
     @property
     def is_shared(self) -> bool:
@@ -68,6 +69,8 @@ class JobPaths:
             raise UsageError(f"--output {self.output} is one file; --watch needs a folder for many")
         if self.is_watching and any(isinstance(path, str) for path in (*self.paths, self.output)):
             raise UsageError("--watch works with local files and folders only, not with URLs")
+        if self.limit is not None and self.limit < 1:
+            raise UsageError(f"--limit is {self.limit}; it must be at least 1")
         return plan
 
     def find_answers(self) -> list[Path]:

@@ -102,6 +102,12 @@ FILES = [
         help="Wait for more files in the folder when all are answered, until told to stop.",
     ),
     click.option(
+        "--limit",
+        type=int,
+        help="Answer only the first N requests of each input; later, with a larger limit or none, "
+        "the others.",
+    ),
+    click.option(
         "--grace",
         "grace_s",
         type=Duration(),

@@ -144,12 +144,19 @@ def _answer(
             model=checkpoint.name,
             restart=job.restart,
             is_watching=job.is_watching,
+            limit=job.limit,
         )
         is_done = not files.look()
     else:
-        files = open_files(inputs, outputs, fingerprint, model=checkpoint.name, restart=job.restart)
+        files = open_files(
+            *(inputs, outputs, fingerprint),
+            model=checkpoint.name,
+            restart=job.restart,
+            limit=job.limit,
+        )
         is_done = files.is_finished
     summary = JobSummary(checkpoint.name, fingerprint["the dtype"], inputs, outputs)
+    summary.limit = job.limit
     if group is None and is_done:
         summary = run_job(None, files, summary, is_quiet=job.is_quiet)
     else:

@@ -9,7 +9,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 from fminfer.errors import DamagedInputError
@@ -59,21 +59,28 @@ def stem(path: Path) -> str:
     return _without_compression(path).stem
 
 
-def count_rows(path: Path) -> int | None:
+def count_rows(path: Path, limit: int | None = None) -> int | None:
     """Count the lines to answer; None where that would mean to decompress or parse them twice."""
     if path.suffix != ".jsonl" or not path.is_file():  # a pipe can be read only once
         return None
-    return sum(1 for _ in read_lines(path, 0))
+    return sum(1 for _ in read_lines(path, 0, limit=limit))
 
 
-def read_lines(path: Path, source: int, digest: Digest | None = None) -> Iterator[Line]:
+def read_lines(
+    path: Path, source: int, digest: Digest | None = None, limit: int | None = None
+) -> Iterator[Line]:
     """Yield the lines of one file; blank ones are skipped but counted.
 
     Where the file breaks off, its last line says so in `damage`.
 
     Args:
         digest: takes all of the file's bytes, as they are read.
+        limit: yield only so many, the first ones; the digest is then of what was read.
     """
+    return islice(_read_all(path, source, digest), limit)
+
+
+def _read_all(path: Path, source: int, digest: Digest | None) -> Iterator[Line]:
     number = 0
     chunks = read_chunks(path, digest)
     try:

@@ -26,7 +26,7 @@ from fminfer.output.journal import (
 from fminfer.output.records import Record
 from fminfer.output.reopening import has_retryable, reopen
 from fminfer.output.rows import Row
-from fminfer.output.status import Counts, StatusFile, has_ended_before, read_status
+from fminfer.output.status import Counts, StatusFile, has_ended_before, limit_of, read_status
 from fminfer.output.stream import OrderedStream
 from fminfer.output.writer import put_in_order
 
@@ -36,9 +36,12 @@ PassOver = Callable[[Line], None]  # told of each line that an earlier run answe
 class StreamedInput:
     """An input whose answers go to stdout: in order, as soon as those before them are out."""
 
-    def __init__(self, path: Path, source: int, stream: OrderedStream) -> None:
+    def __init__(
+        self, path: Path, source: int, stream: OrderedStream, limit: int | None = None
+    ) -> None:
         self.path, self.source = path, source
-        self.num_left = count_rows(path)  # lines to answer; None: not known before its end
+        self._limit = limit
+        self.num_left = count_rows(path, limit)  # lines to answer; None: not known before its end
         # It cannot go on where another ended.
         self.num_kept_rows = self.num_kept_errors = self.num_damaged_rows = self.num_tried_rows = 0
         self._num_read = self._num_done = 0
@@ -55,7 +58,7 @@ class StreamedInput:
 
     def lines(self, pass_over: PassOver) -> Iterator[Line]:
         """Read it."""
-        for line in read_lines(self.path, self.source):
+        for line in read_lines(self.path, self.source, limit=self._limit):
             self._stream.expect(self.source, line.number)
             self._num_read += 1
             yield line
@@ -90,6 +93,7 @@ class JournaledInput:
         claim: of the output, if it is this run's already.
         restart: answer all lines again, whatever an earlier run has done.
         started_s: time.time() as this run began; it tries again what failed before, once.
+        limit: answer only so many lines, the first ones.
 
     Raises:
         InUseError: another run is at work.
@@ -108,7 +112,10 @@ class JournaledInput:
         claim: Claim | None = None,
         restart: bool,
         started_s: float,
+        limit: int | None = None,
     ) -> None:
+        self._limit = limit
+        self._limit_before: int | None = None  # of the run that completed the output
         self.path, self.source, self.output = path, source, output
         self._started_s = started_s
         self._is_to_reopen = False  # it is complete, and has errors that may not come again
@@ -126,9 +133,9 @@ class JournaledInput:
         self._counts = Counts()
         if not has_journal and not restart and output.exists():
             self._check_complete()
-        self._num_rows = None if self.is_finished else count_rows(path)
+        self._num_rows = None if self.is_finished else count_rows(path, limit)
         self._counts.num_rows = self._counts.num_rows or self._num_rows or 0
-        self._status = StatusFile(path, output, model, self._fingerprint, self._counts)
+        self._status = StatusFile(path, output, model, self._fingerprint, self._counts, limit)
         self._status.input_changed_ns = input_changed_ns
 
     @property
@@ -192,7 +199,7 @@ class JournaledInput:
         self._look_again(journal)
         self._status.move("in_progress")
         digest = Digest()
-        for line in read_lines(self.path, self.source, digest):
+        for line in read_lines(self.path, self.source, digest, self._limit):
             self._num_read += 1
             self._counts.num_rows = max(self._num_rows or 0, self._num_read)
             if self.is_lost:
@@ -206,7 +213,8 @@ class JournaledInput:
                     "answered; give --restart to answer all from the start, or another --output"
                 )
             pass_over(line)
-        if self._fingerprint["the input"] not in (str(digest), A_PIPE):
+        found = str(digest) if self._limit is None else digest_of(self.path)
+        if self._fingerprint["the input"] not in (found, A_PIPE):
             raise UsageError(
                 f"{self.path} was changed while it was being answered. Its finished rows are kept "
                 "until you give --restart to answer all from the start; or answer it into another "
@@ -254,7 +262,7 @@ class JournaledInput:
             raise self._in_use()
         try:
             if not journal_path(self.output).exists():  # of a run that did so and died meanwhile
-                reopen(self.path, self.output, self._fingerprint)
+                reopen(self.path, self.output, self._fingerprint, self._limit_before)
         finally:
             if claim is not self._claim:  # it is taken again when it is this input's turn
                 claim.release()
@@ -301,7 +309,7 @@ class JournaledInput:
             )
         self._fingerprint["the input"] = digest
         journal.begin_anew(self._fingerprint)
-        self._num_rows = count_rows(self.path)
+        self._num_rows = count_rows(self.path, self._limit)
         self._counts.num_rows = self._num_rows or 0
 
     def _lose(self) -> None:
@@ -341,6 +349,11 @@ class JournaledInput:
         journal = self._journal
         if journal is None or not self._is_read or journal.num_rows < self._num_read:
             return
+        if journal.num_rows > self._num_read and self._limit is not None:
+            raise UsageError(
+                f"an earlier run has answered more than the first {self._limit} lines of "
+                f"{self.path}; give a larger --limit or none to go on with them, or --restart"
+            )
         if journal.num_rows > self._num_read:
             raise UsageError(
                 f"an earlier run has answered {journal.num_rows} lines of {self.path}, and now it "
@@ -372,13 +385,21 @@ class JournaledInput:
                 "Give --restart to answer it, or another --output"
             )
         check_fingerprint(self.output, dict(status.get("metadata") or {}), self._fingerprint)
-        if is_worth_another_try(self.output, status, self._started_s):
+        self._limit_before = limit_of(status)
+        is_short = is_short_of(status, self._limit)
+        if is_short or is_worth_another_try(self.output, status, self._started_s):
             self._is_to_reopen = True
             return
         counts = status["request_counts"]
         self._counts.num_rows = counts["total"]
         self._keep(counts["completed"], counts["failed"], (0, 0, 0))
         self.is_finished = True
+
+
+def is_short_of(status: dict[str, Any], limit: int | None) -> bool:
+    """Tell whether a complete output has fewer lines than a run with this limit is to answer."""
+    before = limit_of(status)
+    return before is not None and (limit is None or limit > before)
 
 
 def is_worth_another_try(output: Path, status: dict[str, Any], started_s: float) -> bool:

@@ -45,10 +45,13 @@ def is_retryable(record: bytes) -> bool:
         return False
 
 
-def reopen(source: Path, output: Path, fingerprint: Fingerprint) -> None:
+def reopen(source: Path, output: Path, fingerprint: Fingerprint, limit: int | None = None) -> None:
     """Write the journal from which `output.writer` would make the output and its errors file.
 
     It appears at once and whole. The caller has claimed the output.
+
+    Args:
+        limit: the output is of so many lines, the first ones.
 
     Raises:
         UsageError: the output is not what a run has written for the lines of `source`.
@@ -60,7 +63,7 @@ def reopen(source: Path, output: Path, fingerprint: Fingerprint) -> None:
         try:
             with draft.open("wb") as file:
                 file.write(head_line(fingerprint))
-                for row in _read_rows(source, output):
+                for row in _read_rows(source, output, limit):
                     file.write(row.to_line())
                 file.flush()
                 os.fsync(file.fileno())
@@ -74,10 +77,10 @@ def reopen(source: Path, output: Path, fingerprint: Fingerprint) -> None:
         raise explain(path, error) from error
 
 
-def _read_rows(source: Path, output: Path) -> Iterator[Row]:
+def _read_rows(source: Path, output: Path, limit: int | None) -> Iterator[Row]:
     answers, errors = _records(output), _records(errors_path(output))
     answer, error = next(answers, None), next(errors, None)
-    for line in read_lines(source, 0):
+    for line in read_lines(source, 0, limit=limit):
         envelope, crc = open_envelope(line), zlib.crc32(line.raw)
         if error is not None and _is_error_of(error, line, envelope):
             yield Row(line.number, True, (0, 0, 0), crc, error, is_retryable(error))

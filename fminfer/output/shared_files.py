@@ -14,7 +14,7 @@ from fminfer.input.lines import count_rows
 from fminfer.input.streams import changed_ns
 from fminfer.output.claims import Claim, Claims, claimed, look_at, remove_dead
 from fminfer.output.disk import told
-from fminfer.output.job_file import JournaledInput, is_worth_another_try
+from fminfer.output.job_file import JournaledInput, is_short_of, is_worth_another_try
 from fminfer.output.journal import Fingerprint, check_fingerprint, journal_path
 from fminfer.output.places import Plan
 from fminfer.output.status import read_status
@@ -38,6 +38,7 @@ class SharedFiles:
         restart: answer again what was complete before this run began.
         is_watching: wait for more files when all are answered.
         started_s: time.time() as the run began.
+        limit: of each input, the first so many lines are answered.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class SharedFiles:
         restart: bool,
         is_watching: bool,
         started_s: float,
+        limit: int | None = None,
     ) -> None:
         self.files: list[JournaledInput] = []  # claimed by this run, by their number
         self._refused: dict[str, str] = {}  # when they were opened
@@ -63,6 +65,7 @@ class SharedFiles:
         self._restart = restart
         self._is_watching = is_watching
         self._started_s = started_s
+        self._limit = limit
         self._settled: set[Path] = set()
         self._num_free: dict[Path, int | None] = {}  # rows of files that nobody has
         self.num_rows: int | None = None  # if no other run takes a file; None: not known
@@ -186,6 +189,8 @@ class SharedFiles:
             return False
         if is_worth_another_try(output, status, self._started_s):
             return False
+        if is_short_of(status, self._limit):
+            return False
         counts = status["request_counts"]
         self.num_kept_rows += counts["completed"] + counts["failed"]
         self.num_kept_errors += counts["failed"]
@@ -222,7 +227,7 @@ class SharedFiles:
 
     def _count_free(self, path: Path) -> None:
         try:
-            self._num_free[path] = count_rows(path)
+            self._num_free[path] = count_rows(path, self._limit)
         except UsageError as error:  # it cannot be read
             self._refuse(path, error)
 

@@ -79,6 +79,13 @@ def _is_ours(fields: dict[str, Any]) -> bool:
     return all(isinstance(counts.get(name), int) for name in ("total", "completed", "failed"))
 
 
+def limit_of(status: dict[str, Any]) -> int | None:
+    """Return how many lines of its input an output was to answer; None: all."""
+    own = status.get("fminfer")
+    limit = own.get("limit") if isinstance(own, dict) else None
+    return limit if isinstance(limit, int) else None
+
+
 def has_ended_before(output: Path, time_s: float) -> bool:
     """Tell whether the status of a complete output was written before a time, in time.time()."""
     path = status_path(output)
@@ -91,6 +98,7 @@ class StatusFile:
     Args:
         fingerprint: of the run, by which a later one knows whether the output is its own.
         counts: kept up to date by the caller.
+        limit: how many lines are to be answered, the first ones; None: all.
     """
 
     def __init__(
@@ -100,12 +108,14 @@ class StatusFile:
         model: str,
         fingerprint: dict[str, str],
         counts: Counts,
+        limit: int | None = None,
     ) -> None:
         self._source = source
         self._output = output
         self._model = model
         self._fingerprint = fingerprint
         self._counts = counts
+        self._limit = limit
         self._path = status_path(output)
         self.input_changed_ns = 0  # of the input that is answered, by its disk's clock
         self._status: Status = "validating"
@@ -197,6 +207,7 @@ class StatusFile:
             "fminfer": {
                 "output": self._output.name,
                 "kept_rows": counts.num_kept,
+                "limit": self._limit,
                 "input_changed_ns": self.input_changed_ns,
             },
         }

@@ -24,6 +24,7 @@ class JobSummary:
     start_to_ready_s: float = 0.0
     num_rows: int = 0  # answered
     num_errors: int = 0
+    limit: int | None = None  # of each input, only the first so many requests were answered
     num_kept_rows: int = 0  # answered or refused by earlier runs, and kept
     num_kept_errors: int = 0  # of them, errors
     num_damaged_rows: int = 0  # of earlier runs, not kept
@@ -182,6 +183,11 @@ class JobSummary:
         if self.num_files_elsewhere:
             lines.append(
                 f"elsewhere {self.num_files_elsewhere:,} files are being answered by other runs"
+            )
+        if self.limit is not None:
+            lines.append(
+                f"limit     only the first {self.limit:,} requests of each input (--limit); the "
+                "same command without it answers the others and keeps these"
             )
         lines += [f"refused   {path}: {text}" for path, text in self.refused.items()]
         files = list(dict.fromkeys(self.outputs))
