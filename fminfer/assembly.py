@@ -31,6 +31,7 @@ def find_limits(config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokeniz
         config.on_too_long,
         config.strict,
         _model_names(config, checkpoint.name),
+        config.request_args,
     )
 
 

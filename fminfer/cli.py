@@ -102,6 +102,7 @@ def run(
     restart: bool,
     is_watching: bool,
     limit: int | None,
+    prompt: str | None,
     stats: Path | None,
     quiet: bool,
     verbose: bool,
@@ -114,6 +115,7 @@ def run(
     """Answer every line of the given files.
 
     \b
+    fminfer run --prompt "Question: How do you go from the den to the porch? Answer:"
     fminfer run requests.jsonl
     fminfer run --infer-data shards/ --model-name /models/llama --output answers/
     fminfer run requests.jsonl --random-init llama-160m --stats stats.json
@@ -137,7 +139,8 @@ def run(
     files = given or [named] if named is not None else given
     remote = RemoteFolders(work_dir or default_work_dir(), is_quiet=quiet)
     job = JobPaths(files, output, restart, stats, trace, quiet, verbose, remote, is_watching)
-    job = replace(job, limit=limit)
+    request = None if prompt is None else {"prompt": prompt}
+    job = replace(job, limit=limit, prompt=request)
     try:
         ranks, config = RankConfig(**rank_options), EngineConfig(**options, is_only_run=True)
         check_times(grace_s, deadline_s)

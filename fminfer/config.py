@@ -6,7 +6,7 @@ The command line reads its defaults from here. It knows nothing of files or of t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from fminfer.errors import UsageError
 
@@ -50,6 +50,7 @@ class EngineConfig:
     token_format: TokenFormat = "auto"  # of logprobs.tokens; auto: text in Batch lines, else vocab
     skip_tokenizer_init: bool = False  # prompts are token ids, and answers have no text
     strict: bool = False  # what is otherwise only warned of is the line's error
+    request_args: dict[str, Any] | None = None  # fields that replace each line's own
     check_model: bool = False  # a line that names another model is an error
     attention: AttentionBody = "auto"
     threads: int | None = None  # that compute in each rank; None: its share of the cores

@@ -37,6 +37,7 @@ class EngineOptions(TypedDict, total=False):
     max_logprobs: int
     token_format: TokenFormat
     strict: bool
+    request_args: dict[str, Any] | None
     check_model: bool
     attention: AttentionBody
     threads: int | None

@@ -48,6 +48,8 @@ def fingerprint_of(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, st
     }
     if config.max_model_len is not None:
         found["--max-model-len"] = str(config.max_model_len)
+    if config.request_args:
+        found["--overwrite-request-args"] = json.dumps(config.request_args, sort_keys=True)
     for name in SETTINGS:
         found[f"--{name.replace('_', '-')}"] = str(getattr(config, name))
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fminfer.errors import UsageError
 from fminfer.input.files import find_answers, find_inputs
@@ -24,6 +25,7 @@ class JobPaths:
     is_verbose: bool
     remote: RemoteFolders
     is_watching: bool = False
+    prompt: dict[str, Any] | None = None  # one request to answer, in the place of files
     limit: int | None = None  # of each input, the first so many requests are answered
 
     @property
@@ -52,6 +54,8 @@ class JobPaths:
         Raises:
             UsageError: no input, an output that is an input, or a folder that is not there.
         """
+        if self.prompt is not None:
+            return self._no_files()
         plan = plan_each(self.find_inputs(), self.remote.place(self.output))
         if plan.refused and not (self.is_shared and plan.inputs):
             raise UsageError(next(iter(plan.refused.values())))
@@ -77,3 +81,11 @@ class JobPaths:
         """List the files of the folders that are left out, since they hold answers of runs."""
         folders = [path for path in self.paths if isinstance(path, Path) and path.is_dir()]
         return [path for folder in folders for path in find_answers(folder)]
+
+    def _no_files(self) -> Plan:
+        """Return the plan of a prompt's answer, which is printed."""
+        if self.paths or self.output is not None:
+            raise UsageError(
+                "--prompt answers one text and prints the answer; leave out the files and --output"
+            )
+        return Plan([], [])

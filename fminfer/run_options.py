@@ -79,6 +79,11 @@ INPUT = [
 ]
 FILES = [
     click.option(
+        "--prompt",
+        metavar="TEXT",
+        help="Answer this text and print the answer, for a first try.",
+    ),
+    click.option(
         "--output",
         type=PathOrUrl(path_type=Path),
         help="A .jsonl file, a folder, a URL of one or the other, or - for stdout (errors then go "

@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import click
 import transformers
@@ -17,6 +18,7 @@ from fminfer.cache import why_no_cache
 from fminfer.config import EngineConfig
 from fminfer.errors import FminferError, PipelineError, StoppedError
 from fminfer.fingerprint import fingerprint_of
+from fminfer.input.lines import Line
 from fminfer.job import NamedFiles, abandon, open_files, run_job, share_files
 from fminfer.loading import open_model
 from fminfer.models.checkpoint import Checkpoint
@@ -131,6 +133,8 @@ def _answer(
     elapsed_s: Callable[[], float],
     make_engine: MakeEngine,
 ) -> JobSummary:
+    if job.prompt is not None:
+        return _answer_prompt(job, job.prompt, config, make_engine)
     inputs, outputs = plan.inputs, plan.outputs
     if not job.is_quiet:
         _tell_left_out(job, plan)
@@ -181,6 +185,24 @@ def _answer(
         click.echo(summary.to_text(), err=True)
     job.remote.upload(outputs)
     return summary
+
+
+def _answer_prompt(
+    job: JobPaths, request: dict[str, Any], config: EngineConfig, make_engine: MakeEngine
+) -> JobSummary:
+    """Print the answer to one request."""
+    checkpoint, no_files = open_model(config), NamedFiles([], 0)
+    engine = _start_engine(job, no_files, config, lambda bar: make_engine(checkpoint, bar))
+    try:
+        (record,) = engine.run(iter([Line(0, 1, json.dumps(request).encode())]))
+    finally:
+        engine.close()
+    if record.error is not None:
+        raise FminferError(f"{record.error.message} ({record.error.code})")
+    assert record.result is not None, "a record has a result or an error"
+    for choice in record.result["choices"]:
+        click.echo(choice["text"])
+    return JobSummary(checkpoint.name, str(engine.device), [], [])
 
 
 def _ready_text(summary: JobSummary, files: NamedFiles | SharedFiles) -> str:

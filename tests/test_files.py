@@ -200,6 +200,16 @@ def test_a_giant_line_is_not_held(
     assert third.number == 3 and not third.fault
 
 
+def test_a_prompt_is_answered_and_printed() -> None:
+    text = "Question: How do you go from the den to the porch?\nAnswer:"
+    found = CliRunner().invoke(main, ["run", "-q", "--prompt", text])
+    assert found.exit_code == 0, found.output
+    assert "south" in found.stdout and "{" not in found.stdout
+    assert CliRunner().invoke(main, ["run", "--prompt", text, "a.jsonl"]).exit_code == 2
+    found = CliRunner().invoke(main, ["run", "-q", "--prompt", text * 200])
+    assert found.exit_code == 1 and "context_length_exceeded" in found.stderr
+
+
 def test_bytes_that_come_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     class Slow(io.BytesIO):
         def read1(self, size: int | None = -1) -> bytes:

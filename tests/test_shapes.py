@@ -267,6 +267,17 @@ def test_strict_makes_warnings_errors() -> None:
     assert len(bench.loop._intake.warnings.to_dict()) == 4
 
 
+def test_request_args_replace_each_lines_own() -> None:
+    """--overwrite-request-args: the line is echoed as it is, and answered as the run says."""
+    args = {"max_tokens": 3, "temperature": 0, "n": 2}
+    lines = [{"prompt": ">", "max_tokens": 9, "temperature": "hot"}, batch(), {"prompt": ">"}]
+    for record in run(*lines, bench=strict_bench(request_args=args)):
+        assert record.error is None and record.result is not None
+        assert record.num_completion_tokens == 6 and len(record.result["choices"]) == 2
+    (record,) = run({"prompt": ">", "n": 1}, bench=strict_bench(request_args={"n": 500}))
+    assert record.error is not None and record.error.param == "n"
+
+
 def test_check_model_refuses_lines_for_another_model() -> None:
     names = frozenset({"/models/llama", "llama"})
     asked = [

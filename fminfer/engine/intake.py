@@ -40,6 +40,7 @@ class Limits:
     on_too_long: OnTooLong = "error"
     is_strict: bool = False  # what is otherwise only warned of is an error
     model_names: frozenset[str] | None = None  # what a line may call the model; None: anything
+    request_args: dict[str, Any] | None = None  # fields that replace each line's own
 
 
 class Intake:
@@ -107,7 +108,7 @@ class Intake:
             self._start_file(line.source)
         self._check_envelope(line, envelope)
         request = parse_request(
-            envelope.fields,
+            envelope.fields | (self._limits.request_args or {}),
             envelope.request,
             max_logprobs=self._limits.max_logprobs,
             is_strict=self._limits.is_strict,
