@@ -39,6 +39,7 @@ class EngineOptions(TypedDict, total=False):
     strict: bool
     request_args: dict[str, Any] | None
     check_model: bool
+    skip_tokenizer_init: bool
     attention: AttentionBody
     threads: int | None
     max_steps: int | None

@@ -350,10 +350,6 @@ def test_the_sum_of_row_shares_is_the_wall_time(
     assert len({t["batch_size"] for t in times}) > 5, "rows were in flight together, and not all"
 
 
-@pytest.mark.parametrize(
-    "on_too_long, echoed",
-    [("truncate-left", "0123456789"), ("truncate-right", "abcdefghij")],
-)
 def test_a_shorter_context(llama_checkpoint: tuple[Path, Any]) -> None:
     config = EngineConfig(model=str(llama_checkpoint[0]), max_model_len=20, dtype="float32")
     assert open_model(config).context_length == 20
@@ -366,6 +362,10 @@ def test_a_shorter_context(llama_checkpoint: tuple[Path, Any]) -> None:
         open_model(replace(config, max_model_len=257))
 
 
+@pytest.mark.parametrize(
+    "on_too_long, echoed",
+    [("truncate-left", "0123456789"), ("truncate-right", "abcdefghij")],
+)
 def test_prompts_are_cut_when_asked_and_it_is_told(
     llama_checkpoint: tuple[Path, Any], on_too_long: str, echoed: str
 ) -> None:

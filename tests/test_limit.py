@@ -9,6 +9,7 @@ import pytest
 from fminfer.errors import UsageError
 from fminfer.job import open_files, share_files
 from fminfer.output.job_file import JournaledInput
+from fminfer.output.places import Plan
 from fminfer.output.status import read_status
 
 from .test_try_again import ALL, LASTING, answer, read, record_of, write_input
@@ -55,8 +56,10 @@ def test_a_run_that_broke_off_goes_on_with_another_limit(tmp_path: Path) -> None
     for line in lines[:4]:
         file.add(record_of(line, LASTING))
     file.abandon(KeyboardInterrupt())
+    file = open_limited(source, output, 2)
     with pytest.raises(UsageError, match=r"more than the first 2 lines.*larger --limit"):
-        list(open_limited(source, output, 2).lines(lambda line: None))
+        list(file.lines(lambda line: None))
+    file.abandon(KeyboardInterrupt())
     assert answer(open_limited(source, output, 6), LASTING) == [6, 7]
 
 
@@ -64,7 +67,7 @@ def test_files_of_a_folder_are_limited_each(tmp_path: Path) -> None:
     source, output = write_input(tmp_path)
     for limit, expected in ((2, [1, 2]), (2, None), (4, [4, 5])):
         shared = share_files(
-            lambda: ([source], [output]),
+            lambda: Plan([source], [output]),
             {},
             model="m",
             restart=False,

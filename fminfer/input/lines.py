@@ -100,9 +100,7 @@ def _read_all(path: Path, source: int, digest: Digest | None) -> Iterator[Line]:
         yield Line(source, number + 1, error.rest, message)
 
 
-def _numbered(
-    path: Path, chunks: Iterator[bytes]
-) -> Iterator[tuple[int, bytes | CutValue, str]]:
+def _numbered(path: Path, chunks: Iterator[bytes]) -> Iterator[tuple[int, bytes | CutValue, str]]:
     """Yield each value with its number and what is wrong with it, as far as other lines tell."""
     values = enumerate(_read_values(path, chunks), start=1)
     # Whoever writes a pipe may wait for the answer to a line before the next.
