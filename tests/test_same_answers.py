@@ -23,7 +23,12 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 1.0, "top_k": 20, "seed": 11},
     {"max_tokens": 0, "echo": True},
     {"temperature": 1.5, "min_p": 0.02, "frequency_penalty": 0.7, "repetition_penalty": 1.1},
-    {"temperature": 1.0, "stop": ["e", "7"], "logit_bias": {"101": 2.5, "55": 2.5}},
+    {
+        "temperature": 1.0,
+        "min_tokens": 1,
+        "stop": ["e", "7"],
+        "logit_bias": {"101": 2.5, "55": 2.5},
+    },
     {"temperature": 0, "presence_penalty": 1.0, "min_tokens": 3},
 ]
 HOW: dict[str, dict[str, Any]] = {
