@@ -23,7 +23,12 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 1.0, "top_k": 20, "seed": 11},
     {"max_tokens": 0, "echo": True},
     {"temperature": 1.5, "min_p": 0.02, "frequency_penalty": 0.7, "repetition_penalty": 1.1},
-    {"temperature": 1.0, "stop": ["e", "7"], "logit_bias": {"101": 2.5, "55": 2.5}},
+    {
+        "temperature": 1.0,
+        "min_tokens": 1,
+        "stop": ["e", "7"],
+        "logit_bias": {"101": 2.5, "55": 2.5},
+    },
     {"temperature": 0, "presence_penalty": 1.0, "min_tokens": 3},
 ]
 HOW: dict[str, dict[str, Any]] = {
@@ -39,12 +44,12 @@ def mixed_lines() -> list[dict[str, Any]]:
     chance = random.Random(3)
     stems = [[chance.randrange(VOCAB) for _ in range(40)] for _ in range(3)]
     lines: list[dict[str, Any]] = []
-    for index in range(64):
+    for index in range(40):
         start = stems[index % 3][: chance.randrange(40)] if index % 2 else []
         ids = start + [chance.randrange(VOCAB) for _ in range(chance.randint(2, 40))]
-        how = {"max_tokens": chance.randint(3, 16), "logprobs": 2, "ignore_eos": True}
+        how = {"max_tokens": chance.randint(3, 10), "logprobs": 2, "ignore_eos": True}
         lines.append(how | {"prompt": ids} | KINDS[index % len(KINDS)])
-    return lines + lines[1::16]
+    return lines + lines[1::8]
 
 
 def answers(folder: Path, chain: Chain | None = None, **options: Any) -> list[dict[str, Any]]:
@@ -59,7 +64,7 @@ def answers(folder: Path, chain: Chain | None = None, **options: Any) -> list[di
 @pytest.fixture(scope="module")
 def expected(llama_checkpoint: tuple[Path, Any]) -> str:
     found = answers(llama_checkpoint[0])
-    assert len({choice["text"] for result in found for choice in result["choices"]}) > 60
+    assert len({choice["text"] for result in found for choice in result["choices"]}) > 40
     return json.dumps(found)
 
 
@@ -92,10 +97,10 @@ def test_after_a_run_that_was_broken_off(
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps(line) + "\n" for line in mixed_lines()))
     engine = fminfer.Engine(str(llama_checkpoint[0]), **OPTIONS)
-    for count in (9, 30):
+    for count in (7, 20):
         stop_after(engine, count, [source], [output])
     summary = run_files(engine, [source], [output])
     engine.close()
-    assert summary.num_kept_rows == 39
+    assert summary.num_kept_rows == 27
     found = [json.loads(line)["result"] for line in output.open()]
     check_same(found, json.loads(expected))
