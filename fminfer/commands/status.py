@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import click
+
 from fminfer.errors import RETRYABLE
 from fminfer.output.overview import STATES, FileState, Overview, look_over
 from fminfer.output.progress import show_seconds
