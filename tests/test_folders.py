@@ -159,9 +159,22 @@ def test_a_split_folder_gives_the_parts_of_its_engine(tmp_path: Path) -> None:
     merge_parts(parts, parts / "answers.jsonl")
     assert (parts / "answers.jsonl").read_text().count("\n") == 2
     assert len(find_inputs([parts])) == 2
-    (parts / "manifest.json").unlink()
-    with pytest.raises(UsageError, match="holds no file"):
+    # A split that was killed leaves its own folder; `jobs` is made by fminfer submit.
+    for name in (".split/gpt-j/request_0.jsonl", "jobs/notes.jsonl"):
+        (parts / name).parent.mkdir(parents=True)
+        (parts / name).write_text(LINE)
+    assert len(find_inputs([parts])) == 2
+    assert [len(overview.files) for overview in look_over(parts)] == [2, 1]
+    manifest = (parts / "manifest.json").read_text()
+    (parts / "manifest.json").write_text(manifest.replace(":true", ":false", 1))
+    with pytest.raises(UsageError, match="was not finished"):
         find_inputs([parts])
+    for text in ('{"name": "of another tool"}', None):
+        (parts / "manifest.json").unlink()
+        if text is not None:
+            (parts / "manifest.json").write_text(text)
+        with pytest.raises(UsageError, match="holds no file"):
+            find_inputs([parts])
 
 
 def test_a_split_folder_of_several_engines_names_them(tmp_path: Path) -> None:

@@ -77,6 +77,9 @@ def test_the_command_takes_names_that_are_no_utf_8(tmp_path: Path) -> None:
     assert found.exit_code == 0, found.output
     found = CliRunner().invoke(main, ["status", str(tmp_path)])
     assert found.exit_code == 0 and f"{len(paths)} of {len(paths)} files done" in found.output
+    found = CliRunner().invoke(main, ["status", "--json", str(tmp_path)])
+    files = json.loads(found.output)["files"]
+    assert {file["input"] for file in files} == set(map(str, paths))
     status = next(tmp_path.glob("output_caf*.status.json"), None)
     if status is not None:
         found = CliRunner().invoke(

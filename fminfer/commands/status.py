@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
+import json
 from dataclasses import asdict
 from pathlib import Path
 
 import click
-import orjson
 
 from fminfer.errors import RETRYABLE
 from fminfer.output.overview import STATES, FileState, Overview, look_over
@@ -34,7 +33,7 @@ def status(paths: tuple[Path, ...], is_json: bool) -> None:
     for path in paths:
         for overview in look_over(path):
             if is_json:
-                sys.stdout.buffer.write(orjson.dumps(_to_dict(overview)) + b"\n")
+                click.echo(json.dumps(_to_dict(overview)))  # which takes names of any bytes
             else:
                 click.echo(_to_text(overview))
 

@@ -6,6 +6,8 @@ name of the user's own are known by their first line.
 
 from __future__ import annotations
 
+import os
+import re
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -17,6 +19,7 @@ from fminfer.input.lines import ENDINGS, is_input_name, read_lines
 from fminfer.input.streams import STDIN, changed_ns, check_readable
 
 MANIFEST = "manifest.json"  # of `fminfer split`: the folder's parts may stand below it
+PART_NAME = re.compile(r"request_(0|[1-9][0-9]{0,17})\.jsonl")
 MOST_NAMED = 5  # files or folders in a message
 NUM_LOOKED_AT = 5  # lines, to tell whether a file holds requests
 REQUEST_KEYS = frozenset({"prompt", "request", "body", "messages", "max_tokens"})
@@ -135,13 +138,14 @@ def _once(files: list[Path]) -> list[Path]:
 
 def _below(folder: Path) -> list[Path]:
     """Return the parts below a folder that `fminfer split` wrote: those of its only engine."""
-    if not (folder / MANIFEST).exists():
+    if not _is_split(folder):
         return []
-    found = {
-        below: list_requests(below)
-        for below in sorted(path for path in folder.rglob("*") if path.is_dir())
-    }
-    engines = {below: files for below, files in found.items() if files}
+    engines = {}
+    for below, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        if any(map(PART_NAME.fullmatch, names)):
+            files = list_requests(Path(below))
+            engines[below] = [path for path in files if PART_NAME.fullmatch(path.name)]
     if len(engines) > 1:
         listed = [
             f"\n  {below} ({len(files):,} file{'s' * (len(files) > 1)})"
@@ -155,9 +159,30 @@ def _below(folder: Path) -> list[Path]:
     return next(iter(engines.values()), [])
 
 
+def _is_split(folder: Path) -> bool:
+    """Tell whether `fminfer split` wrote a folder.
+
+    Raises:
+        UsageError: it was ended in the middle, and parts of an earlier split may be there.
+    """
+    try:
+        with (folder / MANIFEST).open("rb") as file:
+            head = file.readline()
+    except OSError:
+        return False
+    if not head.startswith(b'{"fminfer_split"'):
+        return False
+    if not re.search(rb'"is_complete": ?true', head):
+        raise UsageError(f"the split into {folder} was not finished; repeat its command")
+    return True
+
+
 def _tell_answers(folder: Path) -> str:
     answers = [path.name for path in find_answers(folder)]
     if not answers:
         return ""
     more = ", …" if len(answers) > MOST_NAMED else ""
-    return f"; {', '.join(answers[:MOST_NAMED])}{more}: answers of a run, by their first line"
+    return (
+        f"; {', '.join(answers[:MOST_NAMED])}{more}: answers of a run, by their first line. Name "
+        "the file itself to answer the requests in it"
+    )

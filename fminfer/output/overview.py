@@ -99,7 +99,7 @@ def look_over(path: Path, now_s: float | None = None) -> list[Overview]:
         return [Overview(str(path), [_look_at_one(path, now_s)])]
     found = []
     for folder, below, _ in os.walk(path):
-        below.sort()
+        below[:] = sorted(name for name in below if not name.startswith("."))
         files = [
             _state_of(source, output, now_s, trouble)
             for source, output, trouble in _files_of(Path(folder))

@@ -17,7 +17,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -27,14 +26,13 @@ from typing import Any, NoReturn
 import orjson
 
 from fminfer.errors import UsageError
+from fminfer.input.files import MANIFEST, PART_NAME
 from fminfer.output.disk import sync_folder
 from fminfer.split.folders import is_folder_name
 from fminfer.split.grouping import dump
 
-MANIFEST = "manifest.json"
 VERSION = 1
 NEW = ".new"  # added to its name while it is being written
-PART_NAME = re.compile(r"request_(0|[1-9][0-9]{0,17})\.jsonl")
 MAX_LINE = 2**53  # of line numbers; JSON readers agree up to there
 _HEAD_END, _END = b'"parts":[', b'],"check":'
 

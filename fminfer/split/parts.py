@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fminfer.errors import FminferError, OutputError, UsageError
-from fminfer.input.files import find_inputs
+from fminfer.input.files import MANIFEST, PART_NAME, find_inputs
 from fminfer.input.streams import A_PIPE, digest_of
 from fminfer.output.places import answers_path
 from fminfer.output.status import status_path
@@ -28,8 +28,6 @@ from fminfer.split.folders import folder_name
 from fminfer.split.grouping import Group, Groups
 from fminfer.split.index import BLANK, LineIndex, read_index
 from fminfer.split.manifest import (
-    MANIFEST,
-    PART_NAME,
     Manifest,
     Part,
     read_paths,
