@@ -6,6 +6,7 @@ nothing of files of requests or of ranks.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -40,7 +41,13 @@ class Trial:
         """Say what is timed."""
         after = f"{self.new_tokens} drawn" if self.new_tokens else "scored"
         after += " at random" * (self.temperature > 0)
-        return f"rows {self.num_rows:>4}, tokens {self.prompt_tokens:>5}, {after}"
+        return f"{self.num_rows} rows of {self.prompt_tokens} tokens, {after}"
+
+    @property
+    def work(self) -> float:
+        """Return roughly how long it takes beside others."""
+        own = self.prompt_tokens - self.shared_tokens
+        return self.shared_tokens + self.num_rows * own + self.new_tokens * (32 + self.num_rows)
 
 
 WARM_UP = Trial(8, 64, 4)
@@ -53,6 +60,15 @@ TRIALS = (
     Trial(16, 580, 1, shared_tokens=512),  # short chunks behind many keys
 )
 
+# Runs that are not fitted, but tell by the clock how far the forecast of a run is from the truth.
+WHOLE_RUNS = (
+    Trial(64, 120, 6, shared_tokens=90),  # labels
+    Trial(24, 48, 40, temperature=1.0),  # texts
+    Trial(12, 200, 0),  # scores
+    Trial(1, 60, 30),  # one row alone
+)
+OnProgress = Callable[[str, float, float], None]
+
 
 @dataclass(slots=True, frozen=True)
 class Calibration:
@@ -63,11 +79,12 @@ class Calibration:
     path: Path
 
 
-def calibrate(config: EngineConfig, on_trial: Callable[[Trial], None]) -> Calibration:
+def calibrate(config: EngineConfig, on_progress: OnProgress) -> Calibration:
     """Load the model, time its steps, and keep what they cost.
 
     Args:
-        on_trial: told of each trial before it runs.
+        on_progress: told before each trial of (what is timed, seconds so far, seconds in all as
+            they are expected now; 0: not known yet).
 
     Raises:
         FminferError: the model cannot be loaded, or a row fails.
@@ -80,30 +97,86 @@ def calibrate(config: EngineConfig, on_trial: Callable[[Trial], None]) -> Calibr
         )
         if path is None:
             raise UsageError(f"the costs cannot be kept: {why_no_cache()}")
-        samples = _measure(engine, on_trial)
+        measurement = _Measurement(engine, on_progress)
+        samples = measurement.time_steps()
+        costs = fit(samples)
+        costs = replace(costs, whole_runs=measurement.time_runs(costs))
     finally:
         engine.close()
-    costs = fit(samples)
     keep_costs(path, costs, engine.model_name)
     return Calibration(costs, samples, path)
 
 
-def _measure(engine: Engine, on_trial: Callable[[Trial], None]) -> list[Sample]:
-    ids = random.Random(1)
-    trials = [trial for trial in map(lambda t: _shorten(engine, t), TRIALS) if trial is not None]
-    warm_up = _shorten(engine, WARM_UP)
-    if warm_up is None or not trials:
-        raise UsageError("the KV cache holds too few tokens to measure anything; raise --budget")
-    _run(engine, warm_up, ids)
-    samples: list[Sample] = []
-    started = time.perf_counter()
-    for number in range(MAX_ROUNDS):
-        if number >= MIN_ROUNDS and time.perf_counter() - started > ENOUGH_S:
-            break
-        for trial in trials:
-            on_trial(trial)
-            samples += _run(engine, trial, ids)
-    return samples
+class _Measurement:
+    """Runs trials, and tells how long that will go on."""
+
+    def __init__(self, engine: Engine, on_progress: OnProgress) -> None:
+        self._engine, self._on_progress = engine, on_progress
+        self._ids = random.Random(1)
+        self._trials, self._whole_runs = (
+            [short for trial in trials if (short := _shorten(engine, trial)) is not None]
+            for trials in (TRIALS, WHOLE_RUNS)
+        )
+        warm_up = _shorten(engine, WARM_UP)
+        if warm_up is None or not self._trials or not self._whole_runs:
+            raise UsageError(
+                "the KV cache holds too few tokens to measure anything; raise --budget"
+            )
+        self._tell("a few rows to warm up")
+        self._started_s = time.perf_counter()
+        _run(engine, warm_up, self._ids)
+        self._started_s = time.perf_counter()
+        self._work_done = 0.0
+
+    def time_steps(self) -> list[Sample]:
+        """Run all trials, again and again until it is enough."""
+        samples: list[Sample] = []
+        for number in range(MAX_ROUNDS):
+            if number >= MIN_ROUNDS and self._elapsed_s > ENOUGH_S:
+                break
+            for trial in self._trials:
+                samples += self._time(trial)
+        return samples
+
+    def time_runs(self, costs: CostModel) -> tuple[float, ...]:
+        """Return measured / predicted of runs from their first line to their last answer."""
+        found = []
+        for trial in self._whole_runs:
+            started_s = time.perf_counter()
+            samples = self._time(trial)
+            seconds = time.perf_counter() - started_s
+            found.append(seconds / sum(costs.predict_s(shape.counts) for shape, _ in samples))
+        return tuple(found)
+
+    @property
+    def _elapsed_s(self) -> float:
+        return time.perf_counter() - self._started_s
+
+    def _time(self, trial: Trial) -> list[Sample]:
+        self._tell(trial.to_text(), expected_s(self._elapsed_s, self._work_done, *self._work))
+        samples = _run(self._engine, trial, self._ids)
+        self._work_done += trial.work
+        return samples
+
+    @property
+    def _work(self) -> tuple[float, float]:
+        return sum(t.work for t in self._trials), sum(t.work for t in self._whole_runs)
+
+    def _tell(self, what: str, in_all_s: float = 0.0) -> None:
+        self._on_progress(what, self._elapsed_s if in_all_s else 0.0, in_all_s)
+
+
+def expected_s(elapsed_s: float, done: float, round_work: float, last_work: float) -> float:
+    """Return how long rounds of trials, and the runs after them, will take in all; 0: not known.
+
+    Args:
+        done: work done in the seconds so far, in the units of `Trial.work`.
+    """
+    if not done:
+        return 0.0
+    round_s = elapsed_s * round_work / done
+    num_rounds = min(MAX_ROUNDS, max(MIN_ROUNDS, math.ceil(ENOUGH_S / round_s)))
+    return num_rounds * round_s + elapsed_s * last_work / done
 
 
 def _shorten(engine: Engine, trial: Trial) -> Trial | None:

@@ -28,22 +28,26 @@ from fminfer.config import EngineConfig
 from fminfer.cost_model import COSTS
 from fminfer.errors import FminferError, StoppedError, UsageError
 from fminfer.host_memory import touching_memory
+from fminfer.hyperparameters import Hyperparameters
 from fminfer.imports import import_transformers
 from fminfer.kernel_build import abandon_build, start_build
 from fminfer.launcher import end_after, launch
 from fminfer.models.layer_count import check_split
 from fminfer.models.weight_files import weight_bytes
+from fminfer.output.progress import TimeBar
 from fminfer.paths import JobPaths
 from fminfer.processor import cap_libraries
 from fminfer.ranks import RankConfig, RankFacts, find_facts, is_spawned
 from fminfer.run_options import PathOrUrl, bench_options, dtype_name, run_options
 from fminfer.stopping import Stopper, check_times
 from fminfer.storage import Location, RemoteFolders, default_work_dir
+from fminfer.synthetic import NUM_BATCHES, Synthetic
 from fminfer.team.place import find_place
 from fminfer.threads import wait_briefly
 
 STARTED_S = time.perf_counter()
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd")
+_HYPERPARAMETERS = fields(Hyperparameters)
 EXIT_FAILED, EXIT_USAGE, EXIT_SOME_ERRORS = 1, 2, 3
 
 
@@ -120,11 +124,15 @@ def run(
     fminfer run --infer-data shards/ --model-name /models/llama --output answers/
     fminfer run requests.jsonl --random-init llama-160m --stats stats.json
     zstdcat requests.jsonl.zst | fminfer run -q - > answers.jsonl 2> errors.jsonl
+    fminfer run --model-name /models/llama --batch-size 8 --input-seq-length 512
 
     Each line is one request, {"request": {…}, …} or an OpenAI Batch line, and is answered in its
     own shape, in the order of the input. A line that cannot be answered stands in
     <output>.errors.jsonl with what is wrong and what to do, and costs no other line. The output's
     name appears when it is complete; <output>.status.json says how far it is.
+
+    Without input but with one of the last flags, from --input-seq-length on, the run is synthetic:
+    it makes prompts up, tells how fast it answered them, and keeps the answers only with --output.
 
     \b
     Exit status: 0 every line answered; 1 the run failed; 2 wrong usage;
@@ -134,15 +142,23 @@ def run(
     """
     options["dtype"] = dtype_name(fp16, options["dtype"])
     rank_options = {field.name: options.pop(field.name) for field in fields(RankConfig)}
+    hyperparameters = Hyperparameters(**{f.name: options.pop(f.name) for f in _HYPERPARAMETERS})
     is_rank, stopper = False, Stopper(grace_s)
     given, named = [*infer_data, *paths], infer_data_of(os.environ)
     files = given or [named] if named is not None else given
     remote = RemoteFolders(work_dir or default_work_dir(), is_quiet=quiet)
     job = JobPaths(files, output, restart, stats, trace, quiet, verbose, remote, is_watching)
-    request = None if prompt is None else {"prompt": prompt}
+    request = None if prompt is None else {"prompt": prompt} | hyperparameters.request_fields
     job = replace(job, limit=limit, prompt=request)
     try:
         ranks, config = RankConfig(**rank_options), EngineConfig(**options, is_only_run=True)
+        if prompt is not None and (hyperparameters.input_seq_length or hyperparameters.batch_size):
+            raise UsageError(
+                "--input-seq-length and --batch-size are of prompts that are made up; leave them "
+                "out with --prompt"
+            )
+        if prompt is None and not files and hyperparameters.flags:
+            job, config = _make_up(job, config, hyperparameters)
         check_times(grace_s, deadline_s)
         if deadline_s is not None:
             stopper.set_deadline(time.monotonic() + deadline_s - _elapsed_s())
@@ -151,10 +167,25 @@ def run(
         is_first = not is_spawned() and (facts is None or not facts.rank)
         if files != given and is_first and not quiet:
             click.echo(f"Answering {named}, which is in this job's name.", err=True)
+        if files and hyperparameters.flags and is_first and not quiet:
+            click.echo(
+                f"{', '.join(hyperparameters.flags)}: only for requests that are made up; each "
+                "line's own hyperparameters count.",
+                err=True,
+            )
         status = _run(job, config, ranks, facts, stopper)
     except (Exception, KeyboardInterrupt) as error:
         _end(_tell(error, stopper, verbose), is_rank)
     sys.exit(status)
+
+
+def _make_up(
+    job: JobPaths, config: EngineConfig, flags: Hyperparameters
+) -> tuple[JobPaths, EngineConfig]:
+    """Turn a run without input into a synthetic one, in which --num-iters counts batches."""
+    synthetic = Synthetic(flags, config.max_steps or NUM_BATCHES)
+    max_rows = config.max_rows or synthetic.num_rows
+    return replace(job, synthetic=synthetic), replace(config, max_steps=None, max_rows=max_rows)
 
 
 @main.command()
@@ -199,12 +230,23 @@ def _calibrate(config: EngineConfig) -> None:
     with _importing():
         from fminfer.calibration import calibrate
 
-    found = calibrate(config, lambda trial: click.echo(f"  {trial.to_text()}", err=True))
+    click.echo(
+        "Loading the model, then timing its steps: some 30 s, longer if it is slow.", err=True
+    )
+    bar = TimeBar("calibrate")
+    try:
+        found = calibrate(config, bar.update)
+    finally:
+        bar.close()
     for cost, seconds in zip(COSTS, found.costs.seconds, strict=True):
         click.echo(f"{seconds * 1000:12.5f} ms  {cost}")
-    error = found.costs.error
-    click.echo(f"{len(found.samples):,} steps, half of them predicted to {error:.0%} or better")
-    click.echo(json.dumps({"path": str(found.path), "median_error": error}))
+    error, runs = found.costs.error, found.costs.whole_runs
+    click.echo(
+        f"{len(found.samples):,} steps, half of them predicted to {error:.0%} or better; "
+        f"{len(runs)} whole runs took {min(runs):.2f} to {max(runs):.2f} times what was predicted"
+    )
+    click.echo("fminfer check now estimates the time of this model's runs on this machine.")
+    click.echo(json.dumps({"path": str(found.path), "median_error": error, "whole_runs": runs}))
 
 
 # What comes and goes in a few steps of hundreds of rows. Python's own 700 had the collector look at

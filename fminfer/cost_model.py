@@ -92,6 +92,12 @@ class CostModel:
 
     seconds: tuple[float, ...]
     error: float  # median, over the measured steps, of |predicted / measured - 1|
+    whole_runs: tuple[float, ...] = (1.0,)  # measured / predicted of runs that were not fitted
+
+    @property
+    def whole_run(self) -> float:
+        """Return how long a run takes beside the sum of its steps' predicted seconds."""
+        return statistics.median(self.whole_runs)
 
     def predict_s(self, counts: Sequence[float]) -> float:
         """Return the seconds of a step, or of many whose counts were added up."""

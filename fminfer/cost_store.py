@@ -20,6 +20,7 @@ from fminfer.config import EngineConfig
 from fminfer.cost_model import COSTS, CostModel
 from fminfer.errors import UsageError
 from fminfer.models.checkpoint import Checkpoint
+from fminfer.threads import choose_num_threads
 
 # Of a config, what says where it comes from, not what is computed.
 NOT_SHAPE = ("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype")
@@ -50,7 +51,7 @@ def find_costs_path(
             torch.__version__,
             platform.machine(),
             machine,
-            str(torch.get_num_threads()),
+            str(choose_num_threads(config.threads, torch.get_num_threads(), 1)),
         ),
         *(json.dumps(shape, sort_keys=True, default=str), str(config.max_layers)),
         *(str(dtype), str(has_kernel)),
@@ -68,6 +69,7 @@ def keep_costs(path: Path, costs: CostModel, model: str) -> None:
     fields = {
         "model": model,
         "median_error": costs.error,
+        "whole_runs": costs.whole_runs,
         "seconds": dict(zip(COSTS, costs.seconds, strict=True)),
     }
     part = path.with_suffix(f".{os.getpid()}.part")
@@ -86,6 +88,9 @@ def load_costs(path: Path) -> CostModel | None:
     try:
         fields = json.loads(path.read_text())
         seconds = tuple(float(fields["seconds"][name]) for name in COSTS)
-        return CostModel(seconds, float(fields["median_error"]))
+        whole_runs = tuple(map(float, fields["whole_runs"]))
+        if not whole_runs:
+            return None
+        return CostModel(seconds, float(fields["median_error"]), whole_runs)
     except (OSError, ValueError, KeyError, TypeError):
         return None

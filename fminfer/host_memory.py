@@ -21,21 +21,35 @@ from fminfer.control_groups import group_folders
 PIECE = 8 << 20  # bytes touched at a time
 HUGE_PAGE = 2 << 20
 MOST_OF_FREE, MOST_TOUCHED = 0.25, 4 << 30
-# Of a control group, by version: its limit, its use, and what of that is cached files.
+# Of a control group, by version: its limit and its use; and in its statistics what of that are
+# cached files, used once or often: the system drops both before it ends a process.
 NAMES = {
-    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    2: ("memory.max", "memory.current", "inactive_file"),
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    2: ("memory.max", "memory.current", ""),
 }
+CACHED = ("inactive_file", "active_file")
 
 
 def free_host_bytes() -> int:
     """Return the bytes that can be used without swapping, by the system and its control groups."""
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with suppress(OSError):  # no Linux
-        for line in (control_groups.SYSTEM / "proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
+    available = _read_meminfo("MemAvailable")
+    if available is None:
+        available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([available, *_left_in_groups()])
+
+
+def free_swap_bytes() -> int:
+    """Return the bytes of swap that are free: what is swapped is slow, but the system goes on."""
+    return _read_meminfo("SwapFree") or 0
+
+
+def _read_meminfo(name: str) -> int | None:
+    """Return bytes that Linux tells of; None: it does not."""
+    with suppress(OSError):
+        for line in (control_groups.SYSTEM / "proc/meminfo").read_text().splitlines():
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * 1024
+    return None
 
 
 def _left_in_groups() -> Iterator[int]:
@@ -45,12 +59,13 @@ def _left_in_groups() -> Iterator[int]:
             yield _left_in(folder, *NAMES[version])
 
 
-def _left_in(folder: Path, limit: str, used: str, cached: str) -> int:
+def _left_in(folder: Path, limit: str, used: str, prefix: str) -> int:
     left = int((folder / limit).read_text()) - int((folder / used).read_text())
+    cached = [f"{prefix}{name}" for name in CACHED]
     with suppress(OSError):  # not told: then files count as used
         for line in (folder / "memory.stat").read_text().splitlines():
-            if line.startswith(f"{cached} "):
-                left += int(line.split()[1])
+            name, count = line.split()[:2]
+            left += int(count) * (name in cached)
     return left
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from fminfer.errors import UsageError
 from fminfer.input.files import find_answers, find_inputs
 from fminfer.output.places import STDOUT, Plan, plan_each, whose_file
 from fminfer.storage import Location, RemoteFolders
+from fminfer.synthetic import Synthetic
 
 
 @dataclass(slots=True, frozen=True)
@@ -27,6 +28,8 @@ class JobPaths:
     is_watching: bool = False
     prompt: dict[str, Any] | None = None  # one request to answer, in the place of files
     limit: int | None = None  # of each input, the first so many requests are answered
+    synthetic: Synthetic | None = None  # the requests to make up, in the place of inputs
+    keeps_output: bool = True  # otherwise what is written is of no use after the run
 
     @property
     def is_shared(self) -> bool:
@@ -43,7 +46,10 @@ class JobPaths:
         local = [file for path in self.paths for file in self.remote.fetch(path)]
         inputs = find_inputs(local, may_be_empty=self.is_watching)
         if not inputs and not self.is_watching:
-            raise UsageError("no input; give a .jsonl file, as in: fminfer run requests.jsonl")
+            raise UsageError(
+                "no input; give a .jsonl file, as in: fminfer run requests.jsonl. For a synthetic "
+                "run give --batch-size or --input-seq-length"
+            )
         return inputs
 
     def plan(self) -> Plan:
@@ -56,7 +62,8 @@ class JobPaths:
         """
         if self.prompt is not None:
             return self._no_files()
-        plan = plan_each(self.find_inputs(), self.remote.place(self.output))
+        inputs = [] if self.synthetic is not None else self.find_inputs()
+        plan = plan_each(inputs, self.remote.place(self.output))
         if plan.refused and not (self.is_shared and plan.inputs):
             raise UsageError(next(iter(plan.refused.values())))
         self.remote.prepare(plan.outputs, restart=self.restart)
@@ -89,3 +96,9 @@ class JobPaths:
                 "--prompt answers one text and prints the answer; leave out the files and --output"
             )
         return Plan([], [])
+
+    def with_input(self, path: Path) -> JobPaths:
+        """Return the job with the requests that were made up; without --output none is kept."""
+        keeps_output = self.output is not None
+        output = self.output if keeps_output else path.with_name("answers.jsonl")
+        return replace(self, paths=[path], output=output, synthetic=None, keeps_output=keeps_output)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,23 @@ class Duration(click.ParamType):  # type: ignore[type-arg]
             self.fail(str(error), param, ctx)
 
 
+class ByteSize(click.ParamType):  # type: ignore[type-arg]
+    """Bytes, with a letter for their unit."""
+
+    name = "SIZE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])(?:i?B)?", str(value), re.IGNORECASE)
+        size = int(float(found[1]) * 1024 ** (1 + "KMGT".index(found[2].upper()))) if found else 0
+        if size == 0:
+            self.fail(
+                f"{value!r} is no size; give a number and K, M, G or T, as in 80G", param, ctx
+            )
+        return size
+
+
 INPUT = [
     click.option(
         "--infer-data",
@@ -129,6 +147,38 @@ FILES = [
     click.option("--stats", type=click.Path(path_type=Path), help="Write the summary as JSON."),
     click.option("-q", "--quiet", is_flag=True, help="Say nothing but errors."),
     click.option("-v", "--verbose", is_flag=True, help="Show tracebacks and library warnings."),
+]
+# Of a synthetic run; Hyperparameters has a field for each.
+HYPERPARAMETERS = [
+    click.option(
+        "--input-seq-length",
+        type=click.IntRange(min=1),
+        help="Without input: make prompts up, random tokens, so many each.  [default: 128]",
+    ),
+    click.option(
+        "--batch-size",
+        type=click.IntRange(min=1),
+        help="Without input: made-up requests that run at once; --num-iters counts such batches, "
+        "5 if left out.  [default: 8]",
+    ),
+    click.option(
+        "--generate-seq-length",
+        type=click.IntRange(min=1),
+        help="max_tokens of made-up requests; no end token ends them earlier.  [default: 32]",
+    ),
+    click.option(
+        "--temperature", type=float, help="Of made-up requests, or of --prompt.  [default: 0]"
+    ),
+    click.option("--top-p", type=float, help="Of made-up requests, or of --prompt."),
+    click.option("--top-k", type=int, help="Of made-up requests, or of --prompt."),
+    click.option("--num-completions", type=int, help="Of made-up requests, or of --prompt: n."),
+    click.option(
+        "--stop", multiple=True, help="Of made-up requests, or of --prompt. May be repeated."
+    ),
+    click.option("--echo-prompt", is_flag=True, help="Of made-up requests, or of --prompt: echo."),
+    click.option(
+        "--top-k-per-token", type=int, help="Of made-up requests, or of --prompt: logprobs."
+    ),
 ]
 MODEL = [
     click.option(
@@ -270,7 +320,7 @@ SPLIT = [
     click.option("--max-layers", type=int, help="Use only so many layers, the model's first."),
     click.option("--stage-layers", type=Numbers(), help="Layers of each rank: 9,9,8."),
 ]
-RANKS = [
+GROUPS = [
     click.option(
         "--pipeline-group-size",
         type=int,
@@ -283,6 +333,8 @@ RANKS = [
         show_default=True,
         help="Pipelines, each with the whole model, that share one input as they get free.",
     ),
+]
+RANKS = [
     click.option("--rank", type=int, help="Be one rank; the others are started apart."),
     click.option(
         "--dist-url",
@@ -357,12 +409,15 @@ BENCH = [
 
 def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command the options of `fminfer run`."""
-    return _with(INPUT + FILES + MODEL + ENGINE + SPLIT + RANKS + CONTRACT, command)
+    return _with(
+        INPUT + FILES + MODEL + ENGINE + SPLIT + GROUPS + RANKS + CONTRACT + HYPERPARAMETERS,
+        command,
+    )
 
 
 def check_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command those options of `fminfer run` that decide what a run meets and takes."""
-    return _with(INPUT + MODEL + ENGINE + SPLIT + CONTRACT, command)
+    return _with(INPUT + MODEL + ENGINE + SPLIT + GROUPS + CONTRACT, command)
 
 
 def bench_options(command: Callable[..., Any]) -> Callable[..., Any]:

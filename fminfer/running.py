@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import click
@@ -18,6 +20,7 @@ from fminfer.cache import why_no_cache
 from fminfer.config import EngineConfig
 from fminfer.errors import FminferError, PipelineError, StoppedError
 from fminfer.fingerprint import fingerprint_of
+from fminfer.forecast import Layout, require_room_for_all
 from fminfer.input.lines import Line
 from fminfer.job import NamedFiles, abandon, open_files, run_job, share_files
 from fminfer.loading import open_model
@@ -78,6 +81,8 @@ def run_process(
         def make_engine(checkpoint: Checkpoint, loading: LoadingBar) -> Engine | Team:
             if ranks.data_group_size == 1:
                 return Engine(config, on_progress=loading)
+            layout = Layout(ranks.size or 1, ranks.data_group_size)
+            require_room_for_all(config, checkpoint, layout)
             return Team(config, checkpoint, ranks.data_group_size, arguments, _say)
 
         return _answer(job, plan or job.plan(), config, None, stopper, elapsed_s, make_engine)
@@ -133,12 +138,50 @@ def _answer(
     elapsed_s: Callable[[], float],
     make_engine: MakeEngine,
 ) -> JobSummary:
+    """Answer the job's files, or the requests that it makes up, or its one prompt."""
     if job.prompt is not None:
         return _answer_prompt(job, job.prompt, config, make_engine)
+    checkpoint = open_model(config)
+    synthetic = job.synthetic
+    if synthetic is None:
+        summary = _answer_files(
+            job, plan, config, checkpoint, group, stopper, elapsed_s, make_engine
+        )
+    else:
+        with tempfile.TemporaryDirectory(prefix="fminfer-") as folder:
+            path = Path(folder) / "made_up.jsonl"
+            synthetic.write(
+                path,
+                vocab_size=checkpoint.config.vocab_size,
+                context_length=checkpoint.context_length,
+                max_logprobs=config.max_logprobs,
+                seed=config.seed,
+            )
+            job = job.with_input(path)
+            summary = _answer_files(
+                job, job.plan(), config, checkpoint, group, stopper, elapsed_s, make_engine
+            )
+        summary.made_up = synthetic.describe(summary.wall_s)
+    if job.stats is not None:
+        job.stats.write_text(json.dumps(summary.to_dict(), indent=2) + "\n")
+    if not job.is_quiet:
+        click.echo(summary.to_text(), err=True)
+    return summary
+
+
+def _answer_files(
+    job: JobPaths,
+    plan: Plan,
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    group: Group | None,
+    stopper: Stopper,
+    elapsed_s: Callable[[], float],
+    make_engine: MakeEngine,
+) -> JobSummary:
     inputs, outputs = plan.inputs, plan.outputs
     if not job.is_quiet:
         _tell_left_out(job, plan)
-    checkpoint = open_model(config)
     fingerprint = fingerprint_of(config, checkpoint)
     files: NamedFiles | SharedFiles
     if job.is_shared:
@@ -164,7 +207,7 @@ def _answer(
     if group is None and is_done:
         summary = run_job(None, files, summary, is_quiet=job.is_quiet)
     else:
-        with _telling_how_to_go_on(files):
+        with _telling_how_to_go_on(job, files):
             is_told = not (job.is_quiet or sys.stderr.isatty())  # a terminal has bars
             if is_told:
                 click.echo(f"Loading {checkpoint.name} ({summary.dtype}) …", err=True)
@@ -179,11 +222,9 @@ def _answer(
                 summary.gpu_memory = engine.gpu_memory
             finally:
                 engine.close()
-    if job.stats is not None:
-        job.stats.write_text(json.dumps(summary.to_dict(), indent=2) + "\n")
-    if not job.is_quiet:
-        click.echo(summary.to_text(), err=True)
     job.remote.upload(outputs)
+    if not job.keeps_output:
+        summary.outputs = []
     return summary
 
 
@@ -222,12 +263,12 @@ def _tell_left_out(job: JobPaths, plan: Plan) -> None:
 
 
 @contextmanager
-def _telling_how_to_go_on(files: NamedFiles | SharedFiles) -> Iterator[None]:
+def _telling_how_to_go_on(job: JobPaths, files: NamedFiles | SharedFiles) -> Iterator[None]:
     try:
         yield
     except (StoppedError, PipelineError) as error:
         journaled = [file for file in files.files if isinstance(file, JournaledInput)]
-        if journaled:
+        if journaled and job.keeps_output:
             num_done = sum(file.num_done for file in journaled)
             text = str(error).rstrip(".")
             error.args = (f"{text}. Rows that are finished and kept: {num_done:,}. {AGAIN}",)

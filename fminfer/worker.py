@@ -20,6 +20,7 @@ from fminfer.engine.loop import LOOKAHEAD
 from fminfer.engine.stats import EngineStats
 from fminfer.engine_options import EngineOptions, make_config, shows_options
 from fminfer.errors import PipelineError
+from fminfer.forecast import require_room
 from fminfer.input.lines import Line
 from fminfer.loading import LoadedPart, build_stage, count_blocks, load_part, open_model
 from fminfer.messages import StepTrace
@@ -72,6 +73,7 @@ class Engine:
         checkpoint = open_model(config)
         self.model_name = checkpoint.name
         self.tokenizer = load_tokenizer(config, checkpoint)
+        why_slow = require_room(config, checkpoint, group)
         loaded = load_part(config, checkpoint, group, on_progress)
         on_loaded(loaded.file_digests)
         self.context_length = checkpoint.context_length  # most tokens of prompt and completion
@@ -84,7 +86,7 @@ class Engine:
         self._foreseen_bytes += num_blocks * config.block_size * loaded.kv_bytes_per_token
         stage = build_stage(config, loaded, num_blocks)
         self.has_kernel = stage.has_kernel  # attention is compiled
-        self.why_slower = loaded.why_slower  # why it is slower than it could be
+        self.why_slower = why_slow or loaded.why_slower  # why it is slower than it could be
         end_openmp_threads()  # steps are another thread's work
         self._group = group
         self._pipeline = _build_pipeline(stage, loaded, group)
@@ -187,7 +189,9 @@ def serve_rank(group: Group, config: EngineConfig) -> None:
         config: as rank 0 has it.
     """
     try:
-        loaded = load_part(config, open_model(config), group)
+        checkpoint = open_model(config)
+        require_room(config, checkpoint, group)
+        loaded = load_part(config, checkpoint, group)
         stage = build_stage(config, loaded, count_blocks(config, loaded, group))
         serve(stage, loaded.part, loaded.form, on_stop=group.watch.stop)
     except Exception as error:

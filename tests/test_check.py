@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import tokenizers
+import torch
 import transformers
 from click.testing import CliRunner, Result
 from hypothesis import given, settings
@@ -96,7 +97,8 @@ def test_exit_status_and_what_is_told(tmp_path: Path) -> None:
     good = write(tmp_path / "good.jsonl", [ROW | {"temperature": 0}] * 2)
     found = check(good)
     assert found.exit_code == 0 and "2 right; 1 have the answer of an equal one" in found.output
-    assert "time      not predicted: time its steps on this machine once" in found.output
+    told = "time      not predicted: time its steps on this machine once: "
+    assert f"{told}fminfer bench --calibrate --dtype float32 --attention eager" in found.output
     assert "good.jsonl:1, 16 tokens:\n    Question: How do" in found.output
     bad = write(tmp_path / "bad.jsonl", [ROW, *([{"prompt": 5}] * 25)])
     found = check(good, bad)
@@ -107,6 +109,13 @@ def test_exit_status_and_what_is_told(tmp_path: Path) -> None:
     assert len(check_json(bad)["errors"]) == 25
     assert check().exit_code == check(tmp_path / "no.jsonl").exit_code == 2
     assert check(good, "--world-size", "0").exit_code == 2
+
+
+def test_an_input_behind_a_url(tmp_path: Path) -> None:
+    """The help names URLs: one was looked for as s3:/…, or ended check with a traceback."""
+    path = write(tmp_path / "a.jsonl", [ROW, {"prompt": 5}])
+    for arguments in ([path.as_uri()], ["--infer-data", path.as_uri()]):
+        assert "1 right, 1 wrong" in check(*arguments).output
 
 
 def test_a_file_without_a_right_line(tmp_path: Path) -> None:
@@ -256,7 +265,7 @@ def test_layers_are_spread_over_processes(tmp_path: Path) -> None:
 
 
 def test_the_weights_are_those_of_an_engine() -> None:
-    from fminfer.check.footprint import HOLE_BYTES, measure_footprints
+    from fminfer.footprint import HOLE_BYTES, measure_footprints
     from fminfer.placement import choose_device, choose_dtype
 
     config = EngineConfig(random_init="llama-160m", dtype="float16")  # not packed: no holes
@@ -295,15 +304,19 @@ def test_calibrated_costs_are_used_for_that_work_only(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calibration, "ENOUGH_S", 0.0)
+    monkeypatch.setattr("fminfer.output.progress.FIRST_LINE_S", 0.0)
+    monkeypatch.setattr(calibration, "WHOLE_RUNS", calibration.WHOLE_RUNS[-1:])
     monkeypatch.setattr(calibration, "TRIALS", calibration.TRIALS[:3] + calibration.TRIALS[-2:])
     found = CliRunner().invoke(main, ["bench", "--calibrate", *FLAGS])
     assert found.exit_code == 0, found.output
+    assert "left 0:" in found.stderr and "times what was predicted" in found.stdout
     summary = json.loads(found.stdout.splitlines()[-1])
+    assert len(summary["whole_runs"]) == 1
     assert Path(summary["path"]).parent == cache
     path = write(tmp_path / "a.jsonl", mixed_rows(30))
     seconds = check_json(path)["work"]["seconds"]
     assert 0.001 < seconds < 60
-    assert "time      at most" in check(path).output
+    assert "time      about" in check(path).output
     other = CliRunner().invoke(main, ["check", "--dtype", "bfloat16", str(path)])
     assert "not predicted" in other.output
     assert check_json(path, "--max-layers", "1")["work"]["seconds"] is None
@@ -326,6 +339,52 @@ def test_time_is_the_sum_of_the_steps_costs(tmp_path: Path) -> None:
     row = {"prompt": [1, 2, 3, 4], "max_tokens": 3, "temperature": 1}
     found = check_json(write(tmp_path / "a.jsonl", [row]))["work"]["seconds"]
     assert found == 3 + 40 + 1000 + 2 + 2e3 + 11e4 + 3e6 + 3e7 + 3e8
+
+
+def test_time_is_an_estimate_with_the_error_that_was_measured(tmp_path: Path) -> None:
+    """ "At most 21.5 s" was promised of a run that took 27.6: a sum of fitted steps is no bound."""
+    from fminfer.placement import choose_device
+
+    config = EngineConfig(**OPTIONS)
+    device = choose_device("cpu")
+    path = find_costs_path(config, open_model(config), device, torch.float32, has_kernel=False)
+    assert path is not None
+    source = write(tmp_path / "a.jsonl", [{"prompt": [1, 2, 3, 4], "max_tokens": 10}])
+    told = "if every row draws all of its max_tokens; loading is not counted"
+    for runs, text in {
+        (0.9, 1.5, 1.2): "about 12.0 s (9.0 s to 15.0 s, by calibration's own runs)",
+        (7.0, 8.0, 2.0): "about 1:10 (20.0 s to 1:20, by calibration's own runs)",
+    }.items():
+        keep_costs(path, CostModel((1.0, *[0.0] * (len(COSTS) - 1)), 0.5, runs), "demo")
+        output = check(source).output
+        assert (
+            f"time      {text} {told}" in output and "at most 1" not in output.partition("time")[2]
+        )
+    fields = json.loads(path.read_text())
+    del fields["whole_runs"]  # as versions before wrote it
+    path.write_text(json.dumps(fields))
+    assert "not predicted" in check(source).output
+
+
+def test_costs_are_those_of_so_many_threads() -> None:
+    """`bench --calibrate --threads 1` kept costs where `check --threads 1` did not look."""
+    from fminfer.placement import choose_device
+
+    device, paths = choose_device("cpu"), []
+    for threads in (1, 2):
+        config = EngineConfig(**OPTIONS, threads=threads)
+        checkpoint = open_model(config)
+        paths.append(find_costs_path(config, checkpoint, device, torch.float32, has_kernel=False))
+    assert None not in paths and paths[0] != paths[1]
+
+
+def test_how_long_calibration_takes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It went on for 40 s without a word of how long."""
+    monkeypatch.setattr(calibration, "ENOUGH_S", 20.0)
+    assert calibration.expected_s(0.0, 0.0, 100.0, 10.0) == 0.0, "not known yet"
+    assert calibration.expected_s(1.0, 50.0, 100.0, 10.0) == pytest.approx(20.2)
+    assert calibration.expected_s(15.0, 100.0, 100.0, 10.0) == pytest.approx(31.5), "two rounds"
+    assert calibration.expected_s(0.01, 100.0, 100.0, 0.0) == pytest.approx(0.5), "fifty rounds"
 
 
 def test_a_model_of_the_hub_is_fetched_without_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "fminfer"
 # From the lowest up. A sign of the house: a new module finds its place here or is in the wrong one.
 FLOORS = """
-input.pieces token_lengths row_warnings \
+input.pieces token_lengths row_warnings hyperparameters \
     errors timing messages control_groups detokenizer sentencepieces shared_runs soft_cap \
     weighed_values output.rows output.names cache layer_kernels head_kernel triton_kernels \
     engine.blocks engine.noise engine.stopping engine.expected split.folders cluster.job_names
@@ -30,15 +30,17 @@ input.envelope imports layer_parts packed_linear attention score_kernel draw_ker
     models.adapters.falcon models.adapters.gpt_neo models.adapters.gptj models.adapters.mpt
 request fingerprint cost_store packed_experts triton_attention whole_layers remote_files \
     output.records output.writer output.stream output.progress
-engine.logit_edits output.reopening output.status pipeline.stage split.grouping team.wire
+engine.logit_edits synthetic output.reopening output.status pipeline.stage split.grouping \
+    team.wire
 kernel_choice agreement step_memory engine.sequence pipeline.ring output.places output.job_file \
     storage split.manifest split.index team.process
 engine.prefix engine.advance engine.packing engine.equal_requests engine.planner output.summary \
     output.shared_files output.overview loading paths split.answers split.summary \
     cluster.resources cluster.submission
-engine.scheduler engine.answer engine.intake split.merging split.parts commands.status
-engine.loop commands.split commands.merge
-assembly check.footprint
+engine.scheduler engine.answer engine.intake footprint split.merging split.parts \
+    commands.status
+engine.loop forecast commands.split commands.merge
+assembly
 check.lines check.simulation worker
 team.team team.member check.report integrations.batch calibration
 job

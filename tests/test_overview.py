@@ -124,3 +124,10 @@ def test_what_cannot_be_read_does_not_break_it(folder: Path) -> None:
     (folder / "output_request_0.errors.jsonl").write_text('[]\n{\n{"error":3}\n')
     (overview,) = look_over(folder)
     assert by_name(overview.files)["output_request_0.jsonl"].state == "done"
+
+
+def test_files_that_no_run_has_begun(tmp_path: Path) -> None:
+    """ "No run is at work; the same command goes on" was told before there was any command."""
+    (tmp_path / "a.jsonl").write_text('{"prompt":"a"}\n')
+    found = CliRunner().invoke(main, ["status", str(tmp_path)])
+    assert "no run has begun; fminfer run answers them" in found.output

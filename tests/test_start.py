@@ -303,7 +303,9 @@ def test_free_memory_is_what_the_control_groups_leave(
         folder.mkdir(parents=True, exist_ok=True)
         for name, value in zip(names, (most, str(used)), strict=False):
             (folder / name).write_text(f"{value}\n")
-        (folder / "memory.stat").write_text(f"anon 7\n{names[2]} {cached}\n")
+        files = {"inactive_file": cached // 5, "active_file": cached - cached // 5}
+        told = "".join(f"{names[2]}{name} {count}\n" for name, count in files.items())
+        (folder / "memory.stat").write_text(f"anon 7\n{told}")
 
     limit(top / "job/step", "max" if version == 2 else str(2**63 - 4096), 500, 100)
     assert free_host_bytes() == 8000 << 10, "no limit"

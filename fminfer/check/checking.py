@@ -5,6 +5,7 @@ It knows options and paths; what a line means is the engine's to say.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -13,10 +14,9 @@ from pathlib import Path
 from tqdm import tqdm
 
 from fminfer.assembly import build_loop, find_limits, load_tokenizer
-from fminfer.check.footprint import Footprint, choose_budget, measure_footprints
 from fminfer.check.lines import LineChecker
 from fminfer.check.report import CheckReport, FirstPrompt, Work
-from fminfer.check.simulation import PretendPipeline, StepCounts, simulate
+from fminfer.check.simulation import PretendPipeline, simulate
 from fminfer.config import EngineConfig
 from fminfer.cost_model import CostModel
 from fminfer.cost_store import find_costs_path, load_costs
@@ -24,43 +24,36 @@ from fminfer.engine.answer import AnswerForm
 from fminfer.engine.intake import Intake, Limits
 from fminfer.engine.loop import LOOKAHEAD, EngineLoop
 from fminfer.engine.planner import WINDOW
+from fminfer.forecast import Layout, make_forecast
 from fminfer.input.lines import count_rows, read_lines
 from fminfer.kernel_choice import find_library
-from fminfer.loading import open_model
+from fminfer.loading import most_kv_tokens, open_model
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.output.records import Record
-from fminfer.placement import choose_device, choose_dtype
 from fminfer.tokenizer import Tokenizer
-
-CALIBRATE = (
-    "time its steps on this machine once, with fminfer bench --calibrate and the same model, dtype "
-    "and attention"
-)
 
 
 class Check:
     """A model, opened as far as its config and tokenizer, and what a run of it would allow.
 
     Args:
-        num_stages: processes that share the model's layers.
+        layout: the processes of the run, and their memory.
 
     Raises:
         FminferError: the model does not run, or not so.
     """
 
-    def __init__(self, config: EngineConfig, num_stages: int) -> None:
+    def __init__(self, config: EngineConfig, layout: Layout) -> None:
         self._config = config
-        self._num_stages = num_stages
         self._checkpoint: Checkpoint = open_model(config, has_weights=False)
         self._tokenizer: Tokenizer = load_tokenizer(config, self._checkpoint)
-        self._device = choose_device(config.device)
-        self._dtype = choose_dtype(config.dtype, self._checkpoint.config.dtype, self._device)
         self._limits: Limits = find_limits(config, self._checkpoint, self._tokenizer)
-        self._footprints: list[Footprint] = measure_footprints(
-            config, self._checkpoint, num_stages, self._device, self._dtype
-        )
-        self._sizes = config.step_sizes(self._device.type, num_stages)
-        self._num_blocks = choose_budget(config, self._checkpoint, self._footprints, self._device)
+        self._forecast = forecast = make_forecast(config, self._checkpoint, layout)
+        self._sizes = config.step_sizes(forecast.device.type, layout.num_stages)
+        # Without room no line is judged by it: the forecast says what is wrong.
+        most = most_kv_tokens(config, self._checkpoint, forecast.device)
+        num_tokens = forecast.num_kv_tokens or most
+        self._num_blocks = num_tokens // config.block_size
 
     def run(
         self, inputs: Sequence[Path], on_wrong: Callable[[Record], None], *, is_quiet: bool
@@ -85,15 +78,14 @@ class Check:
             checker.add(line)
         return CheckReport(
             self._checkpoint.name,
-            str(self._dtype).removeprefix("torch."),
-            self._device.type,
+            str(self._forecast.dtype).removeprefix("torch."),
+            self._forecast.device.type,
             self._checkpoint.context_length,
             [*map(str, inputs)],
             checker.counts,
             intake.warnings.to_dict(),
             self._show_first(checker, inputs),
-            self._footprints,
-            self._num_blocks * config.block_size,
+            self._forecast,
             self._predict(checker, LOOKAHEAD if total is None else WINDOW),
         )
 
@@ -105,7 +97,7 @@ class Check:
             AnswerForm(self._tokenizer, self._checkpoint.name, self._config.token_format),
             sizes=self._sizes,
             num_blocks=self._num_blocks,
-            num_stages=self._num_stages,
+            num_stages=self._forecast.layout.num_stages,
         )
 
     def _show_first(self, checker: LineChecker, inputs: Sequence[Path]) -> FirstPrompt | None:
@@ -125,14 +117,15 @@ class Check:
             self._limits,
             sizes=self._sizes,
             num_blocks=self._num_blocks,
-            num_stages=self._num_stages,
+            num_stages=self._forecast.layout.num_stages,
             read_ahead=read_ahead,
         )
         scale = 1.0
         if not is_whole and checker.num_sample_tokens:
             scale = counts.tokens_to_compute / checker.num_sample_tokens
         steps = found.scaled(scale)
-        seconds, why_not = self._predict_s(steps)
+        costs, why_not = self._find_costs()
+        step_s = 0.0 if costs is None else costs.predict_s(steps.costs)
         num_blocks = found.num_blocks_used
         if self._config.prefix_cache:  # it keeps blocks of rows that ended until others need them
             num_blocks = min(self._num_blocks, round(num_blocks * scale))
@@ -140,29 +133,41 @@ class Check:
             num_steps=round(steps.num_steps),
             max_rows_running=found.stats.max_rows_running,
             num_kv_tokens=num_blocks * self._config.block_size,
-            seconds=seconds,
+            seconds=None if costs is None else costs.whole_run * step_s,
+            seconds_range=None
+            if costs is None
+            else (min(costs.whole_runs) * step_s, max(costs.whole_runs) * step_s),
             why_not=why_not,
             sample_lines=0 if is_whole else len(checker.sample),
         )
 
-    def _predict_s(self, steps: StepCounts) -> tuple[float | None, str]:
-        if self._num_stages > 1:
+    def _find_costs(self) -> tuple[CostModel | None, str]:
+        """Return what steps cost here, or why that is not known."""
+        layout = self._forecast.layout
+        if layout.device_bytes is not None:
+            return None, "steps are timed on the machine that runs them"
+        if layout.num_stages * layout.num_pipelines > 1:
             return None, "that of several processes cannot be yet"
-        costs = self._find_costs()
-        if costs is None:
-            return None, CALIBRATE
-        return costs.predict_s(steps.costs), ""
-
-    def _find_costs(self) -> CostModel | None:
-        body = self._config.attention
-        is_compiled = find_library(body, self._device) is not None
-        if self._device.type != "cpu":  # as a run will find it, but that a GPU refuses the kernel
+        body, device = self._config.attention, self._forecast.device
+        is_compiled = find_library(body, device) is not None
+        if device.type != "cpu":  # as a run will find it, but that a GPU refuses the kernel
             is_compiled = body != "eager"
         path = find_costs_path(
-            self._config,
-            self._checkpoint,
-            self._device,
-            self._dtype,
-            has_kernel=is_compiled,
+            self._config, self._checkpoint, device, self._forecast.dtype, has_kernel=is_compiled
         )
-        return None if path is None else load_costs(path)
+        costs = None if path is None else load_costs(path)
+        return costs, "" if costs is not None else _how_to_calibrate(self._config)
+
+
+def _how_to_calibrate(config: EngineConfig) -> str:
+    """Say which command times the steps of such runs."""
+    flags = {
+        "--model-name": config.model,
+        "--random-init": config.random_init,
+        "--dtype": None if config.dtype == "auto" else config.dtype,
+        "--device": None if config.device == "auto" else config.device,
+        "--attention": None if config.attention == "auto" else config.attention,
+        "--threads": config.threads,
+    }
+    given = [f" {flag} {shlex.quote(str(value))}" for flag, value in flags.items() if value]
+    return f"time its steps on this machine once: fminfer bench --calibrate{''.join(given)}"

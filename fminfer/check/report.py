@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fminfer.check.footprint import Footprint
 from fminfer.check.lines import LineCounts
+from fminfer.forecast import Forecast, show_bytes
 from fminfer.output.progress import show_seconds
 
+COLUMNS = ("rank", "layers", "libraries", "weights", "work", "KV cache", "together")
 MAX_SHOWN = 1000  # characters of the first prompt
 
 
@@ -29,7 +30,8 @@ class Work:
     num_steps: int
     max_rows_running: int
     num_kv_tokens: int  # of the KV cache that are used
-    seconds: float | None  # loading left out; None: not predicted
+    seconds: float | None  # estimated, loading left out; None: not predicted
+    seconds_range: tuple[float, float] | None  # by how far calibration's own runs were off
     why_not: str  # predicted
     sample_lines: int  # the beginning of the input that this was found with; 0: all of it
 
@@ -46,21 +48,23 @@ class CheckReport:
     counts: LineCounts
     warnings: dict[str, int]
     first: FirstPrompt | None
-    footprints: list[Footprint]
-    kv_tokens: int  # the size of the KV cache
+    forecast: Forecast
     work: Work
-
-    def used_kv_tokens(self) -> int:
-        """Return the tokens of KV cache that take memory: a GPU's is taken whole."""
-        return self.work.num_kv_tokens if self.device == "cpu" else self.kv_tokens
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the errors of single lines."""
         counts = asdict(self.counts)
         counts["reserved_tokens"] = self.counts.reserved_tokens
-        memory = [
-            asdict(each) | {"total": each.total(self.used_kv_tokens())} for each in self.footprints
-        ]
+        forecast = self.forecast
+        used = forecast.used_kv_tokens(self.work.num_kv_tokens)
+        memory = {
+            "processes": [asdict(f) | {"total": f.total(used)} for f in forecast.footprints],
+            "num_pipelines": forecast.layout.num_pipelines,
+            "room": forecast.room_bytes,
+            "is_shared": forecast.shares_memory,
+            "kv_tokens": forecast.num_kv_tokens,
+            "shortage": forecast.shortage,
+        }
         found = {
             name: getattr(self, name)
             for name in ("model", "dtype", "device", "context_length", "inputs", "warnings")
@@ -68,7 +72,7 @@ class CheckReport:
         return found | {
             "counts": counts,
             "first_prompt": None if self.first is None else asdict(self.first),
-            "memory": {"processes": memory, "kv_tokens": self.kv_tokens},
+            "memory": memory,
             "work": asdict(self.work),
         }
 
@@ -85,7 +89,9 @@ class CheckReport:
             f"generated = {counts.reserved_tokens:,} reserved; longest row "
             f"{counts.longest_row:,} of {self.context_length:,}",
             *self._prefix_lines(),
-            *self._work_lines(),
+            *self._step_lines(),
+            *self._memory_lines(),
+            *self._time_lines(),
             *self._first_lines(),
         ]
         return "\n".join([*lines, *(f"warning   {t} ({n} rows)" for t, n in self.warnings.items())])
@@ -100,29 +106,67 @@ class CheckReport:
             f"tokens ({counts.shared_share:.0%}) are shared, and computed once"
         ]
 
-    def _work_lines(self) -> list[str]:
-        work = self.work
-        if not self.counts.num_right:
-            return []
-        sample = f", estimated from the first {work.sample_lines:,} lines" * bool(work.sample_lines)
-        lines = [
-            f"steps     {work.num_steps:,} micro-batches at most, up to {work.max_rows_running:,} "
-            f"rows at once{sample}",
-            *map(self._memory_line, self.footprints),
-        ]
-        if work.seconds is None:
-            return [*lines, f"time      not predicted: {work.why_not}"]
-        took = show_seconds(work.seconds) if work.seconds >= 60 else f"{work.seconds:.1f} s"
-        return [*lines, f"time      at most {took}{sample}; loading is not counted"]
+    @property
+    def _sample_text(self) -> str:
+        num_lines = self.work.sample_lines
+        return f", estimated from the first {num_lines:,} lines" * bool(num_lines)
 
-    def _memory_line(self, each: Footprint) -> str:
-        used = self.used_kv_tokens()
-        rank = "memory    " if len(self.footprints) == 1 else f"rank {each.rank:<5}"
-        return (
-            f"{rank}{show_bytes(each.total(used))}: libraries {show_bytes(each.libraries)}, "
-            f"weights {show_bytes(each.weights)}, work {show_bytes(each.work)}, KV cache "
-            f"{show_bytes(used * each.kv_token)} ({used:,} tokens of {self.kv_tokens:,} allowed)"
-        )
+    def _step_lines(self) -> list[str]:
+        work = self.work
+        if not self.counts.num_right or self.forecast.shortage:
+            return []
+        return [
+            f"steps     {work.num_steps:,} micro-batches at most, up to {work.max_rows_running:,} "
+            f"rows at once{self._sample_text}"
+        ]
+
+    def _memory_lines(self) -> list[str]:
+        """Return a table of what each process takes, and how much KV cache fits."""
+        forecast = self.forecast
+        used = forecast.used_kv_tokens(self.work.num_kv_tokens)
+        rows: list[tuple[str, ...]] = [
+            ("rank", "layers", "libraries", "weights", "work", "KV cache", "together")
+        ]
+        for each in forecast.footprints:
+            sizes = (each.libraries, each.weights, each.work, used * each.kv_token)
+            shown = map(show_bytes, (*sizes, each.total(used)))
+            rows.append((str(each.rank), str(each.num_layers), *shown))
+        lines = ["".join(f"{cell:>11}" for cell in row).removeprefix(" " * 5) for row in rows]
+        lines = [f"{'memory' * (i == 0):<10}{line}" for i, line in enumerate(lines)]
+        return [*lines, *self._room_lines()]
+
+    def _room_lines(self) -> list[str]:
+        forecast, layout = self.forecast, self.forecast.layout
+        used = forecast.used_kv_tokens(self.work.num_kv_tokens)
+        total = layout.num_pipelines * sum(each.total(used) for each in forecast.footprints)
+        num_ranks = layout.num_pipelines * len(forecast.footprints)
+        ranks = f"{num_ranks} ranks"
+        if layout.num_pipelines > 1:
+            ranks += f", {layout.num_pipelines} pipelines of {len(forecast.footprints)}"
+        if forecast.shares_memory:
+            found = f"{show_bytes(forecast.room_bytes)} of memory are free here"
+            found += f"; all {ranks} take {show_bytes(total)}" * (num_ranks > 1)
+        else:
+            found = f"{show_bytes(forecast.room_bytes)} for each of {ranks}"
+        if forecast.shortage:
+            return [f"room      {found}", f"KV cache  none fits: {forecast.shortage}"]
+        each = "" if layout.num_pipelines == 1 else " of each pipeline"
+        return [
+            f"room      {found}",
+            f"KV cache  {forecast.num_kv_tokens:,} tokens{each}, of which these lines use at most "
+            f"{self.work.num_kv_tokens:,}",
+        ]
+
+    def _time_lines(self) -> list[str]:
+        work = self.work
+        if not self.counts.num_right or self.forecast.shortage:
+            return []
+        if work.seconds is None:
+            return [f"time      not predicted: {work.why_not}"]
+        return [
+            f"time      {_show_estimate(work.seconds, work.seconds_range)} if every row draws all "
+            f"of its max_tokens{self._sample_text}; loading is not counted"
+        ]
 
     def _first_lines(self) -> list[str]:
         if self.first is None:
@@ -135,6 +179,13 @@ class CheckReport:
         return [head, *(f"    {line}" for line in text.split("\n"))]
 
 
-def show_bytes(count: int) -> str:
-    """Write 1610612736 as 1.50 GiB."""
-    return f"{count / 2**30:.2f} GiB" if count >= 1 << 30 else f"{count / 2**20:.0f} MiB"
+def _show_estimate(seconds: float, found: tuple[float, float] | None) -> str:
+    """Write an estimate with the error that was measured of such ones."""
+    text = f"about {_show_short(seconds)}"
+    if found is not None:
+        text += f" ({_show_short(found[0])} to {_show_short(found[1])}, by calibration's own runs)"
+    return text
+
+
+def _show_short(seconds: float) -> str:
+    return show_seconds(seconds) if seconds >= 60 else f"{seconds:.1f} s"

@@ -14,21 +14,33 @@ import click
 from fminfer.config import EngineConfig
 from fminfer.errors import UsageError
 from fminfer.input.files import find_inputs
-from fminfer.run_options import check_options, dtype_name
+from fminfer.ranks import RankConfig
+from fminfer.run_options import ByteSize, PathOrUrl, check_options, dtype_name
+from fminfer.storage import Location, RemoteFolders, default_work_dir
 
 MAX_TOLD = 20  # wrong lines, unless all are asked for
-EXIT_SOME_WRONG = 3
+EXIT_DOES_NOT_FIT, EXIT_SOME_WRONG = 1, 3
 
 
 @click.command()
-@click.argument("paths", nargs=-1, type=click.Path(path_type=Path))
+@click.argument("paths", nargs=-1, type=PathOrUrl(path_type=Path))
 @check_options
+@click.option(
+    "--device-memory",
+    "device_bytes",
+    type=ByteSize(),
+    help="Foresee the run on another machine, each rank with a GPU of so much memory: 80G. With "
+    "--device cpu, each rank with so much RAM.  [default: what is free here]",
+)
 @click.option("--json", "is_json", is_flag=True, help="Print one JSON object, all errors in it.")
 @click.option("--all", "is_all", is_flag=True, help=f"Print all errors, not the first {MAX_TOLD}.")
 def check(
-    paths: tuple[Path, ...],
-    infer_data: tuple[Path, ...],
+    paths: tuple[Location, ...],
+    infer_data: tuple[Location, ...],
     world_size: int | None,
+    pipeline_group_size: int | None,
+    data_group_size: int,
+    device_bytes: int | None,
     fp16: bool,
     is_json: bool,
     is_all: bool,
@@ -39,33 +51,41 @@ def check(
     \b
     fminfer check requests.jsonl
     fminfer check shards/ --model-name /models/llama --dtype bfloat16 --json > report.json
+    fminfer check requests.jsonl --model-name /models/opt-175b --world-size 8 --device-memory 80G
 
-    Lines are checked as `fminfer run` does, with the same messages, and their tokens are counted;
-    the first prompt is shown as the model will see it. Memory, micro-batches and time are predicted
-    for rows that all draw max_tokens, so they are upper bounds; time only after
-    `fminfer bench --calibrate` with the same model and options on this machine. No weight is read.
+    Lines are checked as `fminfer run` does, with the same messages. Their tokens are counted, and
+    the first prompt is shown as the model will see it. No weight is read.
+
+    A table tells what each rank takes of its memory, and how much KV cache fits beside the
+    weights. --device-memory plans for a machine that is not this one. Memory and micro-batches are
+    upper bounds: all rows draw max_tokens. Time is an estimate. It needs `fminfer bench
+    --calibrate` with the same model and options on this machine.
 
     \b
-    Exit status: 0 every line is right; 1 the model does not run; 2 wrong usage;
+    Exit status: 0 every line is right; 1 the model does not run, or does not fit; 2 wrong usage;
     3 some lines are wrong.
     """
     options["dtype"] = dtype_name(fp16, options["dtype"])
     config = EngineConfig(**options)
-    if world_size is not None and world_size < 1:
-        raise UsageError(f"--world-size is {world_size}; it must be at least 1")
-    inputs = find_inputs([*infer_data, *paths])
+    ranks = RankConfig(world_size, pipeline_group_size, data_group_size)
+    remote = RemoteFolders(default_work_dir(), is_quiet=is_json)
+    inputs = find_inputs([file for path in (*infer_data, *paths) for file in remote.fetch(path)])
     if not inputs:
         raise UsageError("no input; give a .jsonl file, as in: fminfer check requests.jsonl")
     from fminfer.check.checking import Check  # imports torch
+    from fminfer.forecast import Layout
 
+    layout = Layout(ranks.size or 1, data_group_size, device_bytes)
     with tempfile.TemporaryFile() as spool:
         errors = _Errors(inputs, spool, None if is_all or is_json else MAX_TOLD, is_json)
-        report = Check(config, world_size or 1).run(inputs, errors.add, is_quiet=is_json)
+        report = Check(config, layout).run(inputs, errors.add, is_quiet=is_json)
         if is_json:
             _print_json(report.to_dict(), spool)
         else:
             errors.tell_rest()
             click.echo(report.to_text())
+    if report.forecast.shortage:
+        sys.exit(EXIT_DOES_NOT_FIT)
     sys.exit(EXIT_SOME_WRONG if report.counts.num_wrong else 0)
 
 

@@ -76,6 +76,8 @@ def _to_text(overview: Overview) -> str:
 
 
 def _left(overview: Overview) -> str:
+    if overview.count("waiting") == len(overview.files):
+        return "no run has begun; fminfer run answers them"
     if not overview.count("running"):
         return "no run is at work; the same command goes on"
     if overview.left_s is None:

@@ -103,7 +103,7 @@ def _name_outputs(inputs: list[Path], output: Path | None) -> list[Path]:
             raise UsageError(
                 f"--output {output} is one file, and there are {len(inputs)} inputs; give a folder"
             )
-        return [output]
+        return [output] * len(inputs)  # of a folder that is watched there may be none yet
     if output.suffix in (".json", ".gz", ".zst") and not output.is_dir():
         raise UsageError(
             f"--output {output}: answers are written as plain JSON lines; give a name that ends in "

@@ -5,6 +5,7 @@ Everything goes to stderr. It knows counts and seconds only.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 
@@ -160,6 +161,36 @@ class ProgressBar:
 
     def close(self) -> None:
         self._bar.update(self._num_rows - self._bar.n)
+        self._bar.close()
+
+
+class TimeBar:
+    """Shows how much of a time is over, where that is expected anew now and then."""
+
+    def __init__(self, name: str) -> None:
+        self._is_terminal = sys.stderr.isatty()
+        self._last_line_s = -math.inf
+        form = "{desc}: {percentage:3.0f}%|{bar}|{postfix}"
+        self._bar = tqdm(desc=name, bar_format=form, disable=not self._is_terminal, leave=False)
+        self._name = name
+
+    def update(self, what: str, elapsed_s: float, in_all_s: float) -> None:
+        """Show what is done now, and the time left.
+
+        Args:
+            in_all_s: 0: not known yet.
+        """
+        left = f"left {show_seconds(max(0.0, in_all_s - elapsed_s))}" if in_all_s else "left ?"
+        if self._is_terminal:
+            self._bar.total = max(in_all_s, elapsed_s, 1.0)
+            self._bar.set_postfix_str(f"{left}, {what}", refresh=False)
+            self._bar.update(elapsed_s - self._bar.n)
+            self._bar.refresh()
+        elif elapsed_s - self._last_line_s > FIRST_LINE_S:
+            self._last_line_s = elapsed_s
+            print(f"{self._name}: {left}, {what}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
         self._bar.close()
 
 

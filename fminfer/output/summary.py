@@ -40,6 +40,7 @@ class JobSummary:
     gpu_memory: dict[str, int] = field(default_factory=dict)  # of rank 0: foreseen, and the peak
     engine: dict[str, Any] = field(default_factory=dict)
     warnings: dict[str, int] = field(default_factory=dict)
+    made_up: str = ""  # what a synthetic run answered
 
     @property
     def has_errors(self) -> bool:
@@ -177,6 +178,8 @@ class JobSummary:
             + self._tried_text()
             + self._kept_text(),
         ]
+        if self.made_up:
+            lines.append(f"made up   {self.made_up}")
         if self.device:  # otherwise nothing was left to do
             lines += self._work_lines()
         lines += self._warning_lines()

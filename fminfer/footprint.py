@@ -6,7 +6,6 @@ The model is built without memory (meta device) and cut as a run cuts it; no wei
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,17 +14,18 @@ import torch
 
 from fminfer.config import EngineConfig
 from fminfer.head import layer_left_unpacked
-from fminfer.loading import kv_token_bytes, most_kv_tokens, split_model
+from fminfer.loading import kv_token_bytes, split_model
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.slicing import cut
 from fminfer.models.weights import build_on_meta
 from fminfer.packed_linear import find_packable
 from fminfer.partition import Part
-from fminfer.placement import free_bytes, is_fast_in_bfloat16
-from fminfer.step_memory import auto_budget, step_bytes
+from fminfer.placement import is_fast_in_bfloat16
+from fminfer.step_memory import GPU_RESERVE, step_bytes
 
 # Measured on CPUs with models of 125 to 560 million parameters; see docs/performance.md.
 RUN_BYTES = 30 << 20  # of a run's process beside a check's: threads, journal, rows
+GPU_CONTEXT = 1 << 29  # of a GPU, before anything is loaded: not measured
 # What the allocator cannot use again of each weight that was replaced by its packed form.
 HOLE_BYTES = {torch.float32: 5 << 19, torch.bfloat16: 1 << 20}
 EXPERT_HOLE_BYTES = {torch.float32: 1 << 20}  # of each product of an expert; in bfloat16 none
@@ -37,8 +37,9 @@ class Footprint:
 
     rank: int
     num_layers: int
-    libraries: int  # Python, torch and transformers, on the host
-    weights: int
+    libraries: int  # Python, torch and transformers; on a GPU its context and reserve
+    weights: int  # with the files that are mapped
+    held_weights: int  # the least of it that stays: mapped files can be dropped and read again
     work: int  # of a step
     kv_token: int  # a token's keys and values
 
@@ -59,34 +60,10 @@ def measure_footprints(
     Raises:
         UsageError: layers that cannot be split so.
     """
-    libraries = own_bytes() + RUN_BYTES
     return [
-        _measure(config, checkpoint, part, device, dtype, libraries)
+        measure_footprint(config, checkpoint, part, device, dtype)
         for part in split_model(config, checkpoint, num_stages)
     ]
-
-
-def choose_budget(
-    config: EngineConfig,
-    checkpoint: Checkpoint,
-    footprints: Sequence[Footprint],
-    device: torch.device,
-) -> int:
-    """Return how many blocks of KV cache a run has, all processes being on this machine.
-
-    An automatic budget goes by the memory that is free now, less what is to be loaded.
-    """
-    budget = config.budget
-    if budget is None:
-        shares_memory = device.type == "cpu"
-        taken = [f.weights + (f.libraries if shares_memory else 0) for f in footprints]
-        kv = [f.kv_token for f in footprints]
-        load, each = (sum(taken), sum(kv)) if shares_memory else (max(taken), max(kv))
-        free = max(0, free_bytes(device) - load + (own_bytes() if shares_memory else 0))
-        most = most_kv_tokens(config, checkpoint, device)
-        work = max(f.work for f in footprints)
-        budget = auto_budget(each, most, free, work, device.type)
-    return -(-budget // config.block_size)
 
 
 def own_bytes() -> int:
@@ -98,34 +75,36 @@ def own_bytes() -> int:
         return 0
 
 
-def _measure(
+def measure_footprint(
     config: EngineConfig,
     checkpoint: Checkpoint,
     part: Part,
     device: torch.device,
     dtype: torch.dtype,
-    libraries: int,
 ) -> Footprint:
+    """Return what the process of one part takes."""
     model = build_on_meta(checkpoint)
     cut(model, checkpoint.family, part, device)
-    is_fast = is_fast_in_bfloat16(device)
+    on_cpu = device.type == "cpu"
     packable: list[torch.Tensor] = []
-    if device.type == "cpu":
-        left = layer_left_unpacked(model, dtype)
+    if on_cpu:
+        is_fast, left = is_fast_in_bfloat16(device), layer_left_unpacked(model, dtype)
         packable = find_packable(model, dtype, is_fast_in_bfloat16=is_fast, left=left)
-    weights = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+    size = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
     # Of files in this very dtype the system keeps what was read, for it is mapped and not copied.
-    is_mapped = checkpoint.folder is not None and checkpoint.config.dtype == dtype
+    is_mapped = on_cpu and checkpoint.folder is not None and checkpoint.config.dtype == dtype
     twice = packable if is_mapped else [w for w in packable if _is_tied(model, w)]
-    weights += sum(weight.numel() for weight in twice) * dtype.itemsize
+    weights = size + sum(weight.numel() for weight in twice) * dtype.itemsize
+    held = weights - size if is_mapped else weights
     weights += len(packable) * HOLE_BYTES.get(dtype, 0)
     num_products = sum(len(weight) for weight in packable if weight.dim() == 3)
     weights += num_products * EXPERT_HOLE_BYTES.get(dtype, 0)
     return Footprint(
         part.stage,
         part.num_layers,
-        libraries,
+        own_bytes() + RUN_BYTES if on_cpu else GPU_CONTEXT + GPU_RESERVE,
         weights,
+        held,
         step_bytes(config, checkpoint, model, device, dtype, part),
         kv_token_bytes(checkpoint, part, dtype),
     )

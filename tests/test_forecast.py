@@ -1,0 +1,189 @@
+"""One forecast of memory: `check` plans with it for any machine, and a run refuses by it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+import fminfer
+from fminfer import control_groups, forecast, host_memory
+from fminfer.cli import main
+from fminfer.config import EngineConfig
+from fminfer.errors import UsageError
+from fminfer.footprint import RUN_BYTES, measure_footprints
+from fminfer.forecast import Layout, make_forecast, require_room, require_room_for_all
+from fminfer.loading import open_model
+from fminfer.models.checkpoint import Checkpoint
+from fminfer.pipeline.group import Group
+
+CPU = torch.device("cpu")
+SMALL = EngineConfig(random_init="llama-160m", dtype="float32", attention="eager", device="cpu")
+GIB = 1 << 30
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "a.jsonl"
+    lines = [{"prompt": "a", "max_tokens": 9}, {"prompt": 5}, {"prompt": "b", "max_tokens": 1000}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture(scope="module")
+def checkpoint() -> Checkpoint:
+    return open_model(SMALL)
+
+
+def let_be_free(monkeypatch: pytest.MonkeyPatch, num_bytes: int, swap: int = 0) -> None:
+    """Have so much memory for a run, beside what this process has."""
+    monkeypatch.setattr(forecast, "free_bytes", lambda _: num_bytes)
+    monkeypatch.setattr(forecast, "free_swap_bytes", lambda: swap)
+
+
+def check(*arguments: object) -> Result:
+    flags = ["--dtype", "float32", "--attention", "eager"]
+    return CliRunner().invoke(main, ["check", *flags, *map(str, arguments)])
+
+
+def test_a_model_that_does_not_fit_gets_a_table_and_its_lines_are_checked(
+    rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each line was told to raise --budget: nothing said that the weights do not fit."""
+    let_be_free(monkeypatch, GIB // 4)
+    found = check(rows, "--random-init", "llama-160m", "--device", "cpu")
+    assert found.exit_code == 1 and "out_of_memory" not in found.output
+    assert "2 right, 1 wrong (1 invalid_type)" in found.output
+    assert "KV cache  none fits: random llama-160m does not fit" in found.output
+    assert "--dtype bfloat16, which takes half" in found.output
+    table = [line.split() for line in found.output.splitlines() if "MiB" in line and "0" in line]
+    assert table[0][:2] == ["0", "12"], found.output
+    report = json.loads(check(rows, "--random-init", "llama-160m", "--json").stdout)
+    assert report["memory"]["kv_tokens"] == 0 and "free" in report["memory"]["shortage"]
+
+
+def test_another_machine_is_planned_for(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    let_be_free(monkeypatch, 1)  # here, which does not matter
+    flags = ["--random-init", "bloom-7b1", "--world-size", "8", "--data-group-size", "2"]
+    found = check(rows, *flags, "--device-memory", "16G", "--json")
+    assert found.exit_code == 3, found.output
+    report = json.loads(found.stdout)
+    memory = report["memory"]
+    assert [report["device"], memory["room"], memory["num_pipelines"]] == ["cuda", 16 * GIB, 2]
+    assert [each["rank"] for each in memory["processes"]] == [0, 1, 2, 3]
+    most = max(memory["processes"], key=lambda each: cast(int, each["total"]))
+    assert most["total"] <= 16.1 * GIB  # the cache is rounded up to blocks
+    assert memory["kv_tokens"] % 32 == 0 and memory["kv_tokens"] > 1000
+    assert "steps are timed on the machine" in report["work"]["why_not"]
+    flags[3] = "2"
+    found = check(rows, *flags, "--device-memory", "16G")
+    assert found.exit_code == 1
+    assert "Spread it over more: --world-size 6 or above with --data-group-size 2" in found.output
+    flags[3] = "6"
+    assert check(rows, *flags, "--device-memory", "16G").exit_code == 3, "as it was told"
+    assert check(rows, "--data-group-size", "3", "--world-size", "4").exit_code == 2
+    assert "is no size" in check(rows, "--device-memory", "80").output
+
+
+def test_a_run_refuses_with_the_figures_before_it_reads_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such a run met the system's killer after it had read for minutes."""
+    let_be_free(monkeypatch, GIB // 4)
+    monkeypatch.setattr("fminfer.worker.load_part", lambda *_: pytest.fail("weights are read"))
+    with pytest.raises(UsageError, match=r"would take .*iB.* weights in float32.* are free"):
+        fminfer.Engine(**asdict(SMALL))
+
+
+def test_what_fits_is_not_refused(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    (found,) = measure_footprints(SMALL, checkpoint, 1, CPU, torch.float32)
+    least = 162_417_408 * 4 + 32 * found.kv_token + RUN_BYTES + (1 << 20)  # our own grows a bit
+    let_be_free(monkeypatch, least)
+    assert require_room(SMALL, checkpoint) == ""
+    let_be_free(monkeypatch, least // 2, swap=least)  # it goes on in swap
+    assert require_room(SMALL, checkpoint) == ""
+    let_be_free(monkeypatch, least - (40 << 20))
+    with pytest.raises(UsageError):
+        require_room(SMALL, checkpoint)
+
+
+def test_mapped_files_can_be_dropped(
+    llama_checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that are used where their file is mapped never fill memory, but may be slow."""
+    config = EngineConfig(model=str(llama_checkpoint[0]), dtype="float16", device="cpu")
+    checkpoint = open_model(config)
+    checkpoint.config.dtype = torch.float16
+    (found,) = measure_footprints(config, checkpoint, 1, CPU, torch.float16)
+    assert found.held_weights == 0 < found.weights
+    monkeypatch.setattr(forecast, "own_bytes", lambda: 0)
+    let_be_free(monkeypatch, found.weights - 1, swap=GIB)
+    assert "read from the disk again at each step" in require_room(config, checkpoint)
+    let_be_free(monkeypatch, found.weights, swap=GIB)
+    assert require_room(config, checkpoint) == ""
+
+
+@dataclass
+class FakeGroup:
+    """Ranks of one machine that take the same, with so much memory free."""
+
+    rank: int
+    world_size: int = 2
+    local_size: int = 2
+    told: list[Any] = field(default_factory=list)
+
+    @property
+    def local_rank(self) -> int:
+        return self.rank
+
+    def gather(self, name: str, value: Any) -> list[Any]:
+        self.told.append(value)
+        return [value] * self.world_size
+
+
+def test_ranks_of_one_machine_share_its_memory(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = FakeGroup(0)
+    let_be_free(monkeypatch, GIB)
+    require_room(SMALL, checkpoint, cast(Group, group))
+    need = group.told[0]["need"]
+    assert 100e6 < need < 162_417_408 * 4
+    let_be_free(monkeypatch, 2 * need)
+    assert require_room(SMALL, checkpoint, cast(Group, group)) == ""
+    let_be_free(monkeypatch, 2 * need - 1)
+    with pytest.raises(UsageError, match="ranks 0, 1 together would take"):
+        require_room(SMALL, checkpoint, cast(Group, group))
+    let_be_free(monkeypatch, 1)
+    slept: list[float] = []
+    monkeypatch.setattr("time.sleep", slept.append)
+    with pytest.raises(UsageError):
+        require_room(SMALL, checkpoint, cast(Group, FakeGroup(1)))
+    assert slept == [forecast.END_S], "rank 0 speaks for all"
+
+
+def test_pipelines_of_one_machine_share_its_memory(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipeline alone would fit: two of them were started and met the system's killer."""
+    one = make_forecast(SMALL, checkpoint, Layout())
+    each = one.footprints[0].held_weights + one.footprints[0].libraries
+    let_be_free(monkeypatch, 2 * each)  # and what this process has
+    require_room_for_all(SMALL, checkpoint, Layout(1, 2))
+    let_be_free(monkeypatch, int(1.2 * each))
+    require_room_for_all(SMALL, checkpoint, Layout(1, 1))
+    with pytest.raises(UsageError, match="2 pipelines of it would take"):
+        require_room_for_all(SMALL, checkpoint, Layout(1, 2))
+
+
+def test_swap_that_is_free_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_groups, "SYSTEM", tmp_path)
+    assert host_memory.free_swap_bytes() == 0, "no Linux"
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemAvailable: 9 kB\nSwapFree:  12 kB\n")
+    assert host_memory.free_swap_bytes() == 12 << 10
