@@ -167,7 +167,7 @@ HYPERPARAMETERS = [
         help="max_tokens of made-up requests; no end token ends them earlier.  [default: 32]",
     ),
     click.option(
-        "--temperature", type=float, help="Of made-up requests, or of --prompt.  [default: 0]"
+        "--temperature", type=float, help="Of made-up requests (0 if left out), or of --prompt."
     ),
     click.option("--top-p", type=float, help="Of made-up requests, or of --prompt."),
     click.option("--top-k", type=int, help="Of made-up requests, or of --prompt."),

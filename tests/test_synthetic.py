@@ -77,7 +77,7 @@ def test_every_flag_reaches_the_requests(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_asked_for_is_told_once(tmp_path: Path) -> None:
-    found = run("--input-seq-length", 500, "--generate-seq-length", 100)
+    found = run("--input-seq-length", 5000, "--generate-seq-length", 100)
     assert found.exit_code == 2 and "this model's context is" in found.stderr
     found = run("--temperature", "-1")
     assert found.exit_code == 2 and found.stderr.count("temperature") == 1
