@@ -107,6 +107,7 @@ def run(
     is_watching: bool,
     limit: int | None,
     prompt: str | None,
+    is_overwriting: bool,
     stats: Path | None,
     quiet: bool,
     verbose: bool,
@@ -159,6 +160,8 @@ def run(
             )
         if prompt is None and not files and hyperparameters.flags:
             job, config = _make_up(job, config, hyperparameters)
+        elif prompt is None and is_overwriting:
+            config = replace(config, request_args=_request_args(hyperparameters))
         check_times(grace_s, deadline_s)
         if deadline_s is not None:
             stopper.set_deadline(time.monotonic() + deadline_s - _elapsed_s())
@@ -167,16 +170,28 @@ def run(
         is_first = not is_spawned() and (facts is None or not facts.rank)
         if files != given and is_first and not quiet:
             click.echo(f"Answering {named}, which is in this job's name.", err=True)
-        if files and hyperparameters.flags and is_first and not quiet:
+        is_ignored = files and hyperparameters.flags and not is_overwriting
+        if is_ignored and is_first and not quiet:
             click.echo(
                 f"{', '.join(hyperparameters.flags)}: only for requests that are made up; each "
-                "line's own hyperparameters count.",
+                "line's own hyperparameters count. --overwrite-request-args puts these in their "
+                "place.",
                 err=True,
             )
         status = _run(job, config, ranks, facts, stopper)
     except (Exception, KeyboardInterrupt) as error:
         _end(_tell(error, stopper, verbose), is_rank)
     sys.exit(status)
+
+
+def _request_args(flags: Hyperparameters) -> dict[str, Any]:
+    """Return the fields that replace each line's own."""
+    if not flags.request_fields:
+        raise UsageError(
+            "--overwrite-request-args has nothing to overwrite with; give hyperparameters, such as "
+            "--temperature 0 --generate-seq-length 20"
+        )
+    return flags.request_fields
 
 
 def _make_up(

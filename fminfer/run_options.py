@@ -151,6 +151,12 @@ FILES = [
 # Of a synthetic run; Hyperparameters has a field for each.
 HYPERPARAMETERS = [
     click.option(
+        "--overwrite-request-args",
+        "is_overwriting",
+        is_flag=True,
+        help="With input: the hyperparameters that follow replace each line's own.",
+    ),
+    click.option(
         "--input-seq-length",
         type=click.IntRange(min=1),
         help="Without input: make prompts up, random tokens, so many each.  [default: 128]",

@@ -206,8 +206,24 @@ def test_a_prompt_is_answered_and_printed() -> None:
     assert found.exit_code == 0, found.output
     assert "south" in found.stdout and "{" not in found.stdout
     assert CliRunner().invoke(main, ["run", "--prompt", text, "a.jsonl"]).exit_code == 2
+    found = CliRunner().invoke(main, ["run", "-q", "--prompt", text, "--echo-prompt"])
+    assert found.stdout.startswith(text)
     found = CliRunner().invoke(main, ["run", "-q", "--prompt", text * 200])
     assert found.exit_code == 1 and "context_length_exceeded" in found.stderr
+
+
+def test_the_command_lines_hyperparameters_replace_each_lines(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", ROWS)
+    flags = ["--overwrite-request-args", "--generate-seq-length", "3", "--num-completions", "2"]
+    found = CliRunner().invoke(main, ["run", "-q", str(path), *flags])
+    assert found.exit_code == 0, found.output
+    for line, row in zip((tmp_path / "output_a.jsonl").open(), ROWS.splitlines(), strict=True):
+        assert line.encode().startswith(b'{"request":' + row)
+        assert json.loads(line)["result"]["usage"]["completion_tokens"] == 6
+    found = CliRunner().invoke(main, ["run", str(path)])
+    assert found.exit_code == 2 and "--overwrite-request-args was" in found.stderr
+    found = CliRunner().invoke(main, ["run", str(path), "--overwrite-request-args"])
+    assert found.exit_code == 2 and "nothing to overwrite with" in found.stderr
 
 
 def test_bytes_that_come_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
