@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
 import subprocess
@@ -18,13 +19,19 @@ import fminfer
 from fminfer.models.checkpoint import DEMO_MODEL
 from scripts.train_demo_model import HOUSE, all_examples
 from tests.conftest import run_files
+from tests.forked import Forked
 
 QUERIES = Path(__file__).parent.parent / "examples" / "queries"
 
 
 def run(*arguments: object, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "fminfer", "run", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    given = ["run", *map(str, arguments)]
+    command = Forked(given, dict(os.environ))
+    try:
+        out, err = command.communicate(timeout)
+        return subprocess.CompletedProcess(given, command.wait(), out, err)
+    finally:
+        command.kill()
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -35,7 +42,9 @@ def read(path: Path) -> list[dict[str, Any]]:
 def answered(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Answer all example queries in one run; return the output folder and what stderr said."""
     folder = tmp_path_factory.mktemp("answers")
-    found = run("--infer-data", QUERIES, "--output", folder, "--stats", folder / "stats.json")
+    command = [sys.executable, "-m", "fminfer", "run", "--infer-data", QUERIES]
+    command += ["--output", folder, "--stats", folder / "stats.json"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert found.returncode == 3, found.stderr
     assert found.stdout == "", "stdout is for records only"
     return folder, found.stderr
