@@ -6,7 +6,6 @@ import ctypes
 
 import torch
 
-from fminfer.layer_kernels import TYPES
 from fminfer.sampling import SamplingTensors
 
 
@@ -16,16 +15,14 @@ class DrawKernel:
     def __init__(self, library: ctypes.CDLL) -> None:
         address, number = ctypes.c_void_p, ctypes.c_int64
         self._draw = library.fminfer_draw
-        self._draw.argtypes = [address, *[number] * 3, *[address] * 7, ctypes.c_int]
+        self._draw.argtypes = [address, *[number] * 2, *[address] * 7, ctypes.c_int]
 
     def __call__(
         self, logits: torch.Tensor, how: SamplingTensors, rows: torch.Tensor
     ) -> torch.Tensor:
         """Return the tokens that some rows of (rows, vocab) logits draw, each as its own says."""
         num_rows, vocab = logits.shape
-        if logits.dtype not in TYPES:
-            logits = logits.float()
-        logits = logits.contiguous()
+        logits = logits.float().contiguous()
         tensors = (
             (rows, torch.int64),
             (how.temperature, torch.float32),
@@ -41,7 +38,6 @@ class DrawKernel:
         ids = torch.empty_like(rows)
         self._draw(
             logits.data_ptr(),
-            TYPES[logits.dtype],
             vocab,
             len(rows),
             *(tensor.data_ptr() for tensor, _ in tensors),

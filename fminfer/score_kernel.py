@@ -6,7 +6,6 @@ import ctypes
 
 import torch
 
-from fminfer.layer_kernels import TYPES
 from fminfer.sampling import Ranking, rank
 
 MOST_TOP = 64  # of more, torch's own selection is faster
@@ -18,7 +17,7 @@ class ScoreKernel:
     def __init__(self, library: ctypes.CDLL) -> None:
         address, number = ctypes.c_void_p, ctypes.c_int64
         self._score = library.fminfer_score
-        self._score.argtypes = [address, *[number] * 4, *[address] * 3, ctypes.c_int]
+        self._score.argtypes = [address, *[number] * 3, *[address] * 3, ctypes.c_int]
 
     def __call__(self, logits: torch.Tensor, num_top: int) -> Ranking:
         """Return the normalizers of (rows, vocab) logits, and the best `num_top`, in float32.
@@ -28,17 +27,14 @@ class ScoreKernel:
         if num_top > MOST_TOP:
             return rank(logits, num_top)
         rows, vocab = logits.shape
-        if logits.dtype not in TYPES:
-            logits = logits.float()
         assert logits.device.type == "cpu", "logits"
         assert 1 <= num_top <= vocab, "the best logits"
-        logits = logits.contiguous()
+        logits = logits.float().contiguous()
         normalizer = torch.empty(rows, device="cpu")
         best = torch.empty((rows, num_top), device="cpu")
         best_ids = logits.new_empty((rows, num_top), dtype=torch.int64)
         self._score(
             logits.data_ptr(),
-            TYPES[logits.dtype],
             rows,
             vocab,
             num_top,

@@ -31,11 +31,10 @@ inline float float_of(int32_t bits) {
 }
 
 // 16 logits, of which the row may have fewer left.
-template <typename T>
-inline Vec load_some(const T* from, int64_t count) {
+inline Vec load_some(const float* from, int64_t count) {
     if (count >= LANES) return load(from);
     Vec values = all(-INFINITY);
-    for (int lane = 0; lane < count; lane++) values[lane] = number(from[lane]);
+    for (int lane = 0; lane < count; lane++) values[lane] = from[lane];
     return values;
 }
 
@@ -178,13 +177,11 @@ struct Numbers {
 };
 
 // How far 16 logits lie below the largest one; infinitely far where the row has ended.
-template <typename T>
-inline Vec distances(const T* row, int64_t i, int64_t vocab, float largest) {
+inline Vec distances(const float* row, int64_t i, int64_t vocab, float largest) {
     return largest - load_some(row + i, vocab - i);
 }
 
-template <typename T>
-int64_t draw(const T* row, int64_t vocab, float temperature, float top_p, int64_t top_k,
+int64_t draw(const float* row, int64_t vocab, float temperature, float top_p, int64_t top_k,
              float min_p, double noise, float* values, float* space) {
     Vec most = all(-INFINITY);
     for (int64_t i = 0; i < vocab; i += LANES) {
@@ -194,7 +191,7 @@ int64_t draw(const T* row, int64_t vocab, float temperature, float top_p, int64_
     const float largest = largest_of(most) + 0.0f;  // of -0 it makes 0, so that no distance is -0
     if (!std::isfinite(largest)) {  // its logprob is nan, whichever is drawn
         for (int64_t i = 0; i < vocab; i++)
-            if (number(row[i]) == largest) return i;
+            if (row[i] == largest) return i;
         return 0;
     }
     Numbers numbers{values, (vocab + LANES - 1) / LANES * LANES};
@@ -222,10 +219,14 @@ int64_t draw(const T* row, int64_t vocab, float temperature, float top_p, int64_
     return numbers.draw(noise);
 }
 
-template <typename T>
-void draw_rows(const T* logits, int64_t vocab, int64_t count, const int64_t* rows,
-               const float* temperature, const float* top_p, const int64_t* top_k,
-               const float* min_p, const double* noise, int64_t* ids, int num_threads) {
+}  // namespace
+
+// logits: (rows, vocab); rows: (count,), those to draw for; each row's temperature > 0, top_p > 0,
+// top_k (0: off), min_p and noise in [0, 1); ids: (count,).
+extern "C" void fminfer_draw(const float* logits, int64_t vocab, int64_t count,
+                             const int64_t* rows, const float* temperature, const float* top_p,
+                             const int64_t* top_k, const float* min_p, const double* noise,
+                             int64_t* ids, int num_threads) {
 #pragma omp parallel num_threads(num_threads)
     {
         std::vector<float> values(vocab + LANES), space(vocab + 2 * LANES);
@@ -236,18 +237,4 @@ void draw_rows(const T* logits, int64_t vocab, int64_t count, const int64_t* row
                           noise[r], values.data(), space.data());
         }
     }
-}
-
-}  // namespace
-
-// logits: (rows, vocab), of type 0 float32 or 1 bfloat16; rows: (count,), those to draw for; each
-// row's temperature > 0, top_p > 0, top_k (0: off), min_p and noise in [0, 1); ids: (count,).
-extern "C" void fminfer_draw(const void* logits, int64_t type, int64_t vocab, int64_t count,
-                             const int64_t* rows, const float* temperature, const float* top_p,
-                             const int64_t* top_k, const float* min_p, const double* noise,
-                             int64_t* ids, int num_threads) {
-    type == 0 ? draw_rows(static_cast<const float*>(logits), vocab, count, rows, temperature, top_p,
-                          top_k, min_p, noise, ids, num_threads)
-              : draw_rows(static_cast<const uint16_t*>(logits), vocab, count, rows, temperature,
-                          top_p, top_k, min_p, noise, ids, num_threads);
 }

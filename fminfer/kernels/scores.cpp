@@ -1,5 +1,5 @@
-// From logits to normalizers and the best tokens, on the CPU: each row is read while it is near, in
-// its own type. Arithmetic is in float32.
+// From logits to normalizers and the best tokens, on the CPU: each row is read while it is near.
+// Logits and arithmetic are float32.
 //
 // The first pass keeps the best `num_top` of a row, of equals the lowest ids; the second sums
 // e^(x - largest), in blocks, so that no sum has more than some hundred terms.
@@ -34,14 +34,13 @@ inline void put_in(float* best, int64_t* ids, int64_t num_top, float value, int6
     ids[place] = id;
 }
 
-template <typename T>
-void find_best(const T* row, int64_t vocab, int64_t num_top, float* best, int64_t* ids) {
+void find_best(const float* row, int64_t vocab, int64_t num_top, float* best, int64_t* ids) {
     int64_t i = 0;
-    for (; i < num_top; i++) put_in(best, ids, i + 1, number(row[i]), i);  // whatever they are
+    for (; i < num_top; i++) put_in(best, ids, i + 1, row[i], i);  // whatever they are
     const auto look_at = [&](int64_t end) {
         for (; i < end; i++)
-            if (number(row[i]) > best[num_top - 1])
-                put_in(best, ids, num_top, number(row[i]), i);
+            if (row[i] > best[num_top - 1])
+                put_in(best, ids, num_top, row[i], i);
     };
     while (i + GROUP <= vocab) {
         Vec most = all(-INFINITY);
@@ -57,11 +56,10 @@ void find_best(const T* row, int64_t vocab, int64_t num_top, float* best, int64_
     look_at(vocab);
 }
 
-template <typename T>
-float normalizer_of(const T* row, int64_t vocab, float largest) {
+float normalizer_of(const float* row, int64_t vocab, float largest) {
     if (!std::isfinite(largest)) {
         for (int64_t i = 0; i < vocab; i++)
-            if (std::isnan(number(row[i]))) return number(row[i]);
+            if (std::isnan(row[i])) return row[i];
         return largest > 0 ? NAN : largest;  // no token has a logprob beside +inf
     }
     Vec total = {};
@@ -74,7 +72,7 @@ float normalizer_of(const T* row, int64_t vocab, float largest) {
     }
     if (i < vocab) {
         Vec rest = all(-INFINITY);
-        for (int lane = 0; lane < vocab - i; lane++) rest[lane] = number(row[i + lane]);
+        for (int lane = 0; lane < vocab - i; lane++) rest[lane] = row[i + lane];
         const Vec terms = exp_of(rest - largest);
         for (int lane = 0; lane < vocab - i; lane++) total[lane] += terms[lane];
     }
@@ -83,27 +81,17 @@ float normalizer_of(const T* row, int64_t vocab, float largest) {
     return largest + std::log(sum);
 }
 
-template <typename T>
-void score(const T* logits, int64_t rows, int64_t vocab, int64_t num_top, float* normalizers,
-           float* best, int64_t* best_ids, int num_threads) {
+}  // namespace
+
+// logits: (rows, vocab); normalizers: (rows,), the log of the sum of exponentials, nan where a logit
+// is nan or +inf; best and best_ids: (rows, num_top), best first, 1 <= num_top <= vocab.
+extern "C" void fminfer_score(const float* logits, int64_t rows, int64_t vocab, int64_t num_top,
+                              float* normalizers, float* best, int64_t* best_ids,
+                              int num_threads) {
 #pragma omp parallel for schedule(static) num_threads(num_threads)
     for (int64_t r = 0; r < rows; r++) {
-        const T* row = logits + r * vocab;
+        const float* row = logits + r * vocab;
         find_best(row, vocab, num_top, best + r * num_top, best_ids + r * num_top);
         normalizers[r] = normalizer_of(row, vocab, best[r * num_top]);
     }
-}
-
-}  // namespace
-
-// logits: (rows, vocab), of type 0 float32 or 1 bfloat16; normalizers: (rows,), the log of the sum
-// of exponentials, nan where a logit is nan or +inf; best and best_ids: (rows, num_top), best first,
-// 1 <= num_top <= vocab.
-extern "C" void fminfer_score(const void* logits, int64_t type, int64_t rows, int64_t vocab,
-                              int64_t num_top, float* normalizers, float* best, int64_t* best_ids,
-                              int num_threads) {
-    type == 0 ? score(static_cast<const float*>(logits), rows, vocab, num_top, normalizers, best,
-                      best_ids, num_threads)
-              : score(static_cast<const uint16_t*>(logits), rows, vocab, num_top, normalizers,
-                      best, best_ids, num_threads);
 }
