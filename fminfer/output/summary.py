@@ -164,7 +164,7 @@ class JobSummary:
         if self.engine.get("read", {}).get("num_seeded") and self.dtype != "float32":
             lines.append(
                 f"note      in {self.dtype} a seed repeats its draws only beside the same rows and "
-                "with the same options; in float32 (--dtype) it always does"
+                "with the same options; in float32 (--dtype) it does so nearly always"
             )
         return lines + [f"warning   {text} ({n} rows)" for text, n in self.warnings.items()]
 
