@@ -118,6 +118,7 @@ class Claims:
         self._held: set[Claim] = set()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._end = threading.Event()  # never set: the thread ends with the process
 
     def take(self, output: Path) -> Claim | None:
         """Claim an output; None: it is another living process's.
@@ -157,8 +158,7 @@ class Claims:
             self._held.discard(claim)
 
     def _beat(self) -> None:
-        while True:
-            time.sleep(BEAT_S)
+        while not self._end.wait(BEAT_S):
             with self._lock:
                 held = list(self._held)
             for claim in held:
