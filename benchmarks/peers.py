@@ -37,13 +37,17 @@ from typing import Any
 import click
 import torch
 import transformers
-from against_transformers import make_workload
-from limit import Roof, least_s, measure_roof
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from fminfer.models.sizes import SIZES
+HERE = Path(__file__).parent.resolve()
+ROOT = HERE.parent
+sys.path.insert(0, str(ROOT))  # the package beside this file, whether it is installed or not
 
-HERE = Path(__file__).parent
+from against_transformers import make_workload  # noqa: E402
+from limit import Roof, least_s, measure_roof  # noqa: E402
+
+from fminfer.models.sizes import SIZES  # noqa: E402
+
 COLOURS = {
     "fminfer": "#4f86b8",
     "transformers": "#c9b458",
@@ -89,6 +93,16 @@ MORE_SIZES: dict[str, dict[str, Any]] = {
         "vocab_size": 128256,
         "max_position_embeddings": 8192,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        "bos_token_id": None,
+        "eos_token_id": None,
+    },
+    "llama-tiny": {  # to try this program itself
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 32000,
         "bos_token_id": None,
         "eos_token_id": None,
     },
@@ -154,7 +168,9 @@ def run_fminfer(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "fminfer", "run", str(rows), "--model-name", job["model"]]
     command += ["--output", str(output), "--restart", "-q", "--dtype", job["dtype"]]
     command += ["--device", job["device"]]
-    subprocess.run([*command, "--stats", str(folder / "stats.json")], check=True)
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    subprocess.run([*command, "--stats", str(folder / "stats.json")], check=True, env=environ)
     stats = json.loads((folder / "stats.json").read_text())
     assert stats["num_errors"] == 0
     return {

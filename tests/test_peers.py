@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
 import transformers
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # scripts, not a package: they find each other like this
 
 import limit  # noqa: E402
@@ -24,6 +27,31 @@ def test_sides_are_found_by_their_environments(tmp_path: Path) -> None:
     assert list(found) == ["fminfer", "transformers", "llama.cpp"]
     assert found["llama.cpp"] == str(python)
     assert peers.find_sides(tmp_path, ("llama.cpp",)) == {"llama.cpp": str(python)}
+
+
+def test_it_runs_where_the_package_is_not_installed(tmp_path: Path) -> None:
+    """It needed PYTHONPATH or an install, and a machine with a GPU for an hour may have neither."""
+    sites = [path for path in sys.path if path.endswith("-packages")]
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sites)}  # so, no .pth file is followed
+    code = "import importlib.util as u, sys; sys.exit(u.find_spec('fminfer') is not None)"
+    python: Any = {"cwd": tmp_path, "env": environ, "capture_output": True, "text": True}
+    if subprocess.run([sys.executable, "-S", "-c", code], **python).returncode:
+        pytest.skip("the package is installed as files")
+    command = [sys.executable, "-S", str(BENCHMARKS / "peers.py"), "--help"]
+    found = subprocess.run(command, **python)
+    assert found.returncode == 0 and "--workload" in found.stdout, found.stderr
+
+
+def test_its_command_finds_the_package_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: list[str], *, env: dict[str, str], check: bool) -> None:
+        assert command[1:3] == ["-m", "fminfer"] and check
+        assert env["PYTHONPATH"].split(os.pathsep)[0] == str(BENCHMARKS.parent)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(peers.subprocess, "run", run)
+    job = {"rows": [], "model": "none", "dtype": "float32", "device": "cpu"}
+    with pytest.raises(ZeroDivisionError):
+        peers.run_fminfer(job, tmp_path)
 
 
 def test_every_side_has_a_colour() -> None:
