@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,15 +20,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fminfer.layer_kernels import GELU_TANH, SILU
 from fminfer.memory import is_out_of_memory
+from fminfer.module_trial import Forward, KernelFailure, agree, is_close, probe, record
 
-# Of the largest element.
-MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 0.03, torch.float16: 0.004}
-CHECKED_TOKENS = 3
 GATED, GATED_IN_ONE = ("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj")
-MISFIT = Exception  # whatever a module of another form, or a compiler, raises when it is tried
-_RECORDER = "fminfer_recorder"
 
-Forward = Callable[..., Any]
 Turn = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, each (1, tokens, head_dim)
 Known = dict[Hashable, Any]  # whether modules of a kind may be replaced: the first is looked at
 
@@ -53,24 +49,43 @@ class PartKernels(Protocol):
     def gelu(self, x: torch.Tensor) -> torch.Tensor: ...
 
 
-def fuse_layers(model: nn.Module, kernels: PartKernels) -> int:
-    """Replace what can be, in place, before linear layers are packed; return how many modules."""
+@dataclass(slots=True, frozen=True)
+class Fused:
+    """What became of a model's layers."""
+
+    num_modules: int  # that were replaced
+    failures: dict[str, BaseException]  # by the class of a module: what our kernels raised there
+
+
+def fuse_layers(model: nn.Module, kernels: PartKernels) -> Fused:
+    """Replace what can be, in place, before linear layers are packed."""
     known: Known = {}
+    failures: dict[str, BaseException] = {}
     num_fused = 0
-    modules: deque[Any] = deque(model.modules())
-    while modules:  # a layer's old weights go as soon as it is done
+
+    def is_fused(module: Any, fuse: Callable[[Any, PartKernels, Known], bool]) -> bool:
+        name = type(module).__name__
+        if name in failures:
+            return False
         try:
-            is_fused = _fuse(modules.popleft(), kernels, known)
+            return fuse(module, kernels, known)
+        except KernelFailure as failure:
+            # A traceback would keep the tensors of its frames.
+            failures[name] = (failure.__cause__ or failure).with_traceback(None)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            is_fused = False  # there is none for joined weights beside those they are made of
-        num_fused += is_fused
-        if is_fused and kernels.device.type == "cuda":
-            torch.cuda.empty_cache()  # it would keep them, too small for the next joined ones
-    for layer in model.modules():
-        num_fused += _fuse_layer(layer, kernels, known)
-    return num_fused
+            # There is none for joined weights beside those that they are made of.
+        return False
+
+    modules: deque[Any] = deque(model.modules())
+    while modules:  # a layer's old weights go as soon as it is done
+        if is_fused(modules.popleft(), _fuse):
+            num_fused += 1
+            if kernels.device.type == "cuda":
+                torch.cuda.empty_cache()  # it would keep them, too small for the next joined ones
+    num_fused += sum(is_fused(layer, _fuse_layer) for layer in model.modules())
+    return Fused(num_fused, failures)
 
 
 def _fuse(module: Any, kernels: PartKernels, known: Known) -> bool:
@@ -98,7 +113,7 @@ def _fuse_gelu(module: nn.Module, kernels: PartKernels) -> bool:
         return nn.functional.gelu(x, approximate="tanh")
 
     x = torch.linspace(-9, 9, 999, device=kernels.device).view(1, 3, -1)
-    is_same = _agree(module, forward, x)
+    is_same = agree(module, forward, x)
     if is_same:
         module.forward = forward
     return is_same
@@ -107,13 +122,13 @@ def _fuse_gelu(module: nn.Module, kernels: PartKernels) -> bool:
 def _fuse_norm(module: Any, kernels: PartKernels) -> bool:
     weight = module.weight.detach()
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if eps is None:
+    if eps is None or weight.dim() != 1:
         return False
     plain = copy.deepcopy(module).float()  # what differs by 1 shows only in float32
     for offset in (0.0, 1.0):  # 1: Gemma's
         norm = partial(kernels.rms_norm, eps=eps, offset=offset)
-        x = _probe(len(weight), torch.float32, weight.device)
-        if _agree(plain, partial(norm, weight=weight.float()), x):
+        x = probe(len(weight), torch.float32, weight.device)
+        if agree(plain, partial(norm, weight=weight.float()), x):
             module.forward = partial(norm, weight=weight)
             return True
     return False
@@ -134,8 +149,8 @@ def _fuse_gated(module: Any, kernels: PartKernels, known: Known) -> bool:
             return out
 
         if (kind, activation) not in known:
-            x = _probe(both.in_features, both.weight.dtype, both.weight.device)
-            is_same = is_activation(act, kernels, activation) and _agree(module, forward, x)
+            x = probe(both.in_features, both.weight.dtype, both.weight.device)
+            is_same = is_activation(act, kernels, activation) and agree(module, forward, x)
             known[kind, activation] = is_same
         if known[kind, activation]:
             if not hasattr(module, "gate_up_proj"):
@@ -153,7 +168,7 @@ def is_activation(act: Any, kernels: PartKernels, activation: int) -> bool:
     def forward(x: torch.Tensor) -> torch.Tensor:
         return kernels.gate(torch.cat([x, torch.ones_like(x)], -1), activation)
 
-    return _agree(act, forward, torch.linspace(-9, 9, 1999, device=kernels.device).view(1, 1, -1))
+    return agree(act, forward, torch.linspace(-9, 9, 1999, device=kernels.device).view(1, 1, -1))
 
 
 def _fuse_attention(module: Any, kernels: PartKernels, known: Known) -> bool:
@@ -226,8 +241,8 @@ def _compare_attention(
         settings: what `forward` tells attention, to be filled in.
         weight: (out, in) of q, k and v.
     """
-    x = _probe(weight.shape[1], weight.dtype, weight.device)
-    found = _record(module, (module, forward), x, head_dim, settings)
+    x = probe(weight.shape[1], weight.dtype, weight.device)
+    found = record(module, module, forward, x, head_dim, settings)
     if len(found) != 2 or not all(map(is_close, *found)):
         return None
     return dict(settings)
@@ -245,22 +260,27 @@ def _fuse_layer(layer: Any, kernels: PartKernels, known: Known) -> bool:
         return False
     how: dict[str, Any] = second.forward.keywords
 
-    def forward(hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def forward(
+        hidden_states: torch.Tensor, add_and_norm: Forward = kernels.add_and_norm, **kwargs: Any
+    ) -> torch.Tensor:
         attended, _ = attention.forward(first.forward(hidden_states), **kwargs)
         kept = getattr(layer, "kept", None)
         if kept is not None:
             hidden_states = hidden_states[:, kept]
-        both, normed = kernels.add_and_norm(hidden_states, attended, **how)
+        both, normed = add_and_norm(hidden_states, attended, **how)
         out: torch.Tensor = both + mlp.forward(normed)
         return out
 
     weight, head_dim = attention.qkv_proj.weight, attention.head_dim
     kind = (type(layer), type(mlp), weight.shape, _settings_of(layer))
     if kind not in known:
-        x = _probe(weight.shape[1], weight.dtype, weight.device)
-        found = _record(attention, (layer, forward), x, head_dim, {})
-        # To the last bit: beside what a layer adds to, 3 % would hide what it adds.
-        known[kind] = len(found) == 2 and all(map(torch.equal, *found))
+        x = probe(weight.shape[1], weight.dtype, weight.device)
+        in_two = partial(forward, add_and_norm=partial(_add_then_norm, kernels))
+        found = record(attention, layer, in_two, x, head_dim, {})
+        # To the last bit: beside what a layer adds to, 3 % would hide what it adds. Sum and norm in
+        # one may differ by rounding, and are compared by themselves.
+        is_same = len(found) == 2 and all(map(torch.equal, *found))
+        known[kind] = is_same and _adds_and_norms(kernels, x, how)
     if known[kind]:
         layer.forward = forward
         if "forward" in vars(attention):  # ours, which takes it if attention gives fewer tokens
@@ -268,52 +288,31 @@ def _fuse_layer(layer: Any, kernels: PartKernels, known: Known) -> bool:
     return bool(known[kind])
 
 
+def _add_then_norm(
+    kernels: PartKernels, x: torch.Tensor, other: torch.Tensor, **how: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    both = x + other
+    return both, kernels.rms_norm(both, **how)
+
+
+def _adds_and_norms(kernels: PartKernels, x: torch.Tensor, how: dict[str, Any]) -> bool:
+    """Tell whether sum and norm in one are, but for rounding, those of two kernels."""
+    other = probe(x.shape[-1], x.dtype, x.device, seed=1)
+
+    def in_two(x: torch.Tensor) -> torch.Tensor:
+        return torch.stack(_add_then_norm(kernels, x, other, **how))
+
+    def in_one(x: torch.Tensor) -> torch.Tensor:
+        return torch.stack(kernels.add_and_norm(x, other, **how))
+
+    return agree(in_two, in_one, x)
+
+
 def _settings_of(module: nn.Module) -> tuple[tuple[str, Any], ...]:
     """Return a module's own settings but for its number, by which its forward may differ."""
     plain = (bool, int, float, str, type(None))
     pairs = ((k, v) for k, v in vars(module).items() if isinstance(v, plain))
     return tuple(pair for pair in pairs if pair[0] != "layer_idx")
-
-
-@torch.inference_mode()
-def _record(
-    attention: Any,
-    functions: tuple[Forward, Forward],
-    x: torch.Tensor,
-    head_dim: int,
-    settings: dict[str, Any],
-) -> list[tuple[torch.Tensor, ...]]:
-    """Return what each function gives to attention, q, k and v, and then returns itself.
-
-    Args:
-        attention: the module that will be called by them, or that they are.
-        settings: filled with what else attention is told.
-    """
-    recorded: list[tuple[torch.Tensor, ...]] = []
-
-    def record(
-        _: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **how: Any
-    ) -> tuple[torch.Tensor, None]:
-        recorded.append((query, key, value))
-        settings.update(how)
-        return query.transpose(1, 2), None
-
-    angles = _probe(head_dim // 2, torch.float32, x.device).repeat(1, 1, 2)
-    turn = (angles.cos().to(x.dtype), angles.sin().to(x.dtype))
-    given = {"position_embeddings": turn, "attention_mask": None, "past_key_values": None}
-    ALL_ATTENTION_FUNCTIONS.register(_RECORDER, record)
-    before = attention.config._attn_implementation
-    attention.config._attn_implementation = _RECORDER
-    try:
-        outs = [function(x, **given) for function in functions]
-    except MISFIT:
-        return []
-    finally:
-        attention.config._attn_implementation = before
-    if len(recorded) != len(functions):
-        return []
-    outs = [out[0] if isinstance(out, tuple) else out for out in outs]
-    return [(*inputs, out) for inputs, out in zip(recorded, outs, strict=True)]
 
 
 def _linears(module: nn.Module, *names: str) -> bool:
@@ -334,25 +333,3 @@ def _join(layers: list[nn.Linear]) -> nn.Linear:
         ]
         joined.bias = nn.Parameter(torch.cat(parts), requires_grad=False)
     return joined
-
-
-def _probe(width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return (1, tokens, width) of random numbers, the process's own left as they are."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(1, CHECKED_TOKENS, width, generator=generator).to(device, dtype)
-
-
-@torch.inference_mode()
-def _agree(module: Forward, forward: Forward, x: torch.Tensor) -> bool:
-    try:
-        return is_close(module(x), forward(x))
-    except MISFIT:
-        return False
-
-
-def is_close(ours: torch.Tensor, own: torch.Tensor) -> bool:
-    """Tell whether a result is the model's own but for rounding."""
-    if ours.shape != own.shape or ours.dtype != own.dtype:
-        return False
-    limit = MAX_ERROR[own.dtype] * float(own.abs().amax().nan_to_num())
-    return torch.allclose(ours, own, rtol=0.0, atol=limit, equal_nan=True)

@@ -6,6 +6,7 @@ It knows devices and compilers, not how anything is computed.
 from __future__ import annotations
 
 import ctypes
+import re
 from typing import Any
 
 import torch
@@ -18,6 +19,17 @@ from fminfer.kernel_attention import KernelAttention
 from fminfer.kernel_build import KernelBuild, start_build
 from fminfer.layer_kernels import LayerKernels
 from fminfer.pipeline.stage import kv_shape
+
+# Compilers, drivers and machines raise others. These say that our own code is wrong.
+OUR_FAULTS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    NameError,
+    TypeError,
+)
+POSITION = re.compile(r"at \d+:\d+:")
 
 
 def find_library(
@@ -78,7 +90,7 @@ def find_attention(
             device=device,
         )
     except Exception as error:
-        return None, _why_not(body, "attention", error)
+        return None, why_plain(body, "attention", error)
     return kernel, ""
 
 
@@ -106,13 +118,16 @@ def find_layers(
 
         return triton_layers.try_kernels(dtype, device), ""
     except Exception as error:
-        return None, _why_not(body, "norms and activations", error)
+        return None, why_plain(body, "norms and activations", error)
 
 
-def _why_not(body: AttentionBody, what: str, error: Exception) -> str:
-    """Return the reason that a compiler or a driver gives, or raise it if no other body will do."""
-    reason = (str(error).strip() or repr(error)).partition("\n")[0]
-    problem = f"{what}: the kernel cannot be used ({reason})"
+def why_plain(body: AttentionBody, what: str, error: BaseException) -> str:
+    """Return why plain torch computes something, or raise it if no other body will do.
+
+    Raises:
+        UsageError: the kernel is asked for by name, or the GPU's context is broken.
+    """
+    problem = f"{what}: the kernel cannot be used ({_reason(error)})"
     if body == "compiled":
         raise UsageError(f"attention compiled cannot be: {problem}; or use auto") from error
     try:
@@ -123,3 +138,17 @@ def _why_not(body: AttentionBody, what: str, error: Exception) -> str:
             f"{problem}, and broke the GPU's context; use --attention eager"
         ) from broken
     return problem
+
+
+def _reason(error: BaseException) -> str:
+    """Return what a compiler or a driver says, in a line; a fault of our own is called one."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        text = repr(error)
+    elif POSITION.fullmatch(lines[0]):  # triton shows the source first, and the reason last
+        text = f"{lines[0]} {lines[-1]}"
+    else:
+        text = lines[0]
+    if isinstance(error, OUR_FAULTS):
+        return f"a fault of fminfer's, please report it: {type(error).__name__}: {text}"
+    return text

@@ -23,7 +23,7 @@ from fminfer.fingerprint import digest_files
 from fminfer.fused_layers import fuse_layers
 from fminfer.head import layer_left_unpacked
 from fminfer.head_kernel import HeadKernel
-from fminfer.kernel_choice import find_attention, find_layers, find_library
+from fminfer.kernel_choice import find_attention, find_layers, find_library, why_plain
 from fminfer.memory import is_out_of_memory
 from fminfer.models.checkpoint import Checkpoint, open_checkpoint, open_random
 from fminfer.models.slicing import head_cost
@@ -63,6 +63,7 @@ class LoadedPart:
     form: HiddenForm
     library: ctypes.CDLL | None  # the CPU's kernels
     attention: AttentionKernel | None  # None: plain torch
+    num_fused: int  # modules that have parts in kernels
     why_slower: str  # why it is slower than it could be
     file_digests: dict[str, str]  # of its weight files, if others must have the same
 
@@ -157,8 +158,12 @@ def load_part(
     )
     library = find_library(config.attention, device)
     layers, no_layers = find_layers(config.attention, library, dtype=dtype, device=device)
+    num_fused, unfused = 0, ""
     if layers is not None:
-        fuse_layers(network, layers)
+        fused = fuse_layers(network, layers)
+        num_fused = fused.num_modules
+        for name, error in fused.failures.items():
+            unfused = unfused or why_plain(config.attention, name, error)
     if device.type == "cpu":
         kernel = None if library is None else ProductKernel(library)
         is_fast = is_fast_in_bfloat16(device)
@@ -176,12 +181,22 @@ def load_part(
         device=device,
     )
     form = HiddenForm(checkpoint.config.hidden_size, dtype, device, hidden_group)
-    reasons = (no_attention or no_layers, why_slow(dtype, device))
+    reasons = (no_attention or no_layers or unfused, why_slow(dtype, device))
     why_slower = "; ".join(filter(None, reasons))
     if group is not None:
         why_slower = next(filter(None, group.gather("why slower", why_slower)), "")
     return LoadedPart(
-        checkpoint, part, network, dtype, device, form, library, attention, why_slower, digests
+        checkpoint,
+        part,
+        network,
+        dtype,
+        device,
+        form,
+        library,
+        attention,
+        num_fused,
+        why_slower,
+        digests,
     )
 
 

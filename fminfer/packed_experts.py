@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fminfer.fused_layers import MISFIT, PartKernels, is_activation, is_close
+from fminfer.fused_layers import PartKernels, is_activation
 from fminfer.layer_kernels import GELU_TANH, SILU
+from fminfer.module_trial import MISFIT, is_close
 from fminfer.packed_linear import Product, can_pack, pack, without_values
 from fminfer.product_kernel import ProductKernel
 

@@ -155,6 +155,11 @@ def make_model(name: str, num_layers: int = 3) -> Any:
     return model
 
 
+def triton_device() -> torch.device:
+    """Return where Triton's kernels are tested: on a GPU if there is one, else interpreted."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def built_library() -> ctypes.CDLL:
     """Return the CPU's kernels."""
     build = start_build()

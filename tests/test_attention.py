@@ -19,7 +19,7 @@ from fminfer.kernel_attention import KernelAttention, plan_rows
 from fminfer.kernel_build import find_compiler
 from fminfer.messages import StepRow
 
-from .conftest import built_library
+from .conftest import built_library, triton_device
 
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 16, 8
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
@@ -33,13 +33,14 @@ def compiled_kernel() -> KernelAttention:
 
 def make_kernel(
     body: str, heads: int, kv_heads: int, dim: int, dtype: torch.dtype
-) -> AttentionKernel | None:
-    """Return a body of attention; that of GPUs, "triton", runs in triton's interpreter."""
+) -> tuple[AttentionKernel | None, torch.device]:
+    """Return a body of attention and its device; "triton" is the GPU's, or interpreted."""
     if body == "triton":
         from fminfer.triton_attention import TritonAttention
 
-        return TritonAttention(heads, kv_heads, dim, dtype=dtype, device=CPU)
-    return None if body == "eager" else compiled_kernel()
+        device = triton_device()
+        return TritonAttention(heads, kv_heads, dim, dtype=dtype, device=device), device
+    return (None if body == "eager" else compiled_kernel()), CPU
 
 
 def plain(
@@ -86,8 +87,8 @@ def check_every_kind_of_row(
 ) -> None:
     """Feed rows in chunks and token by token, and compare each output with the plain formula."""
     torch.manual_seed(0)
-    kernel = make_kernel(body, heads, kv_heads, dim, dtype)
-    paged = PagedAttention(90, block, kv_heads, dim, dtype=dtype, device=CPU, kernel=kernel)
+    kernel, device = make_kernel(body, heads, kv_heads, dim, dtype)
+    paged = PagedAttention(90, block, kv_heads, dim, dtype=dtype, device=device, kernel=kernel)
     paged.keys.fill_(float("nan"))  # whatever other rows left there must not matter
     paged.values.fill_(float("nan"))
     lengths = [29, 8, 300, 17, 1, 16, 40, 131, 3]
@@ -103,10 +104,12 @@ def check_every_kind_of_row(
             kernel.plan(rows, block) if kernel else plan_attention(rows, block, kv_heads, CPU)
         )
         packed = [
-            torch.cat([x[r][a:b] for r, a, b in parts]).transpose(0, 1)[None] for x in (q, k, v)
+            torch.cat([x[r][a:b] for r, a, b in parts]).to(device).transpose(0, 1)[None]
+            for x in (q, k, v)
         ]
-        how: Any = {"sliding_window": window, "alibi_slopes": slopes, "softcap": softcap}
-        out = paged(*packed, scaling=dim**-0.5, **how)[0]
+        how: Any = {"sliding_window": window, "softcap": softcap}
+        how["alibi_slopes"] = None if slopes is None else slopes.to(device)
+        out = paged(*packed, scaling=dim**-0.5, **how)[0].cpu()
         first = 0
         for r, a, b in parts:
             whole = (q[r][a:b].float(), k[r][:b].float(), v[r][:b].float())
@@ -207,7 +210,7 @@ def check_rows_that_share(
 ) -> None:
     """Let rows of one token share a prefix, half of them a longer one, beside others without."""
     torch.manual_seed(0)
-    kernel = make_kernel(body, heads, kv_heads, dim, dtype)
+    kernel, device = make_kernel(body, heads, kv_heads, dim, dtype)
     free = random.Random(1).sample(range(160), 160)
 
     def take(num: int) -> list[int]:
@@ -220,17 +223,17 @@ def check_rows_that_share(
         rows.append(StepRow([0], len(shared) * block + (5 * i) % (2 * block), shared + take(2)))
     rows.insert(7, StepRow([0], block + 3, take(2)))
     rows.append(StepRow([0], block + 3, all_share[:1] + take(1)))
-    paged = PagedAttention(160, block, kv_heads, dim, dtype=dtype, device=CPU, kernel=kernel)
+    paged = PagedAttention(160, block, kv_heads, dim, dtype=dtype, device=device, kernel=kernel)
     paged.keys.fill_(float("nan"))
     paged.values.fill_(float("nan"))
     total = sum(len(row.token_ids) for row in rows)
     query, new_keys, new_values = (
-        torch.randn(1, num, total, dim).to(dtype) for num in (heads, kv_heads, kv_heads)
+        torch.randn(1, num, total, dim).to(device, dtype) for num in (heads, kv_heads, kv_heads)
     )
     used = {(row.block_table[i // block], i % block) for row in rows for i in range(row.position)}
     blocks, places = torch.tensor(sorted(used)).unbind(1)
     for cache in (paged.keys, paged.values):
-        cache[blocks, :, places] = torch.randn(len(used), kv_heads, dim).to(dtype)
+        cache[blocks, :, places] = torch.randn(len(used), kv_heads, dim).to(device, dtype)
     paged.plan = kernel.plan(rows, block) if kernel else plan_attention(rows, block, kv_heads, CPU)
     if body == "compiled":
         counts = sorted(run[1] for run in paged.plan.runs.tolist())
@@ -355,9 +358,10 @@ def check_odd_values(
 ) -> None:
     """Give one token of a row a value that is no number, and look whom it reaches."""
     torch.manual_seed(0)
-    kernel = make_kernel(body, heads, kv_heads, dim, dtype)
+    kernel, device = make_kernel(body, heads, kv_heads, dim, dtype)
     num_blocks = -(-64 // block)
-    paged = PagedAttention(num_blocks, block, kv_heads, dim, dtype=dtype, device=CPU, kernel=kernel)
+    where: Any = {"dtype": dtype, "device": device}
+    paged = PagedAttention(num_blocks, block, kv_heads, dim, **where, kernel=kernel)
     paged.keys.zero_()
     paged.values.fill_(odd)
     q, k, v = (torch.randn(60, num, dim).to(dtype) for num in (heads, kv_heads, kv_heads))
@@ -368,8 +372,8 @@ def check_odd_values(
         paged.plan = (
             kernel.plan(rows, block) if kernel else plan_attention(rows, block, kv_heads, CPU)
         )
-        packed = [x[a:b].transpose(0, 1)[None] for x in (q, k, v)]
-        found = paged(*packed, scaling=dim**-0.5, sliding_window=window)[0].float()
+        packed = [x[a:b].to(device).transpose(0, 1)[None] for x in (q, k, v)]
+        found = paged(*packed, scaling=dim**-0.5, sliding_window=window)[0].float().cpu()
         expected = plain(q[a:b].float(), k[:b].float(), v[:b].float(), window, None, None)
         assert torch.equal(found.isfinite(), expected.isfinite()), (a, b)
         zeros = (x.masked_fill(~x.isfinite(), 0.0) for x in (found, expected))
@@ -394,7 +398,7 @@ def test_a_value_that_is_no_number_reaches_those_that_see_it_and_no_others(
 def test_a_value_that_is_no_number_among_rows_that_share(body: str) -> None:
     """With a window, one of those that read a block together may see a nan, and others not."""
     torch.manual_seed(0)
-    kernel = make_kernel(body, HEADS, KV_HEADS, DIM, torch.float32)
+    kernel, _ = make_kernel(body, HEADS, KV_HEADS, DIM, torch.float32)
     paged = PagedAttention(20, BLOCK, KV_HEADS, DIM, dtype=torch.float32, device=CPU, kernel=kernel)
     torch.nn.init.normal_(paged.keys)
     torch.nn.init.normal_(paged.values)

@@ -20,13 +20,13 @@ input.spread \
     models.weight_files integrations.generation engine.stats engine.seen output.trace \
     output.disk stopping memory head cost_model cluster.schedulers cluster.scripts team.place
 prompts engine_options \
-    input.lines spelling sampling no_tokenizer placement kernel_build product_kernel fused_layers \
+    input.lines spelling sampling no_tokenizer placement kernel_build product_kernel module_trial \
     decode_attention kernel_attention triton_layers launcher run_options output.journal \
     output.claims models.experts models.checkpoint models.layer_count models.slicing \
     pipeline.wire pipeline.transport pipeline.step_clock pipeline.store pipeline.watch \
     pipeline.local
-input.envelope imports layer_parts packed_linear attention score_kernel draw_kernel input.files \
-    models.weights pipeline.group models.adapters.bloom models.adapters.codegen \
+input.envelope fused_layers imports layer_parts packed_linear attention score_kernel \
+    draw_kernel input.files models.weights pipeline.group models.adapters.bloom models.adapters.codegen \
     models.adapters.falcon models.adapters.gpt_neo models.adapters.gptj models.adapters.mpt
 request fingerprint cost_store packed_experts triton_attention whole_layers remote_files \
     output.records output.writer output.stream output.progress

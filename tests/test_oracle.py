@@ -127,7 +127,7 @@ def test_other_sizes_and_bodies_of_attention_change_nothing(
 
 def check_all(
     folder: Path, oracle: Oracle, requests: list[Request], options: dict[str, Any]
-) -> None:
+) -> fminfer.Engine:
     """See that an engine answers as transformers does, prefixes found again among them."""
     engine = fminfer.Engine(str(folder), dtype="float32", **options)
     records = {record.line.number: record for record in engine.run(requests)}
@@ -145,6 +145,7 @@ def check_all(
             check_greedy(request, record.result, oracle.answer(request, guess), engine)
         else:
             assert len(record.result["choices"]) == 2
+    return engine
 
 
 def test_a_small_budget_makes_rows_wait(llama_checkpoint: tuple[Path, Any]) -> None:

@@ -1,10 +1,12 @@
-"""The GPU's kernels without a GPU: what they give in triton's interpreter, on the CPU,
-and that they compile for GPUs. No test shows that they run on one."""
+"""The GPU's kernels: what they give on a GPU, or in triton's interpreter where there is none,
+and that they compile for GPUs. `scripts/try_gpu` is for the day when there is a GPU."""
 
 from __future__ import annotations
 
 import json
+import mmap
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,23 +14,27 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
-from fminfer import loading, triton_layers
+from fminfer import loading, triton_attention, triton_layers
 from fminfer.errors import UsageError
 from fminfer.kernel_choice import find_attention, find_layers
 from fminfer.messages import StepRow
 from fminfer.pipeline.stage import kv_shape
 from fminfer.triton_attention import TritonAttention, try_kernels
 from fminfer.triton_layers import TritonLayers
-from tests.conftest import make_model, more, save_byte_tokenizer
+from tests.conftest import make_model, more, save_byte_tokenizer, triton_device
 from tests.test_attention import (
     check_every_kind_of_row,
     check_odd_values,
     check_rows_that_share,
+    make_kernel,
 )
+from tests.test_fused_layers import FUSED
 from tests.test_oracle import Oracle, check_all, mixed_requests
 
-CPU = torch.device("cpu")
+DEVICE = triton_device()
+NO_RESERVE = 0x4000  # Linux; mmap names it from Python 3.13 on
 SHAPES = [
     (4, 2, 16, 8),
     (71, 1, 32, 32),  # falcon-7b: more heads on one than a product of 64 rows has
@@ -53,9 +59,10 @@ def test_windows_caps_and_slopes_alone(how: dict[str, Any]) -> None:
 
 def test_a_cache_of_16_bits() -> None:
     """The interpreter multiplies no bfloat16."""
-    how: Any = {"dtype": torch.float16, "tolerance": 0.03}
-    check_every_kind_of_row("triton", **how)
-    check_every_kind_of_row("triton", **how, window=9, heads=12, dim=64)
+    for dtype in (torch.float16, *([torch.bfloat16] if DEVICE.type == "cuda" else [])):
+        how: Any = {"dtype": dtype, "tolerance": 0.03}
+        check_every_kind_of_row("triton", **how)
+        check_every_kind_of_row("triton", **how, window=9, heads=12, dim=64)
 
 
 @pytest.mark.parametrize(("odd", "window"), [("nan", None), ("inf", None), ("nan", 4)])
@@ -70,7 +77,7 @@ def test_rows_that_share() -> None:
 
 def test_tiles() -> None:
     """Chunks are cut where a product's rows are full; a row of one token has a tile of its own."""
-    kernel = TritonAttention(8, 2, 64, dtype=torch.float16, device=CPU)
+    kernel = TritonAttention(8, 2, 64, dtype=torch.float16, device=DEVICE)
     rows = [StepRow([0] * 35, 10, [7, 3, 9, 8]), StepRow([0], 16, [5, 2])]
     plan = kernel.plan(rows, 16)
     assert plan.prompt_tiles.tolist() == [[0, 16, 10, 0], [16, 16, 26, 0], [32, 3, 42, 0]]
@@ -89,6 +96,18 @@ def test_greedy_equals_transformers_alone(
     model.save_pretrained(tmp_path)
     save_byte_tokenizer(tmp_path)
 
+    if DEVICE.type == "cpu":
+        _interpret(monkeypatch)
+    options = {"block_size": 16, "attention": "compiled", "device": DEVICE.type}
+    engine = check_all(tmp_path, Oracle(model), mixed_requests()[:12], options)
+    # Plain torch answers as well, and in silence: the kernels must have been at work.
+    assert engine.has_kernel and not engine.why_slower
+    assert engine.num_fused == FUSED[family]
+
+
+def _interpret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the GPU's kernels used on the CPU, in triton's interpreter."""
+
     def find_parts(*body: object, **where: Any) -> tuple[TritonLayers, str]:
         return triton_layers.try_kernels(**where), ""
 
@@ -102,12 +121,45 @@ def test_greedy_equals_transformers_alone(
     monkeypatch.setattr(loading, "find_library", lambda body, device: None)
     monkeypatch.setattr(loading, "find_attention", find)
     monkeypatch.setattr(loading, "find_layers", find_parts)
-    check_all(tmp_path, Oracle(model), mixed_requests()[:12], {"block_size": 16})
+
+
+def test_triton_is_tested_on_a_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests passed tensors of the CPU, so that on a GPU they showed nothing of its kernels."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(triton_attention, "TritonAttention", lambda *shape, **where: where)
+    kernel, device = make_kernel("triton", 4, 2, 16, torch.float16)
+    assert device == torch.device("cuda") and kernel == {"dtype": torch.float16, "device": device}
+
+
+def test_blocks_behind_2_to_31_elements() -> None:
+    """70,000 blocks of llama-8B's keys have 2.3 thousand million elements: too many for 32 bits."""
+    pool, kv_heads, block, dim = 70_000, 8, 32, 128
+    assert pool * kv_heads * block * dim > 2**31
+    kernel = TritonAttention(kv_heads, kv_heads, dim, dtype=torch.float16, device=DEVICE)
+    # Only the pages that are written to become memory.
+    size = 2 * pool * kv_heads * block * dim
+    maps = [mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | NO_RESERVE) for _ in "kv"]
+    keys, values = (
+        torch.frombuffer(each, dtype=torch.float16).view(pool, kv_heads, block, dim).to(DEVICE)
+        for each in maps
+    )
+    table = [pool - 1, 3, pool - 2]
+    query, key, value = (torch.randn(1, kv_heads, 2 * block + 5, dim).half() for _ in range(3))
+    rows = kernel.plan([StepRow([0] * query.shape[2], 0, table)], block)
+    how: Any = {"scaling": dim**-0.5, "sliding_window": None, "alibi_slopes": None}
+    asked = (query.to(DEVICE), key.to(DEVICE), value.to(DEVICE))
+    found = kernel(*asked, keys, values, rows, softcap=None, **how)[0].cpu().transpose(0, 1)
+    expected = scaled_dot_product_attention(
+        query.double(), key.double(), value.double(), is_causal=True
+    )[0]
+    torch.testing.assert_close(found.double(), expected, rtol=0.01, atol=0.01)
+    last = keys[pool - 1].cpu()
+    assert torch.equal(last, key[0, :, :block]), "the first block's keys are where they belong"
 
 
 def test_a_kernel_that_gives_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a compiler's fault on some GPU would: one number of all is off."""
-    shape: Any = {"dtype": torch.float32, "device": CPU}
+    shape: Any = {"dtype": torch.float32, "device": DEVICE}
     try_kernels(4, 2, 16, 8, None, **shape)
     attend = TritonAttention.__call__
 
@@ -130,7 +182,7 @@ def test_a_kernel_that_gives_something_else_is_refused(monkeypatch: pytest.Monke
 def test_a_part_of_a_layer_that_gives_something_else_is_refused(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    triton_layers.try_kernels(torch.float16, CPU)
+    triton_layers.try_kernels(torch.float16, DEVICE)
     compute = getattr(TritonLayers, name)
 
     def compute_wrong(*args: Any) -> Any:
@@ -141,7 +193,7 @@ def test_a_part_of_a_layer_that_gives_something_else_is_refused(
 
     monkeypatch.setattr(TritonLayers, name, compute_wrong)
     with pytest.raises(ValueError, match="off by"):
-        triton_layers.try_kernels(torch.float16, CPU)
+        triton_layers.try_kernels(torch.float16, DEVICE)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -171,6 +223,37 @@ def test_a_trial_that_breaks_the_gpu_is_told(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "synchronize", fail)
     with pytest.raises(UsageError, match=r"norms and activations: .* use --attention eager"):
         find_layers("auto", None, dtype=torch.float16, device=torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (RuntimeError("CUDA error: no kernel image\nFor debugging consider"), r"no kernel image\)"),
+        (
+            RuntimeError("at 3:12:\n    x = y + z\n    ^\ninvalid operands"),
+            "at 3:12: invalid operands",
+        ),
+        (
+            AssertionError("keys of a step"),
+            "a fault of fminfer's, please report it: AssertionError: keys",
+        ),
+        (KeyError(torch.float8_e5m2), "a fault of fminfer's, please report it: KeyError"),
+    ],
+)
+def test_why_a_kernel_is_not_used_is_told(
+    error: Exception, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of Triton's errors only the place was told, and our own faults looked like a machine's."""
+
+    def fail(*given: object) -> None:
+        raise error
+
+    monkeypatch.setattr(triton_layers, "try_kernels", fail)
+    how: Any = {"dtype": torch.float16, "device": torch.device("cuda")}
+    layers, problem = find_layers("auto", None, **how)
+    assert layers is None and re.search(told, problem)
+    with pytest.raises(UsageError, match=told):
+        find_layers("compiled", None, **how)
 
 
 COMPILE = """
