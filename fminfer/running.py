@@ -213,6 +213,7 @@ def _answer_files(
                 click.echo(f"Loading {checkpoint.name} ({summary.dtype}) …", err=True)
             engine = _start_engine(job, files, config, lambda bar: make_engine(checkpoint, bar))
             summary.device, summary.start_to_ready_s = str(engine.device), elapsed_s()
+            summary.why_slower = engine.why_slower
             if is_told:
                 click.echo(_ready_text(summary, files), err=True)
             try:

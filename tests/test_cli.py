@@ -312,11 +312,16 @@ def test_a_run_that_fails_keeps_what_was_answered(
 def test_a_run_says_why_its_attention_is_slow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a compiler answers are the same, slower; whoever waits should know."""
+    """Without a compiler answers are the same, slower; whoever waits should know.
+
+    With --quiet nothing told it: --stats does.
+    """
     monkeypatch.setenv("CXX", "no-such-compiler")
     queries = QUERIES / "plain.jsonl"
-    found = run(queries, "--output", tmp_path / "out.jsonl")
+    stats = tmp_path / "stats.json"
+    found = run(queries, "--output", tmp_path / "out.jsonl", "--stats", stats)
     assert found.returncode == 0, found.stderr
     assert "The run is slower than it could be: there is no C++ compiler" in found.stderr
+    assert "there is no C++ compiler" in json.loads(stats.read_text())["why_slower"]
     for record in read(tmp_path / "out.jsonl"):
         assert record["result"]["choices"][0]["text"] == right_answer(record["request"]["prompt"])

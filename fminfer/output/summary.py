@@ -21,6 +21,7 @@ class JobSummary:
     inputs: list[Path]
     outputs: list[Path]
     device: str = ""  # none: nothing was left to answer
+    why_slower: str = ""  # why it was slower than it could be: plain torch in a kernel's place
     start_to_ready_s: float = 0.0
     num_rows: int = 0  # answered
     num_errors: int = 0
