@@ -1,0 +1,147 @@
+"""Phase 4: draws and rankings beside the CPU's plain torch; the same tokens must come out.
+
+Without a GPU the CPU's compiled kernels stand beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from benchmarks.gpu.cases import Case, Figures, Setting, expect
+from fminfer import sampling
+from fminfer.draw_kernel import DrawKernel
+from fminfer.kernel_choice import find_library
+from fminfer.sampling import Drawer, Ranker, Ranking, SamplingTensors
+from fminfer.score_kernel import ScoreKernel
+
+SIZES = {"cuda": (64, 128256), "cpu": (16, 3000)}  # rows, vocabulary
+NUM_TOP = 20
+
+
+@dataclass(slots=True, frozen=True)
+class Way:
+    """How all rows of a case draw."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+
+WAYS = {
+    "temperature": Way(0.7),
+    "top_p": Way(top_p=0.9),
+    "top_p of many": Way(1.5, top_p=0.999),
+    "top_k": Way(top_k=50),
+    "top_k of one": Way(top_k=1),
+    "min_p": Way(min_p=0.05),
+    "all": Way(0.8, 0.95, 100, 0.01),
+}
+KINDS = ("normal", "steep", "tied", "nan")
+
+
+def cases(setting: Setting) -> Iterator[Case]:
+    for kind in KINDS:
+        for dtype in (torch.float32, torch.bfloat16):
+            told = f"{kind} logits {str(dtype)[6:]}"
+            yield Case(f"draws of {told}", partial(check_draws, setting.device, kind, dtype))
+            yield Case(f"ranks of {told}", partial(check_ranks, setting.device, kind, dtype))
+
+
+def make_logits(kind: str, size: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    """Return logits on the CPU: as a random model's, a good model's, with ties, with nan."""
+    logits = torch.randn(size, generator=torch.Generator().manual_seed(0))
+    if kind == "steep":
+        logits = (logits * 4).sort(-1).values
+    elif kind == "tied":
+        logits = (logits * 2).round() / 2
+    elif kind == "nan":
+        logits[::3] = float("nan")
+        logits[1::3, 7] = float("nan")
+    return logits.to(dtype)
+
+
+@torch.inference_mode()
+def check_draws(device: str, kind: str, dtype: torch.dtype) -> Figures:
+    """Draw each way with the same noise on both."""
+    drawer, _ = _bodies(device)
+    logits = make_logits(kind, SIZES[device], dtype)
+    rows = torch.arange(len(logits))
+    noise = torch.rand(len(rows), dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    differing: dict[str, int] = {}
+    for name, way in WAYS.items():
+        how = SamplingTensors(
+            torch.full(rows.shape, way.temperature),
+            torch.full(rows.shape, way.top_p),
+            torch.full(rows.shape, way.top_k),
+            torch.full(rows.shape, way.min_p),
+            noise,
+        )
+        expected = sampling.draw(logits, how, rows)
+        moved = SamplingTensors(
+            *(
+                column.to(device)
+                for column in (how.temperature, how.top_p, how.top_k, how.min_p, how.noise)
+            )
+        )
+        found = drawer(logits.to(device), moved, rows.to(device)).cpu()
+        is_number = ~logits.isnan().any(-1)  # of a row with nan no answer is right
+        num = int((found != expected)[is_number].sum())
+        in_range = bool(((found >= 0) & (found < logits.shape[1])).all())
+        expect(in_range, f"{name}: an id that no token has")
+        if num:
+            differing[name] = num
+    told = ", ".join(f"{name}: {num}" for name, num in differing.items())
+    expect(not differing, f"other tokens ({told})", {"rows": len(rows)})
+    return {"ways": len(WAYS), "rows": len(rows)}
+
+
+@torch.inference_mode()
+def check_ranks(device: str, kind: str, dtype: torch.dtype) -> Figures:
+    """Find normalizers and the best tokens of both."""
+    _, ranker = _bodies(device)
+    logits = make_logits(kind, SIZES[device], dtype)
+    is_number = ~logits.isnan().any(-1)
+    figures: Figures = {}
+    for num_top in (1, NUM_TOP):
+        right, found = sampling.rank(logits, num_top), ranker(logits.to(device), num_top)
+        pairs = ((right.normalizer, found.normalizer), (right.best, found.best))
+        for ours, theirs in pairs:
+            error = float((ours - theirs.cpu())[is_number].abs().max())
+            figures["error"] = max(error, float(figures.get("error") or 0.0))
+        first = (right.first != found.first.cpu())[is_number].sum()
+        others = _differ(right, found)[is_number].sum()
+        figures |= {"other first": int(first), f"other of {num_top}": int(others)}
+        is_right = int(first) == 0 and int(others) == 0
+        expect(is_right and float(figures["error"] or 0.0) < 1e-4, "other tokens", figures)
+        nans = found.normalizer.cpu().isnan()
+        expect(bool((nans == ~is_number).all()), "rows of nan are not told", figures)
+    return figures
+
+
+def _differ(right: Ranking, found: Ranking) -> torch.Tensor:  # (rows,) bool
+    """Tell which rows have other tokens among the best.
+
+    Equal logits may stand in any order, and of those that equal the last one any may be left out.
+    """
+    last = right.best[:, -1:]
+    ordered = []
+    for ranking in (right, found):
+        ids, order = ranking.best_ids.cpu().sort(-1)
+        values = ranking.best.cpu().gather(-1, order)
+        values, order = values.sort(stable=True, dim=-1, descending=True)
+        ordered.append(ids.gather(-1, order).masked_fill(values <= last, -1))
+    return (ordered[0] != ordered[1]).any(-1)
+
+
+def _bodies(device: str) -> tuple[Drawer, Ranker]:
+    """Return what is compared with plain torch on the CPU."""
+    if device == "cuda":
+        return sampling.draw, sampling.rank
+    library = find_library("compiled", torch.device("cpu"))
+    assert library is not None, "asked for by name"
+    return DrawKernel(library), ScoreKernel(library)

@@ -1,0 +1,105 @@
+"""Phase 3: every family beside transformers, with kernels required.
+
+In float32 greedy tokens are equal and logprobs within 1e-4. In 16 bits the error is transformers'
+own, beside transformers in float32, or less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+import fminfer
+from benchmarks.gpu.cases import Case, Figure, Figures, Setting, expect
+from benchmarks.gpu.family_answers import NUM_BEST, Answer, prepare, score_with_transformers
+from tests.conftest import FIELDS
+
+FAMILIES = {"cuda": tuple(sorted(FIELDS)), "cpu": ("llama", "gemma2", "falcon-alibi")}
+TYPES = {"cuda": ("float32", "bfloat16", "float16"), "cpu": ("float32",)}
+TOLERANCE = 1e-4
+OF_TRANSFORMERS = 1.1
+# A budget, as several processes share the device: each would take most of its memory.
+OPTIONS = {"attention": "compiled", "block_size": 16, "chunk_size": 48, "budget": 4096}
+
+
+def cases(setting: Setting) -> Iterator[Case]:
+    for name in FAMILIES[setting.device]:
+        for dtype in TYPES[setting.device]:
+            yield Case(f"{name} {dtype}", partial(check_family, setting, name, dtype))
+
+
+def check_family(setting: Setting, name: str, dtype: str) -> Figures:
+    """Answer a family's prompts, and see that kernels did it."""
+    folder = setting.prepared or setting.scratch / "families"
+    expected = prepare(name, folder)
+    engine = fminfer.Engine(str(folder / name), dtype=dtype, device=setting.device, **OPTIONS)
+    figures: Figures = {"fused": engine.num_fused}
+    try:
+        expect(engine.has_kernel, "attention is plain torch", figures)
+        expect(not engine.why_slower, engine.why_slower, figures)
+        text = f"{engine.num_fused} modules have kernels, {expected.num_fused} should"
+        expect(engine.num_fused == expected.num_fused, text, figures)
+        if dtype == "float32":
+            return figures | check_greedy(engine, expected.answers)
+        scored = run(engine, [score_request(answer) for answer in expected.answers])
+    finally:
+        engine.close()
+    kind, device = getattr(torch, dtype), torch.device(setting.device)
+    theirs = score_with_transformers(folder / name, expected.answers, kind, device)
+    ours = [choice["logprobs"]["token_logprobs"][1:] for choice in scored]
+    right = [answer.logprobs for answer in expected.answers]
+    found = {"error": rms(ours, right), "transformers'": rms(theirs, right)}
+    figures |= found
+    is_good = found["error"] <= OF_TRANSFORMERS * found["transformers'"]
+    expect(is_good, f"off by more than {OF_TRANSFORMERS} x transformers'", figures)
+    return figures
+
+
+def check_greedy(engine: fminfer.Engine, answers: list[Answer]) -> dict[str, Figure]:
+    """See that tokens are equal and logprobs close."""
+    worst = 0.0
+    found = run(engine, [greedy_request(answer) for answer in answers])
+    for answer, choice in zip(answers, found, strict=True):
+        expect(choice["token_ids"] == answer.ids, "other tokens than transformers'")
+        logprobs = choice["logprobs"]
+        rows = zip(
+            answer.logprobs,
+            logprobs["token_logprobs"][1:],
+            answer.best,
+            logprobs["top_logprobs"][1:],
+            strict=True,
+        )
+        for right, ours, best, top in rows:
+            values = list(top.values())[:NUM_BEST]
+            pairs = [(right, ours), *zip(best, values, strict=True)]
+            worst = max(worst, *(abs(a - b) for a, b in pairs))
+    expect(worst <= TOLERANCE, f"logprobs are off by more than {TOLERANCE}", {"error": worst})
+    return {"error": worst}
+
+
+def greedy_request(answer: Answer) -> dict[str, Any]:
+    how = {"temperature": 0, "ignore_eos": True, "echo": True, "return_token_ids": True}
+    return {"prompt": answer.prompt, "max_tokens": len(answer.ids), "logprobs": NUM_BEST, **how}
+
+
+def score_request(answer: Answer) -> dict[str, Any]:
+    return {"prompt": answer.prompt + answer.ids, "max_tokens": 0, "echo": True, "logprobs": 0}
+
+
+def run(engine: fminfer.Engine, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return each request's only choice, in order."""
+    found: dict[int, dict[str, Any]] = {}
+    for record in engine.run(requests):
+        expect(record.error is None, f"a row failed: {record.error}")
+        assert record.result is not None, "a row without error"
+        (found[record.line.number],) = record.result["choices"]
+    return [found[number] for number in range(1, len(requests) + 1)]
+
+
+def rms(ours: list[list[float]], right: list[list[float]]) -> float:
+    """Return the root of the mean square of differences."""
+    pairs = [(a, b) for x, y in zip(ours, right, strict=True) for a, b in zip(x, y, strict=True)]
+    return float((sum((a - b) ** 2 for a, b in pairs) / len(pairs)) ** 0.5)

@@ -1,0 +1,112 @@
+"""Checkpoints of every family, and what transformers answers with them in float32 on the CPU.
+
+`scripts/try_gpu --prepare FOLDER` writes them where there is time for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+import transformers
+
+from fminfer.fused_layers import fuse_layers
+from fminfer.kernel_choice import find_library
+from fminfer.layer_kernels import LayerKernels
+from tests.conftest import FIELDS, make_model, save_byte_tokenizer
+from tests.test_oracle import mixed_requests, oracle_greedy
+
+NAME = "expected.json"
+NUM_REQUESTS = 16
+NUM_BEST = 3
+
+
+@dataclass(slots=True, frozen=True)
+class Answer:
+    """What transformers does with one prompt."""
+
+    prompt: list[int]
+    ids: list[int]  # greedy
+    logprobs: list[float]  # of all tokens but the first one
+    best: list[list[float]]  # logprobs, of each of these places
+
+
+@dataclass(slots=True, frozen=True)
+class FamilyAnswers:
+    """What a family is compared with."""
+
+    num_fused: int  # modules that take kernels for parts of theirs
+    answers: list[Answer]
+
+
+def prepare_all(folder: Path) -> None:
+    """Write every family."""
+    for name in sorted(FIELDS):
+        click.echo(f"{name} …", err=True)
+        prepare(name, folder)
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    click.echo(f"{folder} holds {len(FIELDS)} families, {size / 2**20:.0f} MiB.")
+
+
+def prepare(name: str, folder: Path) -> FamilyAnswers:
+    """Return a family's answers; they and its checkpoint are made if they are not there yet."""
+    path = folder / name / NAME
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        part = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=folder))
+        _write(name, part)
+        with contextlib.suppress(OSError):  # another process was faster
+            part.rename(path.parent)
+        shutil.rmtree(part, ignore_errors=True)
+    fields = json.loads(path.read_text())
+    return FamilyAnswers(fields["num_fused"], [Answer(**each) for each in fields["answers"]])
+
+
+def _write(name: str, folder: Path) -> None:
+    model = make_model(name)
+    model.save_pretrained(folder)
+    save_byte_tokenizer(folder)
+    requests = [each for each in mixed_requests() if each["temperature"] == 0]
+    answers = [_answer(model, each) for each in requests[:NUM_REQUESTS]]
+    found = FamilyAnswers(_count_fused(model), answers)
+    (folder / NAME).write_text(json.dumps(asdict(found)))
+
+
+def _answer(model: Any, request: dict[str, Any]) -> Answer:
+    prompt = request["prompt"]
+    ids, table = oracle_greedy(model, prompt, request["max_tokens"])
+    targets = torch.tensor((prompt + ids)[1:])
+    table = table[: len(targets)]
+    logprobs = table.gather(1, targets[:, None])[:, 0]
+    best = table.topk(NUM_BEST).values
+    return Answer(prompt, ids, logprobs.tolist(), best.tolist())
+
+
+def _count_fused(model: Any) -> int:
+    """Return how many modules the CPU's kernels fuse; a GPU's are to fuse the same."""
+    library = find_library("compiled", torch.device("cpu"))
+    assert library is not None, "asked for by name"
+    return fuse_layers(model.requires_grad_(False), LayerKernels(library)).num_modules
+
+
+@torch.inference_mode()
+def score_with_transformers(
+    folder: Path, answers: list[Answer], dtype: torch.dtype, device: torch.device
+) -> list[list[float]]:
+    """Return transformers' own logprobs of the same tokens, in a type and on a device."""
+    transformers.logging.set_verbosity_error()
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    model = model.to(device).eval()
+    scores = []
+    for answer in answers:
+        ids = torch.tensor([answer.prompt + answer.ids], device=device)
+        table = model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
+        scores.append(table.gather(1, ids[0, 1:, None])[:, 0].tolist())
+    return scores

@@ -1,0 +1,145 @@
+"""Phase 0: what is installed, what the machine is, and its roofs on this day."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from benchmarks.gpu.cases import Case, Figures, Setting, Wrong, expect
+
+# What an import is called, and the package that brings it.
+NEEDED = {
+    "torch": "torch",
+    "triton": "triton",
+    "transformers": "transformers",
+    "tokenizers": "tokenizers",
+    "safetensors": "safetensors",
+    "numpy": "numpy",
+    "orjson": "orjson",
+    "click": "click",
+    "tqdm": "tqdm",
+    "jinja2": "jinja2",
+    "sentencepiece": "sentencepiece",
+    "google.protobuf": "protobuf",
+    "pytest": "pytest",
+}
+CARRY = (
+    "carry wheels: where there is a network, python3 -m pip download --no-deps --only-binary=:all: "
+    "--python-version {version} --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 "
+    "--dest wheels {names}; there, python3 -m pip install --no-index --no-deps "
+    "--target /tmp/site wheels/*.whl and export PYTHONPATH=/tmp/site"
+)
+OWN = (
+    "fminfer.cli",
+    "fminfer.worker",
+    "fminfer.check.checking",
+    "fminfer.triton_attention",
+    "fminfer.triton_layers",
+    "tests.test_oracle",
+    "benchmarks.gpu.time_model",
+)
+# Elements of a square product, and bytes of a copy.
+PRODUCT = {"cuda": 8192, "cpu": 256}
+COPY_BYTES = {"cuda": 4 << 30, "cpu": 16 << 20}
+TYPES = {"cuda": ("bfloat16", "float16", "float32"), "cpu": ("float32",)}
+
+
+def cases(setting: Setting) -> Iterator[Case]:
+    """Return the cases; the first ones import nothing that may be missing."""
+    yield Case("imports", find_versions)
+    yield Case("our modules", import_ours)
+    yield Case("benchmarks/peers.py starts", start_peers)
+    yield Case("machine", partial(describe, setting))
+    yield Case("roof copy", partial(time_copies, setting))
+    for name in TYPES[setting.device]:
+        yield Case(f"roof {name}", partial(time_products, setting, name))
+
+
+def find_versions() -> Figures:
+    """Import each package; tell all that are missing at once."""
+    missing, figures = list[str](), Figures(python=platform.python_version())
+    for name, package in NEEDED.items():
+        try:
+            module = importlib.import_module(name)
+        except ImportError as error:
+            missing.append(package)
+            figures[package] = f"missing: {error}"
+            continue
+        try:
+            figures[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:  # some builds have another name
+            figures[package] = str(getattr(module, "__version__", "unknown"))
+    version = ".".join(map(str, sys.version_info[:2]))
+    how = CARRY.format(version=version, names=" ".join(missing))
+    expect(not missing, f"{', '.join(missing)} missing; {how}", figures)
+    return figures
+
+
+def import_ours() -> Figures:
+    for name in OWN:
+        importlib.import_module(name)
+    return {"modules": len(OWN)}
+
+
+def start_peers() -> Figures:
+    path = Path(__file__).parent.parent / "peers.py"
+    found = subprocess.run([sys.executable, str(path), "--help"], capture_output=True, text=True)
+    expect(found.returncode == 0, found.stderr[-1000:])
+    return {}
+
+
+def describe(setting: Setting) -> Figures:
+    """Tell what the machine is, and that a GPU is there."""
+    import torch
+
+    figures: Figures = {"cores": os.cpu_count(), "cuda": torch.version.cuda}
+    for tool in ("gcc", "g++", "nvcc", "compute-sanitizer"):
+        figures[tool] = shutil.which(tool) or "none"
+    if setting.device == "cpu":
+        return figures
+    if not torch.cuda.is_available():
+        raise Wrong("torch sees no GPU; with --cpu tiny shapes are tried without one", figures)
+    facts = torch.cuda.get_device_properties(0)
+    free, total = torch.cuda.mem_get_info(0)
+    figures |= {"gpu": facts.name, "capability": f"{facts.major}.{facts.minor}"}
+    figures |= {"processors": facts.multi_processor_count}
+    figures |= {"free_gib": free / 2**30, "total_gib": total / 2**30}
+    expect(figures["gcc"] != "none", "no gcc: Triton needs a C compiler", figures)
+    return figures
+
+
+def time_copies(setting: Setting) -> Figures:
+    """Measure bytes read and written a second, of a copy within the device's memory."""
+    import torch
+
+    from benchmarks.gpu.stopwatch import median_s
+
+    device = torch.device(setting.device)
+    source = torch.zeros(COPY_BYTES[setting.device], dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    took = median_s(lambda: target.copy_(source), device, turns=10)
+    rate = 2 * source.nbytes / took
+    return {"roof": rate, "GB/s": rate / 1e9}
+
+
+def time_products(setting: Setting, name: str) -> Figures:
+    """Measure FLOP/s of a square product."""
+    import torch
+
+    from benchmarks.gpu.stopwatch import median_s
+
+    device, size = torch.device(setting.device), PRODUCT[setting.device]
+    left, right = (
+        torch.randn(size, size, device=device).to(getattr(torch, name)) for _ in ("x", "y")
+    )
+    took = median_s(lambda: left @ right, device, turns=8)
+    rate = 2 * size**3 / took
+    return {"roof": rate, "TFLOP/s": rate / 1e12}

@@ -1,0 +1,40 @@
+"""JSON lines, appended at once: what is known stays known, however a process ends."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+Line = dict[str, Any]
+
+
+def append(path: Path, line: Line) -> None:
+    """Append one line, in one write, beside other processes that do."""
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(file, (json.dumps(line) + "\n").encode())
+    finally:
+        os.close(file)
+
+
+def read(path: Path) -> list[Line]:
+    """Return all lines; half a line, of a machine that went away, is left out."""
+    lines = []
+    for text in path.read_text().splitlines() if path.exists() else ():
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            continue
+    return lines
+
+
+def find_roof(path: Path, name: str) -> float | None:
+    """Return a roof that phase 0 measured last; None: it has not run."""
+    found: Iterable[Line] = (
+        line for line in read(path) if line["phase"] == 0 and line.get("case") == f"roof {name}"
+    )
+    roofs = [line["figures"]["roof"] for line in found if line.get("state") == "passed"]
+    return float(roofs[-1]) if roofs else None

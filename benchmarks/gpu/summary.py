@@ -1,0 +1,83 @@
+"""What a try found, as a table for people."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from benchmarks.gpu.phases import Phase
+from benchmarks.gpu.results import Line
+
+BAD = ("wrong", "failed", "crashed", "out of time", "not reached")
+LINES_OF_TEXT = 12  # of what a case raised
+
+
+def latest(lines: Sequence[Line], phase: Phase) -> dict[str, Line]:
+    """Return a phase's cases with what became of each at first, by name."""
+    found: dict[str, Line] = {}
+    for line in lines:
+        is_mine = line["phase"] == phase.number and line.get("state", "running") != "running"
+        if is_mine and not line.get("again"):
+            found[line["case"]] = line
+    return found
+
+
+def has_passed(lines: Sequence[Line], phases: Sequence[Phase]) -> bool:
+    """Tell whether every phase ran, and nothing in it went wrong."""
+    for phase in phases:
+        states = {line["state"] for line in latest(lines, phase).values()}
+        if not states or states & {*BAD}:
+            return False
+    return True
+
+
+def to_text(lines: Sequence[Line], phases: Sequence[Phase]) -> str:
+    """Return a line a phase, each case's figures, and what is wrong."""
+    table = [f"{'phase':34}{'seconds':>8}{'planned':>8}  cases"]
+    figures, troubles = list[str](), list[str]()
+    for phase in phases:
+        cases = latest(lines, phase)
+        counts = Counter(line["state"] for line in cases.values())
+        took = sum(
+            line["took_s"] for line in lines if line["phase"] == phase.number and "took_s" in line
+        )
+        told = ", ".join(f"{count} {state}" for state, count in counts.most_common()) or "none ran"
+        name = f"{phase.number} {phase.name}"
+        table.append(f"{name:34}{took:8.1f}{phase.planned_s:8}  {told}")
+        for case in cases.values():
+            figures.append(f"  {phase.number} {case['case']:44} {_figures(case)}")
+            if case["state"] in BAD:
+                troubles += _trouble(phase, case, lines)
+    wrong = ["", "What went wrong:", *troubles] if troubles else []
+    return "\n".join([*table, "", "Figures:", *figures, *wrong])
+
+
+def _figures(case: Line) -> str:
+    told = [
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in case.get("figures", {}).items()
+    ]
+    if case["state"] not in ("passed",):
+        told.insert(
+            0, f"{case['state'].upper()}{': ' if case['text'] else ''}{_first(case['text'])}"
+        )
+    return ", ".join(told) or "passed"
+
+
+def _first(text: str) -> str:
+    """Return the line of a text that tells most: an exception's own, which is the last one."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    if not lines:
+        return ""
+    return (lines[-1] if lines[0].startswith("Traceback") else lines[0])[:200]
+
+
+def _trouble(phase: Phase, case: Line, lines: Sequence[Line]) -> list[str]:
+    told = [f"  {phase.number} {case['case']}: {case['state']}"]
+    told += [f"      {line}" for line in case["text"].splitlines()[-LINES_OF_TEXT:]]
+    for line in lines:
+        is_same = line["phase"] == phase.number and line.get("case") == case["case"]
+        if is_same and line.get("again") and line["state"] != "running":
+            told.append(f"    again, with CUDA_LAUNCH_BLOCKING=1: {line['state']}")
+            told += [f"      {text}" for text in line["text"].splitlines()[-LINES_OF_TEXT:]]
+    return told

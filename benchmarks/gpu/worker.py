@@ -1,0 +1,114 @@
+"""One process of a phase: runs its share of the cases and writes down each at once.
+
+python -m benchmarks.gpu.worker JOB.json
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import json
+import sys
+import time
+import traceback
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import results
+from benchmarks.gpu.cases import Case, Figures, Setting, Skipped, Wrong
+
+BROKEN_STATUS = 3  # the GPU's context is broken: the other cases need another process
+TEXT_SIZE = 4000
+
+
+@dataclass(slots=True, frozen=True)
+class Job:
+    """What one process is told.
+
+    Args:
+        module: that has the phase's cases.
+        place, num_places: which share of the cases is its own.
+        only: names of cases; none: all of its share.
+        is_again: failed cases are run once more, each launch waited for.
+    """
+
+    phase: int
+    module: str
+    setting: Setting
+    place: int = 0
+    num_places: int = 1
+    only: tuple[str, ...] = ()
+    is_again: bool = False
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), default=str)
+
+    @staticmethod
+    def from_json(text: str) -> Job:
+        fields: dict[str, Any] = json.loads(text)
+        setting = fields.pop("setting")
+        for name in ("results", "prepared", "scratch"):
+            setting[name] = None if setting[name] is None else Path(setting[name])
+        return Job(**fields | {"setting": Setting(**setting), "only": tuple(fields["only"])})
+
+    def share(self, cases: Iterable[Case]) -> list[Case]:
+        """Return the cases that are this process's."""
+        if self.only:
+            return [case for case in cases if case.name in self.only]
+        return list(cases)[self.place :: self.num_places]
+
+
+def work(job: Job) -> int:
+    """Run a process's cases; return its exit status."""
+    base: dict[str, Any] = {"phase": job.phase, "worker": job.place}
+    if job.is_again:
+        base["again"] = True
+    cases = job.share(importlib.import_module(job.module).cases(job.setting))
+    path = job.setting.results
+    results.append(path, base | {"cases": [case.name for case in cases]})
+    for case in cases:
+        line = base | {"case": case.name}
+        results.append(path, line | {"state": "running"})
+        started = time.perf_counter()
+        found = run_case(case)
+        results.append(path, line | found | {"seconds": time.perf_counter() - started})
+        if found["state"] == "failed" and _is_broken(job.setting):
+            return BROKEN_STATUS
+    return 0
+
+
+def run_case(case: Case) -> dict[str, Any]:
+    """Run one case, whatever it raises."""
+    figures: Figures = {}
+    text = ""
+    try:
+        figures = case.run()
+        state = "passed"
+    except Skipped as reason:
+        state, text = "skipped", str(reason)
+    except Wrong as wrong:
+        state, text, figures = "wrong", str(wrong), wrong.figures
+    except Exception:
+        state, text = "failed", traceback.format_exc()[-TEXT_SIZE:]
+    return {"state": state, "text": text, "figures": figures}
+
+
+def _is_broken(setting: Setting) -> bool:
+    """Tell whether nothing works on the GPU any more, as after a wrong access."""
+    if setting.device != "cuda" or "torch" not in sys.modules:
+        return False
+    import torch
+
+    try:
+        torch.cuda.synchronize()
+        torch.zeros(1, device="cuda").add_(1).item()
+    except RuntimeError:
+        return True
+    return False
+
+
+if __name__ == "__main__":
+    faulthandler.enable()  # whoever is out of time is asked with SIGABRT where it is
+    sys.exit(work(Job.from_json(Path(sys.argv[1]).read_text())))
