@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 DUMP_S = 2.0  # for a process that is out of time to say where it is
 LEAST_S = 1.0  # below which nothing is begun any more
 FAILED = ("wrong", "failed", "crashed")
+MOST_AGAIN = 8  # cases that run once more: many failures have one cause
 START = "start"  # of a process that ends before it has a case
 
 
@@ -41,35 +42,24 @@ class Runner:
         """Run a phase, then once more what failed, waiting for each launch."""
         first_line = len(results.read(self.setting.results))
         started = time.monotonic()
-        self._run_all(phase)
-        failed = self._failed(phase, first_line)
+        num = phase.num_workers if self.setting.device == "cuda" else 1
+        base = Job(phase.number, phase.module, self.setting, num_places=num)
+        self._run_to_end(phase, [replace(base, place=place) for place in range(num)], {})
+        failed = self._failed(phase, first_line)[:MOST_AGAIN]
         if failed and self.setting.device == "cuda":
-            job = Job(phase.number, phase.module, self.setting, only=failed, is_again=True)
-            self._run_jobs(phase, [job], {"CUDA_LAUNCH_BLOCKING": "1"})
+            again = replace(base, only=failed, is_again=True)
+            self._run_to_end(phase, [again], {"CUDA_LAUNCH_BLOCKING": "1"})
         took = time.monotonic() - started
         results.append(self.setting.results, {"phase": phase.number, "took_s": took})
 
-    def _run_all(self, phase: Phase) -> None:
-        """Run a phase's cases; those that a dead process leaves behind go to the next one."""
-        num = phase.num_workers if self.setting.device == "cuda" else 1
-        jobs = [Job(phase.number, phase.module, self.setting, place, num) for place in range(num)]
-        limit = time.monotonic() + phase.limit_s
+    def _run_to_end(self, phase: Phase, jobs: list[Job], environ: dict[str, str]) -> None:
+        """Run jobs; the cases that a dead process leaves behind go to the next one."""
+        limit = min(self.end_s, time.monotonic() + phase.limit_s)
         while jobs:
-            jobs = self._run_jobs(phase, jobs, {}, limit)
+            jobs = self._run_jobs(jobs, environ, limit)
 
-    def _run_jobs(
-        self,
-        phase: Phase,
-        jobs: list[Job],
-        environ: dict[str, str],
-        limit: float | None = None,
-    ) -> list[Job]:
-        """Run processes beside each other; return jobs for what they could not do.
-
-        Args:
-            limit: `time.monotonic()` at which they are ended; None: the phase's limit from now.
-        """
-        limit = min(self.end_s, limit or time.monotonic() + phase.limit_s)
+    def _run_jobs(self, jobs: list[Job], environ: dict[str, str], limit: float) -> list[Job]:
+        """Run processes beside each other until a time; return jobs for what they left."""
         first_line = len(results.read(self.setting.results))
         if limit - time.monotonic() < LEAST_S:
             for job in jobs:
