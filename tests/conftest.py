@@ -146,6 +146,9 @@ def make_model(name: str, num_layers: int = 3) -> Any:
     config = transformers.AutoConfig.for_model(model_type, **fields)
     torch.manual_seed(7)
     model = getattr(transformers, FAMILIES[model_type].class_name)(config).eval()
+    if getattr(config, "attn_logit_softcapping", None):
+        # transformers 5.17 takes sdpa, which leaves the cap out.
+        model.config._attn_implementation = "eager"
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

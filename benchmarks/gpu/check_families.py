@@ -18,7 +18,7 @@ from benchmarks.gpu.family_answers import NUM_BEST, Answer, prepare, score_with_
 from tests.conftest import FIELDS
 
 FAMILIES = {"cuda": tuple(sorted(FIELDS)), "cpu": ("llama", "gemma2", "falcon-alibi")}
-TYPES = {"cuda": ("float32", "bfloat16", "float16"), "cpu": ("float32",)}
+TYPES = {"cuda": ("float32", "bfloat16", "float16"), "cpu": ("float32", "bfloat16")}
 TOLERANCE = 1e-4
 OF_TRANSFORMERS = 1.1
 # A budget, as several processes share the device: each would take most of its memory.
@@ -39,7 +39,8 @@ def check_family(setting: Setting, name: str, dtype: str) -> Figures:
     figures: Figures = {"fused": engine.num_fused}
     try:
         expect(engine.has_kernel, "attention is plain torch", figures)
-        expect(not engine.why_slower, engine.why_slower, figures)
+        is_slow = bool(engine.why_slower) and not (setting.is_tiny and dtype != "float32")
+        expect(not is_slow, engine.why_slower, figures)  # some CPUs are slow in 16 bits
         text = f"{engine.num_fused} modules have kernels, {expected.num_fused} should"
         expect(engine.num_fused == expected.num_fused, text, figures)
         if dtype == "float32":

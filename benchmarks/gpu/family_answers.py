@@ -104,6 +104,8 @@ def score_with_transformers(
     transformers.logging.set_verbosity_error()
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     model = model.to(device).eval()
+    if getattr(model.config, "attn_logit_softcapping", None):
+        model.config._attn_implementation = "eager"  # 5.17's sdpa leaves the cap out
     scores = []
     for answer in answers:
         ids = torch.tensor([answer.prompt + answer.ids], device=device)
