@@ -26,7 +26,8 @@ prompts engine_options \
     pipeline.wire pipeline.transport pipeline.step_clock pipeline.store pipeline.watch \
     pipeline.local
 input.envelope fused_layers imports layer_parts packed_linear attention score_kernel \
-    draw_kernel input.files models.weights pipeline.group models.adapters.bloom models.adapters.codegen \
+    draw_kernel input.files models.weights pipeline.group \
+    models.adapters.bloom models.adapters.codegen \
     models.adapters.falcon models.adapters.gpt_neo models.adapters.gptj models.adapters.mpt
 request fingerprint cost_store packed_experts triton_attention whole_layers remote_files \
     output.records output.writer output.stream output.progress

@@ -19,8 +19,8 @@ import fminfer
 from benchmarks.gpu import results
 from benchmarks.gpu.cases import Case, Figures, Setting, expect
 from benchmarks.gpu.profiles import count_work, start_profiler
-from fminfer.check.footprint import measure_footprints
 from fminfer.config import EngineConfig
+from fminfer.footprint import measure_footprints
 from fminfer.loading import open_model
 from fminfer.messages import StepTrace
 
