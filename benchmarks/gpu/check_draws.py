@@ -62,7 +62,7 @@ def make_logits(kind: str, size: tuple[int, int], dtype: torch.dtype) -> torch.T
     elif kind == "nan":
         logits[::3] = float("nan")
         logits[1::3, 7] = float("nan")
-    return logits.to(dtype)
+    return logits.to(dtype).float()  # the head gives float32; rounded ones have ties
 
 
 @torch.inference_mode()
