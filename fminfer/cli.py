@@ -26,7 +26,7 @@ from fminfer.commands.status import status
 from fminfer.commands.submit import submit
 from fminfer.config import EngineConfig
 from fminfer.cost_model import COSTS
-from fminfer.errors import FminferError, StoppedError, UsageError
+from fminfer.errors import FminferError, StoppedError, UsageError, printable
 from fminfer.host_memory import touching_memory
 from fminfer.hyperparameters import Hyperparameters
 from fminfer.imports import import_transformers
@@ -364,7 +364,7 @@ def _tell(error: BaseException, stopper: Stopper, verbose: bool) -> int:
         error = FminferError("whoever read the answers stopped reading")
     if verbose or not isinstance(error, FminferError):
         traceback.print_exception(error)
-    click.echo(f"Error: {error}", err=True)
+    click.echo(f"Error: {printable(str(error))}", err=True)
     return EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILED
 
 

@@ -13,6 +13,7 @@ from fminfer.errors import UsageError
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 TokenFormat = Literal["auto", "vocab", "text"]
 AttentionBody = Literal["auto", "eager", "compiled"]
+NO_CONFIG = ("glm", "yalm")  # model types of the old tool: GLM-130B and YaLM-100B
 OnTooLong = Literal["error", "truncate-left", "truncate-right"]
 
 
@@ -97,6 +98,11 @@ class EngineConfig:
         if self.budget is not None and self.budget < self.block_size:
             raise UsageError(
                 f"budget is {self.budget} tokens; it must hold one block, {self.block_size} tokens"
+            )
+        if self.model_type in NO_CONFIG:
+            raise UsageError(
+                f"--model-type {self.model_type}: transformers has no public config of it, so that "
+                "it does not run. glm4 does (zai-org/GLM-4-9B-0414, for one)"
             )
         if self.model is not None and self.random_init is not None:
             raise UsageError("give either a model or random_init, not both")

@@ -17,6 +17,7 @@ FminferError                 the run cannot go on; the message says what to do
 
 from __future__ import annotations
 
+import unicodedata
 from typing import Literal
 
 ErrorCode = Literal[
@@ -145,3 +146,13 @@ def row_error(error: Exception, number: int) -> RequestError:
     # A fault of ours must not cost the other lines.
     text = f"fminfer failed on this line ({type(error).__name__}: {error}); please report it"
     return RequestError("internal_error", text)
+
+
+def printable(text: str) -> str:
+    """Return a text that a terminal only shows: control characters in it are spelled out."""
+    return "".join(
+        char.encode("unicode_escape").decode()
+        if char not in "\n\t" and unicodedata.category(char) in ("Cc", "Cf")
+        else char
+        for char in text
+    )

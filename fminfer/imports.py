@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import json
 import os
-import pickle
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -96,7 +96,8 @@ def _keep_list_of_models() -> None:
 class _KeptList:
     """What a function finds in a folder, kept in the user's cache for the next process.
 
-    What is kept is of one installation, by its RECORD, which holds a checksum of every file.
+    What is kept is of one installation, by its RECORD, which holds a checksum of every file. What
+    is damaged, or is no such list, is found again.
 
     Args:
         read: the function; of other folders it is asked each time.
@@ -110,7 +111,7 @@ class _KeptList:
         is_whole = "transformers/models/__init__.py,sha256=" in record
         cache = cache_folder() if is_this and is_whole else None
         key = hashlib.sha256(record.encode()).hexdigest()[:16]
-        self._path = None if cache is None else cache / f"transformers-{key}.pickle"
+        self._path = None if cache is None else cache / f"transformers-{key}.json"
         self._found: Any = None
 
     def __call__(self, path: Any) -> Any:
@@ -124,19 +125,59 @@ class _KeptList:
         return self._found
 
     def _load(self) -> Any:
-        with suppress(Exception):  # not there, or torn
-            assert self._path is not None
-            return pickle.loads(self._path.read_bytes())
+        if self._path is None:
+            return None
+        with suppress(
+            OSError, ValueError, TypeError, KeyError, RecursionError
+        ):  # not there, or damaged
+            digest, _, text = self._path.read_text().partition("\n")
+            if digest == _digest(text):
+                return _list_from_json(json.loads(text))
         return None
 
     def _save(self) -> None:
         if self._path is None:
             return
-        with suppress(OSError):  # no room: then it is found again next time
+        text = json.dumps(_list_to_json(self._found))
+        # No room, or a list of another form: then it is found again next time.
+        with suppress(OSError, ValueError, TypeError):
+            if _list_from_json(json.loads(text)) != self._found:
+                return
             descriptor, part = tempfile.mkstemp(dir=self._path.parent)
             try:
-                with os.fdopen(descriptor, "wb") as file:
-                    file.write(pickle.dumps(self._found))
+                with os.fdopen(descriptor, "w") as file:
+                    file.write(f"{_digest(text)}\n{text}")
                 os.replace(part, self._path)  # whole or not at all
             finally:
                 Path(part).unlink(missing_ok=True)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _list_to_json(value: Any) -> Any:
+    """Return transformers' list for JSON: sets as lists, dicts as {"items": [[key, value], …]}."""
+    if isinstance(value, dict):
+        items = [[_list_to_json(key), _list_to_json(each)] for key, each in value.items()]
+        return {"items": items}
+    return sorted(value) if isinstance(value, (set, frozenset)) else value
+
+
+def _list_from_json(value: Any, *, is_key: bool = False) -> Any:
+    """Return the list again.
+
+    Raises:
+        ValueError, TypeError: it is none.
+    """
+    if isinstance(value, list):
+        if not all(isinstance(each, str) for each in value):
+            raise ValueError("a set of something else than names")
+        return frozenset(value) if is_key else set(value)
+    if isinstance(value, dict) and not is_key:
+        return {
+            _list_from_json(key, is_key=True): _list_from_json(each) for key, each in value["items"]
+        }
+    if not isinstance(value, str) or not is_key:
+        raise ValueError("neither a name, nor a set of names, nor a table")
+    return value

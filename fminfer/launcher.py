@@ -6,6 +6,7 @@ Each is this very command with torchrun's variables set. It knows processes and 
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -15,7 +16,7 @@ import time
 from types import FrameType
 from typing import IO
 
-from fminfer.ranks import LISTEN_FD, PARENT
+from fminfer.ranks import LISTEN_FD, PARENT, SECRET
 from fminfer.stopping import REPEAT_S, WARNINGS, signals_to_hear
 
 GRACE_S = 4.0  # for ranks to end by themselves once one has failed
@@ -35,9 +36,13 @@ def launch(args: list[str], world_size: int, descriptors: tuple[int, ...] = ()) 
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(1024)
-        ranks = [
-            _start(args, rank, world_size, listener, descriptors) for rank in range(world_size)
-        ]
+        place = {
+            "WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(listener.getsockname()[1]),
+            SECRET: secrets.token_hex(32),
+        }
+        ranks = [_start(args, rank, place, listener, descriptors) for rank in range(world_size)]
     forwards = [
         threading.Thread(target=_forward, args=(process.stdout, rank), daemon=True)
         for rank, process in enumerate(ranks)
@@ -74,17 +79,15 @@ def end_after(parent: int) -> None:
 def _start(
     args: list[str],
     rank: int,
-    world_size: int,
+    place: dict[str, str],
     listener: socket.socket,
     descriptors: tuple[int, ...],
 ) -> subprocess.Popen[bytes]:
     """Start a rank. Rank 0 has this terminal; the others' words come with their names."""
-    environ = os.environ | {
+    environ = os.environ | place
+    environ |= {
         "RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
         "LOCAL_RANK": str(rank),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(listener.getsockname()[1]),
         PARENT: str(os.getpid()),
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
     }

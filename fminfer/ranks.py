@@ -9,12 +9,17 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fminfer.errors import UsageError
 
 LISTEN_FD, PARENT = "FMINFER_LISTEN_FD", "FMINFER_PARENT"  # set by fminfer's own launcher
+SECRET = "FMINFER_SECRET"  # which every rank of a run has; the launcher makes one, users may
+HOW_TO_SHARE = (
+    f"Ranks on machines that share no home folder need the same {SECRET} in their environment, "
+    "for example of: openssl rand -hex 32"
+)
 FIRST_JOB_PORT, NUM_JOB_PORTS = 20000, 20000  # a port from a job's number, the same on every node
 # What each launcher calls (rank, world size). srun is last: mpirun starts its own helpers
 # with it, so that both have set their variables.
@@ -23,6 +28,11 @@ LAUNCHERS = {
     "jsrun": ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
     "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+}
+LOCAL_SIZES = {
+    "torchrun": "LOCAL_WORLD_SIZE",
+    "jsrun": "JSM_NAMESPACE_LOCAL_SIZE",
+    "mpirun": "OMPI_COMM_WORLD_LOCAL_SIZE",
 }
 
 
@@ -88,6 +98,9 @@ class RankFacts:
     listen_fd: int | None = None  # the store's socket, opened by the launcher
     parent: int | None = None  # the launcher's process id
     source: str = "--rank"
+    agent: str | None = None  # of torchrun: its store is at host and port, our keys under this
+    is_one_machine: bool = False  # all ranks are on this one
+    secret: str | None = field(default=None, repr=False)  # of the environment
 
 
 def find_facts(config: RankConfig, environ: Mapping[str, str]) -> RankFacts | None:
@@ -96,6 +109,11 @@ def find_facts(config: RankConfig, environ: Mapping[str, str]) -> RankFacts | No
     Raises:
         UsageError: half of what a rank needs, or flags that a launcher's variables contradict.
     """
+    facts = _find_place(config, environ)
+    return None if facts is None else replace(facts, secret=environ.get(SECRET) or None)
+
+
+def _find_place(config: RankConfig, environ: Mapping[str, str]) -> RankFacts | None:
     if config.rank is not None or config.dist_url is not None:
         return _by_hand(config)
     for launcher, (rank_name, size_name) in LAUNCHERS.items():
@@ -173,16 +191,19 @@ def _from_torchrun(rank: int, size: int, environ: Mapping[str, str]) -> RankFact
             "with torchrun, or unset them"
         )
     fd, parent = environ.get(LISTEN_FD), environ.get(PARENT)
-    agent_has_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    has_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    turn = f"{environ.get('TORCHELASTIC_RUN_ID')}/{environ.get('TORCHELASTIC_RESTART_COUNT')}"
     return RankFacts(
         rank,
         size,
         environ["MASTER_ADDR"],
         _number(environ, "MASTER_PORT"),
-        holds_store=rank == 0 and not agent_has_store,
+        holds_store=rank == 0,
         listen_fd=_number(environ, LISTEN_FD) if fd and rank == 0 else None,
         parent=_number(environ, PARENT) if parent else None,
         source="the launcher" if parent else "torchrun",
+        agent=turn if has_agent and not parent else None,
+        is_one_machine=is_one_machine("torchrun", environ),
     )
 
 
@@ -207,8 +228,18 @@ def _address_of_job(launcher: str, environ: Mapping[str, str]) -> tuple[str, int
             f"{launcher} did not say on which node rank 0 runs; set MASTER_ADDR, or give "
             "--rendezvous a folder that all nodes see"
         )
+    if is_one_machine(launcher, environ) and not environ.get("MASTER_ADDR"):
+        host = "127.0.0.1"
     digits = re.sub(r"\D", "", job) or "0"
     return host, _number(environ, "MASTER_PORT", FIRST_JOB_PORT + int(digits) % NUM_JOB_PORTS)
+
+
+def is_one_machine(launcher: str, environ: Mapping[str, str]) -> bool:
+    """Tell whether a launcher says that it started all ranks on this machine."""
+    if launcher == "srun":
+        return environ.get("SLURM_STEP_NUM_NODES") == "1"
+    size, local_size = LAUNCHERS[launcher][1], LOCAL_SIZES[launcher]
+    return local_size in environ and environ[local_size] == environ.get(size)
 
 
 def first_node(nodes: str) -> str:

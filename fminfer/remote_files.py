@@ -21,7 +21,7 @@ from fminfer.output.names import beside
 
 PART = f".part{os.getpid()}"  # added to a name while the file is on its way
 HTTP_MARKS = ("ETag", "Last-Modified", "Content-MD5", "Digest")  # headers that change with a file
-INSTALL = "pip install 'fminfer[remote]', and s3fs for s3://, gcsfs for gs://, adlfs for abfs://"
+INSTALL = "pip install fsspec, and s3fs for s3://, gcsfs for gs://, adlfs for abfs://"
 
 
 def list_inputs(url: str) -> list[str]:

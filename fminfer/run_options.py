@@ -15,19 +15,6 @@ from fminfer.stopping import parse_duration
 
 DEFAULTS = EngineConfig()
 RANK_DEFAULTS = RankConfig()
-# The ancestor's names for its schedules; here all mean the one that there is.
-PP_MODES = (
-    "pipe_sync_sample_mask_token_pipe",
-    "pipe_sync_sample_mask_token_pipe_refactored",
-    "pipe_sync_sample_mask_token_pipe_auto_batch",
-    "pipe_sync_greedy",
-    "pipe_sync_greedy_token_pipe",
-    "pipe_sync_greedy_mask_token_pipe",
-    "pipe_async_greedy",
-    "pipe_async_greedy_mask",
-    "pipe_async_sample_mask",
-    "pipe_hybrid_greedy",
-)
 
 
 class Numbers(click.ParamType):  # type: ignore[type-arg]
@@ -44,6 +31,17 @@ class Numbers(click.ParamType):  # type: ignore[type-arg]
             return tuple(int(part) for part in str(value).split(","))
         except ValueError:
             self.fail(f"{value!r} is not whole numbers with commas between them", param, ctx)
+
+
+class PipelineMode(click.ParamType):  # type: ignore[type-arg]
+    """The old tool's name for one of its schedules."""
+
+    name = "pipe_…"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if not str(value).startswith("pipe_"):
+            self.fail(f"{value!r} does not begin with pipe_", param, ctx)
+        return str(value)
 
 
 class PathOrUrl(click.Path):
@@ -383,8 +381,8 @@ RANKS = [
     ),
     click.option(
         "--pp-mode",
-        type=click.Choice(PP_MODES),
-        help="For old command lines; there is one schedule.",
+        type=PipelineMode(),
+        help="For old command lines: any name that begins with pipe_. There is one schedule.",
     ),
     click.option(
         "--num-iters",

@@ -18,7 +18,7 @@ import transformers
 
 from fminfer.cache import why_no_cache
 from fminfer.config import EngineConfig
-from fminfer.errors import FminferError, PipelineError, StoppedError
+from fminfer.errors import FminferError, PipelineError, StoppedError, printable
 from fminfer.fingerprint import fingerprint_of
 from fminfer.forecast import Layout, require_room_for_all
 from fminfer.input.lines import Line
@@ -98,7 +98,19 @@ def _be_a_rank(
     elapsed_s: Callable[[], float],
     place: Place | None,
 ) -> JobSummary | None:
-    group = Group(facts, join_timeout_s=ranks.join_timeout_s, rank_timeout_s=ranks.rank_timeout_s)
+    def prepare(rank: int) -> None:
+        """Find mistakes that need no other rank before waiting for it."""
+        nonlocal plan
+        if rank == 0 and place is None:
+            plan = plan or job.plan()
+        open_model(config, has_weights=False)
+
+    group = Group(
+        facts,
+        join_timeout_s=ranks.join_timeout_s,
+        rank_timeout_s=ranks.rank_timeout_s,
+        prepare=prepare,
+    )
     if group.rank > 0:
         stopper.leave_to_rank_0()
         serve_rank(group, config)
@@ -308,4 +320,4 @@ def _start_engine(
 
 
 def _say(text: str) -> None:
-    write_beside_bar(text.encode())
+    write_beside_bar(printable(text).encode())

@@ -127,7 +127,8 @@ def test_a_file_without_a_right_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("weights", [b"", None], ids=["truncated", "absent"])
-def test_no_weights_are_read(tmp_path: Path, weights: bytes | None) -> None:
+def test_no_weights_are_needed_to_plan(tmp_path: Path, weights: bytes | None) -> None:
+    """A folder that a run refuses passed; of --random-init the config alone is read."""
     folder = tmp_path / "model"
     shutil.copytree(DEMO_MODEL, folder)
     file = folder / "model.safetensors"
@@ -135,9 +136,12 @@ def test_no_weights_are_read(tmp_path: Path, weights: bytes | None) -> None:
     file.unlink()
     if weights is not None:  # the header alone
         file.write_bytes(data[: 8 + int.from_bytes(data[:8], "little")])
-    with pytest.raises(fminfer.FminferError):
+    with pytest.raises(fminfer.FminferError) as error:
         fminfer.Engine(str(folder), **OPTIONS)
-    report = check_json(QUERIES / "plain.jsonl", "--model-name", folder)
+    arguments = ["check", str(QUERIES / "plain.jsonl"), "--model-name", str(folder)]
+    refused = CliRunner().invoke(main, arguments)
+    assert refused.exit_code == 1 and str(error.value) in refused.stderr
+    report = check_json(QUERIES / "plain.jsonl", "--random-init", folder)
     (process,) = report["memory"]["processes"]
     assert process["weights"] > len(data) and report["counts"]["num_lines"] == 8
 

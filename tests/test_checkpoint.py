@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import fminfer
 from fminfer.errors import CheckpointError, UsageError
 from fminfer.models.checkpoint import open_checkpoint, open_random
 from fminfer.models.families import FAMILIES
-from fminfer.models.weights import load_model
+from fminfer.models.weights import check_weights, load_model
 from fminfer.partition import split_layers
 from tests.conftest import make_model, save_byte_tokenizer
 
@@ -78,6 +79,27 @@ def test_a_truncated_file_is_fatal_and_named(llama_checkpoint: Any, tmp_path: Pa
     (folder / "model.safetensors").write_bytes(whole[:-100])
     with pytest.raises(CheckpointError, match=r"model\.safetensors is broken"):
         load(folder)
+
+
+def test_headers_alone_tell_what_loading_refuses(llama_checkpoint: Any, tmp_path: Path) -> None:
+    """`check` passed such folders, and a run failed once gigabytes were read."""
+    weights = load_file(llama_checkpoint[0] / "model.safetensors")
+    name = next(iter(weights))
+    changed = {
+        "lacks 1 tensors": {k: v for k, v in weights.items() if k != name},
+        "does not have": weights | {"model.extra": torch.zeros(2)},
+        "has shape": weights | {name: torch.zeros(3, 3)},
+    }
+    check_weights(open_checkpoint(str(llama_checkpoint[0])))
+    for number, (says, tensors) in enumerate(changed.items()):
+        folder = tmp_path / str(number)
+        shutil.copytree(llama_checkpoint[0], folder)
+        save_file(tensors, folder / "model.safetensors")
+        with pytest.raises(CheckpointError, match=says):
+            check_weights(open_checkpoint(str(folder)))
+        (folder / "model.safetensors").write_bytes(b"\x08")
+        with pytest.raises(CheckpointError, match="is broken"):
+            check_weights(open_checkpoint(str(folder)))
 
 
 def test_no_weights_no_config_no_tokenizer(llama_checkpoint: Any, tmp_path: Path) -> None:

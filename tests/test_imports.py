@@ -11,10 +11,11 @@ PACKAGE = Path(__file__).parent.parent / "fminfer"
 # From the lowest up. A sign of the house: a new module finds its place here or is in the wrong one.
 FLOORS = """
 input.pieces token_lengths row_warnings hyperparameters \
-    errors timing messages control_groups detokenizer sentencepieces shared_runs soft_cap \
+    errors timing messages pipeline.addresses control_groups detokenizer \
+    sentencepieces shared_runs soft_cap \
     weighed_values output.rows output.names cache layer_kernels head_kernel triton_kernels \
     engine.blocks engine.noise engine.stopping engine.expected split.folders cluster.job_names
-input.spread \
+input.spread pipeline.handshake \
     config fields processor host_memory threads input.streams input.values input.spans tokenizer \
     partition ranks models.alibi models.families models.sizes models.variants \
     models.weight_files integrations.generation engine.stats engine.seen output.trace \
@@ -23,18 +24,20 @@ prompts engine_options \
     input.lines spelling sampling no_tokenizer placement kernel_build product_kernel module_trial \
     decode_attention kernel_attention triton_layers launcher run_options output.journal \
     output.claims models.experts models.checkpoint models.layer_count models.slicing \
-    pipeline.wire pipeline.transport pipeline.step_clock pipeline.store pipeline.watch \
+    pipeline.wire pipeline.transport pipeline.step_clock pipeline.store \
     pipeline.local
 input.envelope fused_layers imports layer_parts packed_linear attention score_kernel \
-    draw_kernel input.files models.weights pipeline.group \
+    draw_kernel input.files models.weights pipeline.secret pipeline.store_place pipeline.watch \
     models.adapters.bloom models.adapters.codegen \
     models.adapters.falcon models.adapters.gpt_neo models.adapters.gptj models.adapters.mpt
 request fingerprint cost_store packed_experts triton_attention whole_layers remote_files \
-    output.records output.writer output.stream output.progress
+    output.records output.writer output.stream output.progress pipeline.meeting_folder
 engine.logit_edits synthetic output.reopening output.status pipeline.stage split.grouping \
-    team.wire
-kernel_choice agreement step_memory engine.sequence pipeline.ring output.places output.job_file \
+    team.wire pipeline.rendezvous
+kernel_choice step_memory engine.sequence pipeline.ring pipeline.group \
+    output.places output.job_file \
     storage split.manifest split.index team.process
+agreement
 engine.prefix engine.advance engine.packing engine.equal_requests engine.planner output.summary \
     output.shared_files output.overview loading paths split.answers split.summary \
     cluster.resources cluster.submission
@@ -113,3 +116,21 @@ def test_help_imports_nothing_heavy() -> None:
 
 def test_every_module_says_what_it_is() -> None:
     assert not [name for name, tree in modules().items() if not ast.get_docstring(tree)]
+
+
+def test_nothing_is_unpickled() -> None:
+    """Pickles run what they say: a planted cache file did."""
+    unsafe = {"pickle", "marshal", "shelve", "dill", "joblib", "cloudpickle"}
+    calls = {"broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list"}
+    found = []
+    for name, tree in modules().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = {alias.name for alias in node.names} | {getattr(node, "module", None)}
+                found += [(name, each) for each in names & unsafe]
+            if isinstance(node, ast.Attribute):
+                is_load = ast.unparse(node) == "torch.load"
+                is_recv = node.attr in ("recv", "recv_pyobj") and "onnection" in ast.unparse(node)
+                if node.attr in calls or is_load or is_recv:
+                    found.append((name, ast.unparse(node)))
+    assert not found

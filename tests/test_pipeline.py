@@ -20,7 +20,8 @@ import torch
 import transformers
 
 import fminfer
-from fminfer.pipeline.store import open_store
+from fminfer.pipeline.addresses import machine_id
+from fminfer.pipeline.rendezvous import open_store
 from fminfer.ranks import RankFacts
 from tests.conftest import VOCAB, save_byte_tokenizer
 from tests.forked import Forked
@@ -145,12 +146,18 @@ def test_torchrun(alone: dict[str, Any], tmp_path: Path) -> None:
     assert read(tmp_path) == alone
 
 
+def leave_dead_address(file: Path) -> None:
+    """Write what a run leaves that is killed."""
+    fields = {"machine": machine_id(), "hosts": ["127.0.0.1"], "port": free_port(), "secret": "s"}
+    file.write_text(json.dumps(fields))
+    file.chmod(0o600)
+
+
 def test_a_folder_where_they_meet(alone: dict[str, Any], tmp_path: Path) -> None:
     """Nobody is told a rank, and a killed run's address lies in the folder."""
     place = tmp_path / "meet"
     place.mkdir()
-    left = {"hosts": ["127.0.0.1"], "port": free_port()}
-    (place / "fminfer-rendezvous-000003.json").write_text(json.dumps(left))
+    leave_dead_address(place / "fminfer-rendezvous-000003.json")
     shared = ["--world-size", 2, "--rendezvous", place, *inputs(), "--output", tmp_path]
     (status, err), (other, err2) = finish(start(*shared), start(*shared))
     assert (status, other) == (0, 0), err + err2
@@ -163,11 +170,10 @@ def test_a_folder_where_they_meet(alone: dict[str, Any], tmp_path: Path) -> None
 
 
 def test_many_that_find_a_dead_address_agree_on_one_store(tmp_path: Path) -> None:
-    left = {"hosts": ["127.0.0.1"], "port": free_port()}
     for turn in range(5):
         folder = tmp_path / str(turn)
         folder.mkdir()
-        (folder / "fminfer-rendezvous-000000.json").write_text(json.dumps(left))
+        leave_dead_address(folder / "fminfer-rendezvous-000000.json")
         facts = RankFacts(None, 8, folder=folder)
         with ThreadPoolExecutor(8) as threads:
             places = list(threads.map(lambda _, f=facts: open_store(f, 20), range(8)))
@@ -178,7 +184,9 @@ def test_many_that_find_a_dead_address_agree_on_one_store(tmp_path: Path) -> Non
 
 
 def test_an_address_that_cannot_be_read_leads_nowhere(tmp_path: Path) -> None:
-    (tmp_path / "fminfer-rendezvous-000000.json").write_text("{torn")
+    torn = tmp_path / "fminfer-rendezvous-000000.json"
+    torn.write_text("{torn")
+    torn.chmod(0o600)
     assert open_store(RankFacts(None, 2, folder=tmp_path), 20).store.add("order", 1) == 1
 
 
@@ -226,6 +234,18 @@ def test_what_rank_0_refuses_is_told_to_all_at_once(tmp_path: Path) -> None:
     ranks = [start(*shared, "--rank", rank, "--join-timeout", 600) for rank in (0, 1)]
     for status, err in finish(*ranks):
         assert status == 2 and "none.jsonl does not exist" in err, err
+
+
+def test_a_wrong_model_is_told_before_the_others_come(tmp_path: Path) -> None:
+    """Rank 0 waited for them until --join-timeout before it looked for the model."""
+    shared = [QUERIES / "plain.jsonl", "--output", tmp_path, "--world-size", 2]
+    shared += ["--dist-url", f"tcp://127.0.0.1:{free_port()}", "--model-name", tmp_path / "none"]
+    first = start(*shared, "--rank", 0)
+    assert first.stderr is not None
+    said = first.stderr.readline()  # while it stays, so that others hear it
+    assert said.startswith("Error: ") and str(tmp_path / "none") in said
+    for status, err in finish(first, start(*shared, "--rank", 1, "--join-timeout", 60)):
+        assert status == 1 and err.count("Error: ") <= 1, err
 
 
 def test_a_port_of_another_program(tmp_path: Path) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import importlib.util
 import json
 import mmap
 import os
+import pickle
 import resource
 import subprocess
 import sys
@@ -22,7 +25,7 @@ import transformers
 from click.testing import CliRunner
 
 import fminfer
-from fminfer import cli, control_groups, host_memory
+from fminfer import cli, control_groups, host_memory, imports
 from fminfer.host_memory import free_host_bytes, touching_memory
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.weight_files import weight_bytes
@@ -116,11 +119,43 @@ def test_the_list_of_models_is_kept_for_the_next_process(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert run_python(LIST) == "1\nTrue\n"
     assert run_python(LIST) == "0\nTrue\n"
-    (kept,) = (tmp_path / "fminfer").glob("transformers-*.pickle")
+    (kept,) = (tmp_path / "fminfer").glob("transformers-*")
     kept.write_bytes(kept.read_bytes()[:1000])
     assert run_python(LIST) == "1\nTrue\n", "torn"
     assert run_python(LIST) == "0\nTrue\n"
     assert list((tmp_path / "fminfer").iterdir()) == [kept]
+
+
+class Planted:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_a_planted_or_damaged_list_of_models_is_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was unpickled without a look: a planted file ran code, a damaged one failed every run."""
+    spec = importlib.util.find_spec("transformers")
+    assert spec is not None and spec.origin is not None
+    folder = Path(spec.origin).parent / "models"
+    monkeypatch.setattr(imports, "cache_folder", lambda: tmp_path)
+    right = {"llama": {frozenset({"torch"}): {"modeling_llama": {"LlamaModel"}}}}
+    assert imports._KeptList(folder, lambda path: right)(folder) == right
+    (kept,) = tmp_path.iterdir()
+    ran = tmp_path / "ran"
+    whole = kept.read_bytes()
+    texts = ['[["no", "list"]]', "3", "[", '{"items": [[["a"], "b"]]}', '{"items": [[1, ["b"]]]}']
+    signed = [f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}".encode() for text in texts]
+    for damaged in (pickle.dumps(Planted(ran)), pickle.dumps({1: 2}), whole[:-1] + b" ", *signed):
+        kept.write_bytes(damaged)
+        assert imports._KeptList(folder, lambda path: right)(folder) == right
+        assert not ran.exists() and kept.read_bytes() == whole, damaged
+    assert imports._KeptList(folder, lambda path: {})(folder) == right, "this one is taken"
 
 
 def test_without_a_cache_the_list_of_models_is_read_once(

@@ -67,8 +67,13 @@ both = pytest.mark.parametrize("scheduler", ["slurm", "lsf"])
 
 
 @both
-def test_a_job_a_file_under_the_old_tools_name(scheduler: str, queue: Path, shards: Path) -> None:
-    flags = ["--", "--model-name", "/models/my llama", "--seed", "7"]
+def test_a_job_a_file_under_the_old_tools_name(
+    scheduler: str, queue: Path, shards: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "my llama"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    flags = ["--", "--model-name", str(model), "--seed", "7"]
     result = submit("--scheduler", scheduler, "--infer-data", shards, "--time", "4:00:00", *flags)
     assert names(queue) == [f"lsf_my-llama#{shards}/request_{i}.jsonl" for i in range(4)]
     assert "4 files: 0 finished, 0 already queued or running, 4 jobs sent" in result.stderr
@@ -123,7 +128,8 @@ def test_a_task_without_a_list_answers_nothing(scheduler: str, queue: Path, shar
 
 @both
 def test_one_job_of_ranks(scheduler: str, queue: Path, shards: Path) -> None:
-    options = ["--mode", "ranks", "--gpus", 4, "--nodes", 2]
+    model = ["--random-init", "llama-160m"]
+    options = ["--mode", "ranks", "--gpus", 4, "--nodes", 2, "--", *model]
     submit("--scheduler", scheduler, "--infer-data", shards, *options)
     ((_, task),) = cluster.tasks()
     wanted = {"--nodes": "2", "--ntasks": "4", "--ntasks-per-node": "2", "--gpus-per-node": "2"}
@@ -132,7 +138,7 @@ def test_one_job_of_ranks(scheduler: str, queue: Path, shards: Path) -> None:
     assert wanted.items() <= task["values"].items()
     assert submit("--scheduler", scheduler, "--infer-data", shards, *options).stdout == ""
     assert cluster.run_queue() == [0]
-    assert ran(queue) == [["run", "--infer-data", str(shards)]] * 4, "a rank a task"
+    assert ran(queue) == [["run", *model, "--infer-data", str(shards)]] * 4, "a rank a task"
 
 
 @both
@@ -312,13 +318,19 @@ def test_odd_names(
         (["--", "--rank", "0"], "--mode ranks"),
         (["--", "--stats", "x.json"], "4 jobs would write it"),
         (["--", "--world-size", "9"], "9 ranks share 2 layers"),
+        (["--gpus", "8"], "8 ranks share 2 layers"),
+        (["--gpus", "4", "--", "--data-group-size", "1"], "4 ranks share 2 layers"),
+        (["--", "--pipeline-group-size", "4"], "4 ranks share 2 layers"),
+        (["--", "--model-name", "/nope"], "/nope: there is no such folder"),
+        (["--", "--model-name", "./nope"], "./nope: there is no such folder"),
+        (["--", "--model-name", "."], "there is no config.json in it"),
         (["--", "--chunk-size", "0"], "chunk"),
         (["--time", "0:20"], "--deadline is 5 seconds"),
         (["--time", "soon"], "is no duration"),
         (["--nodes", "2"], "needs --mode ranks"),
         (["--launcher", "x"], "needs --mode ranks"),
         (["--max-running", "2"], "is for --mode array"),
-        (["--mode", "ranks", "--gpus", "3", "--nodes", "2"], "cannot be spread evenly"),
+        (["--mode", "ranks", "--gpus", "1", "--nodes", "2"], "cannot be spread evenly"),
         (["--queue", "a\nrm -rf /"], "no line of a script may hold"),
         (["--directive", "-P x\nrm -rf /"], "no line of a script may hold"),
         (["--name", "a#b"], "letters, digits"),
@@ -332,6 +344,59 @@ def test_mistakes_are_told_before_anything_is_sent(
     given = ["--scheduler", "slurm", "--infer-data", shards]
     assert says in submit(*given, *arguments, fails=2).stderr
     assert not cluster.tasks()
+
+
+def test_ranks_of_two_pipelines_are_counted_together(queue: Path, shards: Path) -> None:
+    """`--gpus 8` for a model of two layers passed, and failed in each job: it is 4 pipelines."""
+    given = ["--scheduler", "slurm", "--infer-data", shards / "request_0.jsonl"]
+    submit(*given, "--gpus", 8, "--", "--data-group-size", 4)
+    cluster.run_queue()
+    ((_, *arguments),) = ran(queue)
+    assert arguments[:4] == ["--world-size", "8", "--data-group-size", "4"]
+
+
+@both
+def test_logs_of_an_engine_whose_folder_has_a_percent_sign(
+    scheduler: str, queue: Path, tmp_path: Path
+) -> None:
+    """split wrote `my%20model`, and submit refused to put logs there."""
+    source = tmp_path / "requests.jsonl"
+    source.write_text('{"engine": "my model", "prompt": "a", "max_tokens": 2}\n')
+    parts = tmp_path / "parts"
+    arguments = ["split", "--input-file", str(source), "--output-dir", str(parts)]
+    assert CliRunner().invoke(main, arguments).exit_code == 0
+    submit("--scheduler", scheduler, "--infer-data", parts / "my%20model")
+    assert cluster.run_queue() == [0]
+    assert len(list((parts / "jobs").glob("*.log"))) == 1
+    assert len(list((parts / "my%20model").glob("output_*"))) == 1
+
+
+def test_the_old_tools_way_to_submit(queue: Path, shards: Path) -> None:
+    """`--job-name "lsf_X#PATH"` named script and input at once; X stays in the jobs' names."""
+    submit("--job-name", f"lsf_opt-175b#{shards}", "--", "--random-init", "llama-160m")
+    assert names(queue) == [f"lsf_opt-175b#{shards}/request_{i}.jsonl" for i in range(4)]
+    assert {task["kind"] for _, task in cluster.tasks()} == {"lsf"}
+    assert cluster.run_queue() == [0] * 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--job-name", "opt#x"], "it must be lsf_NAME#PATH"),
+        (["--job-name", "lsf_opt"], "it must be lsf_NAME#PATH"),
+        (["--job-name", "lsf_a b#x"], "letters, digits"),
+        (["--job-name", "lsf_a#x", "--name", "b"], "leave these out"),
+        (["--scheduler", "lsf"], "submit needs --infer-data"),
+        (["--infer-data", "."], "submit needs --scheduler"),
+    ],
+)
+def test_half_of_what_submit_needs(
+    arguments: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x/request_0.jsonl").touch()
+    assert says in submit(*arguments, fails=2).stderr
 
 
 def test_names_of_jobs() -> None:

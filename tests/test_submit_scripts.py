@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,10 +17,12 @@ from hypothesis import strategies as st
 from fminfer.cli import main
 from fminfer.cluster.scripts import TEMPLATES, ScriptTemplate, quote
 from fminfer.errors import UsageError
-from tests.conftest import num_examples
+from tests.conftest import make_model, num_examples, save_byte_tokenizer
+from tests.fakes import cluster
 from tests.fuzz.scripts import check_scripts
 
 ROOT = Path(__file__).parent.parent
+FAKES = Path(__file__).parent / "fakes"
 DOCS = ROOT / "docs" / "clusters.md"
 # Anything but a NUL, which neither a file's name nor an argument can hold; also bytes that are no
 # text, as os.fsdecode gives them.
@@ -45,7 +50,28 @@ def test_bash_reads_what_was_meant(name: str, flags: list[str], tmp_path: Path) 
 
 @given(words=st.lists(TEXT))
 def test_quoted_words_are_read_back(words: list[str]) -> None:
-    assert shlex.split(quote(words)) == words
+    quoted = quote(words)
+    assert not re.search(r"[\n\r]", quoted)
+    if "$'" not in quoted:  # which bash alone reads: see the test above
+        assert shlex.split(quoted) == words
+
+
+@pytest.mark.parametrize("scheduler", ["slurm", "lsf"])
+@pytest.mark.parametrize("mode", ["each", "array", "ranks"])
+def test_no_name_is_an_order_to_the_scheduler(scheduler: str, mode: str, tmp_path: Path) -> None:
+    """A newline in a file's name or a flag made the rest a line of the script: `#BSUB -q other`."""
+    sign = "#SBATCH" if scheduler == "slurm" else "#BSUB"
+    (tmp_path / f"a\n{sign} -q other\n'.jsonl").touch()
+    data = tmp_path / f"x\n{sign} -P paid"
+    data.mkdir()
+    shutil.copy(next(tmp_path.glob("a*")), data)
+    arguments = ["submit", "--scheduler", scheduler, "--mode", mode, "--infer-data", str(data)]
+    flags = ["--dry-run", "--job-dir", str(tmp_path), "--", "--model-type", f"y\n{sign} -P free"]
+    shown = CliRunner().invoke(main, [*arguments, *flags])
+    assert shown.exit_code == 0, shown.output
+    script = shown.stdout[shown.stdout.index("#!/bin/bash") :]
+    for word in ("other", "paid", "free"):
+        assert not re.search(rf"(?m)^{sign} -. {word}", script), script
 
 
 VALUES = {
@@ -113,9 +139,13 @@ def examples() -> list[tuple[str, str]]:
 
 def run_example(command: str, root: Path) -> str:
     """Run a command of the docs in the folder that stands for /data; return what it prints."""
+    model = root / "models" / "llama-70b"
+    model.mkdir(parents=True, exist_ok=True)
+    (model / "config.json").write_text('{"num_hidden_layers": 80}')
+    command = command.replace("/models/llama-70b", str(model))
     shown = CliRunner().invoke(main, shlex.split(command)[1:])
     assert shown.exit_code == 0, shown.output
-    text = shown.stdout.replace(str(root), "/data")
+    text = shown.stdout.replace(str(model), "/models/llama-70b").replace(str(root), "/data")
     return re.sub(r"(llama-70b\.)[0-9a-f]{8}", r"\g<1>5f0c21ab", text)  # a digest of paths
 
 
@@ -141,3 +171,57 @@ def test_the_docs_show_every_kind_for_both() -> None:
         own = [command for command in commands if f"--scheduler {scheduler}" in command]
         assert len(own) == 3 and sum("--mode " not in command for command in own) == 1
         assert any("--mode array" in c for c in own) and any("--mode ranks" in c for c in own)
+
+
+def steps() -> list[str]:
+    """Return the commands of "From one file to one file", in their order, without comments."""
+    block = re.search(
+        r"## From one file to one file\n```bash\n(.*?)```", DOCS.read_text(), re.DOTALL
+    )
+    assert block is not None
+    without_comments = re.sub(r"\s+#.*$", "", block[1], flags=re.MULTILINE)
+    return without_comments.replace("\\\n", " ").splitlines()
+
+
+@pytest.mark.parametrize("scheduler", ["slurm", "lsf"])
+def test_the_docs_way_from_one_file_to_one_file(
+    scheduler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its commands in their order; a job's four ranks are played by one process of the tests."""
+    commands = steps()
+    names = [shlex.split(command)[1] for command in commands]
+    assert names == ["split", "check", "submit", "status", "merge"]
+    model, queue = tmp_path / "models" / "llama-70b", tmp_path / "queue"
+    make_model("llama", 6).save_pretrained(model)
+    save_byte_tokenizer(model)
+    queue.mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FAKE_CLUSTER", str(queue))
+    monkeypatch.setenv("PATH", f"{FAKES}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr("fminfer.commands.submit._program", lambda: [str(FAKES / "stub_fminfer")])
+    requests = [{"engine": "llama-70b", "prompt": f"{i}", "max_tokens": 1 + i} for i in range(4)]
+    lines = [json.dumps(request) for request in requests]
+    Path("requests.jsonl").write_text("\n".join(lines))
+
+    def run(*words: str) -> str:
+        done = CliRunner().invoke(main, words)
+        assert done.exit_code == 0, (words, done.output)
+        return done.output
+
+    said = {}
+    for name, command in zip(names, commands, strict=True):
+        words = shlex.split(command.replace("/models/llama-70b", str(model)))[1:]
+        words = [scheduler if word == "slurm" else word for word in words]
+        said[name] = run(*words)
+        if name == "submit":
+            statuses = cluster.run_queue()
+            assert statuses and set(statuses) == {0}
+            for text in (queue / "ran.jsonl").read_text().splitlines():
+                arguments = json.loads(text)
+                assert arguments[1:3] == ["--world-size", "4"]
+                for output in Path("shards").rglob("output_*"):  # the stub's
+                    output.unlink()
+                run("run", *arguments[3:], "--quiet", "--attention", "eager")
+    answers = [json.loads(line) for line in Path("answers.jsonl").read_text().splitlines()]
+    assert [answer["request"] for answer in answers] == requests
+    assert "request_0" in said["status"] and "4 lines" in said["check"]

@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import pickle
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fminfer.engine.stats import EngineStats, ReadWork, StageStats
 from fminfer.errors import RequestError, UsageError
+from fminfer.input.envelope import Envelope
+from fminfer.input.lines import Line
+from fminfer.output.records import Record
 from fminfer.output.status import read_status
 from fminfer.ranks import RankConfig
+from fminfer.row_warnings import RowWarning
+from fminfer.team.wire import (
+    Answered,
+    Ended,
+    Failed,
+    Loaded,
+    Ready,
+    Taken,
+    decode,
+    encode,
+    receive,
+)
 
 QUERIES = Path(__file__).parent.parent / "examples" / "queries"
 FILES = ("mixed", "n", "bad_lines", "wrapped", "batch", "mixed", "mixed")
@@ -195,12 +216,64 @@ def test_torchrun_and_several_pipelines_are_refused() -> None:
     assert status == 2 and "--data-group-size starts its pipelines itself" in err
 
 
-def test_errors_travel_between_processes() -> None:
-    error = RequestError("out_of_range", "n is 0", "n")
-    again = pickle.loads(pickle.dumps(error))
-    assert (again.code, again.message, again.param, str(again)) == (
-        "out_of_range",
-        "n is 0",
-        "n",
-        "n is 0",
-    )
+MESSAGES = [
+    None,
+    10.5,
+    "go on",
+    [Line(0, 1, b'{"prompt": "\xff\x00"}', num_equal=2), Line(1, 2, b"", damage="torn \ud800")],
+    Loaded({"a.safetensors": "digest"}),
+    Taken(),
+    Ready("cpu", "no compiler"),
+    Failed("no\nroom", "OutOfMemoryError"),
+    Ended(
+        EngineStats(num_steps=3, stages=[StageStats(0.1, 1e-300, math.inf)], read=ReadWork(4, 5)),
+        {"list": 1, "object": 2},
+        is_stopped=True,
+    ),
+    Answered(
+        Record(
+            Line(0, 3, b"raw"),
+            Envelope(
+                "wrapped",
+                b'{"a":1}',
+                {},
+                b'"id"',
+                {"bytes": b'"x":2'},
+                warnings=(RowWarning("odd", ("list",)),),
+            ),
+            {"choices": [["list", {"bytes": -0.1}]], "text": "\ud800", "big": 2**70},
+            num_prompt_tokens=7,
+        ),
+        None,
+    ),
+    Answered(
+        Record(
+            Line(0, 3, b"raw"),
+            Envelope("batch", b"{}"),
+            error=RequestError("out_of_range", "n is 0", "n"),
+        ),
+        EngineStats(),
+    ),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_what_travels_between_processes_arrives_as_it_was(message: Any) -> None:
+    again = decode(encode(message))
+    assert repr(again) == repr(message) and type(again) is type(message)
+    if not isinstance(message, Answered):
+        assert again == message
+    elif message.record.error is not None:
+        assert vars(again.record.error) == vars(message.record.error)
+    else:
+        assert again.record == message.record and again.record.to_json()
+
+
+def test_no_process_unpickles_what_another_sends() -> None:
+    """Whoever could write to the connection could run code in the run's own process."""
+    ours, theirs = socket.socketpair()
+    with contextlib.closing(Connection(ours.detach())) as connection, theirs:
+        data = pickle.dumps([1])
+        theirs.sendall(struct.pack("!i", len(data)) + data)
+        with pytest.raises((struct.error, ValueError)):
+            receive(connection)

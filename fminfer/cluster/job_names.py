@@ -23,10 +23,18 @@ _ODD = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\[\]]")
 def infer_data_of(environ: Mapping[str, str]) -> Path | None:
     """Return the path that this job's name holds, behind its first #; None: it holds none."""
     for variable in VARIABLES:
-        prefix, _, path = environ.get(variable, "").partition("#")
-        if prefix.startswith(OLD_PREFIX) and path:
-            return Path(path)
+        parts = parts_of(environ.get(variable, ""))
+        if parts is not None:
+            return parts[1]
     return None
+
+
+def parts_of(job_name: str) -> tuple[str, Path] | None:
+    """Take `lsf_<name>#<path>` apart; None: it is no such name."""
+    prefix, _, path = job_name.partition("#")
+    if not prefix.startswith(OLD_PREFIX) or not path:
+        return None
+    return prefix.removeprefix(OLD_PREFIX), Path(path)
 
 
 def name_of_file(name: str, path: Path) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import click
@@ -32,8 +33,11 @@ def _run(**flags: Any) -> None:
     """Stand in for `fminfer run`, so that its flags are checked before they wait in a queue."""
 
 
-def parse_flags(run_flags: Sequence[str]) -> dict[str, Any]:
+def parse_flags(run_flags: Sequence[str], gpus: int | None = None) -> dict[str, Any]:
     """Return the flags of `fminfer run`, by name.
+
+    Args:
+        gpus: of a job, a rank on each unless the flags say how many ranks there are.
 
     Raises:
         UsageError: a flag that is wrong, or that makes no sense in these jobs.
@@ -50,10 +54,38 @@ def parse_flags(run_flags: Sequence[str]) -> dict[str, Any]:
         raise UsageError("--output - would end in a job's log; give a folder")
     if flags["rank"] is not None or flags["dist_url"] is not None:
         raise UsageError("--rank and --dist-url are for ranks started by hand; see --mode ranks")
-    ranks = RankConfig(**{field.name: flags[field.name] for field in fields(RankConfig)})
+    given = {field.name: flags[field.name] for field in fields(RankConfig)}
+    ranks = RankConfig(**given | {"world_size": count_ranks(flags, gpus)})
     engine = {f.name: flags[f.name] for f in fields(EngineConfig) if f.name in flags}
-    check_split(EngineConfig(**engine), ranks.size or 1)
+    config = EngineConfig(**engine)
+    check_model_path(config)
+    check_split(config, ranks.size or 1)
     return flags
+
+
+def count_ranks(flags: dict[str, Any], gpus: int | None) -> int:
+    """Return how many ranks a job has in all."""
+    if flags["world_size"]:
+        return int(flags["world_size"])
+    if flags["pipeline_group_size"]:
+        return int(flags["pipeline_group_size"] * flags["data_group_size"])
+    return gpus or int(flags["data_group_size"])
+
+
+def check_model_path(config: EngineConfig) -> None:
+    """Refuse a model that is written as a path and is not there; a hub id is the job's to fetch.
+
+    Raises:
+        UsageError: there is no such folder, or no config.json in it.
+    """
+    if config.model is None:
+        return
+    folder, is_path = Path(config.model), config.model.startswith(("/", "./", "../", "~"))
+    if folder.is_dir() or is_path or config.model.count("/") > 1:
+        if not folder.is_dir():
+            raise UsageError(f"--model-name {config.model}: there is no such folder")
+        if not (folder / "config.json").is_file():
+            raise UsageError(f"--model-name {config.model}: there is no config.json in it")
 
 
 def check_mode(mode: str, max_running: int | None, resources: dict[str, Any]) -> None:
@@ -99,7 +131,7 @@ def job_values(
     Raises:
         UsageError: numbers that do not fit together, or text that no line can hold.
     """
-    num_ranks = flags["world_size"] or flags["pipeline_group_size"] or gpus or 1
+    num_ranks = count_ranks(flags, gpus)
     for what, count in (("ranks", num_ranks), ("GPUs", gpus or 0)):
         if count % nodes:
             raise UsageError(f"{count} {what} cannot be spread evenly over --nodes {nodes}")
@@ -114,7 +146,7 @@ def job_values(
         spare_s = min(MAX_SPARE_S, max(MIN_SPARE_S, SPARE_SHARE * time_s))
         check_times(flags["grace_s"], time_s - spare_s)
         more_flags += ["--deadline", format_duration(time_s - spare_s)]
-    values = {
+    values: dict[str, object] = {
         "time": None if time_s is None else scheduler.format_time(time_s),
         "queue": queue,
         "gpus": gpus,

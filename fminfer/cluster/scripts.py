@@ -5,6 +5,7 @@ It knows Jinja and the shell's quotes, and nothing of schedulers.
 
 from __future__ import annotations
 
+import re
 import shlex
 import traceback
 from collections.abc import Mapping
@@ -15,13 +16,25 @@ import jinja2
 from fminfer.errors import UsageError
 
 TEMPLATES = Path(__file__).parent.parent / "templates"
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 def quote(value: object) -> str:
-    """Write a word, or a list of words, so that the shell reads just that."""
+    """Write a word, or a list of words, so that bash reads just that, on one line.
+
+    A line of its own that begins with #BSUB or #SBATCH would be an order to the scheduler.
+    """
     if isinstance(value, (list, tuple)):
         return " ".join(map(quote, value))
-    return shlex.quote(str(value))
+    text = str(value)
+    if not _CONTROL.search(text):
+        return shlex.quote(text)
+    plain = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"$'{_CONTROL.sub(_escape, plain)}'"
+
+
+def _escape(match: re.Match[str]) -> str:
+    return "".join(f"\\x{byte:02x}" for byte in match[0].encode())
 
 
 class ScriptTemplate:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import click
 
+from fminfer.cluster.job_names import parts_of
 from fminfer.cluster.resources import check_mode, check_shared_files, job_values, parse_flags
 from fminfer.cluster.schedulers import SCHEDULERS
 from fminfer.errors import UsageError
@@ -23,15 +24,17 @@ NAME = re.compile(r"\w[\w.@+=-]*")
 
 
 @click.command()
-@click.option(
-    "--scheduler", type=click.Choice(["lsf", "slurm"]), required=True, help="bsub or sbatch."
-)
+@click.option("--scheduler", type=click.Choice(["lsf", "slurm"]), help="bsub or sbatch.")
 @click.option(
     "--infer-data",
     multiple=True,
-    required=True,
     type=click.Path(path_type=Path),
     help="A folder of input files, or a file. May be repeated.",
+)
+@click.option(
+    "--job-name",
+    metavar="lsf_NAME#PATH",
+    help="As the old tool's jobs were called: --name NAME --infer-data PATH --scheduler lsf.",
 )
 @click.option(
     "--mode",
@@ -84,7 +87,8 @@ NAME = re.compile(r"\w[\w.@+=-]*")
 @click.option(
     "--job-dir",
     type=click.Path(path_type=Path),
-    help="For logs and lists of files.  [default: jobs/ beside the answers]",
+    help="For logs and lists of files.  [default: jobs/ beside the answers, or above a folder "
+    "whose name holds a %]",
 )
 @click.option(
     "--max-queued",
@@ -109,9 +113,10 @@ NAME = re.compile(r"\w[\w.@+=-]*")
 @click.option("--dry-run", is_flag=True, help="Print what would be sent, and send nothing.")
 @click.argument("run_flags", nargs=-1, type=click.UNPROCESSED, metavar="[-- FLAGS OF FMINFER RUN]")
 def submit(
-    scheduler: Literal["lsf", "slurm"],
+    scheduler: Literal["lsf", "slurm"] | None,
     mode: Literal["each", "array", "ranks"],
     infer_data: tuple[Path, ...],
+    job_name: str | None,
     name: str | None,
     job_dir: Path | None,
     template: Path | None,
@@ -136,7 +141,13 @@ def submit(
     from fminfer.cluster.scripts import TEMPLATES, ScriptTemplate
     from fminfer.cluster.submission import POLL_S, Cluster, DryRun, JobForm, Submission
 
-    flags = parse_flags(run_flags)
+    if job_name is not None:
+        name, infer_data = _of_old_name(job_name, name, infer_data)
+        scheduler = scheduler or "lsf"
+    if scheduler is None or not infer_data:
+        missing = "--infer-data FOLDER" if scheduler else "--scheduler slurm or --scheduler lsf"
+        raise UsageError(f"submit needs {missing}")
+    flags = parse_flags(run_flags, resources["gpus"])
     check_mode(mode, max_running, resources)
     paths = tuple(Path(os.path.abspath(path)) for path in infer_data)
     inputs = find_inputs(list(paths))
@@ -174,6 +185,20 @@ def submit(
     )
 
 
+def _of_old_name(
+    job_name: str, name: str | None, infer_data: tuple[Path, ...]
+) -> tuple[str, tuple[Path, ...]]:
+    """Return the name and the files that an old job's name holds."""
+    parts = parts_of(job_name)
+    if parts is None:
+        raise UsageError(
+            f"--job-name {job_name}: it must be lsf_NAME#PATH, PATH being the files to answer"
+        )
+    if name is not None or infer_data:
+        raise UsageError("--job-name lsf_NAME#PATH says --name and --infer-data; leave these out")
+    return parts[0], (parts[1],)
+
+
 def _name(name: str | None, flags: dict[str, Any]) -> str:
     if name is None:
         model = str(flags["model"] or flags["random_init"] or "demo")
@@ -184,14 +209,26 @@ def _name(name: str | None, flags: dict[str, Any]) -> str:
 
 
 def _job_dir(job_dir: Path | None, output: Path) -> Path:
-    """Return where logs and lists go; schedulers have signs of their own in a log's path."""
-    found = Path(os.path.abspath(job_dir or output.parent / "jobs"))
-    if "%" in str(found) or "\\" in str(found) or not str(found).isprintable():
+    """Return where logs and lists go; schedulers have signs of their own in a log's path.
+
+    By default that is jobs/ beside the answers, or above a folder with such a sign in its name:
+    `fminfer split` writes some characters of engines' names as %20.
+    """
+    if job_dir is not None:
+        found = Path(os.path.abspath(job_dir))
+    else:
+        parents = Path(os.path.abspath(output)).parents
+        found = next((p for p in parents[:-1] if _can_hold_logs(p)), parents[0]) / "jobs"
+    if not _can_hold_logs(found):
         raise UsageError(
             f"{str(found)!r} cannot hold logs: schedulers read % and \\ in a path as their own "
             "signs; give --job-dir another folder"
         )
     return found
+
+
+def _can_hold_logs(folder: Path) -> bool:
+    return not set("%\\") & set(str(folder)) and str(folder).isprintable()
 
 
 def _program() -> list[str]:

@@ -112,8 +112,8 @@ def check_readable(path: Path) -> None:
     """
     if path.suffix == ".zst" and find_zstd() is None:
         raise UsageError(
-            f"{path} is compressed with zstd, which Python reads from 3.14 on; install "
-            "fminfer[zst], or decompress it (zstd -d does it)"
+            f"{path} is compressed with zstd, which Python reads from 3.14 on; pip install "
+            "backports.zstd, or decompress it (zstd -d does it)"
         )
 
 

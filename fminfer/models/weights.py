@@ -62,10 +62,24 @@ def load_model(
     if checkpoint.folder is None:
         _fill_randomly(model, names, dtype, device, seed)
     else:
+        _fill_from_headers(names, checkpoint, dtype)  # what is wrong is said before much is read
         _fill_from_files(names, checkpoint, dtype, device, on_progress)
     _fill_buffers(model, device)
     loaded: nn.Module = model.eval().requires_grad_(False)
     return loaded
+
+
+def check_weights(checkpoint: Checkpoint) -> None:
+    """Find by the headers of weight files alone what `load_model` would refuse.
+
+    Raises:
+        CheckpointError: a file is missing or broken; a tensor is missing, unexpected, or misshapen.
+    """
+    if checkpoint.folder is not None:
+        model = build_on_meta(checkpoint)
+        names = _Names(model)
+        names.keep(model)
+        _fill_from_headers(names, checkpoint, torch.float32)
 
 
 def build_on_meta(checkpoint: Checkpoint) -> Any:
@@ -175,6 +189,11 @@ def _fill_randomly(
                 names.fill(f"{path}.{leaf}", getattr(module, leaf).data)
 
 
+def _fill_from_headers(names: _Names, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+    """Fill the parameters with tensors without memory, which have the right shapes."""
+    _fill_from_files(names, checkpoint, dtype, torch.device("meta"), lambda done, total: None)
+
+
 def _fill_from_files(
     names: _Names,
     checkpoint: Checkpoint,
@@ -185,7 +204,7 @@ def _fill_from_files(
     loaded: dict[str, str] = {}  # a parameter, and the stored name that it came under
     copies: list[tuple[str, str, torch.Tensor]] = []  # stored name, parameter, what it must equal
     assembler = ExpertAssembler(dtype, device)
-    for stored_name, read in _read_tensors(checkpoint, on_progress):
+    for stored_name, read in _read_tensors(checkpoint, device, on_progress):
         name = _rename(stored_name, checkpoint.family)
         piece = find_piece(name, checkpoint.family)
         if piece is not None and piece.target in names.shapes:
@@ -246,11 +265,12 @@ def _check_copies(
 
 
 def _read_tensors(
-    checkpoint: Checkpoint, on_progress: OnProgress
+    checkpoint: Checkpoint, device: torch.device, on_progress: OnProgress
 ) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
     """Give every tensor's name, and a function that reads it.
 
-    Of a tensor that several files hold, the index says which one counts.
+    Of a tensor that several files hold, the index says which one counts. For the meta device a
+    tensor has its shape alone.
     """
     assert checkpoint.folder is not None
     files = weight_files(checkpoint.folder)
@@ -270,7 +290,8 @@ def _read_tensors(
                 for index, name in enumerate(names, start=1):
                     if homes.get(name, file.name) == file.name:
                         _see_once(seen, name, file)
-                        yield name, partial(tensors.get_tensor, name)
+                        how = _read_shape if device.type == "meta" else _read_tensor
+                        yield name, partial(how, tensors, name)
                     on_progress(done + size * index // len(names), total)
                 done += size
         except (SafetensorError, FileNotFoundError) as error:
@@ -286,6 +307,15 @@ def _see_once(seen: dict[str, str], name: str, file: Path) -> None:
             "not belong to the model, or fetch the index"
         )
     seen[name] = file.name
+
+
+def _read_tensor(tensors: Any, name: str) -> torch.Tensor:
+    tensor: torch.Tensor = tensors.get_tensor(name)
+    return tensor
+
+
+def _read_shape(tensors: Any, name: str) -> torch.Tensor:
+    return torch.empty(tensors.get_slice(name).get_shape(), device="meta")
 
 
 def _rename(name: str, family: Family) -> str:

@@ -11,19 +11,22 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from fminfer.errors import FminferError, PipelineError, UsageError
-from fminfer.pipeline.store import TELL_AFTER_S, address_of, interfaces, open_store, own_address
+from fminfer.errors import FminferError, PipelineError, UsageError, printable
+from fminfer.pipeline.addresses import address_of, interfaces, own_address
+from fminfer.pipeline.rendezvous import open_store
+from fminfer.pipeline.store_place import TELL_AFTER_S
 from fminfer.pipeline.watch import Fault, Watch
 from fminfer.ranks import RankFacts, is_spawned
 
 FOREVER = timedelta(days=365)  # a rank may wait for work as long as it likes; the watch sees deaths
 POLL_S = 0.05
-STORE_IS_GONE = "rank 0, which holds the ranks together, is gone"
+STAY_S = 60.0  # for ranks that come to hear why there is no run
 
 
 class Group:
@@ -33,20 +36,28 @@ class Group:
         facts: its place.
         join_timeout_s: how long the others may take to come.
         rank_timeout_s: how long one of them may be silent.
+        prepare: called with this process's rank before it waits for the others; what it raises
+            is told to them as well.
 
     Raises:
         PipelineError: a rank did not come, or two say that they are the same.
     """
 
-    def __init__(self, facts: RankFacts, *, join_timeout_s: float, rank_timeout_s: float) -> None:
+    def __init__(
+        self,
+        facts: RankFacts,
+        *,
+        join_timeout_s: float,
+        rank_timeout_s: float,
+        prepare: Callable[[int], None] = lambda rank: None,
+    ) -> None:
         deadline = time.monotonic() + join_timeout_s
         self.world_size = facts.world_size
         self._place = open_store(facts, join_timeout_s)
-        self._store = dist.PrefixStore("fminfer", self._place.store)
+        self._store = self._place.store
         self.rank = self._take_rank(facts)
-        watch_store = dist.PrefixStore("fminfer", self._place.connect())
         self.watch = Watch(
-            watch_store,
+            self._place.connect(),
             self.rank,
             self.world_size,
             timeout_s=rank_timeout_s,
@@ -54,14 +65,35 @@ class Group:
             on_fault=self.die,
         )
         try:
+            self._prepare(prepare)
             self._meet(deadline, join_timeout_s)
         except BaseException as error:
             self.forget()
             if isinstance(error, Exception):
-                is_told = isinstance(error, PipelineError)
+                is_told = isinstance(error, FminferError)
                 text = str(error) if is_told else f"rank {self.rank} failed: {error}"
-                self.watch.warn(Fault(text))
+                self.watch.warn(Fault(text, status_of(error)))
             raise
+
+    def _prepare(self, prepare: Callable[[int], None]) -> None:
+        """Do what needs no other rank; what is wrong with it is said now, and to all who come."""
+        try:
+            prepare(self.rank)
+        except FminferError as error:
+            if is_spawned() or not self._place.is_holder:
+                raise
+            fault = Fault(str(error), status_of(error))
+            print(f"Error: {printable(fault.text)}", file=sys.stderr, flush=True)
+            self.watch.report(fault)
+            until_s = time.monotonic() + STAY_S
+            while time.monotonic() < until_s and not self._have_claimed_all():
+                time.sleep(POLL_S)
+            self.watch.warn(fault)  # which gives the last one time to hear it
+            self.forget()
+            os._exit(fault.status)
+
+    def _have_claimed_all(self) -> bool:
+        return bool(self._store.check([f"claim/{rank}" for rank in range(self.world_size)]))
 
     def _meet(self, deadline: float, join_timeout_s: float) -> None:
         """Wait for the others, and connect all with all."""
@@ -95,12 +127,7 @@ class Group:
         if value is not None:
             self._set(name, value)
         keys = [f"{name}/{rank}" for rank in range(self.world_size)]
-        try:
-            while not self._store.check(keys):  # the store's own wait would not hear Ctrl-C
-                time.sleep(POLL_S)
-            return [json.loads(self._store.get(key)) for key in keys]
-        except dist.DistNetworkError as error:
-            raise PipelineError(STORE_IS_GONE) from error
+        return [json.loads(value) for value in self._store.multi_get(keys)]
 
     def fail(self, error: BaseException) -> None:
         """Tell every rank that this one failed, and end it."""
@@ -143,21 +170,19 @@ class Group:
 
     def _await_all(self, deadline: float, shown_s: float) -> None:
         tell_at, is_told = time.monotonic() + TELL_AFTER_S, is_spawned() and self.rank > 0
-        try:
-            while missing := [r for r in range(self.world_size) if not self._has_joined(r)]:
-                if time.monotonic() > deadline:
-                    raise PipelineError(
-                        f"rank {', '.join(map(str, missing))} did not come within {shown_s:g} s "
-                        f"(--join-timeout); {self.world_size - len(missing)} of {self.world_size} "
-                        "ranks are here"
-                    )
-                if time.monotonic() > tell_at and not is_told:
-                    names = ", ".join(map(str, missing))
-                    print(f"Waiting for rank {names} …", file=sys.stderr, flush=True)
-                    is_told = True
-                time.sleep(POLL_S)
-        except dist.DistNetworkError as error:
-            raise PipelineError(STORE_IS_GONE) from error
+        while missing := [r for r in range(self.world_size) if not self._has_joined(r)]:
+            if time.monotonic() > deadline:
+                raise PipelineError(
+                    f"rank {', '.join(map(str, missing))} did not come within {shown_s:g} s "
+                    f"(--join-timeout); {self.world_size - len(missing)} of {self.world_size} "
+                    "ranks are here"
+                )
+            if time.monotonic() > tell_at and not is_told:
+                names = ", ".join(map(str, missing))
+                print(f"Waiting for rank {names} …", file=sys.stderr, flush=True)
+                is_told = True
+            time.sleep(POLL_S)
+        self._place.has_all.set()
 
     def _has_joined(self, rank: int) -> bool:
         return bool(self._store.check([f"joined/{rank}"]))
@@ -168,7 +193,7 @@ class Group:
         is_own = fault.text.startswith((f"rank {self.rank} failed", f"rank {self.rank}:"))
         is_of_0 = fault.text.startswith("rank 0 ") and not fault.text.startswith("rank 0 failed")
         if self.rank == 0 or is_own or is_of_0 or not is_spawned():
-            print(f"Error: {fault.text}", file=sys.stderr, flush=True)
+            print(f"Error: {printable(fault.text)}", file=sys.stderr, flush=True)
         self.forget()
         os._exit(fault.status)
 

@@ -13,8 +13,9 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import Self
 
-import torch.distributed as dist
+from fminfer.pipeline.store import Store
 
 TURN_S = 0.5
 FAULT = "fault"
@@ -26,6 +27,12 @@ class Fault:
 
     text: str
     status: int = 1
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Self:
+        """Read what another rank has told."""
+        fields = json.loads(data)
+        return cls(str(fields["text"]), int(fields["status"]) & 0xFF)
 
 
 class Watch:
@@ -41,7 +48,7 @@ class Watch:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: Store,
         rank: int,
         world_size: int,
         *,
@@ -93,20 +100,20 @@ class Watch:
                 with self._lock:
                     fault = self._turn()
             except Exception as error:
-                fault = Fault(f"rank 0, which holds the ranks together, is gone ({error})")
+                fault = Fault(str(error))
             self._turns_since_answer = 0
             if fault is not None:
                 self._tell(fault)
 
     def _publish(self, fault: Fault) -> Fault:
         known = self._store.compare_set(FAULT, "", json.dumps(asdict(fault)))
-        return Fault(**json.loads(known))
+        return Fault.from_json(known)
 
     def _turn(self) -> Fault | None:
         self._num_beats += 1
         self._store.set(f"beat/{self._rank}", str(self._num_beats))
         if self._store.check([FAULT]):
-            return Fault(**json.loads(self._store.get(FAULT)))
+            return Fault.from_json(self._store.get(FAULT))
         if not self.all_joined.is_set():
             return None
         watched = range(1, self._world_size) if self._rank == 0 else [0]

@@ -18,7 +18,18 @@ from fminfer.input.lines import Line
 from fminfer.output.records import Record
 from fminfer.pipeline.group import Group
 from fminfer.team.place import Place
-from fminfer.team.wire import END, GO_ON, Answered, Ended, Failed, Loaded, Ready, Taken
+from fminfer.team.wire import (
+    END,
+    GO_ON,
+    Answered,
+    Ended,
+    Failed,
+    Loaded,
+    Ready,
+    Taken,
+    receive,
+    send,
+)
 from fminfer.worker import Engine
 
 STATS_EVERY_S = 0.5
@@ -41,7 +52,7 @@ def serve_pipeline(config: EngineConfig, group: Group | None, place: Place) -> N
     except Exception as error:
         is_plain = isinstance(error, FminferError)
         text = str(error) if is_plain else f"{type(error).__name__}: {error}"
-        connection.send(Failed(text, type(error).__name__ if is_plain else "FminferError"))
+        send(connection, Failed(text, type(error).__name__ if is_plain else "FminferError"))
         raise
 
 
@@ -54,8 +65,8 @@ class Member:
         self._has_ended = False
 
         def wait_for_others(file_digests: dict[str, str]) -> None:
-            connection.send(Loaded(file_digests))
-            assert connection.recv() == GO_ON
+            send(connection, Loaded(file_digests))
+            assert receive(connection) == GO_ON
 
         self._engine = Engine(config, group=group, on_loaded=wait_for_others)
 
@@ -63,23 +74,23 @@ class Member:
         """Answer until there are no more lines."""
         engine = self._engine
         threading.Thread(target=self._listen, name="listener", daemon=True).start()
-        self._connection.send(Ready(str(engine.device), engine.why_slower))
+        send(self._connection, Ready(str(engine.device), engine.why_slower))
         is_stopped, told_s = False, 0.0
         try:
             for record in engine.run(self._take(), LOOKAHEAD):
                 now_s = time.monotonic()
                 stats = engine.stats if now_s - told_s > STATS_EVERY_S else None
                 told_s = told_s if stats is None else now_s
-                self._connection.send(Answered(_light(record), stats))
+                send(self._connection, Answered(_light(record), stats))
         except StoppedError:
             is_stopped = True
-        self._connection.send(Ended(engine.stats, engine.rows_by_warning, is_stopped))
+        send(self._connection, Ended(engine.stats, engine.rows_by_warning, is_stopped))
         engine.close()
 
     def _take(self) -> Iterator[Line | None]:
         while True:
             if self._lines:
-                self._connection.send(Taken())
+                send(self._connection, Taken())
                 yield self._lines.popleft()
             elif self._has_ended:
                 return
@@ -90,7 +101,7 @@ class Member:
         """Hear what the run says; it may end without a word."""
         while True:
             try:
-                told = self._connection.recv()
+                told = receive(self._connection)
             except (EOFError, OSError):
                 sys.stderr.flush()
                 os._exit(1)

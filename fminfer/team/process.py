@@ -13,7 +13,7 @@ from fminfer.engine.stats import EngineStats
 from fminfer.input.lines import Line
 from fminfer.output.records import Record
 from fminfer.team.place import PLACE, Place
-from fminfer.team.wire import Ended, Failed, Loaded, Ready
+from fminfer.team.wire import Ended, Failed, Loaded, Ready, send
 
 Key = tuple[int, int]  # a line's source and number
 
@@ -54,7 +54,7 @@ class PipelineProcess:
     def tell(self, what: object) -> None:
         """Say something; one that died meanwhile is noticed when it is listened to."""
         with contextlib.suppress(OSError):
-            self.connection.send(what)
+            send(self.connection, what)
 
     def finish(self, record: Record) -> bool:
         """Take note that a line is answered; return False if it is not this one's."""

@@ -37,6 +37,7 @@ from fminfer.team.wire import (
     Ready,
     Report,
     Taken,
+    receive,
 )
 from fminfer.tokenizer import Tokenizer
 
@@ -259,7 +260,7 @@ class Team:
             if pipeline.connection not in ready:
                 continue
             try:
-                report: Report = pipeline.connection.recv()
+                report: Report = receive(pipeline.connection)
             except (EOFError, OSError):
                 self._bury(pipeline)
                 continue

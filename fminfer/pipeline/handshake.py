@@ -1,0 +1,79 @@
+"""How a rank and the holder of the ranks' store show each other that they have one secret.
+
+It never travels: each side proves it by a digest of two random numbers, one from either side.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import socket
+from contextlib import suppress
+
+from fminfer.errors import PipelineError
+
+GREETING = b"fminfer store 1\n"
+NONCE_BYTES = DIGEST_BYTES = 32
+
+
+class WrongSecretError(PipelineError):
+    """The other side has another secret, or none."""
+
+
+class NoStoreError(PipelineError):
+    """What answers is another program, or says nothing."""
+
+
+def greet(peer: socket.socket, secret: str) -> bool:
+    """Let a peer prove that it has the secret, and prove it as well; return whether it has."""
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    peer.sendall(GREETING + nonce)
+    answer = receive_exactly(peer, NONCE_BYTES + DIGEST_BYTES)
+    nonces = nonce + answer[:NONCE_BYTES]
+    if not hmac.compare_digest(answer[NONCE_BYTES:], _proof(secret, b"rank", nonces)):
+        return False
+    peer.sendall(_proof(secret, b"store", nonces))
+    return True
+
+
+def introduce(holder: socket.socket, secret: str) -> None:
+    """Prove to the store's holder that this rank has the secret, and have it prove the same.
+
+    Raises:
+        OSError, EOFError: the connection broke before a greeting.
+        NoStoreError: another greeting came, or none.
+        WrongSecretError: the two secrets differ.
+    """
+    try:
+        greeting = receive_exactly(holder, len(GREETING) + NONCE_BYTES)
+    except TimeoutError:
+        greeting = b""
+    if not greeting.startswith(GREETING):
+        raise NoStoreError("what answers is no rank 0 of fminfer")
+    nonces = greeting[len(GREETING) :] + secrets.token_bytes(NONCE_BYTES)
+    holder.sendall(nonces[NONCE_BYTES:] + _proof(secret, b"rank", nonces))
+    with suppress(OSError, EOFError):  # it hangs up on who has another secret
+        proof = receive_exactly(holder, DIGEST_BYTES)
+        if hmac.compare_digest(proof, _proof(secret, b"store", nonces)):
+            return
+    raise WrongSecretError("rank 0 has another secret than this rank")
+
+
+def receive_exactly(peer: socket.socket, count: int) -> bytes:
+    """Receive so many bytes.
+
+    Raises:
+        EOFError: the peer hung up.
+    """
+    parts = bytearray()
+    while len(parts) < count:
+        part = peer.recv(min(count - len(parts), 1 << 20))
+        if not part:
+            raise EOFError
+        parts += part
+    return bytes(parts)
+
+
+def _proof(secret: str, role: bytes, nonces: bytes) -> bytes:
+    return hmac.digest(secret.encode(), role + nonces, hashlib.sha256)
