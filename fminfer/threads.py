@@ -19,7 +19,7 @@ from fminfer.control_groups import group_folders
 # thread spins, the one that it waits for may stand in line for the same core.
 SPINS = 10_000
 OFTEN_PER_S = 50.0  # preemptions a second, above which other work is worth a word
-FEW = 100  # are too few to tell
+LEAST_S = 2.0  # a shorter run tells nothing
 
 
 def wait_briefly() -> None:
@@ -97,7 +97,8 @@ class Preemptions:
     @property
     def are_often(self) -> bool:
         """Whether other work on the machine slows this process notably."""
-        return self.count >= FEW and self.per_s > OFTEN_PER_S
+        elapsed_s = time.perf_counter() - self._started_s
+        return elapsed_s >= LEAST_S and self.per_s > OFTEN_PER_S
 
 
 def _count_preemptions() -> int:

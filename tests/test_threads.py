@@ -117,15 +117,13 @@ class Busy(Preemptions):
     """For ten seconds, other work has taken a core so often."""
 
     def __init__(self, per_s: float) -> None:
+        super().__init__()
         self._per_s = per_s
+        self._started_s -= 10.0
 
     @property
     def per_s(self) -> float:
         return self._per_s
-
-    @property
-    def count(self) -> int:
-        return int(10 * self._per_s)
 
 
 @pytest.mark.parametrize("per_s", [1.0, 400.0])
