@@ -224,4 +224,4 @@ def test_the_docs_way_from_one_file_to_one_file(
                 run("run", *arguments[3:], "--quiet", "--attention", "eager")
     answers = [json.loads(line) for line in Path("answers.jsonl").read_text().splitlines()]
     assert [answer["request"] for answer in answers] == requests
-    assert "request_0" in said["status"] and "4 lines" in said["check"]
+    assert "4 of 4 files done" in said["status"] and "shards/llama-70b" in said["check"]
