@@ -17,6 +17,7 @@ class Hyperparameters:
     top_p: float | None = None
     top_k: int | None = None
     num_completions: int | None = None
+    best_of: int | None = None
     stop: tuple[str, ...] = ()
     echo_prompt: bool = False
     top_k_per_token: int | None = None
@@ -36,6 +37,7 @@ class Hyperparameters:
             "top_p": self.top_p,
             "top_k": self.top_k,
             "n": self.num_completions,
+            "best_of": self.best_of,
             "stop": [*self.stop] or None,
             "echo": self.echo_prompt or None,
             "logprobs": self.top_k_per_token,

@@ -21,7 +21,7 @@ from fminfer.output.names import beside
 
 PART = f".part{os.getpid()}"  # added to a name while the file is on its way
 HTTP_MARKS = ("ETag", "Last-Modified", "Content-MD5", "Digest")  # headers that change with a file
-INSTALL = "pip install fsspec, and s3fs for s3://, gcsfs for gs://, adlfs for abfs://"
+INSTALL = "Into this environment: pip install s3fs for s3://, gcsfs for gs://, adlfs for abfs://"
 
 
 def list_inputs(url: str) -> list[str]:
@@ -140,7 +140,7 @@ def uploading(url: str, output: Path) -> Iterator[None]:
 def _explain(error: Exception, right: str) -> str:
     """Say what is wrong, and what to do; `right` is what credentials have to allow."""
     if isinstance(error, ImportError):
-        return f"{error} ({INSTALL})"
+        return f"{error}. {INSTALL}"
     if isinstance(error, ValueError):  # a protocol that is not known
         return f"{error}; see that the URL is spelled right"
     return (

@@ -177,6 +177,11 @@ HYPERPARAMETERS = [
     click.option("--top-k", type=int, help="Of made-up requests, or of --prompt."),
     click.option("--num-completions", type=int, help="Of made-up requests, or of --prompt: n."),
     click.option(
+        "--best-of",
+        type=int,
+        help="Of made-up requests, or of --prompt: candidates, of which the best n are given.",
+    ),
+    click.option(
         "--stop", multiple=True, help="Of made-up requests, or of --prompt. May be repeated."
     ),
     click.option("--echo-prompt", is_flag=True, help="Of made-up requests, or of --prompt: echo."),

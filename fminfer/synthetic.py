@@ -47,8 +47,10 @@ class Synthetic:
 
     @property
     def num_rows(self) -> int:
-        """Return the sequences that run at once."""
-        return self.batch_size * (self.flags.num_completions or 1)
+        """Return the sequences that run at once: of a greedy request one, for all are equal."""
+        flags = self.flags
+        num_candidates = max(flags.num_completions or 1, flags.best_of or 1)
+        return self.batch_size * (num_candidates if flags.temperature else 1)
 
     @property
     def prompt_tokens(self) -> int:

@@ -42,12 +42,4 @@ def test_every_flag_of_the_old_runner_has_a_row() -> None:
     spec.loader.exec_module(module)
     left = "\n".join(line.split(" | ")[0] for line in TEXT.splitlines() if line.startswith("| `"))
     named = set(re.findall(r"--[a-z0-9-]+", left))
-    assert not set(module.KNOWN) - named - LATER
-
-
-# Of a synthetic run, and of hyperparameters on the command line.
-LATER = {
-    *("--temperature", "--top-p", "--top-k", "--num-completions", "--best-of", "--stop"),
-    *("--top-k-per-token", "--batch-size", "--input-seq-length", "--generate-seq-length"),
-    *("--echo-prompt", "--overwrite-request-args"),
-}
+    assert not set(module.KNOWN) - named
