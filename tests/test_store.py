@@ -7,6 +7,7 @@ import os
 import socket
 import stat
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -16,7 +17,8 @@ import pytest
 import torch.distributed as dist
 
 from fminfer.errors import PipelineError, UsageError, printable
-from fminfer.pipeline import meeting_folder
+from fminfer.pipeline import meeting_folder, store
+from fminfer.pipeline.addresses import machine_id
 from fminfer.pipeline.handshake import GREETING, NONCE_BYTES, NoStoreError, WrongSecretError
 from fminfer.pipeline.rendezvous import open_store
 from fminfer.pipeline.secret import read_own, secret_of_home
@@ -90,6 +92,20 @@ def test_silent_strangers_do_not_keep_ranks_out(port: int) -> None:
         stranger.close()
 
 
+def test_a_stranger_that_sends_byte_by_byte_is_dropped_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each byte gave it the whole time anew: 20 minutes in all, at one of 256 places."""
+    monkeypatch.setattr(store, "PROOF_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        StoreHolder(listener, SECRET)
+        stranger = socket.create_connection(listener.getsockname(), 5)
+        with stranger, pytest.raises(OSError):
+            for _ in range(10):
+                time.sleep(0.1)
+                stranger.sendall(b"x")
+
+
 def test_nonsense_of_a_rank_costs_its_connection_only(port: int) -> None:
     store, other = (Store("127.0.0.1", port, SECRET, 5) for _ in range(2))
     with pytest.raises(PipelineError, match="rank 0, which holds the ranks together, is gone"):
@@ -144,6 +160,44 @@ def test_a_rendezvous_of_another_user_is_refused(tmp_path: Path) -> None:
     file.chmod(0o644)
     with pytest.raises(UsageError, match=r"must be yours alone \(mode 0600\)"):
         open_store(RankFacts(None, 2, folder=tmp_path), 20)
+    place.leave()
+
+
+def write_rendezvous(folder: Path, port: int) -> None:
+    """Leave a file as a run does that was killed."""
+    fields = {"machine": machine_id(), "hosts": ["127.0.0.1"], "port": port, "secret": "old"}
+    file = folder / "fminfer-rendezvous-000004.json"
+    file.touch(mode=0o600)
+    file.write_text(json.dumps(fields))
+
+
+def test_a_port_that_is_another_runs_by_now_leads_nowhere(tmp_path: Path, port: int) -> None:
+    """A new run in the folder of one that was killed ended: "another secret than this rank"."""
+    write_rendezvous(tmp_path, port)
+    place = open_store(RankFacts(None, 2, folder=tmp_path), 20)
+    assert place.is_holder and place.port != port
+    place.leave()
+
+
+def test_a_port_that_is_another_programs_by_now_leads_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks waited for its greeting as long as for each other, 5 minutes, and gave up."""
+    monkeypatch.setattr(meeting_folder, "GREET_S", 0.1, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        write_rendezvous(tmp_path, other.getsockname()[1])
+        started_s = time.monotonic()
+        place = open_store(RankFacts(None, 2, folder=tmp_path), 5)
+        assert place.is_holder and time.monotonic() - started_s < 3
+        place.leave()
+
+
+def test_with_a_secret_of_the_environment_a_file_system_needs_no_modes(tmp_path: Path) -> None:
+    """Files for all, as some mounts have them, were refused with advice that did not help."""
+    place = open_store(RankFacts(None, 2, folder=tmp_path, secret="given"), 20)
+    (file,) = tmp_path.iterdir()
+    file.chmod(0o755)
+    assert open_store(RankFacts(None, 2, folder=tmp_path, secret="given"), 20).port == place.port
     place.leave()
 
 

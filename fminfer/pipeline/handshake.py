@@ -9,6 +9,7 @@ import hashlib
 import hmac
 import secrets
 import socket
+import time
 from contextlib import suppress
 
 from fminfer.errors import PipelineError
@@ -25,11 +26,17 @@ class NoStoreError(PipelineError):
     """What answers is another program, or says nothing."""
 
 
-def greet(peer: socket.socket, secret: str) -> bool:
-    """Let a peer prove that it has the secret, and prove it as well; return whether it has."""
+def greet(peer: socket.socket, secret: str, timeout_s: float) -> bool:
+    """Let a peer prove that it has the secret, and prove it as well; return whether it has.
+
+    Raises:
+        OSError, EOFError: it hung up, or took longer.
+    """
+    until_s = time.monotonic() + timeout_s
     nonce = secrets.token_bytes(NONCE_BYTES)
+    peer.settimeout(timeout_s)
     peer.sendall(GREETING + nonce)
-    answer = receive_exactly(peer, NONCE_BYTES + DIGEST_BYTES)
+    answer = receive_exactly(peer, NONCE_BYTES + DIGEST_BYTES, until_s)
     nonces = nonce + answer[:NONCE_BYTES]
     if not hmac.compare_digest(answer[NONCE_BYTES:], _proof(secret, b"rank", nonces)):
         return False
@@ -60,14 +67,20 @@ def introduce(holder: socket.socket, secret: str) -> None:
     raise WrongSecretError("rank 0 has another secret than this rank")
 
 
-def receive_exactly(peer: socket.socket, count: int) -> bytes:
+def receive_exactly(peer: socket.socket, count: int, until_s: float | None = None) -> bytes:
     """Receive so many bytes.
+
+    Args:
+        until_s: when all must be here, by the monotonic clock; a peer may send byte by byte.
 
     Raises:
         EOFError: the peer hung up.
+        TimeoutError: it took longer.
     """
     parts = bytearray()
     while len(parts) < count:
+        if until_s is not None:
+            peer.settimeout(max(until_s - time.monotonic(), 1e-3))
         part = peer.recv(min(count - len(parts), 1 << 20))
         if not part:
             raise EOFError

@@ -14,12 +14,14 @@ from pathlib import Path
 
 from fminfer.errors import PipelineError, UsageError
 from fminfer.pipeline.addresses import LOOPBACK, interfaces, is_loopback, listen, machine_id
-from fminfer.pipeline.handshake import NoStoreError
+from fminfer.pipeline.handshake import NoStoreError, WrongSecretError
 from fminfer.pipeline.secret import new_secret, read_own
 from fminfer.pipeline.store import Store
 from fminfer.pipeline.store_place import POLL_S, StorePlace, hold
+from fminfer.ranks import HOW_TO_SHARE
 
 AWAY_POLL_S = 0.5
+GREET_S = 20.0  # for what answers at the address to greet: a port may be another program's by now
 AWAY_S = 30.0  # for the holder to see, on a shared disk, that a rank is on another machine
 FILES = "fminfer-rendezvous-" + "[0-9]" * 6 + ".json"
 
@@ -44,7 +46,7 @@ def meet_in_folder(
             place = _join(files[-1], secret, timeout_s)
             if place is not None:
                 return place
-            if _is_asked(files[-1], asked_s):
+            if _is_asked(files[-1], secret, asked_s):
                 time.sleep(AWAY_POLL_S)
                 continue
         if rank in (0, None):
@@ -55,10 +57,14 @@ def meet_in_folder(
     raise PipelineError(f"the ranks found no common store through {folder} in {timeout_s:g} s")
 
 
-def _read(file: Path) -> dict[str, object]:
-    """Return what a rendezvous file says, or nothing if it is torn or gone."""
+def _read(file: Path, secret: str | None) -> dict[str, object]:
+    """Return what a rendezvous file says, or nothing if it is torn or gone.
+
+    Args:
+        secret: of the environment; None: it stands in the file, which must be this user's alone.
+    """
     try:
-        fields = json.loads(read_own(file))
+        fields = json.loads(read_own(file) if secret is None else file.read_text())
     except PermissionError as error:
         raise UsageError(f"{file} cannot be read: all ranks must be one user's") from error
     except (OSError, ValueError):
@@ -70,18 +76,22 @@ def _read(file: Path) -> dict[str, object]:
 
 def _join(file: Path, secret: str | None, timeout_s: float) -> StorePlace | None:
     """Connect to the store whose address a file holds; None: it leads nowhere."""
-    fields = _read(file)
+    fields = _read(file, secret)
     hosts, port, is_near = fields.get("hosts"), fields.get("port"), _is_near(fields)
     assert isinstance(hosts, list | None) and isinstance(port, int | None)
-    secret = secret or str(fields.get("secret"))
+    used = secret or str(fields.get("secret", ""))
     for host in hosts or ():
         if is_loopback(host) and not is_near:
             continue
         try:
-            store = Store(host, port or 0, secret, timeout_s)
+            store = Store(host, port or 0, used, min(GREET_S, timeout_s))
         except (OSError, EOFError, NoStoreError):
             continue
-        return StorePlace(store, host, port or 0, secret, timeout_s)
+        except WrongSecretError as error:
+            if secret is None and used:  # the port of a run that was killed is another's by now
+                continue
+            raise PipelineError(f"{file}: {error}. {HOW_TO_SHARE}") from None
+        return StorePlace(store, host, port or 0, used, timeout_s)
     return None
 
 
@@ -89,9 +99,9 @@ def _is_near(fields: dict[str, object]) -> bool:
     return fields.get("machine") == machine_id()
 
 
-def _is_asked(file: Path, asked_s: dict[Path, float]) -> bool:
+def _is_asked(file: Path, secret: str | None, asked_s: dict[Path, float]) -> bool:
     """Ask a holder on another machine to listen there; False: no use, or it had time enough."""
-    fields = _read(file)
+    fields = _read(file, secret)
     if not fields or _is_near(fields) or fields["hosts"] != [LOOPBACK]:
         return False
     if file not in asked_s:
@@ -134,7 +144,8 @@ def _found(
         _remove(old)
     place = hold(listener, LOOPBACK, used, timeout_s)
     place.on_leave = lambda: _remove(file)
-    threading.Thread(target=_await_away, args=(place, file), name="away", daemon=True).start()
+    what = (place, file, secret)
+    threading.Thread(target=_await_away, args=what, name="away", daemon=True).start()
     return place
 
 
@@ -151,14 +162,14 @@ def _write_draft(file: Path, fields: dict[str, object]) -> Path:
     return draft
 
 
-def _await_away(place: StorePlace, file: Path) -> None:
+def _await_away(place: StorePlace, file: Path, secret: str | None) -> None:
     """Listen on every interface once a rank of another machine has asked for it."""
     others = [address for address in interfaces().values() if not is_loopback(address)]
     while others and not place.has_all.wait(AWAY_POLL_S):
         if not list(file.parent.glob(_away(file).name)):  # which asks the disk, not a cache
             continue
         listener = listen("", 0)
-        fields = _read(file) | {"hosts": others, "port": listener.getsockname()[1]}
+        fields = _read(file, secret) | {"hosts": others, "port": listener.getsockname()[1]}
         assert place.holder is not None
         place.holder.listen_at(listener)
         os.replace(_write_draft(file, fields), file)

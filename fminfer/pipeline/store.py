@@ -69,8 +69,7 @@ class StoreHolder:
     def _meet(self, peer: socket.socket) -> None:
         with peer:
             try:
-                peer.settimeout(PROOF_S)
-                is_of_run = greet(peer, self._secret)
+                is_of_run = greet(peer, self._secret, PROOF_S)
             except (OSError, EOFError):
                 return
             finally:
