@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from fminfer.errors import DamagedInputError
 from fminfer.input.pieces import CutValue
 
 Numbered = tuple[int, bytes | CutValue]  # a line's number, and its bytes
@@ -22,43 +23,69 @@ def explain_spread(lines: Iterator[Numbered]) -> Iterator[tuple[int, bytes | Cut
     The object's first line gets the whole story, and the others point to it.
 
     Args:
-        lines: of a file, blank ones left out. A few are read ahead.
+        lines: of a file, blank ones as well. A few are read ahead.
     """
-    ahead: deque[Numbered] = deque()
-    while (first := ahead.popleft() if ahead else next(lines, None)) is not None:
+    ahead = _Ahead(lines)
+    while (first := ahead.take()) is not None:
         number, raw = first
         if isinstance(raw, CutValue) or raw.endswith(b"}") or not _may_begin(raw):
             yield number, raw, ""
             continue
-        pieces, fault = _find_object([(number, raw), *_gather(ahead, lines)], ahead)
+        pieces, fault = _find_object([(number, raw), *_gather(raw, ahead)], ahead)
         yield number, raw, fault
         for other, piece in pieces[1:]:
             yield other, piece, f"the line is a piece of the object that begins in line {number}"
+    if ahead.damage is not None:
+        raise ahead.damage
+
+
+class _Ahead:
+    """The lines that are left, of which some were looked at and put back."""
+
+    def __init__(self, lines: Iterator[Numbered]) -> None:
+        self._lines = lines
+        self._back: deque[Numbered] = deque()
+        self.damage: DamagedInputError | None = None  # where the lines break off
+
+    def take(self) -> Numbered | None:
+        """Return the next line; None at the end, and where the file breaks off."""
+        if self._back:
+            return self._back.popleft()
+        try:
+            return next(self._lines, None)
+        except DamagedInputError as error:
+            self.damage = error
+            return None
+
+    def put_back(self, lines: Sequence[Numbered]) -> None:
+        self._back.extendleft(reversed(lines))
 
 
 def _may_begin(raw: bytes) -> bool:
     return raw.lstrip().startswith(b"{") and not raw.rstrip().endswith(b"}")
 
 
-def _next(ahead: deque[Numbered], lines: Iterator[Numbered]) -> Numbered | None:
-    return ahead.popleft() if ahead else next(lines, None)
-
-
-def _gather(ahead: deque[Numbered], lines: Iterator[Numbered]) -> list[Piece]:
-    """Take the lines that may belong to the object before them."""
+def _gather(first: bytes, ahead: _Ahead) -> list[Piece]:
+    """Take the lines that may belong to the object that begins in the first."""
     pieces: list[Piece] = []
     num_bytes = 0
-    while len(pieces) < MAX_LINES and (line := _next(ahead, lines)) is not None:
+    while len(pieces) < MAX_LINES and (line := ahead.take()) is not None:
         number, raw = line
-        if isinstance(raw, CutValue) or raw.startswith(b"{") or num_bytes > MAX_BYTES:
-            ahead.appendleft(line)  # another request
+        if isinstance(raw, CutValue) or _begins_another(raw, first) or num_bytes > MAX_BYTES:
+            ahead.put_back([line])
             break
         num_bytes += len(raw)
         pieces.append((number, raw))
     return pieces
 
 
-def _find_object(pieces: list[Piece], ahead: deque[Numbered]) -> tuple[list[Piece], str]:
+def _begins_another(raw: bytes, first: bytes) -> bool:
+    """Tell whether a line begins another request: objects inside the first stand further right."""
+    left = raw.lstrip()
+    return left.startswith(b"{") and len(raw) - len(left) <= len(first) - len(first.lstrip())
+
+
+def _find_object(pieces: list[Piece], ahead: _Ahead) -> tuple[list[Piece], str]:
     """Return the pieces of the object and what is wrong; the others are put back.
 
     Without an object the first piece is returned alone, and nothing is known of it.
@@ -67,9 +94,9 @@ def _find_object(pieces: list[Piece], ahead: deque[Numbered]) -> tuple[list[Piec
     for end in ends[:MAX_TRIALS]:
         fault = _explain(pieces[: end + 1])
         if fault:
-            ahead.extendleft(reversed(pieces[end + 1 :]))
+            ahead.put_back(pieces[end + 1 :])
             return pieces[: end + 1], fault
-    ahead.extendleft(reversed(pieces[1:]))
+    ahead.put_back(pieces[1:])
     return pieces[:1], ""
 
 
