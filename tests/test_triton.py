@@ -35,6 +35,7 @@ from tests.test_oracle import Oracle, check_all, mixed_requests
 
 DEVICE = triton_device()
 NO_RESERVE = 0x4000  # Linux; mmap names it from Python 3.13 on
+NO_GPU = "CUDA|NVIDIA"  # what torch names that has CUDA, or has not
 SHAPES = [
     (4, 2, 16, 8),
     (71, 1, 32, 32),  # falcon-7b: more heads on one than a product of 64 rows has
@@ -43,6 +44,21 @@ SHAPES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def interpreter() -> None:
+    """Skip what the interpreter cannot run: that of triton 3.6 counts to no tensor in numpy 2.4."""
+    try:
+        try_kernels(4, 2, 16, 8, None, dtype=torch.float32, device=DEVICE)
+    except Exception as error:
+        if "only 0-dimensional arrays can be converted" not in str(error):
+            raise
+        pytest.skip("the interpreter of triton 3.6 needs numpy < 2.4")
+
+
+interpreted = pytest.mark.usefixtures("interpreter")
+
+
+@interpreted
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "block"), SHAPES)
 def test_every_kind_of_row(heads: int, kv_heads: int, dim: int, block: int) -> None:
     shape: Any = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "block": block}
@@ -52,11 +68,13 @@ def test_every_kind_of_row(heads: int, kv_heads: int, dim: int, block: int) -> N
     )
 
 
+@interpreted
 @pytest.mark.parametrize("how", [{"window": 6}, {"softcap": 0.7}, {"slopes": torch.rand(4)}])
 def test_windows_caps_and_slopes_alone(how: dict[str, Any]) -> None:
     check_every_kind_of_row("triton", **how)
 
 
+@interpreted
 def test_a_cache_of_16_bits() -> None:
     """The interpreter multiplies no bfloat16."""
     for dtype in (torch.float16, *([torch.bfloat16] if DEVICE.type == "cuda" else [])):
@@ -65,12 +83,14 @@ def test_a_cache_of_16_bits() -> None:
         check_every_kind_of_row("triton", **how, window=9, heads=12, dim=64)
 
 
+@interpreted
 @pytest.mark.parametrize(("odd", "window"), [("nan", None), ("inf", None), ("nan", 4)])
 def test_a_value_that_is_no_number(odd: str, window: int | None) -> None:
     """It reached earlier tokens of its row, and those whose window had left it behind."""
     check_odd_values("triton", float(odd), window)
 
 
+@interpreted
 def test_rows_that_share() -> None:
     check_rows_that_share("triton", heads=4, kv_heads=2, dim=16, block=8)
 
@@ -88,6 +108,7 @@ def test_tiles() -> None:
 
 
 # Their attention differs: grouped heads, ALiBi, windows with soft caps, one KV head.
+@interpreted
 @pytest.mark.parametrize("family", ["llama", "bloom", "gemma2", "falcon"])
 def test_greedy_equals_transformers_alone(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -131,6 +152,7 @@ def test_triton_is_tested_on_a_gpu_where_there_is_one(monkeypatch: pytest.Monkey
     assert device == torch.device("cuda") and kernel == {"dtype": torch.float16, "device": device}
 
 
+@interpreted
 def test_blocks_behind_2_to_31_elements() -> None:
     """70,000 blocks of llama-8B's keys have 2.3 thousand million elements: too many for 32 bits."""
     pool, kv_heads, block, dim = 70_000, 8, 32, 128
@@ -157,6 +179,7 @@ def test_blocks_behind_2_to_31_elements() -> None:
     assert torch.equal(last, key[0, :, :block]), "the first block's keys are where they belong"
 
 
+@interpreted
 def test_a_kernel_that_gives_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a compiler's fault on some GPU would: one number of all is off."""
     shape: Any = {"dtype": torch.float32, "device": DEVICE}
@@ -201,14 +224,14 @@ def test_where_the_kernel_cannot_be_tried_plain_torch_attends() -> None:
     config = make_model("llama").config
     where: Any = {"dtype": torch.float16, "device": torch.device("cuda")}
     kernel, problem = find_attention("auto", None, config, 32, **where)
-    assert kernel is None and "CUDA" in problem
+    assert kernel is None and re.search(NO_GPU, problem)
     assert find_attention("eager", None, config, 32, **where) == (None, "")
-    with pytest.raises(UsageError, match=r"attention compiled cannot be: .*CUDA"):
+    with pytest.raises(UsageError, match=f"attention compiled cannot be: .*({NO_GPU})"):
         find_attention("compiled", None, config, 32, **where)
     layers, problem = find_layers("auto", None, **where)
-    assert layers is None and "CUDA" in problem
+    assert layers is None and re.search(NO_GPU, problem)
     assert find_layers("eager", None, **where) == (None, "")
-    with pytest.raises(UsageError, match=r"norms and activations: .*CUDA"):
+    with pytest.raises(UsageError, match=f"norms and activations: .*({NO_GPU})"):
         find_layers("compiled", None, **where)
 
 
