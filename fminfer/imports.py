@@ -15,7 +15,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from importlib.metadata import distribution, version
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from types import ModuleType
@@ -82,6 +81,8 @@ def _keep_list_of_models() -> None:
     It reads 2,000 files for that, twice in a process. The function is in one of its modules, which
     is imported before the package itself runs.
     """
+    from importlib.metadata import version  # not for fminfer --help
+
     spec = find_spec("transformers")
     assert spec is not None
     assert spec.origin is not None
@@ -104,6 +105,8 @@ class _KeptList:
     """
 
     def __init__(self, folder: Path, read: Callable[[Any], Any]) -> None:
+        from importlib.metadata import distribution
+
         self._folder, self._read = folder, read
         installed = distribution("transformers")
         is_this = Path(str(installed.locate_file("transformers/models"))) == folder

@@ -91,6 +91,12 @@ assert not [name for name in {UNUSED} if name in sys.modules]
     assert '"choices":[' in answers.read_text()
 
 
+def test_help_waits_for_nothing_that_only_runs_need() -> None:
+    """tqdm and importlib.metadata, which reads e-mails, took a third of `fminfer --help`."""
+    heavy = {"torch", "numpy", "tqdm", "email", "sqlite3", "fsspec", "jinja2"}
+    run_python(f"import sys, fminfer.cli; assert not {heavy} & sys.modules.keys(), sys.modules")
+
+
 # Prints what transformers lists of its models, and how often its folders were read.
 LIST = """
 from pathlib import Path

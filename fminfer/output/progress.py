@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 import sys
 import time
-
-from tqdm import tqdm
+from typing import TYPE_CHECKING, Any
 
 from fminfer.engine.stats import EngineStats
 from fminfer.threads import Preemptions
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 BAR_EVERY_S = 0.2
 FIRST_LINE_S, LINE_EVERY_S = 5.0, 30.0  # without a terminal: twice as long from line to line
@@ -116,7 +118,7 @@ class ProgressBar:
         self._num_rows = 0
         hide = is_quiet or not self._is_terminal
         form = BAR_OF_UNKNOWN if total_rows is None else BAR
-        self._bar = tqdm(total=total_rows, desc="fminfer", bar_format=form, disable=hide)
+        self._bar = _make_bar(total=total_rows, desc="fminfer", bar_format=form, disable=hide)
 
     def add_step(self, num_fed: int, num_drawn: int) -> None:
         """Take note of a step that has just ended."""
@@ -171,7 +173,9 @@ class TimeBar:
         self._is_terminal = sys.stderr.isatty()
         self._last_line_s = -math.inf
         form = "{desc}: {percentage:3.0f}%|{bar}|{postfix}"
-        self._bar = tqdm(desc=name, bar_format=form, disable=not self._is_terminal, leave=False)
+        self._bar = _make_bar(
+            desc=name, bar_format=form, disable=not self._is_terminal, leave=False
+        )
         self._name = name
 
     def update(self, what: str, elapsed_s: float, in_all_s: float) -> None:
@@ -196,6 +200,8 @@ class TimeBar:
 
 def write_beside_bar(line: bytes) -> None:
     """Write a line to stderr without disturbing a bar that is shown there."""
+    from tqdm import tqdm
+
     with tqdm.external_write_mode(file=sys.stderr):
         sys.stderr.buffer.write(line + b"\n")
         sys.stderr.buffer.flush()
@@ -206,7 +212,7 @@ class LoadingBar:
 
     def __init__(self, *, is_quiet: bool) -> None:
         hide = is_quiet or not sys.stderr.isatty()
-        self._bar = tqdm(
+        self._bar = _make_bar(
             total=0, desc="weights", unit="B", unit_scale=True, disable=hide, leave=False, delay=0.5
         )
 
@@ -216,3 +222,10 @@ class LoadingBar:
 
     def close(self) -> None:
         self._bar.close()
+
+
+def _make_bar(**how: Any) -> tqdm[Any]:
+    """Return a bar; its library takes a third of the start of commands that show none."""
+    from tqdm import tqdm
+
+    return tqdm(**how)
