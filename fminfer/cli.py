@@ -170,18 +170,23 @@ def run(
         is_first = not is_spawned() and (facts is None or not facts.rank)
         if files != given and is_first and not quiet:
             click.echo(f"Answering {named}, which is in this job's name.", err=True)
-        is_ignored = files and hyperparameters.flags and not is_overwriting
-        if is_ignored and is_first and not quiet:
-            click.echo(
-                f"{', '.join(hyperparameters.flags)}: only for requests that are made up; each "
-                "line's own hyperparameters count. --overwrite-request-args puts these in their "
-                "place.",
-                err=True,
-            )
+        if files and is_first and not quiet:
+            _tell_ignored(hyperparameters, is_overwriting)
         status = _run(job, config, ranks, facts, stopper)
     except (Exception, KeyboardInterrupt) as error:
         _end(_tell(error, stopper, verbose), is_rank)
     sys.exit(status)
+
+
+def _tell_ignored(flags: Hyperparameters, is_overwriting: bool) -> None:
+    """Say which hyperparameters of the command line mean nothing for the lines of files."""
+    ignored = flags.flags_of_no_line if is_overwriting else flags.flags
+    own = (
+        "; each line's own hyperparameters count. --overwrite-request-args puts these in their "
+        "place" * (not is_overwriting)
+    )
+    if ignored:
+        click.echo(f"{', '.join(ignored)}: only for requests that are made up{own}.", err=True)
 
 
 def _request_args(flags: Hyperparameters) -> dict[str, Any]:

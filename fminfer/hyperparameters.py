@@ -25,8 +25,15 @@ class Hyperparameters:
     @property
     def flags(self) -> list[str]:
         """Return the flags that are given."""
-        given = [f.name for f in fields(self) if getattr(self, f.name) not in (None, (), False)]
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        # 0 is given, and equals False.
+        given = [name for name, v in values.items() if not (v is None or v is False or v == ())]
         return [f"--{name.replace('_', '-')}" for name in given]
+
+    @property
+    def flags_of_no_line(self) -> list[str]:
+        """Return the given flags that say nothing of a request."""
+        return [flag for flag in self.flags if flag in ("--input-seq-length", "--batch-size")]
 
     @property
     def request_fields(self) -> dict[str, Any]:

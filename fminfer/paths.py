@@ -91,9 +91,17 @@ class JobPaths:
 
     def _no_files(self) -> Plan:
         """Return the plan of a prompt's answer, which is printed."""
-        if self.paths or self.output is not None:
+        others = {
+            "the files": bool(self.paths),
+            "--output": self.output is not None,
+            "--watch": self.is_watching,
+            "--limit": self.limit is not None,
+            "--stats": self.stats is not None,
+            "--trace": self.trace is not None,
+        }
+        if given := [name for name, is_given in others.items() if is_given]:
             raise UsageError(
-                "--prompt answers one text and prints the answer; leave out the files and --output"
+                f"--prompt answers one text and prints the answer; leave out {', '.join(given)}"
             )
         return Plan([], [])
 

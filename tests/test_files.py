@@ -231,6 +231,9 @@ def test_a_prompt_is_answered_and_printed() -> None:
     assert found.exit_code == 0, found.output
     assert "south" in found.stdout and "{" not in found.stdout
     assert CliRunner().invoke(main, ["run", "--prompt", text, "a.jsonl"]).exit_code == 2
+    found = CliRunner().invoke(main, ["run", "--prompt", text, "--stats", "s", "--limit", "0"])
+    assert found.exit_code == 2, "they were parsed and meant nothing"
+    assert "leave out --limit, --stats" in found.stderr
     found = CliRunner().invoke(main, ["run", "-q", "--prompt", text, "--echo-prompt"])
     assert found.stdout.startswith(text)
     found = CliRunner().invoke(main, ["run", "-q", "--prompt", text * 200])

@@ -105,6 +105,21 @@ def test_lines_keep_their_own_hyperparameters(tmp_path: Path) -> None:
     assert records(tmp_path / "output_a.jsonl")[0]["request"]["temperature"] == 0
 
 
+def test_a_flag_of_zero_is_given() -> None:
+    """--temperature 0 was neither followed nor told of: 0 equals False."""
+    flags = Hyperparameters(temperature=0.0, top_k=0, top_k_per_token=0)
+    assert flags.flags == ["--temperature", "--top-k", "--top-k-per-token"]
+    assert Hyperparameters().flags == []
+
+
+def test_what_says_nothing_of_a_line_is_told_where_others_replace_its_own(tmp_path: Path) -> None:
+    """--batch-size beside --overwrite-request-args meant nothing, and nobody said so."""
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": [5], "max_tokens": 2}\n')
+    found = run(path, "--overwrite-request-args", "--temperature", "0", "--batch-size", "3")
+    assert "\n--batch-size: only for requests that are made up.\n" in "\n" + found.stderr
+
+
 def test_ranks_answer_made_up_requests(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fminfer", "run", *FLAGS, *BATCHES, "--world-size", "2"]
     found = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=100)
