@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 import fminfer
+from fminfer.engine.sequence import PromptState, RequestState, TokenReport
 from fminfer.kernel_build import find_compiler
 from fminfer.messages import Step, StepResult
 from fminfer.models.weights import load_model
 from fminfer.output.records import Record
+from fminfer.tokenizer import EncodedPrompt
 
 from .test_contract import Bench, ScriptedPipeline
 
@@ -111,6 +113,17 @@ def test_rows_that_give_nan_each_by_themselves_all_fail(kind: str) -> None:
     stats = bench.loop.stats
     fed = stats.num_prompt_tokens - stats.num_again_tokens + stats.num_cached_tokens
     assert fed == stats.read.num_tokens
+
+
+def test_a_row_that_lost_its_blocks_keeps_the_scores_of_its_prompt() -> None:
+    """Fed again after a spoiled prefix, it was answered without the logprobs of its prompt."""
+    reports = [TokenReport(2, -1.5, [])]
+    prompt = PromptState(
+        cast(RequestState, None), 0, EncodedPrompt([1, 2], "", []), reports=reports, again=[1, 2, 3]
+    )
+    prompt.num_fed, prompt.nan_at = 3, "generated token 1"
+    prompt.forget_results()
+    assert (prompt.num_fed, prompt.nan_at, prompt.reports) == (0, "", reports)
 
 
 def _choices(record: Record) -> Any:

@@ -132,10 +132,14 @@ class PromptState:
         self.shared_scores = []
 
     def forget_results(self) -> None:
-        """Be as before any of it was fed; lists that others share are left as they are."""
+        """Be as before any of it was fed; lists that others share are left as they are.
+
+        What was scored before it lost its blocks stays: it is not scored again.
+        """
         self.num_fed = 0
         self.nan_at = ""
-        self.reports, self.shared_scores = [], []
+        if not self.again:
+            self.reports, self.shared_scores = [], []
 
     @property
     def is_finished(self) -> bool:
