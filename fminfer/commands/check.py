@@ -13,6 +13,7 @@ import click
 
 from fminfer.config import EngineConfig
 from fminfer.errors import UsageError
+from fminfer.imports import import_transformers
 from fminfer.input.files import find_inputs
 from fminfer.ranks import RankConfig
 from fminfer.run_options import ByteSize, PathOrUrl, check_options, dtype_name
@@ -72,6 +73,7 @@ def check(
     inputs = find_inputs([file for path in (*infer_data, *paths) for file in remote.fetch(path)])
     if not inputs:
         raise UsageError("no input; give a .jsonl file, as in: fminfer check requests.jsonl")
+    import_transformers()
     from fminfer.check.checking import Check  # imports torch
     from fminfer.forecast import Layout
 
