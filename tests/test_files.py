@@ -154,6 +154,16 @@ def test_lines_that_were_looked_at_before_the_damage_are_not_lost(tmp_path: Path
     assert [line.number for line in [*sound, damaged]] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize("text", [ROWS, ROWS.replace(b"{", b"{\n")], ids=["lines", "spread"])
+def test_objects_before_damage_at_a_files_beginning_are_read(tmp_path: Path, text: bytes) -> None:
+    """The first 100 lines of a .json file, by which its layout is told, became one bad line."""
+    path = tmp_path / "a.json.gz"
+    path.write_bytes(gzip.compress(text)[:-8])  # without its checksum and length
+    sound, damaged = only(read_lines(path, 0))
+    expected = [json.loads(line) for line in ROWS.splitlines()]
+    assert [json.loads(line.raw) for line in sound] == expected and damaged.number == 6
+
+
 def test_an_array_in_a_jsonl_file_is_read_line_by_line(tmp_path: Path) -> None:
     """Behind each line of it 1,000 more were looked at: 20,000 lines took 23 s."""
     num_taken = 0

@@ -110,7 +110,7 @@ def _numbered(path: Path, chunks: Iterator[bytes]) -> Iterator[tuple[int, bytes 
 
 
 def _read_values(path: Path, chunks: Iterator[bytes]) -> Iterator[bytes | CutValue]:
-    chunks = _without_bom(chunks)
+    chunks = _Chunks(_without_bom(chunks))
     if _kind(path) != ".json":
         return split_lines(chunks)
     head = _read_until(chunks, lambda chunk: bool(chunk.strip()))
@@ -174,17 +174,34 @@ def _without_bom(chunks: Iterator[bytes]) -> Iterator[bytes]:
     yield from chunks
 
 
+class _Chunks:
+    """Chunks that are read by one after another; where they break off, each reader meets that."""
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks = chunks
+        self._damage: DamagedInputError | None = None
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self
+
+    def __next__(self) -> bytes:
+        if self._damage is not None:
+            raise self._damage
+        try:
+            return next(self._chunks)
+        except DamagedInputError as error:
+            self._damage = error
+            raise
+
+
 def _read_until(chunks: Iterator[bytes], is_last: Callable[[bytes], bool]) -> bytes:
-    """Read chunks up to the first that `is_last` holds of, or to the end."""
+    """Read chunks up to the first that `is_last` holds of, or to the end, or to damaged data."""
     parts: list[bytes] = []
-    try:
+    with contextlib.suppress(DamagedInputError):  # whoever reads on meets it
         for chunk in chunks:
             parts.append(chunk)
             if is_last(chunk):
                 break
-    except DamagedInputError as error:
-        error.rest = b"".join(parts)
-        raise
     return b"".join(parts)
 
 
