@@ -165,7 +165,9 @@ def run(
         check_times(grace_s, deadline_s)
         if deadline_s is not None:
             stopper.set_deadline(time.monotonic() + deadline_s - _elapsed_s())
-        facts = find_facts(ranks, os.environ)
+        # A pipeline's first process may be told to start ranks; the flags speak of the run's own.
+        is_first_process = find_place() is not None and not is_spawned()
+        facts = None if is_first_process else find_facts(ranks, os.environ)
         is_rank = facts is not None
         is_first = not is_spawned() and (facts is None or not facts.rank)
         if files != given and is_first and not quiet:
@@ -312,12 +314,7 @@ def _run(
     arguments = click.get_current_context().meta["arguments"]
     place = find_place()
     if place is not None:  # one of several pipelines
-        config = replace(config, num_engines=place.num_pipelines, engine_number=place.number)
-    elif facts is not None and ranks.data_group_size > 1:
-        raise UsageError(
-            f"--data-group-size starts its pipelines itself, and {facts.source} has started "
-            f"{facts.world_size} ranks; give each pipeline a run of its own, over one folder"
-        )
+        config = replace(config, num_engines=place.num_engines, engine_number=place.number)
     # Mistakes in the plan are told before anything is started or loaded; a rank's are told to all.
     plan = job.plan() if facts is None and place is None else None
     if job.trace is not None and ranks.data_group_size > 1:

@@ -15,6 +15,7 @@ from pathlib import Path
 from fminfer.errors import UsageError
 
 LISTEN_FD, PARENT = "FMINFER_LISTEN_FD", "FMINFER_PARENT"  # set by fminfer's own launcher
+PREFIX = "FMINFER_PREFIX"  # set for a rank that the run's own process starts beside others
 SECRET = "FMINFER_SECRET"  # which every rank of a run has; the launcher makes one, users may
 HOW_TO_SHARE = (
     f"Ranks on machines that share no home folder need the same {SECRET} in their environment, "
@@ -64,12 +65,6 @@ class RankConfig:
                 f"--world-size {self.world_size} is not --pipeline-group-size "
                 f"{self.pipeline_group_size or '(any)'} × --data-group-size {self.data_group_size}"
             )
-        is_apart = self.rank is not None or self.dist_url is not None or self.rendezvous is not None
-        if self.data_group_size > 1 and is_apart:
-            raise UsageError(
-                "--data-group-size starts its pipelines itself, on one machine; with ranks that "
-                "are started apart give each pipeline a run of its own, over one folder of files"
-            )
         if self.dist_url is not None and self.rendezvous is not None:
             raise UsageError("give either --dist-url or --rendezvous, not both")
         for name in ("rank_timeout_s", "join_timeout_s"):
@@ -84,10 +79,15 @@ class RankConfig:
             return self.world_size // self.data_group_size
         return self.pipeline_group_size
 
+    @property
+    def num_ranks(self) -> int | None:
+        """Ranks of all pipelines, if that is told."""
+        return None if self.size is None else self.size * self.data_group_size
+
 
 @dataclass(slots=True, frozen=True)
 class RankFacts:
-    """One rank's place, and where the ranks find each other."""
+    """One rank's place, and where the ranks find each other: of all pipelines, or of one."""
 
     rank: int | None  # None: in the order of joining
     world_size: int
@@ -101,6 +101,7 @@ class RankFacts:
     agent: str | None = None  # of torchrun: its store is at host and port, our keys under this
     is_one_machine: bool = False  # all ranks are on this one
     secret: str | None = field(default=None, repr=False)  # of the environment
+    prefix: str = ""  # of one pipeline's keys, where several share a store
 
 
 def find_facts(config: RankConfig, environ: Mapping[str, str]) -> RankFacts | None:
@@ -114,16 +115,23 @@ def find_facts(config: RankConfig, environ: Mapping[str, str]) -> RankFacts | No
 
 
 def _find_place(config: RankConfig, environ: Mapping[str, str]) -> RankFacts | None:
+    if PARENT in environ:
+        return _from_torchrun(_number(environ, "RANK"), _number(environ, "WORLD_SIZE"), environ)
     if config.rank is not None or config.dist_url is not None:
         return _by_hand(config)
     for launcher, (rank_name, size_name) in LAUNCHERS.items():
         if rank_name not in environ or _number(environ, size_name, 1) < 2:
             continue
         rank, size = _number(environ, rank_name), _number(environ, size_name)
-        if config.size not in (None, size):
+        if config.num_ranks not in (None, size):
             raise UsageError(
-                f"--world-size is {config.size}, but {launcher} started {size} ranks; leave the "
-                "flag out"
+                f"--world-size is {config.num_ranks}, but {launcher} started {size} ranks; leave "
+                "the flag out"
+            )
+        if size % config.data_group_size:
+            raise UsageError(
+                f"{launcher} started {size} ranks, which --data-group-size "
+                f"{config.data_group_size} does not divide"
             )
         if config.rendezvous is not None:
             return _by_rendezvous(config.rendezvous, rank, size, launcher)
@@ -132,9 +140,9 @@ def _find_place(config: RankConfig, environ: Mapping[str, str]) -> RankFacts | N
         host, port = _address_of_job(launcher, environ)
         return RankFacts(rank, size, host, port, holds_store=rank == 0, source=launcher)
     if config.rendezvous is not None:
-        if config.size is None:
+        if config.num_ranks is None:
             raise UsageError("--rendezvous needs --world-size: how many ranks will come")
-        return _by_rendezvous(config.rendezvous, None, config.size, "--rendezvous")
+        return _by_rendezvous(config.rendezvous, None, config.num_ranks, "--rendezvous")
     return None
 
 
@@ -147,21 +155,21 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
 
 
 def _by_hand(config: RankConfig) -> RankFacts | None:
+    size = config.num_ranks
     if config.rank is None:
-        if config.size in (None, 1):
+        if size in (None, 1):
             return None
         raise UsageError("--dist-url needs --rank: which of the ranks this is")
-    if config.size is None:
+    if size is None:
         raise UsageError("--rank needs --world-size: how many ranks there are")
-    if not 0 <= config.rank < config.size:
+    if not 0 <= config.rank < size:
         raise UsageError(
-            f"--rank is {config.rank}; with --world-size {config.size} it is from 0 to "
-            f"{config.size - 1}"
+            f"--rank is {config.rank}; with --world-size {size} it is from 0 to {size - 1}"
         )
-    if config.size == 1:
+    if size == 1:
         return None
     if config.rendezvous is not None:
-        return _by_rendezvous(config.rendezvous, config.rank, config.size, "--rank")
+        return _by_rendezvous(config.rendezvous, config.rank, size, "--rank")
     if config.dist_url is None:
         raise UsageError(
             "--rank needs --dist-url tcp://host:port (host: where rank 0 runs), or --rendezvous"
@@ -170,7 +178,7 @@ def _by_hand(config: RankConfig) -> RankFacts | None:
     if url is None:
         raise UsageError(f"--dist-url is {config.dist_url!r}; it must be tcp://host:port")
     host, port = parse_address(url[1], "--dist-url")
-    return RankFacts(config.rank, config.size, host, port, holds_store=config.rank == 0)
+    return RankFacts(config.rank, size, host, port, holds_store=config.rank == 0)
 
 
 def _by_rendezvous(where: str, rank: int | None, size: int, source: str) -> RankFacts:
@@ -198,12 +206,13 @@ def _from_torchrun(rank: int, size: int, environ: Mapping[str, str]) -> RankFact
         size,
         environ["MASTER_ADDR"],
         _number(environ, "MASTER_PORT"),
-        holds_store=rank == 0,
+        holds_store=rank == 0 and not environ.get(PREFIX),
         listen_fd=_number(environ, LISTEN_FD) if fd and rank == 0 else None,
         parent=_number(environ, PARENT) if parent else None,
         source="the launcher" if parent else "torchrun",
         agent=turn if has_agent and not parent else None,
         is_one_machine=is_one_machine("torchrun", environ),
+        prefix=environ.get(PREFIX, ""),
     )
 
 

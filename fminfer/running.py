@@ -31,12 +31,15 @@ from fminfer.output.progress import LoadingBar, write_beside_bar
 from fminfer.output.shared_files import SharedFiles
 from fminfer.output.summary import JobSummary
 from fminfer.paths import JobPaths
-from fminfer.pipeline.group import Group, status_of
+from fminfer.pipeline.group import Group
+from fminfer.pipeline.meeting import status_of
 from fminfer.pipeline.watch import Fault
 from fminfer.ranks import RankConfig, RankFacts
 from fminfer.stopping import AGAIN, Stopper
+from fminfer.team.apart import Apart
 from fminfer.team.member import serve_pipeline
 from fminfer.team.place import Place
+from fminfer.team.process import start_pipelines
 from fminfer.team.team import Team
 from fminfer.worker import Engine, serve_rank
 
@@ -75,15 +78,20 @@ def run_process(
         serve_pipeline(config, None, place)
         return None
     with stopper.listening():
+        if facts is not None and place is None and ranks.data_group_size > 1:
+            return _be_one_of_several(
+                job, plan, config, ranks, facts, stopper, elapsed_s, arguments
+            )
         if facts is not None:
             return _be_a_rank(job, plan, config, ranks, facts, stopper, elapsed_s, place)
 
+        num_pipelines = ranks.data_group_size
+
         def make_engine(checkpoint: Checkpoint, loading: LoadingBar) -> Engine | Team:
-            if ranks.data_group_size == 1:
+            if num_pipelines == 1:
                 return Engine(config, on_progress=loading)
-            layout = Layout(ranks.size or 1, ranks.data_group_size)
-            require_room_for_all(config, checkpoint, layout)
-            return Team(config, checkpoint, ranks.data_group_size, arguments, _say)
+            require_room_for_all(config, checkpoint, Layout(ranks.size or 1, num_pipelines))
+            return Team(config, checkpoint, lambda: start_pipelines(num_pipelines, arguments), _say)
 
         return _answer(job, plan or job.plan(), config, None, stopper, elapsed_s, make_engine)
 
@@ -139,6 +147,51 @@ def _be_a_rank(
         raise RuntimeError(text) from error
     finally:
         group.forget()
+
+
+def _be_one_of_several(
+    job: JobPaths,
+    plan: Plan | None,
+    config: EngineConfig,
+    ranks: RankConfig,
+    facts: RankFacts,
+    stopper: Stopper,
+    elapsed_s: Callable[[], float],
+    arguments: list[str],
+) -> JobSummary | None:
+    """Be one of the ranks of several pipelines, which were started apart."""
+
+    def prepare(rank: int) -> None:
+        nonlocal plan
+        if rank == 0:
+            plan = plan or job.plan()
+        open_model(config, has_weights=False)
+
+    apart = Apart(
+        facts,
+        ranks.data_group_size,
+        join_timeout_s=ranks.join_timeout_s,
+        rank_timeout_s=ranks.rank_timeout_s,
+        prepare=prepare,
+    )
+    config = apart.part(config, fingerprint_of(config, open_model(config)))
+
+    def make_engine(checkpoint: Checkpoint, loading: LoadingBar) -> Team:
+        return Team(config, checkpoint, lambda: apart.start_pipelines(config, arguments), _say)
+
+    if apart.rank == 0:
+        return _answer(job, plan or job.plan(), config, None, stopper, elapsed_s, make_engine)
+    stopper.leave_to_rank_0()
+    stage, place = apart.take_stage(config)
+    if stage is not None:
+        try:
+            return _be_a_rank(job, None, config, ranks, stage, stopper, elapsed_s, place)
+        except FminferError as error:
+            error.args = (f"{apart.pipeline_name}: {error}",)
+            raise
+    assert place is not None  # its pipeline has no other rank
+    serve_pipeline(config, None, place)
+    return None
 
 
 def _answer(

@@ -34,10 +34,11 @@ request fingerprint cost_store packed_experts triton_attention whole_layers remo
     output.records output.writer output.stream output.progress pipeline.meeting_folder
 engine.logit_edits synthetic output.reopening output.status pipeline.stage split.grouping \
     team.wire pipeline.rendezvous
+pipeline.meeting
 kernel_choice step_memory engine.sequence pipeline.ring pipeline.group \
     output.places output.job_file \
     storage split.manifest split.index team.process
-agreement
+agreement team.apart
 engine.prefix engine.advance engine.packing engine.equal_requests engine.planner output.summary \
     output.shared_files output.overview loading paths split.answers split.summary \
     cluster.resources cluster.submission

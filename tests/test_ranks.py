@@ -129,7 +129,7 @@ def test_rendezvous() -> None:
         ({}, {"rendezvous": "a:xx", "world_size": 2}, "'a:xx' is not host:port"),
         ({}, {"rendezvous": "a:1", "dist_url": "tcp://a:1"}, "not both"),
         ({}, {"world_size": 8, "pipeline_group_size": 4}, "is not --pipeline-group-size"),
-        ({}, {"data_group_size": 2, "rank": 0}, "starts its pipelines itself"),
+        ({}, {"data_group_size": 2, "rank": 0}, "--rank needs --world-size"),
         ({}, {"world_size": 0}, "at least 1"),
         ({}, {"join_timeout_s": 0}, "--join-timeout is 0"),
         ({"RANK": "1", "WORLD_SIZE": "4"}, {"world_size": 2}, "torchrun started 4 ranks"),

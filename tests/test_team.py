@@ -203,17 +203,9 @@ def test_numbers_that_do_not_fit_are_refused() -> None:
     for wrong in (
         {"world_size": 3, "data_group_size": 2},
         {"world_size": 4, "pipeline_group_size": 4, "data_group_size": 2},
-        {"world_size": 4, "rank": 0, "data_group_size": 2},
-        {"world_size": 4, "rendezvous": "a:1", "data_group_size": 2},
     ):
         with pytest.raises(UsageError, match="data-group-size"):
             RankConfig(**wrong)  # type: ignore[arg-type]
-
-
-def test_torchrun_and_several_pipelines_are_refused() -> None:
-    variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    status, err = finish(start(QUERIES / "n.jsonl", "--data-group-size", 2, **variables))
-    assert status == 2 and "--data-group-size starts its pipelines itself" in err
 
 
 MESSAGES = [

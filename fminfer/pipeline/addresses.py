@@ -13,6 +13,7 @@ from pathlib import Path
 
 SIOCGIFADDR = 0x8915  # Linux: an interface's address
 BACKLOG = 1024
+PROBES = 3  # unanswered, after which a machine counts as gone
 LOOPBACK = "127.0.0.1"
 
 
@@ -36,6 +37,21 @@ def listen(host: str, port: int) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+def end_when_silent(peer: socket.socket, timeout_s: float) -> None:
+    """Have the system end a connection whose other machine is silent for so long.
+
+    It answers for a process that is alive, however long that says nothing.
+    """
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    turn_s = max(1, round(timeout_s / (PROBES + 1)))
+    options = {"TCP_KEEPIDLE": turn_s, "TCP_KEEPINTVL": turn_s, "TCP_KEEPCNT": PROBES}
+    options["TCP_USER_TIMEOUT"] = max(1, round(timeout_s)) * 1000
+    for name, value in options.items():
+        if hasattr(socket, name):  # not every system has each
+            peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def is_loopback(host: str) -> bool:

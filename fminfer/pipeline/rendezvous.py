@@ -44,8 +44,8 @@ def open_store(facts: RankFacts, timeout_s: float) -> StorePlace:
                     f"rank {facts.rank} cannot listen at {host}:{port} ({error}). Is another run "
                     "using the port? Give --dist-url another"
                 ) from error
-    store = connect(host, port, secret, timeout_s)
-    return StorePlace(store, host, port, secret, timeout_s)
+    store = connect(host, port, secret, timeout_s, facts.prefix)
+    return StorePlace(store, host, port, secret, timeout_s, facts.prefix)
 
 
 def _through_agent(facts: RankFacts, prefix: str, secret: str, timeout_s: float) -> StorePlace:

@@ -36,6 +36,7 @@ class StoreHolder:
 
     def __init__(self, listener: socket.socket, secret: str) -> None:
         self._secret = secret
+        self.lines: dict[int, socket.socket] = {}  # connections that became somebody's own
         self._values: dict[bytes, bytes] = {}
         self._lock = threading.Lock()
         self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
@@ -83,6 +84,10 @@ class StoreHolder:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         while True:
             name, *parts = _receive(peer)
+            if name == b"line":
+                _send(peer, [])
+                self.lines[int(parts[0])] = socket.socket(fileno=peer.detach())
+                return
             with self._lock:
                 answer = self._operations[name](*parts) if name in self._operations else []
             _send(peer, answer)
@@ -122,14 +127,20 @@ class Store(dist.Store):
 
     It has what torch asks of a store, so that gloo and NCCL meet through it.
 
+    Args:
+        prefix: of all its keys; several groups of ranks may share one store.
+
     Raises:
         OSError, EOFError: nobody answers.
         NoStoreError: another program does.
         WrongSecretError: the holder has another secret.
     """
 
-    def __init__(self, host: str, port: int, secret: str, timeout_s: float) -> None:
+    def __init__(
+        self, host: str, port: int, secret: str, timeout_s: float, prefix: str = ""
+    ) -> None:
         super().__init__()
+        self._prefix = prefix.encode()
         self._lock = threading.Lock()
         self._socket = socket.create_connection((host, port), min(CONNECT_S, timeout_s))
         try:
@@ -142,7 +153,7 @@ class Store(dist.Store):
             raise
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._ask(b"set", key, value)
+        self._ask(b"set", self._full(key), value)
 
     def get(self, key: str) -> bytes:
         """Wait for a key's value."""
@@ -150,33 +161,35 @@ class Store(dist.Store):
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Wait for the values of all keys."""
-        while len(values := self._ask(b"get", *keys)) < len(keys):
+        names = [*map(self._full, keys)]
+        while len(values := self._ask(b"get", *names)) < len(keys):
             time.sleep(POLL_S)
         return values
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        pairs = [part for pair in zip(keys, values, strict=True) for part in pair]
+        names = map(self._full, keys)
+        pairs = [part for pair in zip(names, values, strict=True) for part in pair]
         self._ask(b"set", *pairs)
 
     def add(self, key: str, amount: int) -> int:
-        return int(self._ask(b"add", key, str(amount))[0])
+        return int(self._ask(b"add", self._full(key), str(amount))[0])
 
     def compare_set(self, key: str, expected: str | bytes, value: str | bytes) -> bytes:
         """Set a key if it has the expected value (empty: none); return the one that it has then."""
-        return self._ask(b"swap", key, expected, value)[0]
+        return self._ask(b"swap", self._full(key), expected, value)[0]
 
     def append(self, key: str, value: str | bytes) -> None:
-        self._ask(b"append", key, value)
+        self._ask(b"append", self._full(key), value)
 
     def delete_key(self, key: str) -> bool:
-        return self._ask(b"drop", key) == [b"1"]
+        return self._ask(b"drop", self._full(key)) == [b"1"]
 
     def num_keys(self) -> int:
         return int(self._ask(b"count")[0])
 
     def check(self, keys: Sequence[str]) -> bool:
         """Tell whether all keys are there."""
-        return len(self._ask(b"get", *keys)) == len(keys)
+        return len(self._ask(b"get", *map(self._full, keys))) == len(keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are there; torch may say for how long at most."""
@@ -195,6 +208,14 @@ class Store(dist.Store):
     def clone(self) -> Store:
         """Threads of torch's own may share a connection: each call takes its turn."""
         return self
+
+    def become_line(self, number: int) -> socket.socket:
+        """Make this connection a line between who holds it and the holder; the store is left."""
+        self._ask(b"line", str(number))
+        return socket.socket(fileno=self._socket.detach())
+
+    def _full(self, key: str | bytes) -> bytes:
+        return self._prefix + (key.encode() if isinstance(key, str) else key)
 
     def _ask(self, name: bytes, *parts: str | bytes) -> list[bytes]:
         texts = [part.encode() if isinstance(part, str) else bytes(part) for part in parts]

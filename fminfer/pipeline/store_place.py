@@ -28,13 +28,14 @@ class StorePlace:
     port: int
     secret: str = field(repr=False)
     timeout_s: float
+    prefix: str = ""  # of this group's keys
     holder: StoreHolder | None = None  # the store, if it is in this process
     has_all: threading.Event = field(default_factory=threading.Event)  # nobody else is to come
     on_leave: Callable[[], None] = lambda: None
 
     def connect(self) -> Store:
         """Open another connection; calls on one wait for each other."""
-        return connect(self.host, self.port, self.secret, self.timeout_s)
+        return connect(self.host, self.port, self.secret, self.timeout_s, self.prefix)
 
     @property
     def is_holder(self) -> bool:
@@ -58,15 +59,15 @@ def hold(listener: socket.socket, host: str, secret: str, timeout_s: float) -> S
             f"rank 0 cannot reach itself at {host}:{port}; give an address of the machine that it "
             "runs on"
         ) from None
-    return StorePlace(store, host, port, secret, timeout_s, holder)
+    return StorePlace(store, host, port, secret, timeout_s, holder=holder)
 
 
-def connect(host: str, port: int, secret: str, timeout_s: float) -> Store:
+def connect(host: str, port: int, secret: str, timeout_s: float, prefix: str = "") -> Store:
     """Connect to a store, which may not be there yet."""
     until_s, tell_at_s = time.monotonic() + timeout_s, time.monotonic() + TELL_AFTER_S
     while (left_s := until_s - time.monotonic()) > 0:
         try:
-            return Store(host, port, secret, left_s)
+            return Store(host, port, secret, left_s, prefix)
         except WrongSecretError as error:
             raise PipelineError(f"{host}:{port}: {error}. {HOW_TO_SHARE}") from None
         except NoStoreError:

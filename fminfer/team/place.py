@@ -10,23 +10,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-PLACE = "FMINFER_PIPELINE"  # set for a pipeline's processes: descriptor, number, how many
+PLACE = "FMINFER_PIPELINE"  # set for a pipeline's processes: the three numbers of its place
 
 
 @dataclass(slots=True, frozen=True)
 class Place:
-    """A pipeline's place among those of a run."""
+    """A pipeline's way to the run, and its place among those of this machine."""
 
     descriptor: int
     number: int
-    num_pipelines: int
+    num_engines: int
 
     def connect(self) -> Connection:
         """Return the way to the run, to which only one process of the pipeline speaks."""
         return Connection(self.descriptor)
 
     def to_text(self) -> str:
-        return f"{self.descriptor} {self.number} {self.num_pipelines}"
+        return f"{self.descriptor} {self.number} {self.num_engines}"
 
 
 def find_place(environ: Mapping[str, str] = os.environ) -> Place | None:

@@ -1,4 +1,4 @@
-"""One pipeline of several, as the run sees it: its process, and the lines that it has."""
+"""One pipeline of several, as the run sees it: the way to it, and the lines that it has."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ import os
 import socket
 import subprocess
 import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
+from types import MappingProxyType
 
 from fminfer.engine.stats import EngineStats
 from fminfer.input.lines import Line
@@ -18,22 +22,11 @@ from fminfer.team.wire import Ended, Failed, Loaded, Ready, send
 Key = tuple[int, int]  # a line's source and number
 
 
-class PipelineProcess:
-    """One pipeline's process, as the run sees it."""
+class Pipeline(ABC):
+    """What the run knows of one of its pipelines."""
 
-    def __init__(self, number: int, num_pipelines: int, arguments: list[str]) -> None:
-        self.number = number
-        ours, theirs = socket.socketpair()
-        with theirs:
-            place = Place(theirs.fileno(), number, num_pipelines)
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "fminfer", "run", *arguments],
-                env=os.environ | {PLACE: place.to_text()},
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for the run, which tells it
-            )
-        self.connection = Connection(ours.detach())
+    def __init__(self, number: int, connection: Connection) -> None:
+        self.number, self.connection = number, connection
         self.is_alive = True
         self.failure: Failed | None = None
         self.loaded: Loaded | None = None
@@ -66,6 +59,39 @@ class PipelineProcess:
         """Hang up, at which a process that has not ended ends; nothing in it is worth keeping."""
         self.connection.close()
 
+    @abstractmethod
+    def end(self, wait_s: float) -> None:
+        """Wait until it is gone, so long at most."""
+
+
+class PipelineProcess(Pipeline):
+    """A pipeline whose first process is this one's child.
+
+    Args:
+        share: which of the engines on this machine it is, and how many there are.
+        arguments: of `fminfer run`.
+        environ: variables that it has beside those of this process.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        share: tuple[int, int],
+        arguments: list[str],
+        environ: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            place = Place(theirs.fileno(), *share)
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "fminfer", "run", *arguments],
+                env={**os.environ, **environ, PLACE: place.to_text()},
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the run, which tells it
+            )
+        super().__init__(number, Connection(ours.detach()))
+
     def end(self, wait_s: float) -> None:
         """Wait for the process, and then end it in any case."""
         try:
@@ -73,3 +99,19 @@ class PipelineProcess:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+
+
+class DistantPipeline(Pipeline):
+    """A pipeline whose ranks were started apart; its first rank is at the other end."""
+
+    def end(self, wait_s: float) -> None:
+        """Wait until it hangs up."""
+        until_s = time.monotonic() + wait_s
+        with contextlib.suppress(OSError, EOFError):
+            while self.connection.poll(max(0.0, until_s - time.monotonic())):
+                self.connection.recv_bytes()
+
+
+def start_pipelines(count: int, arguments: list[str]) -> list[Pipeline]:
+    """Start so many pipelines on this machine."""
+    return [PipelineProcess(number, (number, count), arguments) for number in range(count)]

@@ -26,7 +26,7 @@ from fminfer.input.envelope import Envelope, as_text, open_envelope
 from fminfer.input.lines import Line
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.output.records import Record
-from fminfer.team.process import PipelineProcess
+from fminfer.team.process import Pipeline
 from fminfer.team.wire import (
     END,
     GO_ON,
@@ -53,7 +53,7 @@ class Team:
     `on_work` is told now and then how many tokens were fed, and how many drawn.
 
     Args:
-        arguments: of `fminfer run`, which each pipeline's process is called with.
+        start: starts the pipelines.
         say: tells the user of a pipeline that died.
 
     Raises:
@@ -64,8 +64,7 @@ class Team:
         self,
         config: EngineConfig,
         checkpoint: Checkpoint,
-        num_pipelines: int,
-        arguments: list[str],
+        start: Callable[[], list[Pipeline]],
         say: Callable[[str], None],
     ) -> None:
         self._say = say
@@ -77,9 +76,7 @@ class Team:
         self._returned: deque[Line] = deque()  # of pipelines that died
         self._grace_s: float | None = None
         self._file_digests = digest_files(checkpoint)
-        self._pipelines = [
-            PipelineProcess(i, num_pipelines, arguments) for i in range(num_pipelines)
-        ]
+        self._pipelines = start()
         try:
             self._start()
         except BaseException:
@@ -162,7 +159,7 @@ class Team:
             pipeline.close()
 
     @property
-    def _living(self) -> list[PipelineProcess]:
+    def _living(self) -> list[Pipeline]:
         return [pipeline for pipeline in self._pipelines if pipeline.is_alive]
 
     def _start(self) -> None:
@@ -247,12 +244,12 @@ class Team:
             if isinstance(report, Answered) and pipeline.finish(report.record):
                 yield report.record
 
-    def _take_stats(self, pipeline: PipelineProcess, stats: EngineStats) -> None:
+    def _take_stats(self, pipeline: Pipeline, stats: EngineStats) -> None:
         before, pipeline.stats = pipeline.stats, stats
         num_fed = stats.num_prompt_tokens - before.num_prompt_tokens
         self.on_work(num_fed, stats.num_generated_tokens - before.num_generated_tokens)
 
-    def _reports(self, timeout_s: float) -> Iterator[tuple[PipelineProcess, Report]]:
+    def _reports(self, timeout_s: float) -> Iterator[tuple[Pipeline, Report]]:
         """Yield what the pipelines say, and bury those that say no more."""
         living = [pipeline for pipeline in self._living if pipeline.ended is None]
         ready = wait([pipeline.connection for pipeline in living], timeout_s)
@@ -269,7 +266,7 @@ class Team:
             else:
                 yield pipeline, report
 
-    def _bury(self, pipeline: PipelineProcess) -> None:
+    def _bury(self, pipeline: Pipeline) -> None:
         """Give a dead pipeline's lines to the others."""
         pipeline.is_alive = False
         lines = sorted(pipeline.lines.values(), key=lambda line: (line.source, line.number))

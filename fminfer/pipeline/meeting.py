@@ -1,0 +1,183 @@
+"""Where the ranks of one run, or of one of its pipelines, come together and learn of each other.
+
+It knows processes and machines, not layers or steps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from fminfer.errors import FminferError, PipelineError, UsageError, printable
+from fminfer.pipeline.addresses import address_of, own_address
+from fminfer.pipeline.rendezvous import open_store
+from fminfer.pipeline.store_place import TELL_AFTER_S
+from fminfer.pipeline.watch import Fault, Watch
+from fminfer.ranks import RankFacts, is_spawned
+
+POLL_S = 0.05
+STAY_S = 60.0  # for ranks that come to hear why there is no run
+
+
+class Meeting:
+    """This process among others, each of which is told of what becomes of one.
+
+    Args:
+        facts: its place.
+        join_timeout_s: how long the others may take to come.
+        rank_timeout_s: how long one of them may be silent.
+        prepare: called with this process's rank before it waits for the others; what it raises
+            is told to them as well.
+
+    Raises:
+        PipelineError: a rank did not come, or two say that they are the same.
+    """
+
+    def __init__(
+        self,
+        facts: RankFacts,
+        *,
+        join_timeout_s: float,
+        rank_timeout_s: float,
+        prepare: Callable[[int], None] = lambda rank: None,
+    ) -> None:
+        deadline = time.monotonic() + join_timeout_s
+        self.world_size = facts.world_size
+        self._pipeline = facts.prefix.rstrip("/")  # its name, where there are several
+        self._place = open_store(facts, join_timeout_s)
+        self._store = self._place.store
+        self.rank = self._take_rank(facts)
+        self.watch = Watch(
+            self._place.connect(),
+            self.rank,
+            self.world_size,
+            timeout_s=rank_timeout_s,
+            parent=facts.parent,
+            on_fault=self.die,
+        )
+        try:
+            self._prepare(prepare)
+            self._meet(deadline, join_timeout_s)
+        except BaseException as error:
+            self.forget()
+            if isinstance(error, Exception):
+                is_told = isinstance(error, FminferError)
+                text = str(error) if is_told else f"rank {self.rank} failed: {error}"
+                self.watch.warn(Fault(text, status_of(error)))
+            raise
+
+    def _prepare(self, prepare: Callable[[int], None]) -> None:
+        """Do what needs no other rank; what is wrong with it is said now, and to all who come."""
+        try:
+            prepare(self.rank)
+        except FminferError as error:
+            if is_spawned() or not self._place.is_holder:
+                raise
+            fault = Fault(str(error), status_of(error))
+            print(f"Error: {printable(fault.text)}", file=sys.stderr, flush=True)
+            self.watch.report(fault)
+            until_s = time.monotonic() + STAY_S
+            while time.monotonic() < until_s and not self._have_claimed_all():
+                time.sleep(POLL_S)
+            self.watch.warn(fault)  # which gives the last one time to hear it
+            self.forget()
+            os._exit(fault.status)
+
+    def _have_claimed_all(self) -> bool:
+        return bool(self._store.check([f"claim/{rank}" for rank in range(self.world_size)]))
+
+    def _meet(self, deadline: float, join_timeout_s: float) -> None:
+        """Wait for the others, and learn on which machine each is."""
+        address = address_of(self._place.host)
+        self._where = {
+            "host": socket.gethostname(),
+            "store": address,  # as this rank reaches it
+            "own": address if self._place.is_holder else own_address(address),
+        }
+        self._set("joined", self._where)
+        self._await_all(deadline, join_timeout_s)
+        self._joined: list[dict[str, str]] = self.gather("joined")
+        self.local_rank = self.local_ranks.index(self.rank)
+        self.local_size = len(self.local_ranks)
+        self.watch.all_joined.set()
+
+    @property
+    def local_ranks(self) -> list[int]:
+        """Return the ranks of this machine."""
+        host = self._where["host"]
+        return [rank for rank, where in enumerate(self._joined) if where["host"] == host]
+
+    def gather(self, name: str, value: object = None) -> list[Any]:
+        """Publish this rank's value and wait for every rank's, in rank order.
+
+        Args:
+            value: JSON; None: it is published already.
+        """
+        if value is not None:
+            self._set(name, value)
+        keys = [f"{name}/{rank}" for rank in range(self.world_size)]
+        return [json.loads(value) for value in self._store.multi_get(keys)]
+
+    def _set(self, name: str, value: object) -> None:
+        self._store.set(f"{name}/{self.rank}", json.dumps(value))
+
+    def forget(self) -> None:
+        """Take this run's address away, so that no other run finds it."""
+        self._place.leave()
+
+    def _take_rank(self, facts: RankFacts) -> int:
+        known = int(self._store.compare_set("world_size", "", str(self.world_size)))
+        if known != self.world_size:
+            raise PipelineError(
+                f"this rank was started with --world-size {self.world_size}, another with {known}"
+            )
+        rank = facts.rank
+        if rank is None:
+            rank = 0 if self._place.is_holder else self._store.add("order", 1)
+        if rank >= self.world_size:
+            raise PipelineError(
+                f"{self.world_size} ranks have joined already (--world-size); this one is too many"
+            )
+        if self._store.add(f"claim/{rank}", 1) > 1:
+            raise PipelineError(f"another process is rank {rank} already; give each its own --rank")
+        return rank
+
+    def _await_all(self, deadline: float, shown_s: float) -> None:
+        tell_at, is_told = time.monotonic() + TELL_AFTER_S, is_spawned() and self.rank > 0
+        while missing := [r for r in range(self.world_size) if not self._has_joined(r)]:
+            if time.monotonic() > deadline:
+                raise PipelineError(
+                    f"rank {', '.join(map(str, missing))} did not come within {shown_s:g} s "
+                    f"(--join-timeout); {self.world_size - len(missing)} of {self.world_size} "
+                    "ranks are here"
+                )
+            if time.monotonic() > tell_at and not is_told:
+                names = ", ".join(map(str, missing))
+                print(f"Waiting for rank {names} …", file=sys.stderr, flush=True)
+                is_told = True
+            time.sleep(POLL_S)
+        self._place.has_all.set()
+
+    def _has_joined(self, rank: int) -> bool:
+        return bool(self._store.check([f"joined/{rank}"]))
+
+    def die(self, fault: Fault) -> None:
+        """End this rank at once: its threads wait for messages that will not come."""
+        # One voice is enough: rank 0's under the launcher, and that of the rank to blame.
+        is_own = fault.text.startswith((f"rank {self.rank} failed", f"rank {self.rank}:"))
+        is_of_0 = fault.text.startswith("rank 0 ") and not fault.text.startswith("rank 0 failed")
+        if self.rank == 0 or is_own or is_of_0 or not is_spawned():
+            name = f"{self._pipeline}: " if self._pipeline else ""
+            print(f"Error: {name}{printable(fault.text)}", file=sys.stderr, flush=True)
+        self.forget()
+        os._exit(fault.status)
+
+
+def status_of(error: BaseException) -> int:
+    """Return the exit status that an error ends a run with."""
+    return 2 if isinstance(error, UsageError) else 1

@@ -1,0 +1,160 @@
+"""Ranks of several pipelines that were started apart: they meet once, then each takes its part.
+
+Rank r is stage r % S of pipeline r // S, where S is how many stages a pipeline has. Rank 0 runs the
+job and starts its own stage as a process; the first rank of each other pipeline has a line to it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing.connection import Connection
+
+from fminfer.config import EngineConfig
+from fminfer.errors import FminferError, PipelineError, UsageError
+from fminfer.pipeline.addresses import end_when_silent
+from fminfer.pipeline.meeting import POLL_S, Meeting, status_of
+from fminfer.pipeline.watch import Fault
+from fminfer.ranks import PARENT, PREFIX, SECRET, RankFacts
+from fminfer.team.place import Place
+from fminfer.team.process import DistantPipeline, Pipeline, PipelineProcess
+
+
+class Apart(Meeting):
+    """The meeting of all ranks, and this one's part.
+
+    Args:
+        facts: its place among all ranks.
+        num_pipelines: to which they belong, in their order.
+
+    Raises:
+        PipelineError: a rank did not come.
+    """
+
+    def __init__(
+        self,
+        facts: RankFacts,
+        num_pipelines: int,
+        *,
+        join_timeout_s: float,
+        rank_timeout_s: float,
+        prepare: Callable[[int], None],
+    ) -> None:
+        super().__init__(
+            facts, join_timeout_s=join_timeout_s, rank_timeout_s=rank_timeout_s, prepare=prepare
+        )
+        self._num_pipelines = num_pipelines
+        self._num_stages = facts.world_size // num_pipelines
+        self._join_timeout_s, self._rank_timeout_s = join_timeout_s, rank_timeout_s
+        self._number, self._stage = divmod(self.rank, self._num_stages)
+        # Of this pipeline's own meeting, which is in the same store.
+        self._facts = RankFacts(
+            self._stage,
+            self._num_stages,
+            self._place.host,
+            self._place.port,
+            source=facts.source,
+            secret=self._place.secret,
+            prefix=f"{self.pipeline_name}/",
+        )
+
+    @property
+    def pipeline_name(self) -> str:
+        """Return what messages call this rank's pipeline, whose ranks they count from 0."""
+        return f"pipeline {self._number}"
+
+    def part(self, config: EngineConfig, fingerprint: dict[str, str]) -> EngineConfig:
+        """Return the options of this rank's pipeline, once all ranks have the same run.
+
+        From then on each pipeline watches over its own ranks: one that dies costs no other.
+
+        Args:
+            fingerprint: what answers depend on.
+        """
+        theirs = self.gather("fingerprint", fingerprint)[0]
+        try:
+            self._compare(fingerprint, theirs)
+            numbers = self._pipelines_here()
+        except FminferError as error:
+            self.die(self.watch.report(Fault(str(error), status_of(error))))
+        self.gather("agreed", True)
+        self.watch.stop()
+        self.forget()
+        index = numbers.index(self._number)
+        return replace(config, num_engines=len(numbers), engine_number=index)
+
+    def start_pipelines(self, config: EngineConfig, arguments: list[str]) -> list[Pipeline]:
+        """Start rank 0's own stage, and wait for the lines of the other pipelines.
+
+        Raises:
+            PipelineError: one did not come.
+        """
+        place = (config.engine_number, config.num_engines)
+        first = PipelineProcess(0, place, arguments, self._environ())
+        try:
+            return [first, *map(self._await_line, range(1, self._num_pipelines))]
+        except BaseException:
+            first.close()
+            first.end(0)
+            raise
+
+    def take_stage(self, config: EngineConfig) -> tuple[RankFacts | None, Place | None]:
+        """Return another rank's place in its pipeline, and its line to rank 0 if it has one."""
+        facts = self._facts if self._num_stages > 1 else None
+        if self._stage > 0:
+            return facts, None
+        peer = self._place.connect().become_line(self._number)
+        end_when_silent(peer, self._rank_timeout_s)
+        return facts, Place(peer.detach(), config.engine_number, config.num_engines)
+
+    def _compare(self, mine: dict[str, str], theirs: dict[str, str]) -> None:
+        names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
+        if names:
+            name = names[0]
+            raise PipelineError(
+                f"{name} is {mine.get(name)} on rank {self.rank} and {theirs.get(name)} on rank 0; "
+                "start every rank with the same model and options"
+            )
+
+    def _pipelines_here(self) -> list[int]:
+        """Return the pipelines that have ranks on this machine, which they share evenly."""
+        counts = Counter(rank // self._num_stages for rank in self.local_ranks)
+        if len(set(counts.values())) > 1:
+            told = ", ".join(f"pipeline {n} has {count}" for n, count in sorted(counts.items()))
+            raise UsageError(
+                f"of the ranks on {self._where['host']}, {told}; start as many of each there, for "
+                f"they share its cores and GPUs evenly (rank r is of pipeline r // "
+                f"{self._num_stages})"
+            )
+        return sorted(counts)
+
+    def _environ(self) -> dict[str, str]:
+        """Return what makes a process of ours stage 0 of pipeline 0."""
+        if self._num_stages == 1:
+            return {}
+        return {
+            PARENT: str(os.getpid()),
+            PREFIX: self._facts.prefix,
+            SECRET: self._place.secret,
+            "RANK": "0",
+            "WORLD_SIZE": str(self._num_stages),
+            "MASTER_ADDR": self._place.host,
+            "MASTER_PORT": str(self._place.port),
+        }
+
+    def _await_line(self, number: int) -> DistantPipeline:
+        assert self._place.holder is not None
+        until_s = time.monotonic() + self._join_timeout_s
+        while number not in self._place.holder.lines:
+            if time.monotonic() > until_s:
+                raise PipelineError(
+                    f"rank {number * self._num_stages}, the first of pipeline {number}, did not "
+                    f"connect within {self._join_timeout_s:g} s (--join-timeout)"
+                )
+            time.sleep(POLL_S)
+        peer = self._place.holder.lines.pop(number)
+        end_when_silent(peer, self._rank_timeout_s)
+        return DistantPipeline(number, Connection(peer.detach()))
