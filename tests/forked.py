@@ -48,6 +48,10 @@ class Forked:
         out, err = (path.read_text() for path in self._said)
         return out, err
 
+    def said(self) -> str:
+        """Return what stands on stderr so far."""
+        return self._said[1].read_text() if self._said[1].exists() else ""
+
     def send_signal(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
 

@@ -241,9 +241,12 @@ def test_a_wrong_model_is_told_before_the_others_come(tmp_path: Path) -> None:
     shared = [QUERIES / "plain.jsonl", "--output", tmp_path, "--world-size", 2]
     shared += ["--dist-url", f"tcp://127.0.0.1:{free_port()}", "--model-name", tmp_path / "none"]
     first = start(*shared, "--rank", 0)
-    assert first.stderr is not None
-    said = first.stderr.readline()  # while it stays, so that others hear it
-    assert said.startswith("Error: ") and str(tmp_path / "none") in said
+    deadline = time.monotonic() + 60
+    while not first.said().endswith("\n"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert first.said().startswith("Error: ") and str(tmp_path / "none") in first.said()
+    assert first.poll() is None, "it stays, so that others hear it"
     for status, err in finish(first, start(*shared, "--rank", 1, "--join-timeout", 60)):
         assert status == 1 and err.count("Error: ") <= 1, err
 
