@@ -18,7 +18,7 @@ from fminfer.control_groups import group_folders
 # the figures. Its own default is 300,000 times, or for ever under OMP_WAIT_POLICY=active. While a
 # thread spins, the one that it waits for may stand in line for the same core.
 SPINS = 10_000
-OFTEN_PER_S = 50.0  # preemptions a second, above which other work is worth a word
+OFTEN_PER_S = 100.0  # preemptions a second, above which other work is worth a word
 LEAST_S = 2.0  # a shorter run tells nothing
 
 
