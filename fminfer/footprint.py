@@ -40,6 +40,7 @@ class Footprint:
     libraries: int  # Python, torch and transformers; on a GPU its context and reserve
     weights: int  # with the files that are mapped
     held_weights: int  # the least of it that stays: mapped files can be dropped and read again
+    mapped: int  # what of it is in files that are mapped, which leave memory to others
     work: int  # of a step
     kv_token: int  # a token's keys and values
 
@@ -95,7 +96,8 @@ def measure_footprint(
     is_mapped = on_cpu and checkpoint.folder is not None and checkpoint.config.dtype == dtype
     twice = packable if is_mapped else [w for w in packable if _is_tied(model, w)]
     weights = size + sum(weight.numel() for weight in twice) * dtype.itemsize
-    held = weights - size if is_mapped else weights
+    mapped = size if is_mapped else 0
+    held = weights - mapped
     weights += len(packable) * HOLE_BYTES.get(dtype, 0)
     num_products = sum(len(weight) for weight in packable if weight.dim() == 3)
     weights += num_products * EXPERT_HOLE_BYTES.get(dtype, 0)
@@ -105,6 +107,7 @@ def measure_footprint(
         own_bytes() + RUN_BYTES if on_cpu else GPU_CONTEXT + GPU_RESERVE,
         weights,
         held,
+        mapped,
         step_bytes(config, checkpoint, model, device, dtype, part),
         kv_token_bytes(checkpoint, part, dtype),
     )

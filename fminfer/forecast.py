@@ -161,14 +161,15 @@ def _count_kv_tokens(
 ) -> int:
     """Return the tokens of a pipeline's KV cache, in whole blocks.
 
-    An automatic budget goes by the memory that is free, less what is to be loaded.
+    An automatic budget goes by the memory that is free, less what is to be loaded. The system
+    counts mapped files as free.
     """
     size = config.block_size
     if config.budget is not None:
         return -(-config.budget // size) * size
     most = most_kv_tokens(config, checkpoint, device)
     if shares_memory(layout, device.type):
-        taken = sum(f.weights + f.libraries for f in footprints)
+        taken = sum(f.weights - f.mapped + f.libraries for f in footprints)
         left = room // layout.num_pipelines - taken
         each, work = sum(f.kv_token for f in footprints), sum(f.work for f in footprints)
         tokens = [auto_budget(each, most, left, work, device.type)]
@@ -179,7 +180,7 @@ def _count_kv_tokens(
             auto_budget(
                 f.kv_token,
                 most,
-                free - f.weights - f.libraries * (device.type == "cpu"),
+                free - f.weights + f.mapped - f.libraries * (device.type == "cpu"),
                 f.work,
                 device.type,
             )

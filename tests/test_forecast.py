@@ -21,6 +21,7 @@ from fminfer.forecast import Layout, make_forecast, require_room, require_room_f
 from fminfer.loading import open_model
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.pipeline.group import Group
+from fminfer.step_memory import auto_budget
 
 CPU = torch.device("cpu")
 SMALL = EngineConfig(random_init="llama-160m", dtype="float32", attention="eager", device="cpu")
@@ -126,6 +127,25 @@ def test_mapped_files_can_be_dropped(
     assert "read from the disk again at each step" in require_room(config, checkpoint)
     let_be_free(monkeypatch, found.weights, swap=GIB)
     assert require_room(config, checkpoint) == ""
+
+
+def test_mapped_files_leave_room_for_the_cache(
+    llama_checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`check` called lines out_of_memory that a run answers: it measures what is free once it has
+    loaded, and the system counts mapped files as free."""
+    config = EngineConfig(model=str(llama_checkpoint[0]), dtype="float16", device="cpu")
+    checkpoint = open_model(config)
+    checkpoint.config.dtype = torch.float16
+    (found,) = measure_footprints(config, checkpoint, 1, CPU, torch.float16)
+    assert found.mapped == found.weights > 0
+    free = found.weights - (1 << 10) + RUN_BYTES
+    let_be_free(monkeypatch, free)
+    monkeypatch.setattr(forecast, "own_bytes", lambda: found.libraries - RUN_BYTES)
+    monkeypatch.setattr("fminfer.footprint.own_bytes", lambda: found.libraries - RUN_BYTES)
+    num_tokens = make_forecast(config, checkpoint, Layout()).num_kv_tokens
+    of_run = auto_budget(found.kv_token, 1 << 30, free - RUN_BYTES, found.work, "cpu")
+    assert num_tokens == -(-of_run // 32) * 32 > 32
 
 
 @dataclass
