@@ -57,9 +57,11 @@ def _find_top(logits: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.T
 
     torch's topk has no fixed order of equals, nor does it say which of them it leaves out.
     """
-    best, ids = logits.topk(num_top, -1)
+    # One more than is asked for tells whether an equal is left out.
+    best, ids = logits.topk(min(num_top + 1, logits.shape[-1]), -1)
+    is_cut = (best[:, num_top - 1 : num_top] == best[:, num_top:]).any(-1)
+    best, ids = best[:, :num_top], ids[:, :num_top]
     last = best[:, -1:]
-    is_cut = (logits == last).sum(-1) > (best == last).sum(-1)  # some equals are left out
     for row in is_cut.nonzero()[:, 0].tolist():
         equal = (logits[row] == last[row]).nonzero()[:, 0]
         num_above = int((best[row] > last[row]).sum())
