@@ -47,8 +47,8 @@ def serve_pipeline(config: EngineConfig, group: Group | None, place: Place) -> N
     connection = place.connect()
     try:
         Member(config, group, connection).serve()
-    except EOFError:
-        os._exit(1)  # the run is gone
+    except (EOFError, ConnectionError, TimeoutError):
+        os._exit(1)  # the run is gone, or the network to it
     except Exception as error:
         is_plain = isinstance(error, FminferError)
         text = str(error) if is_plain else f"{type(error).__name__}: {error}"
