@@ -86,7 +86,6 @@ class EngineConfig:
             "max_layers",
             "max_steps",
             "threads",
-            "max_model_len",
         ):
             value = getattr(self, field)
             if value is not None and value < 1:

@@ -9,7 +9,6 @@ from fminfer.check.lines import LineCounts
 from fminfer.forecast import Forecast, show_bytes
 from fminfer.output.progress import show_seconds
 
-COLUMNS = ("rank", "layers", "libraries", "weights", "work", "KV cache", "together")
 MAX_SHOWN = 1000  # characters of the first prompt
 
 
