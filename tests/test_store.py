@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -218,6 +219,31 @@ def test_ranks_elsewhere_have_it_listen_on_the_network(
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     place.leave()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_holder_that_answers_between_two_looks_at_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank elsewhere looked twice: the loopback first, the network's address then, and so it
+    took the file for one that leads nowhere and opened a store of its own."""
+    near = {"lo": "127.0.0.1", "eth0": "127.0.0.9"}
+    monkeypatch.setattr(meeting_folder, "interfaces", lambda: near)
+    monkeypatch.setattr(meeting_folder, "is_loopback", lambda host: host == "127.0.0.1")
+    place = open_store(RankFacts(None, 2, folder=tmp_path), 20)
+    monkeypatch.setattr(meeting_folder, "machine_id", lambda: "another machine")
+    (file,), join = tmp_path.glob("*.json"), meeting_folder._join
+
+    def join_slowly(*given: Any) -> Any:
+        found = join(*given)
+        file.with_suffix(".away").touch()
+        while "127.0.0.9" not in file.read_text():
+            time.sleep(0.01)
+        return found
+
+    monkeypatch.setattr(meeting_folder, "_join", join_slowly)
+    far = open_store(RankFacts(None, 2, folder=tmp_path), 20)
+    assert not far.is_holder and far.host == "127.0.0.9"
+    place.leave()
 
 
 def test_the_secret_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

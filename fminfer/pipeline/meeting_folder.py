@@ -43,10 +43,11 @@ def meet_in_folder(
     while time.monotonic() < until_s:
         files = sorted(folder.glob(FILES))
         if files and rank != 0:
-            place = _join(files[-1], secret, timeout_s)
+            fields = _read(files[-1], secret)  # once: its holder may write another meanwhile
+            place = _join(files[-1], fields, secret, timeout_s)
             if place is not None:
                 return place
-            if _is_asked(files[-1], secret, asked_s):
+            if _is_asked(files[-1], fields, asked_s):
                 time.sleep(AWAY_POLL_S)
                 continue
         if rank in (0, None):
@@ -74,9 +75,10 @@ def _read(file: Path, secret: str | None) -> dict[str, object]:
     return fields if is_whole else {}
 
 
-def _join(file: Path, secret: str | None, timeout_s: float) -> StorePlace | None:
+def _join(
+    file: Path, fields: dict[str, object], secret: str | None, timeout_s: float
+) -> StorePlace | None:
     """Connect to the store whose address a file holds; None: it leads nowhere."""
-    fields = _read(file, secret)
     hosts, port, is_near = fields.get("hosts"), fields.get("port"), _is_near(fields)
     assert isinstance(hosts, list | None) and isinstance(port, int | None)
     used = secret or str(fields.get("secret", ""))
@@ -99,9 +101,8 @@ def _is_near(fields: dict[str, object]) -> bool:
     return fields.get("machine") == machine_id()
 
 
-def _is_asked(file: Path, secret: str | None, asked_s: dict[Path, float]) -> bool:
+def _is_asked(file: Path, fields: dict[str, object], asked_s: dict[Path, float]) -> bool:
     """Ask a holder on another machine to listen there; False: no use, or it had time enough."""
-    fields = _read(file, secret)
     if not fields or _is_near(fields) or fields["hosts"] != [LOOPBACK]:
         return False
     if file not in asked_s:
