@@ -201,6 +201,7 @@ def _find_shortage(
     """Say what does not fit; on this machine only what is sure not to."""
     weights = f"weights in {_name_of(dtype)}"
     if shares_memory(layout, device_type):
+        libraries = layout.num_pipelines * sum(f.libraries for f in footprints)
         each = sum(_least_bytes(config, f, device_type) + f.libraries for f in footprints)
         need = layout.num_pipelines * each
         room += free_swap_bytes()
@@ -208,8 +209,9 @@ def _find_shortage(
             return ""
         who = "its run" if need == each else f"{layout.num_pipelines} pipelines of it"
         return (
-            f"{checkpoint.name} does not fit: {who} would take {show_bytes(need)}, nearly all for "
-            f"{weights}, and {show_bytes(room)} are free. {_remedy(dtype, device_type)}"
+            f"{checkpoint.name} does not fit: {who} would take {show_bytes(need)} "
+            f"({show_bytes(libraries)} for Python and its libraries, the rest for {weights} and a "
+            f"block of KV cache), and {show_bytes(room)} are free. {_remedy(dtype, device_type)}"
         )
     is_planned = layout.device_bytes is not None
     needs = [
