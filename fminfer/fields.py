@@ -36,7 +36,9 @@ class FieldReader:
             return None
         if not is_integral(value):
             raise wrong_type(name, value, "an integer or null")
-        if not low <= value <= high:
+        # The parser rounds integers beyond 64 bits: one just below -2^63 becomes the float -2^63.
+        is_rounded = isinstance(value, float) and value == -INT64
+        if is_rounded or not low <= value <= high:
             raise out_of_range(name, value, _broken_limit(value, low, high))
         return int(value)
 
@@ -110,7 +112,7 @@ def _broken_limit(value: float, low: int, high: int) -> str:
     """Name both limits, or of a 64-bit range the one that a value breaks."""
     if high < INT64 - 1:
         return f"from {low} to {high}"
-    return f"at least {low}" if value < low else f"at most {high}"
+    return f"at least {low}" if value <= low else f"at most {high}"
 
 
 def is_integral(value: object) -> bool:

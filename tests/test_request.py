@@ -157,14 +157,16 @@ def test_neutral_values_of_what_is_not_supported_pass(name: str, neutral: object
     [
         ({"seed": 2**63}, "at most 9223372036854775807"),
         ({"seed": -(2**64)}, "at least -9223372036854775808"),
+        ({"seed": -(2**63) - 1}, "at least -9223372036854775808"),
         ({"max_tokens": 2**64 + 1}, "at most 9223372036854775807"),
         ({"max_tokens": -1}, "at least 0"),
         ({"n": 129}, "from 1 to 128"),
     ],
 )
 def test_a_number_is_told_the_limit_that_it_breaks(fields: dict[str, object], limit: str) -> None:
-    """A seed of 2^63 was told that it must be at least -2^63."""
+    """A seed of 2^63 was told that it must be at least -2^63; -2^63 - 1 passed for -2^63."""
     assert limit in refused({"prompt": "x"} | fields).message
+    assert params(seed=-(2**63)).seed == -(2**63)
 
 
 def test_the_same_token_biased_twice_is_refused() -> None:
