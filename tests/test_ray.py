@@ -22,7 +22,7 @@ from click.testing import CliRunner
 
 from fminfer.cli import main
 from fminfer.errors import UsageError
-from fminfer.integrations.ray import Answer, answer, read_lines
+from fminfer.integrations.ray import Answer, _read_files, answer, read_lines
 
 REPO = Path(__file__).parent.parent
 PROMPT = "Question: How do you go from the bathroom to the office?\nAnswer:"
@@ -165,6 +165,20 @@ def test_a_row_that_is_no_request_costs_itself_only(stage: Answer) -> None:
     assert "date" in found[2]["error"]["message"] and found[2]["line"] == 3
     (found[1],) = answered(stage, [{"line": b'{"prompt": "\xff"}'}])
     assert found[1]["error"]["code"] == "invalid_utf8"
+
+
+def test_a_line_that_is_too_long_is_out_of_range_as_in_a_run(
+    stage: Answer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its code was invalid_json; a row whose own line was as long was parsed and answered."""
+    monkeypatch.setattr("fminfer.input.pieces.MAX_VALUE_BYTES", 500)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "A" * 600, "max_tokens": 1}) + "\n")
+    (table,) = _read_files(pyarrow.table({"path": [str(tmp_path / "a.jsonl")]}))
+    for batch in (table, pyarrow.table({"line": [(tmp_path / "a.jsonl").read_bytes().strip()]})):
+        (row,) = stage(batch).to_pylist()
+        error = json.loads(row["record"])["error"]
+        assert error["code"] == "out_of_range"
+        assert "631 bytes, and at most 500 are read" in error["message"]
 
 
 def test_what_is_wrong_is_told_before_actors_start(stage: Answer, tmp_path: Path) -> None:

@@ -50,3 +50,10 @@ class ValueBytes:
         head, num_bytes = self.head, self._num_bytes
         self._parts, self._num_bytes = [], 0
         return head if num_bytes <= MAX_VALUE_BYTES else CutValue(head, num_bytes)
+
+
+def cut_if_long(value: bytes) -> bytes | CutValue:
+    """Return a value that is there as a whole, or its beginning if it is longer than allowed."""
+    gathered = ValueBytes()
+    gathered.add(value)
+    return gathered.take()

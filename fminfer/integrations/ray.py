@@ -38,6 +38,7 @@ from fminfer.input.envelope import open_envelope
 from fminfer.input.files import find_inputs
 from fminfer.input.lines import Line
 from fminfer.input.lines import read_lines as read_file
+from fminfer.input.pieces import CutValue, cut_if_long
 from fminfer.input.streams import STDIN
 from fminfer.output.names import beside
 from fminfer.output.writer import ORDERED, errors_path
@@ -51,6 +52,7 @@ LINES = pyarrow.schema(
         "number": pyarrow.int64(),
         "line": pyarrow.large_binary(),
         "damage": pyarrow.string(),
+        "is_cut": pyarrow.bool_(),
         "num_equal": pyarrow.int64(),
     }
 )
@@ -60,9 +62,10 @@ def read_lines(*paths: str | Path) -> ray.data.Dataset:
     """Read files and folders as `fminfer run` does: a row a line, blank ones left out.
 
     They must be where every machine of the cluster sees them. Rows are `path`, `number` of the
-    line in its file, the `line` itself, `damage` where it cannot be read, and `num_equal`,
-    the number of equal requests before it in its file. So answers are those of `fminfer run`,
-    sampled ones too; only that the custom_ids of a Batch file are not compared.
+    line in its file, the `line` itself, `damage` where it cannot be read, `is_cut` if it is too
+    long and `line` is its beginning, and `num_equal`, the number of equal requests before it in
+    its file. So answers are those of `fminfer run`, sampled ones too; only that the custom_ids of
+    a Batch file are not compared.
 
     Raises:
         UsageError: a path that does not exist or has another ending; stdin.
@@ -197,14 +200,25 @@ def _to_line(row: dict[str, Any], place: int) -> Line:
     if isinstance(line, str | bytes):
         raw = line.encode() if isinstance(line, str) else line
         number = _number(row.get("number"), row_id + 1)
-        return Line(0, number, raw, row.get("damage") or "", _number(row.get("num_equal"), number))
+        num_equal, damage = _number(row.get("num_equal"), number), row.get("damage") or ""
+        if row.get("is_cut") is True:
+            return Line(0, number, raw, num_equal=num_equal, fault=damage, is_cut=True)
+        return _whole_line(raw, number, num_equal, damage)
     number = _number(row.pop("number", None), row_id + 1)
     try:
-        return Line(0, number, json.dumps(_plain(row)).encode(), num_equal=number)
+        return _whole_line(json.dumps(_plain(row)).encode(), number, number)
     except (TypeError, ValueError, RecursionError) as error:
         shown = repr(row).encode(errors="replace")
         damage = f"the row is no JSON: {error}. Give its columns types that JSON has"
         return Line(0, number, shown, damage, number)
+
+
+def _whole_line(raw: bytes, number: int, num_equal: int, damage: str = "") -> Line:
+    """Return a line, cut if it is longer than a line of a file may be."""
+    held = cut_if_long(raw)
+    if isinstance(held, CutValue):
+        return Line(0, number, held.head, num_equal=num_equal, fault=held.fault, is_cut=True)
+    return Line(0, number, held, damage, num_equal)
 
 
 def _number(value: Any, default: int) -> int:
@@ -227,7 +241,8 @@ def _read_files(batch: pyarrow.Table) -> Iterator[pyarrow.Table]:
         for line in read_file(Path(path), 0):
             envelope = open_envelope(line)
             num_equal = 0 if envelope.error is not None else seen.add(digest(envelope.request))
-            rows.append((path, line.number, line.raw, line.damage or line.fault, num_equal))
+            damage = line.damage or line.fault
+            rows.append((path, line.number, line.raw, damage, line.is_cut, num_equal))
             if len(rows) == WINDOW:
                 yield _to_table(rows)
                 rows = []
