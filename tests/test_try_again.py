@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import time
 from pathlib import Path
@@ -22,7 +23,8 @@ from fminfer.output.journal import journal_path
 from fminfer.output.overview import look_over
 from fminfer.output.places import Plan
 from fminfer.output.records import Record
-from fminfer.output.status import read_status
+from fminfer.output.reopening import is_retryable
+from fminfer.output.status import read_status, status_path
 from fminfer.output.writer import errors_path
 
 from .conftest import run_files
@@ -192,6 +194,44 @@ def test_an_output_that_was_changed_is_refused(kind: str, tmp_path: Path) -> Non
     ]
     errors_path(output).unlink()
     assert open_one(source, output).is_finished
+
+
+@pytest.mark.parametrize("kind", ["answer", "error", "retryable"])
+def test_what_was_edited_since_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+    """An edit inside an answer was kept as if the model had said it.
+
+    Where every retryable error was taken out, the output counted as finished: those rows were lost.
+    """
+    source, output = write_input(tmp_path / "a")
+    answer(open_one(source, output), FAULTS | LASTING)
+    errors = errors_path(output)
+    before = read(output)
+    if kind == "answer":
+        output.write_bytes(before[0].replace(b'"said":1', b'"said":9'))
+    elif kind == "error":
+        errors.write_bytes(before[1].replace(b"it failed", b"it worked"))
+    else:
+        kept = [line for line in before[1].splitlines(keepends=True) if not is_retryable(line)]
+        errors.write_bytes(b"".join(kept))
+    edited = output if kind == "answer" else errors
+    with pytest.raises(
+        UsageError, match=rf"{re.escape(str(edited))} is not as it was written .*--restart"
+    ):
+        open_one(source, output)
+    assert not journal_path(output).exists()
+    output.write_bytes(before[0])
+    errors.write_bytes(before[1])
+    assert not open_one(source, output).is_finished, "it is as it was"
+
+
+def test_a_status_of_an_older_version_knows_no_digests(tmp_path: Path) -> None:
+    source, output = write_input(tmp_path / "a")
+    answer(open_one(source, output), FAULTS | LASTING)
+    status = json.loads(status_path(output).read_text())
+    del status["fminfer"]["written"]
+    status_path(output).write_text(json.dumps(status))
+    output.write_bytes(output.read_bytes().replace(b'"said":1', b'"said":9'))
+    assert open_one(source, output).num_kept_rows == 4
 
 
 def test_runs_over_one_folder_try_them_once_each(tmp_path: Path) -> None:

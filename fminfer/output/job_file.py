@@ -26,7 +26,14 @@ from fminfer.output.journal import (
 from fminfer.output.records import Record
 from fminfer.output.reopening import has_retryable, reopen
 from fminfer.output.rows import Row
-from fminfer.output.status import Counts, StatusFile, has_ended_before, limit_of, read_status
+from fminfer.output.status import (
+    Counts,
+    StatusFile,
+    has_ended_before,
+    limit_of,
+    read_status,
+    seals_of,
+)
 from fminfer.output.stream import OrderedStream
 from fminfer.output.writer import put_in_order
 
@@ -115,7 +122,7 @@ class JournaledInput:
         limit: int | None = None,
     ) -> None:
         self._limit = limit
-        self._limit_before: int | None = None  # of the run that completed the output
+        self._before: dict[str, Any] = {}  # the status of the run that completed the output
         self.path, self.source, self.output = path, source, output
         self._started_s = started_s
         self._is_to_reopen = False  # it is complete, and has errors that may not come again
@@ -262,7 +269,8 @@ class JournaledInput:
             raise self._in_use()
         try:
             if not journal_path(self.output).exists():  # of a run that did so and died meanwhile
-                reopen(self.path, self.output, self._fingerprint, self._limit_before)
+                seals, limit = seals_of(self._before), limit_of(self._before)
+                reopen(self.path, self.output, self._fingerprint, seals, limit)
         finally:
             if claim is not self._claim:  # it is taken again when it is this input's turn
                 claim.release()
@@ -360,7 +368,7 @@ class JournaledInput:
                 f"has {self._num_read}; give --restart to answer all from the start"
             )
         self._status.move("finalizing")
-        put_in_order(journal)
+        self._status.seals = put_in_order(journal)
         self._status.move("completed")
         self.is_finished = True
         self._journal = None
@@ -385,7 +393,7 @@ class JournaledInput:
                 "Give --restart to answer it, or another --output"
             )
         check_fingerprint(self.output, dict(status.get("metadata") or {}), self._fingerprint)
-        self._limit_before = limit_of(status)
+        self._before = status
         is_short = is_short_of(status, self._limit)
         if is_short or is_worth_another_try(self.output, status, self._started_s):
             self._is_to_reopen = True
@@ -408,7 +416,9 @@ def is_worth_another_try(output: Path, status: dict[str, Any], started_s: float)
     What has failed since it began was tried by a run beside it.
     """
     has_errors = status["request_counts"]["failed"] > 0
-    return has_errors and has_ended_before(output, started_s) and has_retryable(output)
+    if not has_errors or not has_ended_before(output, started_s):
+        return False
+    return has_retryable(output, seals_of(status))
 
 
 JobFile = StreamedInput | JournaledInput

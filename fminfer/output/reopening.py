@@ -23,15 +23,26 @@ from fminfer.output.disk import explain, sync_folder
 from fminfer.output.journal import Fingerprint, head_line, journal_path
 from fminfer.output.records import make_id
 from fminfer.output.rows import Row
-from fminfer.output.writer import draft_path, errors_path
+from fminfer.output.writer import Seals, draft_path, errors_path, read_seals
 
 _LINE = re.compile(rb'\{"line":(\d{1,18}),')
 _BATCH = re.compile(rb'\{"id":"batch_req_([0-9a-f]{32})"')
 
 
-def has_retryable(output: Path) -> bool:
-    """Tell whether a complete output has errors that another run may not meet."""
-    return any(map(is_retryable, _records(errors_path(output))))
+def has_retryable(output: Path, seals: Seals | None) -> bool:
+    """Tell whether a complete output has errors that another run may not meet.
+
+    Also if its errors file, which may have had some, has another size by now: `reopen` says so.
+
+    Args:
+        seals: with which it was written; None: they are not known.
+    """
+    path = errors_path(output)
+    if not path.exists():  # removed, to leave the output as it is
+        return False
+    written = (seals or {}).get("errors")
+    is_edited = written is not None and path.stat().st_size != written.get("bytes")
+    return is_edited or any(map(is_retryable, _records(path)))
 
 
 def is_retryable(record: bytes) -> bool:
@@ -45,12 +56,19 @@ def is_retryable(record: bytes) -> bool:
         return False
 
 
-def reopen(source: Path, output: Path, fingerprint: Fingerprint, limit: int | None = None) -> None:
+def reopen(
+    source: Path,
+    output: Path,
+    fingerprint: Fingerprint,
+    seals: Seals | None = None,
+    limit: int | None = None,
+) -> None:
     """Write the journal from which `output.writer` would make the output and its errors file.
 
     It appears at once and whole. The caller has claimed the output.
 
     Args:
+        seals: with which the output was written; None: they are not known.
         limit: the output is of so many lines, the first ones.
 
     Raises:
@@ -60,6 +78,7 @@ def reopen(source: Path, output: Path, fingerprint: Fingerprint, limit: int | No
     path = journal_path(output)
     draft = draft_path(path)
     try:
+        _check_unchanged(output, seals)
         try:
             with draft.open("wb") as file:
                 file.write(head_line(fingerprint))
@@ -77,6 +96,17 @@ def reopen(source: Path, output: Path, fingerprint: Fingerprint, limit: int | No
         raise explain(path, error) from error
 
 
+def _check_unchanged(output: Path, seals: Seals | None) -> None:
+    """Refuse files that were edited since they were written."""
+    if seals is None:
+        return
+    for name, now in read_seals(output).items():
+        path = output if name == "output" else errors_path(output)
+        if now != (then := seals.get(name)):
+            sizes = [f"{seal.get('bytes')} bytes" if seal else "no file" for seal in (then, now)]
+            raise _changed(output, path, f"it was {sizes[0]} then, and is {sizes[1]} now")
+
+
 def _read_rows(source: Path, output: Path, limit: int | None) -> Iterator[Row]:
     answers, errors = _records(output), _records(errors_path(output))
     answer, error = next(answers, None), next(errors, None)
@@ -89,9 +119,9 @@ def _read_rows(source: Path, output: Path, limit: int | None) -> Iterator[Row]:
             yield Row(line.number, False, _tokens(output, answer), crc, answer)
             answer = next(answers, None)
         else:
-            raise _changed(output, f"line {line.number} of {source} has no record")
+            raise _changed(output, output, f"line {line.number} of {source} has no record")
     if answer is not None or error is not None:
-        raise _changed(output, f"it has more records than {source} has lines")
+        raise _changed(output, output, f"it has more records than {source} has lines")
 
 
 def _records(path: Path) -> Iterator[bytes]:
@@ -127,7 +157,7 @@ def _tokens(output: Path, answer: bytes) -> tuple[int, int, int]:
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return int(usage["prompt_tokens"]), int(cached), int(usage["completion_tokens"])
     except (ValueError, KeyError, TypeError) as error:
-        raise _changed(output, "an answer has no usage") from error
+        raise _changed(output, output, "an answer has no usage") from error
 
 
 def _load(record: bytes) -> Any:
@@ -137,10 +167,9 @@ def _load(record: bytes) -> Any:
         return json.loads(record)  # which takes lone surrogates
 
 
-def _changed(output: Path, what: str) -> UsageError:
-    errors = errors_path(output)
+def _changed(output: Path, path: Path, what: str) -> UsageError:
     return UsageError(
-        f"{errors} holds errors that another run may not meet, but {output} is not as it was "
-        f"written: {what}. Give --restart to answer all again; or remove {errors.name} to leave it "
-        "as it is"
+        f"{path} is not as it was written ({what}), and lines of {output} are left to answer. Put "
+        "the file back as it was, or give --restart to answer all again. To leave the output as it "
+        f"is, remove {errors_path(output).name} and keep the --limit that it was made with"
     )

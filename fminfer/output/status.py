@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from fminfer.output.disk import explain, sync_folder
 from fminfer.output.names import beside
-from fminfer.output.writer import errors_path
+from fminfer.output.writer import Seals, errors_path
 
 Status = Literal[
     "validating", "in_progress", "finalizing", "completed", "failed", "cancelled", "expired"
@@ -86,6 +86,13 @@ def limit_of(status: dict[str, Any]) -> int | None:
     return limit if isinstance(limit, int) else None
 
 
+def seals_of(status: dict[str, Any]) -> Seals | None:
+    """Return the seals that a complete output was written with; None: by an older version."""
+    own = status.get("fminfer")
+    seals = own.get("written") if isinstance(own, dict) else None
+    return seals if isinstance(seals, dict) else None
+
+
 def has_ended_before(output: Path, time_s: float) -> bool:
     """Tell whether the status of a complete output was written before a time, in time.time()."""
     path = status_path(output)
@@ -118,6 +125,7 @@ class StatusFile:
         self._limit = limit
         self._path = status_path(output)
         self.input_changed_ns = 0  # of the input that is answered, by its disk's clock
+        self.seals: Seals | None = None  # once the output is written
         self._status: Status = "validating"
         self._errors: list[dict[str, Any]] = []
         self._times: dict[str, int] = {"created_at": int(time.time())}
@@ -209,5 +217,6 @@ class StatusFile:
                 "kept_rows": counts.num_kept,
                 "limit": self._limit,
                 "input_changed_ns": self.input_changed_ns,
+                "written": self.seals,
             },
         }

@@ -1,12 +1,13 @@
 """Puts an output's finished rows in input order under their final names.
 
-It can be killed at any moment and repeated: the journal goes last. It knows nothing of what
-records say.
+It can be killed at any moment and repeated: the journal goes last. What was written is digested on
+the way, so that a later run can tell whether the files were edited since.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 from pathlib import Path
 from typing import BinaryIO
@@ -16,6 +17,9 @@ from fminfer.output.journal import Journal, journal_path
 from fminfer.output.names import beside
 
 ORDERED = ".ordered"  # added to a final name while the file is being written
+DIGEST_BYTES = 16
+Seal = dict[str, int | str]  # a file's size and digest, as JSON has them
+Seals = dict[str, Seal | None]  # of the "output" and its "errors"; None: there is no such file
 
 
 def errors_path(output: Path) -> Path:
@@ -29,7 +33,7 @@ def traces(output: Path) -> list[Path]:
     return [*finals, journal_path(output), *map(draft_path, [*finals, journal_path(output)])]
 
 
-def put_in_order(journal: Journal) -> None:
+def put_in_order(journal: Journal) -> Seals:
     """Write all rows in the order of their lines, answers and errors apart.
 
     The journal may be removed once whoever asks for it has noted that the output is complete.
@@ -46,17 +50,18 @@ def put_in_order(journal: Journal) -> None:
             files = [
                 open_files.enter_context(draft_path(path).open("wb")) for path in (answers, errors)
             ]
-            num_errors = _write_in_order(journal, *files)
+            seals = _write_in_order(journal, *files)
             for file in files:
                 file.flush()
                 os.fsync(file.fileno())
-        if num_errors:
+        if seals["errors"] is not None:
             os.replace(draft_path(errors), errors)
         else:  # also what an earlier run may have left
             draft_path(errors).unlink()
             errors.unlink(missing_ok=True)
         os.replace(draft_path(answers), answers)
         sync_folder(answers.parent)
+        return seals
     except OSError as error:
         for path in (answers, errors):
             with contextlib.suppress(OSError):
@@ -64,13 +69,37 @@ def put_in_order(journal: Journal) -> None:
         raise explain(answers, error) from error
 
 
-def _write_in_order(journal: Journal, answers: BinaryIO, errors: BinaryIO) -> int:
-    """Return how many rows are errors."""
-    num_errors = 0
+def _write_in_order(journal: Journal, *files: BinaryIO) -> Seals:
+    """Write answers into the first file and errors into the second."""
+    digests = [_new_digest() for _ in files]
     for row in journal.rows():
-        (errors if row.is_error else answers).write(row.record + b"\n")
-        num_errors += row.is_error
-    return num_errors
+        line = row.record + b"\n"
+        files[row.is_error].write(line)
+        digests[row.is_error].update(line)
+    answers, errors = (
+        _seal(file, digest.hexdigest()) for file, digest in zip(files, digests, strict=True)
+    )
+    return {"output": answers, "errors": errors if errors["bytes"] else None}
+
+
+def read_seals(output: Path) -> Seals:
+    """Return the seals of an output and its errors file as they are now."""
+    return {"output": _read_seal(output), "errors": _read_seal(errors_path(output))}
+
+
+def _read_seal(path: Path) -> Seal | None:
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        return _seal(file, hashlib.file_digest(file, _new_digest).hexdigest())
+
+
+def _seal(file: BinaryIO, digest: str) -> Seal:
+    return {"bytes": file.tell(), "blake2b": digest}
+
+
+def _new_digest() -> hashlib.blake2b:
+    return hashlib.blake2b(digest_size=DIGEST_BYTES)
 
 
 def draft_path(path: Path) -> Path:
