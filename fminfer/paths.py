@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fminfer.errors import UsageError
-from fminfer.input.files import find_answers, find_inputs
+from fminfer.input.files import describe_left_out, find_inputs, find_lost, folders_read
 from fminfer.output.places import STDOUT, Plan, plan_each, whose_file
 from fminfer.storage import Location, RemoteFolders
 from fminfer.synthetic import Synthetic
@@ -34,8 +34,11 @@ class JobPaths:
     @property
     def is_shared(self) -> bool:
         """Tell whether other runs may answer some of the files: those of a folder."""
-        folders = [path for path in self.paths if isinstance(path, Path) and path.is_dir()]
-        return self.output != STDOUT and bool(folders)
+        return self.output != STDOUT and bool(self._folders)
+
+    @property
+    def _folders(self) -> list[Path]:
+        return [path for path in self.paths if isinstance(path, Path) and path.is_dir()]
 
     def find_inputs(self) -> list[Path]:
         """List the input files.
@@ -64,7 +67,11 @@ class JobPaths:
             return self._no_files()
         inputs = [] if self.synthetic is not None else self.find_inputs()
         plan = plan_each(inputs, self.remote.place(self.output))
-        if plan.refused and not (self.is_shared and plan.inputs):
+        for folder in self._folders:
+            for each in folders_read(folder):
+                plan.refused.update(find_lost(each))
+        others_go_on = self.is_shared and (bool(plan.inputs) or self.is_watching)
+        if plan.refused and not others_go_on:
             raise UsageError(next(iter(plan.refused.values())))
         self.remote.prepare(plan.outputs, restart=self.restart)
         for flag, path in (("--stats", self.stats), ("--trace", self.trace)):
@@ -84,10 +91,9 @@ class JobPaths:
             raise UsageError(f"--limit is {self.limit}; it must be at least 1")
         return plan
 
-    def find_answers(self) -> list[Path]:
-        """List the files of the folders that are left out, since they hold answers of runs."""
-        folders = [path for path in self.paths if isinstance(path, Path) and path.is_dir()]
-        return [path for folder in folders for path in find_answers(folder)]
+    def describe_left_out(self) -> list[str]:
+        """Name the folders' files that are left out, a text for each reason."""
+        return describe_left_out(self._folders)
 
     def _no_files(self) -> Plan:
         """Return the plan of a prompt's answer, which is printed."""

@@ -21,6 +21,7 @@ from fminfer.config import EngineConfig
 from fminfer.errors import FminferError, PipelineError, StoppedError, printable
 from fminfer.fingerprint import fingerprint_of
 from fminfer.forecast import Layout, require_room_for_all
+from fminfer.input.files import MOST_NAMED
 from fminfer.input.lines import Line
 from fminfer.job import NamedFiles, abandon, open_files, run_job, share_files
 from fminfer.loading import open_model
@@ -318,14 +319,12 @@ def _ready_text(summary: JobSummary, files: NamedFiles | SharedFiles) -> str:
 
 
 def _tell_left_out(job: JobPaths, plan: Plan) -> None:
-    for reason in plan.refused.values():
+    refused = [*plan.refused.values()]
+    for reason in [*refused[:MOST_NAMED], *job.describe_left_out()]:
         click.echo(f"Left out: {reason}.", err=True)
-    for path in job.find_answers():
-        click.echo(
-            f"Left out: {path} holds answers of a run; name the file itself to answer the requests "
-            "in it.",
-            err=True,
-        )
+    if len(refused) > MOST_NAMED:
+        num_more = len(refused) - MOST_NAMED
+        click.echo(f"Left out: {num_more:,} more, which the summary names.", err=True)
 
 
 @contextmanager

@@ -13,12 +13,14 @@ from click.testing import CliRunner
 
 from fminfer.cli import main
 from fminfer.errors import UsageError
-from fminfer.input.files import find_answers, find_inputs
+from fminfer.input.files import find_inputs, find_left_out
 from fminfer.output.overview import look_over
 from fminfer.output.places import plan_each
 from fminfer.output.status import status_path
+from fminfer.paths import JobPaths
 from fminfer.split.merging import merge_parts
 from fminfer.split.parts import SplitOptions, split_file
+from fminfer.storage import RemoteFolders
 from tests.shards.answer_shards import answer_all, share
 
 LINE = '{"prompt": "x", "max_tokens": 1, "temperature": 0}\n'
@@ -78,10 +80,11 @@ def test_merged_and_moved_answers_are_no_input(tmp_path: Path) -> None:
     (parts / "gpt-j" / "output_request_0.jsonl").rename(parts / "gpt-j" / "moved.jsonl")
     status_path(parts / "gpt-j" / "output_request_0.jsonl").unlink()
     assert names(find_inputs([parts / "gpt-j"])) == ["request_0.jsonl", "request_1.jsonl"]
-    assert names(find_answers(parts / "gpt-j")) == ["answers.jsonl", "moved.jsonl"]
+    (answers,) = find_left_out(parts / "gpt-j").values()
+    assert names(answers) == ["answers.jsonl", "moved.jsonl"]
     overviews = look_over(parts)
     assert [len(overview.files) for overview in overviews] == [1, 2]
-    assert "answers.jsonl holds answers of a run" in run(parts / "gpt-j")[1]
+    assert "moved.jsonl: answers of a run" in run(parts / "gpt-j")[1]
     (tmp_path / "only").mkdir()
     (parts / "gpt-j" / "answers.jsonl").rename(tmp_path / "only" / "answers.jsonl")
     with pytest.raises(UsageError, match=r"holds no file to answer .*answers\.jsonl: answers of a"):
@@ -123,6 +126,64 @@ def test_a_pair_that_would_share_an_output_costs_itself(tmp_path: Path) -> None:
     assert status == 2 and "is the input" in told and (tmp_path / "q.json").read_text() == LINE
     (tmp_path / "q.json").unlink()
     assert not plan_each(find_inputs([tmp_path]), None).refused, "the trouble is over"
+
+
+def test_a_link_to_a_lost_file_costs_itself(tmp_path: Path) -> None:
+    """A run over a folder passed it over without a word, and ended with 0: a shard was lost."""
+    (tmp_path / "a.jsonl").write_text(LINE)
+    (tmp_path / "lost.jsonl").symlink_to("gone/b.jsonl")
+    status, told = run(tmp_path)
+    assert status == 2 and (tmp_path / "output_a.jsonl").exists()
+    reason = f"{tmp_path / 'lost.jsonl'} is a link to gone/b.jsonl, which cannot be reached"
+    assert f"Left out: {reason}" in told and f"refused   {tmp_path / 'lost.jsonl'}: " in told
+    (overview,) = look_over(tmp_path)
+    assert [file.state for file in overview.files] == ["done", "waiting"]
+    assert overview.files[1].why == f"{reason}; mend the link, or remove it"
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "gone" / "b.jsonl").write_text(LINE)
+    assert run(tmp_path)[0] == 0, "the trouble is over"
+
+
+def test_a_lost_part_of_a_split_is_named(tmp_path: Path) -> None:
+    parts = split(tmp_path, "gpt-j", "gpt-j")
+    lost = parts / "gpt-j" / "request_1.jsonl"
+    lost.unlink()
+    lost.symlink_to("gone.jsonl")
+    status, told = run(parts, "--limit", 1)
+    assert status == 2 and f"Left out: {lost} is a link to gone.jsonl" in told
+
+
+def test_a_watched_folder_may_hold_a_lost_link_only(tmp_path: Path) -> None:
+    """Its file may be mounted later."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").symlink_to("../b.jsonl")
+    remote = RemoteFolders(tmp_path, is_quiet=True)
+    job = JobPaths([tmp_path / "in"], None, False, None, None, True, False, remote, True)
+    assert [*job.plan().refused] == [tmp_path / "in" / "a.jsonl"]
+    (tmp_path / "b.jsonl").write_text(LINE)
+    assert not job.plan().refused and names(job.plan().inputs) == ["a.jsonl"]
+
+
+def test_what_a_folder_holds_beside_files_to_answer_is_named_few_at_a_time(tmp_path: Path) -> None:
+    """Names in capitals and pipes were left out in silence."""
+    for number in range(7):
+        (tmp_path / f"{number}.JSONL").write_text(LINE)
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "folder.jsonl.gz").mkdir()
+    (tmp_path / "output_a.JSONL").write_text(LINE)
+    with pytest.raises(UsageError, match=r"holds no file to answer .*an ending in capitals"):
+        find_inputs([tmp_path])
+    (tmp_path / "a.jsonl").write_text(LINE)
+    capitals, others = find_left_out(tmp_path).values()
+    assert names(others) == ["folder.jsonl.gz", "pipe.jsonl"]
+    status, told = run(tmp_path)
+    assert status == 0
+    shown = ", ".join(str(path) for path in capitals[:5])
+    assert f"Left out: {shown}, … (7 in all): an ending in capitals; rename" in told
+    assert f"Left out: {others[0]}, {others[1]}: a pipe, a device or a folder" in told
+    for command in (["check"], ["submit", "--scheduler", "slurm", "--dry-run", "--infer-data"]):
+        found = CliRunner().invoke(main, [*command, str(tmp_path)])
+        assert found.exit_code == 0 and f"Left out: {shown}, … (7 in all)" in found.stderr
 
 
 def test_status_counts_requests_and_not_notes(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import click
 from fminfer.config import EngineConfig
 from fminfer.errors import UsageError
 from fminfer.imports import import_transformers
-from fminfer.input.files import find_inputs
+from fminfer.input.files import describe_left_out, find_inputs
 from fminfer.ranks import RankConfig
 from fminfer.run_options import ByteSize, PathOrUrl, check_options, dtype_name
 from fminfer.storage import Location, RemoteFolders, default_work_dir
@@ -71,6 +71,9 @@ def check(
     ranks = RankConfig(world_size, pipeline_group_size, data_group_size)
     remote = RemoteFolders(default_work_dir(), is_quiet=is_json)
     inputs = find_inputs([file for path in (*infer_data, *paths) for file in remote.fetch(path)])
+    folders = [path for path in (*infer_data, *paths) if isinstance(path, Path) and path.is_dir()]
+    for text in describe_left_out(folders, has_lost=True):
+        click.echo(f"Left out: {text}.", err=True)
     if not inputs:
         raise UsageError("no input; give a .jsonl file, as in: fminfer check requests.jsonl")
     import_transformers()

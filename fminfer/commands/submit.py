@@ -14,7 +14,7 @@ from fminfer.cluster.job_names import parts_of
 from fminfer.cluster.resources import check_mode, check_shared_files, job_values, parse_flags
 from fminfer.cluster.schedulers import SCHEDULERS
 from fminfer.errors import UsageError
-from fminfer.input.files import find_inputs
+from fminfer.input.files import describe_left_out, find_inputs
 from fminfer.output.places import plan_outputs
 from fminfer.run_options import Duration
 from fminfer.stopping import EXIT_INTERRUPTED
@@ -151,6 +151,8 @@ def submit(
     check_mode(mode, max_running, resources)
     paths = tuple(Path(os.path.abspath(path)) for path in infer_data)
     inputs = find_inputs(list(paths))
+    for text in describe_left_out([path for path in paths if path.is_dir()], has_lost=True):
+        _say(f"Left out: {text}.")
     outputs = plan_outputs(inputs, flags["output"])
     check_shared_files(mode, flags, len(inputs))
     chosen = SCHEDULERS[scheduler]

@@ -1,7 +1,7 @@
 """Which files are to be answered: those that were named, and those of folders that hold requests.
 
 Folders also hold what runs wrote. By their names these are left out everywhere; answers under a
-name of the user's own are known by their first line.
+name of the user's own are known by their first line. What else is left out is told.
 """
 
 from __future__ import annotations
@@ -22,6 +22,11 @@ MANIFEST = "manifest.json"  # of `fminfer split`: the folder's parts may stand b
 PART_NAME = re.compile(r"request_(0|[1-9][0-9]{0,17})\.jsonl")
 MOST_NAMED = 5  # files or folders in a message
 NUM_LOOKED_AT = 5  # lines, to tell whether a file holds requests
+# Why a folder's files are left out, and how to have them answered.
+ANSWERS = "answers of a run, by their first line; name the file itself to answer its requests"
+CAPITALS = "an ending in capitals; rename the file to answer its requests"
+NO_FILE = "a pipe, a device or a folder; name it itself to answer what is in it"
+LOST = "cannot be reached; mend the link, or remove it"
 REQUEST_KEYS = frozenset({"prompt", "request", "body", "messages", "max_tokens"})
 
 
@@ -42,9 +47,8 @@ def find_inputs(paths: list[Path], *, may_be_empty: bool = False) -> list[Path]:
         if path.is_dir():
             found = list_requests(path) or _below(path)
             if not found and not may_be_empty:
-                raise UsageError(
-                    f"{path} holds no file to answer ({', '.join(ENDINGS)}){_tell_answers(path)}"
-                )
+                what = f"{path} holds no file to answer ({', '.join(ENDINGS)})"
+                raise UsageError("; ".join([what, *describe_left_out([path], has_lost=True)]))
             files += found
         elif path != STDIN and not path.exists():
             raise UsageError(f"{path} does not exist; give a .jsonl file or a folder of them")
@@ -66,9 +70,65 @@ def list_requests(folder: Path) -> list[Path]:
     return [path for path in _once(_with_endings(folder)) if not holds_answers(path)]
 
 
-def find_answers(folder: Path) -> list[Path]:
-    """Return what looks like a folder's inputs by name, and holds answers."""
-    return [path for path in _with_endings(folder) if holds_answers(path)]
+def find_left_out(folder: Path) -> dict[str, list[Path]]:
+    """Return a folder's files that are left out and look like inputs by name; by why they are.
+
+    Links that lead nowhere are not among them, see `find_lost`.
+    """
+    found: dict[str, list[Path]] = {}
+    for path in sorted(folder.iterdir()):
+        if why := _why_left_out(path):
+            found.setdefault(why, []).append(path)
+    return found
+
+
+def _why_left_out(path: Path) -> str:
+    if not is_input_name(path.name):
+        is_meant = is_input_name(path.name.lower()) and os.path.isfile(path)
+        return CAPITALS if is_meant else ""
+    if not os.path.isfile(path):
+        return NO_FILE if os.path.exists(path) else ""
+    return ANSWERS if holds_answers(path) else ""
+
+
+def find_lost(folder: Path) -> dict[Path, str]:
+    """Return a folder's links that lead nowhere, each with what is wrong.
+
+    Each may stand for a file whose requests would be lost.
+    """
+    return {
+        path: f"{path} is a link to {os.readlink(path)}, which {LOST}"
+        for path in sorted(folder.iterdir())
+        if is_input_name(path.name) and path.is_symlink() and not os.path.exists(path)
+    }
+
+
+def folders_read(folder: Path) -> list[Path]:
+    """Return the folders whose files `find_inputs` finds for one: itself, or those of its parts."""
+    if not (folder / MANIFEST).exists() or list_requests(folder):
+        return [folder]
+    return [folder, *sorted({path.parent for path in _below(folder)})]
+
+
+def describe_left_out(folders: list[Path], *, has_lost: bool = False) -> list[str]:
+    """Name what is left out of folders: a text for each reason, with a few of the names.
+
+    Args:
+        has_lost: name links that lead nowhere, too.
+    """
+    found: dict[str, list[Path]] = {}
+    for folder in folders:
+        for why, paths in find_left_out(folder).items():
+            found.setdefault(why, []).extend(paths)
+        for each in folders_read(folder) if has_lost else ():
+            if lost := find_lost(each):
+                found.setdefault(f"a link to a file that {LOST}", []).extend(lost)
+    return [f"{_name_few(paths)}: {why}" for why, paths in found.items()]
+
+
+def _name_few(paths: list[Path]) -> str:
+    more = f", … ({len(paths):,} in all)" if len(paths) > MOST_NAMED else ""
+    return ", ".join(map(str, paths[:MOST_NAMED])) + more
 
 
 def holds_answers(path: Path) -> bool:
@@ -119,7 +179,8 @@ def _is_record(fields: dict[str, object]) -> bool:
 
 
 def _with_endings(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if is_input_name(path.name) and path.is_file())
+    found = (path for path in folder.iterdir() if is_input_name(path.name))
+    return sorted(path for path in found if os.path.isfile(path))
 
 
 def _once(files: list[Path]) -> list[Path]:
@@ -175,14 +236,3 @@ def _is_split(folder: Path) -> bool:
     if not re.search(rb'"is_complete": ?true', head):
         raise UsageError(f"the split into {folder} was not finished; repeat its command")
     return True
-
-
-def _tell_answers(folder: Path) -> str:
-    answers = [path.name for path in find_answers(folder)]
-    if not answers:
-        return ""
-    more = ", …" if len(answers) > MOST_NAMED else ""
-    return (
-        f"; {', '.join(answers[:MOST_NAMED])}{more}: answers of a run, by their first line. Name "
-        "the file itself to answer the requests in it"
-    )

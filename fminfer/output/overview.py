@@ -16,7 +16,7 @@ from typing import Any, Literal
 import orjson
 
 from fminfer.errors import UsageError
-from fminfer.input.files import find_inputs, holds_requests, list_requests
+from fminfer.input.files import find_inputs, find_lost, holds_requests, list_requests
 from fminfer.input.lines import ENDINGS, count_rows
 from fminfer.output.claims import look_at
 from fminfer.output.journal import journal_path
@@ -130,13 +130,14 @@ def _files_of(folder: Path) -> Iterator[tuple[Path | None, Path, str | None]]:
     inputs = [path for path in list_requests(folder) if path not in others]
     plan = plan_each(inputs, None)
     waiting = [*zip(plan.inputs, plan.outputs, strict=True)]
-    pairs = {answers_path(source): source for source in reversed(plan.refused)}  # once an output
+    troubles = plan.refused | find_lost(folder)
+    pairs = {answers_path(source): source for source in reversed(troubles)}  # once an output
     waiting += [(source, output) for output, source in pairs.items()]
     for source, output in sorted(waiting):
         others.discard(output)
         # Notes and data sets may lie beside requests.
         if _name_state(output, read_status(output) or {}) != "waiting" or holds_requests(source):
-            yield source, output, plan.refused.get(source)
+            yield source, output, troubles.get(source)
     for output in sorted(others):
         yield None, output, None
 
