@@ -48,11 +48,14 @@ class NamedFiles:
         return iter(self.files)
 
     def check_kept(self) -> None:
-        """See that no other run has taken an output over.
+        """See that no other run is answering an output that it has taken over.
 
         Raises:
-            InUseError: one has.
+            InUseError: one is.
         """
+        for file in self.files:
+            if isinstance(file, JournaledInput) and file.is_lost and not file.is_finished:
+                file.see_completed()
         lost = [str(file.path) for file in self.files if file.is_lost and not file.is_finished]
         if lost:
             raise InUseError(
@@ -267,6 +270,8 @@ def _sum_up(
         )
         summary.refused = inputs.refused
     for file in inputs.files:
+        if isinstance(file, JournaledInput) and file.is_lost and file.is_finished:
+            summary.completed_elsewhere.append(str(file.output))
         summary.num_kept_rows += file.num_kept_rows
         summary.num_kept_errors += file.num_kept_errors
         summary.num_damaged_rows += file.num_damaged_rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import random
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import fminfer
-from fminfer.errors import InUseError, RequestError, StoppedError
+from fminfer.errors import InUseError, RequestError, StoppedError, UsageError
 from fminfer.input.envelope import open_envelope
 from fminfer.job import open_files, run_job, share_files
 from fminfer.output import claims as claims_module
@@ -265,6 +266,80 @@ def test_a_file_that_was_lost_is_taken_again_when_it_comes_free(
     assert again.path == first.path and again is not first
     answer(again)
     assert list(turns) == [] and mine.is_finished and again.is_finished
+
+
+def test_each_file_that_was_lost_is_taken_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was lost just when another was refused was missed: its rows stayed unanswered."""
+    monkeypatch.setattr(shared_files, "SCAN_EVERY_S", 0.01)
+    paths = write_shards(tmp_path / "in", 2)
+    mine = share(tmp_path / "in")
+    assert mine.look()
+    turns = mine.turns()
+    one, two = open_next(turns), open_next(turns)
+    lines = [list(file.lines(lambda line: None)) for file in (one, two)]
+    lose(one)
+    one.add(Record(lines[0][0], open_envelope(lines[0][0]), result={"said": 1}))
+    again = open_next(turns)
+    assert again.path == paths[0]
+    mine.give_up(again, UsageError("it was changed"))
+    lose(two)
+    two.add(Record(lines[1][0], open_envelope(lines[1][0]), result={"said": 1}))
+    assert open_next(turns).path == paths[1]
+
+
+def take_over(file: JournaledInput, *, fails: bool = False) -> JournaledInput:
+    """Let a run on another machine take a file over from one that sleeps, and answer it."""
+    lose(file)
+    if file._journal is not None:  # which has no lock, as on a file system without them
+        fcntl.flock(file._journal._fd, fcntl.LOCK_UN)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(claims_module, "_machine", lambda: "another")
+        other = open_first(file.path.parent)
+        for line in other.lines(lambda line: None):
+            error = RequestError("out_of_range", "no") if fails else None
+            result = None if fails else {"said": line.number}
+            other.add(Record(line, open_envelope(line), result=result, error=error))
+    assert other.is_finished
+    return other
+
+
+@pytest.mark.parametrize("error", [InUseError("another run's"), UsageError("it was changed")])
+def test_what_another_run_has_finished_is_not_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: UsageError
+) -> None:
+    """A file that could not be opened at its turn was told as refused, though it was complete."""
+    monkeypatch.setattr(shared_files, "SCAN_EVERY_S", 0.01)
+    write_shards(tmp_path / "in", 1)
+    mine = share(tmp_path / "in")
+    assert mine.look()
+    turns = mine.turns()
+    file = open_next(turns)
+    mine.give_up(file, error)
+    assert bool(mine.refused) == (type(error) is UsageError), "one in use may come free"
+    answer(open_first(tmp_path / "in"))
+    assert list(turns) == [] and mine.is_finished
+    assert mine.refused == {} and (mine.num_kept_rows, mine.num_kept_errors) == (3, 0)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_named_file_that_another_run_has_completed_is_done(tmp_path: Path, fails: bool) -> None:
+    """It was told as taken over and to be run again, with status 2, though it was complete."""
+    (path,) = write_shards(tmp_path / "in", 1)
+    output = plan_outputs([path], None)[0]
+    files = open_files([path], [output], {}, model="none", restart=False)
+    (file,) = files.files
+    assert isinstance(file, JournaledInput)
+    lines = list(file.lines(lambda line: None))
+    assert file.add(Record(lines[0], open_envelope(lines[0]), result={"said": 1}))
+    take_over(file, fails=fails)
+    assert not file.add(Record(lines[1], open_envelope(lines[1]), result={"said": "late"}))
+    files.check_kept()
+    summary = run_job(None, files, JobSummary("m", "d", [path], [output]), is_quiet=True)
+    assert summary.has_errors == fails and summary.num_kept_rows == 2
+    assert f"{output} was completed by another run" in summary.to_text()
+    assert b"late" not in output.read_bytes()
 
 
 def test_a_named_file_that_was_lost_is_told(tmp_path: Path) -> None:

@@ -248,6 +248,20 @@ class JournaledInput:
         self._finish_if_complete()
         return True
 
+    def see_completed(self) -> None:
+        """Take a lost output as finished if another run has completed it.
+
+        Raises:
+            UsageError: it was completed with another model, or with other settings.
+        """
+        num_done, num_failed = self.num_done - self.num_kept_rows, self._counts.num_failed
+        num_failed -= self.num_kept_errors
+        if self.output.exists() and not journal_path(self.output).exists():
+            self._check_complete()
+        if self.is_finished:  # what this run answered of it is counted as its own
+            self.num_kept_rows = max(0, self.num_kept_rows - num_done)
+            self.num_kept_errors = max(0, self.num_kept_errors - num_failed)
+
     def abandon(self, error: BaseException) -> None:
         """Stop without finishing; what was answered stays in the journal."""
         if self.is_finished or self.is_lost:

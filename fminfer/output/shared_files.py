@@ -25,6 +25,8 @@ YOUNG_S = 5.0  # a file that was written so lately may not be whole
 
 MOST_COUNTED_BYTES = 4 << 30  # of which rows are counted before any is answered
 
+WATCHED = "what came while watching"  # in the place of an input that is refused
+
 OpenFile = Callable[[Path, int, Path, Claim], JournaledInput]
 
 
@@ -57,7 +59,7 @@ class SharedFiles:
         self._refused: dict[str, str] = {}  # when they were opened
         self.num_kept_rows = self.num_kept_errors = 0  # of files that were complete before
         self._plan: Plan | None = None
-        self._num_lost = 0  # of `files`, those that are to be had again
+        self._given_back: set[int] = set()  # numbers of `files` that were lost, and may come free
         self.num_elsewhere = 0  # at the last look, those that other runs answer
         self._find, self._open_file = find, open_file
         self._claims = claims
@@ -126,7 +128,8 @@ class SharedFiles:
 
     def give_up(self, file: JournaledInput, error: UsageError) -> None:
         """Leave a file that turned out to be another than when it was opened."""
-        self._refuse(file.path, error)
+        if not isinstance(error, InUseError):  # otherwise it may come free
+            self._refuse(file.path, error)
         file.abandon(error)
         file.is_lost = True  # records of its rows that run are not written
 
@@ -135,38 +138,43 @@ class SharedFiles:
 
     def _list(self) -> Plan:
         """List the inputs anew; files that came since and cannot be answered end nothing."""
-        lost = [
-            file
-            for file in self.files
-            if file.is_lost and not file.is_finished and str(file.path) not in self._refused
-        ]
-        for file in lost[self._num_lost :]:  # another run took it over, and may die as well
-            self._settled.discard(file.path)
-        self._num_lost = len(lost)
+        for file in self.files:  # another run took it over, and may die as well
+            is_open = file.is_lost and not file.is_finished and str(file.path) not in self._refused
+            if is_open and file.source not in self._given_back:
+                self._settled.discard(file.path)
+                self._given_back.add(file.source)
         try:
             self._plan = self._find()
+            self._refused.pop(WATCHED, None)
         except UsageError as error:
-            self._refused["what came while watching"] = str(error)
+            self._refused[WATCHED] = str(error)
         assert self._plan is not None, "look was not called"
         return self._plan
 
     def _free(self, plan: Plan) -> Iterator[tuple[Path, Path]]:
-        """Yield what is neither complete nor claimed by a process that lives."""
+        """Yield what is neither complete nor claimed by a process that lives.
+
+        What was refused is looked at again: another run may have completed it since.
+        """
         self.num_elsewhere = 0
         has_claim = claimed(plan.outputs)
         for path, output in zip(plan.inputs, plan.outputs, strict=True):
-            if path in self._settled or not path.exists():
+            is_refused = str(path) in self._refused
+            if (path in self._settled and not is_refused) or not path.exists():
                 continue
             try:
                 if self._is_watching and _is_young(path):
                     continue
                 if self._is_complete(path, output):
                     self._settled.add(path)
+                    self._refused.pop(str(path), None)
                     if output in has_claim:
                         remove_dead(output)
                     continue
             except (UsageError, OSError) as error:
                 self._refuse(path, error)
+                continue
+            if is_refused:
                 continue
             if output in has_claim and any(not claim.is_dead for claim in look_at(output)):
                 self.num_elsewhere += 1
@@ -202,12 +210,14 @@ class SharedFiles:
         claim = self._claims.take(output)
         self._num_free.pop(path, None)
         if claim is None:
+            self.num_elsewhere += 1
             return None
         try:
             file = self._open_file(path, len(self.files), output, claim)
             file.begin()
         except InUseError:  # by a run that knows no claims, or is slow to give it back
             claim.release()
+            self.num_elsewhere += 1
             return None
         except (UsageError, OSError) as error:  # of the input: the output's are OutputErrors
             claim.release()

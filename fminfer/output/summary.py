@@ -31,6 +31,8 @@ class JobSummary:
     num_damaged_rows: int = 0  # of earlier runs, not kept
     num_tried_rows: int = 0  # that failed in earlier runs, and were tried again
     num_files_elsewhere: int = 0  # that other runs were answering at the end
+    # Outputs that this run lost while it slept, and that another run has completed.
+    completed_elsewhere: list[str] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)  # inputs that were not answered, and why
     errors_by_code: dict[str, int] = field(default_factory=dict)
     prompt_tokens: int = 0  # as in usage: of answered rows
@@ -188,6 +190,8 @@ class JobSummary:
             lines.append(
                 f"elsewhere {self.num_files_elsewhere:,} files are being answered by other runs"
             )
+        for path in self.completed_elsewhere:
+            lines.append(f"elsewhere {path} was completed by another run, which took it over")
         if self.limit is not None:
             lines.append(
                 f"limit     only the first {self.limit:,} requests of each input (--limit); the "
