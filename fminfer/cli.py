@@ -44,6 +44,7 @@ from fminfer.storage import Location, RemoteFolders, default_work_dir
 from fminfer.synthetic import NUM_BATCHES, Synthetic
 from fminfer.team.place import find_place
 from fminfer.threads import wait_briefly
+from fminfer.urls import hide_secrets
 
 STARTED_S = time.perf_counter()
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd")
@@ -365,8 +366,8 @@ def _tell(error: BaseException, stopper: Stopper, verbose: bool) -> int:
     if isinstance(error, BrokenPipeError):
         error = FminferError("whoever read the answers stopped reading")
     if verbose or not isinstance(error, FminferError):
-        traceback.print_exception(error)
-    click.echo(f"Error: {printable(str(error))}", err=True)
+        click.echo(hide_secrets("".join(traceback.format_exception(error))), err=True, nl=False)
+    click.echo(f"Error: {printable(hide_secrets(str(error)))}", err=True)
     return EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILED
 
 

@@ -83,10 +83,10 @@ class JobPaths:
                 raise UsageError(f"{flag} {path} {whose}; give another name")
         if self.is_watching and not self.is_shared:
             raise UsageError("--watch needs a folder to watch, and an --output that is none of -")
-        if self.is_watching and self.output is not None and str(self.output).endswith(".jsonl"):
-            raise UsageError(f"--output {self.output} is one file; --watch needs a folder for many")
         if self.is_watching and any(isinstance(path, str) for path in (*self.paths, self.output)):
             raise UsageError("--watch works with local files and folders only, not with URLs")
+        if self.is_watching and self.output is not None and str(self.output).endswith(".jsonl"):
+            raise UsageError(f"--output {self.output} is one file; --watch needs a folder for many")
         if self.limit is not None and self.limit < 1:
             raise UsageError(f"--limit is {self.limit}; it must be at least 1")
         return plan

@@ -18,6 +18,7 @@ from typing import Any
 from fminfer.errors import FminferError, OutputError, UsageError
 from fminfer.input.lines import ENDINGS, is_input_name
 from fminfer.output.names import beside
+from fminfer.urls import hide_secrets, show_url, split_query
 
 PART = f".part{os.getpid()}"  # added to a name while the file is on its way
 HTTP_MARKS = ("ETag", "Last-Modified", "Content-MD5", "Digest")  # headers that change with a file
@@ -25,7 +26,12 @@ INSTALL = "Into this environment: pip install s3fs for s3://, gcsfs for gs://, a
 
 
 def list_inputs(url: str) -> list[str]:
-    """List the files at a URL as a local folder's are: by name, without those that runs wrote."""
+    """List the files at a URL as a local folder's are: by name, without those that runs wrote.
+
+    A URL with a query is that of one file.
+    """
+    if split_query(url)[1]:
+        return [url]
     folder, _, pattern = url.rpartition("/")
     if "*" not in pattern:
         file_system, path = _open(url)
@@ -37,7 +43,7 @@ def list_inputs(url: str) -> list[str]:
     names = sorted(name.rpartition("/")[2] for name in files)
     found = [name for name in names if is_input_name(name) and fnmatchcase(name, pattern)]
     if not found:
-        raise UsageError(f"{url} holds no file to answer ({', '.join(ENDINGS)})")
+        raise UsageError(f"{show_url(url)} holds no file to answer ({', '.join(ENDINGS)})")
     return [f"{folder}/{name}" for name in found]
 
 
@@ -108,8 +114,8 @@ def try_writing(url: str) -> None:
         file_system.rm_file(path + PART)
     except Exception as error:
         raise UsageError(
-            f"answers cannot be uploaded to {folder}: {_explain(error, 'write and delete there')}, "
-            "or give another --output"
+            f"answers cannot be uploaded to {show_url(folder)}: "
+            f"{_explain(error, 'write and delete there', url)}, or give another --output"
         ) from error
 
 
@@ -121,7 +127,8 @@ def reading(url: str) -> Iterator[None]:
     except FminferError:
         raise
     except Exception as error:
-        raise UsageError(f"{url} cannot be read: {_explain(error, 'read it')}") from error
+        explained = _explain(error, "read it", url)
+        raise UsageError(f"{show_url(url)} cannot be read: {explained}") from error
 
 
 @contextmanager
@@ -131,19 +138,20 @@ def uploading(url: str, output: Path) -> Iterator[None]:
         yield
     except Exception as error:
         raise OutputError(
-            f"{url} cannot be uploaded: {type(error).__name__}: {error}. All rows are kept in "
-            f"{output}; run the same command again, and they are uploaded without being answered "
-            "anew"
+            f"{show_url(url)} cannot be uploaded: {type(error).__name__}: "
+            f"{hide_secrets(str(error), url)}. All rows are kept in {output}; run the same command "
+            "again, and they are uploaded without being answered anew"
         ) from error
 
 
-def _explain(error: Exception, right: str) -> str:
+def _explain(error: Exception, right: str, url: str) -> str:
     """Say what is wrong, and what to do; `right` is what credentials have to allow."""
+    text = hide_secrets(str(error), url)
     if isinstance(error, ImportError):
-        return f"{error}. {INSTALL}"
+        return f"{text}. {INSTALL}"
     if isinstance(error, ValueError):  # a protocol that is not known
-        return f"{error}; see that the URL is spelled right"
+        return f"{text}; see that the URL is spelled right"
     return (
-        f"{type(error).__name__}: {error}; see that it is there, and that your credentials, which "
+        f"{type(error).__name__}: {text}; see that it is there, and that your credentials, which "
         f"the file system takes from its usual places, allow to {right}"
     )

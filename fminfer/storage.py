@@ -31,6 +31,7 @@ from fminfer.remote_files import (
     uploading,
     version_of,
 )
+from fminfer.urls import show_url, split_query
 
 Location = Path | str  # a local path, or a URL
 SYNCED = ".synced"  # added to a local name; holds the version of the remote file that is the same
@@ -53,6 +54,7 @@ class RemoteFolders:
         self._work_dir = work_dir
         self._is_quiet = is_quiet
         self._urls: dict[Path, str] = {}  # of each local folder
+        self._sources: dict[Path, str] = {}  # the URL of each copy
 
     def fetch(self, location: Location) -> list[Path]:
         """Return local copies of the inputs at a URL: a file, a folder, or `folder/part-*.jsonl`.
@@ -66,10 +68,19 @@ class RemoteFolders:
             return [self._fetch_file(url) for url in list_inputs(_trim(location))]
 
     def place(self, output: Location | None) -> Path | None:
-        """Return where the answers to `output` are written here."""
+        """Return where the answers to `output` are written here.
+
+        Raises:
+            UsageError: it is a signed URL.
+        """
         if not isinstance(output, str):
             return output
         url = _trim(output)
+        if split_query(url)[1]:
+            raise UsageError(
+                f"--output {show_url(url)} has a query. Answers are several files, and a signed "
+                "URL is of one; give a URL without a query, or a local path"
+            )
         return self._local(url) if url.endswith((".jsonl", *ENDINGS)) else self._folder(url)
 
     def prepare(self, outputs: list[Path], *, restart: bool) -> None:
@@ -103,7 +114,7 @@ class RemoteFolders:
             is_complete = output.exists() and not journal_path(output).exists()
             if url is None or not is_complete or _is_synced(output):
                 continue
-            self._tell(f"Uploading {url} …")
+            self._tell(f"Uploading {show_url(url)} …")
             with uploading(url, output):
                 self._upload_file(output, url)
 
@@ -122,13 +133,19 @@ class RemoteFolders:
 
     def _fetch_file(self, url: str) -> Path:
         local = self._local(url)
+        shown = show_url(url)
         if not local.name.endswith(ENDINGS):
-            raise UsageError(f"{url} has none of the endings {', '.join(ENDINGS)}; rename it")
+            raise UsageError(f"{shown} has none of the endings {', '.join(ENDINGS)}; rename it")
+        if self._sources.setdefault(local, url) != url:
+            raise UsageError(
+                f"{shown} is given twice, in URLs that differ in their query alone. Their answers "
+                "would meet in one file; answer them by two commands with two --output folders"
+            )
         version, synced = version_of(url), beside(local, SYNCED)
         if version is None:
-            raise UsageError(f"{url} does not exist; give a .jsonl file or a folder of them")
+            raise UsageError(f"{shown} does not exist; give a .jsonl file or a folder of them")
         if not local.exists() or _read(synced) != version:
-            self._tell(f"Fetching {url} …")
+            self._tell(f"Fetching {show_url(url)} …")
             fetch_file(url, local)
             synced.write_text(version)
         return local
@@ -143,7 +160,7 @@ class RemoteFolders:
         is_here = output.exists() or journal_path(output).exists()
         if is_here and recorded in (None, version):
             return
-        self._tell(f"Fetching {url} …")
+        self._tell(f"Fetching {show_url(url)} …")
         for path in (status_path(output), errors_path(output)):
             other = f"{self._urls[output.parent]}/{path.name}"
             path.unlink(missing_ok=True)
@@ -157,7 +174,7 @@ class RemoteFolders:
         fields = json.loads(status.read_text())
         for name in FILE_IDS:
             if fields[name] is not None:
-                fields[name] = self._url(Path(fields[name])) or fields[name]
+                fields[name] = show_url(self._url(Path(fields[name])) or fields[name])
         named = beside(status, PART)
         named.write_text(json.dumps(fields, indent=2) + "\n")
         return named
@@ -167,11 +184,13 @@ class RemoteFolders:
             click.echo(text, err=True)
 
     def _local(self, url: str) -> Path:
-        folder, _, name = url.rpartition("/")
+        """Return where a file's copy is: another signature is of the same file."""
+        folder, _, name = split_query(url)[0].rpartition("/")
         return self._folder(folder) / name
 
     def _folder(self, url: str) -> Path:
-        folder = self._work_dir / hashlib.blake2b(url.encode(), digest_size=8).hexdigest()
+        shown = show_url(url)  # another password is for the same folder
+        folder = self._work_dir / hashlib.blake2b(shown.encode(), digest_size=8).hexdigest()
         try:
             make_private(folder)
         except OSError as error:
@@ -187,7 +206,8 @@ class RemoteFolders:
 
 
 def _trim(url: str) -> str:
-    return url if url.endswith("://") else url.rstrip("/")
+    path, query = split_query(url)
+    return url if url.endswith("://") else path.rstrip("/") + query
 
 
 def _is_synced(output: Path) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "fminfer"
 # From the lowest up. A sign of the house: a new module finds its place here or is in the wrong one.
 FLOORS = """
-input.pieces token_lengths row_warnings hyperparameters \
+input.pieces token_lengths row_warnings hyperparameters urls \
     errors timing messages pipeline.addresses control_groups detokenizer \
     sentencepieces shared_runs soft_cap \
     weighed_values output.rows output.names cache layer_kernels head_kernel triton_kernels \

@@ -282,3 +282,19 @@ def test_an_upload_error_says_where_the_rows_are(folders: RemoteFolders) -> None
     with pytest.raises(OutputError, match=str(output)):
         folders.upload([output])
     assert output.exists()
+
+
+def test_a_status_file_and_errors_name_urls_without_passwords(folders: RemoteFolders) -> None:
+    output = folders.place("weak://me:PASSWORD@out/a.jsonl")
+    assert output is not None
+    complete(output)
+    Weak.names_refused.add("a.jsonl")
+    with pytest.raises(
+        OutputError, match=r"weak://me:\*\*\*@out/a\.jsonl cannot be uploaded"
+    ) as found:
+        folders.upload([output])
+    assert "PASSWORD" not in str(found.value)
+    Weak.names_refused.clear()
+    folders.upload([output])
+    status = json.loads(read("weak://me:PASSWORD@out/a.status.json"))
+    assert status["output_file_id"] == "weak://me:***@out/a.jsonl"
