@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import socket
@@ -19,11 +21,20 @@ import torch.distributed as dist
 
 from fminfer.errors import PipelineError, UsageError, printable
 from fminfer.pipeline import meeting_folder, store
+from fminfer.pipeline import secret as secret_module
 from fminfer.pipeline.addresses import machine_id
-from fminfer.pipeline.handshake import GREETING, NONCE_BYTES, NoStoreError, WrongSecretError
+from fminfer.pipeline.handshake import (
+    GREETING,
+    NONCE_BYTES,
+    REFUSAL,
+    NoStoreError,
+    WrongSecretError,
+    receive_exactly,
+)
 from fminfer.pipeline.rendezvous import open_store
 from fminfer.pipeline.secret import read_own, secret_of_home
 from fminfer.pipeline.store import Store, StoreHolder
+from fminfer.pipeline.store_place import connect
 from fminfer.pipeline.watch import Fault
 from fminfer.ranks import RankFacts
 
@@ -79,7 +90,8 @@ def test_a_stranger_gets_nothing(port: int) -> None:
         greeting = stranger.recv(100)
         assert greeting.startswith(GREETING) and SECRET.encode() not in greeting
         stranger.sendall(bytes(NONCE_BYTES) + bytes(32))
-        assert stranger.recv(100) == b"", "it is dropped without an answer"
+        assert receive_exactly(stranger, len(REFUSAL)) == REFUSAL, "which tells it nothing else"
+        assert stranger.recv(100) == b""
     with pytest.raises(dist.DistError):
         dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=1), wait_for_workers=False)
     store = Store("127.0.0.1", port, SECRET, 5)
@@ -127,6 +139,36 @@ def test_who_claims_to_be_rank_0_must_prove_it() -> None:
         threading.Thread(target=impostor, daemon=True).start()
         with pytest.raises(WrongSecretError):
             Store("127.0.0.1", listener.getsockname()[1], SECRET, 5)
+
+
+def test_a_holder_that_dies_while_a_rank_introduces_itself_is_tried_again() -> None:
+    """The rank ended at once: "another secret than this rank", and advice about secrets."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+        def die_and_come_again() -> None:
+            peer, _ = listener.accept()
+            with peer:
+                peer.sendall(GREETING + bytes(NONCE_BYTES))
+                peer.recv(100)
+            StoreHolder(listener, SECRET)
+
+        threading.Thread(target=die_and_come_again, daemon=True).start()
+        assert connect("127.0.0.1", port, SECRET, 20).add("n", 1) == 1
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+        def die() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    peer, _ = listener.accept()
+                    with peer:
+                        peer.sendall(GREETING + bytes(NONCE_BYTES))
+                        peer.recv(100)
+
+        threading.Thread(target=die, daemon=True).start()
+        with pytest.raises(PipelineError, match=f"rank 0 at 127.0.0.1:{port} ended while this"):
+            connect("127.0.0.1", port, SECRET, 0.3)
 
 
 def test_another_program_is_told_apart() -> None:
@@ -202,6 +244,48 @@ def test_with_a_secret_of_the_environment_a_file_system_needs_no_modes(tmp_path:
     place.leave()
 
 
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP])
+def test_a_file_system_without_hard_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Ranks ended with a traceback of os.link, in the folder and in the user's cache."""
+
+    def link(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "link", link)
+    place = open_store(RankFacts(None, 2, folder=tmp_path / "meet"), 20)
+    assert open_store(RankFacts(None, 2, folder=tmp_path / "meet"), 20).port == place.port
+    place.leave()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "fminfer").mkdir(mode=0o700)
+    assert secret_of_home() == secret_of_home()
+    assert [path.name for path in (tmp_path / "fminfer").iterdir()] == ["ranks.secret"]
+
+
+def test_a_rendezvous_that_is_being_written_is_waited_for(tmp_path: Path, port: int) -> None:
+    """Between its creation and its content a file is empty, and leads nowhere."""
+    file = tmp_path / "fminfer-rendezvous-000000.json"
+    file.touch(mode=0o600)
+    fields = {"machine": machine_id(), "hosts": ["127.0.0.1"], "port": port, "secret": SECRET}
+    writer = threading.Timer(0.3, file.write_text, [json.dumps(fields)])
+    writer.start()
+    place = open_store(RankFacts(None, 2, folder=tmp_path), 20)
+    assert not place.is_holder and place.port == port
+    writer.join()
+
+
+def test_a_rendezvous_that_stays_empty_leads_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its writer was killed."""
+    monkeypatch.setattr(meeting_folder, "TORN_S", 0.1, raising=False)
+    (tmp_path / "fminfer-rendezvous-000000.json").touch(mode=0o600)
+    place = open_store(RankFacts(None, 2, folder=tmp_path), 20)
+    assert place.is_holder and len(list(tmp_path.iterdir())) == 1
+    place.leave()
+
+
 def test_ranks_elsewhere_have_it_listen_on_the_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,6 +344,10 @@ def test_the_secret_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     path = tmp_path / "fminfer/ranks.secret"
     assert len(secret) == 64 and stat.S_IMODE(path.stat().st_mode) == 0o600
     assert read_own(path).strip() == secret
+    monkeypatch.setattr(secret_module, "WHOLE_S", 0.1, raising=False)
+    path.write_text("")  # by a process that was killed
+    with pytest.raises(UsageError, match="is empty; remove it"):
+        secret_of_home()
     path.chmod(0o640)
     with pytest.raises(UsageError, match="FMINFER_SECRET"):
         secret_of_home()

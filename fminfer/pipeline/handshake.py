@@ -10,16 +10,20 @@ import hmac
 import secrets
 import socket
 import time
-from contextlib import suppress
 
 from fminfer.errors import PipelineError
 
 GREETING = b"fminfer store 1\n"
 NONCE_BYTES = DIGEST_BYTES = 32
+REFUSAL = bytes(DIGEST_BYTES)  # in the place of the proof, for who has another secret
 
 
 class WrongSecretError(PipelineError):
     """The other side has another secret, or none."""
+
+
+class HolderEndedError(ConnectionError):
+    """The holder hung up before it said whether the secret is the same."""
 
 
 class NoStoreError(PipelineError):
@@ -39,6 +43,7 @@ def greet(peer: socket.socket, secret: str, timeout_s: float) -> bool:
     answer = receive_exactly(peer, NONCE_BYTES + DIGEST_BYTES, until_s)
     nonces = nonce + answer[:NONCE_BYTES]
     if not hmac.compare_digest(answer[NONCE_BYTES:], _proof(secret, b"rank", nonces)):
+        peer.sendall(REFUSAL)
         return False
     peer.sendall(_proof(secret, b"store", nonces))
     return True
@@ -49,6 +54,7 @@ def introduce(holder: socket.socket, secret: str) -> None:
 
     Raises:
         OSError, EOFError: the connection broke before a greeting.
+        HolderEndedError: it broke after the greeting; an OSError, too.
         NoStoreError: another greeting came, or none.
         WrongSecretError: the two secrets differ.
     """
@@ -59,12 +65,13 @@ def introduce(holder: socket.socket, secret: str) -> None:
     if not greeting.startswith(GREETING):
         raise NoStoreError("what answers is no rank 0 of fminfer")
     nonces = greeting[len(GREETING) :] + secrets.token_bytes(NONCE_BYTES)
-    holder.sendall(nonces[NONCE_BYTES:] + _proof(secret, b"rank", nonces))
-    with suppress(OSError, EOFError):  # it hangs up on who has another secret
+    try:
+        holder.sendall(nonces[NONCE_BYTES:] + _proof(secret, b"rank", nonces))
         proof = receive_exactly(holder, DIGEST_BYTES)
-        if hmac.compare_digest(proof, _proof(secret, b"store", nonces)):
-            return
-    raise WrongSecretError("rank 0 has another secret than this rank")
+    except (ConnectionError, EOFError) as error:
+        raise HolderEndedError("rank 0 ended while this rank introduced itself") from error
+    if not hmac.compare_digest(proof, _proof(secret, b"store", nonces)):
+        raise WrongSecretError("rank 0 has another secret than this rank")
 
 
 def receive_exactly(peer: socket.socket, count: int, until_s: float | None = None) -> bytes:

@@ -15,12 +15,13 @@ from pathlib import Path
 from fminfer.errors import PipelineError, UsageError
 from fminfer.pipeline.addresses import LOOPBACK, interfaces, is_loopback, listen, machine_id
 from fminfer.pipeline.handshake import NoStoreError, WrongSecretError
-from fminfer.pipeline.secret import new_secret, read_own
+from fminfer.pipeline.secret import create_own, new_secret, read_own
 from fminfer.pipeline.store import Store
 from fminfer.pipeline.store_place import POLL_S, StorePlace, hold
 from fminfer.ranks import HOW_TO_SHARE
 
 AWAY_POLL_S = 0.5
+TORN_S = 5.0  # for whoever created a file to fill it
 GREET_S = 20.0  # for what answers at the address to greet: a port may be another program's by now
 AWAY_S = 30.0  # for the holder to see, on a shared disk, that a rank is on another machine
 FILES = "fminfer-rendezvous-" + "[0-9]" * 6 + ".json"
@@ -33,6 +34,7 @@ def meet_in_folder(
 
     Files are numbered: one that leads nowhere (a killed run left it) is followed by the next
     number, which only one rank can create. So two that find the old file agree on the new one.
+    An empty file may be one that is being written, and is looked at again for a while.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -40,10 +42,14 @@ def meet_in_folder(
         raise UsageError(f"--rendezvous {folder} cannot be made a folder: {error}") from error
     until_s = time.monotonic() + timeout_s
     asked_s: dict[Path, float] = {}  # when this rank said that it is on another machine
+    torn_s: dict[Path, float] = {}  # when this rank first found a file empty or torn
     while time.monotonic() < until_s:
         files = sorted(folder.glob(FILES))
         if files and rank != 0:
             fields = _read(files[-1], secret)  # once: its holder may write another meanwhile
+            if not fields and _is_young(files[-1], torn_s):
+                time.sleep(POLL_S)
+                continue
             place = _join(files[-1], fields, secret, timeout_s)
             if place is not None:
                 return place
@@ -97,6 +103,11 @@ def _join(
     return None
 
 
+def _is_young(file: Path, torn_s: dict[Path, float]) -> bool:
+    """Tell whether a torn file may still be filled; its age is counted from the first look."""
+    return time.monotonic() - torn_s.setdefault(file, time.monotonic()) < TORN_S
+
+
 def _is_near(fields: dict[str, object]) -> bool:
     return fields.get("machine") == machine_id()
 
@@ -133,14 +144,13 @@ def _found(
     listener = listen(LOOPBACK, 0)
     port, used = listener.getsockname()[1], secret or new_secret()
     fields = {"machine": machine_id(), "hosts": [LOOPBACK], "port": port}
-    draft = _write_draft(file, fields | ({} if secret else {"secret": used}))
     try:
-        os.link(draft, file)
-    except FileExistsError:
+        is_first = create_own(file, json.dumps(fields | ({} if secret else {"secret": used})))
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be written: {error}") from error
+    if not is_first:
         listener.close()
         return None
-    finally:
-        draft.unlink()
     for old in old_files:
         _remove(old)
     place = hold(listener, LOOPBACK, used, timeout_s)

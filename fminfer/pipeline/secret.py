@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import secrets
-import tempfile
-from contextlib import suppress
+import time
 from pathlib import Path
 
 from fminfer.cache import cache_path, why_no_cache
 from fminfer.errors import UsageError
 from fminfer.ranks import SECRET
+
+WHOLE_S = 5.0  # for another process to write what it has created
+POLL_S = 0.02
 
 
 def new_secret() -> str:
@@ -22,7 +24,7 @@ def secret_of_home() -> str:
     """Return this user's own secret, kept in the cache folder; the first rank to ask makes it.
 
     Raises:
-        UsageError: there is no folder for it, or others can read it.
+        UsageError: there is no folder for it, it cannot be written, or others can read it.
     """
     if why := why_no_cache():
         raise UsageError(
@@ -30,9 +32,17 @@ def secret_of_home() -> str:
             "every rank"
         )
     path = cache_path() / "ranks.secret"
-    if not path.exists():
-        _keep(path, new_secret())
-    return read_own(path).strip()
+    try:
+        if not path.exists():
+            create_own(path, new_secret() + "\n")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error}") from error
+    until_s = time.monotonic() + WHOLE_S
+    while not (text := read_own(path).strip()):
+        if time.monotonic() > until_s:
+            raise UsageError(f"{path} is empty; remove it, and start the ranks again")
+        time.sleep(POLL_S)
+    return text
 
 
 def read_own(path: Path) -> str:
@@ -53,13 +63,23 @@ def read_own(path: Path) -> str:
         return file.read()
 
 
-def _keep(path: Path, text: str) -> None:
-    """Write a file with mode 0600, whole, unless another process was faster."""
-    descriptor, draft = tempfile.mkstemp(dir=path.parent)
+def create_own(path: Path, text: str) -> bool:
+    """Create a file that only this user can read and write; return False if it is there.
+
+    Who reads it at this very moment may find it empty. (A hard link would show it whole at once,
+    but some file systems have none.)
+
+    Raises:
+        OSError: it cannot be written.
+    """
     try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text + "\n")
-        with suppress(FileExistsError):
-            os.link(draft, path)
-    finally:
-        os.unlink(draft)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return False
+    try:
+        with open(descriptor, "w") as file:
+            file.write(text)
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+    return True

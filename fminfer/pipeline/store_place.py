@@ -10,13 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fminfer.errors import PipelineError
-from fminfer.pipeline.handshake import NoStoreError, WrongSecretError
+from fminfer.pipeline.handshake import HolderEndedError, NoStoreError, WrongSecretError
 from fminfer.pipeline.store import Store, StoreHolder
 from fminfer.ranks import HOW_TO_SHARE
 
 TELL_AFTER_S = 5.0  # that this rank waits for others
 POLL_S = 0.1
 REACH_ITSELF_S = 10.0
+GREET_S = 1.0  # that whoever answers has at least, at the last moment too
 
 
 @dataclass(slots=True)
@@ -65,9 +66,10 @@ def hold(listener: socket.socket, host: str, secret: str, timeout_s: float) -> S
 def connect(host: str, port: int, secret: str, timeout_s: float, prefix: str = "") -> Store:
     """Connect to a store, which may not be there yet."""
     until_s, tell_at_s = time.monotonic() + timeout_s, time.monotonic() + TELL_AFTER_S
+    has_ended = False  # whoever answered last
     while (left_s := until_s - time.monotonic()) > 0:
         try:
-            return Store(host, port, secret, left_s, prefix)
+            return Store(host, port, secret, max(left_s, GREET_S), prefix)
         except WrongSecretError as error:
             raise PipelineError(f"{host}:{port}: {error}. {HOW_TO_SHARE}") from None
         except NoStoreError:
@@ -75,11 +77,16 @@ def connect(host: str, port: int, secret: str, timeout_s: float, prefix: str = "
                 f"something answers at {host}:{port}, but it is no rank 0 of fminfer; is another "
                 "program using the port? Give all ranks another"
             ) from None
-        except (OSError, EOFError):  # not yet there, or just gone
+        except (OSError, EOFError) as error:  # not yet there, or just gone
+            has_ended = isinstance(error, HolderEndedError)
             time.sleep(POLL_S)
         if time.monotonic() > tell_at_s:
             print(f"Waiting for rank 0 at {host}:{port} …", file=sys.stderr, flush=True)
             tell_at_s = until_s
+    if has_ended:
+        raise PipelineError(
+            f"rank 0 at {host}:{port} ended while this rank introduced itself; see what it says"
+        )
     raise PipelineError(_why_nobody(host, port, timeout_s))
 
 
