@@ -90,8 +90,11 @@ def read_seals(output: Path) -> Seals:
 def _read_seal(path: Path) -> Seal | None:
     if not path.exists():
         return None
+    digest = _new_digest()
     with path.open("rb") as file:
-        return _seal(file, hashlib.file_digest(file, _new_digest).hexdigest())
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+        return _seal(file, digest.hexdigest())
 
 
 def _seal(file: BinaryIO, digest: str) -> Seal:
