@@ -13,7 +13,8 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Self
+
+from typing_extensions import Self
 
 from fminfer.pipeline.store import Store
 
