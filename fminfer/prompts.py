@@ -11,6 +11,8 @@ from fminfer.fields import is_integral, show, wrong_type
 
 # Of all prompts of a line together. A choice takes some kilobytes before its first token.
 MAX_CHOICES = 16_384
+# Of a line's logprobs: tokens and alternatives. As objects and JSON one takes 150 to 550 bytes.
+MAX_ENTRIES = 1 << 24
 CHAT_REMEDY = (
     "Chat requests are not supported yet. Render the messages with the model's chat template "
     "(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)), and "
@@ -61,6 +63,29 @@ def check_choices(num_prompts: int, n: int, best_of: int) -> None:
         f"prompt holds {num_prompts:,} prompts{each}; a line may have at most {MAX_CHOICES:,}. "
         f"{lower} the prompts on several lines",
         name,
+    )
+
+
+def check_entries(num_tokens: int, num_choices: int, logprobs: int) -> None:
+    """Refuse more logprobs than one line may ask for.
+
+    Args:
+        num_tokens: for which logprobs are asked, in one choice of each prompt.
+        num_choices: of each prompt.
+
+    Raises:
+        RequestError: names the limit.
+    """
+    num_entries = num_tokens * num_choices * (1 + logprobs)
+    if num_entries <= MAX_ENTRIES:
+        return
+    choices = f"{num_choices} choices of " if num_choices > 1 else ""
+    raise RequestError(
+        "out_of_range",
+        f"the line asks for {num_entries:,} logprobs: {choices}{num_tokens:,} tokens, each with "
+        f"{logprobs} alternatives beside its own; a line may have at most {MAX_ENTRIES:,}. Lower "
+        "logprobs, max_tokens or n, or put prompts and choices on several lines",
+        "logprobs",
     )
 
 

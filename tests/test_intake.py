@@ -102,6 +102,34 @@ def test_an_error_holds_a_short_request_verbatim() -> None:
     assert record.error is not None and line in record.to_json()
 
 
+def test_logprobs_of_a_line_have_a_joint_limit(
+    demo: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """100 bytes that ask for n 128, max_tokens 100,000 and logprobs 20 could take 40 GB."""
+
+    def ask(**fields: Any) -> RequestState:
+        line = Line(0, 1, json.dumps({"prompt": [5] * 10} | fields).encode())
+        return Intake(demo, Limits(200_000, 407, 100), 1).prepare(line, open_envelope(line))
+
+    large = {"n": 128, "max_tokens": 100_000}
+    with pytest.raises(RequestError, match=r"268,800,000 .*128 choices .* at most 16,777,216") as e:
+        ask(logprobs=20, **large)
+    assert (e.value.code, e.value.param) == ("out_of_range", "logprobs")
+    assert ask(**large) and ask(logprobs=100, max_tokens=150_000)
+    monkeypatch.setattr("fminfer.prompts.MAX_ENTRIES", 120)
+    assert ask(logprobs=5, max_tokens=10, n=2) and ask(logprobs=5, max_tokens=10, echo=True)
+    scored = {"logprobs": 5, "max_tokens": 0, "echo": True}
+    assert ask(prompt=[[5] * 10, [5] * 10], **scored)
+    for fields in (
+        {"logprobs": 5, "max_tokens": 10, "n": 2, "best_of": 3},
+        {"logprobs": 5, "max_tokens": 11, "n": 2, "temperature": 0},
+        {"logprobs": 5, "max_tokens": 11, "echo": True},
+        scored | {"prompt": [[5] * 10, [5] * 11]},
+    ):
+        with pytest.raises(RequestError, match="at most 120"):
+            ask(**fields)
+
+
 def test_warnings_do_not_grow_with_the_file() -> None:
     """20,000 lines with different unknown keys printed 20,000 lines, in --stats too."""
     told: list[str] = []

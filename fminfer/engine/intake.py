@@ -21,6 +21,7 @@ from fminfer.errors import RequestError, row_error
 from fminfer.fields import show
 from fminfer.input.envelope import Envelope, open_envelope
 from fminfer.input.lines import Line
+from fminfer.prompts import check_entries
 from fminfer.request import Request, SamplingParams, parse_request
 from fminfer.row_warnings import RowWarning, WarningCounts
 from fminfer.tokenizer import EncodedPrompt, Tokenizer
@@ -76,6 +77,7 @@ class Intake:
         for index, prompt in enumerate(request.prompts):
             encoded = self._encode(prompt, request.params)
             state.prompts.append(self._start(state, index, encoded, request_digest, repeat))
+        _check_logprobs(state)
         self.note(line, *envelope.warnings, *request.warnings)
         return state
 
@@ -311,3 +313,12 @@ class Intake:
                 sequence.edits = LogitEdits(params, encoded.ids)
             prompt.sequences.append(sequence)
         return prompt
+
+
+def _check_logprobs(state: RequestState) -> None:
+    params = state.request.params
+    if params.logprobs is None:
+        return
+    scored = sum(len(prompt.ids) for prompt in state.prompts) if params.echo else 0
+    num_tokens = scored + params.max_tokens * len(state.prompts)
+    check_entries(num_tokens, max(params.n, params.num_candidates), params.logprobs)
