@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import IS_ALL
+from tests.forked import Forked
 
 FAULTS = Path(__file__).parent / "faults"
 QUERIES = Path(__file__).parent.parent / "examples" / "queries"
@@ -23,18 +22,17 @@ ALL = [f"{kind} {rank} {phase}" for kind in KINDS for rank in (0, 1) for phase i
 SOME = ALL[0::7] + ALL[3::7]
 
 
-def command(folder: Path, *more: str) -> list[str]:
-    start = [sys.executable, "-m", "fminfer", "run", str(QUERIES / "plain.jsonl")]
-    start += ["--output", str(folder / "out.jsonl"), "--world-size", "2", "--restart"]
-    return [*start, "--rank-timeout", str(RANK_TIMEOUT_S), *more]
+def command(folder: Path) -> list[str]:
+    start = ["run", str(QUERIES / "plain.jsonl"), "--output", str(folder / "out.jsonl")]
+    return [*start, "--world-size", "2", "--restart", "--rank-timeout", str(RANK_TIMEOUT_S)]
 
 
 def ranks_of(folder: Path) -> list[int]:
-    """List the processes that work for a run into this folder."""
+    """List the processes that run in this folder."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            if str(folder).encode() in (process / "cmdline").read_bytes():
+            if (process / "cwd").readlink() == folder:
                 found.append(int(process.name))
         except OSError:
             continue
@@ -54,9 +52,7 @@ def test_a_rank_that_fails_ends_all(fault: str, tmp_path: Path) -> None:
     rows, moment = tmp_path / "out.jsonl.journal", tmp_path / "moment"
     environ = os.environ | {"FAULT": fault, "FAULT_ROWS": str(rows), "FAULT_TIME": str(moment)}
     environ["PYTHONPATH"] = f"{FAULTS}:{os.environ.get('PYTHONPATH', '')}"
-    process = subprocess.Popen(
-        command(tmp_path), env=environ, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    process = Forked(command(tmp_path), environ, tmp_path)
     try:
         out, err = process.communicate(timeout=150)
     finally:

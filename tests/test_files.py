@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from fminfer.output.places import STDOUT, plan_outputs
 from fminfer.output.progress import ProgressBar
 from fminfer.output.stream import OrderedStream
 from tests.conftest import run_files
+from tests.forked import programs
 
 zstd = find_zstd()
 assert zstd is not None, "the tests need fminfer[zst]"
@@ -422,9 +424,13 @@ def test_stdout_carries_records_only(
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"], "nothing beside it"
 
 
-def test_the_command_from_stdin_to_stdout() -> None:
-    command = [sys.executable, "-m", "fminfer", "run", "-q", "-"]
-    found = subprocess.run(command, input=ROWS + b"{}\n" + ROWS.strip(), capture_output=True)
+def run_shell(command: str, rows: bytes, folder: Path) -> subprocess.CompletedProcess[bytes]:
+    environ = os.environ | {"PATH": programs(folder / "programs")}
+    return subprocess.run(["bash", "-c", command], input=rows, env=environ, capture_output=True)
+
+
+def test_the_command_from_stdin_to_stdout(tmp_path: Path) -> None:
+    found = run_shell("fminfer run -q -", ROWS + b"{}\n" + ROWS.strip(), tmp_path)
     assert found.returncode == 3
     records = [json.loads(line) for line in found.stdout.splitlines()]
     assert [record["request"]["user"] for record in records] == list("0123401234")
@@ -432,16 +438,15 @@ def test_the_command_from_stdin_to_stdout() -> None:
     assert error["error"]["code"] == "missing_prompt"
 
 
-def test_a_reader_that_stops_ends_the_run() -> None:
-    command = f"{sys.executable} -m fminfer run -q - | head -n 1; exit ${{PIPESTATUS[0]}}"
-    found = subprocess.run(["bash", "-c", command], input=ROWS * 2000, capture_output=True)
+def test_a_reader_that_stops_ends_the_run(tmp_path: Path) -> None:
+    command = "fminfer run -q - | head -n 1; exit ${PIPESTATUS[0]}"
+    found = run_shell(command, ROWS * 2000, tmp_path)
     assert found.returncode == 1 and len(found.stdout.splitlines()) == 1
     assert found.stderr.decode().splitlines() == ["Error: whoever read the answers stopped reading"]
 
 
-def test_a_full_disk_behind_stdout() -> None:
-    command = f"{sys.executable} -m fminfer run -q - > /dev/full"
-    found = subprocess.run(["bash", "-c", command], input=ROWS, capture_output=True, text=False)
+def test_a_full_disk_behind_stdout(tmp_path: Path) -> None:
+    found = run_shell("fminfer run -q - > /dev/full", ROWS, tmp_path)
     assert found.returncode == 1
     (line,) = found.stderr.decode().splitlines()
     assert line.startswith("Error: stdout cannot be written: No space left on device")

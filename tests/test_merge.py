@@ -7,8 +7,6 @@ import os
 import random
 import resource
 import shutil
-import subprocess
-import sys
 from array import array
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +28,7 @@ from fminfer.split import merging
 from fminfer.split.manifest import MANIFEST, Part, read_manifest
 from fminfer.split.merging import merge_parts, show_ranges
 from fminfer.split.parts import SplitOptions, split_file
+from tests.forked import run_forked
 from tests.split_lines import answer_part, make_lines
 
 NUM_LINES = int(os.environ.get("FMINFER_ROUND_TRIP_LINES", "2000"))
@@ -356,8 +355,7 @@ def test_with_the_demo_model(tmp_path: Path) -> None:
     engines = sorted({path.parent for path in folder.rglob("request_*.jsonl")})
     assert len(engines) > 1
     for inputs in (engines, [source]):
-        command = [sys.executable, "-m", "fminfer", "run", "-q", "--attention", "eager"]
-        done = subprocess.run([*command, *map(str, inputs)], capture_output=True, timeout=300)
+        done = run_forked(["run", "-q", "--attention", "eager", *inputs])
         assert done.returncode == 3, done.stderr
     summary = merge_parts(folder, tmp_path / "m.jsonl")
     whole = answers_path(source)

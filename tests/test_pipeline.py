@@ -24,7 +24,7 @@ from fminfer.pipeline.addresses import machine_id
 from fminfer.pipeline.rendezvous import open_store
 from fminfer.ranks import RankFacts
 from tests.conftest import VOCAB, save_byte_tokenizer
-from tests.forked import Forked
+from tests.forked import Forked, programs
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 QUERIES = EXAMPLES / "queries"
@@ -32,14 +32,9 @@ FILES = ("mixed", "echo", "logprobs", "n")
 Process = Forked | subprocess.Popen[str]
 
 
-def start(*arguments: object, before: tuple[object, ...] = (), **variables: str) -> Process:
-    environ, given = os.environ | variables, ["run", *map(str, arguments)]
-    if not before:
-        return Forked(given, environ)
-    command = [sys.executable, "-m", *map(str, before), "fminfer", *given]
-    return subprocess.Popen(
-        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+def start(*arguments: object, network: str | None = None, **variables: str) -> Process:
+    given = ["run", *map(str, arguments)]
+    return Forked(given, os.environ | variables, network=network)
 
 
 def finish(*ranks: Process, timeout: float = 90) -> list[tuple[int, str]]:
@@ -140,8 +135,11 @@ def test_why_another_rank_is_slow_is_told(tmp_path: Path) -> None:
 
 
 def test_torchrun(alone: dict[str, Any], tmp_path: Path) -> None:
-    before = ("torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_port(), "-m")
-    [(status, err)] = finish(start(*inputs(), "--output", tmp_path, before=before))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--master-port", str(free_port()), "-m", "fminfer", "run"]
+    command += [*map(str, inputs()), "--output", str(tmp_path)]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    [(status, err)] = finish(run)
     assert status == 0, err
     assert read(tmp_path) == alone
 
@@ -202,11 +200,11 @@ def test_two_loopback_addresses(alone: dict[str, Any], tmp_path: Path) -> None:
 def test_a_rank_that_never_comes(tmp_path: Path) -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
     shared = [*inputs(), "--output", tmp_path, "--world-size", 3, "--dist-url", url]
-    shared += ["--join-timeout", 8]
+    shared += ["--join-timeout", 5]
     ranks = [start(*shared, "--rank", rank) for rank in (0, 2)]
     for status, err in finish(*ranks):
         assert status == 1
-        assert "rank 1 did not come within 8 s" in err and "2 of 3 ranks are here" in err, err
+        assert "rank 1 did not come within 5 s" in err and "2 of 3 ranks are here" in err, err
 
 
 def test_ranks_that_differ(tmp_path: Path) -> None:
@@ -315,28 +313,24 @@ def test_ctrl_c_while_ranks_join(tmp_path: Path) -> None:
         assert status == 143 and "Terminated" in err, err
 
 
-def test_a_rank_that_dies_while_rank_0_waits_for_stdin(tmp_path: Path) -> None:
-    run = subprocess.Popen(
-        [sys.executable, "-m", "fminfer", "run", "-", "--world-size", "2", "--rank-timeout", "3"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+def test_a_rank_that_dies_while_rank_0_waits_for_stdin() -> None:
+    stdin, rows = os.pipe()
+    flags = ["--world-size", "2", "--rank-timeout", "3"]
+    run = Forked(["run", "-", *flags], files=(stdin, None, None))
+    os.close(stdin)
     try:
-        assert run.stdin is not None
-        run.stdin.write(b'{"prompt": [5, 6], "max_tokens": 2}\n')
-        run.stdin.flush()
-        wait_until_heard(signal.SIGTERM, run.pid)
+        os.write(rows, b'{"prompt": [5, 6], "max_tokens": 2}\n')
+        until_s = time.monotonic() + 90
+        while "Ready after " not in run.said():  # both have met
+            assert time.monotonic() < until_s, run.said()
+            time.sleep(0.05)
         children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
-        wait_until_heard(signal.SIGTERM, int(children[0]))
-        time.sleep(10)  # rank 1 is as far: both have met
         os.kill(int(children[1]), signal.SIGSTOP)
         assert run.wait(20) == 1
-        assert run.stderr is not None
-        assert b"rank 1 has not answered" in run.stderr.read()
+        assert "rank 1 has not answered" in run.said()
     finally:
+        os.close(rows)
         run.kill()
-        run.communicate()
 
 
 def in_namespace(number: int) -> str:
@@ -372,14 +366,8 @@ def two_machines() -> Iterator[None]:
 @pytest.mark.parametrize("how", ["folder", "address"])
 def test_two_machines(how: str, alone: dict[str, Any], tmp_path: Path, two_machines: None) -> None:
     where = tmp_path / "meet" if how == "folder" else "192.168.77.1:4400"
-    ranks = []
-    for number in (0, 1):
-        command = ["ip", "netns", "exec", in_namespace(number), sys.executable, "-m", "fminfer"]
-        command += ["run", *map(str, inputs()), "--output", str(tmp_path), "--world-size", "2"]
-        command += ["--rendezvous", str(where)]
-        ranks.append(
-            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        )
+    shared = [*inputs(), "--output", tmp_path, "--world-size", 2, "--rendezvous", where]
+    ranks = [start(*shared, network=in_namespace(number)) for number in (0, 1)]
     (status, err), (other, err2) = finish(*ranks)
     assert (status, other) == (0, 0), err + err2
     assert read(tmp_path) == alone
@@ -408,7 +396,7 @@ def test_the_seeds_loop(tmp_path: Path) -> None:
         [EXAMPLES / "run_shards.sh", shards, "--model-name", model, "--model-type", "bloom"],
         env=os.environ
         | {"NUM_LAYERS": "2", "MAX_LAYERS": "15", "MAX_ID": "3", "PORT": str(free_port())}
-        | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        | {"PATH": programs(tmp_path / "programs")},
         capture_output=True,
         text=True,
         timeout=240,

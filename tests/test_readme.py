@@ -6,13 +6,13 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from fminfer.cli import main
 from tests.conftest import make_model, save_byte_tokenizer
+from tests.forked import programs
 
 ROOT = Path(__file__).parent.parent
 FAKES = Path(__file__).parent / "fakes"
@@ -21,7 +21,7 @@ NOT_RUN = re.compile(
     r"scripts/|pip |export PATH|torchrun |srun |python -m fminfer|.*--rendezvous|.*s3://"
 )
 SHIM = """#!/bin/sh
-{python} -m fminfer "$@"
+{fminfer} "$@"
 status=$?
 echo "$status $*" >> {log}
 exit $status
@@ -69,14 +69,16 @@ def test_every_command_works_after_those_before_it(tmp_path: Path) -> None:
         if not NOT_RUN.match(command):
             script.append(command)
     log = tmp_path / "log"
-    shims = tmp_path / "shims"
+    path, shims = programs(tmp_path / "programs"), tmp_path / "shims"
     shims.mkdir()
-    (shims / "fminfer").write_text(SHIM.format(python=sys.executable, log=log))
+    (shims / "fminfer").write_text(
+        SHIM.format(fminfer=path.partition(":")[0] + "/fminfer", log=log)
+    )
     (shims / "fminfer").chmod(0o755)
     (tmp_path / "cluster").mkdir()
     (tmp_path / "here").mkdir()
     environment = os.environ | {
-        "PATH": f"{shims}:{FAKES}:{os.environ['PATH']}",
+        "PATH": f"{shims}:{FAKES}:{path}",
         "PYTHONPATH": str(ROOT),
         "FAKE_CLUSTER": str(tmp_path / "cluster"),
     }

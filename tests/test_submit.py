@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from fminfer.cli import main
 from fminfer.cluster.job_names import infer_data_of, is_of, name_of_file, name_of_list
 from fminfer.cluster.submission import read_list
 from tests.fakes import cluster
+from tests.forked import programs, run_forked
 
 FAKES = Path(__file__).parent / "fakes"
 QUERIES = Path(__file__).parent.parent / "examples" / "queries" / "plain.jsonl"
@@ -417,12 +417,8 @@ def test_run_finds_its_file_in_the_jobs_name(tmp_path: Path) -> None:
     """As jobs of the old tool's loop did: `bsub -J "lsf_opt#$file" … fminfer run`."""
     path = tmp_path / "a#1.jsonl"
     path.write_text("".join(QUERIES.read_text().splitlines(keepends=True)[:2]))
-    done = subprocess.run(
-        [sys.executable, "-m", "fminfer", "run", "--attention", "eager"],
-        env=os.environ | {"LSB_JOBNAME": f"lsf_demo#{path}"},
-        capture_output=True,
-        text=True,
-    )
+    environ = os.environ | {"LSB_JOBNAME": f"lsf_demo#{path}"}
+    done = run_forked(["run", "--attention", "eager"], environ=environ)
     assert done.returncode == 0, done.stderr
     assert f"Answering {path}, which is in this job's name." in done.stderr
     assert len((tmp_path / "output_a#1.jsonl").read_text().splitlines()) == 2
@@ -432,9 +428,8 @@ def test_ranks_of_a_job_answer_for_real(
     queue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two ranks of the demo model, as srun's tasks."""
-    monkeypatch.setattr(
-        "fminfer.commands.submit._program", lambda: [sys.executable, "-m", "fminfer"]
-    )
+    monkeypatch.setenv("PATH", programs(tmp_path / "programs"))
+    monkeypatch.setattr("fminfer.commands.submit._program", lambda: ["fminfer"])
     shutil.copy(QUERIES, tmp_path / "plain.jsonl")
     options = ["--mode", "ranks", "--", "--world-size", "2", "--attention", "eager"]
     submit("--scheduler", "slurm", "--infer-data", tmp_path / "plain.jsonl", *options)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from fminfer.cli import main
 from fminfer.errors import UsageError
 from fminfer.hyperparameters import Hyperparameters
 from fminfer.synthetic import Synthetic
+from tests.forked import run_forked
 
 FLAGS = ["--dtype", "float32", "--attention", "eager", "--device", "cpu"]
 BATCHES = ["--batch-size", "3", "--num-iters", "2", "--input-seq-length", "20"]
@@ -121,8 +120,7 @@ def test_what_says_nothing_of_a_line_is_told_where_others_replace_its_own(tmp_pa
 
 
 def test_ranks_answer_made_up_requests(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "fminfer", "run", *FLAGS, *BATCHES, "--world-size", "2"]
-    found = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=100)
+    found = run_forked(["run", *FLAGS, *BATCHES, "--world-size", "2"], folder=tmp_path)
     assert found.returncode == 0, found.stderr
     assert "made up   2 batches" in found.stderr and "stages busy" in found.stderr
     assert not [*tmp_path.iterdir()]

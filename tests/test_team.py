@@ -10,8 +10,6 @@ import pickle
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -38,6 +36,7 @@ from fminfer.team.wire import (
     encode,
     receive,
 )
+from tests.forked import Forked
 
 QUERIES = Path(__file__).parent.parent / "examples" / "queries"
 FILES = ("mixed", "n", "bad_lines", "wrapped", "batch", "mixed", "mixed")
@@ -45,15 +44,24 @@ TIMES = ("request_time", "created", "prompt_tokens_details", "id", "request_id")
 WAIT_S = 240.0
 
 
-def start(*arguments: object, **variables: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "fminfer", "run", *map(str, arguments)]
-    environ = os.environ | variables
-    return subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True)
+SLOW = """
+import time
+from fminfer.pipeline.stage import Stage
+forward = Stage.forward
+def forward_later(*args):
+    time.sleep(0.02)
+    return forward(*args)
+Stage.forward = forward_later
+"""
 
 
-def finish(run: subprocess.Popen[str]) -> tuple[int, str]:
+def start(*arguments: object) -> Forked:
+    return Forked(["run", *map(str, arguments)])
+
+
+def finish(run: Forked) -> tuple[int, str]:
     try:
-        return run.wait(WAIT_S), run.communicate()[1]
+        return run.wait(WAIT_S), run.said()
     finally:
         run.kill()
 
@@ -71,30 +79,31 @@ def read(path: Path) -> list[Any]:
     return [plain(json.loads(line)) for line in path.read_bytes().splitlines()]
 
 
-def pipelines_of(run: subprocess.Popen[str]) -> list[int]:
+def pipelines_of(run: Forked) -> list[int]:
     """Return the process ids of a run's pipelines, in their order."""
     children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
-    return sorted(
-        int(pid)
-        for pid in children
-        if b"FMINFER_PIPELINE=" in Path(f"/proc/{pid}/environ").read_bytes()
-    )
+    python = Path("/proc/self/exe").resolve()
+    return sorted(int(pid) for pid in children if Path(f"/proc/{pid}/exe").resolve() == python)
 
 
 def start_long_run(
-    folder: Path, *more: str, num_rows: int = 400
-) -> tuple[subprocess.Popen[str], Path]:
-    """Return a run of two pipelines that is at work, and its output."""
+    folder: Path, *more: str, num_done: int = 10, **fields: Any
+) -> tuple[Forked, Path]:
+    """Return a run of two pipelines that has answered so many of its 150 rows, and its output."""
     source, output = folder / "long.jsonl", folder / "out.jsonl"
-    row = {"prompt": "Question: How do you go", "max_tokens": 40, "min_tokens": 40}
-    source.write_text("".join(json.dumps(row | {"user": str(n)}) + "\n" for n in range(num_rows)))
+    row = {"prompt": "Question: How do you go", "max_tokens": 40, "min_tokens": 40} | fields
+    source.write_text("".join(json.dumps(row | {"user": str(n)}) + "\n" for n in range(150)))
     flags = ["--dtype", "float32", "--max-rows", "2", "--data-group-size", "2", "--output", output]
     run = start(source, *flags, *more)
     deadline = time.monotonic() + WAIT_S
-    while (read_status(output) or {}).get("request_counts", {}).get("completed", 0) < 10:
+    while "Ready after" not in run.said() or _num_done(output) < num_done:
         assert run.poll() is None and time.monotonic() < deadline, finish(run)
         time.sleep(0.05)
     return run, output
+
+
+def _num_done(output: Path) -> int:
+    return int((read_status(output) or {}).get("request_counts", {}).get("completed", 0))
 
 
 def test_two_pipelines_answer_as_one(tmp_path: Path) -> None:
@@ -124,10 +133,10 @@ def test_a_pipeline_that_is_killed_costs_no_row(tmp_path: Path) -> None:
     assert status == 0, err
     assert "Pipeline 1 ended; the others go on, and answer its " in err
     records = [json.loads(line) for line in output.read_bytes().splitlines()]
-    assert [record["request"]["user"] for record in records] == [*map(str, range(400))]
+    assert [record["request"]["user"] for record in records] == [*map(str, range(150))]
     # Whoever answered it, a row has drawn what it draws in a run of its own.
     texts = [record["result"]["choices"][0]["text"] for record in records]
-    assert len(set(texts)) > 200
+    assert len(set(texts)) > 75
     alone = tmp_path / "alone.jsonl"
     assert finish(start(tmp_path / "long.jsonl", "--output", alone, "--dtype", "float32"))[0] == 0
     assert read(alone) == read(output)
@@ -143,7 +152,7 @@ def test_when_all_pipelines_are_gone_rows_are_kept(tmp_path: Path) -> None:
     assert kept >= 10 and not output.exists()
     again = finish(start(tmp_path / "long.jsonl", "--output", output, "--dtype", "float32"))
     assert again[0] == 0 and f"{kept:,} kept from earlier runs" in again[1]
-    assert output.read_bytes().count(b"\n") == 400
+    assert output.read_bytes().count(b"\n") == 150
 
 
 def test_it_stops_in_good_order(tmp_path: Path) -> None:
@@ -156,12 +165,18 @@ def test_it_stops_in_good_order(tmp_path: Path) -> None:
     assert (read_status(output) or {})["status"] == "cancelled"
 
 
-def test_told_twice_it_ends_at_once(tmp_path: Path) -> None:
+def test_told_twice_it_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pipelines that still compute have nothing worth waiting for: not for their grace either."""
-    run, _ = start_long_run(tmp_path, "--grace", "100")
+    # A row takes 8 s: 400 steps of 20 ms.
+    (tmp_path / "sitecustomize.py").write_text(SLOW)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    long = {"max_tokens": 400, "min_tokens": 400}
+    run, _ = start_long_run(tmp_path, "--grace", "100", num_done=0, **long)
     pids = pipelines_of(run)
+    time.sleep(1)
     run.send_signal(signal.SIGINT)
     time.sleep(1.5)
+    assert run.poll() is None, "its rows take longer"
     run.send_signal(signal.SIGINT)
     started = time.monotonic()
     status, err = finish(run)
