@@ -84,14 +84,20 @@ def check_every_kind_of_row(
     softcap: float | None = None,
     dtype: torch.dtype = torch.float32,
     tolerance: float = 5e-5,
+    piece: int = 128,
 ) -> None:
-    """Feed rows in chunks and token by token, and compare each output with the plain formula."""
+    """Feed rows in chunks and token by token, and compare each output with the plain formula.
+
+    Args:
+        piece: how many keys the body has at a time; the longest row has more than two of them.
+    """
     torch.manual_seed(0)
     kernel, device = make_kernel(body, heads, kv_heads, dim, dtype)
     paged = PagedAttention(90, block, kv_heads, dim, dtype=dtype, device=device, kernel=kernel)
     paged.keys.fill_(float("nan"))  # whatever other rows left there must not matter
     paged.values.fill_(float("nan"))
-    lengths = [29, 8, 300, 17, 1, 16, 40, 131, 3]
+    long = 2 * piece + 44
+    lengths = [29, 8, long, 17, 1, 16, 40, piece + 3, 3]
     free = random.Random(1).sample(range(90), 90)
     tables = [[free.pop() for _ in range(-(-n // block))] for n in lengths]
     q = [torch.randn(n, heads, dim).to(dtype) for n in lengths]
@@ -118,12 +124,12 @@ def check_every_kind_of_row(
             torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
             first += b - a
 
-    run([(0, 0, 13), (2, 0, 150), (4, 0, 1)])
-    run([(0, 13, 28), (2, 150, 299), (1, 0, 7), (3, 0, 16)])
-    run([(6, 0, 40), (0, 28, 29), (1, 7, 8), (2, 299, 300), (3, 16, 17)])
-    run([(7, 0, 126), (8, 0, 2)])
-    run([(7, 126, 129), (8, 2, 3)])  # the last of three sees a key more than pieces of 128 have
-    run([(7, 129, 131)])
+    run([(0, 0, 13), (2, 0, long // 2), (4, 0, 1)])
+    run([(0, 13, 28), (2, long // 2, long - 1), (1, 0, 7), (3, 0, 16)])
+    run([(6, 0, 40), (0, 28, 29), (1, 7, 8), (2, long - 1, long), (3, 16, 17)])
+    run([(7, 0, piece - 2), (8, 0, 2)])
+    run([(7, piece - 2, piece + 1), (8, 2, 3)])  # the last of three sees a key more than a piece
+    run([(7, piece + 1, piece + 3)])
 
 
 @pytest.mark.parametrize("body", BODIES)

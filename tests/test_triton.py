@@ -48,13 +48,17 @@ SHAPES = [
 def interpreter() -> None:
     """Skip what the interpreter cannot run: that of triton 3.6 counts to no tensor in numpy 2.4."""
     try:
-        try_kernels(4, 2, 16, 8, None, dtype=torch.float32, device=DEVICE)
+        try_kernels(2, 1, 16, 8, None, dtype=torch.float32, device=DEVICE)
     except Exception as error:
         if "only 0-dimensional arrays can be converted" not in str(error):
             raise
         pytest.skip("the interpreter of triton 3.6 needs numpy < 2.4")
 
 
+# The interpreter takes milliseconds for what a GPU does in microseconds: it has shorter rows and
+# fewer requests, and what other tests show already is for `scripts/test --all`.
+IS_SLOW = DEVICE.type == "cpu"
+PIECE = 64  # keys at a time, at most
 interpreted = pytest.mark.usefixtures("interpreter")
 
 
@@ -62,6 +66,7 @@ interpreted = pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "block"), SHAPES)
 def test_every_kind_of_row(heads: int, kv_heads: int, dim: int, block: int) -> None:
     shape: Any = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "block": block}
+    shape["piece"] = PIECE
     check_every_kind_of_row("triton", **shape)
     check_every_kind_of_row(
         "triton", **shape, window=11, slopes=torch.rand(heads), softcap=0.7, tolerance=1e-4
@@ -71,14 +76,14 @@ def test_every_kind_of_row(heads: int, kv_heads: int, dim: int, block: int) -> N
 @interpreted
 @pytest.mark.parametrize("how", [{"window": 6}, {"softcap": 0.7}, {"slopes": torch.rand(4)}])
 def test_windows_caps_and_slopes_alone(how: dict[str, Any]) -> None:
-    check_every_kind_of_row("triton", **how)
+    check_every_kind_of_row("triton", **how, piece=PIECE)
 
 
 @interpreted
 def test_a_cache_of_16_bits() -> None:
     """The interpreter multiplies no bfloat16."""
     for dtype in (torch.float16, *([torch.bfloat16] if DEVICE.type == "cuda" else [])):
-        how: Any = {"dtype": dtype, "tolerance": 0.03}
+        how: Any = {"dtype": dtype, "tolerance": 0.03, "piece": PIECE}
         check_every_kind_of_row("triton", **how)
         check_every_kind_of_row("triton", **how, window=9, heads=12, dim=64)
 
@@ -107,9 +112,12 @@ def test_tiles() -> None:
     assert plan.slots.tolist()[-1] == 32
 
 
-# Their attention differs: grouped heads, ALiBi, windows with soft caps, one KV head.
+# Their attention differs: grouped heads, also with windows and soft caps, ALiBi, one KV head.
 @interpreted
-@pytest.mark.parametrize("family", ["llama", "bloom", "gemma2", "falcon"])
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param("llama", marks=more if IS_SLOW else []), "bloom", "gemma2", "falcon"],
+)
 def test_greedy_equals_transformers_alone(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,10 +125,12 @@ def test_greedy_equals_transformers_alone(
     model.save_pretrained(tmp_path)
     save_byte_tokenizer(tmp_path)
 
+    requests = mixed_requests()[:12]
     if DEVICE.type == "cpu":
         _interpret(monkeypatch)
+        requests = [each for number, each in enumerate(requests) if number not in (5, 6, 11)]
     options = {"block_size": 16, "attention": "compiled", "device": DEVICE.type}
-    engine = check_all(tmp_path, Oracle(model), mixed_requests()[:12], options)
+    engine = check_all(tmp_path, Oracle(model), requests, options)
     # Plain torch answers as well, and in silence: the kernels must have been at work.
     assert engine.has_kernel and not engine.why_slower
     assert engine.num_fused == FUSED[family]
@@ -135,9 +145,7 @@ def _interpret(monkeypatch: pytest.MonkeyPatch) -> None:
     def find(
         body: str, library: None, config: Any, block_size: int, **where: Any
     ) -> tuple[TritonAttention, str]:
-        cap = getattr(config, "attn_logit_softcapping", None)
-        heads = config.num_attention_heads
-        return try_kernels(heads, *kv_shape(config), block_size, cap, **where), ""
+        return TritonAttention(config.num_attention_heads, *kv_shape(config), **where), ""
 
     monkeypatch.setattr(loading, "find_library", lambda body, device: None)
     monkeypatch.setattr(loading, "find_attention", find)
@@ -181,24 +189,28 @@ def test_blocks_behind_2_to_31_elements() -> None:
 
 @interpreted
 def test_a_kernel_that_gives_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a compiler's fault on some GPU would: one number of all is off."""
-    shape: Any = {"dtype": torch.float32, "device": DEVICE}
-    try_kernels(4, 2, 16, 8, None, **shape)
+    """As a compiler's fault on some GPU would: one number of all is off.
+
+    The fixture has tried the right one.
+    """
+    where: Any = {"dtype": torch.float32, "device": DEVICE}
     attend = TritonAttention.__call__
 
     def attend_wrong(*args: Any, **how: Any) -> torch.Tensor:
         out = attend(*args, **how)
-        out[0, -1, 2, 5] += 0.01
+        out[0, -1, 1, 5] += 0.01
         return out
 
     monkeypatch.setattr(TritonAttention, "__call__", attend_wrong)
     with pytest.raises(ValueError, match=r"off by 0\.01"):
-        try_kernels(4, 2, 16, 8, None, **shape)
-    monkeypatch.setattr(
-        TritonAttention, "__call__", lambda *a, **how: attend(*a, **how) + torch.nan
-    )
+        try_kernels(2, 1, 16, 8, None, **where)
+
+    def attend_to_nan(kernel: object, query: torch.Tensor, *_: object, **how: object) -> Any:
+        return torch.full_like(query.transpose(1, 2), torch.nan)
+
+    monkeypatch.setattr(TritonAttention, "__call__", attend_to_nan)
     with pytest.raises(ValueError, match="off by nan"):
-        try_kernels(4, 2, 16, 8, None, **shape)
+        try_kernels(2, 1, 16, 8, None, **where)
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "add_and_norm", "rotate", "gate", "gelu"])
