@@ -18,7 +18,8 @@ ROOT = Path(__file__).parent.parent
 FAKES = Path(__file__).parent / "fakes"
 # What a test has no machine, network or minutes for. Of those that call fminfer, flags are parsed.
 NOT_RUN = re.compile(
-    r"scripts/|pip |export PATH|torchrun |srun |python -m fminfer|.*--rendezvous|.*s3://"
+    r"scripts/|pip |python3 -m venv|\.venv/|export PATH|torchrun |srun |python -m fminfer"
+    r"|.*--rendezvous|.*s3://"
 )
 SHIM = """#!/bin/sh
 {fminfer} "$@"
