@@ -162,7 +162,7 @@ def test_another_runs_rows_are_refused_by_what_differs(tmp_path: Path) -> None:
     output = written(tmp_path, [row(1)])
     before = journal_path(output).read_bytes()
     for read in (lambda f: peek(output, f, restart=False), lambda f: Journal(output, f)):
-        with pytest.raises(UsageError, match=r"the model was a, is b; --seed was None, is 1"):
+        with pytest.raises(UsageError, match=r"the model was a, is b; --seed was not given, is 1"):
             read({"the model": "b", "--seed": "1"})
     assert journal_path(output).read_bytes() == before
     assert peek(output, {"the model": "b"}, restart=True)
@@ -172,6 +172,26 @@ def test_another_runs_rows_are_refused_by_what_differs(tmp_path: Path) -> None:
     journal_path(output).write_text('{"some": "file"}\n')
     with pytest.raises(UsageError, match="its first line is damaged"):
         Journal(output, MODEL)
+
+
+def test_a_run_that_finished_no_row_refuses_none_after_it(tmp_path: Path) -> None:
+    """A run that ended before its first row, its budget too large say, left a journal without rows.
+
+    The next command, with other settings, was refused: "belongs to a run that differs".
+    """
+    output = written(tmp_path, [])
+    assert peek(output, {"the model": "b"}, restart=False)
+    journal = Journal(output, {"the model": "b"})
+    journal.append(row(1))
+    journal.close()
+    with pytest.raises(UsageError, match="the model was b, is a"):
+        Journal(output, {"the model": "a"})
+    journal_path(output).unlink()
+    written(tmp_path, [])
+    output.write_text("{}\n")  # a restart of it ended before its first row
+    for read in (lambda f: peek(output, f, restart=False), lambda f: Journal(output, f)):
+        with pytest.raises(UsageError, match="the model was a, is b"):
+            read({"the model": "b"})
 
 
 def test_two_runs_on_one_output(tmp_path: Path) -> None:

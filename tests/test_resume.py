@@ -202,7 +202,7 @@ def test_an_input_that_changed_is_refused(engine: fminfer.Engine, tmp_path: Path
     files = open_files([source], [output], {}, model="m", restart=False)
     again = run_job(None, files, JobSummary("m", "d", [source], [output]), is_quiet=True)
     assert (again.num_rows, again.num_kept_rows) == (0, 9) and "9 kept" in again.to_text()
-    with pytest.raises(UsageError, match="--seed was None, is 5"):
+    with pytest.raises(UsageError, match="--seed was not given, is 5"):
         open_files([source], [output], {"--seed": "5"}, model="m", restart=False)
 
 

@@ -14,6 +14,7 @@ import threading
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 from fminfer.errors import InUseError, OutputError, UsageError
@@ -182,12 +183,17 @@ class Journal:
     def _read(self, fingerprint: Fingerprint) -> None:
         with open(self._fd, "rb", closefd=False) as file:
             head = file.readline()
+            first = file.readline()
             if not head.endswith(b"\n"):  # new, or killed while its first line was written
                 self._begin(fingerprint)
                 return
-            check_fingerprint(self.path, read_fingerprint(self.path, head), fingerprint)
+            old = read_fingerprint(self.path, head)
+            if old != fingerprint and _holds_nothing(first, self.output):
+                self._begin(fingerprint)
+                return
+            check_fingerprint(self.path, old, fingerprint)
             self._end = len(head)
-            for line in file:
+            for line in chain([first], file):
                 if not line.endswith(b"\n"):
                     break  # a torn tail
                 self._keep(read_row(line))
@@ -269,12 +275,23 @@ def check_fingerprint(path: Path, old: Fingerprint, new: Fingerprint) -> None:
     """
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     if names:
-        changes = "; ".join(f"{name} was {old.get(name)}, is {new.get(name)}" for name in names)
+        changes = "; ".join(
+            f"{name} was {old.get(name, 'not given')}, is {new.get(name, 'not given')}"
+            for name in names
+        )
         raise UsageError(
             f"{path} belongs to a run that differs: {changes}. Repeat that run's command to go on "
             "with it; or answer from the start: move that file away, or give --restart (for all "
             "inputs), or another --output"
         )
+
+
+def _holds_nothing(first: bytes, output: Path) -> bool:
+    """Tell whether a journal whose first row is this has none, and there is no output either.
+
+    Its run ended before the first row, and nothing is lost if another run takes its place.
+    """
+    return not first.endswith(b"\n") and not output.exists()
 
 
 def peek(output: Path, fingerprint: Fingerprint, *, restart: bool) -> bool:
@@ -290,5 +307,7 @@ def peek(output: Path, fingerprint: Fingerprint, *, restart: bool) -> bool:
         lock(file.fileno(), path, output)
         head = file.readline()
         if head.endswith(b"\n") and not restart:
-            check_fingerprint(path, read_fingerprint(path, head), fingerprint)
+            old = read_fingerprint(path, head)
+            if not _holds_nothing(file.readline(), output):
+                check_fingerprint(path, old, fingerprint)
     return True
