@@ -108,7 +108,7 @@ FILES = [
     click.option(
         "--work-dir",
         type=click.Path(path_type=Path),
-        help="Where copies and the journal are while inputs or outputs are URLs.  "
+        help="Folder for local copies and the journal, if inputs or outputs are URLs.  "
         "[default: ~/.cache/fminfer/remote]",
     ),
     click.option(
@@ -134,13 +134,15 @@ FILES = [
         type=Duration(),
         default="10",
         show_default=True,
-        help="How long rows that run may go on when the run is told to stop (Ctrl-C).",
+        help="How long running rows may go on once the run is told to stop. A second Ctrl-C ends "
+        "it at once.",
     ),
     click.option(
         "--deadline",
         "deadline_s",
         type=Duration(),
-        help="Stop in time to end by then, counted from the start: 3:50:00, 45m.  [default: never]",
+        help="End within this time from the start: 3:50:00, 45m. Rows are told to end --grace "
+        "and 5 s earlier.  [default: never]",
     ),
     click.option("--stats", type=click.Path(path_type=Path), help="Write the summary as JSON."),
     click.option("-q", "--quiet", is_flag=True, help="Say nothing but errors."),
@@ -157,7 +159,7 @@ HYPERPARAMETERS = [
     click.option(
         "--input-seq-length",
         type=click.IntRange(min=1),
-        help="Without input: make prompts up, random tokens, so many each.  [default: 128]",
+        help="Without input: make prompts up, each of this many random tokens.  [default: 128]",
     ),
     click.option(
         "--batch-size",
@@ -200,7 +202,8 @@ MODEL = [
     click.option(
         "--random-init",
         metavar="CONFIG_OR_SIZE",
-        help="Random weights of a config.json or a known size (llama-160m, …), for benches.",
+        help="Random weights, for benches, in the shape of a config.json or of a known size "
+        "(llama-160m, …).",
     ),
     click.option(
         "--dtype",
@@ -218,8 +221,8 @@ MODEL = [
         type=click.Choice(["auto", "eager", "compiled"]),
         default=DEFAULTS.attention,
         show_default=True,
-        help="compiled, once, by g++ for the CPU and triton for a GPU, or plain torch; auto: "
-        "compiled where that works.",
+        help="compiled: own kernels, built once by g++ for a CPU, by Triton for a GPU. eager: "
+        "plain torch. auto: compiled where that works, else eager.",
     ),
 ]
 ENGINE = [
@@ -265,15 +268,14 @@ ENGINE = [
         "--prefix-cache/--no-prefix-cache",
         default=DEFAULTS.prefix_cache,
         show_default=True,
-        help="Compute once what prompts share, and equal greedy requests.",
+        help="Compute once the prefixes that prompts share, and equal greedy requests.",
     ),
 ]
 CONTRACT = [
     click.option(
         "--max-model-len",
         type=int,
-        help="Most tokens of a prompt and its completion, to save memory.  "
-        "[default: the model's context]",
+        help="Most tokens of a prompt and its completion together.  [default: the model's context]",
     ),
     click.option(
         "--max-logprobs",
@@ -287,7 +289,8 @@ CONTRACT = [
         type=click.Choice(["error", "truncate-left", "truncate-right"]),
         default=DEFAULTS.on_too_long,
         show_default=True,
-        help="What becomes of a prompt that leaves no room for max_tokens; cuts are told.",
+        help="What to do with a prompt that leaves no room for max_tokens: refuse it, or cut its "
+        "left or right end, with a warning.",
     ),
     click.option(
         "--token-format",
@@ -306,13 +309,14 @@ CONTRACT = [
         "--strict",
         is_flag=True,
         default=DEFAULTS.strict,
-        help="Unknown parameters, best_of below n and the like are errors of their line.",
+        help="Refuse lines with unknown parameters, best_of below n and the like; otherwise they "
+        "are answered with a warning.",
     ),
     click.option(
         "--check-model",
         is_flag=True,
         default=DEFAULTS.check_model,
-        help="A line whose model or engine is not --model-name, or its last part, is an error.",
+        help="Refuse lines whose model or engine is neither --model-name nor its last part.",
     ),
 ]
 SPLIT = [
@@ -324,9 +328,9 @@ SPLIT = [
     click.option(
         "--num-layers",
         type=int,
-        help="Layers a rank, the surplus dropped.  [default: balanced by cost]",
+        help="Layers of each rank; the last one may have fewer.  [default: balanced by cost]",
     ),
-    click.option("--max-layers", type=int, help="Use only so many layers, the model's first."),
+    click.option("--max-layers", type=int, help="Use only the model's first N layers."),
     click.option("--stage-layers", type=Numbers(), help="Layers of each rank: 9,9,8."),
 ]
 GROUPS = [
@@ -393,7 +397,8 @@ RANKS = [
         "--num-iters",
         "max_steps",
         type=int,
-        help="Stop after so many micro-batches.  [default: no limit]",
+        help="Stop after this many micro-batches, with exit status 1 if rows are left.  "
+        "[default: no limit]",
     ),
 ]
 
@@ -403,15 +408,16 @@ BENCH = [
         "--batch-sizes",
         type=Numbers(),
         default=(1, 8, 16, 32, 64, 128),
-        show_default="1,8,16,32,64,128",
-        help="Rows at once, one batch after another.",
+        help="Rows at once, one batch after another.  [default: 1,8,16,32,64,128]",
     ),
-    click.option("--new-tokens", default=100, show_default=True, help="To generate for each row."),
+    click.option(
+        "--new-tokens", default=100, show_default=True, help="Tokens to generate for each row."
+    ),
     click.option(
         "--calibrate",
         "is_calibration",
         is_flag=True,
-        help="Instead, time steps of many shapes and keep what they cost, for fminfer check.",
+        help="Instead, time steps of many shapes, and keep their costs for fminfer check.",
     ),
 ]
 

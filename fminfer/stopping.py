@@ -190,7 +190,7 @@ def check_times(grace_s: float, deadline_s: float | None) -> None:
         raise UsageError(f"--grace is {grace_s:g} seconds; it must be 0 or more")
     if deadline_s is not None and deadline_s <= grace_s + SPARE_S:
         raise UsageError(
-            f"--deadline is {deadline_s:g} seconds, which --grace ({grace_s:g}) and {SPARE_S:g} "
-            "more for the processes to end use up; rows are taken in until so long before the "
-            "deadline. Give more time, or a smaller --grace"
+            f"--deadline is {deadline_s:g} seconds. It must be above {grace_s + SPARE_S:g}: a run "
+            f"ends its rows --grace ({grace_s:g} s) and {SPARE_S:g} s before its deadline. Give "
+            "more time, or a smaller --grace"
         )

@@ -60,7 +60,8 @@ class Synthetic:
         """Say what ran, and how fast: a batch's share of the seconds."""
         new_tokens = self._fields["max_tokens"]
         return (
-            f"{self.num_batches:,} batches of {self.batch_size:,} requests, each a prompt of "
+            f"{self.num_batches:,} batch{'es' * (self.num_batches != 1)} of "
+            f"{self.batch_size:,} request{'s' * (self.batch_size != 1)}, each a prompt of "
             f"{self.prompt_tokens:,} random tokens and {new_tokens:,} new ones; "
             f"{wall_s / self.num_batches:.2f} s a batch"
         )

@@ -325,7 +325,8 @@ def test_odd_names(
         (["--", "--model-name", "./nope"], "./nope: there is no such folder"),
         (["--", "--model-name", "."], "there is no config.json in it"),
         (["--", "--chunk-size", "0"], "chunk"),
-        (["--time", "0:20"], "--deadline is 5 seconds"),
+        # It told of a --deadline that the user had not given.
+        (["--time", "0:20"], "--time 0:00:20 is too short"),
         (["--time", "soon"], "is no duration"),
         (["--nodes", "2"], "needs --mode ranks"),
         (["--launcher", "x"], "needs --mode ranks"),

@@ -36,6 +36,12 @@ def test_a_run_without_input_and_flags_is_wrong_usage() -> None:
     assert "no input" in found.stderr and "--batch-size" in found.stderr
 
 
+def test_one_batch_of_one_request_is_told_in_the_singular() -> None:
+    """It was told as "1 batches of 1 requests"."""
+    told = Synthetic(Hyperparameters(batch_size=1), 1).describe(2.0)
+    assert told.startswith("1 batch of 1 request, each a prompt of 128 random tokens")
+
+
 def test_requests_are_made_up_and_nothing_is_left_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

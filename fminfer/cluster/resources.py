@@ -144,7 +144,13 @@ def job_values(
         more_flags += ["--world-size", str(num_ranks)]
     if time_s is not None and flags["deadline_s"] is None:
         spare_s = min(MAX_SPARE_S, max(MIN_SPARE_S, SPARE_SHARE * time_s))
-        check_times(flags["grace_s"], time_s - spare_s)
+        try:
+            check_times(flags["grace_s"], time_s - spare_s)
+        except UsageError as error:
+            raise UsageError(
+                f"--time {format_duration(time_s)} is too short; {spare_s:g} s of it are kept for "
+                f"the job's start and end. For `fminfer run`: {error}"
+            ) from None
         more_flags += ["--deadline", format_duration(time_s - spare_s)]
     values: dict[str, object] = {
         "time": None if time_s is None else scheduler.format_time(time_s),

@@ -30,8 +30,8 @@ EXIT_DOES_NOT_FIT, EXIT_SOME_WRONG = 1, 3
     "--device-memory",
     "device_bytes",
     type=ByteSize(),
-    help="Foresee the run on another machine, each rank with a GPU of so much memory: 80G. With "
-    "--device cpu, each rank with so much RAM.  [default: what is free here]",
+    help="Plan for another machine, on which each rank has a GPU with this much memory: 80G. With "
+    "--device cpu, each rank has this much RAM.  [default: what is free here]",
 )
 @click.option("--json", "is_json", is_flag=True, help="Print one JSON object, all errors in it.")
 @click.option("--all", "is_all", is_flag=True, help=f"Print all errors, not the first {MAX_TOLD}.")
@@ -59,8 +59,8 @@ def check(
 
     A table tells what each rank takes of its memory, and how much KV cache fits beside the
     weights. --device-memory plans for a machine that is not this one. Memory and micro-batches are
-    upper bounds: all rows draw max_tokens. Time is an estimate. It needs `fminfer bench
-    --calibrate` with the same model and options on this machine.
+    upper bounds, as if every row generated all of its max_tokens. Time is an estimate. It needs
+    `fminfer bench --calibrate` with the same model and options on this machine.
 
     \b
     Exit status: 0 every line is right; 1 the model does not run, or does not fit; 2 wrong usage;

@@ -34,7 +34,7 @@ NAME = re.compile(r"\w[\w.@+=-]*")
 @click.option(
     "--job-name",
     metavar="lsf_NAME#PATH",
-    help="As the old tool's jobs were called: --name NAME --infer-data PATH --scheduler lsf.",
+    help="A job's name in FM Inference. It means --name NAME --infer-data PATH --scheduler lsf.",
 )
 @click.option(
     "--mode",
@@ -48,8 +48,8 @@ NAME = re.compile(r"\w[\w.@+=-]*")
     "--time",
     "time_s",
     type=Duration(),
-    help="The jobs' wall-time limit: they end in good order a little before it, and go on in "
-    "another turn.  [default: the queue's limit, of which the jobs know nothing]",
+    help="The jobs' wall-time limit. They end in good order a little before it, and go on in "
+    "another turn.  [default: the queue's limit, which the jobs do not know]",
 )
 @click.option("--queue", "--partition", help="LSF's queue or Slurm's partition.")
 @click.option(
@@ -81,8 +81,8 @@ NAME = re.compile(r"\w[\w.@+=-]*")
 )
 @click.option(
     "--name",
-    help="In the jobs' names. One name and folder: one set of answers.  "
-    "[default: the model's, its last part]",
+    help="Stands in the jobs' names. By it submit knows which jobs of the queue are its own.  "
+    "[default: the last part of the model's]",
 )
 @click.option(
     "--job-dir",

@@ -157,7 +157,7 @@ class JobSummary:
             lines.append(
                 f"warning   other work took a core from this run {self.num_preempted:,} times, "
                 f"{self._per_s(self.num_preempted):,.0f} a second, and slowed it; run it alone, or "
-                "on cores of its own (taskset -c 0-3)"
+                "on cores of its own (taskset)"
             )
         if self.num_damaged_rows:
             lines.append(
