@@ -153,6 +153,24 @@ def test_min_tokens_holds_back_every_end(engine: fminfer.Engine) -> None:
     assert len(late["token_ids"]) == 6
 
 
+def test_min_tokens_holds_back_an_eos_that_is_ignored() -> None:
+    """Under `ignore_eos` the EOS was drawn before `min_tokens`, as by no other engine."""
+    engine = fminfer.Engine(dtype="float32")  # the demo model, which ends its answers
+    (eos,) = engine._intake._limits.eos_ids
+    way = {
+        "prompt": "Question: How do you go from the den to the porch?\nAnswer:",
+        "temperature": 0,
+    }
+    way |= {"max_tokens": 12, "ignore_eos": True, "return_token_ids": True}
+    ended, held, half = (
+        record.to_dict()["result"]["choices"][0]["token_ids"]
+        for record in engine.run([way, way | {"min_tokens": 12}, way | {"min_tokens": 6}])
+    )
+    engine.close()
+    assert eos in ended and eos not in held
+    assert eos not in half[:6] and eos in half[6:]
+
+
 def test_include_stop_str_in_output(engine: fminfer.Engine) -> None:
     letter = {"logit_bias": {"97": 100}, "max_tokens": 9, "stop": "aaa", "logprobs": 0}
     cut, kept = choices(engine, letter, letter | {"include_stop_str_in_output": True})

@@ -125,7 +125,7 @@ class _LongestRows(Intake):
         params = replace(state.request.params, min_tokens=state.request.params.max_tokens)
         state.request = replace(state.request, params=params)
         for prompt in state.prompts:
-            prompt.end_ids = frozenset()
+            prompt.end_ids = prompt.held_ids = frozenset()
             for sequence in prompt.sequences:
                 sequence.detokenizer = sequence.detokenizer and _Silent()
         return state

@@ -294,9 +294,9 @@ class Intake:
         repeat: int,
     ) -> PromptState:
         params = state.request.params
-        eos_ids = frozenset() if params.ignore_eos else self._limits.eos_ids
-        end_ids = eos_ids.union(params.stop_token_ids)
-        prompt = PromptState(state, index, encoded, end_ids=end_ids)
+        held_ids = self._limits.eos_ids.union(params.stop_token_ids)
+        end_ids = frozenset(params.stop_token_ids) if params.ignore_eos else held_ids
+        prompt = PromptState(state, index, encoded, end_ids=end_ids, held_ids=held_ids)
         seed = self._seed if params.seed is None else params.seed
         is_text = isinstance(state.request.prompts[index], str) and not encoded.num_cut
         for candidate in range(params.num_candidates):

@@ -95,8 +95,8 @@ def _add_samples(sampling: SamplingRows, sequences: list[Sequence]) -> None:
             sampling.edits.extend(sequence.edits.columns)
             sampling.num_edits[place] = len(sequence.edits.columns.token_id)
         if num_drawn < each.min_tokens:
-            sampling.banned_ids += sequence.prompt.end_ids
-            sampling.num_banned[place] = len(sequence.prompt.end_ids)
+            sampling.banned_ids += sequence.prompt.held_ids
+            sampling.num_banned[place] = len(sequence.prompt.held_ids)
 
 
 def _add_scores(scoring: ScoringRows, prompt: PromptState, row: StepRow, first: int) -> int:

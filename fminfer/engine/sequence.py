@@ -62,6 +62,7 @@ class PromptState:
     encoded: EncodedPrompt
     sequences: list[Sequence] = field(default_factory=list)
     end_ids: frozenset[int] = frozenset()  # tokens that end it: EOS and stop_token_ids
+    held_ids: frozenset[int] = frozenset()  # the same, EOS also under ignore_eos: see min_tokens
     is_counted: bool = False  # among those over which the best possible prefix cache is counted
     num_cached: int = 0  # tokens of it that were found in the prefix cache
     num_fed: int = 0  # tokens of it that need no more feeding: cached, or sent to the model
