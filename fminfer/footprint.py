@@ -1,4 +1,4 @@
-"""How much memory each process of a run takes, from the model's config alone.
+"""How much memory each process of a run takes, from the model's config and its files' headers.
 
 The model is built without memory (meta device) and cut as a run cuts it; no weight is read.
 """
@@ -17,7 +17,7 @@ from fminfer.head import layer_left_unpacked
 from fminfer.loading import kv_token_bytes, split_model
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.slicing import cut
-from fminfer.models.weights import build_on_meta
+from fminfer.models.weights import build_on_meta, stored_dtype
 from fminfer.packed_linear import find_packable
 from fminfer.partition import Part
 from fminfer.placement import is_fast_in_bfloat16
@@ -93,7 +93,8 @@ def measure_footprint(
         packable = find_packable(model, dtype, is_fast_in_bfloat16=is_fast, left=left)
     size = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
     # Of files in this very dtype the system keeps what was read, for it is mapped and not copied.
-    is_mapped = on_cpu and checkpoint.folder is not None and checkpoint.config.dtype == dtype
+    has_files = on_cpu and checkpoint.folder is not None
+    is_mapped = has_files and stored_dtype(checkpoint) == dtype
     twice = packable if is_mapped else [w for w in packable if _is_tied(model, w)]
     weights = size + sum(weight.numel() for weight in twice) * dtype.itemsize
     mapped = size if is_mapped else 0

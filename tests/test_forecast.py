@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from safetensors.torch import load_file, save_file
 
 import fminfer
 from fminfer import control_groups, footprint, forecast, host_memory
@@ -39,6 +40,19 @@ def rows(tmp_path: Path) -> Path:
 @pytest.fixture(scope="module")
 def checkpoint() -> Checkpoint:
     return open_model(SMALL)
+
+
+@pytest.fixture
+def halves(llama_checkpoint: tuple[Path, Any], tmp_path: Path) -> Checkpoint:
+    """Weights in float16, and a config that does not say so."""
+    folder, _ = llama_checkpoint
+    fields = json.loads((folder / "config.json").read_text())
+    kept = {name: value for name, value in fields.items() if "dtype" not in name}
+    (tmp_path / "config.json").write_text(json.dumps(kept))
+    tensors = load_file(folder / "model.safetensors")
+    file = tmp_path / "model.safetensors"
+    save_file({name: tensor.half() for name, tensor in tensors.items()}, file)
+    return open_model(EngineConfig(model=str(tmp_path), skip_tokenizer_init=True))
 
 
 def let_be_free(monkeypatch: pytest.MonkeyPatch, num_bytes: int, swap: int = 0) -> None:
@@ -113,39 +127,36 @@ def test_what_fits_is_not_refused(checkpoint: Checkpoint, monkeypatch: pytest.Mo
         require_room(SMALL, checkpoint)
 
 
-def test_mapped_files_can_be_dropped(
-    llama_checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Weights that are used where their file is mapped never fill memory, but may be slow."""
-    config = EngineConfig(model=str(llama_checkpoint[0]), dtype="float16", device="cpu")
-    checkpoint = open_model(config)
-    checkpoint.config.dtype = torch.float16
-    (found,) = measure_footprints(config, checkpoint, 1, CPU, torch.float16)
+def test_mapped_files_can_be_dropped(halves: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that are used where their file is mapped never fill memory, but may be slow.
+
+    They counted as held where the config does not say the dtype that they have.
+    """
+    config = EngineConfig(model=halves.name, dtype="float16", device="cpu")
+    (found,) = measure_footprints(config, halves, 1, CPU, torch.float16)
     assert found.held_weights == 0 < found.weights
     own = "own_bytes"  # of this process, which has run other tests: it may be above 1 GiB
     monkeypatch.setattr(forecast, own, lambda: 0)
     monkeypatch.setattr(footprint, own, lambda: 0)
     let_be_free(monkeypatch, found.weights - 1, swap=GIB)
-    assert "read from the disk again at each step" in require_room(config, checkpoint)
+    assert "read from the disk again at each step" in require_room(config, halves)
     let_be_free(monkeypatch, found.weights, swap=GIB)
-    assert require_room(config, checkpoint) == ""
+    assert require_room(config, halves) == ""
 
 
 def test_mapped_files_leave_room_for_the_cache(
-    llama_checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+    halves: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`check` called lines out_of_memory that a run answers: it measures what is free once it has
     loaded, and the system counts mapped files as free."""
-    config = EngineConfig(model=str(llama_checkpoint[0]), dtype="float16", device="cpu")
-    checkpoint = open_model(config)
-    checkpoint.config.dtype = torch.float16
-    (found,) = measure_footprints(config, checkpoint, 1, CPU, torch.float16)
+    config = EngineConfig(model=halves.name, dtype="float16", device="cpu")
+    (found,) = measure_footprints(config, halves, 1, CPU, torch.float16)
     assert found.mapped == found.weights > 0
     free = found.weights - (1 << 10) + RUN_BYTES
     let_be_free(monkeypatch, free)
     monkeypatch.setattr(forecast, "own_bytes", lambda: found.libraries - RUN_BYTES)
     monkeypatch.setattr("fminfer.footprint.own_bytes", lambda: found.libraries - RUN_BYTES)
-    num_tokens = make_forecast(config, checkpoint, Layout()).num_kv_tokens
+    num_tokens = make_forecast(config, halves, Layout()).num_kv_tokens
     of_run = auto_budget(found.kv_token, 1 << 30, free - RUN_BYTES, found.work, "cpu")
     assert num_tokens == -(-of_run // 32) * 32 > 32
 

@@ -6,8 +6,10 @@ safetensors; what belongs to another stage is never read. It knows nothing of at
 
 from __future__ import annotations
 
+import math
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -31,6 +33,7 @@ from fminfer.partition import Part
 _IGNORED = re.compile(
     r"\.(attn\.bias|masked_bias|rotary_emb\.inv_freq|attention\.bias|attn\.causal_mask)$"
 )
+_STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 OnProgress = Callable[[int, int], None]
 
 
@@ -80,6 +83,27 @@ def check_weights(checkpoint: Checkpoint) -> None:
         names = _Names(model)
         names.keep(model)
         _fill_from_headers(names, checkpoint, torch.float32)
+
+
+def stored_dtype(checkpoint: Checkpoint) -> torch.dtype | None:
+    """Return the dtype of most weights by their files' headers, or the config's without files.
+
+    A config may not say it, or say another one. None: no dtype of ours, or a file is broken, as
+    loading will say.
+    """
+    files = [] if checkpoint.folder is None else weight_files(checkpoint.folder)
+    if not files:
+        own: torch.dtype | None = checkpoint.config.dtype
+        return own
+    sizes: Counter[str] = Counter()
+    try:
+        for file in files:
+            with safe_open(file, framework="pt") as tensors:
+                for part in map(tensors.get_slice, tensors.keys()):
+                    sizes[part.get_dtype()] += math.prod(part.get_shape())
+    except (SafetensorError, OSError):
+        return None
+    return _STORED_DTYPES.get(max(sizes, key=sizes.__getitem__, default=""))
 
 
 def build_on_meta(checkpoint: Checkpoint) -> Any:
