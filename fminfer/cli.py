@@ -145,7 +145,7 @@ def run(
     options["dtype"] = dtype_name(fp16, options["dtype"])
     rank_options = {field.name: options.pop(field.name) for field in fields(RankConfig)}
     hyperparameters = Hyperparameters(**{f.name: options.pop(f.name) for f in _HYPERPARAMETERS})
-    is_rank, stopper = False, Stopper(grace_s)
+    is_rank, stopper = False, Stopper(grace_s, is_quiet=quiet)
     given, named = [*infer_data, *paths], infer_data_of(os.environ)
     files = given or [named] if named is not None else given
     remote = RemoteFolders(work_dir or default_work_dir(), is_quiet=quiet)

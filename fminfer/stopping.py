@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from fminfer.errors import StoppedError, UsageError
@@ -54,10 +54,12 @@ class Stopper:
 
     Args:
         grace_s: how long rows that run may go on.
+        is_quiet: say nothing when Ctrl-C is heard.
     """
 
-    def __init__(self, grace_s: float) -> None:
+    def __init__(self, grace_s: float, *, is_quiet: bool = True) -> None:
         self._grace_s = grace_s
+        self._is_quiet = is_quiet
         self._deadline_s: float | None = None
         self._stop: Callable[[float], None] | None = None  # the engine's, while it runs
         self._watchdog: threading.Timer | None = None
@@ -162,9 +164,20 @@ class Stopper:
         self._watchdog.start()
         if self._stop is None:  # nothing runs yet
             raise self.reason
+        if number == signal.SIGINT and not self._is_quiet:
+            self._tell_of_grace()
         self._stop(self._grace_s)
         if self._is_reading:
             raise self.reason
+
+    def _tell_of_grace(self) -> None:
+        """Say why Ctrl-C does not end the run at once, by what a signal's handler may call."""
+        text = (
+            f"\nEnding: rows that run have {self._grace_s:g} s to finish, and what is finished is "
+            "kept. Ctrl-C again ends at once.\n"
+        )
+        with suppress(OSError):
+            os.write(2, text.encode())
 
 
 def _start_once(timer: threading.Timer) -> None:

@@ -331,6 +331,18 @@ def own_signals() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+@pytest.mark.parametrize("is_quiet", [False, True])
+def test_ctrl_c_says_at_once_what_it_waits_for(
+    is_quiet: bool, own_signals: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It was silent for up to 15 s, so that users pressed it again and lost the rows that ran."""
+    stopper, told = Stopper(7.0, is_quiet=is_quiet), []
+    with stopper.listening(), stopper.telling(told.append):
+        os.kill(os.getpid(), signal.SIGINT)
+    said = "Ending: rows that run have 7 s to finish" in capfd.readouterr().err
+    assert told == [7.0] and said != is_quiet
+
+
 @pytest.mark.parametrize(
     ("number", "word", "status"),
     [
