@@ -181,8 +181,11 @@ def _be_one_of_several(
         return Team(config, checkpoint, lambda: apart.start_pipelines(config, arguments), _say)
 
     if apart.rank == 0:
-        return _answer(job, plan or job.plan(), config, None, stopper, elapsed_s, make_engine)
+        with apart.leading():
+            return _answer(job, plan or job.plan(), config, None, stopper, elapsed_s, make_engine)
     stopper.leave_to_rank_0()
+    if not apart.await_start():
+        return None
     stage, place = apart.take_stage(config)
     if stage is not None:
         try:

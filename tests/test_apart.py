@@ -7,14 +7,18 @@ import json
 import os
 import signal
 import socket
+import threading
 import time
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 import fminfer
+from fminfer.cli import main
 from fminfer.errors import UsageError
 from fminfer.output.status import read_status
+from fminfer.pipeline.addresses import end_when_silent
 from fminfer.pipeline.store import Store, StoreHolder
 from fminfer.ranks import RankConfig, RankFacts, find_facts
 from tests.forked import Forked
@@ -102,6 +106,21 @@ def test_pipelines_of_other_options_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "output_in.jsonl").exists() and not list(where.iterdir())
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_ranks_hear_of_a_run_that_starts_no_pipeline(tmp_path: Path, seed: int) -> None:
+    """Rank 0 was gone, and said nothing: the others loaded the model or looked for it for
+    --join-timeout, and failed. So ended each repetition of a run that was complete."""
+    source, output = write(tmp_path, 1), tmp_path / "out.jsonl"
+    words = ["run", str(source), "--dtype", "float32", "--output", str(output), "--seed", "0"]
+    assert CliRunner().invoke(main, words).exit_code == 0
+    flags = ["--world-size", 3, "--data-group-size", 3, "--output", output, "--seed", seed]
+    flags += ["--rendezvous", tmp_path / "meet"]
+    ranks = [start(source, *flags, "--rank", rank) for rank in range(3)]
+    ended = [finish(rank) for rank in ranks]
+    assert [status for status, _ in ended] == [2 * seed] * 3, ended
+    assert all(("--seed was 0, is 1" in err) == bool(seed) for _, err in ended), ended
+
+
 def test_places_among_all_ranks() -> None:
     config = RankConfig(world_size=4, data_group_size=2, rank=3, dist_url="tcp://a:1")
     assert config.size == 2 and find_facts(config, {}) == RankFacts(3, 4, "a", 1)
@@ -138,3 +157,27 @@ def test_a_store_of_several_groups_and_its_lines() -> None:
             ours.sendall(b"records")
             assert peer.recv(7) == b"records"
         assert one.get("a") == b"x"
+
+
+def test_rank_0_may_stop_reading_for_long() -> None:
+    """It waits for whoever reads its stdout, or for the disk: pipelines on lines that were full
+    for --rank-timeout counted it as dead, and ended."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        sender = socket.create_connection(listener.getsockname())
+        reader, _ = listener.accept()
+    end_when_silent(sender, 0.1, is_always_read=False)
+    data, found = bytes(16 << 20), bytearray()
+
+    def read_late() -> None:
+        time.sleep(0.7)
+        with contextlib.suppress(OSError):
+            while part := reader.recv(1 << 20):
+                found.extend(part)
+
+    thread = threading.Thread(target=read_late)
+    thread.start()
+    with sender:
+        sender.sendall(data)
+    thread.join()
+    reader.close()
+    assert found == data

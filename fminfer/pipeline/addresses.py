@@ -39,16 +39,22 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def end_when_silent(peer: socket.socket, timeout_s: float) -> None:
+def end_when_silent(peer: socket.socket, timeout_s: float, *, is_always_read: bool) -> None:
     """Have the system end a connection whose other machine is silent for so long.
 
     It answers for a process that is alive, however long that says nothing.
+
+    Args:
+        is_always_read: by the process at the other end. Linux takes one that leaves what was sent
+            unread for a machine that is gone; where it may do so, such a machine is noticed only
+            while nothing is on the way to it, otherwise by the system's own time (15 minutes).
     """
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     turn_s = max(1, round(timeout_s / (PROBES + 1)))
     options = {"TCP_KEEPIDLE": turn_s, "TCP_KEEPINTVL": turn_s, "TCP_KEEPCNT": PROBES}
-    options["TCP_USER_TIMEOUT"] = max(1, round(timeout_s)) * 1000
+    if is_always_read:
+        options["TCP_USER_TIMEOUT"] = max(1, round(timeout_s * 1000))
     for name, value in options.items():
         if hasattr(socket, name):  # not every system has each
             peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -66,10 +66,14 @@ class Meeting:
         except BaseException as error:
             self.forget()
             if isinstance(error, Exception):
-                is_told = isinstance(error, FminferError)
-                text = str(error) if is_told else f"rank {self.rank} failed: {error}"
-                self.watch.warn(Fault(text, status_of(error)))
+                self.warn(error)
             raise
+
+    def warn(self, error: Exception) -> None:
+        """Tell the others what ends this rank, and give them time to hear it."""
+        is_told = isinstance(error, FminferError)
+        text = str(error) if is_told else f"rank {self.rank} failed: {error}"
+        self.watch.warn(Fault(text, status_of(error)))
 
     def _prepare(self, prepare: Callable[[int], None]) -> None:
         """Do what needs no other rank; what is wrong with it is said now, and to all who come."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
@@ -21,6 +22,8 @@ from fminfer.pipeline.watch import Fault
 from fminfer.ranks import PARENT, PREFIX, SECRET, RankFacts
 from fminfer.team.place import Place
 from fminfer.team.process import DistantPipeline, Pipeline, PipelineProcess
+
+HEAR_S = 5.0  # for the other ranks to hear that there is nothing to do
 
 
 class Apart(Meeting):
@@ -50,6 +53,7 @@ class Apart(Meeting):
         self._num_stages = facts.world_size // num_pipelines
         self._join_timeout_s, self._rank_timeout_s = join_timeout_s, rank_timeout_s
         self._number, self._stage = divmod(self.rank, self._num_stages)
+        self._is_over = False  # each pipeline goes its own way, or none is needed
         # Of this pipeline's own meeting, which is in the same store.
         self._facts = RankFacts(
             self._stage,
@@ -69,8 +73,6 @@ class Apart(Meeting):
     def part(self, config: EngineConfig, fingerprint: dict[str, str]) -> EngineConfig:
         """Return the options of this rank's pipeline, once all ranks have the same run.
 
-        From then on each pipeline watches over its own ranks: one that dies costs no other.
-
         Args:
             fingerprint: what answers depend on.
         """
@@ -81,10 +83,41 @@ class Apart(Meeting):
         except FminferError as error:
             self.die(self.watch.report(Fault(str(error), status_of(error))))
         self.gather("agreed", True)
-        self.watch.stop()
         self.forget()
         index = numbers.index(self._number)
         return replace(config, num_engines=len(numbers), engine_number=index)
+
+    @contextmanager
+    def leading(self) -> Iterator[None]:
+        """Tell the other ranks how rank 0's work ends if it starts no pipeline."""
+        try:
+            yield
+        except Exception as error:
+            if not self._is_over:
+                self.warn(error)
+            raise
+        if not self._is_over:
+            self._end_meeting(is_needed=False)
+            others = [f"heard/{rank}" for rank in range(1, self.world_size)]
+            until_s = time.monotonic() + HEAR_S
+            while not self._store.check(others) and time.monotonic() < until_s:
+                time.sleep(POLL_S)
+
+    def await_start(self) -> bool:
+        """Wait until rank 0 starts the pipelines; return False if it has nothing to do.
+
+        Until then all ranks watch over each other; what goes wrong with one ends all.
+        """
+        is_needed = self._store.get("start") == b"1"
+        self.watch.stop()
+        self._set("heard", True)
+        return is_needed
+
+    def _end_meeting(self, *, is_needed: bool) -> None:
+        """From now on each pipeline watches over its own ranks: one that dies costs no other."""
+        self._is_over = True
+        self._store.set("start", str(int(is_needed)))
+        self.watch.stop()
 
     def start_pipelines(self, config: EngineConfig, arguments: list[str]) -> list[Pipeline]:
         """Start rank 0's own stage, and wait for the lines of the other pipelines.
@@ -92,6 +125,7 @@ class Apart(Meeting):
         Raises:
             PipelineError: one did not come.
         """
+        self._end_meeting(is_needed=True)
         place = (config.engine_number, config.num_engines)
         first = PipelineProcess(0, place, arguments, self._environ())
         try:
@@ -107,7 +141,7 @@ class Apart(Meeting):
         if self._stage > 0:
             return facts, None
         peer = self._place.connect().become_line(self._number)
-        end_when_silent(peer, self._rank_timeout_s)
+        end_when_silent(peer, self._rank_timeout_s, is_always_read=False)
         return facts, Place(peer.detach(), config.engine_number, config.num_engines)
 
     def _compare(self, mine: dict[str, str], theirs: dict[str, str]) -> None:
@@ -156,5 +190,5 @@ class Apart(Meeting):
                 )
             time.sleep(POLL_S)
         peer = self._place.holder.lines.pop(number)
-        end_when_silent(peer, self._rank_timeout_s)
+        end_when_silent(peer, self._rank_timeout_s, is_always_read=True)
         return DistantPipeline(number, Connection(peer.detach()))
