@@ -148,6 +148,7 @@ def _command(
         os.close(descriptor)
     folder, network = place
     os.chdir(folder)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
     if network is not None:
         with open(f"/run/netns/{network}") as namespace:
             assert ctypes.CDLL(None).setns(namespace.fileno(), 0) == 0

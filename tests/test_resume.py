@@ -6,7 +6,6 @@ import io
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -36,14 +35,27 @@ from fminfer.stopping import (
     signals_to_hear,
 )
 from tests.conftest import run_files
-from tests.faults.torture import NUM_ROWS, command, kept_records, one_round, run_alone, texts
+from tests.faults.torture import (
+    NUM_ROWS,
+    Reference,
+    command,
+    kept_records,
+    one_round,
+    run_alone,
+    texts,
+)
+from tests.forked import COMMAND, Forked
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Return the input, and the output of a run that was left alone."""
-    whole = run_alone(tmp_path_factory.mktemp("alone"), 1)
-    return whole.source, whole.output
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """Return a run that was left alone."""
+    return run_alone(tmp_path_factory.mktemp("alone"), 1)
+
+
+def start(rows: Path, output: Path, *flags: str, stdin: int | None = None) -> Forked:
+    words = command(rows, output, 1)[len(COMMAND) :]
+    return Forked([*words, *flags], files=(stdin, None, None))
 
 
 @pytest.mark.parametrize(
@@ -56,21 +68,16 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     ],
 )
 def test_the_same_command_goes_on_where_it_was_stopped(
-    alone: tuple[Path, Path],
+    alone: Reference,
     tmp_path: Path,
     number: signal.Signals,
     status: int,
     state: str,
 ) -> None:
-    source, whole = alone
+    source, whole = alone.source, alone.output
     output = tmp_path / "out.jsonl"
     journal = Path(f"{output}.journal")
-    run = subprocess.Popen(
-        [*command(source, output, 1), "--grace", "0"],
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    run = start(source, output, "--grace", "0")
     while run.poll() is None and not (journal.exists() and len(kept_records(output)) > 15):
         time.sleep(0.02)
     run.send_signal(number)
@@ -81,8 +88,8 @@ def test_the_same_command_goes_on_where_it_was_stopped(
     assert 15 < len(kept) < NUM_ROWS and not output.exists()
     if number != signal.SIGKILL:  # Ctrl-C did not say how many rows are kept
         assert f"Rows that are finished and kept: {len(kept)}." in said
-    done = subprocess.run(command(source, output, 1), capture_output=True, text=True)
-    assert done.returncode == 3 and f"{len(kept)} kept from earlier runs" in done.stderr
+    again = start(source, output)
+    assert again.wait(60) == 3 and f"{len(kept)} kept from earlier runs" in again.said()
     assert texts(output) == texts(whole)
     errors = tmp_path / "out.errors.jsonl"
     finished = set(output.read_bytes().splitlines()) | set(errors.read_bytes().splitlines())
@@ -92,24 +99,21 @@ def test_the_same_command_goes_on_where_it_was_stopped(
     assert names == ["out.errors.jsonl", "out.jsonl", "out.status.json"]
 
 
-def test_runs_that_are_killed_at_random_moments_lose_nothing(tmp_path: Path) -> None:
+def test_runs_that_are_killed_at_random_moments_lose_nothing(
+    alone: Reference, tmp_path: Path
+) -> None:
     """`scripts/torture` does a hundred of these."""
-    whole = run_alone(tmp_path, 2)
-    print(one_round(7, whole, tmp_path, 2, Counter()))
+    print(one_round(7, alone, tmp_path, 2, Counter()))
 
 
-def test_a_second_signal_ends_it_at_once(alone: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     rows = tmp_path / "long.jsonl"
     row = {"prompt": "x", "max_tokens": 400, "ignore_eos": True}
     short = json.dumps(row | {"max_tokens": 1}) + "\n"  # once it is done, others run
     rows.write_text(short + (json.dumps(row) + "\n") * 500)
-    run = subprocess.Popen(
-        [*command(rows, output, 1), "--grace", "1h", "--max-rows", "64", "--attention", "eager"],
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    flags = ["--grace", "1h", "--max-rows", "64", "--attention", "eager"]
+    run = start(rows, output, *flags)
     while run.poll() is None and not kept_records(output):
         time.sleep(0.02)
     run.send_signal(signal.SIGINT)
@@ -126,7 +130,7 @@ def test_rows_that_run_may_end_within_the_grace(tmp_path: Path) -> None:
     output, rows = tmp_path / "out.jsonl", tmp_path / "rows.jsonl"
     row = {"prompt": "x", "max_tokens": 200, "ignore_eos": True}
     rows.write_text((json.dumps(row) + "\n") * 500)
-    run = subprocess.Popen(command(rows, output, 1), stderr=subprocess.PIPE, text=True)
+    run = start(rows, output)
     while run.poll() is None and not kept_records(output):
         time.sleep(0.02)
     run.send_signal(signal.SIGTERM)
@@ -140,27 +144,23 @@ def test_a_deadline(tmp_path: Path) -> None:
     row = {"prompt": "x", "max_tokens": 400, "ignore_eos": True}
     rows.write_text((json.dumps(row) + "\n") * 3000)
     started = time.monotonic()
-    done = subprocess.run(
-        [*command(rows, tmp_path / "out.jsonl", 1), "--deadline", "20", "--grace", "2"],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 75 and "Out of time (--deadline)" in done.stderr, done.stderr
-    assert 13 < time.monotonic() - started < 90
+    run = start(rows, tmp_path / "out.jsonl", "--deadline", "9", "--grace", "1")
+    assert run.wait(90) == 75 and "Out of time (--deadline)" in run.said(), run.said()
+    assert 3 <= time.monotonic() - started < 90
 
 
 def test_a_run_that_waits_for_stdin_can_be_stopped(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
-    run = subprocess.Popen(command(Path("-"), output, 1), stdin=subprocess.PIPE)
-    assert run.stdin is not None
-    run.stdin.write(b'{"prompt": "x", "max_tokens": 2}\n')
-    run.stdin.flush()
+    stdin, rows = os.pipe()
+    run = start(Path("-"), output, stdin=stdin)
+    os.close(stdin)
+    os.write(rows, b'{"prompt": "x", "max_tokens": 2}\n')
     while run.poll() is None and not Path(f"{output}.journal").exists():
         time.sleep(0.05)
     time.sleep(1)
     run.send_signal(signal.SIGTERM)
     assert run.wait(10) == 143
-    run.stdin.close()
+    os.close(rows)
 
 
 @pytest.fixture(scope="module")
