@@ -26,7 +26,10 @@ from fminfer.models.families import FAMILIES  # noqa: E402
 IS_ALL = os.environ.get("FMINFER_TEST_ALL") == "1"
 # More of what another test of the same run shows already: more families, dtypes or sizes.
 more = pytest.mark.skipif(not IS_ALL, reason="more of the same; scripts/test --all")
-LONG_FILES = ("test_pipeline", "test_oracle", "test_stages", "test_triton", "test_fused_layers")
+LONG_FILES = (
+    *("test_triton", "test_ray", "test_start", "test_resume", "test_fused_layers"),
+    *("test_stages", "test_oracle", "test_pipeline", "test_lm_eval", "test_submit"),
+)
 # Families whose attention differs: heads, windows, caps, biases, positions, experts.
 FEW = (
     *("llama", "qwen2-window", "gemma2", "mixtral", "bloom", "falcon-new", "falcon-alibi"),

@@ -25,7 +25,7 @@ from tests.forked import Forked
 
 ROWS = [
     {"prompt": f"Question: How do you go {n}", "max_tokens": 20, "min_tokens": 20}
-    for n in range(60)
+    for n in range(40)
 ]
 WAIT_S = 240.0
 
@@ -80,7 +80,7 @@ def test_a_dead_pipeline_of_ranks_by_hand_costs_no_row(tmp_path: Path) -> None:
     with contextlib.closing(fminfer.Engine(dtype="float32")) as engine:
         alone = {record.line.number: record.result or {} for record in engine.run(ROWS)}
     wanted = [alone[number]["choices"][0]["text"] for number in sorted(alone)]
-    assert texts(output) == wanted and len(set(wanted)) > 30
+    assert texts(output) == wanted and len(set(wanted)) > 20
 
 
 def test_two_tasks_of_srun_are_two_pipelines(tmp_path: Path) -> None:
