@@ -68,13 +68,13 @@ def test_the_example_gives_the_records_of_a_run(
     """
     queries = REPO / "examples" / "queries"
     lines = [
-        *(json.dumps(SAMPLED) for _ in range(300)),
+        *(json.dumps(SAMPLED) for _ in range(100)),
         *(queries / "mixed.jsonl").read_text().splitlines(),
         '{"prompt": "A\u2028B", "max_tokens": 2, "temperature": 0}',
         "",
         *(queries / "bad_lines.jsonl").read_text().splitlines(),
         *(queries / "batch.jsonl").read_text().splitlines(),
-        *(json.dumps({"id": i, "request": SAMPLED}) for i in range(300)),
+        *(json.dumps({"id": i, "request": SAMPLED}) for i in range(100)),
     ]
     path, whole, answers = (tmp_path / name for name in ("a.jsonl", "run.jsonl", "ray.jsonl"))
     path.write_text("\n".join(lines) + "\n")

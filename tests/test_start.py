@@ -30,7 +30,7 @@ from fminfer.host_memory import free_host_bytes, touching_memory
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.weight_files import weight_bytes
 from fminfer.models.weights import build_on_meta
-from tests.conftest import FIELDS, SHAPE
+from tests.conftest import FEW, FIELDS, IS_ALL, SHAPE
 
 UNUSED = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy")
 # Prints the answers of random models, of config.json files, and which of UNUSED it had to import.
@@ -61,7 +61,7 @@ def run_python(code: str, *arguments: str) -> str:
 
 def test_every_family_answers_the_same_without_what_no_run_uses(tmp_path: Path) -> None:
     configs = []
-    for name in sorted(FIELDS):
+    for name in sorted(FIELDS) if IS_ALL else FEW:
         model_type = name.partition("-")[0]
         config = transformers.AutoConfig.for_model(model_type, **SHAPE | FIELDS[name])
         config.save_pretrained(tmp_path / name)
@@ -70,7 +70,7 @@ def test_every_family_answers_the_same_without_what_no_run_uses(tmp_path: Path) 
         trimmed = pool.submit(run_python, ANSWER, *configs)
         expected = json.dumps([answers_of(config) for config in configs])
         found, unused = trimmed.result().splitlines()
-    assert expected.count("token_logprobs") == len(FIELDS), expected
+    assert expected.count("token_logprobs") == len(configs), expected
     assert found == expected
     assert unused == "[]"
 
@@ -130,11 +130,8 @@ def test_the_list_of_models_is_kept_for_the_next_process(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert run_python(LIST) == "1\nTrue\n"
     assert run_python(LIST) == "0\nTrue\n"
-    (kept,) = (tmp_path / "fminfer").glob("transformers-*")
-    kept.write_bytes(kept.read_bytes()[:1000])
-    assert run_python(LIST) == "1\nTrue\n", "torn"
-    assert run_python(LIST) == "0\nTrue\n"
-    assert list((tmp_path / "fminfer").iterdir()) == [kept]
+    (kept,) = (tmp_path / "fminfer").iterdir()
+    assert kept.name.startswith("transformers-")
 
 
 class Planted:
@@ -162,7 +159,8 @@ def test_a_planted_or_damaged_list_of_models_is_found_again(
     whole = kept.read_bytes()
     texts = ['[["no", "list"]]', "3", "[", '{"items": [[["a"], "b"]]}', '{"items": [[1, ["b"]]]}']
     signed = [f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}".encode() for text in texts]
-    for damaged in (pickle.dumps(Planted(ran)), pickle.dumps({1: 2}), whole[:-1] + b" ", *signed):
+    torn = [whole[:-1] + b" ", whole[: len(whole) // 2], b""]
+    for damaged in (pickle.dumps(Planted(ran)), pickle.dumps({1: 2}), *torn, *signed):
         kept.write_bytes(damaged)
         assert imports._KeptList(folder, lambda path: right)(folder) == right
         assert not ran.exists() and kept.read_bytes() == whole, damaged
