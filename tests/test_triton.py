@@ -44,17 +44,6 @@ SHAPES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def interpreter() -> None:
-    """Skip what the interpreter cannot run: that of triton 3.6 counts to no tensor in numpy 2.4."""
-    try:
-        try_kernels(2, 1, 16, 8, None, dtype=torch.float32, device=DEVICE)
-    except Exception as error:
-        if "only 0-dimensional arrays can be converted" not in str(error):
-            raise
-        pytest.skip("the interpreter of triton 3.6 needs numpy < 2.4")
-
-
 # The interpreter takes milliseconds for what a GPU does in microseconds: it has shorter rows and
 # fewer requests, and what other tests show already is for `scripts/test --all`.
 IS_SLOW = DEVICE.type == "cpu"
