@@ -221,11 +221,13 @@ def _find_shortage(
     if max(needs) <= room:
         return ""
     rank = needs.index(max(needs))
-    cache = "" if config.budget is None else f" and a KV cache of {config.budget:,} tokens"
+    cache = "KV cache" if config.budget is None else f"a KV cache of {config.budget:,} tokens"
+    if is_planned:
+        cache = f"libraries, a step and {cache}"
     return (
-        f"{checkpoint.name} does not fit: rank {rank} would take {show_bytes(max(needs))} for "
-        f"{weights}{cache}, and its device has {show_bytes(room)}. "
-        + _more_ranks(footprints, layout, room)
+        f"{checkpoint.name} does not fit: rank {rank} would take {show_bytes(max(needs))} "
+        f"({show_bytes(footprints[rank].held_weights)} for {weights}, the rest for {cache}), and "
+        f"its device has {show_bytes(room)}. " + _more_ranks(footprints, layout, room)
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -99,6 +100,8 @@ def test_another_machine_is_planned_for(rows: Path, monkeypatch: pytest.MonkeyPa
     found = check(rows, *flags, "--device-memory", "16G")
     assert found.exit_code == 1
     assert "Spread it over more: --world-size 6 or above with --data-group-size 2" in found.output
+    says = re.search(r"take (.*) GiB \((.*) GiB for weights in .*, the rest for", found.output)
+    assert says is not None and 7e9 * 2 < float(says[2]) * GIB < float(says[1]) * GIB
     flags[3] = "6"
     assert check(rows, *flags, "--device-memory", "16G").exit_code == 3, "as it was told"
     assert check(rows, "--data-group-size", "3", "--world-size", "4").exit_code == 2
