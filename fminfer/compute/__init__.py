@@ -1,0 +1,1 @@
+"""Bodies of a transformer's parts: plain torch, and what computes the same faster."""

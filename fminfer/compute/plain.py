@@ -1,0 +1,77 @@
+"""The parts of layers in plain torch, on any device and in any dtype.
+
+They are the reference that compiled bodies are tried against, and serve what those do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+
+from fminfer.models.spec import Norm, Rope
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+
+_GELU_TANH: Function = partial(nn.functional.gelu, approximate="tanh")
+ACTIVATIONS: dict[str, Function] = {
+    "silu": nn.functional.silu,
+    "swish": nn.functional.silu,
+    "relu": nn.functional.relu,
+    "gelu": nn.functional.gelu,
+    "gelu_new": _GELU_TANH,
+    "gelu_fast": _GELU_TANH,
+    "gelu_pytorch_tanh": _GELU_TANH,
+}
+
+
+def norm(
+    x: torch.Tensor, how: Norm, weight: torch.Tensor | None, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Norm the last dimension, in float32, and round once.
+
+    Args:
+        weight: of the shape of x's last dimensions; there if `how` says so, as the bias is.
+    """
+    y = x.float()
+    if not how.is_rms:
+        y = y - y.mean(-1, keepdim=True)
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + how.eps)
+    if weight is not None:
+        y = y * (weight.float() + how.offset)
+    if bias is not None:
+        y = y + bias.float()
+    return y.to(x.dtype)
+
+
+def rotary_table(how: Rope, num_positions: int, device: torch.device) -> torch.Tensor:
+    """Return (2, positions, turned / 2) float32: cosines and sines of every position."""
+    inv_freq = torch.tensor(how.inv_freq, device=device)
+    angles = torch.arange(num_positions, device=device)[:, None].float() * inv_freq
+    return torch.stack([angles.cos(), angles.sin()]) * how.scale
+
+
+def rotate(x: torch.Tensor, how: Rope, turn: torch.Tensor) -> torch.Tensor:
+    """Turn (tokens, heads, head_dim) by rotary positions, in float32.
+
+    Args:
+        turn: (2, tokens, turned / 2) of a `rotary_table`.
+    """
+    cos, sin = turn[:, :, None]
+    size = 2 * turn.shape[-1]
+    part = x[..., :size].float()
+    if how.is_interleaved:
+        a, b = part[..., ::2], part[..., 1::2]
+        turned = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+    else:
+        a, b = part.chunk(2, -1)
+        turned = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    return torch.cat([turned.to(x.dtype), x[..., size:]], -1)
+
+
+def gate(both: torch.Tensor, activation: str) -> torch.Tensor:
+    """Return activation(first half) * second half of the last dimension."""
+    first, second = both.chunk(2, -1)
+    return ACTIVATIONS[activation](first) * second

@@ -1,0 +1,234 @@
+"""Rows that resemble LLaMA: norms before, rotary positions, mostly a gated MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fminfer.models.architectures.naming import Architecture, Sources, sources
+from fminfer.models.architectures.parts import Changes, assemble, attention_of, rope_of, same
+from fminfer.models.spec import Layer, Mlp, Moe, Norm
+
+OUTER = sources(embed="model.embed_tokens", final_norm="model.norm", head="lm_head")
+INNER = sources(
+    before_attention="input_layernorm",
+    before_mlp="post_attention_layernorm",
+    qkv="self_attn.q_proj self_attn.k_proj self_attn.v_proj",
+    out="self_attn.o_proj",
+    q_norm="self_attn.q_norm",
+    k_norm="self_attn.k_norm",
+    up="mlp.gate_proj mlp.up_proj",
+    down="mlp.down_proj",
+    router="mlp.gate",
+    experts__up="mlp.experts.*.gate_proj mlp.experts.*.up_proj",
+    experts__down="mlp.experts.*.down_proj",
+)
+SANDWICH = sources(
+    after_attention="post_attention_layernorm",
+    before_mlp="pre_feedforward_layernorm",
+    after_mlp="post_feedforward_layernorm",
+)
+
+
+def llama_like(
+    c: Any,
+    *,
+    norm: Norm | None = None,
+    inner: Sources | None = None,
+    outer: Sources | None = None,
+    attention: Callable[[int], Changes] | Changes | None = None,
+    mlp: Callable[[int], Mlp | Moe] | None = None,
+    layer: Changes | None = None,
+    **changes: Any,
+) -> Architecture:
+    """Return what most are.
+
+    Args:
+        norm: of all places; None: an RMSNorm.
+        inner, outer: names that differ from LLaMA's.
+        attention: what differs in attention, of all layers or by a layer's number.
+        mlp: by a layer's number; None: a gated one.
+        layer, changes: fields of every layer and of the model that differ.
+    """
+    norm = norm or Norm(c.rms_norm_eps)
+    mlp = mlp or same(gated_mlp(c))
+
+    def one(number: int) -> Layer:
+        own = attention(number) if callable(attention) else attention or {}
+        how: Changes = {"before": (norm, norm)} | (layer or {})
+        return Layer(attention_of(c, number, **own), mlp(number), **how)
+
+    return assemble(
+        c,
+        one,
+        prefix="model.layers.{}.",
+        outer=OUTER | (outer or {}),
+        inner=INNER | (inner or {}),
+        final_norm=norm,
+        **changes,
+    )
+
+
+def gated_mlp(c: Any, *, has_bias: bool = False) -> Mlp:
+    return Mlp(c.hidden_act, c.intermediate_size, has_bias=has_bias)
+
+
+def _biases(c: Any) -> Changes:
+    """Return the biases of all of attention's products, which one field says."""
+    return {"has_qkv_bias": c.attention_bias, "has_out_bias": c.attention_bias}
+
+
+def llama(c: Any) -> Architecture:
+    mlp = same(gated_mlp(c, has_bias=c.mlp_bias))
+    return llama_like(c, attention=_biases(c), mlp=mlp)
+
+
+def mistral(c: Any) -> Architecture:
+    return llama_like(c)
+
+
+def qwen2(c: Any) -> Architecture:
+    return llama_like(c, attention={"has_qkv_bias": True})
+
+
+def qwen3(c: Any) -> Architecture:
+    return llama_like(c, attention=_biases(c) | {"qk_norm": Norm(c.rms_norm_eps)})
+
+
+def _gemma(c: Any, activation: str, **more: Any) -> Architecture:
+    mlp = Mlp(activation, c.intermediate_size)
+    return llama_like(
+        c,
+        norm=Norm(c.rms_norm_eps, offset=1.0),
+        mlp=same(mlp),
+        embed_scale=c.hidden_size**0.5,
+        **more,
+    )
+
+
+def gemma(c: Any) -> Architecture:
+    return _gemma(c, c.hidden_act, attention=_biases(c))
+
+
+def gemma2(c: Any, **more: Any) -> Architecture:
+    norm = Norm(c.rms_norm_eps, offset=1.0)
+    attention = {"scaling": c.query_pre_attn_scalar**-0.5, "softcap": c.attn_logit_softcapping}
+    return _gemma(
+        c,
+        c.hidden_activation,
+        inner=SANDWICH,
+        attention=_biases(c) | attention | more,
+        layer={"after": (norm, norm)},
+        logit_cap=c.final_logit_softcapping,
+    )
+
+
+def gemma3_text(c: Any) -> Architecture:
+    return gemma2(c, qk_norm=Norm(c.rms_norm_eps, offset=1.0))
+
+
+def phi(c: Any) -> Architecture:
+    norm = Norm(c.layer_norm_eps, is_rms=False, has_bias=True)
+    own = sources(
+        out="self_attn.dense",
+        up="mlp.fc1",
+        down="mlp.fc2",
+        q_norm="self_attn.q_layernorm",
+        k_norm="self_attn.k_layernorm",
+    )
+    attention = {
+        "has_qkv_bias": True,
+        "has_out_bias": True,
+        "qk_norm": norm if c.qk_layernorm else None,
+    }
+    return llama_like(
+        c,
+        norm=norm,
+        inner=own,
+        outer=sources(final_norm="model.final_layernorm"),
+        attention=attention,
+        mlp=same(Mlp(c.hidden_act, c.intermediate_size, is_gated=False, has_bias=True)),
+        layer={"before": (norm, None), "is_parallel": True},
+        has_head_bias=True,
+    )
+
+
+def phi3(c: Any) -> Architecture:
+    return llama_like(c, inner=sources(qkv="self_attn.qkv_proj", up="mlp.gate_up_proj"))
+
+
+def stablelm(c: Any) -> Architecture:
+    norm = Norm(c.layer_norm_eps, is_rms=False, has_bias=True)
+    of_head = Norm(c.layer_norm_eps, is_rms=False)
+    attention = {
+        "has_qkv_bias": c.use_qkv_bias,
+        "qk_norm": of_head if c.qk_layernorm else None,
+        "qk_norm_over": "heads",
+    }
+    return llama_like(
+        c,
+        norm=norm,
+        inner=sources(
+            q_norm="self_attn.q_layernorm.norms.*", k_norm="self_attn.k_layernorm.norms.*"
+        ),
+        attention=attention,
+        layer={"before": (norm, None), "is_parallel": True} if c.use_parallel_residual else {},
+    )
+
+
+def starcoder2(c: Any) -> Architecture:
+    return llama_like(
+        c,
+        norm=Norm(c.norm_epsilon, is_rms=False, has_bias=True),
+        inner=sources(up="mlp.c_fc", down="mlp.c_proj"),
+        attention={"has_qkv_bias": c.use_bias, "has_out_bias": c.use_bias},
+        mlp=same(Mlp(c.hidden_act, c.intermediate_size, is_gated=False, has_bias=c.use_bias)),
+    )
+
+
+def olmo2(c: Any) -> Architecture:
+    norm = Norm(c.rms_norm_eps)
+    return llama_like(
+        c,
+        inner=SANDWICH,
+        attention=_biases(c) | {"qk_norm": norm, "qk_norm_over": "all"},
+        layer={"before": (None, None), "after": (norm, norm)},
+    )
+
+
+def glm4(c: Any) -> Architecture:
+    norm = Norm(c.rms_norm_eps)
+    own = sources(
+        after_attention="post_self_attn_layernorm",
+        after_mlp="post_mlp_layernorm",
+        up="mlp.gate_up_proj",
+    )
+    return llama_like(
+        c,
+        inner=own,
+        attention={"rope": rope_of(c, is_interleaved=True), "has_qkv_bias": c.attention_bias},
+        layer={"after": (norm, norm)},
+    )
+
+
+def mixtral(c: Any) -> Architecture:
+    each = "block_sparse_moe.experts.*."
+    own = sources(
+        router="block_sparse_moe.gate",
+        experts__up=f"{each}w1 {each}w3",
+        experts__down=f"{each}w2",
+    )
+    moe = Moe(c.num_local_experts, c.num_experts_per_tok, gated_mlp(c))
+    return llama_like(c, inner=own, mlp=same(moe))
+
+
+def qwen3_moe(c: Any) -> Architecture:
+    expert = Mlp(c.hidden_act, c.moe_intermediate_size)
+    moe = Moe(c.num_experts, c.num_experts_per_tok, expert, is_normalized=c.norm_topk_prob)
+    plain = gated_mlp(c)
+
+    def mlp(number: int) -> Mlp | Moe:
+        is_plain = number in c.mlp_only_layers or (number + 1) % c.decoder_sparse_step
+        return plain if is_plain or not c.num_experts else moe
+
+    return llama_like(c, attention=_biases(c) | {"qk_norm": Norm(c.rms_norm_eps)}, mlp=mlp)

@@ -1,0 +1,77 @@
+"""Where a checkpoint keeps the tensors that ours are made of, and how it lays them out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from fminfer.models.spec import Attention, Model
+
+Shape = tuple[int, ...]
+
+
+@dataclass(slots=True, frozen=True)
+class Layout:
+    """How a tensor of a checkpoint becomes ours; a change keeps the number of elements."""
+
+    change: Callable[[torch.Tensor, Attention], torch.Tensor]
+    is_transposed: bool = False  # a matrix is (inputs, outputs) there
+
+
+@dataclass(slots=True, frozen=True)
+class Source:
+    """The modules of a checkpoint whose weights, and biases, are joined into one of ours.
+
+    Joined are the rows of products. In a name `*` stands for 0, 1, … : those are stacked. Of names
+    with `|` between them a checkpoint has one.
+    """
+
+    names: tuple[str, ...]
+    layout: Layout | None = None
+
+
+Sources = dict[str, Source]
+
+
+@dataclass(slots=True, frozen=True)
+class Architecture:
+    """What a config says: the model, and where its tensors are."""
+
+    model: Model
+    outer: Sources  # of what is beside layers
+    inner: Sources  # of a layer
+    prefix: str  # of a layer's names, with {} for its number
+    base: str  # what checkpoints of the model without its head leave out
+
+
+def sources(layout: Layout | None = None, **ours: str) -> Sources:
+    """Return where tensors are; in a name of ours __ is a dot, between names of theirs a space."""
+    return {
+        name.replace("__", "."): Source(tuple(theirs.split()), layout)
+        for name, theirs in ours.items()
+    }
+
+
+def laid_out(layout: Layout, inner: Sources) -> Sources:
+    """Return the same places with another layout of what lies there."""
+    return {name: replace(source, layout=layout) for name, source in inner.items()}
+
+
+def _by_head(t: torch.Tensor, how: Attention) -> torch.Tensor:
+    t = t.unflatten(0, (how.kv_heads, -1, how.head_dim))
+    return torch.cat([part.reshape(-1, *t.shape[3:]) for part in (t[:, :-2], t[:, -2], t[:, -1])])
+
+
+def _by_core(t: torch.Tensor, how: Attention) -> torch.Tensor:
+    t = t.unflatten(0, (4, 3, -1))
+    return torch.cat([t[:, i].reshape(-1, *t.shape[3:]) for i in (0, 2, 1)])
+
+
+# GPT-2's Conv1D.
+TRANSPOSED = Layout(lambda t, how: t.t() if t.dim() == 2 else t, is_transposed=True)
+# Each KV head's queries, key and value follow each other: BLOOM, GPT-NeoX, Falcon, GPT-BigCode.
+BY_HEAD = Layout(_by_head)
+# CodeGen's: four cores of a TPU, each with its queries, values and keys.
+BY_CORE = Layout(_by_core)

@@ -1,0 +1,98 @@
+"""What configs of transformers say about rotary positions, windows, slopes and sizes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fminfer.models.architectures.naming import Architecture, Sources
+from fminfer.models.spec import Attention, Layer, Mlp, Model, Moe, Norm, Rope
+
+Changes = dict[str, Any]
+
+
+def rope_of(c: Any, layer: int = 0, *, is_interleaved: bool = False) -> Rope:
+    """Return the rotary positions of a layer."""
+    how, kind = c.rope_parameters, {}
+    if isinstance(next(iter(how.values())), dict):  # one for each kind of layer (Gemma 3)
+        kind = {"layer_type": c.layer_types[layer]}
+        how = how[c.layer_types[layer]]
+    if how["rope_type"] != "default":
+        # Imported only here: it is slow to load.
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        inv_freq, scale = ROPE_INIT_FUNCTIONS[how["rope_type"]](c, **kind)
+        return Rope(tuple(inv_freq.tolist()), scale, is_interleaved)
+    size = int(head_dim_of(c) * how.get("partial_rotary_factor", 1.0))
+    return plain_rope(how["rope_theta"], size, is_interleaved=is_interleaved)
+
+
+def plain_rope(theta: float, size: int, *, is_interleaved: bool = False) -> Rope:
+    """Return rotary positions of the first `size` elements of a head."""
+    powers = torch.arange(0, size, 2, dtype=torch.int64).float() / size
+    return Rope(tuple((1.0 / theta**powers).tolist()), 1.0, is_interleaved)
+
+
+def head_dim_of(c: Any) -> int:
+    return int(getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads)
+
+
+def window_of(c: Any, layer: int) -> int | None:
+    types = getattr(c, "layer_types", None)
+    if types and types[layer] != "sliding_attention":
+        return None
+    window: int | None = getattr(c, "sliding_window", None)
+    return window
+
+
+def attention_of(c: Any, layer: int, **changes: Any) -> Attention:
+    """Return a layer's attention by the fields that most configs have."""
+    heads, head_dim = c.num_attention_heads, head_dim_of(c)
+    if "kv_heads" not in changes:
+        changes["kv_heads"] = getattr(c, "num_key_value_heads", None) or heads
+    if "rope" not in changes and getattr(c, "rope_parameters", None):
+        changes["rope"] = rope_of(c, layer)
+    if "window" not in changes:
+        changes["window"] = window_of(c, layer)
+    how = Attention(heads, changes.pop("kv_heads"), head_dim, head_dim**-0.5)
+    return replace(how, **changes)
+
+
+def interleaved_slopes(num: int) -> tuple[float, ...]:
+    """Return ALiBi's slopes as BLOOM and Falcon have them."""
+    power = 2 ** math.floor(math.log2(num))
+    slopes = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
+    return (*slopes, *(2.0 ** (-4.0 * (2 * i + 1) / power) for i in range(num - power)))
+
+
+def mpt_slopes(num: int, most: float) -> tuple[float, ...]:
+    """Return ALiBi's slopes as MPT has them."""
+    power = 2 ** math.ceil(math.log2(num))
+    slopes = [2.0 ** -((i + 1) * most / power) for i in range(power)]
+    return tuple(slopes if power == num else [*slopes[1::2], *slopes[::2]][:num])
+
+
+def assemble(
+    c: Any,
+    layer: Callable[[int], Layer],
+    *,
+    prefix: str,
+    outer: Sources,
+    inner: Sources,
+    final_norm: Norm | None,
+    **changes: Any,
+) -> Architecture:
+    """Put an architecture together; `changes` are fields of the model."""
+    layers = tuple(layer(number) for number in range(c.num_hidden_layers))
+    sizes: Changes = {"embed_size": c.hidden_size} | changes
+    model = Model(c.hidden_size, c.vocab_size, layers, final_norm, **sizes)
+    return Architecture(model, outer, inner, prefix, prefix.partition(".")[0] + ".")
+
+
+def same(mlp: Mlp | Moe) -> Callable[[int], Mlp | Moe]:
+    """Return the MLP of every layer."""
+    return lambda layer: mlp

@@ -1,0 +1,160 @@
+"""Fills a model's tensors, or one stage's part of them: from safetensors, or randomly."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from fminfer.models.architectures.naming import Architecture
+from fminfer.models.checkpoint import Checkpoint
+from fminfer.models.origins import Origin, Origins, find_origins
+from fminfer.models.shapes import Shapes, entry_shapes, exit_shapes, layer_shapes
+from fminfer.models.spec import Attention
+from fminfer.models.tensor_files import TensorFiles
+from fminfer.partition import Part
+
+Tensors = dict[str, torch.Tensor]
+OnProgress = Callable[[int, int], None]
+
+
+@dataclass(slots=True)
+class PartTensors:
+    """The tensors of one stage: of its layers, and of what it has beside them."""
+
+    layers: list[Tensors]
+    entry: Tensors  # of the first stage
+    exit: Tensors  # of the last stage
+
+
+class _Reader:
+    def __init__(
+        self,
+        files: TensorFiles,
+        dtype: torch.dtype,
+        device: torch.device,
+        on_progress: OnProgress,
+    ) -> None:
+        self._files, self._dtype, self._device = files, dtype, device
+        self._on_progress = on_progress
+        self.done = self.total = 0
+
+    def read_all(self, origins: Origins, attention: Attention | None) -> Tensors:
+        return {name: self.read(origin, attention) for name, origin in origins.items()}
+
+    def read(self, origin: Origin, attention: Attention | None) -> torch.Tensor:
+        if origin.is_as_stored:
+            tensor = self._files.read(origin.pieces[0].stored).to(self._device, self._dtype)
+        else:
+            tensor = self._join(origin)
+            if origin.layout is not None:
+                assert attention is not None, "only a layer's tensors are laid out otherwise"
+                tensor = origin.layout.change(tensor, attention)
+            tensor = tensor.to(self._device, self._dtype).contiguous()
+        self.done += tensor.nbytes
+        self._on_progress(min(self.done, self.total), self.total)
+        return tensor
+
+    def _join(self, origin: Origin) -> torch.Tensor:
+        if len(origin.pieces) == 1:
+            return self._files.read(origin.pieces[0].stored)
+        whole = torch.empty(origin.shape, dtype=self._dtype, device=self._device)
+        for piece in origin.pieces:
+            target = whole if piece.item is None else whole[piece.item]
+            target[piece.first : piece.last] = self._files.read(piece.stored)
+        return whole
+
+
+def load_tensors(
+    checkpoint: Checkpoint,
+    architecture: Architecture,
+    part: Part,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    on_progress: OnProgress = lambda done, total: None,
+) -> PartTensors:
+    """Return one stage's tensors.
+
+    Args:
+        dtype: the type that they are held and computed in.
+        seed: for random weights, which are the same in whatever parts they are drawn.
+        on_progress: called with (bytes read, bytes in all) as tensors arrive.
+
+    Raises:
+        CheckpointError: a tensor is missing, unexpected, of another shape, or a file is broken.
+    """
+    is_tied = bool(checkpoint.config.tie_word_embeddings)
+    if checkpoint.folder is None:
+        return _draw(checkpoint, architecture, part, dtype, device, seed)
+    files = TensorFiles(checkpoint.folder)
+    origins = find_origins(architecture, files.shapes, is_tied=is_tied, name=checkpoint.name)
+    reader = _Reader(files, dtype, device, on_progress)
+    wanted = [*origins.layers[part.first : part.last]]
+    wanted += [origins.entry] * part.is_first + [origins.exit] * part.is_last
+    sizes = [torch.Size(o.shape).numel() for each in wanted for o in each.values()]
+    reader.total = sum(sizes) * dtype.itemsize
+    layers = [
+        reader.read_all(origins.layers[number], architecture.model.layers[number].attention)
+        for number in range(part.first, part.last)
+    ]
+    entry = reader.read_all(origins.entry, None) if part.is_first else {}
+    outside = reader.read_all(origins.exit, None) if part.is_last else {}
+    if part.is_last and not origins.has_own_head:
+        embed = entry.get("embed.weight")
+        outside["head.weight"] = (
+            reader.read(origins.entry["embed.weight"], None) if embed is None else embed
+        )
+    elif part.is_last and part.is_first and is_tied:  # stored twice: kept once, if they are equal
+        if torch.equal(outside["head.weight"], entry["embed.weight"]):
+            outside["head.weight"] = entry["embed.weight"]
+    return PartTensors(layers, entry, outside)
+
+
+def _draw(
+    checkpoint: Checkpoint,
+    architecture: Architecture,
+    part: Part,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+) -> PartTensors:
+    model = architecture.model
+    spread = float(getattr(checkpoint.config, "initializer_range", 0.02))
+
+    def draw(shapes: Shapes, where: str) -> Tensors:
+        return {
+            name: _draw_one(name, shape, f"{seed} {where}{name}", spread, dtype, device)
+            for name, shape in shapes.items()
+        }
+
+    layers = [
+        draw(layer_shapes(model.layers[number], model.hidden_size), f"layer {number} ")
+        for number in range(part.first, part.last)
+    ]
+    entry = draw(entry_shapes(model), "") if part.is_first else {}
+    outside = draw(exit_shapes(model), "") if part.is_last else {}
+    if part.is_last and checkpoint.config.tie_word_embeddings:
+        shapes = {"embed.weight": entry_shapes(model)["embed.weight"]}
+        outside["head.weight"] = (entry or draw(shapes, ""))["embed.weight"]
+    return PartTensors(layers, entry, outside)
+
+
+def _draw_one(
+    name: str,
+    shape: tuple[int, ...],
+    key: str,
+    spread: float,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """Draw a tensor by a seed of its own: norms are 1, biases 0, the rest normal."""
+    if name.endswith(".bias"):
+        return torch.zeros(shape, dtype=dtype, device=device)
+    if "norm" in name or name.startswith(("before_", "after_", "sum_")):
+        return torch.ones(shape, dtype=dtype, device=device)
+    generator = torch.Generator(device).manual_seed(zlib.crc32(key.encode()))
+    return torch.empty(shape, dtype=dtype, device=device).normal_(0, spread, generator=generator)

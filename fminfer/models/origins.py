@@ -1,0 +1,189 @@
+"""Which of a checkpoint's tensors each of ours is made of; what does not fit is refused by name.
+
+It reads names and shapes, no values.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from fminfer.errors import CheckpointError
+from fminfer.models.architectures.naming import Architecture, Layout, Source
+from fminfer.models.shapes import Shapes, entry_shapes, exit_shapes, layer_shapes
+from fminfer.models.spec import Layer, Moe
+
+Shape = tuple[int, ...]
+# Tensors that old checkpoints carry and nothing reads: causal masks and rotary tables.
+_IGNORED = re.compile(
+    r"\.(attn\.bias|masked_bias|rotary_emb\.inv_freq|attention\.bias|attn\.causal_mask)$"
+)
+
+
+@dataclass(slots=True, frozen=True)
+class Piece:
+    """One stored tensor, and where in ours it goes: an item of those stacked, some rows of it."""
+
+    stored: str
+    shape: Shape
+    item: int | None
+    first: int  # row
+    last: int
+
+
+@dataclass(slots=True, frozen=True)
+class Origin:
+    """All that one tensor of ours is made of."""
+
+    shape: Shape
+    pieces: tuple[Piece, ...]
+    layout: Layout | None
+
+    @property
+    def is_as_stored(self) -> bool:
+        """Whether ours is a stored tensor as it is."""
+        return len(self.pieces) == 1 and self.layout is None
+
+
+Origins = dict[str, Origin]
+
+
+@dataclass(slots=True, frozen=True)
+class ModelOrigins:
+    """Where all tensors of a model come from."""
+
+    entry: Origins
+    layers: tuple[Origins, ...]
+    exit: Origins  # without the head's weight where the embedding is the head
+    has_own_head: bool
+
+
+def find_origins(
+    architecture: Architecture, stored: Mapping[str, Shape], *, is_tied: bool, name: str
+) -> ModelOrigins:
+    """Find every tensor of the model among the stored ones.
+
+    Args:
+        stored: the shape of each tensor of the checkpoint.
+        is_tied: without a head of its own the model uses the embedding.
+        name: of the checkpoint, for messages.
+
+    Raises:
+        CheckpointError: tensors are missing, of another shape, or no part of the model.
+    """
+    search = _Search(architecture, stored, name)
+    model = architecture.model
+    layers = tuple(search.find_layer(layer, number) for number, layer in enumerate(model.layers))
+    outside = exit_shapes(model)
+    has_own_head = search.has(architecture.outer["head"].names[0] + ".weight")
+    if is_tied and not has_own_head:
+        del outside["head.weight"]
+    found = ModelOrigins(
+        search.find_outside(entry_shapes(model)),
+        layers,
+        search.find_outside(outside),
+        has_own_head or not is_tied,
+    )
+    search.refuse_what_is_wrong()
+    return found
+
+
+class _Search:
+    def __init__(self, architecture: Architecture, stored: Mapping[str, Shape], name: str) -> None:
+        self._architecture = architecture
+        self._stored = stored
+        self._name = name
+        self._used: set[str] = set()
+        self._missing: list[str] = []
+        self._misshapen: list[str] = []
+
+    def find_layer(self, layer: Layer, number: int) -> Origins:
+        shapes = layer_shapes(layer, self._architecture.model.hidden_size)
+        prefix = self._architecture.prefix.format(number)
+        return self._find(shapes, self._architecture.inner, prefix, layer)
+
+    def find_outside(self, shapes: Shapes) -> Origins:
+        return self._find(shapes, self._architecture.outer, "", None)
+
+    def has(self, name: str) -> bool:
+        return self._resolve(name) in self._stored
+
+    def refuse_what_is_wrong(self) -> None:
+        for wrong in self._misshapen[:1]:
+            raise CheckpointError(f"{self._name}: {wrong}")
+        for name in self._missing[:1]:
+            raise CheckpointError(
+                f"{self._name} lacks {len(self._missing)} tensors, such as {name!r}; the "
+                "checkpoint is incomplete, fetch it again"
+            )
+        left = [n for n in self._stored if n not in self._used and not _IGNORED.search(f".{n}")]
+        for name in left[:1]:
+            raise CheckpointError(
+                f"{self._name} holds a tensor {name!r} that a model of its config.json does not "
+                f"have ({len(left)} such tensors); config and weights do not belong together"
+            )
+
+    def _find(
+        self, shapes: Shapes, where: Mapping[str, Source], prefix: str, layer: Layer | None
+    ) -> Origins:
+        origins: Origins = {}
+        for ours, shape in shapes.items():
+            module, _, leaf = ours.rpartition(".")
+            source = where[module]
+            pieces = tuple(self._pieces(source, f"{prefix}{{}}.{leaf}", shape, module, layer))
+            for piece in pieces:
+                self._take(piece, source.layout)
+            origins[ours] = Origin(shape, pieces, source.layout)
+        return origins
+
+    def _pieces(
+        self, source: Source, form: str, shape: Shape, module: str, layer: Layer | None
+    ) -> Iterator[Piece]:
+        is_stacked = "*" in source.names[0]
+        of_item = shape[1:] if is_stacked else shape
+        sizes = _part_sizes(module, layer, len(source.names), of_item[0])
+        for item in range(shape[0]) if is_stacked else (None,):
+            first = 0
+            for theirs, size in zip(source.names, sizes, strict=True):
+                part = (size, *of_item[1:])
+                if source.layout is not None and source.layout.is_transposed:
+                    part = part[::-1]
+                name = form.format(theirs.replace("*", str(item), 1))
+                yield Piece(self._resolve(name), part, item, first, first + size)
+                first += size
+
+    def _resolve(self, name: str) -> str:
+        """Return the stored name of a tensor; if there is none, its usual one."""
+        names = [name]
+        if "|" in name:
+            module, _, leaf = name.rpartition(".")
+            names = [f"{each}.{leaf}" for each in module.split("|")]
+        for each in names:
+            # Checkpoints of the model without its head (gpt2's own, say) leave a prefix out.
+            for stored in (each, each.removeprefix(self._architecture.base)):
+                if stored in self._stored:
+                    return stored
+        return names[0]
+
+    def _take(self, piece: Piece, layout: Layout | None) -> None:
+        self._used.add(piece.stored)
+        found = self._stored.get(piece.stored)
+        if found is None:
+            self._missing.append(piece.stored)
+        elif found != piece.shape:
+            self._misshapen.append(
+                f"tensor {piece.stored!r} has shape {found}, and config.json asks for {piece.shape}"
+            )
+
+
+def _part_sizes(module: str, layer: Layer | None, num: int, rows: int) -> tuple[int, ...]:
+    """Return the rows that each stored tensor has of one of ours."""
+    if num == 1:
+        return (rows,)
+    assert layer is not None, "what is outside layers is not joined"
+    if module == "qkv":
+        return layer.attention.qkv_sizes
+    assert num == 2, "gate and up"
+    mlp = layer.mlp.expert if isinstance(layer.mlp, Moe) else layer.mlp
+    return (mlp.size, mlp.size)

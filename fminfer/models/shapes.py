@@ -1,0 +1,93 @@
+"""Every tensor of a model by the name that it has here, with its shape.
+
+Loading, random weights, forecasts of memory and the cost of the head read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fminfer.models.spec import Attention, Layer, Mlp, Model, Moe, Norm
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def layer_shapes(layer: Layer, hidden_size: int) -> Shapes:
+    """Return a layer's tensors: products are (outputs, inputs), of experts (experts, …)."""
+    return dict(_of_layer(layer, hidden_size))
+
+
+def entry_shapes(model: Model) -> Shapes:
+    """Return what the first stage has beside layers."""
+    return dict(_of_entry(model))
+
+
+def exit_shapes(model: Model) -> Shapes:
+    """Return what the last stage has beside layers."""
+    return dict(_of_exit(model))
+
+
+def _of_layer(layer: Layer, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    attention = layer.attention
+    for side, pair in (("before", layer.before), ("after", layer.after), ("sum", layer.of_sum)):
+        for part, norm in zip(("attention", "mlp"), pair, strict=True):
+            yield from _of_norm(f"{side}_{part}", norm, (hidden,))
+    yield from _of_product("qkv", sum(attention.qkv_sizes), hidden, attention.has_qkv_bias)
+    for name, heads in (("q_norm", attention.heads), ("k_norm", attention.kv_heads)):
+        yield from _of_norm(name, attention.qk_norm, _qk_norm_shape(attention, heads))
+    out_inputs = attention.qkv_sizes[0]
+    yield from _of_product("out", hidden, out_inputs, attention.has_out_bias)
+    if isinstance(layer.mlp, Moe):
+        moe, expert = layer.mlp, layer.mlp.expert
+        yield "router.weight", (moe.num_experts, hidden)
+        yield "experts.up.weight", (moe.num_experts, expert.up_size, hidden)
+        yield "experts.down.weight", (moe.num_experts, hidden, expert.size)
+    else:
+        yield from _of_mlp(layer.mlp, hidden)
+
+
+def _of_entry(model: Model) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield "embed.weight", (model.vocab_size, model.embed_size)
+    if model.embed_size != model.hidden_size:
+        yield "project_in.weight", (model.hidden_size, model.embed_size)
+    if model.num_positions:
+        yield "positions.weight", (model.num_positions, model.hidden_size)
+    yield from _of_norm("embed_norm", model.embed_norm, (model.hidden_size,))
+
+
+def _of_exit(model: Model) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield from _of_norm("final_norm", model.final_norm, (model.hidden_size,))
+    if model.embed_size != model.hidden_size:
+        yield "project_out.weight", (model.embed_size, model.hidden_size)
+    yield from _of_product("head", model.vocab_size, model.embed_size, model.has_head_bias)
+
+
+def _of_mlp(mlp: Mlp, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield from _of_product("up", mlp.up_size, hidden, mlp.has_bias)
+    yield from _of_product("down", hidden, mlp.size, mlp.has_bias)
+
+
+def _of_product(
+    name: str, outputs: int, inputs: int, has_bias: bool
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield f"{name}.weight", (outputs, inputs)
+    if has_bias:
+        yield f"{name}.bias", (outputs,)
+
+
+def _of_norm(
+    name: str, norm: Norm | None, shape: tuple[int, ...]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    if norm is not None and norm.has_weight:
+        yield f"{name}.weight", shape
+    if norm is not None and norm.has_bias:
+        yield f"{name}.bias", shape
+
+
+def _qk_norm_shape(attention: Attention, heads: int) -> tuple[int, ...]:
+    shapes: dict[str, tuple[int, ...]] = {
+        "head": (attention.head_dim,),
+        "heads": (heads, attention.head_dim),
+        "all": (heads * attention.head_dim,),
+    }
+    return shapes[attention.qk_norm_over]

@@ -1,0 +1,64 @@
+"""The safetensors files of a checkpoint as one table of tensors. It knows no model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from fminfer.errors import CheckpointError
+from fminfer.models.weight_files import indexed_homes, weight_files
+
+
+class TensorFiles:
+    """Every tensor of a checkpoint by its stored name; values are read when they are asked for.
+
+    Of a tensor that several files hold, the index says which one counts.
+
+    Raises:
+        CheckpointError: there are no files, one is broken or missing, or a tensor is there twice.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        files = weight_files(folder)
+        if not files:
+            raise CheckpointError(
+                f"{folder} holds no .safetensors file; convert other weights with transformers' "
+                "save_pretrained"
+            )
+        homes = indexed_homes(folder)
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._files: dict[str, tuple[Path, Any]] = {}
+        for path in files:
+            try:
+                file = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{path} is broken ({error}); fetch it again") from error
+            for name in file.keys():  # noqa: SIM118  (it is no dict)
+                if homes.get(name, path.name) == path.name:
+                    self._add(name, path, file)
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a tensor's values, where its file is mapped.
+
+        Raises:
+            CheckpointError: the file is broken.
+        """
+        path, file = self._files[name]
+        try:
+            tensor: torch.Tensor = file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} is broken ({error}); fetch it again") from error
+        return tensor
+
+    def _add(self, name: str, path: Path, file: Any) -> None:
+        if name in self._files:
+            raise CheckpointError(
+                f"{path.parent} holds the tensor {name!r} twice, in {self._files[name][0].name} "
+                f"and {path.name}, and no model.safetensors.index.json says which one counts; take "
+                "the file away that does not belong to the model, or fetch the index"
+            )
+        self._files[name] = path, file
+        self.shapes[name] = tuple(file.get_slice(name).get_shape())
