@@ -109,8 +109,8 @@ def load_tensors(
             reader.read(origins.entry["embed.weight"], None) if embed is None else embed
         )
     elif part.is_last and part.is_first and is_tied:  # stored twice: kept once, if they are equal
-        if torch.equal(outside["head.weight"], entry["embed.weight"]):
-            outside["head.weight"] = entry["embed.weight"]
+        is_same = torch.equal(outside["head.weight"], entry["embed.weight"])
+        outside["head.weight"] = entry["embed.weight"] if is_same else outside["head.weight"]
     return PartTensors(layers, entry, outside)
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from fminfer.errors import CheckpointError
 from fminfer.models.architectures import gpt_like, llama_like
 from fminfer.models.architectures.naming import Architecture
+from fminfer.models.config_fields import ReadConfig
 
 ROWS: dict[str, Callable[[Any], Architecture]] = {
     "llama": llama_like.llama,
@@ -35,3 +37,20 @@ ROWS: dict[str, Callable[[Any], Architecture]] = {
     "mpt": gpt_like.mpt,
     "bloom": gpt_like.bloom,
 }
+
+
+def architecture_of(config: Any) -> Architecture:
+    """Return what a config of transformers says.
+
+    Raises:
+        CheckpointError: no such architecture runs, or a field says what none of it computes.
+    """
+    if config.model_type not in ROWS:
+        raise CheckpointError(
+            f"the architecture {config.model_type!r} is not one that fminfer runs; it runs: "
+            + ", ".join(sorted(ROWS))
+        )
+    read = ReadConfig(config)
+    architecture = ROWS[config.model_type](read)
+    read.refuse_unread()
+    return architecture

@@ -221,8 +221,9 @@ def codegen(c: Any) -> Architecture:
 def falcon(c: Any) -> Architecture:
     norm = Norm(c.layer_norm_epsilon, is_rms=False, has_bias=True)
     heads, is_new = c.num_attention_heads, c.new_decoder_architecture
-    kv_heads = c.num_kv_heads if is_new else 1 if c.multi_query else heads
-    is_parallel, has_two = c.parallel_attn or is_new, is_new and c.num_ln_in_parallel_attn != 1
+    of_new, num_norms = c.num_kv_heads, c.num_ln_in_parallel_attn  # of the new layout only
+    kv_heads = of_new if is_new else 1 if c.multi_query else heads
+    is_parallel, has_two = c.parallel_attn or is_new, is_new and num_norms != 1
     attention: Changes = {"kv_heads": kv_heads}
     if c.alibi:
         attention |= {"rope": None, "alibi": Alibi(interleaved_slopes(heads), is_rounded=True)}

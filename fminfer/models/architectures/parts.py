@@ -43,10 +43,8 @@ def head_dim_of(c: Any) -> int:
 
 def window_of(c: Any, layer: int) -> int | None:
     types = getattr(c, "layer_types", None)
-    if types and types[layer] != "sliding_attention":
-        return None
     window: int | None = getattr(c, "sliding_window", None)
-    return window
+    return None if types and types[layer] != "sliding_attention" else window
 
 
 def attention_of(c: Any, layer: int, **changes: Any) -> Attention:

@@ -1,0 +1,123 @@
+"""Every field of a config is accounted for: it is read, or known to change nothing, or refused.
+
+A row is given the config through a `ReadConfig`, which notes what it reads. What is left must be in
+`HARMLESS`, or be as the class of the config has it by itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import transformers
+
+from fminfer.errors import CheckpointError
+
+# A field that no row reads -> why it changes no answer.
+HARMLESS: dict[str, str] = dict.fromkeys(
+    (
+        *("attention_dropout", "attn_pdrop", "classifier_dropout", "dropout", "emb_pdrop"),
+        *("embd_pdrop", "embed_dropout", "embedding_dropout", "hidden_dropout", "layerdrop"),
+        *("resid_dropout", "resid_pdrop", "residual_dropout", "activation_dropout"),
+        "router_jitter_noise",
+    ),
+    "of training",
+)
+HARMLESS |= dict.fromkeys(
+    ("initializer_range", "init_std", "init_device", "initializer_factor"),
+    "of weights before training",
+)
+HARMLESS |= dict.fromkeys(
+    ("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "tie_word_embeddings"),
+    "others than a row look at it",
+)
+HARMLESS |= dict.fromkeys(
+    ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length"),
+    "the context is found by variants.context_length",
+)
+HARMLESS |= dict.fromkeys(
+    ("output_router_logits", "router_aux_loss_coef", "embedding_fraction"), "of training's loss"
+)
+HARMLESS |= dict.fromkeys(
+    (
+        *("summary_activation", "summary_first_dropout", "summary_proj_to_labels"),
+        *("summary_type", "summary_use_proj", "is_decoder"),
+    ),
+    "of heads that generate nothing",
+)
+HARMLESS |= dict.fromkeys(
+    (
+        *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),
+        *("reorder_and_upcast_attn", "attn_config.attn_impl", "pretraining_tp"),
+    ),
+    "how transformers computes the same",
+)
+HARMLESS |= dict.fromkeys(
+    ("use_sliding_window", "max_window_layers", "attention_types", "sliding_window_pattern"),
+    "the config's class makes layer_types, sliding_window or attention_layers of it",
+)
+HARMLESS |= {
+    "original_max_position_embeddings": "the config's class puts it into rope_parameters",
+    "attn_config.attn_pdrop": "of training",
+    "learned_pos_emb": "transformers' MPT has ALiBi whatever it says",
+}
+# Fields that have more than one value of no effect.
+SAME: dict[str, tuple[object, ...]] = {
+    "norm_type": ("low_precision_layernorm", "layernorm"),
+    "use_bidirectional_attention": (False, None),
+}
+# Fields that no class of transformers declares, and the values that they may have.
+UNDECLARED: dict[str, tuple[object, ...]] = {
+    "quantization_config": (None,),
+    "attn_config.rope": (False, None),
+}
+_OF_ALL = frozenset(field.name for field in dataclasses.fields(transformers.PreTrainedConfig))
+
+
+class ReadConfig:
+    """A config that notes which of its fields are read."""
+
+    def __init__(self, config: Any, prefix: str = "") -> None:
+        self._config, self._prefix = config, prefix
+        self._parts: dict[str, ReadConfig] = {}
+        self._read: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._config, name)
+        self._read |= {name, self._config.attribute_map.get(name, name)}
+        if not isinstance(value, transformers.PreTrainedConfig):
+            return value
+        if name not in self._parts:
+            self._parts[name] = ReadConfig(value, f"{self._prefix}{name}.")
+        return self._parts[name]
+
+    def refuse_unread(self) -> None:
+        """Refuse a config that says something which nobody takes note of.
+
+        Raises:
+            CheckpointError: it names the field and its value.
+        """
+        for path, value, usual in self._unread():
+            raise CheckpointError(
+                f"config.json sets {path} to {value!r}, and fminfer computes such a model only "
+                f"with {usual!r}; use a checkpoint that has that"
+            )
+
+    def _unread(self) -> Iterator[tuple[str, object, object]]:
+        usual = type(self._config)()
+        for field in dataclasses.fields(self._config):
+            path = self._prefix + field.name
+            if field.name in self._read or field.name in _OF_ALL or path in HARMLESS:
+                continue
+            found, by_itself = getattr(self._config, field.name), getattr(usual, field.name)
+            if found != by_itself and found not in SAME.get(path, ()):
+                yield path, found, by_itself
+        for path, runnable in UNDECLARED.items():
+            folder, _, name = path.rpartition(".")
+            if f"{folder}." * bool(folder) == self._prefix:
+                found = getattr(self._config, name, None)
+                if found is not None and found not in runnable:
+                    yield path, found, runnable[0]
+        for part in self._parts.values():
+            yield from part._unread()
