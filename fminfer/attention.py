@@ -158,6 +158,7 @@ class PagedAttention:
     Args:
         num_blocks, block_size, num_kv_heads, head_dim: the shape of the cache.
         kernel: the compiled kernel; None: plain tensor operations.
+        kept_in: (2, …) where keys and values are kept; None: in memory of its own.
     """
 
     def __init__(
@@ -170,14 +171,17 @@ class PagedAttention:
         dtype: torch.dtype,
         device: torch.device,
         kernel: AttentionKernel | None = None,
+        kept_in: torch.Tensor | None = None,
     ) -> None:
-        shape = (num_blocks, num_kv_heads, block_size, head_dim)
-        # Not zeroed, so that the system gives memory only as blocks come into use, page by page.
-        self.keys = torch.empty(shape, dtype=dtype, device=device)
-        self.values = torch.empty(shape, dtype=dtype, device=device)
-        if device.type == "cpu":
-            for cache in (self.keys, self.values):
-                use_small_pages(cache.data_ptr(), cache.nbytes)
+        shape = (2, num_blocks, num_kv_heads, block_size, head_dim)
+        if kept_in is None:
+            # Not zeroed, so that the system gives memory only as blocks come into use, page by
+            # page.
+            kept_in = torch.empty(shape, dtype=dtype, device=device)
+            if device.type == "cpu":
+                use_small_pages(kept_in.data_ptr(), kept_in.nbytes)
+        assert kept_in.shape == shape, "a cache"
+        self.keys, self.values = kept_in
         # The stage sets it before each step: what the kernel's `plan` gave if it is to attend.
         self.plan: Any = None
         self._kernel = kernel

@@ -6,6 +6,7 @@ It knows nothing of requests.
 from __future__ import annotations
 
 import ctypes
+import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,6 +17,8 @@ from torch import nn
 
 from fminfer.agreement import agree, compare_weights, connect_gpus
 from fminfer.attention import AttentionKernel
+from fminfer.compute.parts import KernelParts, Parts
+from fminfer.compute.products import PackedProducts, Products
 from fminfer.config import EngineConfig
 from fminfer.draw_kernel import DrawKernel
 from fminfer.errors import UsageError
@@ -25,8 +28,11 @@ from fminfer.head import layer_left_unpacked
 from fminfer.head_kernel import HeadKernel
 from fminfer.kernel_choice import find_attention, find_layers, find_library, why_plain
 from fminfer.memory import is_out_of_memory
+from fminfer.models.architectures import architecture_of
 from fminfer.models.checkpoint import Checkpoint, open_checkpoint, open_random
+from fminfer.models.load import load_tensors
 from fminfer.models.slicing import head_cost
+from fminfer.models.transformer import Bodies, Transformer
 from fminfer.models.weights import build_on_meta, load_model
 from fminfer.packed_experts import pack_experts
 from fminfer.packed_linear import pack_linears
@@ -69,6 +75,8 @@ class LoadedPart:
 
     @property
     def weight_bytes(self) -> int:
+        if isinstance(self.network, Transformer):
+            return 0
         return sum(parameter.nbytes for parameter in self.network.parameters())
 
     @property
@@ -153,10 +161,12 @@ def load_part(
         agree(group, config, checkpoint, dtype, parts)
         compare_weights(group, digests)
         hidden_group = connect_gpus(group, device)
+    library = find_library(config.attention, device)
+    if os.environ.get("FMINFER_SPEC"):
+        return _load_own(config, checkpoint, part, library, group, hidden_group, digests)
     network = load_model(
         checkpoint, dtype=dtype, device=device, seed=config.seed, part=part, on_progress=on_progress
     )
-    library = find_library(config.attention, device)
     layers, no_layers = find_layers(config.attention, library, dtype=dtype, device=device)
     num_fused, unfused = 0, ""
     if layers is not None:
@@ -197,6 +207,52 @@ def load_part(
         num_fused,
         why_slower,
         digests,
+    )
+
+
+def _load_own(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    part: Part,
+    library: ctypes.CDLL | None,
+    group: Group | None,
+    hidden_group: Any,
+    digests: dict[str, str],
+) -> LoadedPart:
+    device = choose_device(
+        config.device, config.cuda_ids, group.local_rank if group is not None else 0
+    )
+    dtype = choose_dtype(config.dtype, checkpoint.config.dtype, device)
+    architecture = architecture_of(checkpoint.config)
+    tensors = load_tensors(
+        checkpoint, architecture, part, dtype=dtype, device=device, seed=config.seed
+    )
+    layers, no_layers = find_layers(config.attention, library, dtype=dtype, device=device)
+    products = Products()
+    if device.type == "cpu":
+        kernel = None if library is None else ProductKernel(library)
+        is_fast = is_fast_in_bfloat16(device)
+        products = PackedProducts(is_fast_in_bfloat16=is_fast, kernel=kernel)
+    has_parts = layers is not None and dtype in layers.types
+    parts = KernelParts(layers, dtype) if has_parts and layers is not None else Parts()
+    bodies = Bodies(parts, products, checkpoint.context_length)
+    network = Transformer(architecture.model, tensors, first=part.first, bodies=bodies)
+    attention, no_attention = find_attention(
+        config.attention,
+        library,
+        checkpoint.config,
+        config.block_size,
+        dtype=dtype,
+        device=device,
+    )
+    form = HiddenForm(checkpoint.config.hidden_size, dtype, device, hidden_group)
+    why_slower = "; ".join(filter(None, (no_attention or no_layers, why_slow(dtype, device))))
+    if group is not None:
+        why_slower = next(filter(None, group.gather("why slower", why_slower)), "")
+    return LoadedPart(
+        *(checkpoint, part, network, dtype, device, form, library, attention, 1),  # type: ignore[arg-type]
+        why_slower=why_slower,
+        file_digests=digests,
     )
 
 

@@ -23,7 +23,7 @@ from fminfer.product_kernel import ProductKernel
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 # MKL's packing is tuned for so many rows. torch's operator wants their number at every call and
-# packs for one; the packed form itself serves any number (_is_right, and tests/test_packed_linear).
+# packs for one; the packed form itself serves any number (is_right, and tests/test_packed_linear).
 MKL_ROWS = 512
 CHECKED_ROWS = (1, 5, 48)
 # oneDNN divides more rows than this, of so few outputs, badly between two threads: 512 rows of
@@ -61,12 +61,12 @@ def pack_linears(
         if owners[id(module.weight)] > 1 and weight.nbytes > MAX_TWICE_BYTES:
             continue
         product = pack(weight.detach(), module.bias, kernel)
-        is_right = checked.get(weight.shape)
-        if is_right is None:
-            is_right = _is_right(product, weight, module.bias)
+        is_same = checked.get(weight.shape)
+        if is_same is None:
+            is_same = is_right(product, weight, module.bias)
             if not weight.isnan().any():  # otherwise the next of its shape is looked at as well
-                checked[weight.shape] = is_right
-        if is_right:
+                checked[weight.shape] = is_same
+        if is_same:
             module.forward = product
             module.weight = without_values(module.weight)
             num_packed += 1
@@ -177,7 +177,7 @@ def pack(
     return multiply
 
 
-def _is_right(product: Product, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+def is_right(product: Product, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Tell whether a packed product agrees with the plain one, for few rows and for some."""
     limit = MAX_ERROR if weight.dtype == torch.float32 else 0.02
     for rows in CHECKED_ROWS:

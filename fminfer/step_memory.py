@@ -32,8 +32,11 @@ def step_bytes(
     Args:
         model: the stage's, with or without values.
     """
-    layers = model.get_submodule(checkpoint.family.decoder)
-    widths = [max(p.shape) for p in layers.parameters() if p.dim() == 2]
+    if hasattr(model, "own"):
+        widths = [each.mlp.up_size for each in model.own if hasattr(each.mlp, "up_size")]
+    else:
+        layers = model.get_submodule(checkpoint.family.decoder)
+        widths = [max(p.shape) for p in layers.parameters() if p.dim() == 2]
     hidden: int = checkpoint.config.hidden_size
     vocab: int = checkpoint.config.vocab_size
     wide = max((width for width in widths if width != vocab), default=hidden)

@@ -7,13 +7,15 @@ activations and attention are bodies that it is given.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import nn
 
 from fminfer.compute import plain
+from fminfer.compute.parts import NormBody, Parts, RotateBody
+from fminfer.compute.products import Products
 from fminfer.models.load import PartTensors, Tensors
 from fminfer.models.spec import Attention, Layer, Mlp, Model, Moe, Norm, Rope
 
@@ -41,83 +43,101 @@ class Step:
     attend: Attend
     kept: torch.Tensor | None = None  # (wanted,) int64: the last layer's outputs; None: all
 
+    _turns: dict[int, torch.Tensor] = field(default_factory=dict)
+
     def keep(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.kept is None else x[self.kept]
 
+    def turns(self, rotate: RotateBody, table: torch.Tensor) -> torch.Tensor:
+        """Return what the step's tokens are turned by, looked up once for all layers."""
+        if id(table) not in self._turns:
+            self._turns[id(table)] = rotate.turns(table, self.positions)
+        return self._turns[id(table)]
 
-class RotaryTables:
-    """Cosines and sines by position, made once for each way to turn."""
 
-    def __init__(self, num_positions: int, device: torch.device) -> None:
-        self._num_positions, self._device = num_positions, device
-        self._tables: dict[Rope, torch.Tensor] = {}
+@dataclass(slots=True)
+class Bodies:
+    """What the parts of layers are made of.
 
-    def of(self, how: Rope) -> torch.Tensor:
+    Args:
+        num_positions: most tokens of a sequence.
+    """
+
+    parts: Parts
+    products: Products
+    num_positions: int
+    _tables: dict[Rope, torch.Tensor] = field(default_factory=dict)
+
+    def norm(self, how: Norm | None, tensors: Tensors, name: str) -> NormBody | None:
+        if how is None:
+            return None
+        return self.parts.norm(how, tensors.get(f"{name}.weight"), tensors.get(f"{name}.bias"))
+
+    def norms(
+        self, pair: tuple[Norm | None, Norm | None], tensors: Tensors, side: str
+    ) -> tuple[NormBody | None, NormBody | None]:
+        first, second = (
+            self.norm(how, tensors, f"{side}_{part}")
+            for how, part in zip(pair, ("attention", "mlp"), strict=True)
+        )
+        return first, second
+
+    def product(self, tensors: Tensors, name: str) -> Function:
+        return self.products.make(tensors[f"{name}.weight"], tensors.get(f"{name}.bias"))
+
+    def table(self, how: Rope, device: torch.device) -> torch.Tensor:
+        """Return the cosines and sines of all positions, made once for each way to turn."""
         if how not in self._tables:
-            self._tables[how] = plain.rotary_table(how, self._num_positions, self._device)
+            self._tables[how] = plain.rotary_table(how, self.num_positions, device)
         return self._tables[how]
-
-
-class NormOf:
-    """A norm with its weights; a sum before it joins it."""
-
-    def __init__(self, how: Norm, tensors: Tensors, name: str) -> None:
-        self._how = how
-        self._weight, self._bias = tensors.get(f"{name}.weight"), tensors.get(f"{name}.bias")
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return plain.norm(x, self._how, self._weight, self._bias)
-
-    def of_sum(
-        self, x: torch.Tensor, more: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return x + more, and that normed."""
-        if more is not None:
-            x = x + more
-        return x, self(x)
-
-
-def norm_of(how: Norm | None, tensors: Tensors, name: str) -> NormOf | None:
-    return None if how is None else NormOf(how, tensors, name)
-
-
-def product_of(tensors: Tensors, name: str) -> Function:
-    """Return x·Wᵀ + b."""
-    weight, bias = tensors[f"{name}.weight"], tensors.get(f"{name}.bias")
-    return lambda x: nn.functional.linear(x, weight, bias)
 
 
 class AttentionOf:
     """A layer's attention, from normed hidden states to what is added to them."""
 
-    def __init__(self, how: Attention, tensors: Tensors, tables: RotaryTables) -> None:
+    def __init__(self, how: Attention, tensors: Tensors, bodies: Bodies) -> None:
         self._how = how
-        self._qkv, self._out = product_of(tensors, "qkv"), product_of(tensors, "out")
-        self._q_norm = norm_of(how.qk_norm, tensors, "q_norm")
-        self._k_norm = norm_of(how.qk_norm, tensors, "k_norm")
-        self._table = tables.of(how.rope) if how.rope else None
-        self._slopes: torch.Tensor | None = None
-        if how.alibi is not None:
-            device = tensors["qkv.weight"].device
-            self._slopes = torch.tensor(how.alibi.slopes, device=device)
+        self._qkv, self._out = bodies.product(tensors, "qkv"), bodies.product(tensors, "out")
+        self._q_norm = bodies.norm(how.qk_norm, tensors, "q_norm")
+        self._k_norm = bodies.norm(how.qk_norm, tensors, "k_norm")
+        device = tensors["qkv.weight"].device
+        self._rotate, self._table = None, torch.empty(0, device=device)
+        if how.rope is not None:
+            self._rotate = bodies.parts.rotate(how.rope)
+            self._table = bodies.table(how.rope, device)
+        slopes = () if how.alibi is None else how.alibi.slopes
+        self._slopes = torch.tensor(slopes, device=device).bfloat16()
 
     def __call__(self, x: torch.Tensor, layer: int, step: Step) -> torch.Tensor:
-        how = self._how
-        q, k, v = self._qkv(x).split(how.qkv_sizes, -1)
+        how, qkv = self._how, self._qkv(x)
         if how.clip:
-            q, k, v = (part.clamp(-how.clip, how.clip) for part in (q, k, v))
-        if self._q_norm and self._k_norm and how.qk_norm_over == "all":
-            q, k = self._q_norm(q), self._k_norm(k)
-        q, k, v = (part.view(len(x), -1, how.head_dim) for part in (q, k, v))
-        if self._q_norm and self._k_norm and how.qk_norm_over != "all":
-            q, k = self._q_norm(q), self._k_norm(k)
-        if how.rope and self._table is not None:
-            turn = self._table[:, step.positions]
-            q, k = plain.rotate(q, how.rope, turn), plain.rotate(k, how.rope, turn)
+            qkv = qkv.clamp(-how.clip, how.clip)
+        q, k = self._turned(qkv, step)
+        v = qkv[:, -how.qkv_sizes[2] :].view(len(x), how.kv_heads, how.head_dim)
         if how.keeps_bias:
             q, k, v = self._with_bias(q, k, v, step.positions)
         out = step.attend(layer, q, k, v)[..., : how.head_dim]
         return self._out(out.flatten(1))
+
+    def _turned(self, qkv: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return queries and keys, normed and with their positions, (tokens, heads, head_dim)."""
+        how = self._how
+        both = qkv[:, : -how.qkv_sizes[2]]
+        if self._q_norm is None or self._k_norm is None:  # in one pass
+            both = self._rotated(both.view(len(qkv), -1, how.head_dim), step)
+            return both[:, : how.heads], both[:, how.heads :]
+        q, k = both[:, : how.qkv_sizes[0]], both[:, how.qkv_sizes[0] :]
+        if how.qk_norm_over == "all":
+            q, k = self._q_norm(q), self._k_norm(k)
+        q, k = (part.view(len(qkv), -1, how.head_dim) for part in (q, k))
+        if how.qk_norm_over != "all":
+            q, k = self._q_norm(q), self._k_norm(k)
+        return self._rotated(q, step), self._rotated(k, step)
+
+    def _rotated(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        if self._rotate is None:
+            return x
+        return self._rotate(x, step.turns(self._rotate, self._table))
 
     def _with_bias(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor
@@ -127,8 +147,7 @@ class AttentionOf:
         It adds slope · position of the key to query · key before both are scaled, rounded to
         bfloat16: by up to 4 where positions pass 1000, so that the rounding is part of the model.
         """
-        assert self._slopes is not None, "slopes"
-        bias = (self._slopes.bfloat16() * positions[:, None]).to(k.dtype)
+        bias = (self._slopes * positions[:, None]).to(k.dtype)
         group = self._how.heads // k.shape[1]
         k = torch.cat([k.repeat_interleave(group, 1), bias[..., None]], -1)
         v = nn.functional.pad(v.repeat_interleave(group, 1), (0, 1))
@@ -138,31 +157,31 @@ class AttentionOf:
 class MlpOf:
     """Two products with an activation between them."""
 
-    def __init__(self, how: Mlp, tensors: Tensors) -> None:
-        self._how = how
-        self._up, self._down = product_of(tensors, "up"), product_of(tensors, "down")
+    def __init__(self, how: Mlp, tensors: Tensors, bodies: Bodies) -> None:
+        self._up, self._down = bodies.product(tensors, "up"), bodies.product(tensors, "down")
+        parts = bodies.parts
+        self._act = (parts.gate if how.is_gated else parts.activation)(how.activation)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        x = self._up(x)
-        if self._how.is_gated:
-            return self._down(plain.gate(x, self._how.activation))
-        return self._down(plain.ACTIVATIONS[self._how.activation](x))
+        return self._down(self._act(self._up(x)))
 
 
 class MoeOf:
     """A mixture of experts, the tokens of each side by side."""
 
-    def __init__(self, how: Moe, tensors: Tensors) -> None:
-        self._how, self._router = how, product_of(tensors, "router")
+    def __init__(self, how: Moe, tensors: Tensors, bodies: Bodies) -> None:
+        self._how = how
+        # Of few outputs a packed product pays nothing, and its rounding would choose experts.
+        self._router = tensors["router.weight"]
         up, down = tensors["experts.up.weight"], tensors["experts.down.weight"]
         self._experts = [
-            MlpOf(how.expert, {"up.weight": up[number], "down.weight": down[number]})
+            MlpOf(how.expert, {"up.weight": up[number], "down.weight": down[number]}, bodies)
             for number in range(how.num_experts)
         ]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         how = self._how
-        scores = self._router(x).float().softmax(-1)
+        scores = nn.functional.linear(x, self._router).float().softmax(-1)
         weights, chosen = scores.topk(how.top_k)
         if how.is_normalized:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -180,13 +199,17 @@ class MoeOf:
 class LayerOf:
     """A layer with its tensors."""
 
-    def __init__(self, how: Layer, tensors: Tensors, tables: RotaryTables) -> None:
+    def __init__(self, how: Layer, tensors: Tensors, bodies: Bodies) -> None:
         self._how = how
-        self._attention = AttentionOf(how.attention, tensors, tables)
-        self._mlp = (MoeOf if isinstance(how.mlp, Moe) else MlpOf)(how.mlp, tensors)  # type: ignore[arg-type]
-        self._before = _pair(how.before, tensors, "before")
-        self._after = _pair(how.after, tensors, "after")
-        self._of_sum = _pair(how.of_sum, tensors, "sum")
+        self._attention = AttentionOf(how.attention, tensors, bodies)
+        self._mlp: Function
+        if isinstance(how.mlp, Moe):
+            self._mlp = MoeOf(how.mlp, tensors, bodies)
+        else:
+            self._mlp = MlpOf(how.mlp, tensors, bodies)
+        self._before = bodies.norms(how.before, tensors, "before")
+        self._after = bodies.norms(how.after, tensors, "after")
+        self._of_sum = bodies.norms(how.of_sum, tensors, "sum")
 
     def __call__(
         self, x: torch.Tensor, more: torch.Tensor | None, number: int, step: Step
@@ -213,15 +236,8 @@ class LayerOf:
         return _added(self._of_sum[1], normed if how.adds_normed else x, out)
 
 
-def _pair(
-    pair: tuple[Norm | None, Norm | None], tensors: Tensors, side: str
-) -> tuple[NormOf | None, NormOf | None]:
-    first, second = pair
-    return norm_of(first, tensors, f"{side}_attention"), norm_of(second, tensors, f"{side}_mlp")
-
-
 def _normed(
-    norm: NormOf | None, x: torch.Tensor, more: torch.Tensor | None
+    norm: NormBody | None, x: torch.Tensor, more: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if norm is not None:
         return norm.of_sum(x, more)
@@ -231,41 +247,48 @@ def _normed(
 
 
 def _added(
-    norm: NormOf | None, x: torch.Tensor, more: torch.Tensor
+    norm: NormBody | None, x: torch.Tensor, more: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     return (x, more) if norm is None else (norm.of_sum(x, more)[1], None)
+
+
+class HeadLayer:
+    """The head as `head.Head` takes it."""
+
+    def __init__(self, tensors: Tensors, bodies: Bodies) -> None:
+        self.weight, self.bias = tensors["head.weight"], tensors.get("head.bias")
+        self._multiply: Function | None = None
+        if self.weight.dtype == torch.float32:
+            self._multiply = bodies.products.make(self.weight, self.bias)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        assert self._multiply is not None, "a head in float32"
+        return self._multiply(x)
 
 
 class Transformer:
     """A model, or the layers of one stage.
 
     Args:
+        model: the whole.
+        tensors: of the stage, which are taken out as they are packed.
         first: the number of the first of its layers in the model.
-        num_positions: most tokens of a sequence.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        tensors: PartTensors,
-        *,
-        first: int,
-        num_positions: int,
-        device: torch.device,
-    ) -> None:
-        self._model, self._entry, self._exit = model, tensors.entry, tensors.exit
-        tables = RotaryTables(num_positions, device)
-        own = model.layers[first : first + len(tensors.layers)]
-        self.layers = [
-            LayerOf(how, each, tables) for how, each in zip(own, tensors.layers, strict=True)
-        ]
-        self._embed_norm = norm_of(model.embed_norm, self._entry, "embed_norm")
+    def __init__(self, model: Model, tensors: PartTensors, *, first: int, bodies: Bodies) -> None:
+        self.model, self._entry, self._exit = model, tensors.entry, tensors.exit
+        self.own = model.layers[first : first + len(tensors.layers)]
+        self._layers = []
+        for how in self.own:  # a layer's own tensors go as soon as they are packed
+            self._layers.append(LayerOf(how, tensors.layers.pop(0), bodies))
+        self._embed_norm = bodies.norm(model.embed_norm, self._entry, "embed_norm")
         final_norm = model.final_norm if self._exit else None  # of the last stage
-        self._final_norm = norm_of(final_norm, self._exit, "final_norm")
+        self._final_norm = bodies.norm(final_norm, self._exit, "final_norm")
+        self.head = HeadLayer(self._exit, bodies) if self._exit else None
 
     def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the hidden states before the first layer, (tokens, hidden), of (tokens,) ids."""
-        model, entry = self._model, self._entry
+        model, entry = self.model, self._entry
         x = nn.functional.embedding(ids, entry["embed.weight"])
         if model.embed_scale != 1.0:  # rounded to the dtype, as Gemma was trained
             x = x * torch.tensor(model.embed_scale, dtype=x.dtype)
@@ -280,21 +303,17 @@ class Transformer:
 
         Args:
             x: (tokens, hidden) before the first of them.
+
+        Returns:
+            (kept tokens, hidden).
         """
         more: torch.Tensor | None = None
         kept, step.kept = step.kept, None
-        for number, layer in enumerate(self.layers):
-            if number == len(self.layers) - 1:
+        for number, layer in enumerate(self._layers):
+            if number == len(self._layers) - 1:
                 step.kept = kept
             x, more = layer(x, more, number, step)
         _, x = _normed(self._final_norm, x, more)
         if "project_out.weight" in self._exit:
             x = nn.functional.linear(x, self._exit["project_out.weight"])
         return x
-
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (tokens, vocab) float32 of what the last stage's `run` gave."""
-        weight, bias = self._exit["head.weight"], self._exit.get("head.bias")
-        logits = nn.functional.linear(x, weight, bias).float()
-        cap = self._model.logit_cap
-        return logits if cap is None else torch.tanh(logits / cap) * cap

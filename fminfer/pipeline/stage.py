@@ -18,9 +18,12 @@ from transformers import AttentionInterface
 from fminfer.attention import AttentionKernel, PagedAttention, plan_attention
 from fminfer.head import Head
 from fminfer.head_kernel import HeadKernel
+from fminfer.host_memory import use_small_pages
 from fminfer.memory import SizeLimit
 from fminfer.messages import SamplingRows, Step, StepResult, StepRow, TokenLogprobs
 from fminfer.models.families import Family
+from fminfer.models.transformer import Step as OwnStep
+from fminfer.models.transformer import Transformer
 from fminfer.pipeline.step_clock import StepClock
 from fminfer.sampling import (
     Drawer,
@@ -70,21 +73,9 @@ class Stage:
         drawer: Drawer = draw,
         head_kernel: HeadKernel | None = None,
     ) -> None:
-        self._decoder = model.get_submodule(family.decoder)
-        layer = model.get_output_embeddings()
-        self._is_last = not isinstance(layer, nn.Identity)
-        self._head = Head(layer, head_kernel) if self._is_last else None
-        self._takes_positions = family.takes_positions
-        self._wants_mask = family.wants_mask
-        self._logit_cap: float | None = getattr(model.config, "final_logit_softcapping", None)
         self._block_size = block_size
         self._device = device
         self._dtype = dtype
-        AttentionInterface.register(ATTENTION_NAME, _paged_forward)
-        # transformers asks the config at each call; an unknown name also means "make no mask".
-        model.config._attn_implementation = ATTENTION_NAME
-        self._decoder.config._attn_implementation = ATTENTION_NAME  # a stage's may be a copy
-        self._kv_heads, head_dim = kv_shape(model.config)
         self._kernel = kernel
         self._ranker = ranker
         self._drawer = drawer
@@ -92,6 +83,22 @@ class Stage:
         self._token_limit = SizeLimit("tokens")
         self._logit_limit = SizeLimit("tokens' logits")
         self._caches: list[PagedAttention] = []
+        self._own: Transformer | None = None
+        if isinstance(model, Transformer):
+            self._use_own(model, num_blocks, head_kernel)
+            return
+        self._decoder = model.get_submodule(family.decoder)
+        layer = model.get_output_embeddings()
+        self._is_last = not isinstance(layer, nn.Identity)
+        self._head = Head(layer, head_kernel) if self._is_last else None
+        self._takes_positions = family.takes_positions
+        self._wants_mask = family.wants_mask
+        self._logit_cap: float | None = getattr(model.config, "final_logit_softcapping", None)
+        AttentionInterface.register(ATTENTION_NAME, _paged_forward)
+        # transformers asks the config at each call; an unknown name also means "make no mask".
+        model.config._attn_implementation = ATTENTION_NAME
+        self._decoder.config._attn_implementation = ATTENTION_NAME  # a stage's may be a copy
+        self._kv_heads, head_dim = kv_shape(model.config)
         layers = self._decoder.get_submodule(family.layers)
         self._last_layer: Any = layers[-1]
         # Whether the last layer can be told which tokens are wanted behind it (fused_layers).
@@ -113,6 +120,84 @@ class Stage:
                 importlib.import_module(f"fminfer.models.adapters.{family.adapter}").adapt(
                     attention, model.config
                 )
+
+    def _use_own(
+        self, network: Transformer, num_blocks: int, head_kernel: HeadKernel | None
+    ) -> None:
+        self._own = network
+        self._is_last = network.head is not None
+        self._head = Head(network.head, head_kernel) if network.head is not None else None
+        self._logit_cap = network.model.logit_cap
+        attention = network.own[0].attention
+        self._kv_heads, head_dim = attention.cache_shape
+        shape = (len(network.own), 2, num_blocks, self._kv_heads, self._block_size, head_dim)
+        self._kv = torch.empty(shape, dtype=self._dtype, device=self._device)
+        if self._device.type == "cpu":
+            use_small_pages(self._kv.data_ptr(), self._kv.nbytes)
+        self._slopes = [
+            None if how is None else torch.tensor(how.slopes, device=self._device)
+            for how in (each.attention.alibi for each in network.own)
+        ]
+        for kept_in in self._kv:
+            cache = PagedAttention(
+                num_blocks,
+                self._block_size,
+                self._kv_heads,
+                head_dim,
+                dtype=self._dtype,
+                device=self._device,
+                kernel=self._kernel,
+                kept_in=kept_in,
+            )
+            self._caches.append(cache)
+
+    def _attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        assert self._own is not None, "a transformer of our own"
+        how = self._own.own[layer].attention
+        has_slopes = how.alibi is not None and not how.alibi.is_rounded
+        out = self._caches[layer](
+            *(part.transpose(0, 1)[None] for part in (query, key, value)),
+            scaling=how.scaling,
+            sliding_window=how.window,
+            alibi_slopes=self._slopes[layer] if has_slopes else None,
+            softcap=how.softcap,
+        )
+        return out[0]
+
+    def _run_own(
+        self,
+        network: Transformer,
+        rows: list[StepRow],
+        before: torch.Tensor | None,
+        index: torch.Tensor | None,
+        plan: Any,
+    ) -> torch.Tensor:
+        positions = torch.tensor(
+            [
+                position
+                for row in rows
+                for position in range(row.position, row.position + len(row.token_ids))
+            ],
+            device=self._device,
+        )
+        if before is None:
+            ids = [token_id for row in rows for token_id in row.token_ids]
+            before = network.embed(torch.tensor(ids, device=self._device), positions)
+        last = len(self._caches) - 1
+        attend = self._attend
+        if index is not None and self._kernel is not None:
+            self._caches[last].plan = plan.keep(index)
+        elif index is not None:
+
+            def attend(  # plain torch attends from all tokens
+                layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+            ) -> torch.Tensor:
+                out = self._attend(layer, query, key, value)
+                return out[index] if layer == last else out
+
+        return network.run(before, OwnStep(positions, attend, index))
 
     def run(self, step: Step) -> StepResult:
         """Compute one step of a whole model: forward, then sampling and scoring."""
@@ -168,6 +253,9 @@ class Stage:
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         sources, targets = torch.tensor(copies, device=self._device).T
+        if self._own is not None:
+            self._kv[:, :, targets] = self._kv[:, :, sources]
+            return
         for cache in self._caches:
             cache.copy_blocks(sources, targets)
 
@@ -185,6 +273,8 @@ class Stage:
             plan = plan_attention(rows, self._block_size, self._kv_heads, self._device)
         for cache in self._caches:
             cache.plan = plan
+        if self._own is not None:
+            return self._run_own(self._own, rows, before, index, plan)
         if self._keeps_early:
             self._last_layer.kept = index
             if index is not None:

@@ -1,0 +1,147 @@
+"""Bodies of norms, rotary positions and activations: each serves the specs that it can.
+
+`Parts` is plain torch and serves all. `KernelParts` has compiled ones, of the CPU or of a GPU, and
+leaves the rest to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from fminfer.compute import plain
+from fminfer.layer_kernels import GELU_TANH, SILU
+from fminfer.models.spec import Norm, Rope
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+TANH_GELUS = frozenset({"gelu_new", "gelu_fast", "gelu_pytorch_tanh"})
+GATES = {"silu": SILU, "swish": SILU} | dict.fromkeys(TANH_GELUS, GELU_TANH)
+
+
+class NormBody:
+    """A norm with its weights, of (…, width)."""
+
+    def __init__(self, how: Norm, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:
+        self._how, self._weight, self._bias = how, weight, bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return plain.norm(x, self._how, self._weight, self._bias)
+
+    def of_sum(
+        self, x: torch.Tensor, more: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return x + more, both (tokens, width), and that sum normed."""
+        if more is not None:
+            x = x + more
+        return x, self(x)
+
+
+class RotateBody:
+    """Rotary positions of (tokens, heads, head_dim)."""
+
+    def __init__(self, how: Rope) -> None:
+        self._how = how
+
+    def turns(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return what a step's tokens are turned by, of a `plain.rotary_table`."""
+        return table[:, positions]
+
+    def __call__(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        return plain.rotate(x, self._how, turns)
+
+
+class Parts:
+    """The bodies of plain torch."""
+
+    def norm(self, how: Norm, weight: torch.Tensor | None, bias: torch.Tensor | None) -> NormBody:
+        return NormBody(how, weight, bias)
+
+    def rotate(self, how: Rope) -> RotateBody:
+        return RotateBody(how)
+
+    def gate(self, activation: str) -> Function:
+        return lambda both: plain.gate(both, activation)
+
+    def activation(self, name: str) -> Function:
+        return plain.ACTIVATIONS[name]
+
+
+class PartKernels(Protocol):
+    """Compiled parts of layers: the CPU's layer_kernels or the GPU's triton_layers."""
+
+    types: frozenset[torch.dtype]
+
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float
+    ) -> torch.Tensor: ...
+
+    def add_and_norm(
+        self, x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor, eps: float, offset: float
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor: ...
+
+    def gate(self, both: torch.Tensor, activation: int) -> torch.Tensor: ...
+
+    def gelu(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+class KernelParts(Parts):
+    """Compiled bodies where there are some, those of plain torch elsewhere.
+
+    Args:
+        dtype: of the weights and hidden states; the kernels have it.
+    """
+
+    def __init__(self, kernels: PartKernels, dtype: torch.dtype) -> None:
+        assert dtype in kernels.types, "a dtype of the kernels"
+        self._kernels = kernels
+
+    def norm(self, how: Norm, weight: torch.Tensor | None, bias: torch.Tensor | None) -> NormBody:
+        if how.is_rms and weight is not None and weight.dim() == 1 and bias is None:
+            return _RmsNorm(how, weight, self._kernels)
+        return super().norm(how, weight, bias)
+
+    def rotate(self, how: Rope) -> RotateBody:
+        return super().rotate(how) if how.is_interleaved else _Rotate(how, self._kernels)
+
+    def gate(self, activation: str) -> Function:
+        if activation in GATES:
+            return lambda both: self._kernels.gate(both, GATES[activation])
+        return super().gate(activation)
+
+    def activation(self, name: str) -> Function:
+        if name in TANH_GELUS:
+            return lambda x: self._kernels.gelu(x[None])[0]
+        return super().activation(name)
+
+
+class _RmsNorm(NormBody):
+    def __init__(self, how: Norm, weight: torch.Tensor, kernels: PartKernels) -> None:
+        super().__init__(how, weight, None)
+        self._kernels, self._with = kernels, (weight, how.eps, how.offset)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._kernels.rms_norm(x[None], *self._with)[0]
+
+    def of_sum(
+        self, x: torch.Tensor, more: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if more is None:
+            return x, self(x)
+        both, normed = self._kernels.add_and_norm(x[None], more[None], *self._with)
+        return both[0], normed[0]
+
+
+class _Rotate(RotateBody):
+    def __init__(self, how: Rope, kernels: PartKernels) -> None:
+        super().__init__(how)
+        self._kernels = kernels
+
+    def turns(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return table[:, None, positions].repeat(1, 1, 1, 2)  # each half of a head's alike
+
+    def __call__(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        return self._kernels.rotate(x[None], *turns)[0]
