@@ -133,6 +133,40 @@ FIELDS: dict[str, dict[str, Any]] = {
     "falcon-alibi-shared": {"alibi": True, "multi_query": True, "num_attention_heads": 16},
     "mpt": {"max_seq_len": 256, "attn_config": {"clip_qkv": 0.9, "softmax_scale": 0.4}},
     "bloom": {"seq_length": 256},
+    "opt-350m": {"ffn_dim": 128, "word_embed_proj_dim": 32, "do_layer_norm_before": False},
+    "opt-bare": {"ffn_dim": 128, "word_embed_proj_dim": 64, "enable_bias": False}
+    | {"layer_norm_elementwise_affine": False},
+    "gpt_neox-serial": BIGGER | {"use_parallel_residual": False, "attention_bias": False},
+    "phi-qk": BIGGER | {"qk_layernorm": True},
+    "bloom-normed": {"seq_length": 256, "apply_residual_connection_post_layernorm": True},
+    "falcon-one-norm": {"new_decoder_architecture": True, "num_kv_heads": 2}
+    | {"num_ln_in_parallel_attn": 1},
+    "gpt2-unscaled": {"scale_attn_weights": False, "activation_function": "relu", "n_inner": 96},
+    "gpt2-untied": {"tie_word_embeddings": False},
+    "llama-biases": GROUPED
+    | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
+    | {
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+    },
+    "llama-yarn": GROUPED
+    | {
+        "head_dim": 32,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "gptj-whole": {"rotary_dim": 16, "activation_function": "gelu"},
+    "mpt-12-heads": {"max_seq_len": 256, "num_attention_heads": 12, "hidden_size": 96},
+    "phi3-partial": GROUPED | {"partial_rotary_factor": 0.5},
+    "stablelm-serial": GROUPED | {"qk_layernorm": True, "use_qkv_bias": True},
 }
 
 

@@ -1,7 +1,7 @@
 """Configs of published models, written down from memory of them; parameters in billions.
 
-Each has the fields of its config.json that matter or that could be misread: sizes, and settings that
-change nothing.
+Each has the fields of its config.json that matter or that could be misread: sizes, and settings
+that change nothing.
 """
 
 from __future__ import annotations
@@ -67,7 +67,11 @@ PUBLISHED: dict[str, tuple[float, dict[str, Any]]] = {
         1.236,
         LLAMA
         | sizes(2048, 8192, 16, 32, 8, 128256)
-        | {"head_dim": 64, "tie_word_embeddings": True, "rope_scaling": LLAMA3_ROPE | {"factor": 32.0}}
+        | {
+            "head_dim": 64,
+            "tie_word_embeddings": True,
+            "rope_scaling": LLAMA3_ROPE | {"factor": 32.0},
+        }
         | {"max_position_embeddings": 131072},
     ),
     "TinyLlama/TinyLlama-1.1B-Chat-v1.0": (1.100, LLAMA | sizes(2048, 5632, 22, 32, 4, 32000)),
@@ -96,7 +100,9 @@ PUBLISHED: dict[str, tuple[float, dict[str, Any]]] = {
     ),
     "Qwen/Qwen2-7B": (
         7.616,
-        QWEN | {"model_type": "qwen2", "sliding_window": 131072} | sizes(3584, 18944, 28, 28, 4, 152064),
+        QWEN
+        | {"model_type": "qwen2", "sliding_window": 131072}
+        | sizes(3584, 18944, 28, 28, 4, 152064),
     ),
     "Qwen/Qwen2.5-0.5B": (
         0.494,
@@ -241,7 +247,12 @@ PUBLISHED: dict[str, tuple[float, dict[str, Any]]] = {
     "EleutherAI/gpt-j-6b": (
         6.051,
         {"model_type": "gptj", "n_embd": 4096, "n_layer": 28, "n_head": 16, "rotary_dim": 64}
-        | {"n_positions": 2048, "vocab_size": 50400, "rotary": True, "gradient_checkpointing": False}
+        | {
+            "n_positions": 2048,
+            "vocab_size": 50400,
+            "rotary": True,
+            "gradient_checkpointing": False,
+        }
         | {"tie_word_embeddings": False, "scale_attn_weights": True},
     ),
     "Salesforce/codegen-350M-mono": (
@@ -253,7 +264,11 @@ PUBLISHED: dict[str, tuple[float, dict[str, Any]]] = {
         6.922,
         {"model_type": "falcon", "hidden_size": 4544, "num_hidden_layers": 32, "bias": False}
         | {"num_attention_heads": 71, "multi_query": True, "parallel_attn": True, "alibi": False}
-        | {"new_decoder_architecture": False, "vocab_size": 65024, "apply_residual_connection_post_layernorm": False},
+        | {
+            "new_decoder_architecture": False,
+            "vocab_size": 65024,
+            "apply_residual_connection_post_layernorm": False,
+        },
     ),
     "tiiuae/falcon-40b": (
         41.303,
@@ -270,7 +285,12 @@ PUBLISHED: dict[str, tuple[float, dict[str, Any]]] = {
     "mosaicml/mpt-7b": (
         6.649,
         {"model_type": "mpt", "d_model": 4096, "n_heads": 32, "n_layers": 32, "vocab_size": 50432}
-        | {"expansion_ratio": 4, "max_seq_len": 2048, "no_bias": True, "norm_type": "low_precision_layernorm"}
+        | {
+            "expansion_ratio": 4,
+            "max_seq_len": 2048,
+            "no_bias": True,
+            "norm_type": "low_precision_layernorm",
+        }
         | {"attn_config": {"alibi": True, "attn_impl": "torch", "clip_qkv": None, "qk_ln": False}}
         | {"init_config": {"name": "kaiming_normal_"}, "learned_pos_emb": True, "verbose": 0},
     ),
