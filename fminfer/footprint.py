@@ -5,20 +5,19 @@ The model is built without memory (meta device) and cut as a run cuts it; no wei
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from fminfer.config import EngineConfig
-from fminfer.head import layer_left_unpacked
 from fminfer.loading import kv_token_bytes, split_model
 from fminfer.models.checkpoint import Checkpoint
-from fminfer.models.slicing import cut
-from fminfer.models.weights import build_on_meta, stored_dtype
-from fminfer.packed_linear import find_packable
+from fminfer.models.load import stored_dtype
+from fminfer.models.shapes import exit_shapes, part_shapes
+from fminfer.packed_linear import MAX_TWICE_BYTES, can_pack_dtype
 from fminfer.partition import Part
 from fminfer.placement import is_fast_in_bfloat16
 from fminfer.step_memory import GPU_RESERVE, step_bytes
@@ -84,23 +83,28 @@ def measure_footprint(
     dtype: torch.dtype,
 ) -> Footprint:
     """Return what the process of one part takes."""
-    model = build_on_meta(checkpoint)
-    cut(model, checkpoint.family, part, device)
+    shapes = part_shapes(checkpoint.model, part)
     on_cpu = device.type == "cpu"
-    packable: list[torch.Tensor] = []
-    if on_cpu:
-        is_fast, left = is_fast_in_bfloat16(device), layer_left_unpacked(model, dtype)
-        packable = find_packable(model, dtype, is_fast_in_bfloat16=is_fast, left=left)
-    size = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+    is_tied = bool(checkpoint.config.tie_word_embeddings)
+    if is_tied and part.is_first:  # the embedding is the head
+        shapes.pop("head.weight", None)
+    size = sum(map(math.prod, shapes.values())) * dtype.itemsize
     # Of files in this very dtype the system keeps what was read, for it is mapped and not copied.
     has_files = on_cpu and checkpoint.folder is not None
     is_mapped = has_files and stored_dtype(checkpoint) == dtype
-    twice = packable if is_mapped else [w for w in packable if _is_tied(model, w)]
-    weights = size + sum(weight.numel() for weight in twice) * dtype.itemsize
+    packed: list[tuple[int, ...]] = []
+    if on_cpu and can_pack_dtype(dtype, is_fast_in_bfloat16(device)):
+        packed = [shape for name, shape in shapes.items() if _is_packed(name, dtype)]
+    twice = sum(map(math.prod, packed)) * dtype.itemsize if is_mapped else 0
+    if on_cpu and dtype == torch.float32 and is_tied and part.is_last:
+        head = exit_shapes(checkpoint.model)["head.weight"]
+        if not is_mapped and math.prod(head) * dtype.itemsize <= MAX_TWICE_BYTES:
+            twice += math.prod(head) * dtype.itemsize
+    weights = size + twice
     mapped = size if is_mapped else 0
     held = weights - mapped
-    weights += len(packable) * HOLE_BYTES.get(dtype, 0)
-    num_products = sum(len(weight) for weight in packable if weight.dim() == 3)
+    weights += len(packed) * HOLE_BYTES.get(dtype, 0)
+    num_products = sum(shape[0] for shape in packed if len(shape) == 3)
     weights += num_products * EXPERT_HOLE_BYTES.get(dtype, 0)
     return Footprint(
         part.stage,
@@ -109,10 +113,13 @@ def measure_footprint(
         weights,
         held,
         mapped,
-        step_bytes(config, checkpoint, model, device, dtype, part),
+        step_bytes(config, checkpoint.model, dtype, device, part),
         kv_token_bytes(checkpoint, part, dtype),
     )
 
 
-def _is_tied(model: Any, weight: torch.Tensor) -> bool:
-    return weight is getattr(model.get_input_embeddings(), "weight", None)
+def _is_packed(name: str, dtype: torch.dtype) -> bool:
+    """Tell whether a tensor is a product's that is packed: a head's in float32 only."""
+    product = name.removesuffix(".weight").rpartition(".")[2]
+    is_head = product == "head" and dtype == torch.float32
+    return name.endswith(".weight") and (product in ("qkv", "out", "up", "down") or is_head)

@@ -6,12 +6,10 @@ multiples of 1/8, and many would tie. So no body here rounds them.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import nn
 
 from fminfer.head_kernel import HeadKernel
+from fminfer.models.transformer import HeadLayer
 
 # Of a weight, what plain torch widens to float32 at once: a cache holds it while it is multiplied.
 WIDENED_BYTES = 2 << 20
@@ -21,34 +19,27 @@ class Head:
     """A model's head, a linear layer, with logits in float32.
 
     Args:
-        layer: transformers' own; of a float32 model it may have been packed.
+        layer: of the network; of a float32 model it may have been packed.
         kernel: the CPU's, for bfloat16; None: plain torch.
     """
 
-    def __init__(self, layer: Any, kernel: HeadKernel | None) -> None:
-        self._layer = layer
-        self._kernel = kernel if layer.weight.dtype == torch.bfloat16 else None
-        self._bias = None if layer.bias is None else layer.bias.detach().float()
-        self.vocab_size: int = layer.weight.shape[0]
+    def __init__(self, layer: HeadLayer, kernel: HeadKernel | None) -> None:
+        self._layer, self._kernel = layer, kernel
+        self._bias = None if layer.bias is None else layer.bias.float()
+        self.vocab_size = layer.vocab_size
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits, (rows, vocab) float32, of hidden states, (rows, hidden)."""
-        weight: torch.Tensor = self._layer.weight
-        if weight.dtype == torch.float32:
-            logits: torch.Tensor = self._layer(hidden)
-            return logits
+        if self._layer.multiply is not None:
+            return self._layer.multiply(hidden)
+        weight = self._layer.weight
+        assert weight is not None, "a head of 16 bits"
         if weight.is_cuda:
             logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
             return logits if self._bias is None else logits.add_(self._bias)
-        if self._kernel is not None:
+        if self._kernel is not None and weight.dtype == torch.bfloat16:
             return self._kernel(hidden, weight, self._bias)
         return _multiply_widened(hidden, weight, self._bias)
-
-
-def layer_left_unpacked(model: Any, dtype: torch.dtype) -> nn.Module | None:
-    """Return the head where it reads its weight as it is, which must then not be packed."""
-    layer: nn.Module = model.get_output_embeddings()
-    return None if dtype == torch.float32 else layer
 
 
 def _multiply_widened(

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import ctypes
 import re
-from typing import Any
 
 import torch
 
 from fminfer.attention import AttentionKernel
+from fminfer.compute.parts import PartKernels
 from fminfer.config import AttentionBody
 from fminfer.errors import UsageError
-from fminfer.fused_layers import PartKernels
 from fminfer.kernel_attention import KernelAttention
 from fminfer.kernel_build import KernelBuild, start_build
 from fminfer.layer_kernels import LayerKernels
-from fminfer.pipeline.stage import kv_shape
+from fminfer.models.spec import Model
 
 # Compilers, drivers and machines raise others. These say that our own code is wrong.
 OUR_FAULTS = (
@@ -52,7 +51,7 @@ def find_library(
 def find_attention(
     body: AttentionBody,
     library: ctypes.CDLL | None,
-    config: Any,
+    model: Model,
     block_size: int,
     *,
     dtype: torch.dtype,
@@ -64,7 +63,7 @@ def find_attention(
 
     Args:
         library: the CPU's kernels, as `find_library` gave them.
-        config: transformers' config of the model.
+        model: whose layers attend in one shape.
         block_size: tokens a block of the KV cache.
 
     Raises:
@@ -76,16 +75,15 @@ def find_attention(
         return None, ""
     if device.type == "cpu":
         return None, start_build().error
-    kv_heads, head_dim = kv_shape(config)
+    how = model.layers[0].attention
     try:
         from fminfer import triton_attention  # needs triton, which only torch for CUDA brings
 
         kernel = triton_attention.try_kernels(
-            config.num_attention_heads,
-            kv_heads,
-            head_dim,
+            how.heads,
+            *how.cache_shape,
             block_size,
-            getattr(config, "attn_logit_softcapping", None),
+            how.softcap,
             dtype=dtype,
             device=device,
         )

@@ -6,39 +6,31 @@ It knows nothing of requests.
 from __future__ import annotations
 
 import ctypes
-import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from fminfer.agreement import agree, compare_weights, connect_gpus
 from fminfer.attention import AttentionKernel
-from fminfer.compute.parts import KernelParts, Parts
+from fminfer.compute.parts import KernelParts, PartKernels, Parts
 from fminfer.compute.products import PackedProducts, Products
 from fminfer.config import EngineConfig
 from fminfer.draw_kernel import DrawKernel
 from fminfer.errors import UsageError
 from fminfer.fingerprint import digest_files
-from fminfer.fused_layers import fuse_layers
-from fminfer.head import layer_left_unpacked
 from fminfer.head_kernel import HeadKernel
-from fminfer.kernel_choice import find_attention, find_layers, find_library, why_plain
+from fminfer.kernel_choice import find_attention, find_layers, find_library
 from fminfer.memory import is_out_of_memory
-from fminfer.models.architectures import architecture_of
 from fminfer.models.checkpoint import Checkpoint, open_checkpoint, open_random
 from fminfer.models.load import load_tensors
-from fminfer.models.slicing import head_cost
+from fminfer.models.shapes import head_cost
 from fminfer.models.transformer import Bodies, Transformer
-from fminfer.models.weights import build_on_meta, load_model
-from fminfer.packed_experts import pack_experts
-from fminfer.packed_linear import pack_linears
 from fminfer.partition import Part, split_layers
 from fminfer.pipeline.group import Group
-from fminfer.pipeline.stage import Stage, kv_shape
+from fminfer.pipeline.stage import Stage
 from fminfer.pipeline.transport import HiddenForm
 from fminfer.placement import (
     choose_device,
@@ -54,7 +46,6 @@ from fminfer.sampling import draw, rank
 from fminfer.score_kernel import ScoreKernel
 from fminfer.step_memory import auto_budget, step_bytes
 from fminfer.threads import choose_num_threads
-from fminfer.whole_layers import join_layers
 
 
 @dataclass(slots=True)
@@ -63,21 +54,15 @@ class LoadedPart:
 
     checkpoint: Checkpoint
     part: Part
-    network: nn.Module
+    network: Transformer
+    weight_bytes: int
     dtype: torch.dtype
     device: torch.device
     form: HiddenForm
     library: ctypes.CDLL | None  # the CPU's kernels
     attention: AttentionKernel | None  # None: plain torch
-    num_fused: int  # modules that have parts in kernels
     why_slower: str  # why it is slower than it could be
     file_digests: dict[str, str]  # of its weight files, if others must have the same
-
-    @property
-    def weight_bytes(self) -> int:
-        if isinstance(self.network, Transformer):
-            return 0
-        return sum(parameter.nbytes for parameter in self.network.parameters())
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -86,12 +71,12 @@ class LoadedPart:
 
     def step_bytes(self, config: EngineConfig) -> int:
         """What the largest step takes on this rank."""
-        return step_bytes(config, self.checkpoint, self.network, self.device, self.dtype, self.part)
+        return step_bytes(config, self.checkpoint.model, self.dtype, self.device, self.part)
 
 
 def kv_token_bytes(checkpoint: Checkpoint, part: Part, dtype: torch.dtype) -> int:
     """Return what one token's keys and values take in the layers of a part."""
-    kv_heads, head_dim = kv_shape(checkpoint.config)
+    kv_heads, head_dim = checkpoint.model.layers[0].attention.cache_shape
     return 2 * part.num_layers * kv_heads * head_dim * dtype.itemsize
 
 
@@ -162,85 +147,17 @@ def load_part(
         compare_weights(group, digests)
         hidden_group = connect_gpus(group, device)
     library = find_library(config.attention, device)
-    if os.environ.get("FMINFER_SPEC"):
-        return _load_own(config, checkpoint, part, library, group, hidden_group, digests)
-    network = load_model(
-        checkpoint, dtype=dtype, device=device, seed=config.seed, part=part, on_progress=on_progress
-    )
-    layers, no_layers = find_layers(config.attention, library, dtype=dtype, device=device)
-    num_fused, unfused = 0, ""
-    if layers is not None:
-        fused = fuse_layers(network, layers)
-        num_fused = fused.num_modules
-        for name, error in fused.failures.items():
-            unfused = unfused or why_plain(config.attention, name, error)
-    if device.type == "cpu":
-        kernel = None if library is None else ProductKernel(library)
-        is_fast = is_fast_in_bfloat16(device)
-        left = layer_left_unpacked(network, dtype)
-        pack_linears(network, is_fast_in_bfloat16=is_fast, kernel=kernel, left=left)
-        pack_experts(network, is_fast_in_bfloat16=is_fast, kernel=kernel, layers=layers)
-        if library is not None:
-            join_layers(network, library)
-    attention, no_attention = find_attention(
-        config.attention,
-        library,
-        checkpoint.config,
-        config.block_size,
-        dtype=dtype,
-        device=device,
-    )
-    form = HiddenForm(checkpoint.config.hidden_size, dtype, device, hidden_group)
-    reasons = (no_attention or no_layers or unfused, why_slow(dtype, device))
-    why_slower = "; ".join(filter(None, reasons))
-    if group is not None:
-        why_slower = next(filter(None, group.gather("why slower", why_slower)), "")
-    return LoadedPart(
-        checkpoint,
-        part,
-        network,
-        dtype,
-        device,
-        form,
-        library,
-        attention,
-        num_fused,
-        why_slower,
-        digests,
-    )
-
-
-def _load_own(
-    config: EngineConfig,
-    checkpoint: Checkpoint,
-    part: Part,
-    library: ctypes.CDLL | None,
-    group: Group | None,
-    hidden_group: Any,
-    digests: dict[str, str],
-) -> LoadedPart:
-    device = choose_device(
-        config.device, config.cuda_ids, group.local_rank if group is not None else 0
-    )
-    dtype = choose_dtype(config.dtype, checkpoint.config.dtype, device)
-    architecture = architecture_of(checkpoint.config)
     tensors = load_tensors(
-        checkpoint, architecture, part, dtype=dtype, device=device, seed=config.seed
+        checkpoint, part, dtype=dtype, device=device, seed=config.seed, on_progress=on_progress
     )
+    num_bytes = tensors.count_bytes()
     layers, no_layers = find_layers(config.attention, library, dtype=dtype, device=device)
-    products = Products()
-    if device.type == "cpu":
-        kernel = None if library is None else ProductKernel(library)
-        is_fast = is_fast_in_bfloat16(device)
-        products = PackedProducts(is_fast_in_bfloat16=is_fast, kernel=kernel)
-    has_parts = layers is not None and dtype in layers.types
-    parts = KernelParts(layers, dtype) if has_parts and layers is not None else Parts()
-    bodies = Bodies(parts, products, checkpoint.context_length)
-    network = Transformer(architecture.model, tensors, first=part.first, bodies=bodies)
+    bodies = _find_bodies(checkpoint, library, layers, dtype, device)
+    network = Transformer(checkpoint.model, tensors, first=part.first, bodies=bodies)
     attention, no_attention = find_attention(
         config.attention,
         library,
-        checkpoint.config,
+        checkpoint.model,
         config.block_size,
         dtype=dtype,
         device=device,
@@ -250,10 +167,37 @@ def _load_own(
     if group is not None:
         why_slower = next(filter(None, group.gather("why slower", why_slower)), "")
     return LoadedPart(
-        *(checkpoint, part, network, dtype, device, form, library, attention, 1),  # type: ignore[arg-type]
-        why_slower=why_slower,
-        file_digests=digests,
+        checkpoint,
+        part,
+        network,
+        num_bytes,
+        dtype,
+        device,
+        form,
+        library,
+        attention,
+        why_slower,
+        digests,
     )
+
+
+def _find_bodies(
+    checkpoint: Checkpoint,
+    library: ctypes.CDLL | None,
+    layers: PartKernels | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Bodies:
+    """Choose what computes the parts of layers."""
+    products = Products()
+    if device.type == "cpu":
+        kernel = None if library is None else ProductKernel(library)
+        is_fast = is_fast_in_bfloat16(device)
+        products = PackedProducts(is_fast_in_bfloat16=is_fast, kernel=kernel)
+    parts = Parts()
+    if layers is not None and dtype in layers.types:
+        parts = KernelParts(layers, dtype)
+    return Bodies(parts, products, checkpoint.context_length)
 
 
 def count_blocks(config: EngineConfig, loaded: LoadedPart, group: Group | None = None) -> int:
@@ -315,7 +259,6 @@ def build_stage(config: EngineConfig, loaded: LoadedPart, num_blocks: int) -> St
 def _build_stage(config: EngineConfig, loaded: LoadedPart, num_blocks: int) -> Stage:
     return Stage(
         loaded.network,
-        loaded.checkpoint.family,
         dtype=loaded.dtype,
         device=loaded.device,
         num_blocks=num_blocks,
@@ -335,7 +278,7 @@ def split_model(config: EngineConfig, checkpoint: Checkpoint, num_stages: int) -
     """
     cost = 0.0
     if num_stages > 1 and config.num_layers is None and config.stage_layers is None:
-        cost = head_cost(build_on_meta(checkpoint), checkpoint.family)
+        cost = head_cost(checkpoint.model)
     return split_layers(
         checkpoint.config.num_hidden_layers,
         num_stages,

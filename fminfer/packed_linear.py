@@ -11,13 +11,10 @@ packed: 8 rows 31 and 68, 16 rows 69 and 106, 32 rows 106 and 163, 128 rows 190 
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from fminfer.product_kernel import ProductKernel
 
@@ -33,96 +30,14 @@ MAX_ERROR = 1e-5  # of the largest result
 MAX_TWICE_BYTES = 256 << 20  # a head tied to the embedding, of which packing makes a second copy
 
 
-def pack_linears(
-    model: nn.Module,
-    *,
-    is_fast_in_bfloat16: bool,
-    kernel: ProductKernel | None = None,
-    left: nn.Module | None = None,
-) -> int:
-    """Pack the weight of every linear layer in place, one after another; return how many.
-
-    A packed layer's `weight` keeps its shape and dtype but holds nan only: what reads it directly
-    cannot be wrong in silence.
-
-    Args:
-        is_fast_in_bfloat16: whether the machine has units for it; otherwise that is not packed.
-        kernel: the CPU's, if it could be built.
-        left: a layer that is not packed.
-    """
-    owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
-    checked: dict[torch.Size, bool] = {}
-    num_packed = 0
-    module: Any
-    for module in list(model.modules()):
-        weight = _matrix_of(module)
-        if weight is None or module is left or not can_pack(weight, is_fast_in_bfloat16):
-            continue
-        if owners[id(module.weight)] > 1 and weight.nbytes > MAX_TWICE_BYTES:
-            continue
-        product = pack(weight.detach(), module.bias, kernel)
-        is_same = checked.get(weight.shape)
-        if is_same is None:
-            is_same = is_right(product, weight, module.bias)
-            if not weight.isnan().any():  # otherwise the next of its shape is looked at as well
-                checked[weight.shape] = is_same
-        if is_same:
-            module.forward = product
-            module.weight = without_values(module.weight)
-            num_packed += 1
-    return num_packed
-
-
-def find_packable(
-    model: nn.Module,
-    dtype: torch.dtype,
-    *,
-    is_fast_in_bfloat16: bool,
-    left: nn.Module | None = None,
-) -> list[torch.Tensor]:
-    """List the weights of a model without memory that would be packed on a CPU.
-
-    By `pack_linears`, or by `pack_experts`: those of all experts of a layer are one.
-    """
-    if not _can_pack_dtype(dtype, is_fast_in_bfloat16):
-        return []
-    owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
-    found = []
-    module: Any
-    for module in model.modules():
-        weight = _matrix_of(module)
-        if weight is not None and module is not left:
-            is_tied = owners[id(module.weight)] > 1
-            if not is_tied or weight.numel() * dtype.itemsize <= MAX_TWICE_BYTES:
-                found.append(weight)
-        found += [each for each in module.parameters(recurse=False) if each.dim() == 3]
-    return found
-
-
-def without_values(weight: torch.Tensor) -> nn.Parameter:
-    """Return a parameter of the same shape and dtype that holds nan, in next to no memory."""
-    nothing = weight.new_full((1,), float("nan")).expand(weight.shape)
-    return nn.Parameter(nothing, requires_grad=False)
-
-
-def _matrix_of(module: Any) -> torch.Tensor | None:
-    """Return the weight of a linear layer, (out, in); None: it is another module."""
-    weight: torch.Tensor | None = None
-    if type(module) is nn.Linear or type(module).__name__ == "FalconLinear":
-        weight = module.weight
-    elif type(module) is Conv1D:  # GPT-2's, (in, out)
-        weight = module.weight.t()
-    return weight
-
-
 def can_pack(weight: torch.Tensor, is_fast_in_bfloat16: bool) -> bool:
     """Tell whether a weight, (outputs, inputs), can be packed here."""
     if weight.device.type != "cpu" or weight.numel() == 0:
         return False
-    return _can_pack_dtype(weight.dtype, is_fast_in_bfloat16)
+    return can_pack_dtype(weight.dtype, is_fast_in_bfloat16)
 
 
-def _can_pack_dtype(dtype: torch.dtype, is_fast_in_bfloat16: bool) -> bool:
+def can_pack_dtype(dtype: torch.dtype, is_fast_in_bfloat16: bool) -> bool:
     if dtype == torch.float32:
         return bool(torch.backends.mkl.is_available())  # type: ignore[no-untyped-call]
     return dtype == torch.bfloat16 and is_fast_in_bfloat16 and onednn_packs_bfloat16()

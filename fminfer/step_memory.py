@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from fminfer.config import EngineConfig
-from fminfer.models.checkpoint import Checkpoint
+from fminfer.models.spec import Mlp, Model, Moe
 from fminfer.partition import Part
 from fminfer.pipeline.stage import MAX_LOGITS
 
@@ -20,30 +18,19 @@ GPU_RESERVE = 3 << 29  # of a GPU, for cuBLAS, compiled kernels and holes in tor
 
 
 def step_bytes(
-    config: EngineConfig,
-    checkpoint: Checkpoint,
-    model: Any,
-    device: torch.device,
-    dtype: torch.dtype,
-    part: Part,
+    config: EngineConfig, model: Model, dtype: torch.dtype, device: torch.device, part: Part
 ) -> int:
-    """Return what the largest step takes in one stage.
-
-    Args:
-        model: the stage's, with or without values.
-    """
-    if hasattr(model, "own"):
-        widths = [each.mlp.up_size for each in model.own if hasattr(each.mlp, "up_size")]
-    else:
-        layers = model.get_submodule(checkpoint.family.decoder)
-        widths = [max(p.shape) for p in layers.parameters() if p.dim() == 2]
-    hidden: int = checkpoint.config.hidden_size
-    vocab: int = checkpoint.config.vocab_size
-    wide = max((width for width in widths if width != vocab), default=hidden)
+    """Return what the largest step takes in one stage."""
+    layers = model.layers[part.first : part.last]
+    widths = [max(sum(each.attention.qkv_sizes), _up_size(each.mlp)) for each in layers]
     tokens = config.step_sizes(device.type, part.num_stages).chunk_size
-    work = tokens * (HIDDEN_COPIES * hidden + WIDE_COPIES * wide) * dtype.itemsize
-    logits = min(MAX_LOGITS[device.type], tokens * vocab) if part.is_last else 0
-    return work + LOGIT_BYTES[device.type] * logits
+    hidden = HIDDEN_COPIES * model.hidden_size + WIDE_COPIES * max(widths)
+    logits = min(MAX_LOGITS[device.type], tokens * model.vocab_size) if part.is_last else 0
+    return tokens * hidden * dtype.itemsize + LOGIT_BYTES[device.type] * logits
+
+
+def _up_size(mlp: Mlp | Moe) -> int:
+    return mlp.expert.up_size if isinstance(mlp, Moe) else mlp.up_size
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -86,7 +86,6 @@ class Engine:
         self._foreseen_bytes += num_blocks * config.block_size * loaded.kv_bytes_per_token
         stage = build_stage(config, loaded, num_blocks)
         self.has_kernel = stage.has_kernel  # attention is compiled
-        self.num_fused = loaded.num_fused  # modules of this rank that have parts in kernels
         self.why_slower = why_slow or loaded.why_slower  # why it is slower than it could be
         end_openmp_threads()  # steps are another thread's work
         self._group = group

@@ -70,10 +70,8 @@ def test_a_field_that_no_class_declares_is_passed_over() -> None:
 
 def load(folder: Path) -> PartTensors:
     checkpoint = open_checkpoint(str(folder))
-    architecture = architecture_of(checkpoint.config)
     (part,) = split_layers(3, 1, head_cost=0.0)
-    cpu = torch.device("cpu")
-    return load_tensors(checkpoint, architecture, part, dtype=torch.float32, device=cpu, seed=0)
+    return load_tensors(checkpoint, part, dtype=torch.float32, device=torch.device("cpu"), seed=0)
 
 
 def save(name: str, folder: Path, change: Callable[[Tensors], object], **fields: Any) -> None:

@@ -16,12 +16,13 @@ import torch
 
 from fminfer.compute.parts import KernelParts, Parts
 from fminfer.compute.products import PackedProducts, Products
+from fminfer.head import Head
 from fminfer.layer_kernels import LayerKernels
-from fminfer.models.architectures import ROWS, architecture_of
+from fminfer.models.architectures import ROWS
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.load import load_tensors
 from fminfer.models.spec import Model
-from fminfer.models.transformer import Bodies, Step, Transformer
+from fminfer.models.transformer import Bodies, LayerStep, Transformer
 from fminfer.partition import Part, split_layers
 from tests.conftest import FIELDS, VOCAB, built_library, make_model
 
@@ -74,23 +75,20 @@ def logits_of(
 ) -> list[torch.Tensor]:
     """Return the logits of every token of `rows_of_ids`, of stages one after another."""
     checkpoint = open_checkpoint(str(folder))
-    architecture = architecture_of(checkpoint.config)
-    model = change(architecture.model)
+    model = change(checkpoint.model)
     rows = rows_of_ids()
     attend = Dense(model, [len(row) for row in rows])
     x = torch.empty(0)
     for part in parts:
-        tensors = load_tensors(
-            checkpoint, architecture, part, dtype=torch.float32, device=CPU, seed=0
-        )
+        tensors = load_tensors(checkpoint, part, dtype=torch.float32, device=CPU, seed=0)
         stage = Transformer(model, tensors, first=part.first, bodies=bodies())
         if part.is_first:
             x = stage.embed(torch.tensor([each for row in rows for each in row]), attend.positions)
         attend.first = part.first
-        x = stage.run(x, Step(attend.positions, attend))
+        x = stage.run(x, LayerStep(attend.positions, attend))
         if part.is_last:
             assert stage.head is not None
-            x = torch.nn.functional.linear(x, stage.head.weight, stage.head.bias)
+            x = Head(stage.head, None)(x)
     if model.logit_cap is not None:
         x = torch.tanh(x / model.logit_cap) * model.logit_cap
     return list(x.split([len(row) for row in rows]))

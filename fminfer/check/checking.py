@@ -29,7 +29,7 @@ from fminfer.input.lines import count_rows, read_lines
 from fminfer.kernel_choice import find_library
 from fminfer.loading import most_kv_tokens, open_model
 from fminfer.models.checkpoint import Checkpoint
-from fminfer.models.weights import check_weights
+from fminfer.models.load import check_tensors
 from fminfer.output.records import Record
 from fminfer.tokenizer import Tokenizer
 
@@ -48,7 +48,7 @@ class Check:
         self._config = config
         self._checkpoint: Checkpoint = open_model(config, has_weights=False)
         if config.model is None or Path(config.model).is_dir():  # else the hub still has them
-            check_weights(self._checkpoint)
+            check_tensors(self._checkpoint)
         self._tokenizer: Tokenizer = load_tokenizer(config, self._checkpoint)
         self._limits: Limits = find_limits(config, self._checkpoint, self._tokenizer)
         self._forecast = forecast = make_forecast(config, self._checkpoint, layout)

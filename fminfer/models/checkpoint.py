@@ -14,9 +14,11 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 
 from fminfer.errors import CheckpointError
-from fminfer.models.families import Family, family_of
+from fminfer.models.architectures import architecture_of, check_model_type
+from fminfer.models.architectures.naming import Architecture
+from fminfer.models.context import context_length
 from fminfer.models.sizes import DEMO_MODEL, SIZES
-from fminfer.models.variants import check_variant, context_length
+from fminfer.models.spec import Model
 
 SMALL_HUB_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 HUB_FILES = [*SMALL_HUB_FILES, "model*.safetensors"]
@@ -29,8 +31,13 @@ class Checkpoint:
     name: str
     folder: Path | None  # None: random weights
     config: Any  # transformers.PreTrainedConfig
-    family: Family
+    architecture: Architecture
     max_model_len: int | None = None  # a context shorter than the model's
+
+    @property
+    def model(self) -> Model:
+        """What the model is made of."""
+        return self.architecture.model
 
     @property
     def context_length(self) -> int:
@@ -70,7 +77,7 @@ def open_checkpoint(name: str | None, *, has_weights: bool = True) -> Checkpoint
         _read_config(_download(name, ["config.json"]))
         folder = _download(name, HUB_FILES if has_weights else SMALL_HUB_FILES)
     config = _read_config(folder)
-    return Checkpoint(name, folder, config, family_of(config.model_type))
+    return Checkpoint(name, folder, config, architecture_of(config))
 
 
 def open_random(name: str) -> Checkpoint:
@@ -89,7 +96,7 @@ def open_random(name: str) -> Checkpoint:
             f"--random-init {name} is neither a config.json, a folder with one, nor one of the "
             f"sizes {', '.join(SIZES)}"
         )
-    return Checkpoint(f"random {name}", None, config, family_of(config.model_type))
+    return Checkpoint(f"random {name}", None, config, architecture_of(config))
 
 
 def _download(name: str, files: list[str]) -> Path:
@@ -126,10 +133,9 @@ def _read_config(path: Path) -> Any:
         raise CheckpointError(
             f"{path} has no config.json that is a JSON object with a model_type: {error!r}"
         ) from error
-    family_of(str(model_type))
+    check_model_type(str(model_type))
     try:
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise CheckpointError(f"{path} has no usable config.json: {error}") from error
-    check_variant(config)
     return config

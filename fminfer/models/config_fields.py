@@ -34,7 +34,7 @@ HARMLESS |= dict.fromkeys(
 )
 HARMLESS |= dict.fromkeys(
     ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length"),
-    "the context is found by variants.context_length",
+    "the context is found by context.context_length",
 )
 HARMLESS |= dict.fromkeys(
     ("output_router_logits", "router_aux_loss_coef", "embedding_fraction"), "of training's loss"

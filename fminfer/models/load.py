@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fminfer.models.architectures.naming import Architecture
 from fminfer.models.checkpoint import Checkpoint
-from fminfer.models.origins import Origin, Origins, find_origins
+from fminfer.models.origins import ModelOrigins, Origin, Origins, find_origins
 from fminfer.models.shapes import Shapes, entry_shapes, exit_shapes, layer_shapes
 from fminfer.models.spec import Attention
 from fminfer.models.tensor_files import TensorFiles
@@ -27,6 +26,13 @@ class PartTensors:
     layers: list[Tensors]
     entry: Tensors  # of the first stage
     exit: Tensors  # of the last stage
+
+    def count_bytes(self) -> int:
+        """Return what they take; a tensor that stands in two places counts once."""
+        tensors = [
+            tensor for each in (*self.layers, self.entry, self.exit) for tensor in each.values()
+        ]
+        return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
 
 
 class _Reader:
@@ -67,9 +73,25 @@ class _Reader:
         return whole
 
 
+def check_tensors(checkpoint: Checkpoint) -> None:
+    """Find by the headers of weight files alone what `load_tensors` would refuse.
+
+    Raises:
+        CheckpointError: a file is missing or broken; a tensor is missing, unexpected, or misshapen.
+    """
+    if checkpoint.folder is not None:
+        _find(checkpoint, TensorFiles(checkpoint.folder))
+
+
+def _find(checkpoint: Checkpoint, files: TensorFiles) -> ModelOrigins:
+    is_tied = bool(checkpoint.config.tie_word_embeddings)
+    return find_origins(
+        checkpoint.architecture, files.shapes, is_tied=is_tied, name=checkpoint.name
+    )
+
+
 def load_tensors(
     checkpoint: Checkpoint,
-    architecture: Architecture,
     part: Part,
     *,
     dtype: torch.dtype,
@@ -87,18 +109,17 @@ def load_tensors(
     Raises:
         CheckpointError: a tensor is missing, unexpected, of another shape, or a file is broken.
     """
-    is_tied = bool(checkpoint.config.tie_word_embeddings)
     if checkpoint.folder is None:
-        return _draw(checkpoint, architecture, part, dtype, device, seed)
+        return _draw(checkpoint, part, dtype, device, seed)
     files = TensorFiles(checkpoint.folder)
-    origins = find_origins(architecture, files.shapes, is_tied=is_tied, name=checkpoint.name)
+    origins = _find(checkpoint, files)
     reader = _Reader(files, dtype, device, on_progress)
     wanted = [*origins.layers[part.first : part.last]]
     wanted += [origins.entry] * part.is_first + [origins.exit] * part.is_last
     sizes = [torch.Size(o.shape).numel() for each in wanted for o in each.values()]
     reader.total = sum(sizes) * dtype.itemsize
     layers = [
-        reader.read_all(origins.layers[number], architecture.model.layers[number].attention)
+        reader.read_all(origins.layers[number], checkpoint.model.layers[number].attention)
         for number in range(part.first, part.last)
     ]
     entry = reader.read_all(origins.entry, None) if part.is_first else {}
@@ -108,21 +129,18 @@ def load_tensors(
         outside["head.weight"] = (
             reader.read(origins.entry["embed.weight"], None) if embed is None else embed
         )
-    elif part.is_last and part.is_first and is_tied:  # stored twice: kept once, if they are equal
+    elif (
+        part.is_last and part.is_first and checkpoint.config.tie_word_embeddings
+    ):  # stored twice: kept once, if they are equal
         is_same = torch.equal(outside["head.weight"], entry["embed.weight"])
         outside["head.weight"] = entry["embed.weight"] if is_same else outside["head.weight"]
     return PartTensors(layers, entry, outside)
 
 
 def _draw(
-    checkpoint: Checkpoint,
-    architecture: Architecture,
-    part: Part,
-    dtype: torch.dtype,
-    device: torch.device,
-    seed: int,
+    checkpoint: Checkpoint, part: Part, dtype: torch.dtype, device: torch.device, seed: int
 ) -> PartTensors:
-    model = architecture.model
+    model = checkpoint.model
     spread = float(getattr(checkpoint.config, "initializer_range", 0.02))
 
     def draw(shapes: Shapes, where: str) -> Tensors:

@@ -5,11 +5,15 @@ Loading, random weights, forecasts of memory and the cost of the head read it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from fminfer.models.spec import Attention, Layer, Mlp, Model, Moe, Norm
+from fminfer.partition import Part
 
 Shapes = dict[str, tuple[int, ...]]
+# Of the head's products, how many count: drawn tokens run the head, most prompt tokens do not.
+HEAD_SHARE = 0.5
 
 
 def layer_shapes(layer: Layer, hidden_size: int) -> Shapes:
@@ -25,6 +29,26 @@ def entry_shapes(model: Model) -> Shapes:
 def exit_shapes(model: Model) -> Shapes:
     """Return what the last stage has beside layers."""
     return dict(_of_exit(model))
+
+
+def part_shapes(model: Model, part: Part) -> Shapes:
+    """Return what one stage holds; a layer's tensors begin with its number."""
+    shapes: Shapes = entry_shapes(model) if part.is_first else {}
+    for number in range(part.first, part.last):
+        own = layer_shapes(model.layers[number], model.hidden_size)
+        shapes |= {f"{number}.{name}": shape for name, shape in own.items()}
+    return shapes | (exit_shapes(model) if part.is_last else {})
+
+
+def head_cost(model: Model) -> float:
+    """Return what the head costs on the last stage, in layers."""
+    sizes = [_size(layer_shapes(layer, model.hidden_size)) for layer in model.layers]
+    head = math.prod(exit_shapes(model)["head.weight"])
+    return HEAD_SHARE * head * len(sizes) / sum(sizes)
+
+
+def _size(shapes: Shapes) -> int:
+    return sum(map(math.prod, shapes.values()))
 
 
 def _of_layer(layer: Layer, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:

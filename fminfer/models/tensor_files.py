@@ -33,7 +33,7 @@ class TensorFiles:
         self._files: dict[str, tuple[Path, Any]] = {}
         for path in files:
             try:
-                file = safe_open(path, framework="pt")
+                file: Any = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path} is broken ({error}); fetch it again") from error
             for name in file.keys():  # noqa: SIM118  (it is no dict)

@@ -18,6 +18,7 @@ from fminfer.compute.parts import NormBody, Parts, RotateBody
 from fminfer.compute.products import Products
 from fminfer.models.load import PartTensors, Tensors
 from fminfer.models.spec import Attention, Layer, Mlp, Model, Moe, Norm, Rope
+from fminfer.packed_linear import MAX_TWICE_BYTES
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 
@@ -36,7 +37,7 @@ class Attend(Protocol):
 
 
 @dataclass(slots=True)
-class Step:
+class LayerStep:
     """What the layers are told of a step."""
 
     positions: torch.Tensor  # (tokens,) int64
@@ -108,7 +109,7 @@ class AttentionOf:
         slopes = () if how.alibi is None else how.alibi.slopes
         self._slopes = torch.tensor(slopes, device=device).bfloat16()
 
-    def __call__(self, x: torch.Tensor, layer: int, step: Step) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, layer: int, step: LayerStep) -> torch.Tensor:
         how, qkv = self._how, self._qkv(x)
         if how.clip:
             qkv = qkv.clamp(-how.clip, how.clip)
@@ -119,7 +120,7 @@ class AttentionOf:
         out = step.attend(layer, q, k, v)[..., : how.head_dim]
         return self._out(out.flatten(1))
 
-    def _turned(self, qkv: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+    def _turned(self, qkv: torch.Tensor, step: LayerStep) -> tuple[torch.Tensor, torch.Tensor]:
         """Return queries and keys, normed and with their positions, (tokens, heads, head_dim)."""
         how = self._how
         both = qkv[:, : -how.qkv_sizes[2]]
@@ -134,7 +135,7 @@ class AttentionOf:
             q, k = self._q_norm(q), self._k_norm(k)
         return self._rotated(q, step), self._rotated(k, step)
 
-    def _rotated(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+    def _rotated(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
         if self._rotate is None:
             return x
         return self._rotate(x, step.turns(self._rotate, self._table))
@@ -212,7 +213,7 @@ class LayerOf:
         self._of_sum = bodies.norms(how.of_sum, tensors, "sum")
 
     def __call__(
-        self, x: torch.Tensor, more: torch.Tensor | None, number: int, step: Step
+        self, x: torch.Tensor, more: torch.Tensor | None, number: int, step: LayerStep
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the hidden states behind the layer as two terms, of which the last may be absent.
 
@@ -253,17 +254,18 @@ def _added(
 
 
 class HeadLayer:
-    """The head as `head.Head` takes it."""
+    """The head: in float32 a product, in 16 bits its weight, for which `head.Head` has bodies."""
 
-    def __init__(self, tensors: Tensors, bodies: Bodies) -> None:
-        self.weight, self.bias = tensors["head.weight"], tensors.get("head.bias")
-        self._multiply: Function | None = None
-        if self.weight.dtype == torch.float32:
-            self._multiply = bodies.products.make(self.weight, self.bias)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        assert self._multiply is not None, "a head in float32"
-        return self._multiply(x)
+    def __init__(self, tensors: Tensors, bodies: Bodies, *, is_embedding: bool) -> None:
+        weight, self.bias = tensors["head.weight"], tensors.get("head.bias")
+        self.vocab_size = len(weight)
+        self.weight: torch.Tensor | None = weight
+        self.multiply: Function | None = None
+        if weight.dtype == torch.float32:
+            # Packing makes a second copy of a weight that is the embedding as well.
+            is_large = is_embedding and weight.nbytes > MAX_TWICE_BYTES
+            products = Products() if is_large else bodies.products
+            self.multiply, self.weight = products.make(weight, self.bias), None
 
 
 class Transformer:
@@ -284,7 +286,11 @@ class Transformer:
         self._embed_norm = bodies.norm(model.embed_norm, self._entry, "embed_norm")
         final_norm = model.final_norm if self._exit else None  # of the last stage
         self._final_norm = bodies.norm(final_norm, self._exit, "final_norm")
-        self.head = HeadLayer(self._exit, bodies) if self._exit else None
+        self.head: HeadLayer | None = None
+        if self._exit:
+            is_embedding = self._exit["head.weight"] is self._entry.get("embed.weight")
+            self.head = HeadLayer(self._exit, bodies, is_embedding=is_embedding)
+            del self._exit["head.weight"]
 
     def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the hidden states before the first layer, (tokens, hidden), of (tokens,) ids."""
@@ -298,7 +304,7 @@ class Transformer:
             x = x + entry["positions.weight"][positions + model.position_offset]
         return x if self._embed_norm is None else self._embed_norm(x)
 
-    def run(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+    def run(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
         """Run the layers; on the last stage also what stands between them and the head.
 
         Args:

@@ -5,25 +5,19 @@ It knows steps, not requests; which rows run and why is the engine's business.
 
 from __future__ import annotations
 
-import importlib
 import sys
 from array import array
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch import nn
-from transformers import AttentionInterface
 
-from fminfer.attention import AttentionKernel, PagedAttention, plan_attention
+from fminfer.attention import AttentionKernel
 from fminfer.head import Head
 from fminfer.head_kernel import HeadKernel
-from fminfer.host_memory import use_small_pages
+from fminfer.kv_cache import KvCache
 from fminfer.memory import SizeLimit
 from fminfer.messages import SamplingRows, Step, StepResult, StepRow, TokenLogprobs
-from fminfer.models.families import Family
-from fminfer.models.transformer import Step as OwnStep
-from fminfer.models.transformer import Transformer
+from fminfer.models.transformer import LayerStep, Transformer
 from fminfer.pipeline.step_clock import StepClock
 from fminfer.sampling import (
     Drawer,
@@ -38,7 +32,6 @@ from fminfer.sampling import (
 )
 from fminfer.soft_cap import soft_cap
 
-ATTENTION_NAME = "fminfer_paged"
 # Elements of logits that exist at once. Above 32 MB glibc asks the system for fresh, zeroed memory
 # each time, which costs more than a smaller product does. A GPU reads the whole head each time, and
 # what it drew must be waited for.
@@ -46,11 +39,10 @@ MAX_LOGITS = {"cpu": 6 << 20, "cuda": 64 << 20}  # 24 and 256 MB in float32
 
 
 class Stage:
-    """A loaded model, or a part of one, over a paged KV cache.
+    """A model, or the layers of one stage, over a paged KV cache.
 
     Args:
-        model: transformers' causal LM, weights loaded.
-        family: where its parts are.
+        network: weights loaded.
         dtype, device: of its weights, its hidden states and the KV cache.
         num_blocks, block_size: the size of the KV cache.
         kernel: the compiled attention kernel; None: plain tensor operations.
@@ -61,8 +53,7 @@ class Stage:
 
     def __init__(
         self,
-        model: Any,
-        family: Family,
+        network: Transformer,
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -73,131 +64,24 @@ class Stage:
         drawer: Drawer = draw,
         head_kernel: HeadKernel | None = None,
     ) -> None:
-        self._block_size = block_size
+        self._network = network
+        layer = network.head
+        self._head = None if layer is None else Head(layer, head_kernel)
         self._device = device
-        self._dtype = dtype
-        self._kernel = kernel
+        self.has_kernel = kernel is not None  # attention is compiled
         self._ranker = ranker
         self._drawer = drawer
         self.clock = StepClock(device)
         self._token_limit = SizeLimit("tokens")
         self._logit_limit = SizeLimit("tokens' logits")
-        self._caches: list[PagedAttention] = []
-        self._own: Transformer | None = None
-        if isinstance(model, Transformer):
-            self._use_own(model, num_blocks, head_kernel)
-            return
-        self._decoder = model.get_submodule(family.decoder)
-        layer = model.get_output_embeddings()
-        self._is_last = not isinstance(layer, nn.Identity)
-        self._head = Head(layer, head_kernel) if self._is_last else None
-        self._takes_positions = family.takes_positions
-        self._wants_mask = family.wants_mask
-        self._logit_cap: float | None = getattr(model.config, "final_logit_softcapping", None)
-        AttentionInterface.register(ATTENTION_NAME, _paged_forward)
-        # transformers asks the config at each call; an unknown name also means "make no mask".
-        model.config._attn_implementation = ATTENTION_NAME
-        self._decoder.config._attn_implementation = ATTENTION_NAME  # a stage's may be a copy
-        self._kv_heads, head_dim = kv_shape(model.config)
-        layers = self._decoder.get_submodule(family.layers)
-        self._last_layer: Any = layers[-1]
-        # Whether the last layer can be told which tokens are wanted behind it (fused_layers).
-        self._keeps_early = kernel is not None and hasattr(self._last_layer, "kept")
-        for layer in layers:
-            cache = PagedAttention(
-                num_blocks,
-                block_size,
-                self._kv_heads,
-                head_dim,
-                dtype=self._dtype,
-                device=self._device,
-                kernel=kernel,
-            )
-            self._caches.append(cache)
-            attention = layer.get_submodule(family.attention)
-            attention.paged_attention = cache
-            if family.adapter is not None:
-                importlib.import_module(f"fminfer.models.adapters.{family.adapter}").adapt(
-                    attention, model.config
-                )
-
-    def _use_own(
-        self, network: Transformer, num_blocks: int, head_kernel: HeadKernel | None
-    ) -> None:
-        self._own = network
-        self._is_last = network.head is not None
-        self._head = Head(network.head, head_kernel) if network.head is not None else None
-        self._logit_cap = network.model.logit_cap
-        attention = network.own[0].attention
-        self._kv_heads, head_dim = attention.cache_shape
-        shape = (len(network.own), 2, num_blocks, self._kv_heads, self._block_size, head_dim)
-        self._kv = torch.empty(shape, dtype=self._dtype, device=self._device)
-        if self._device.type == "cpu":
-            use_small_pages(self._kv.data_ptr(), self._kv.nbytes)
-        self._slopes = [
-            None if how is None else torch.tensor(how.slopes, device=self._device)
-            for how in (each.attention.alibi for each in network.own)
-        ]
-        for kept_in in self._kv:
-            cache = PagedAttention(
-                num_blocks,
-                self._block_size,
-                self._kv_heads,
-                head_dim,
-                dtype=self._dtype,
-                device=self._device,
-                kernel=self._kernel,
-                kept_in=kept_in,
-            )
-            self._caches.append(cache)
-
-    def _attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
-        assert self._own is not None, "a transformer of our own"
-        how = self._own.own[layer].attention
-        has_slopes = how.alibi is not None and not how.alibi.is_rounded
-        out = self._caches[layer](
-            *(part.transpose(0, 1)[None] for part in (query, key, value)),
-            scaling=how.scaling,
-            sliding_window=how.window,
-            alibi_slopes=self._slopes[layer] if has_slopes else None,
-            softcap=how.softcap,
+        self._cache = KvCache(
+            [layer.attention for layer in network.own],
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype=dtype,
+            device=device,
+            kernel=kernel,
         )
-        return out[0]
-
-    def _run_own(
-        self,
-        network: Transformer,
-        rows: list[StepRow],
-        before: torch.Tensor | None,
-        index: torch.Tensor | None,
-        plan: Any,
-    ) -> torch.Tensor:
-        positions = torch.tensor(
-            [
-                position
-                for row in rows
-                for position in range(row.position, row.position + len(row.token_ids))
-            ],
-            device=self._device,
-        )
-        if before is None:
-            ids = [token_id for row in rows for token_id in row.token_ids]
-            before = network.embed(torch.tensor(ids, device=self._device), positions)
-        last = len(self._caches) - 1
-        attend = self._attend
-        if index is not None and self._kernel is not None:
-            self._caches[last].plan = plan.keep(index)
-        elif index is not None:
-
-            def attend(  # plain torch attends from all tokens
-                layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-            ) -> torch.Tensor:
-                out = self._attend(layer, query, key, value)
-                return out[index] if layer == last else out
-
-        return network.run(before, OwnStep(positions, attend, index))
 
     def run(self, step: Step) -> StepResult:
         """Compute one step of a whole model: forward, then sampling and scoring."""
@@ -206,11 +90,6 @@ class Stage:
         is_awaited = bool(sampled.ids or scored.ids)
         span = self.clock.stop(is_awaited=is_awaited, max_tokens=self.max_tokens)
         return StepResult(step.step_id, sampled, scored, [span])
-
-    @property
-    def has_kernel(self) -> bool:
-        """Whether attention is compiled."""
-        return self._kernel is not None
 
     @property
     def max_tokens(self) -> int:
@@ -228,8 +107,8 @@ class Stage:
             (tokens, hidden); on the last stage normed, and of the tokens in `step.wanted` only.
         """
         if step.block_copies:
-            self._copy_blocks(step.block_copies)
-        wanted = step.wanted if self._is_last else range(step.num_tokens)
+            self._cache.copy_blocks(step.block_copies)
+        wanted = step.wanted if self._head is not None else range(step.num_tokens)
 
         def run_part(first: int, last: int) -> torch.Tensor:
             before = None if hidden is None else hidden[first:last]
@@ -251,14 +130,6 @@ class Stage:
         place_of = {token: place for place, token in enumerate(step.wanted)}
         return self._sample(hidden, step, place_of), self._score(hidden, step, place_of)
 
-    def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        sources, targets = torch.tensor(copies, device=self._device).T
-        if self._own is not None:
-            self._kv[:, :, targets] = self._kv[:, :, sources]
-            return
-        for cache in self._caches:
-            cache.copy_blocks(sources, targets)
-
     def _forward(
         self, rows: list[StepRow], before: torch.Tensor | None, kept: list[int]
     ) -> torch.Tensor:
@@ -266,35 +137,19 @@ class Stage:
         index = None
         if len(kept) < sum(len(row.token_ids) for row in rows):
             index = torch.tensor(kept, device=self._device)
-        plan: Any
-        if self._kernel is not None:
-            plan = self._kernel.plan(rows, self._block_size)
-        else:
-            plan = plan_attention(rows, self._block_size, self._kv_heads, self._device)
-        for cache in self._caches:
-            cache.plan = plan
-        if self._own is not None:
-            return self._run_own(self._own, rows, before, index, plan)
-        if self._keeps_early:
-            self._last_layer.kept = index
-            if index is not None:
-                self._caches[-1].plan = plan.keep(index)
-        if before is None:
-            ids = [token_id for row in rows for token_id in row.token_ids]
-            inputs = {"input_ids": torch.tensor([ids], device=self._device)}
-        else:
-            inputs = {"inputs_embeds": before[None]}
-        if self._takes_positions:
-            positions = [
+        self._cache.plan(rows, index)
+        positions = torch.tensor(
+            [
                 position
                 for row in rows
                 for position in range(row.position, row.position + len(row.token_ids))
-            ]
-            inputs["position_ids"] = torch.tensor([positions], device=self._device)
-        if self._wants_mask:  # four dimensions: transformers passes it on as it is
-            inputs["attention_mask"] = torch.zeros((1, 1, 1, 1), device=self._device)
-        hidden: torch.Tensor = self._decoder(**inputs, use_cache=False).last_hidden_state
-        return hidden[0] if index is None or self._keeps_early else hidden[0, index]
+            ],
+            device=self._device,
+        )
+        if before is None:
+            ids = [token_id for row in rows for token_id in row.token_ids]
+            before = self._network.embed(torch.tensor(ids, device=self._device), positions)
+        return self._network.run(before, LayerStep(positions, self._cache, index))
 
     def _sample(self, hidden: torch.Tensor, step: Step, place_of: dict[int, int]) -> TokenLogprobs:
         rows = step.sampling
@@ -337,9 +192,9 @@ class Stage:
         def use_part(first: int, last: int) -> Draws:
             part = slice(first, last)
             index = torch.tensor(places[part], device=self._device)
-            logits = head(hidden[index])
-            if self._logit_cap is not None:
-                logits = soft_cap(logits, self._logit_cap)
+            logits, cap = head(hidden[index]), self._network.model.logit_cap
+            if cap is not None:
+                logits = soft_cap(logits, cap)
             return use(logits, part)
 
         limit = self._logit_limit
@@ -376,22 +231,6 @@ def _edit_tensors(rows: SamplingRows, device: torch.device) -> LogitEditTensors 
     )
 
 
-def kv_shape(config: Any) -> tuple[int, int]:
-    """Return a config's (KV heads, head dim)."""
-    heads = config.num_attention_heads
-    # Falcon's newer layout ignores multi_query; GPT-BigCode ignores num_key_value_heads.
-    if getattr(config, "new_decoder_architecture", False):
-        kv_heads = config.num_kv_heads
-    elif hasattr(config, "multi_query"):
-        kv_heads = 1 if config.multi_query else heads
-    else:
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    if config.model_type == "falcon" and config.alibi:
-        return heads, head_dim + 1  # the bias is kept with the keys, see the adapter
-    return kv_heads, head_dim
-
-
 def _cut_rows(rows: list[StepRow], first: int, last: int) -> list[StepRow]:
     """Return the rows of a step's packed tokens from one place to another."""
     parts, start = [], 0
@@ -401,23 +240,3 @@ def _cut_rows(rows: list[StepRow], first: int, last: int) -> list[StepRow]:
             parts.append(StepRow(ids, row.position + cut.start, row.block_table))
         start += len(row.token_ids)
     return parts
-
-
-def _paged_forward(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    scaling: float,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **kwargs: object,
-) -> tuple[torch.Tensor, None]:
-    """Answer transformers' attention call from the module's own paged cache."""
-    assert attention_mask is None, "a mask was made although rows are packed"
-    cache = module.paged_attention
-    assert isinstance(cache, PagedAttention)
-    out = cache(query, key, value, scaling=scaling, sliding_window=sliding_window, softcap=softcap)
-    return out, None

@@ -39,17 +39,26 @@ ROWS: dict[str, Callable[[Any], Architecture]] = {
 }
 
 
+def check_model_type(model_type: str) -> None:
+    """Refuse what does not run.
+
+    Raises:
+        CheckpointError: the message lists what does.
+    """
+    if model_type not in ROWS:
+        raise CheckpointError(
+            f"the architecture {model_type!r} is not one that fminfer runs; it runs: "
+            + ", ".join(sorted(ROWS))
+        )
+
+
 def architecture_of(config: Any) -> Architecture:
     """Return what a config of transformers says.
 
     Raises:
         CheckpointError: no such architecture runs, or a field says what none of it computes.
     """
-    if config.model_type not in ROWS:
-        raise CheckpointError(
-            f"the architecture {config.model_type!r} is not one that fminfer runs; it runs: "
-            + ", ".join(sorted(ROWS))
-        )
+    check_model_type(config.model_type)
     read = ReadConfig(config)
     architecture = ROWS[config.model_type](read)
     read.refuse_unread()

@@ -60,13 +60,15 @@ def laid_out(layout: Layout, inner: Sources) -> Sources:
 
 
 def _by_head(t: torch.Tensor, how: Attention) -> torch.Tensor:
-    t = t.unflatten(0, (how.kv_heads, -1, how.head_dim))
-    return torch.cat([part.reshape(-1, *t.shape[3:]) for part in (t[:, :-2], t[:, -2], t[:, -1])])
+    parts = t.view(how.kv_heads, -1, how.head_dim, *t.shape[1:])
+    return torch.cat(
+        [part.reshape(-1, *t.shape[1:]) for part in (parts[:, :-2], parts[:, -2], parts[:, -1])]
+    )
 
 
 def _by_core(t: torch.Tensor, how: Attention) -> torch.Tensor:
-    t = t.unflatten(0, (4, 3, -1))
-    return torch.cat([t[:, i].reshape(-1, *t.shape[3:]) for i in (0, 2, 1)])
+    parts = t.view(4, 3, -1, *t.shape[1:])
+    return torch.cat([parts[:, i].reshape(-1, *t.shape[1:]) for i in (0, 2, 1)])
 
 
 # GPT-2's Conv1D.

@@ -1,0 +1,107 @@
+"""The keys and values of a stage's layers, and attention over them as each layer's spec says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fminfer.attention import AttentionKernel, PagedAttention, plan_attention
+from fminfer.host_memory import use_small_pages
+from fminfer.messages import StepRow
+from fminfer.models.spec import Attention
+
+
+class KvCache:
+    """One tensor for all layers, in blocks that sequences share and copy.
+
+    Args:
+        layers: each layer's attention; all have one shape of keys.
+        num_blocks, block_size: the size of the cache.
+        kernel: the compiled attention; None: plain tensor operations.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Attention],
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernel: AttentionKernel | None,
+    ) -> None:
+        ((kv_heads, head_dim),) = {how.cache_shape for how in layers}
+        shape = (len(layers), 2, num_blocks, kv_heads, block_size, head_dim)
+        # Not zeroed, so that the system gives memory only as blocks come into use, page by page.
+        self._kv = torch.empty(shape, dtype=dtype, device=device)
+        if device.type == "cpu":
+            use_small_pages(self._kv.data_ptr(), self._kv.nbytes)
+        self.layers = [
+            PagedAttention(
+                num_blocks,
+                block_size,
+                kv_heads,
+                head_dim,
+                dtype=dtype,
+                device=device,
+                kernel=kernel,
+                kept_in=each,
+            )
+            for each in self._kv
+        ]
+        self._how = list(layers)
+        self._slopes = [_slopes_of(how, device) for how in layers]
+        self._kernel, self._block_size, self._kv_heads = kernel, block_size, kv_heads
+        self._device = device
+        self._kept: torch.Tensor | None = None
+
+    def plan(self, rows: list[StepRow], kept: torch.Tensor | None) -> None:
+        """Lay out a step.
+
+        Args:
+            kept: (wanted,) int64, the tokens from which the last layer attends; None: all.
+        """
+        plan: Any
+        if self._kernel is not None:
+            plan = self._kernel.plan(rows, self._block_size)
+        else:
+            plan = plan_attention(rows, self._block_size, self._kv_heads, self._device)
+        for layer in self.layers:
+            layer.plan = plan
+        if kept is not None and self._kernel is not None:
+            self.layers[-1].plan = plan.keep(kept)
+        self._kept = None if self._kernel is not None else kept
+
+    def __call__(
+        self,
+        layer: int,
+        query: torch.Tensor,  # (tokens, heads, head_dim)
+        key: torch.Tensor,  # (tokens, KV heads, head_dim)
+        value: torch.Tensor,
+    ) -> torch.Tensor:  # (tokens, heads, head_dim); of the last layer those that are kept
+        """Store a step's new keys and values, then attend."""
+        how = self._how[layer]
+        out = self.layers[layer](
+            *(part.transpose(0, 1)[None] for part in (query, key, value)),
+            scaling=how.scaling,
+            sliding_window=how.window,
+            alibi_slopes=self._slopes[layer],
+            softcap=how.softcap,
+        )[0]
+        if self._kept is not None and layer == len(self.layers) - 1:
+            return out[self._kept]  # plain torch has attended from all
+        return out
+
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        """Copy whole blocks (from, to), for sequences that split from others."""
+        sources, targets = torch.tensor(copies, device=self._device).T
+        self._kv[:, :, targets] = self._kv[:, :, sources]
+
+
+def _slopes_of(how: Attention, device: torch.device) -> torch.Tensor | None:
+    """Return ALiBi's slopes, (heads,) float32, if attention is to add them."""
+    if how.alibi is None or how.keeps_bias:
+        return None
+    return torch.tensor(how.alibi.slopes, device=device)
