@@ -173,3 +173,32 @@ def test_masks_and_tables_of_old_checkpoints_are_passed_over(tmp_path: Path) -> 
 
     save("gpt2", tmp_path, change)
     assert len(load(tmp_path).layers) == 3
+
+
+def test_experts_that_are_fused_on_disk_too(tmp_path: Path) -> None:
+    """As transformers holds them in memory, and some checkpoints on disk."""
+    model = make_model("qwen3_moe")
+    model.save_pretrained(tmp_path)
+    one_by_one = load(tmp_path)
+    save_file(dict(model.state_dict()), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    fused = load(tmp_path)
+    for name in ("experts.up.weight", "experts.down.weight", "router.weight"):
+        assert torch.equal(fused.layers[0][name], one_by_one.layers[0][name])
+
+
+def test_an_expert_under_two_names_is_refused(tmp_path: Path) -> None:
+    old, new = "block_sparse_moe.experts.0.w1.weight", "mlp.experts.0.w1.weight"
+    twice = _put(f"model.layers.0.{new}", lambda tensors: tensors[f"model.layers.0.{old}"])
+    save("mixtral", tmp_path, twice)
+    with pytest.raises(CheckpointError, match=r"holds a tensor .*mlp.experts.0.w1.weight"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["embed_out", "lm_head"])
+def test_both_names_of_gpt_neox_s_head(name: str, tmp_path: Path) -> None:
+    def change(tensors: Tensors) -> None:
+        (head,) = (each for each in tensors if each in ("lm_head.weight", "embed_out.weight"))
+        tensors[f"{name}.weight"] = tensors.pop(head)
+
+    save("gpt_neox", tmp_path, change)
+    assert "head.weight" in load(tmp_path).exit

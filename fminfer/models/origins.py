@@ -76,7 +76,7 @@ def find_origins(
     model = architecture.model
     layers = tuple(search.find_layer(layer, number) for number, layer in enumerate(model.layers))
     outside = exit_shapes(model)
-    has_own_head = search.has(architecture.outer["head"].names[0] + ".weight")
+    has_own_head = search.has(architecture.outer["head"])
     if is_tied and not has_own_head:
         del outside["head.weight"]
     found = ModelOrigins(
@@ -106,8 +106,10 @@ class _Search:
     def find_outside(self, shapes: Shapes) -> Origins:
         return self._find(shapes, self._architecture.outer, "", None)
 
-    def has(self, name: str) -> bool:
-        return self._resolve(name) in self._stored
+    def has(self, source: Source) -> bool:
+        """Tell whether there is the weight of a module outside layers."""
+        names = [f"{name}.weight" for name in source.names[0].split("|")]
+        return self._resolve(*names) in self._stored
 
     def refuse_what_is_wrong(self) -> None:
         for wrong in self._misshapen[:1]:
@@ -131,7 +133,12 @@ class _Search:
         for ours, shape in shapes.items():
             module, _, leaf = ours.rpartition(".")
             source = where[module]
-            pieces = tuple(self._pieces(source, f"{prefix}{{}}.{leaf}", shape, module, layer))
+            whole = self._resolve(prefix + source.whole) if source.whole else ""
+            if whole in self._stored:
+                pieces: tuple[Piece, ...] = (Piece(whole, shape, None, 0, shape[0]),)
+            else:
+                form = f"{prefix}{{}}.{leaf}"
+                pieces = tuple(self._pieces(source, form, shape, module, layer))
             for piece in pieces:
                 self._take(piece, source.layout)
             origins[ours] = Origin(shape, pieces, source.layout)
@@ -149,16 +156,14 @@ class _Search:
                 part = (size, *of_item[1:])
                 if source.layout is not None and source.layout.is_transposed:
                     part = part[::-1]
-                name = form.format(theirs.replace("*", str(item), 1))
-                yield Piece(self._resolve(name), part, item, first, first + size)
+                names = theirs.replace("*", str(item)).split("|")
+                yield Piece(
+                    self._resolve(*map(form.format, names)), part, item, first, first + size
+                )
                 first += size
 
-    def _resolve(self, name: str) -> str:
-        """Return the stored name of a tensor; if there is none, its usual one."""
-        names = [name]
-        if "|" in name:
-            module, _, leaf = name.rpartition(".")
-            names = [f"{each}.{leaf}" for each in module.split("|")]
+    def _resolve(self, *names: str) -> str:
+        """Return the stored name of a tensor that has one of some; if there is none, the first."""
         for each in names:
             # Checkpoints of the model without its head (gpt2's own, say) leave a prefix out.
             for stored in (each, each.removeprefix(self._architecture.base)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fminfer.models.architectures.naming import Architecture, Sources, sources
+from fminfer.models.architectures.naming import Architecture, Sources, experts, sources
 from fminfer.models.architectures.parts import Changes, assemble, attention_of, rope_of, same
 from fminfer.models.spec import Layer, Mlp, Moe, Norm
 
@@ -20,8 +20,8 @@ INNER = sources(
     up="mlp.gate_proj mlp.up_proj",
     down="mlp.down_proj",
     router="mlp.gate",
-    experts__up="mlp.experts.*.gate_proj mlp.experts.*.up_proj",
-    experts__down="mlp.experts.*.down_proj",
+) | experts(
+    "mlp.experts.*.gate_proj mlp.experts.*.up_proj", "mlp.experts.*.down_proj", "mlp.experts"
 )
 SANDWICH = sources(
     after_attention="post_attention_layernorm",
@@ -212,12 +212,11 @@ def glm4(c: Any) -> Architecture:
 
 
 def mixtral(c: Any) -> Architecture:
-    each = "block_sparse_moe.experts.*."
-    own = sources(
-        router="block_sparse_moe.gate",
-        experts__up=f"{each}w1 {each}w3",
-        experts__down=f"{each}w2",
+    first, second, third = (
+        f"block_sparse_moe.experts.*.{name}|mlp.experts.*.{name}" for name in ("w1", "w2", "w3")
     )
+    own = sources(router="block_sparse_moe.gate|mlp.gate")
+    own |= experts(f"{first} {third}", second, "mlp.experts")
     moe = Moe(c.num_local_experts, c.num_experts_per_tok, gated_mlp(c))
     return llama_like(c, inner=own, mlp=same(moe))
 

@@ -30,6 +30,7 @@ class Source:
 
     names: tuple[str, ...]
     layout: Layout | None = None
+    whole: str = ""  # a parameter that some checkpoints have instead, which is ours as it is
 
 
 Sources = dict[str, Source]
@@ -51,6 +52,19 @@ def sources(layout: Layout | None = None, **ours: str) -> Sources:
     return {
         name.replace("__", "."): Source(tuple(theirs.split()), layout)
         for name, theirs in ours.items()
+    }
+
+
+def experts(up: str, down: str, whole: str) -> Sources:
+    """Return where the tensors of experts are.
+
+    Args:
+        up, down: the modules of each expert.
+        whole: where some checkpoints keep those of all experts, in two parameters.
+    """
+    return {
+        "experts.up": Source(tuple(up.split()), whole=f"{whole}.gate_up_proj"),
+        "experts.down": Source((down,), whole=f"{whole}.down_proj"),
     }
 
 
