@@ -52,7 +52,7 @@ class KvCache:
             for each in self._kv
         ]
         self._how = list(layers)
-        self._slopes = [_slopes_of(how, device) for how in layers]
+        self.slopes = [_slopes_of(how, device) for how in layers]
         self._kernel, self._block_size, self._kv_heads = kernel, block_size, kv_heads
         self._device = device
         self._kept: torch.Tensor | None = None
@@ -87,7 +87,7 @@ class KvCache:
             *(part.transpose(0, 1)[None] for part in (query, key, value)),
             scaling=how.scaling,
             sliding_window=how.window,
-            alibi_slopes=self._slopes[layer],
+            alibi_slopes=self.slopes[layer],
             softcap=how.softcap,
         )[0]
         if self._kept is not None and layer == len(self.layers) - 1:

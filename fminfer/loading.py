@@ -46,6 +46,7 @@ from fminfer.sampling import draw, rank
 from fminfer.score_kernel import ScoreKernel
 from fminfer.step_memory import auto_budget, step_bytes
 from fminfer.threads import choose_num_threads
+from fminfer.whole_layers import WholeLayers
 
 
 @dataclass(slots=True)
@@ -197,7 +198,10 @@ def _find_bodies(
     parts = Parts()
     if layers is not None and dtype in layers.types:
         parts = KernelParts(layers, dtype)
-    return Bodies(parts, products, checkpoint.context_length)
+    bodies = Bodies(parts, products, checkpoint.context_length)
+    if library is not None and dtype == torch.bfloat16:
+        bodies.join = WholeLayers(library).join
+    return bodies
 
 
 def count_blocks(config: EngineConfig, loaded: LoadedPart, group: Group | None = None) -> int:

@@ -20,7 +20,13 @@ import transformers  # noqa: E402
 if not torch.cuda.is_available():  # triton reads it when imported: its kernels run on the CPU
     os.environ["TRITON_INTERPRET"] = "1"
 
+from fminfer.compute.parts import Parts  # noqa: E402
+from fminfer.compute.products import Products  # noqa: E402
 from fminfer.kernel_build import start_build  # noqa: E402
+from fminfer.models.checkpoint import open_checkpoint  # noqa: E402
+from fminfer.models.load import load_tensors  # noqa: E402
+from fminfer.models.transformer import Bodies, Transformer  # noqa: E402
+from fminfer.partition import Part  # noqa: E402
 
 IS_ALL = os.environ.get("FMINFER_TEST_ALL") == "1"
 # More of what another test of the same run shows already: more families, dtypes or sizes.
@@ -192,6 +198,18 @@ def make_model(name: str, num_layers: int = 3) -> Any:
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     return model
+
+
+def load_network(folder: Path, part: Part | None = None) -> Transformer:
+    """Load a checkpoint, or a stage's part of it, in float32 and plain torch."""
+    checkpoint = open_checkpoint(str(folder))
+    num_layers = len(checkpoint.model.layers)
+    part = part or Part(0, 1, 0, num_layers)
+    tensors = load_tensors(
+        checkpoint, part, dtype=torch.float32, device=torch.device("cpu"), seed=1
+    )
+    bodies = Bodies(Parts(), Products(), checkpoint.context_length)
+    return Transformer(checkpoint.model, tensors, first=part.first, bodies=bodies)
 
 
 def triton_device() -> torch.device:

@@ -12,7 +12,7 @@ import fminfer
 from fminfer.engine.sequence import PromptState, RequestState, TokenReport
 from fminfer.kernel_build import find_compiler
 from fminfer.messages import Step, StepResult
-from fminfer.models.weights import load_model
+from fminfer.models.load import load_tensors
 from fminfer.output.records import Record
 from fminfer.tokenizer import EncodedPrompt
 
@@ -141,11 +141,11 @@ def test_a_row_with_nan_fails_alone_among_those_that_share_its_beginning(
     """0 times the nan of its last tokens made its first ones nan, which three others shared."""
 
     def load_damaged(*arguments: Any, **options: Any) -> Any:
-        model: Any = load_model(*arguments, **options)
-        model.model.embed_tokens.weight[BAD] = float("nan")
-        return model
+        tensors = load_tensors(*arguments, **options)
+        tensors.entry["embed.weight"][BAD] = float("nan")
+        return tensors
 
-    monkeypatch.setattr("fminfer.loading.load_model", load_damaged)
+    monkeypatch.setattr("fminfer.loading.load_tensors", load_damaged)
     asked: dict[str, Any] = {"temperature": 0, "max_tokens": 4, "logprobs": 2}
     if is_scored:
         asked |= {"max_tokens": 0, "echo": True}

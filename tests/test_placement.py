@@ -17,7 +17,6 @@ from fminfer.agreement import connect_neighbours
 from fminfer.config import EngineConfig, StepSizes
 from fminfer.errors import UsageError
 from fminfer.models.checkpoint import open_random
-from fminfer.models.weights import build_on_meta
 from fminfer.partition import Part
 from fminfer.pipeline.group import _choose_interface
 from fminfer.placement import choose_device, is_fast_in_bfloat16, use_device
@@ -76,12 +75,9 @@ def test_a_gpus_memory_is_for_the_cache_but_for_a_steps_work() -> None:
 
 
 def test_the_work_of_draws_on_a_gpu_is_counted() -> None:
-    checkpoint = open_random("llama-160m")
-    part, model = Part(0, 1, 0, 12), build_on_meta(checkpoint)
+    part, model = Part(0, 1, 0, 12), open_random("llama-160m").model
     sizes = {
-        kind: step_bytes(
-            EngineConfig(), checkpoint, model, torch.device(kind), torch.bfloat16, part
-        )
+        kind: step_bytes(EngineConfig(), model, torch.bfloat16, torch.device(kind), part)
         for kind in ("cpu", "cuda")
     }
     assert 2.5e9 < sizes["cuda"] < 3.5e9

@@ -196,9 +196,6 @@ def test_a_model_answers_with_it(
     monkeypatch.setattr(ProductKernel, "is_best_for", ProductKernel.can_pack)
     for body in ("eager", "compiled"):
         engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="bfloat16", attention=body)
-        stage: Any = engine._pipeline._run.__self__  # type: ignore[attr-defined]
-        linears = [m for m in stage._decoder.modules() if hasattr(m, "in_features")]
-        assert all(m.weight.isnan().all() for m in linears), "one is not packed"
         results = [record.result for record in engine.run(rows)]
         engine.close()
         scores[body] = [r["choices"][0]["logprobs"]["token_logprobs"][1:] for r in results if r]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,12 @@ import transformers
 import fminfer
 from fminfer.kernel_build import find_compiler
 from fminfer.messages import Step, StepResult, StepTrace
-from fminfer.models import weights
-from fminfer.models.checkpoint import open_checkpoint, open_random
-from fminfer.models.weights import load_model
+from fminfer.models.checkpoint import open_random
+from fminfer.models.load import load_tensors
+from fminfer.models.tensor_files import TensorFiles
 from fminfer.partition import Part, parts_of, split_layers
 from fminfer.pipeline.stage import Stage
-from tests.conftest import FEW, FIELDS, IS_ALL, VOCAB, make_model, save_byte_tokenizer
+from tests.conftest import FEW, FIELDS, IS_ALL, VOCAB, load_network, make_model, save_byte_tokenizer
 from tests.test_oracle import mixed_requests
 
 CPU = torch.device("cpu")
@@ -36,21 +35,15 @@ class Chain:
     """The stages one after the other, in the place of one that has all layers."""
 
     def __init__(self, folder: Path, parts: list[Part]) -> None:
-        checkpoint = open_checkpoint(str(folder))
-        self.networks = [
-            load_model(checkpoint, dtype=torch.float32, device=CPU, seed=1, part=part)
-            for part in parts
-        ]
         self.stages = [
             Stage(
-                network,
-                checkpoint.family,
+                load_network(folder, part),
                 dtype=torch.float32,
                 device=CPU,
                 num_blocks=-(-OPTIONS["budget"] // OPTIONS["block_size"]),
                 block_size=OPTIONS["block_size"],
             )
-            for network in self.networks
+            for part in parts
         ]
 
     def run(self, step: Step) -> StepResult:
@@ -89,34 +82,31 @@ def test_stages_give_what_one_gives(name: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     save_byte_tokenizer(tmp_path)
     expected = answers(tmp_path, None)
-    whole = sum(p.numel() for p in model.parameters())
     for num_stages in (2, 3, 5) if IS_ALL else (2, 5) if name in FEW else (3,):
         chain = Chain(tmp_path, split_layers(6, num_stages, head_cost=0.8))
-        sizes = [sum(p.numel() for p in network.parameters()) for network in chain.networks]
-        assert max(sizes) < whole, "a stage holds the whole model"
         check_same(answers(tmp_path, chain), json.loads(json.dumps(expected)))
 
 
 @pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
-@pytest.mark.parametrize(
-    "name", ["llama", "qwen3", "gemma", "mistral", "bloom", "phi3", "gemma2", "gemma3_text"]
-)
-def test_the_last_layer_runs_only_for_tokens_that_are_wanted(name: str, tmp_path: Path) -> None:
-    """Of the others it stores keys and values; a family whose layers are not fused computes all."""
+@pytest.mark.parametrize("body", ["compiled", "eager"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gptj", "bloom", "falcon-alibi"])
+def test_the_last_layer_runs_only_for_tokens_that_are_wanted(
+    name: str, body: str, tmp_path: Path
+) -> None:
+    """Of the others it stores keys and values."""
     make_model(name, num_layers=3).save_pretrained(tmp_path)
     save_byte_tokenizer(tmp_path)
-    engine = fminfer.Engine(str(tmp_path), **(OPTIONS | {"attention": "compiled"}))
+    engine = fminfer.Engine(str(tmp_path), **(OPTIONS | {"attention": body}))
     stage: Any = engine._pipeline._run.__self__  # type: ignore[attr-defined]
-    layers = stage._decoder.get_submodule("h" if name == "bloom" else "layers")
-    computes_all = name not in ("llama", "qwen3", "gemma", "mistral")
     rows = [0, 0, 0]
-    for place, layer in enumerate(layers):
+    for place, layer in enumerate(stage._network.layers):
 
-        def count(x: torch.Tensor, *rest: Any, place: int = place, own: Any = layer.mlp.forward):
-            rows[place] += x.shape[1]
-            return own(x, *rest)
+        def count(x: torch.Tensor, *, place: int = place, own: Any = layer.mlp) -> torch.Tensor:
+            rows[place] += len(x)
+            out: torch.Tensor = own(x)
+            return out
 
-        layer.mlp.forward = count
+        layer.mlp = count
     most = {"tokens": 0, "wanted": 0}
 
     def take_note(trace: StepTrace) -> None:
@@ -126,9 +116,8 @@ def test_the_last_layer_runs_only_for_tokens_that_are_wanted(name: str, tmp_path
     engine.trace(take_note)
     records = sorted(engine.run(mixed_requests()[::4]), key=lambda record: record.line.number)
     check_same([record.to_dict()["result"] for record in records], answers(tmp_path, None))
-    assert rows[:2] == [most["tokens"]] * 2
+    assert rows == [most["tokens"], most["tokens"], most["wanted"]]
     assert most["wanted"] < 0.8 * most["tokens"]
-    assert rows[2] == most["tokens" if computes_all else "wanted"]
     engine.close()
 
 
@@ -150,30 +139,27 @@ def test_random_weights_are_the_same_in_parts(tmp_path: Path) -> None:
     fields |= {"num_attention_heads": 4, "vocab_size": VOCAB, "tie_word_embeddings": True}
     config = transformers.AutoConfig.for_model("llama", **fields)
     config.save_pretrained(tmp_path)
+    checkpoint = open_random(str(tmp_path))
     whole, *parts = (
-        load_model(open_random(str(tmp_path)), dtype=torch.float32, device=CPU, seed=5, part=part)
-        for part in (None, *parts_of([3, 1]))
+        load_tensors(checkpoint, part, dtype=torch.float32, device=CPU, seed=5)
+        for part in (*parts_of([4]), *parts_of([3, 1]))
     )
-    assert torch.equal(parts[1].lm_head.weight, whole.model.embed_tokens.weight)
-    theirs = dict(parts[1].model.layers[0].named_parameters())
-    for name, parameter in whole.model.layers[3].named_parameters():
-        assert torch.equal(parameter, theirs[name])
+    assert torch.equal(parts[1].exit["head.weight"], whole.entry["embed.weight"])
+    for name, tensor in whole.layers[3].items():
+        assert torch.equal(tensor, parts[1].layers[0][name])
 
 
-def test_a_stage_reads_only_its_own_tensors(tmp_path: Path) -> None:
-    model = make_model("llama")
-    model.save_pretrained(tmp_path)
+def test_a_stage_reads_only_its_own_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model("llama").save_pretrained(tmp_path)
     read: list[str] = []
-    original = weights._read_tensors
+    own = TensorFiles.read
 
-    def spying(*arguments: Any) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
-        for name, get in original(*arguments):
-            yield name, lambda name=name, get=get: (read.append(name), get())[1]  # type: ignore
+    def spying(files: TensorFiles, name: str) -> torch.Tensor:
+        read.append(name)
+        return own(files, name)
 
-    part = parts_of([1, 1, 1])[1]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weights, "_read_tensors", spying)
-        load_model(
-            open_checkpoint(str(tmp_path)), dtype=torch.float32, device=CPU, seed=1, part=part
-        )
+    monkeypatch.setattr(TensorFiles, "read", spying)
+    load_network(tmp_path, parts_of([1, 1, 1])[1])
     assert read and all(name.startswith("model.layers.1.") for name in read)

@@ -69,14 +69,15 @@ class Dense:
 def logits_of(
     folder: Path,
     parts: list[Part],
+    rows: list[list[int]] | None = None,
     *,
     bodies: Callable[[], Bodies] = lambda: Bodies(Parts(), Products(), 256),
     change: Callable[[Model], Model] = lambda model: model,
 ) -> list[torch.Tensor]:
-    """Return the logits of every token of `rows_of_ids`, of stages one after another."""
+    """Return the logits of every token of rows (None: `rows_of_ids`), of stages in turn."""
     checkpoint = open_checkpoint(str(folder))
     model = change(checkpoint.model)
-    rows = rows_of_ids()
+    rows = rows or rows_of_ids()
     attend = Dense(model, [len(row) for row in rows])
     x = torch.empty(0)
     for part in parts:

@@ -20,7 +20,7 @@ from fminfer import loading, triton_attention, triton_layers
 from fminfer.errors import UsageError
 from fminfer.kernel_choice import find_attention, find_layers
 from fminfer.messages import StepRow
-from fminfer.pipeline.stage import kv_shape
+from fminfer.models.spec import Model
 from fminfer.triton_attention import TritonAttention, try_kernels
 from fminfer.triton_layers import TritonLayers
 from tests.conftest import make_model, more, save_byte_tokenizer, triton_device
@@ -30,7 +30,6 @@ from tests.test_attention import (
     check_rows_that_share,
     make_kernel,
 )
-from tests.test_fused_layers import FUSED
 from tests.test_oracle import Oracle, check_all, mixed_requests
 
 DEVICE = triton_device()
@@ -122,7 +121,6 @@ def test_greedy_equals_transformers_alone(
     engine = check_all(tmp_path, Oracle(model), requests, options)
     # Plain torch answers as well, and in silence: the kernels must have been at work.
     assert engine.has_kernel and not engine.why_slower
-    assert engine.num_fused == FUSED[family]
 
 
 def _interpret(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,9 +130,10 @@ def _interpret(monkeypatch: pytest.MonkeyPatch) -> None:
         return triton_layers.try_kernels(**where), ""
 
     def find(
-        body: str, library: None, config: Any, block_size: int, **where: Any
+        body: str, library: None, model: Model, block_size: int, **where: Any
     ) -> tuple[TritonAttention, str]:
-        return TritonAttention(config.num_attention_heads, *kv_shape(config), **where), ""
+        how = model.layers[0].attention
+        return TritonAttention(how.heads, *how.cache_shape, **where), ""
 
     monkeypatch.setattr(loading, "find_library", lambda body, device: None)
     monkeypatch.setattr(loading, "find_attention", find)
@@ -285,7 +284,6 @@ import json, sys
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from fminfer.pipeline.stage import kv_shape
 from fminfer.triton_attention import TritonAttention
 from fminfer.triton_kernels import (
     attend_kernel, gate_kernel, norm_kernel, rotate_kernel, store_kernel,

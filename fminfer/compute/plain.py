@@ -35,6 +35,8 @@ def norm(
     Args:
         weight: of the shape of x's last dimensions; there if `how` says so, as the bias is.
     """
+    if not how.is_rms and (weight is None or weight.dim() == 1):
+        return nn.functional.layer_norm(x, x.shape[-1:], weight, bias, how.eps)
     y = x.float()
     if not how.is_rms:
         y = y - y.mean(-1, keepdim=True)

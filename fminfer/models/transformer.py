@@ -56,17 +56,26 @@ class LayerStep:
         return self._turns[id(table)]
 
 
+Join = Callable[["LayerOf", Tensors], "LayerOf"]
+
+
+def _as_it_is(layer: LayerOf, tensors: Tensors) -> LayerOf:
+    return layer
+
+
 @dataclass(slots=True)
 class Bodies:
     """What the parts of layers are made of.
 
     Args:
         num_positions: most tokens of a sequence.
+        join: makes one call of a layer, where it can.
     """
 
     parts: Parts
     products: Products
     num_positions: int
+    join: Join = _as_it_is
     _tables: dict[Rope, torch.Tensor] = field(default_factory=dict)
 
     def norm(self, how: Norm | None, tensors: Tensors, name: str) -> NormBody | None:
@@ -98,7 +107,7 @@ class AttentionOf:
 
     def __init__(self, how: Attention, tensors: Tensors, bodies: Bodies) -> None:
         self._how = how
-        self._qkv, self._out = bodies.product(tensors, "qkv"), bodies.product(tensors, "out")
+        self.products = {name: bodies.product(tensors, name) for name in ("qkv", "out")}
         self._q_norm = bodies.norm(how.qk_norm, tensors, "q_norm")
         self._k_norm = bodies.norm(how.qk_norm, tensors, "k_norm")
         device = tensors["qkv.weight"].device
@@ -110,7 +119,7 @@ class AttentionOf:
         self._slopes = torch.tensor(slopes, device=device).bfloat16()
 
     def __call__(self, x: torch.Tensor, layer: int, step: LayerStep) -> torch.Tensor:
-        how, qkv = self._how, self._qkv(x)
+        how, qkv = self._how, self.products["qkv"](x)
         if how.clip:
             qkv = qkv.clamp(-how.clip, how.clip)
         q, k = self._turned(qkv, step)
@@ -118,7 +127,7 @@ class AttentionOf:
         if how.keeps_bias:
             q, k, v = self._with_bias(q, k, v, step.positions)
         out = step.attend(layer, q, k, v)[..., : how.head_dim]
-        return self._out(out.flatten(1))
+        return self.products["out"](out.flatten(1))
 
     def _turned(self, qkv: torch.Tensor, step: LayerStep) -> tuple[torch.Tensor, torch.Tensor]:
         """Return queries and keys, normed and with their positions, (tokens, heads, head_dim)."""
@@ -136,9 +145,12 @@ class AttentionOf:
         return self._rotated(q, step), self._rotated(k, step)
 
     def _rotated(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
-        if self._rotate is None:
-            return x
-        return self._rotate(x, step.turns(self._rotate, self._table))
+        turns = self.turns(step)
+        return x if self._rotate is None or turns is None else self._rotate(x, turns)
+
+    def turns(self, step: LayerStep) -> torch.Tensor | None:
+        """Return what the step's tokens are turned by; None: there are no rotary positions."""
+        return None if self._rotate is None else step.turns(self._rotate, self._table)
 
     def _with_bias(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor
@@ -159,12 +171,12 @@ class MlpOf:
     """Two products with an activation between them."""
 
     def __init__(self, how: Mlp, tensors: Tensors, bodies: Bodies) -> None:
-        self._up, self._down = bodies.product(tensors, "up"), bodies.product(tensors, "down")
+        self.products = {name: bodies.product(tensors, name) for name in ("up", "down")}
         parts = bodies.parts
         self._act = (parts.gate if how.is_gated else parts.activation)(how.activation)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._down(self._act(self._up(x)))
+        return self.products["down"](self._act(self.products["up"](x)))
 
 
 class MoeOf:
@@ -201,13 +213,16 @@ class LayerOf:
     """A layer with its tensors."""
 
     def __init__(self, how: Layer, tensors: Tensors, bodies: Bodies) -> None:
-        self._how = how
-        self._attention = AttentionOf(how.attention, tensors, bodies)
-        self._mlp: Function
+        self.how = how
+        self.attention = AttentionOf(how.attention, tensors, bodies)
+        self.mlp: Function
         if isinstance(how.mlp, Moe):
-            self._mlp = MoeOf(how.mlp, tensors, bodies)
+            self.mlp = MoeOf(how.mlp, tensors, bodies)
         else:
-            self._mlp = MlpOf(how.mlp, tensors, bodies)
+            self.mlp = MlpOf(how.mlp, tensors, bodies)
+        self.products: dict[str, Function] | None = None  # of attention and a plain MLP
+        if isinstance(self.mlp, MlpOf):
+            self.products = self.attention.products | self.mlp.products
         self._before = bodies.norms(how.before, tensors, "before")
         self._after = bodies.norms(how.after, tensors, "after")
         self._of_sum = bodies.norms(how.of_sum, tensors, "sum")
@@ -219,19 +234,19 @@ class LayerOf:
 
         Their sum is left to the next norm. Before the layer they are x + more.
         """
-        how = self._how
+        how = self.how
         x, normed = _normed(self._before[0], x, more)
-        attended = self._attention(normed, number, step)
+        attended = self.attention(normed, number, step)
         x, normed = step.keep(x), step.keep(normed)
         if self._after[0]:
             attended = self._after[0](attended)
         if how.is_parallel:
             if self._before[1]:
                 normed = self._before[1](x)
-            return x, attended + self._mlp(normed)
+            return x, attended + self.mlp(normed)
         x, more = _added(self._of_sum[0], normed if how.adds_normed else x, attended)
         x, normed = _normed(self._before[1], x, more)
-        out = self._mlp(normed)
+        out = self.mlp(normed)
         if self._after[1]:
             out = self._after[1](out)
         return _added(self._of_sum[1], normed if how.adds_normed else x, out)
@@ -280,9 +295,10 @@ class Transformer:
     def __init__(self, model: Model, tensors: PartTensors, *, first: int, bodies: Bodies) -> None:
         self.model, self._entry, self._exit = model, tensors.entry, tensors.exit
         self.own = model.layers[first : first + len(tensors.layers)]
-        self._layers = []
+        self.layers: list[LayerOf] = []
         for how in self.own:  # a layer's own tensors go as soon as they are packed
-            self._layers.append(LayerOf(how, tensors.layers.pop(0), bodies))
+            each = tensors.layers.pop(0)
+            self.layers.append(bodies.join(LayerOf(how, each, bodies), each))
         self._embed_norm = bodies.norm(model.embed_norm, self._entry, "embed_norm")
         final_norm = model.final_norm if self._exit else None  # of the last stage
         self._final_norm = bodies.norm(final_norm, self._exit, "final_norm")
@@ -315,8 +331,8 @@ class Transformer:
         """
         more: torch.Tensor | None = None
         kept, step.kept = step.kept, None
-        for number, layer in enumerate(self._layers):
-            if number == len(self._layers) - 1:
+        for number, layer in enumerate(self.layers):
+            if number == len(self.layers) - 1:
                 step.kept = kept
             x, more = layer(x, more, number, step)
         _, x = _normed(self._final_norm, x, more)

@@ -26,12 +26,12 @@ if kind and rank == os.environ.get("RANK") and "-m" in sys.orig_argv:
     import fminfer.loading
     from fminfer.pipeline.stage import Stage
 
-    load_model, forward = fminfer.loading.load_model, Stage.forward
+    load_tensors, forward = fminfer.loading.load_tensors, Stage.forward
 
     def load_or_fail(*args, **options):
         if phase == "load":
             _fail()
-        return load_model(*args, **options)
+        return load_tensors(*args, **options)
 
     def forward_or_fail(self, step, hidden):
         is_prefill = any(len(row.token_ids) > 1 for row in step.rows)
@@ -41,5 +41,5 @@ if kind and rank == os.environ.get("RANK") and "-m" in sys.orig_argv:
             _fail()
         return forward(self, step, hidden)
 
-    fminfer.loading.load_model = load_or_fail
+    fminfer.loading.load_tensors = load_or_fail
     Stage.forward = forward_or_fail

@@ -1,0 +1,276 @@
+"""Computes whole layers in one call of the library each, in bfloat16 on the CPU.
+
+Called from Python part by part, a layer of few tokens takes as long as some of its parts. Where
+each part is a kernel of ours, one call does the same, to the last bit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+
+import torch
+
+from fminfer.kernel_attention import Arguments, KernelRows, step_arguments
+from fminfer.kv_cache import KvCache
+from fminfer.layer_kernels import GELU_TANH, RELU, SILU
+from fminfer.models import spec
+from fminfer.models.load import Tensors
+from fminfer.models.transformer import LayerOf, LayerStep
+from fminfer.product_kernel import PackedProduct
+
+GATES = {"silu": SILU, "swish": SILU}
+PLAIN = {"relu": RELU}
+TANH_GELUS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
+GATES |= dict.fromkeys(TANH_GELUS, GELU_TANH)
+PLAIN |= dict.fromkeys(TANH_GELUS, GELU_TANH)
+NO_WINDOW = 2**31 - 1
+
+
+class Norm(ctypes.Structure):
+    """x / sqrt(mean(x²) + eps) * (weight + offset), or a LayerNorm if it has a bias.
+
+    Without a weight none.
+    """
+
+    _fields_ = (
+        *[(name, ctypes.c_void_p) for name in ("weight", "bias")],
+        *[(name, ctypes.c_float) for name in ("eps", "offset")],
+    )
+
+
+class Linear(ctypes.Structure):
+    """A PackedProduct."""
+
+    _fields_ = (
+        *[(name, ctypes.c_void_p) for name in ("weight", "bias")],
+        *[(name, ctypes.c_int64) for name in ("inputs", "outputs")],
+    )
+
+
+class Layer(ctypes.Structure):
+    """What a layer is; whole_layers.cpp says what each is."""
+
+    _fields_ = (
+        *[(name, Norm) for name in ("first", "second", "of_query", "of_key")],
+        *[(name, Linear) for name in ("qkv", "out", "up", "down")],
+        *[(name, ctypes.c_void_p) for name in ("keys", "values", "slopes")],
+        *[(name, ctypes.c_int64) for name in ("head_step", "key_at", "value_at")],
+        *[(name, ctypes.c_int64) for name in ("activation", "window")],
+        *[(name, ctypes.c_float) for name in ("scaling", "softcap")],
+    )
+
+
+class Spent(ctypes.Structure):
+    """Seconds that layers took, for those who profile them."""
+
+    _fields_ = (("products", ctypes.c_double), ("attention", ctypes.c_double))
+
+
+def serves(how: spec.Layer) -> bool:
+    """Tell whether the library computes such a layer."""
+    attention, mlp = how.attention, how.mlp
+    if isinstance(mlp, spec.Moe) or mlp.activation not in (GATES if mlp.is_gated else PLAIN):
+        return False
+    plain_order = not (any(how.after) or any(how.of_sum) or how.is_parallel or how.adds_normed)
+    of_head = attention.qk_norm
+    return (
+        plain_order
+        and all(map(_serves_norm, how.before))
+        and not (attention.clip or attention.keeps_bias)
+        and not (attention.rope and attention.rope.is_interleaved)
+        and (
+            of_head is None
+            # Only what has rotary positions is copied, and normed on the way.
+            or ((attention.rope is not None and attention.qk_norm_over == "head")
+            and (_serves_norm(of_head) and of_head.is_rms))
+        )
+    )
+
+
+def _serves_norm(how: spec.Norm | None) -> bool:
+    """Tell it of an RMSNorm with a weight, or a LayerNorm with weight and bias.
+
+    By its bias the library knows which it is.
+    """
+    return how is not None and how.has_weight and how.has_bias != how.is_rms
+
+
+def _nothing() -> torch.Tensor:
+    return torch.empty(0, device="cpu")
+
+
+@dataclass(slots=True)
+class StepCall:
+    """What the layers of a model have in common: the step that is computed."""
+
+    rows: KernelRows | None = None
+    arguments: Arguments = field(default_factory=Arguments)
+    spent: Spent | None = None
+    # What a layer works in. Memory that one has used is near, and a free one is given back.
+    space: torch.Tensor = field(default_factory=_nothing)  # bfloat16
+
+    def take_space(self, size: int) -> torch.Tensor:
+        """Return memory for so many numbers; the next call may return the same."""
+        if len(self.space) < size:
+            self.space = _nothing()  # not both at once
+            self.space = torch.empty(size, dtype=torch.bfloat16, device="cpu")
+        return self.space
+
+    def see(self, rows: KernelRows, heads: int, keys: torch.Tensor) -> None:
+        """Make ready for a layer of a step, mostly the one that was seen last."""
+        if rows is not self.rows or heads != self.arguments.heads:
+            self.arguments, self.rows = step_arguments(rows, heads, keys), rows
+
+
+class WholeLayer(LayerOf):
+    """A layer that is one call of the library where that can be, and otherwise its parts."""
+
+    def __init__(
+        self, parts: LayerOf, tensors: Tensors, library: ctypes.CDLL, step: StepCall
+    ) -> None:
+        self._parts, self.step = parts, step
+        self.how, self.attention, self.mlp = parts.how, parts.attention, parts.mlp
+        self._kept = _tensors_of_norms(tensors)  # the library is told where they lie
+        self.layer = _describe(parts, self._kept)
+        self._run = library.fminfer_layer
+        self._space = library.fminfer_layer_space(ctypes.byref(self.layer))
+        self._cache: torch.Tensor | None = None
+
+    def __call__(
+        self, x: torch.Tensor, more: torch.Tensor | None, number: int, step: LayerStep
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return what the parts do.
+
+        Raises:
+            MemoryError, RuntimeError: there was none (`memory.is_out_of_memory`).
+        """
+        cache = step.attend
+        assert isinstance(cache, KvCache), "the paged cache"
+        paged = cache.layers[number]
+        if not isinstance(paged.plan, KernelRows) or x.dtype != torch.bfloat16:
+            return self._parts(x, more, number, step)
+        x = (x if more is None else x + more).contiguous()
+        rows, attention, how = paged.plan, self.how.attention, self.layer
+        if paged.keys is not self._cache:
+            self._use(paged.keys, paged.values, cache.slopes[number])
+        self.step.see(rows, attention.heads, paged.keys)
+        tokens, width = x.shape
+        kept = rows.kept
+        turn = self.attention.turns(step)  # (2, 1, tokens, turned) float32, or None
+        # The kernel trusts what it is given.
+        assert len(rows.slots) == tokens and width == how.qkv.inputs
+        turned = 0
+        if turn is not None:
+            turn = turn.contiguous()
+            turned = turn.shape[-1]
+            assert turn.shape == (2, 1, tokens, turned) and turn.dtype == torch.float32
+            assert turned % 2 == 0 and turned <= attention.head_dim, "cos and sin"
+        num_kept = tokens if kept is None else len(kept)
+        out = x.new_empty((num_kept, width))
+        failed = self._run(
+            how,
+            self.step.arguments,
+            None if turn is None else turn[0].data_ptr(),
+            None if turn is None else turn[1].data_ptr(),
+            turned,
+            None if kept is None else kept.data_ptr(),
+            num_kept,
+            x.data_ptr(),
+            out.data_ptr(),
+            self.step.take_space(self._space * tokens).data_ptr(),
+            self.step.spent,
+        )
+        if failed:
+            self.step.space = _nothing()  # for the halves of the step
+            raise MemoryError("no memory for the attention kernel's working space")
+        return out, None
+
+    def _use(self, keys: torch.Tensor, values: torch.Tensor, slopes: torch.Tensor | None) -> None:
+        """Take a cache, if it is of the layer's shape: the kernel trusts what it is given."""
+        attention = self.how.attention
+        _, kv_heads, _, head_dim = keys.shape
+        assert keys.dtype == torch.bfloat16, "a cache"
+        assert (kv_heads, head_dim) == attention.cache_shape, "keys of a step"
+        if slopes is not None:
+            assert slopes.shape == (attention.heads,) and slopes.dtype == torch.float32, "slopes"
+            assert slopes.is_contiguous(), "slopes"
+            self.layer.slopes = slopes.data_ptr()
+        self.layer.keys, self.layer.values = keys.data_ptr(), values.data_ptr()
+        self._cache = keys
+
+
+class WholeLayers:
+    """Makes layers of one call, where spec and products allow it.
+
+    Args:
+        library: the CPU's kernels.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        self._library, self._step = library, StepCall()
+        self.is_there = bool(library.fminfer_has_layers())
+        if self.is_there:
+            library.fminfer_layer.argtypes = [
+                *(ctypes.POINTER(Layer), ctypes.POINTER(Arguments)),
+                *(pointer, pointer, number, pointer, number, pointer, pointer, pointer),
+                ctypes.POINTER(Spent),
+            ]
+            library.fminfer_layer_space.argtypes = [ctypes.POINTER(Layer)]
+            library.fminfer_layer_space.restype = ctypes.c_int64
+
+    def join(self, parts: LayerOf, tensors: Tensors) -> LayerOf:
+        """Return the layer as one call, or as it is."""
+        products = parts.products
+        is_packed = products is not None and all(
+            isinstance(each, PackedProduct) for each in products.values()
+        )
+        if not (self.is_there and serves(parts.how) and is_packed):
+            return parts
+        return WholeLayer(parts, tensors, self._library, self._step)
+
+
+def _tensors_of_norms(tensors: Tensors) -> Tensors:
+    return {
+        name: each.contiguous()
+        for name, each in tensors.items()
+        if "norm" in name or "before" in name
+    }
+
+
+def _describe(parts: LayerOf, tensors: Tensors) -> Layer:
+    how, attention, mlp = parts.how, parts.how.attention, parts.how.mlp
+    assert isinstance(mlp, spec.Mlp) and parts.products is not None, "a layer that is served"
+    products = {name: _linear(product) for name, product in parts.products.items()}
+    of_query, of_key, _ = attention.qkv_sizes
+    assert products["qkv"].outputs == sum(attention.qkv_sizes), "queries, keys and values"
+    assert products["up"].outputs == mlp.up_size and products["down"].inputs == mlp.size
+    return Layer(
+        _norm(how.before[0], tensors, "before_attention"),
+        _norm(how.before[1], tensors, "before_mlp"),
+        _norm(attention.qk_norm, tensors, "q_norm"),
+        _norm(attention.qk_norm, tensors, "k_norm"),
+        **products,
+        head_step=attention.head_dim,
+        key_at=of_query,
+        value_at=of_query + of_key,
+        activation=(GATES if mlp.is_gated else PLAIN)[mlp.activation],
+        window=min(attention.window or 0, NO_WINDOW),
+        scaling=attention.scaling,
+        softcap=attention.softcap or 0.0,
+    )
+
+
+def _norm(how: spec.Norm | None, tensors: Tensors, name: str) -> Norm:
+    if how is None:
+        return Norm()
+    weight, bias = tensors[f"{name}.weight"], tensors.get(f"{name}.bias")
+    assert weight.dtype == torch.bfloat16, "a norm in bfloat16"
+    return Norm(weight.data_ptr(), None if bias is None else bias.data_ptr(), how.eps, how.offset)
+
+
+def _linear(product: object) -> Linear:
+    assert isinstance(product, PackedProduct), "a product of ours"
+    bias = None if product.bias is None else product.bias.data_ptr()
+    return Linear(product.packed.data_ptr(), bias, product.inputs, product.outputs)
