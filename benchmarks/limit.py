@@ -8,16 +8,17 @@ logits are needed. What attention itself computes is left out, as is all else be
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
-from torch import nn
 
-from fminfer.pipeline.stage import kv_shape
+from fminfer.models.checkpoint import open_checkpoint
+from fminfer.models.shapes import exit_shapes, layer_shapes
+from fminfer.models.spec import Model, Moe
 
 # Tokens, in and out: one that suits two cores and a small model, one that fills a GPU.
 GEMM = {"cpu": (512, 768, 3072), "cuda": (8192, 4096, 14336)}
@@ -39,7 +40,7 @@ def measure_roof(dtype: str, device: str) -> Roof:
     tokens, width_in, width_out = GEMM[kind]
     left = torch.randn(tokens, width_in, dtype=getattr(torch, dtype), device=device)
     right = torch.randn(width_out, width_in, dtype=getattr(torch, dtype), device=device)
-    product_s = _least_s(lambda: nn.functional.linear(left, right), device)
+    product_s = _least_s(lambda: torch.nn.functional.linear(left, right), device)
     data = torch.ones(READ_BYTES[kind] // 4, device=device)
     read_s = _least_s(data.sum, device)
     return Roof(2 * tokens * width_in * width_out / product_s, READ_BYTES[kind] / read_s)
@@ -63,11 +64,11 @@ def least_s(folder: str, dtype: str, rows: list[dict[str, Any]], roof: Roof) -> 
         folder: the checkpoint.
         rows: requests with `prompt`, a list of ids, and `max_tokens`; 0 scores the prompt.
     """
-    config = transformers.AutoConfig.from_pretrained(folder)
-    layers, active, head = count_weights(config)
+    model = open_checkpoint(str(folder)).model
+    layers, active, head = count_weights(model)
     width = getattr(torch, dtype).itemsize
-    kv_heads, head_dim = kv_shape(config)
-    kv_bytes = 2 * config.num_hidden_layers * kv_heads * head_dim * width
+    kv_heads, head_dim = model.layers[0].attention.cache_shape
+    kv_bytes = 2 * len(model.layers) * kv_heads * head_dim * width
     scored = sum(len(row["prompt"]) - 1 for row in rows if not row["max_tokens"])
     drawing = [row for row in rows if row["max_tokens"]]
     flop = 2 * active * count_distinct([row["prompt"] for row in rows])
@@ -80,21 +81,17 @@ def least_s(folder: str, dtype: str, rows: list[dict[str, Any]], roof: Roof) -> 
     return seconds
 
 
-def count_weights(config: Any) -> tuple[int, int, int]:
+def count_weights(model: Model) -> tuple[int, int, int]:
     """Return how many weights a model's layers have, a token meets there, and its head has."""
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    head = model.get_output_embeddings().weight
     layers = active = 0
-    for weight in model.parameters():
-        if weight.dim() < 2 or id(weight) in tables or weight is head:
-            continue
-        is_expert = weight.dim() == 3
-        layers += weight.numel()
-        share = config.num_experts_per_tok / weight.shape[0] if is_expert else 1
-        active += round(weight.numel() * share)
-    return layers, active, head.numel()
+    for layer in model.layers:
+        for shape in layer_shapes(layer, model.hidden_size).values():
+            if len(shape) > 1:
+                layers += math.prod(shape)
+                is_expert = len(shape) == 3 and isinstance(layer.mlp, Moe)
+                share = layer.mlp.top_k / shape[0] if is_expert else 1
+                active += round(math.prod(shape) * share)
+    return layers, active, math.prod(exit_shapes(model)["head.weight"])
 
 
 def count_distinct(prompts: list[list[int]]) -> int:

@@ -3,7 +3,7 @@
 
 A workload of against_transformers.py is answered once to warm up and once more with a clock around
 each part of the stage. "Rest" is what is left of a step: norms, rotary, activation, residuals and
-transformers' own Python; "waiting" is the stage without a step. The arithmetic of the products,
+Python; "waiting" is the stage without a step. The arithmetic of the products,
 over their time, stands beside the machine's roof, measured in the same process.
 
     python benchmarks/profile_steps.py --workload a --dtype float32
@@ -18,6 +18,7 @@ A table comes first, one JSON line last.
 from __future__ import annotations
 
 import json
+import math
 import os
 
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as the command does, before torch is imported
@@ -34,12 +35,13 @@ import torch
 from against_transformers import SIZE, gemm_gflops, make_workload
 
 import fminfer
+from fminfer import kv_cache
 from fminfer.attention import PagedAttention
 from fminfer.kernel_attention import KernelAttention
-from fminfer.pipeline import stage as stage_module
+from fminfer.models.shapes import layer_shapes
 from fminfer.whole_layers import Spent, WholeLayer
 
-PLANNING: list[tuple[Any, str]] = [(stage_module, "plan_attention"), (KernelAttention, "plan")]
+PLANNING: list[tuple[Any, str]] = [(kv_cache, "plan_attention"), (KernelAttention, "plan")]
 PARTS = ["products", "attention", "head", "drawing", "planning", "rest", "waiting"]
 COLOURS = ["#4f86b8", "#e8983e", "#7ba05b", "#c9b458", "#a46fb0", "#999999", "#eeeeee"]
 
@@ -72,47 +74,53 @@ class Clock:
 def clock_stage(engine: fminfer.Engine, clock: Clock) -> None:
     """Put the clock around the parts of an engine's only stage."""
     stage: Any = engine._pipeline._run.__self__  # type: ignore[attr-defined]
-    head = stage._head
-    for module in stage._decoder.modules():
-        if (
-            hasattr(module, "weight")
-            and module.weight.dim() == 2
-            and hasattr(module, "in_features")
-        ):
-            module.forward = count_flops(clock, module, clock.wrap("products", module.forward))
-        layer = vars(module).get("forward")
+    for place, layer in enumerate(stage._network.layers):
         if isinstance(layer, WholeLayer):
             layer.step.spent = clock.spent
-            module.forward = count_layer_flops(clock, layer)
-    head.forward = clock.wrap("head", head.forward)
+            stage._network.layers[place] = count_layer_flops(clock, layer)
+            continue
+        for part in (layer.attention, layer.mlp):
+            for name, product in getattr(part, "products", {}).items():
+                shape = layer_shapes(layer.how, stage._network.model.hidden_size)[f"{name}.weight"]
+                part.products[name] = count_flops(clock, shape, clock.wrap("products", product))
+    stage._head = CountedHead(stage._head, clock)
     PagedAttention.__call__ = clock.wrap("attention", PagedAttention.__call__)  # type: ignore
-    for place in PLANNING:
-        setattr(*place, clock.wrap("planning", getattr(*place)))
+    for where in PLANNING:
+        setattr(*where, clock.wrap("planning", getattr(*where)))
     stage._sample = clock.wrap("drawing", stage._sample)
     stage._score = clock.wrap("drawing", stage._score)
     engine._pipeline._run = clock.wrap("rest", stage.run)  # type: ignore[attr-defined]
 
 
-def count_flops(clock: Clock, module: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
-    size = 2 * module.weight.numel()
+class CountedHead:
+    """A head with a clock around it."""
 
+    def __init__(self, head: Any, clock: Clock) -> None:
+        self.vocab_size = head.vocab_size
+        self._head = clock.wrap("head", head)
+
+    def __call__(self, hidden: torch.Tensor) -> Any:
+        return self._head(hidden)
+
+
+def count_flops(
+    clock: Clock, shape: tuple[int, ...], product: Callable[..., Any]
+) -> Callable[..., Any]:
     def counted(x: torch.Tensor) -> Any:
-        clock.flops += size * (x.numel() // x.shape[-1])
-        return forward(x)
+        clock.flops += 2 * math.prod(shape) * (x.numel() // x.shape[-1])
+        return product(x)
 
     return counted
 
 
 def count_layer_flops(clock: Clock, layer: WholeLayer) -> Callable[..., Any]:
-    qkv, *others = (getattr(layer.parts.layer, name) for name in ("qkv", "out", "up", "down"))
+    qkv, *others = (getattr(layer.layer, name) for name in ("qkv", "out", "up", "down"))
 
-    def counted(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        out = layer(hidden_states, *args, **kwargs)
-        hidden = out[0] if isinstance(out, tuple) else out
-        tokens, kept = hidden_states.shape[1], hidden.shape[1]
-        clock.flops += 2 * tokens * qkv.inputs * qkv.outputs
-        clock.flops += 2 * kept * sum(linear.inputs * linear.outputs for linear in others)
-        return out
+    def counted(x: torch.Tensor, *args: Any) -> Any:
+        out, more = layer(x, *args)
+        clock.flops += 2 * len(x) * qkv.inputs * qkv.outputs
+        clock.flops += 2 * len(out) * sum(linear.inputs * linear.outputs for linear in others)
+        return out, more
 
     return counted
 

@@ -82,8 +82,10 @@ def serves(how: spec.Layer) -> bool:
         and (
             of_head is None
             # Only what has rotary positions is copied, and normed on the way.
-            or ((attention.rope is not None and attention.qk_norm_over == "head")
-            and (_serves_norm(of_head) and of_head.is_rms))
+            or (
+                (attention.rope is not None and attention.qk_norm_over == "head")
+                and (_serves_norm(of_head) and of_head.is_rms)
+            )
         )
     )
 

@@ -2,71 +2,72 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers.models.falcon.modeling_falcon import FalconLinear
-from transformers.pytorch_utils import Conv1D
 
 import fminfer
-from fminfer import packed_linear
-from fminfer.packed_linear import onednn_packs_bfloat16, pack_linears
+from fminfer.compute import products
+from fminfer.compute.products import PackedProducts
+from fminfer.models import transformer
+from fminfer.packed_linear import onednn_packs_bfloat16
 
 needs_packed_bfloat16 = pytest.mark.skipif(
     not onednn_packs_bfloat16(), reason="on this processor oneDNN packs no bfloat16"
 )
+needs_mkl = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch without MKL")
+
+Product = Callable[[torch.Tensor], torch.Tensor]
 
 
-def pack(module: nn.Module, is_fast_in_bfloat16: bool = False) -> int:
-    return pack_linears(module.requires_grad_(False), is_fast_in_bfloat16=is_fast_in_bfloat16)
+def product_of(linear: nn.Linear, *, is_fast: bool = False) -> Product:
+    """Return the product of a layer, packed where that can be."""
+    bias = None if linear.bias is None else linear.bias.detach()
+    packed = PackedProducts(is_fast_in_bfloat16=is_fast, kernel=None)
+    return packed.make(linear.weight.detach(), bias)
 
 
-@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch without MKL")
+@torch.inference_mode()
+def is_packed(product: Product, x: torch.Tensor) -> bool:
+    with torch.profiler.profile() as seen:
+        product(x)
+    return "aten::linear" not in [event.name for event in seen.events()]
+
+
+@needs_mkl
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize(("outputs", "inputs"), [(768, 96), (96, 768), (1, 64), (300, 17), (33, 1)])
 def test_any_number_of_rows_is_right(outputs: int, inputs: int, num_threads: int) -> None:
     """The weight is packed for 512 rows; torch's operator is told the number that there are."""
     before = torch.get_num_threads()
-    linear = nn.Linear(inputs, outputs, bias=outputs % 2 == 0)
-    weight, bias = linear.weight.clone(), linear.bias
-    assert pack(linear) == 1
+    linear = nn.Linear(inputs, outputs, bias=outputs % 2 == 0).requires_grad_(False)
+    product = product_of(linear)
+    assert is_packed(product, torch.ones(1, inputs))
     torch.set_num_threads(num_threads)
     try:
         for rows in [*range(1, 70), *random.Random(1).choices(range(70, 1500), k=40), 512]:
-            x = torch.randn(1, rows, inputs)
-            expected = nn.functional.linear(x, weight, bias)
-            error = (linear(x) - expected).abs().max() / expected.abs().max()
+            x = torch.randn(rows, inputs)
+            expected = linear(x)
+            error = (product(x) - expected).abs().max() / expected.abs().max()
             assert error < 1e-5, f"{rows} rows"
     finally:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("kind", [Conv1D, FalconLinear])
-def test_other_spellings_of_a_linear_layer(kind: Any) -> None:
-    layer = kind(24, 40)
-    nn.init.normal_(layer.weight)
-    nn.init.normal_(layer.bias)
-    x = torch.randn(2, 3, 40 if kind is Conv1D else 24)
-    with torch.inference_mode():
-        expected = layer(x)
-        num_packed = pack(layer)
-        torch.testing.assert_close(layer(x), expected)
-    assert num_packed == int(torch.backends.mkl.is_available())
-
-
 def test_bfloat16_is_packed_where_the_machine_is_fast_in_it() -> None:
-    linear = nn.Linear(64, 96, dtype=torch.bfloat16)
-    x = torch.randn(1, 7, 64, dtype=torch.bfloat16)
-    with torch.inference_mode():
-        expected = linear(x)
-        assert pack(linear, is_fast_in_bfloat16=False) == 0
-        assert pack(linear, is_fast_in_bfloat16=True) == onednn_packs_bfloat16()
-        torch.testing.assert_close(linear(x), expected, atol=0.02, rtol=0.02)
-        assert bool(linear.weight.isnan().all()) == onednn_packs_bfloat16()
+    linear = nn.Linear(64, 96, dtype=torch.bfloat16).requires_grad_(False)
+    x = torch.randn(7, 64, dtype=torch.bfloat16)
+    assert not is_packed(product_of(linear, is_fast=False), x)
+    product = product_of(linear, is_fast=True)
+    assert is_packed(product, x) == onednn_packs_bfloat16()
+    torch.testing.assert_close(product(x), linear(x), atol=0.02, rtol=0.02)
 
 
 def test_bfloat16_is_left_plain_where_onednn_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,27 +80,26 @@ def test_bfloat16_is_left_plain_where_onednn_refuses_it(monkeypatch: pytest.Monk
     onednn_packs_bfloat16.cache_clear()
     linear = nn.Linear(64, 96, dtype=torch.bfloat16)
     try:
-        assert pack(linear, is_fast_in_bfloat16=True) == 0
+        product = product_of(linear, is_fast=True)
     finally:
         onednn_packs_bfloat16.cache_clear()
-    assert not linear.weight.isnan().any()
+    assert not is_packed(product, torch.ones(1, 64, dtype=torch.bfloat16))
 
 
 @needs_packed_bfloat16
 @pytest.mark.parametrize("outputs", [512, 768, 896])
 def test_many_rows_of_few_outputs_in_bfloat16(outputs: int) -> None:
     """Two threads multiply them in halves."""
-    linear = nn.Linear(64, outputs, dtype=torch.bfloat16)
+    linear = nn.Linear(64, outputs, dtype=torch.bfloat16).requires_grad_(False)
     x = torch.randn(1, 513, 2, 64, dtype=torch.bfloat16).transpose(1, 2)[:, :, :300]
     before = torch.get_num_threads()
     with torch.inference_mode():
-        expected = linear(x)
-        assert pack(linear, is_fast_in_bfloat16=True) == 1
+        expected, product = linear(x), product_of(linear, is_fast=True)
         try:
             for num_threads, num_products in ((1, 1), (2, 2)):
                 torch.set_num_threads(num_threads)
                 with torch.profiler.profile() as seen:
-                    found = linear(x)
+                    found = product(x)
                 torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
                 names = [event.name for event in seen.events()]
                 assert names.count("mkldnn::_linear_pointwise") == num_products
@@ -108,49 +108,52 @@ def test_many_rows_of_few_outputs_in_bfloat16(outputs: int) -> None:
 
 
 def test_what_packs_wrong_is_left_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_linear, "pack", lambda weight, *_: lambda x: x @ weight.t() + 1)
+    monkeypatch.setattr(products, "pack", lambda weight, *_: lambda x: x @ weight.t() + 1)
     linear = nn.Linear(16, 16, bias=False)
     x = torch.randn(3, 16)
-    expected = linear(x)
-    assert pack(linear) == 0
-    torch.testing.assert_close(linear(x), expected)
-
-
-@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch without MKL")
-@pytest.mark.parametrize("most", [0, 10**6])
-def test_a_tied_head_is_packed_unless_the_copy_is_large(
-    most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(packed_linear, "MAX_TWICE_BYTES", most)
-    model = nn.ModuleList([nn.Embedding(50, 16), nn.Linear(16, 50, bias=False)])
-    model[1].weight = model[0].weight
-    ids, x = torch.arange(50), torch.randn(3, 16)
-    embedded, logits = model[0](ids), model[1](x)
-    assert pack(model) == (1 if most else 0)
-    assert torch.equal(model[0](ids), embedded)
-    torch.testing.assert_close(model[1](x), logits)
-
-
-@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch without MKL")
-def test_a_model_is_packed_whole_and_only_once_in_memory(
-    llama_checkpoint: tuple[Path, Any],
-) -> None:
-    """Its own weights are let go, and hold nan: whoever read them would be told."""
-    engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="float32", attention="eager")
-    stage: Any = engine._pipeline._run.__self__  # type: ignore[attr-defined]
-    linears = [m for m in stage._decoder.modules() if type(m) is nn.Linear] + [stage._head._layer]
-    assert len(linears) == 3 * 7 + 1
-    for linear in linears:
-        assert linear.weight.isnan().all() and linear.weight.untyped_storage().nbytes() == 4
-    engine.close()
+    torch.testing.assert_close(product_of(linear)(x), linear(x))
 
 
 def test_nan_in_one_weight_does_not_vouch_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """What cannot be compared was taken for right, and so was the next of its shape."""
-    monkeypatch.setattr(packed_linear, "pack", lambda weight, *_: lambda x: x @ weight.t() + 1)
-    model = nn.ModuleList([nn.Linear(16, 16, bias=False) for _ in range(2)])
-    model[0].weight.data[3] = float("nan")
+    monkeypatch.setattr(products, "pack", lambda weight, *_: lambda x: x @ weight.t() + 1)
+    first, second = (nn.Linear(16, 16, bias=False).requires_grad_(False) for _ in range(2))
+    first.weight[3] = float("nan")
+    packed = PackedProducts(is_fast_in_bfloat16=False, kernel=None)
+    packed.make(first.weight, None)
     x = torch.randn(3, 16)
-    expected = model[1](x)
-    pack(model)
-    torch.testing.assert_close(model[1](x), expected)
+    torch.testing.assert_close(packed.make(second.weight, None)(x), second(x))
+
+
+@needs_mkl
+@pytest.mark.parametrize("most", [0, 10**6])
+def test_a_tied_head_is_packed_unless_the_copy_is_large(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformer, "MAX_TWICE_BYTES", most)
+    packed = PackedProducts(is_fast_in_bfloat16=False, kernel=None)
+    bodies = transformer.Bodies(transformer.Parts(), packed, 8)
+    for is_embedding in (True, False):
+        tensors = {"head.weight": torch.randn(50, 16)}
+        head = transformer.HeadLayer(tensors, bodies, is_embedding=is_embedding)
+        assert head.multiply is not None
+        assert is_packed(head.multiply, torch.ones(1, 16)) == (bool(most) or not is_embedding)
+
+
+@needs_mkl
+def test_weights_are_only_once_in_memory(
+    llama_checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that were packed are let go."""
+    seen: list[weakref.ref[torch.Tensor]] = []
+    own = PackedProducts.make
+
+    def make(self: PackedProducts, weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+        seen.append(weakref.ref(weight))
+        return own(self, weight, bias)
+
+    monkeypatch.setattr(PackedProducts, "make", make)
+    engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="float32", attention="eager")
+    gc.collect()
+    assert len(seen) == 3 * 4 + 1 and all(weight() is None for weight in seen)
+    engine.close()

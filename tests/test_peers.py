@@ -12,6 +12,8 @@ import click
 import pytest
 import transformers
 
+from fminfer.models.architectures import architecture_of
+
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # scripts, not a package: they find each other like this
 
@@ -143,7 +145,7 @@ def test_the_limit_of_scoring(tmp_path: Path) -> None:
 def test_a_token_meets_its_experts_only() -> None:
     fields = peers.MORE_SIZES["qwen3-moe"] | {"num_hidden_layers": 1}
     config = transformers.AutoConfig.for_model(**fields)
-    layers, active, head = limit.count_weights(config)
+    layers, active, head = limit.count_weights(architecture_of(config).model)
     expert = 3 * 768 * 1024
     assert layers - active == (16 - 2) * expert
     assert head == 32000 * 768

@@ -13,8 +13,9 @@ from torch import nn
 
 import fminfer
 from fminfer import product_kernel
+from fminfer.compute.products import PackedProducts
 from fminfer.kernel_build import find_compiler
-from fminfer.packed_linear import onednn_packs_bfloat16, pack_linears
+from fminfer.packed_linear import onednn_packs_bfloat16
 from fminfer.processor import compiler_flags
 from fminfer.product_kernel import ProductKernel
 
@@ -165,12 +166,14 @@ def test_linear_layers_are_packed_for_it(
 ) -> None:
     monkeypatch.setattr(ProductKernel, "is_best_for", ProductKernel.can_pack)
     layers = nn.ModuleList([nn.Linear(64, 96), nn.Linear(48, 96)]).bfloat16()
+    layers.requires_grad_(False)
     xs = [torch.randn(1, 7, 64).bfloat16(), torch.randn(1, 7, 48).bfloat16()]
     with torch.inference_mode():
         expected = [layer(x) for layer, x in zip(layers, xs, strict=True)]
-        assert pack_linears(layers, is_fast_in_bfloat16=True, kernel=kernel) == 2
+        packed = PackedProducts(is_fast_in_bfloat16=True, kernel=kernel)
+        products = [packed.make(layer.weight, layer.bias) for layer in layers]
         with torch.profiler.profile() as seen:
-            found = [layer(x) for layer, x in zip(layers, xs, strict=True)]
+            found = [product(x) for product, x in zip(products, xs, strict=True)]
     torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
     names = [event.name for event in seen.events()]
     assert names.count("mkldnn::_linear_pointwise") == 1, "48 is no multiple of 32"

@@ -27,9 +27,7 @@ from click.testing import CliRunner
 import fminfer
 from fminfer import cli, control_groups, host_memory, imports
 from fminfer.host_memory import free_host_bytes, touching_memory
-from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.weight_files import weight_bytes
-from fminfer.models.weights import build_on_meta
 from tests.conftest import FEW, FIELDS, IS_ALL, SHAPE
 
 UNUSED = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy")
@@ -237,17 +235,6 @@ from transformers.utils import is_torch_distributed_available
 assert is_torch_distributed_available()
 """
     run_python(code)
-
-
-def test_a_model_without_memory_has_its_ties() -> None:
-    """transformers ties weights where it gives them first values, which are left out here."""
-    checkpoint = open_checkpoint(None)
-    for is_tied in (True, False):
-        checkpoint.config.tie_word_embeddings = is_tied
-        model = build_on_meta(checkpoint)
-        parts = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-        assert (parts[0] is parts[1]) == is_tied
-        assert all(part.is_meta for part in parts)
 
 
 def own_bytes() -> int:

@@ -16,8 +16,8 @@ from typing import Any
 import click
 import torch
 import transformers
-
 from fminfer.fused_layers import fuse_layers
+
 from fminfer.kernel_choice import find_library
 from fminfer.layer_kernels import LayerKernels
 from tests.conftest import FIELDS, make_model, save_byte_tokenizer

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
+from fminfer.errors import CheckpointError
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.origins import ModelOrigins, Origin, Origins, find_origins
 from fminfer.models.shapes import Shapes, entry_shapes, exit_shapes, layer_shapes
 from fminfer.models.spec import Attention
 from fminfer.models.tensor_files import TensorFiles
+from fminfer.models.weight_files import weight_files
 from fminfer.partition import Part
 
 Tensors = dict[str, torch.Tensor]
@@ -81,6 +83,21 @@ def check_tensors(checkpoint: Checkpoint) -> None:
     """
     if checkpoint.folder is not None:
         _find(checkpoint, TensorFiles(checkpoint.folder))
+
+
+def stored_dtype(checkpoint: Checkpoint) -> torch.dtype | None:
+    """Return the dtype of most weights by their files' headers, or the config's without files.
+
+    A config may not say it, or say another one. None: no dtype of ours, or a file is broken, as
+    loading will say.
+    """
+    if checkpoint.folder is None or not weight_files(checkpoint.folder):
+        own: torch.dtype | None = checkpoint.config.dtype
+        return own
+    try:
+        return TensorFiles(checkpoint.folder).main_dtype()
+    except CheckpointError:
+        return None
 
 
 def _find(checkpoint: Checkpoint, files: TensorFiles) -> ModelOrigins:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ from safetensors import SafetensorError, safe_open
 
 from fminfer.errors import CheckpointError
 from fminfer.models.weight_files import indexed_homes, weight_files
+
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class TensorFiles:
@@ -31,6 +35,7 @@ class TensorFiles:
         homes = indexed_homes(folder)
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._files: dict[str, tuple[Path, Any]] = {}
+        self._sizes: Counter[str] = Counter()  # numbers of each stored dtype
         for path in files:
             try:
                 file: Any = safe_open(path, framework="pt")
@@ -53,6 +58,10 @@ class TensorFiles:
             raise CheckpointError(f"{path} is broken ({error}); fetch it again") from error
         return tensor
 
+    def main_dtype(self) -> torch.dtype | None:
+        """Return the dtype of most weights; None: it is none of ours."""
+        return DTYPES.get(max(self._sizes, key=self._sizes.__getitem__, default=""))
+
     def _add(self, name: str, path: Path, file: Any) -> None:
         if name in self._files:
             raise CheckpointError(
@@ -61,4 +70,6 @@ class TensorFiles:
                 "the file away that does not belong to the model, or fetch the index"
             )
         self._files[name] = path, file
-        self.shapes[name] = tuple(file.get_slice(name).get_shape())
+        header = file.get_slice(name)
+        self.shapes[name] = tuple(header.get_shape())
+        self._sizes[header.get_dtype()] += math.prod(self.shapes[name])
