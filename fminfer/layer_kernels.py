@@ -9,6 +9,8 @@ import ctypes
 
 import torch
 
+from fminfer.models.spec import Norm
+
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 SILU, GELU_TANH, RELU = 0, 1, 2  # activations; the first two gate
 
@@ -34,52 +36,79 @@ class LayerKernels:
     def __init__(self, library: ctypes.CDLL) -> None:
         address, number = ctypes.c_void_p, ctypes.c_float
         rows = ctypes.POINTER(Rows)
-        self._norm, self._rotate = library.fminfer_rms_norm, library.fminfer_rotate
-        self._gate = library.fminfer_gate
-        self._norm.argtypes = [rows, address, number, number, address, address]
+        self._rms_norm, self._layer_norm = library.fminfer_rms_norm, library.fminfer_layer_norm
+        self._rotate, self._gate = library.fminfer_rotate, library.fminfer_gate
+        self._rms_norm.argtypes = [rows, address, number, number, address, address]
+        self._layer_norm.argtypes = [rows, address, address, number, address, address]
         self._rotate.argtypes = [rows, address, address, ctypes.c_int64]
         self._gate.argtypes = [rows, address, ctypes.c_int64]
 
-    def rms_norm(
-        self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float
+    def can_norm(self, how: Norm, weight: torch.Tensor | None, bias: torch.Tensor | None) -> bool:
+        """Tell whether it computes such a norm: RMSNorms, and LayerNorms with weight and bias."""
+        has_both = how.has_bias != how.is_rms and not (how.offset and not how.is_rms)
+        return how.has_weight and has_both and weight is not None and weight.dim() == 1
+
+    def norm(
+        self, x: torch.Tensor, how: Norm, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return x / sqrt(mean(x²) + eps) * (weight + offset) (Zhang and Sennrich 2019).
+        """Return x normed, as `compute.plain.norm` gives it.
 
         Args:
-            x: (1, rows, width) or (1, rows, more rows, width).
-            weight: (width,).
+            x: (rows, width) or (rows, more rows, width).
+            weight, bias: (width,), of a norm that it can.
         """
-        weight = weight.contiguous()
-        assert weight.shape == x.shape[-1:] and weight.dtype == x.dtype, "weight of a norm"
-        rows, out = _plan(x)
-        self._norm(rows, weight.data_ptr(), eps, offset, None, None)
-        return out
+        rows, out = _plan(x[None])
+        self._run_norm(rows, how, weight, bias, None, None)
+        return out[0]
 
     def add_and_norm(
-        self, x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor, eps: float, offset: float
+        self,
+        x: torch.Tensor,
+        other: torch.Tensor,
+        how: Norm,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return x + other and its `rms_norm`; all are (1, rows, width)."""
-        weight, other = weight.contiguous(), other.contiguous()
-        assert weight.shape == x.shape[-1:] and weight.dtype == x.dtype, "weight of a norm"
+        """Return x + other and that normed; all are (rows, width)."""
+        other = other.contiguous()
         assert x.shape == other.shape and x.dtype == other.dtype, "terms of a sum"
-        rows, out = _plan(x)
+        rows, out = _plan(x[None])
         both = torch.empty_like(out)
-        self._norm(rows, weight.data_ptr(), eps, offset, other.data_ptr(), both.data_ptr())
-        return both, out
+        self._run_norm(rows, how, weight, bias, other.data_ptr(), both.data_ptr())
+        return both[0], out[0]
+
+    def _run_norm(
+        self,
+        rows: Rows,
+        how: Norm,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        other: int | None,
+        both: int | None,
+    ) -> None:
+        assert weight.is_contiguous() and weight.shape == (rows.width,), "weight of a norm"
+        assert TYPES[weight.dtype] == rows.type, "weight of a norm"
+        if how.is_rms:
+            self._rms_norm(rows, weight.data_ptr(), how.eps, how.offset, other, both)
+            return
+        assert bias is not None and bias.is_contiguous() and bias.shape == weight.shape
+        assert bias.dtype == weight.dtype, "bias of a norm"
+        self._layer_norm(rows, weight.data_ptr(), bias.data_ptr(), how.eps, other, both)
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Return x with rotary positions (Su et al. 2021), its first half paired with its second.
 
         Args:
-            x: (1, tokens, heads, head_dim).
-            cos, sin: (1, tokens, turned), for the first `turned` elements of each head.
+            x: (tokens, heads, head_dim).
+            cos, sin: (tokens, turned) float32, for the first `turned` elements of each head.
         """
-        cos, sin = cos.float().contiguous(), sin.float().contiguous()
-        assert cos.shape == sin.shape == (1, x.shape[1], cos.shape[-1]), "cos and sin"
+        cos, sin = cos.contiguous(), sin.contiguous()
+        assert cos.shape == sin.shape == (len(x), cos.shape[-1]), "cos and sin"
+        assert cos.dtype == sin.dtype == torch.float32, "cos and sin"
         assert cos.shape[-1] % 2 == 0 and cos.shape[-1] <= x.shape[-1], "cos and sin"
-        rows, out = _plan(x)
+        rows, out = _plan(x[None])
         self._rotate(rows, cos.data_ptr(), sin.data_ptr(), cos.shape[-1])
-        return out
+        return out[0]
 
     def gate(self, both: torch.Tensor, activation: int) -> torch.Tensor:
         """Return activation(first half) * second half, of (…, 2 * width)."""
@@ -90,10 +119,10 @@ class LayerKernels:
         return out.view(*both.shape[:-1], -1)
 
     def gelu(self, x: torch.Tensor) -> torch.Tensor:
-        """Return gelu (Hendrycks and Gimpel 2016) in its form with tanh, of (1, …, width)."""
-        rows, out = _plan(x)
+        """Return gelu (Hendrycks and Gimpel 2016) in its form with tanh, of (rows, width)."""
+        rows, out = _plan(x[None])
         self._gate(rows, None, GELU_TANH)
-        return out
+        return out[0]
 
 
 def _plan(x: torch.Tensor) -> tuple[Rows, torch.Tensor]:

@@ -159,14 +159,14 @@ class WholeLayer(LayerOf):
         self.step.see(rows, attention.heads, paged.keys)
         tokens, width = x.shape
         kept = rows.kept
-        turn = self.attention.turns(step)  # (2, 1, tokens, turned) float32, or None
+        turn = self.attention.turns(step)  # (2, tokens, turned) float32, or None
         # The kernel trusts what it is given.
         assert len(rows.slots) == tokens and width == how.qkv.inputs
         turned = 0
         if turn is not None:
             turn = turn.contiguous()
             turned = turn.shape[-1]
-            assert turn.shape == (2, 1, tokens, turned) and turn.dtype == torch.float32
+            assert turn.shape == (2, tokens, turned) and turn.dtype == torch.float32
             assert turned % 2 == 0 and turned <= attention.head_dim, "cos and sin"
         num_kept = tokens if kept is None else len(kept)
         out = x.new_empty((num_kept, width))

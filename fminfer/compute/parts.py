@@ -69,16 +69,28 @@ class Parts:
 
 
 class PartKernels(Protocol):
-    """Compiled parts of layers: the CPU's layer_kernels or the GPU's triton_layers."""
+    """Compiled parts of layers: the CPU's layer_kernels or the GPU's triton_layers.
+
+    Each is one pass over memory, computed in float32 and rounded once.
+    """
 
     types: frozenset[torch.dtype]
 
-    def rms_norm(
-        self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float
+    def can_norm(
+        self, how: Norm, weight: torch.Tensor | None, bias: torch.Tensor | None
+    ) -> bool: ...
+
+    def norm(
+        self, x: torch.Tensor, how: Norm, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor: ...
 
     def add_and_norm(
-        self, x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor, eps: float, offset: float
+        self,
+        x: torch.Tensor,
+        other: torch.Tensor,
+        how: Norm,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor: ...
@@ -100,12 +112,13 @@ class KernelParts(Parts):
         self._kernels = kernels
 
     def norm(self, how: Norm, weight: torch.Tensor | None, bias: torch.Tensor | None) -> NormBody:
-        if how.is_rms and weight is not None and weight.dim() == 1 and bias is None:
-            return _RmsNorm(how, weight, self._kernels)
+        if self._kernels.can_norm(how, weight, bias):
+            assert weight is not None, "a norm that a kernel computes"
+            return _KernelNorm(how, weight, bias, self._kernels)
         return super().norm(how, weight, bias)
 
     def rotate(self, how: Rope) -> RotateBody:
-        return super().rotate(how) if how.is_interleaved else _Rotate(how, self._kernels)
+        return super().rotate(how) if how.is_interleaved else _KernelRotate(how, self._kernels)
 
     def gate(self, activation: str) -> Function:
         if activation in GATES:
@@ -113,35 +126,35 @@ class KernelParts(Parts):
         return super().gate(activation)
 
     def activation(self, name: str) -> Function:
-        if name in TANH_GELUS:
-            return lambda x: self._kernels.gelu(x[None])[0]
-        return super().activation(name)
+        return self._kernels.gelu if name in TANH_GELUS else super().activation(name)
 
 
-class _RmsNorm(NormBody):
-    def __init__(self, how: Norm, weight: torch.Tensor, kernels: PartKernels) -> None:
-        super().__init__(how, weight, None)
-        self._kernels, self._with = kernels, (weight, how.eps, how.offset)
+class _KernelNorm(NormBody):
+    def __init__(
+        self, how: Norm, weight: torch.Tensor, bias: torch.Tensor | None, kernels: PartKernels
+    ) -> None:
+        weight = weight.contiguous()
+        super().__init__(how, weight, bias)
+        self._kernels, self._with = kernels, (how, weight, bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._kernels.rms_norm(x[None], *self._with)[0]
+        return self._kernels.norm(x, *self._with)
 
     def of_sum(
         self, x: torch.Tensor, more: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if more is None:
             return x, self(x)
-        both, normed = self._kernels.add_and_norm(x[None], more[None], *self._with)
-        return both[0], normed[0]
+        return self._kernels.add_and_norm(x, more, *self._with)
 
 
-class _Rotate(RotateBody):
+class _KernelRotate(RotateBody):
     def __init__(self, how: Rope, kernels: PartKernels) -> None:
         super().__init__(how)
         self._kernels = kernels
 
     def turns(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return table[:, None, positions].repeat(1, 1, 1, 2)  # each half of a head's alike
+        return table[:, positions].repeat(1, 1, 2)  # each half of a head's alike
 
     def __call__(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-        return self._kernels.rotate(x[None], *turns)[0]
+        return self._kernels.rotate(x, *turns)

@@ -159,10 +159,11 @@ def _draw(
 ) -> PartTensors:
     model = checkpoint.model
     spread = float(getattr(checkpoint.config, "initializer_range", 0.02))
+    of_norms = 1.0 - (model.final_norm.offset if model.final_norm else 0.0)
 
     def draw(shapes: Shapes, where: str) -> Tensors:
         return {
-            name: _draw_one(name, shape, f"{seed} {where}{name}", spread, dtype, device)
+            name: _draw_one(name, shape, f"{seed} {where}{name}", spread, of_norms, dtype, device)
             for name, shape in shapes.items()
         }
 
@@ -183,13 +184,14 @@ def _draw_one(
     shape: tuple[int, ...],
     key: str,
     spread: float,
+    of_norms: float,
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
-    """Draw a tensor by a seed of its own: norms are 1, biases 0, the rest normal."""
+    """Draw a tensor by a seed of its own: norms multiply by 1, biases are 0, the rest is normal."""
     if name.endswith(".bias"):
         return torch.zeros(shape, dtype=dtype, device=device)
     if "norm" in name or name.startswith(("before_", "after_", "sum_")):
-        return torch.ones(shape, dtype=dtype, device=device)
+        return torch.full(shape, of_norms, dtype=dtype, device=device)
     generator = torch.Generator(device).manual_seed(zlib.crc32(key.encode()))
     return torch.empty(shape, dtype=dtype, device=device).normal_(0, spread, generator=generator)
