@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from fminfer.errors import CheckpointError
-from fminfer.models.architectures import architecture_of
+from fminfer.models.architectures.table import architecture_of
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.load import PartTensors, load_tensors
 from fminfer.models.shapes import entry_shapes, exit_shapes, layer_shapes

@@ -10,47 +10,44 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "fminfer"
 # From the lowest up. A sign of the house: a new module finds its place here or is in the wrong one.
 FLOORS = """
-input.pieces token_lengths row_warnings hyperparameters urls \
-    errors timing messages pipeline.addresses control_groups detokenizer \
-    sentencepieces shared_runs soft_cap \
-    weighed_values output.rows output.names cache layer_kernels head_kernel triton_kernels \
-    engine.blocks engine.noise engine.stopping engine.expected split.folders cluster.job_names
-input.spread pipeline.handshake \
-    config fields processor host_memory threads input.streams input.values input.spans tokenizer \
-    partition ranks models.alibi models.families models.sizes models.variants \
-    models.weight_files integrations.generation engine.stats engine.seen output.trace \
-    output.disk stopping memory head cost_model cluster.schedulers cluster.scripts team.place
-prompts engine_options \
-    input.lines spelling sampling no_tokenizer placement kernel_build product_kernel module_trial \
-    decode_attention kernel_attention triton_layers launcher run_options output.journal \
-    output.claims models.experts models.checkpoint models.layer_count models.slicing \
-    pipeline.wire pipeline.transport pipeline.step_clock pipeline.store \
-    pipeline.local
-input.envelope fused_layers imports layer_parts packed_linear attention score_kernel \
-    draw_kernel input.files models.weights pipeline.secret pipeline.store_place pipeline.watch \
-    models.adapters.bloom models.adapters.codegen \
-    models.adapters.falcon models.adapters.gpt_neo models.adapters.gptj models.adapters.mpt
-request fingerprint cost_store packed_experts triton_attention whole_layers remote_files \
-    output.records output.writer output.stream output.progress pipeline.meeting_folder
-engine.logit_edits synthetic output.reopening output.status pipeline.stage split.grouping \
-    team.wire pipeline.rendezvous
-pipeline.meeting
-kernel_choice step_memory engine.sequence pipeline.ring pipeline.group \
-    output.places output.job_file \
-    storage split.manifest split.index team.process
-agreement team.apart
-engine.prefix engine.advance engine.packing engine.equal_requests engine.planner output.summary \
-    output.shared_files output.overview loading paths split.answers split.summary \
-    cluster.resources cluster.submission
-engine.scheduler engine.answer engine.intake footprint split.merging split.parts \
-    commands.status
-engine.loop forecast commands.split commands.merge
-assembly
-check.lines check.simulation worker
-team.team team.member check.report integrations.batch calibration
-job
-running bench check.checking integrations.lm_eval integrations.ray commands.submit
-commands.check
+cache cluster.job_names control_groups detokenizer engine.blocks engine.expected \
+    engine.noise engine.stopping errors head_kernel hyperparameters input.pieces input.spans \
+    messages models.context models.sizes models.spec models.weight_files output.names \
+    output.rows pipeline.addresses row_warnings sampling sentencepieces shared_runs soft_cap \
+    split.folders team.place timing token_lengths triton_kernels urls weighed_values
+cluster.schedulers cluster.scripts compute.plain config cost_model decode_attention \
+    draw_kernel engine.seen engine.stats fields host_memory imports input.spread \
+    input.streams input.values integrations.generation kernel_attention layer_kernels memory \
+    models.architectures.naming models.config_fields models.tensor_files output.disk \
+    output.stream output.trace partition pipeline.handshake pipeline.local \
+    pipeline.step_clock pipeline.transport pipeline.wire processor ranks score_kernel \
+    stopping threads tokenizer
+attention compute.parts engine_options input.lines kernel_build launcher \
+    models.architectures.parts models.layer_count models.shapes no_tokenizer output.claims \
+    output.journal output.progress pipeline.secret pipeline.store placement product_kernel \
+    prompts run_options spelling triton_layers
+cluster.submission input.envelope input.files kv_cache models.architectures.gpt_like \
+    models.architectures.llama_like models.origins output.writer packed_linear \
+    pipeline.store_place pipeline.watch remote_files request triton_attention
+compute.products engine.logit_edits kernel_choice models.architectures.table output.records \
+    output.status pipeline.meeting_folder split.grouping synthetic
+engine.sequence models.checkpoint output.places output.reopening pipeline.rendezvous \
+    split.index split.manifest storage team.wire
+cluster.resources cost_store engine.advance engine.answer engine.equal_requests \
+    engine.intake engine.packing engine.planner engine.prefix fingerprint models.load \
+    output.job_file output.overview output.summary paths pipeline.meeting split.answers \
+    split.summary team.process
+commands.status commands.submit engine.scheduler models.transformer output.shared_files \
+    pipeline.group split.merging split.parts team.apart
+agreement commands.merge commands.split engine.loop head whole_layers
+assembly check.lines pipeline.stage
+check.simulation pipeline.ring step_memory team.team
+loading
+footprint
+forecast
+check.report worker
+bench calibration check.checking integrations.batch integrations.ray job team.member
+commands.check integrations.lm_eval running
 cli
 __main__
 """
@@ -75,7 +72,9 @@ def imports(tree: ast.Module) -> list[str]:
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            names.append(node.module or "")
+            module = node.module or ""
+            inside = [f"{module}.{alias.name}" for alias in node.names]
+            names += [name for name in inside if name in FLOOR] or [module]
     return [name for name in names if name.startswith("fminfer.")]
 
 

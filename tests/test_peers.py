@@ -12,7 +12,7 @@ import click
 import pytest
 import transformers
 
-from fminfer.models.architectures import architecture_of
+from fminfer.models.architectures.table import architecture_of
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # scripts, not a package: they find each other like this

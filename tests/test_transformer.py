@@ -18,7 +18,7 @@ from fminfer.compute.parts import KernelParts, Parts
 from fminfer.compute.products import PackedProducts, Products
 from fminfer.head import Head
 from fminfer.layer_kernels import LayerKernels
-from fminfer.models.architectures import ROWS
+from fminfer.models.architectures.table import ROWS
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.load import load_tensors
 from fminfer.models.spec import Model

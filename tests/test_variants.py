@@ -15,8 +15,8 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 import fminfer
 from fminfer.errors import CheckpointError
-from fminfer.models.architectures import ROWS
 from fminfer.models.architectures.parts import interleaved_slopes, mpt_slopes
+from fminfer.models.architectures.table import ROWS
 from fminfer.models.checkpoint import open_checkpoint, open_random
 from tests.conftest import FIELDS, SHAPE
 

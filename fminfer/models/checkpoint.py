@@ -14,8 +14,8 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 
 from fminfer.errors import CheckpointError
-from fminfer.models.architectures import architecture_of, check_model_type
 from fminfer.models.architectures.naming import Architecture
+from fminfer.models.architectures.table import architecture_of, check_model_type
 from fminfer.models.context import context_length
 from fminfer.models.sizes import DEMO_MODEL, SIZES
 from fminfer.models.spec import Model
