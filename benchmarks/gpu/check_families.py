@@ -36,13 +36,11 @@ def check_family(setting: Setting, name: str, dtype: str) -> Figures:
     folder = setting.prepared or setting.scratch / "families"
     expected = prepare(name, folder)
     engine = fminfer.Engine(str(folder / name), dtype=dtype, device=setting.device, **OPTIONS)
-    figures: Figures = {"fused": engine.num_fused}
+    figures: Figures = {}
     try:
         expect(engine.has_kernel, "attention is plain torch", figures)
         is_slow = bool(engine.why_slower) and not (setting.is_tiny and dtype != "float32")
         expect(not is_slow, engine.why_slower, figures)  # some CPUs are slow in 16 bits
-        text = f"{engine.num_fused} modules have kernels, {expected.num_fused} should"
-        expect(engine.num_fused == expected.num_fused, text, figures)
         if dtype == "float32":
             return figures | check_greedy(engine, expected.answers)
         scored = run(engine, [score_request(answer) for answer in expected.answers])

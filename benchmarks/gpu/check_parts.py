@@ -15,6 +15,7 @@ from benchmarks.gpu import references
 from benchmarks.gpu.cases import Case, Figures, Setting, Skipped, expect
 from benchmarks.gpu.processes import run_within
 from fminfer.layer_kernels import GELU_TANH, SILU
+from fminfer.models.spec import Norm
 from fminfer.triton_layers import MAX_ERROR, TritonLayers
 
 WIDTHS = {"cuda": (64, 80, 4096, 5120, 14336), "cpu": (64, 80)}
@@ -54,15 +55,16 @@ def check_width(kind: str, width: int, dtype: torch.dtype) -> Figures:
     is_equal = True  # whether a sum and its norm are the same in one kernel and in two
     torch.manual_seed(0)
     for tokens in TOKENS[kind]:
-        x, other = (torch.randn(1, tokens, width, device=device).to(dtype) for _ in ("x", "y"))
+        x, other = (torch.randn(tokens, width, device=device).to(dtype) for _ in ("x", "y"))
         weight = torch.randn(width, device=device).to(dtype)
         for offset in (0.0, 1.0):
-            normed = kernels.rms_norm(x, weight, EPS, offset)
+            how = Norm(EPS, offset=offset)
+            normed = kernels.norm(x, how, weight, None)
             errors.append(_error(normed, references.rms_norm(x, weight, EPS, offset)))
-            both, in_one = kernels.add_and_norm(x, other, weight, EPS, offset)
+            both, in_one = kernels.add_and_norm(x, other, how, weight, None)
             errors.append(_error(both, (x + other).double()))
             errors.append(_error(in_one, references.rms_norm(both, weight, EPS, offset)))
-            is_equal &= torch.equal(in_one, kernels.rms_norm(both, weight, EPS, offset))
+            is_equal &= torch.equal(in_one, kernels.norm(both, how, weight, None))
         pair = torch.cat([x, other], -1)
         wide, second = x.double(), other.double()
         errors.append(_error(kernels.gate(pair, SILU), silu(wide) * second))
@@ -80,9 +82,9 @@ def check_turns(kind: str, dtype: torch.dtype) -> Figures:
     torch.manual_seed(0)
     for width, turned in HEAD_DIMS if kind == "cuda" else HEAD_DIMS[-2:]:
         for tokens in TOKENS[kind]:
-            x = torch.randn(1, tokens, 3, width + 5, device=device).to(dtype)[..., :width]
-            angles = torch.randn(1, tokens, turned, device=device)
-            turn = (angles.cos().to(dtype), angles.sin().to(dtype))
+            x = torch.randn(tokens, 3, width + 5, device=device).to(dtype)[..., :width]
+            angles = torch.randn(tokens, turned, device=device)
+            turn = angles.cos(), angles.sin()
             errors.append(_error(kernels.rotate(x, *turn), references.rotate(x, *turn)))
     return _judge(errors, dtype)
 

@@ -16,10 +16,7 @@ from typing import Any
 import click
 import torch
 import transformers
-from fminfer.fused_layers import fuse_layers
 
-from fminfer.kernel_choice import find_library
-from fminfer.layer_kernels import LayerKernels
 from tests.conftest import FIELDS, make_model, save_byte_tokenizer
 from tests.test_oracle import mixed_requests, oracle_greedy
 
@@ -42,7 +39,6 @@ class Answer:
 class FamilyAnswers:
     """What a family is compared with."""
 
-    num_fused: int  # modules that take kernels for parts of theirs
     answers: list[Answer]
 
 
@@ -66,7 +62,7 @@ def prepare(name: str, folder: Path) -> FamilyAnswers:
             part.rename(path.parent)
         shutil.rmtree(part, ignore_errors=True)
     fields = json.loads(path.read_text())
-    return FamilyAnswers(fields["num_fused"], [Answer(**each) for each in fields["answers"]])
+    return FamilyAnswers([Answer(**each) for each in fields["answers"]])
 
 
 def _write(name: str, folder: Path) -> None:
@@ -75,7 +71,7 @@ def _write(name: str, folder: Path) -> None:
     save_byte_tokenizer(folder)
     requests = [each for each in mixed_requests() if each["temperature"] == 0]
     answers = [_answer(model, each) for each in requests[:NUM_REQUESTS]]
-    found = FamilyAnswers(_count_fused(model), answers)
+    found = FamilyAnswers(answers)
     (folder / NAME).write_text(json.dumps(asdict(found)))
 
 
@@ -87,13 +83,6 @@ def _answer(model: Any, request: dict[str, Any]) -> Answer:
     logprobs = table.gather(1, targets[:, None])[:, 0]
     best = table.topk(NUM_BEST).values
     return Answer(prompt, ids, logprobs.tolist(), best.tolist())
-
-
-def _count_fused(model: Any) -> int:
-    """Return how many modules the CPU's kernels fuse; a GPU's are to fuse the same."""
-    library = find_library("compiled", torch.device("cpu"))
-    assert library is not None, "asked for by name"
-    return fuse_layers(model.requires_grad_(False), LayerKernels(library)).num_modules
 
 
 @torch.inference_mode()

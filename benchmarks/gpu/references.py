@@ -88,8 +88,8 @@ def rms_norm(
 
 
 def rotate(
-    x: torch.Tensor,  # (1, tokens, heads, dim)
-    cos: torch.Tensor,  # (1, tokens, turned)
+    x: torch.Tensor,  # (tokens, heads, dim)
+    cos: torch.Tensor,  # (tokens, turned)
     sin: torch.Tensor,
 ) -> torch.Tensor:  # float64
     turned = cos.shape[-1]
@@ -97,5 +97,5 @@ def rotate(
     head, rest = wide[..., :turned], wide[..., turned:]
     first, second = head.chunk(2, -1)
     crossed = torch.cat([-second, first], -1)
-    head = head * cos.double()[:, :, None] + crossed * sin.double()[:, :, None]
+    head = head * cos.double()[:, None] + crossed * sin.double()[:, None]
     return torch.cat([head, rest], -1)
