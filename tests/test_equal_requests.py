@@ -148,9 +148,9 @@ def test_an_error_is_each_lines_own(
 ) -> None:
     """A nan of the request that is computed is told to all that wait for it, and not kept."""
     head = engine._pipeline._run.__self__._head._layer  # type: ignore[attr-defined]
-    forward = head.forward
+    multiply = head.multiply
     with monkeypatch.context() as patch:
-        patch.setattr(head, "forward", lambda x: forward(x) * float("nan"))
+        patch.setattr(head, "multiply", lambda x: multiply(x) * float("nan"))
         records = list(engine.run([GREEDY] * 3))
     assert [record.error and record.error.code for record in records] == ["nan_logits"] * 3
     assert not any(record.error for record in engine.run([GREEDY] * 3))

@@ -13,9 +13,12 @@ from torch import nn
 
 import fminfer
 from fminfer import head as head_module
+from fminfer.compute.parts import Parts
+from fminfer.compute.products import Products
 from fminfer.head import Head
 from fminfer.head_kernel import HeadKernel
 from fminfer.kernel_build import find_compiler
+from fminfer.models.transformer import Bodies, HeadLayer
 from tests.conftest import built_library, make_model, save_byte_tokenizer
 
 # (rows, inputs, outputs): one of each; parts of vectors, of tiles and of blocks; several blocks.
@@ -42,6 +45,15 @@ def make_layer(inputs: int, outputs: int, dtype: torch.dtype, *, has_bias: bool)
     return nn.Linear(inputs, outputs, bias=has_bias).to(dtype).requires_grad_(False)
 
 
+def make_head(layer: nn.Linear, kernel: HeadKernel | None) -> Head:
+    """Return the head of a network whose weights are a layer's."""
+    tensors = {"head.weight": layer.weight.detach()}
+    if layer.bias is not None:
+        tensors["head.bias"] = layer.bias.detach()
+    bodies = Bodies(Parts(), Products(), 1)
+    return Head(HeadLayer(tensors, bodies, is_embedding=False), kernel)
+
+
 def assert_exact(found: torch.Tensor, x: torch.Tensor, layer: nn.Linear) -> None:
     """See that no sum was rounded to 16 bits: that would cost 2^-9 of it, or 2^-12."""
     exact = x.double() @ layer.weight.double().t()
@@ -61,13 +73,13 @@ def test_the_kernel_keeps_float32(
     for rows, inputs, outputs in SHAPES:
         layer = make_layer(inputs, outputs, torch.bfloat16, has_bias=has_bias)
         x = torch.randn(rows, inputs).bfloat16()
-        assert_exact(Head(layer, kernel)(x), x, layer)
+        assert_exact(make_head(layer, kernel)(x), x, layer)
 
 
 def test_a_row_is_the_same_beside_any_others(
     kernel: HeadKernel, set_threads: Callable[[int], None]
 ) -> None:
-    head = Head(make_layer(200, 150, torch.bfloat16, has_bias=True), kernel)
+    head = make_head(make_layer(200, 150, torch.bfloat16, has_bias=True), kernel)
     x = torch.randn(61, 200).bfloat16()
     set_threads(1)
     alone = torch.cat([head(row) for row in x.split(1)])
@@ -78,7 +90,7 @@ def test_a_row_is_the_same_beside_any_others(
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_row_that_is_not_finite_costs_no_other(value: float, kernel: HeadKernel) -> None:
-    head = Head(make_layer(64, 65, torch.bfloat16, has_bias=False), kernel)
+    head = make_head(make_layer(64, 65, torch.bfloat16, has_bias=False), kernel)
     x = torch.randn(20, 64).bfloat16()
     expected = head(x)
     x[3, 17] = value
@@ -96,7 +108,7 @@ def test_plain_torch_keeps_float32(
     monkeypatch.setattr(head_module, "WIDENED_BYTES", 4 * 96 * 7)  # some outputs at a time
     layer = make_layer(96, 33, dtype, has_bias=has_bias)
     x = torch.randn(5, 96).to(dtype)
-    assert_exact(Head(layer, None)(x), x, layer)
+    assert_exact(make_head(layer, None)(x), x, layer)
 
 
 class OnGpu(torch.Tensor):
@@ -127,7 +139,7 @@ def test_a_gpu_is_asked_for_float32(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_float32_head_is_the_layer_itself() -> None:
     layer = make_layer(96, 33, torch.float32, has_bias=True)
     x = torch.randn(5, 96)
-    assert torch.equal(Head(layer, None)(x), layer(x))
+    assert torch.equal(make_head(layer, None)(x), layer(x))
 
 
 @pytest.fixture(scope="module")
