@@ -12,12 +12,12 @@ import torch
 
 from fminfer.attention import AttentionKernel
 from fminfer.compute.parts import PartKernels
+from fminfer.compute.spec import Model
 from fminfer.config import AttentionBody
 from fminfer.errors import UsageError
 from fminfer.kernel_attention import KernelAttention
 from fminfer.kernel_build import KernelBuild, start_build
 from fminfer.layer_kernels import LayerKernels
-from fminfer.models.spec import Model
 
 # Compilers, drivers and machines raise others. These say that our own code is wrong.
 OUR_FAULTS = (

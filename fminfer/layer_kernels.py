@@ -9,7 +9,7 @@ import ctypes
 
 import torch
 
-from fminfer.models.spec import Norm
+from fminfer.compute.spec import Norm
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 SILU, GELU_TANH, RELU = 0, 1, 2  # activations; the first two gate

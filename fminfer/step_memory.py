@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from fminfer.compute.spec import Mlp, Model, Moe
 from fminfer.config import EngineConfig
-from fminfer.models.spec import Mlp, Model, Moe
 from fminfer.partition import Part
 from fminfer.pipeline.stage import MAX_LOGITS
 

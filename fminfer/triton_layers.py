@@ -10,8 +10,8 @@ import torch
 import triton
 
 from fminfer.compute import plain
+from fminfer.compute.spec import Norm, Rope
 from fminfer.layer_kernels import GELU_TANH, SILU
-from fminfer.models.spec import Norm, Rope
 from fminfer.triton_kernels import gate_kernel, norm_kernel, rotate_kernel
 
 # Of the largest number; the second is what rounding once gives, and a half more.

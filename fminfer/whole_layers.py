@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fminfer.compute import spec
+from fminfer.compute.kv_cache import KvCache
 from fminfer.kernel_attention import Arguments, KernelRows, step_arguments
-from fminfer.kv_cache import KvCache
 from fminfer.layer_kernels import GELU_TANH, RELU, SILU
-from fminfer.models import spec
 from fminfer.models.load import Tensors
 from fminfer.models.transformer import LayerOf, LayerStep
 from fminfer.product_kernel import PackedProduct

@@ -10,11 +10,12 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "fminfer"
 # From the lowest up. A sign of the house: a new module finds its place here or is in the wrong one.
 FLOORS = """
-cache cluster.job_names control_groups detokenizer engine.blocks engine.expected \
-    engine.noise engine.stopping errors head_kernel hyperparameters input.pieces input.spans \
-    messages models.context models.sizes models.spec models.weight_files output.names \
-    output.rows pipeline.addresses row_warnings sampling sentencepieces shared_runs soft_cap \
-    split.folders team.place timing token_lengths triton_kernels urls weighed_values
+cache cluster.job_names compute.spec control_groups detokenizer engine.blocks \
+    engine.expected engine.noise engine.stopping errors head_kernel hyperparameters \
+    input.pieces input.spans messages models.context models.sizes models.weight_files \
+    output.names output.rows pipeline.addresses row_warnings sampling sentencepieces \
+    shared_runs soft_cap split.folders team.place timing token_lengths triton_kernels urls \
+    weighed_values
 cluster.schedulers cluster.scripts compute.plain config cost_model decode_attention \
     draw_kernel engine.seen engine.stats fields host_memory imports input.spread \
     input.streams input.values integrations.generation kernel_attention layer_kernels memory \
@@ -26,7 +27,7 @@ attention compute.parts engine_options input.lines kernel_build launcher \
     models.architectures.parts models.layer_count models.shapes no_tokenizer output.claims \
     output.journal output.progress pipeline.secret pipeline.store placement product_kernel \
     prompts run_options spelling triton_layers
-cluster.submission input.envelope input.files kv_cache models.architectures.gpt_like \
+cluster.submission compute.kv_cache input.envelope input.files models.architectures.gpt_like \
     models.architectures.llama_like models.origins output.writer packed_linear \
     pipeline.store_place pipeline.watch remote_files request triton_attention
 compute.products engine.logit_edits kernel_choice models.architectures.table output.records \

@@ -16,12 +16,12 @@ import torch
 
 from fminfer.compute.parts import KernelParts, Parts
 from fminfer.compute.products import PackedProducts, Products
+from fminfer.compute.spec import Model
 from fminfer.head import Head
 from fminfer.layer_kernels import LayerKernels
 from fminfer.models.architectures.table import ROWS
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.load import load_tensors
-from fminfer.models.spec import Model
 from fminfer.models.transformer import Bodies, LayerStep, Transformer
 from fminfer.partition import Part, split_layers
 from tests.conftest import FIELDS, VOCAB, built_library, make_model

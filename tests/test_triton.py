@@ -17,11 +17,11 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from fminfer import loading, triton_attention, triton_layers
+from fminfer.compute.spec import Model
 from fminfer.errors import UsageError
 from fminfer.kernel_choice import find_attention, find_layers
 from fminfer.messages import StepRow
 from fminfer.models.checkpoint import open_random
-from fminfer.models.spec import Model
 from fminfer.triton_attention import TritonAttention, try_kernels
 from fminfer.triton_layers import TritonLayers
 from tests.conftest import make_model, more, save_byte_tokenizer, triton_device

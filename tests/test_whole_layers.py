@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 import fminfer
+from fminfer.compute.spec import Alibi, Norm, Rope
 from fminfer.kernel_build import find_compiler
 from fminfer.layer_kernels import RELU, TYPES, Rows
 from fminfer.models.architectures.table import architecture_of
 from fminfer.models.checkpoint import open_random
-from fminfer.models.spec import Alibi, Norm, Rope
 from fminfer.product_kernel import ProductKernel
 from fminfer.whole_layers import StepCall, WholeLayer, WholeLayers, serves
 from tests.conftest import FIELDS, built_library, make_model

@@ -14,8 +14,8 @@ from torch.nn.functional import gelu, silu
 from benchmarks.gpu import references
 from benchmarks.gpu.cases import Case, Figures, Setting, Skipped, expect
 from benchmarks.gpu.processes import run_within
+from fminfer.compute.spec import Norm
 from fminfer.layer_kernels import GELU_TANH, SILU
-from fminfer.models.spec import Norm
 from fminfer.triton_layers import MAX_ERROR, TritonLayers
 
 WIDTHS = {"cuda": (64, 80, 4096, 5120, 14336), "cpu": (64, 80)}

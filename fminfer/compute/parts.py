@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 
 from fminfer.compute import plain
+from fminfer.compute.spec import Norm, Rope
 from fminfer.layer_kernels import GELU_TANH, SILU
-from fminfer.models.spec import Norm, Rope
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 TANH_GELUS = frozenset({"gelu_new", "gelu_fast", "gelu_pytorch_tanh"})

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from fminfer.models.spec import Norm, Rope
+from fminfer.compute.spec import Norm, Rope
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 

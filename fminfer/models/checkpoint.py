@@ -13,12 +13,12 @@ from typing import Any
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 
+from fminfer.compute.spec import Model
 from fminfer.errors import CheckpointError
 from fminfer.models.architectures.naming import Architecture
 from fminfer.models.architectures.table import architecture_of, check_model_type
 from fminfer.models.context import context_length
 from fminfer.models.sizes import DEMO_MODEL, SIZES
-from fminfer.models.spec import Model
 
 SMALL_HUB_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 HUB_FILES = [*SMALL_HUB_FILES, "model*.safetensors"]

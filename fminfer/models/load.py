@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
+from fminfer.compute.spec import Attention
 from fminfer.errors import CheckpointError
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.origins import ModelOrigins, Origin, Origins, find_origins
 from fminfer.models.shapes import Shapes, entry_shapes, exit_shapes, layer_shapes
-from fminfer.models.spec import Attention
 from fminfer.models.tensor_files import TensorFiles
 from fminfer.models.weight_files import weight_files
 from fminfer.partition import Part

@@ -9,10 +9,10 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from fminfer.compute.spec import Layer, Moe
 from fminfer.errors import CheckpointError
 from fminfer.models.architectures.naming import Architecture, Layout, Source
 from fminfer.models.shapes import Shapes, entry_shapes, exit_shapes, layer_shapes
-from fminfer.models.spec import Layer, Moe
 
 Shape = tuple[int, ...]
 # Tensors that old checkpoints carry and nothing reads: causal masks and rotary tables.

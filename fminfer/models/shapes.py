@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from fminfer.models.spec import Attention, Layer, Mlp, Model, Moe, Norm
+from fminfer.compute.spec import Attention, Layer, Mlp, Model, Moe, Norm
 from fminfer.partition import Part
 
 Shapes = dict[str, tuple[int, ...]]

@@ -16,8 +16,8 @@ from torch import nn
 from fminfer.compute import plain
 from fminfer.compute.parts import NormBody, Parts, RotateBody
 from fminfer.compute.products import Products
+from fminfer.compute.spec import Attention, Layer, Mlp, Model, Moe, Norm, Rope
 from fminfer.models.load import PartTensors, Tensors
-from fminfer.models.spec import Attention, Layer, Mlp, Model, Moe, Norm, Rope
 from fminfer.packed_linear import MAX_TWICE_BYTES
 
 Function = Callable[[torch.Tensor], torch.Tensor]

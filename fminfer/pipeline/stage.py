@@ -12,9 +12,9 @@ from collections.abc import Callable
 import torch
 
 from fminfer.attention import AttentionKernel
+from fminfer.compute.kv_cache import KvCache
 from fminfer.head import Head
 from fminfer.head_kernel import HeadKernel
-from fminfer.kv_cache import KvCache
 from fminfer.memory import SizeLimit
 from fminfer.messages import SamplingRows, Step, StepResult, StepRow, TokenLogprobs
 from fminfer.models.transformer import LayerStep, Transformer

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from fminfer.compute.spec import Alibi, Layer, Mlp, Norm
 from fminfer.models.architectures.naming import (
     BY_CORE,
     BY_HEAD,
@@ -23,7 +24,6 @@ from fminfer.models.architectures.parts import (
     mpt_slopes,
     plain_rope,
 )
-from fminfer.models.spec import Alibi, Layer, Mlp, Norm
 
 OUTER = sources(
     embed="transformer.wte",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from fminfer.compute.spec import Layer, Mlp, Moe, Norm
 from fminfer.models.architectures.naming import Architecture, Sources, experts, sources
 from fminfer.models.architectures.parts import Changes, assemble, attention_of, rope_of, same
-from fminfer.models.spec import Layer, Mlp, Moe, Norm
 
 OUTER = sources(embed="model.embed_tokens", final_norm="model.norm", head="lm_head")
 INNER = sources(

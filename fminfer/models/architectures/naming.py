@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fminfer.models.spec import Attention, Model
+from fminfer.compute.spec import Attention, Model
 
 Shape = tuple[int, ...]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from fminfer.compute.spec import Attention, Layer, Mlp, Model, Moe, Norm, Rope
 from fminfer.models.architectures.naming import Architecture, Sources
-from fminfer.models.spec import Attention, Layer, Mlp, Model, Moe, Norm, Rope
 
 Changes = dict[str, Any]
 

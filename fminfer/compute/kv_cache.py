@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from fminfer.attention import AttentionKernel, PagedAttention, plan_attention
+from fminfer.compute.spec import Attention
 from fminfer.host_memory import use_small_pages
 from fminfer.messages import StepRow
-from fminfer.models.spec import Attention
 
 
 class KvCache:
