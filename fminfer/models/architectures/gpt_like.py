@@ -282,3 +282,6 @@ def bloom(c: Any) -> Architecture:
         layer={"adds_normed": c.apply_residual_connection_post_layernorm},
         embed_norm=Norm(c.layer_norm_epsilon, is_rms=False, has_bias=True),
     )
+
+
+ROWS = (opt, gpt2, gpt_bigcode, gpt_neo, gpt_neox, gptj, codegen, falcon, mpt, bloom)

@@ -231,3 +231,9 @@ def qwen3_moe(c: Any) -> Architecture:
         return plain if is_plain or not c.num_experts else moe
 
     return llama_like(c, attention=_biases(c) | {"qk_norm": Norm(c.rms_norm_eps)}, mlp=mlp)
+
+
+ROWS = (
+    *(llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3_text, phi, phi3),
+    *(stablelm, starcoder2, olmo2, glm4, mixtral, qwen3_moe),
+)
