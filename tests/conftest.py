@@ -32,7 +32,7 @@ IS_ALL = os.environ.get("FMINFER_TEST_ALL") == "1"
 # More of what another test of the same run shows already: more families, dtypes or sizes.
 more = pytest.mark.skipif(not IS_ALL, reason="more of the same; scripts/test --all")
 LONG_FILES = (
-    *("test_triton", "test_ray", "test_start", "test_resume", "test_fused_layers"),
+    *("test_triton", "test_ray", "test_start", "test_resume", "test_transformer"),
     *("test_stages", "test_oracle", "test_pipeline", "test_lm_eval", "test_submit"),
 )
 # Families whose attention differs: heads, windows, caps, biases, positions, experts.

@@ -14,7 +14,7 @@
 
 extern "C" {
 
-// Must agree with layer_parts.Norm, Linear and Layer.
+// Must agree with Norm, Linear and Layer of whole_layers.py.
 struct Norm {
     const void *weight, *bias;  // null: no norm; no bias: an RMS norm
     float eps, offset;
