@@ -1,4 +1,4 @@
-"""The keys and values of a stage's layers, and attention over them as each layer's spec says."""
+"""The KV cache of a stage's layers, and attention over it as the spec of each layer says."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from fminfer.messages import StepRow
 
 
 class KvCache:
-    """One tensor for all layers, in blocks that sequences share and copy.
+    """One tensor for all layers, in blocks that sequences share or copy.
 
     Args:
-        layers: each layer's attention; all have one shape of keys.
+        layers: the attention of each layer; their keys have the same shape.
         num_blocks, block_size: the size of the cache.
-        kernel: the compiled attention; None: plain tensor operations.
+        kernel: the compiled attention; None: plain torch.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class KvCache:
     ) -> None:
         ((kv_heads, head_dim),) = {how.cache_shape for how in layers}
         shape = (len(layers), 2, num_blocks, kv_heads, block_size, head_dim)
-        # Not zeroed, so that the system gives memory only as blocks come into use, page by page.
+        # Not zeroed: the system then gives memory page by page, as blocks come into use.
         self._kv = torch.empty(shape, dtype=dtype, device=device)
         if device.type == "cpu":
             use_small_pages(self._kv.data_ptr(), self._kv.nbytes)
@@ -58,10 +58,10 @@ class KvCache:
         self._kept: torch.Tensor | None = None
 
     def plan(self, rows: list[StepRow], kept: torch.Tensor | None) -> None:
-        """Lay out a step.
+        """Prepare attention for the rows of a step.
 
         Args:
-            kept: (wanted,) int64, the tokens from which the last layer attends; None: all.
+            kept: (wanted,) int64, the tokens whose queries the last layer needs; None: all.
         """
         plan: Any
         if self._kernel is not None:
@@ -80,7 +80,7 @@ class KvCache:
         query: torch.Tensor,  # (tokens, heads, head_dim)
         key: torch.Tensor,  # (tokens, KV heads, head_dim)
         value: torch.Tensor,
-    ) -> torch.Tensor:  # (tokens, heads, head_dim); of the last layer those that are kept
+    ) -> torch.Tensor:  # (tokens, heads, head_dim); in the last layer only kept tokens
         """Store a step's new keys and values, then attend."""
         how = self._how[layer]
         out = self.layers[layer](
@@ -91,17 +91,17 @@ class KvCache:
             softcap=how.softcap,
         )[0]
         if self._kept is not None and layer == len(self.layers) - 1:
-            return out[self._kept]  # plain torch has attended from all
+            return out[self._kept]  # plain torch computes all queries
         return out
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        """Copy whole blocks (from, to), for sequences that split from others."""
+        """Copy whole blocks, given as pairs (from, to)."""
         sources, targets = torch.tensor(copies, device=self._device).T
         self._kv[:, :, targets] = self._kv[:, :, sources]
 
 
 def _slopes_of(how: Attention, device: torch.device) -> torch.Tensor | None:
-    """Return ALiBi's slopes, (heads,) float32, if attention is to add them."""
+    """Return the slopes of ALiBi, (heads,) float32, if attention adds the bias."""
     if how.alibi is None or how.keeps_bias:
         return None
     return torch.tensor(how.alibi.slopes, device=device)

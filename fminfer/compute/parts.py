@@ -1,7 +1,7 @@
-"""Bodies of norms, rotary positions and activations: each serves the specs that it can.
+"""Bodies of norms, rotary positions and activations.
 
-`Parts` is plain torch and serves all. `KernelParts` has compiled ones, of the CPU or of a GPU, and
-leaves the rest to it.
+`Parts` makes them in plain torch, for every spec. `KernelParts` makes compiled ones for the specs
+that these serve, on the CPU or on a GPU, and plain ones for the rest.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ GATES = {"silu": SILU, "swish": SILU} | dict.fromkeys(TANH_GELUS, GELU_TANH)
 
 
 class NormBody:
-    """A norm with its weights, of (…, width)."""
+    """A norm with its weights, on (…, width)."""
 
     def __init__(self, how: Norm, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:
         self._how, self._weight, self._bias = how, weight, bias
@@ -32,20 +32,20 @@ class NormBody:
     def of_sum(
         self, x: torch.Tensor, more: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return x + more, both (tokens, width), and that sum normed."""
+        """Return x + more, both (tokens, width), and the norm of that sum."""
         if more is not None:
             x = x + more
         return x, self(x)
 
 
 class RotateBody:
-    """Rotary positions of (tokens, heads, head_dim)."""
+    """Rotary positions, on (tokens, heads, head_dim)."""
 
     def __init__(self, how: Rope) -> None:
         self._how = how
 
     def turns(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return what a step's tokens are turned by, of a `plain.rotary_table`."""
+        """Look up the cosines and sines of a step's tokens in a `plain.rotary_table`."""
         return table[:, positions]
 
     def __call__(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
@@ -53,7 +53,7 @@ class RotateBody:
 
 
 class Parts:
-    """The bodies of plain torch."""
+    """Makes the bodies of plain torch."""
 
     def norm(self, how: Norm, weight: torch.Tensor | None, bias: torch.Tensor | None) -> NormBody:
         return NormBody(how, weight, bias)
@@ -69,9 +69,9 @@ class Parts:
 
 
 class PartKernels(Protocol):
-    """Compiled parts of layers: the CPU's layer_kernels or the GPU's triton_layers.
+    """The compiled parts of layers, from `layer_kernels` (CPU) or `triton_layers` (GPU).
 
-    Each is one pass over memory, computed in float32 and rounded once.
+    Each passes over memory once, computes in float32 and rounds once.
     """
 
     types: frozenset[torch.dtype]
@@ -101,10 +101,10 @@ class PartKernels(Protocol):
 
 
 class KernelParts(Parts):
-    """Compiled bodies where there are some, those of plain torch elsewhere.
+    """Makes compiled bodies where there are some, and those of plain torch elsewhere.
 
     Args:
-        dtype: of the weights and hidden states; the kernels have it.
+        dtype: of the weights and hidden states, one of the kernels' types.
     """
 
     def __init__(self, kernels: PartKernels, dtype: torch.dtype) -> None:
@@ -154,7 +154,7 @@ class _KernelRotate(RotateBody):
         self._kernels = kernels
 
     def turns(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return table[:, positions].repeat(1, 1, 2)  # each half of a head's alike
+        return table[:, positions].repeat(1, 1, 2)  # the same for both halves of a head
 
     def __call__(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
         return self._kernels.rotate(x, *turns)

@@ -1,6 +1,6 @@
 """The parts of layers in plain torch, on any device and in any dtype.
 
-They are the reference that compiled bodies are tried against, and serve what those do not.
+Compiled bodies are tried against them. They compute whatever no compiled body serves.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ ACTIVATIONS: dict[str, Function] = {
 def norm(
     x: torch.Tensor, how: Norm, weight: torch.Tensor | None, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Norm the last dimension, in float32, and round once.
+    """Normalize the last dimension in float32, and round once.
 
     Args:
-        weight: of the shape of x's last dimensions; there if `how` says so, as the bias is.
+        weight, bias: of the shape of the last dimensions of x; None where `how` has none.
     """
     if not how.is_rms and (weight is None or weight.dim() == 1):
         return nn.functional.layer_norm(x, x.shape[-1:], weight, bias, how.eps)
@@ -56,7 +56,7 @@ def rotary_table(how: Rope, num_positions: int, device: torch.device) -> torch.T
 
 
 def rotate(x: torch.Tensor, how: Rope, turn: torch.Tensor) -> torch.Tensor:
-    """Turn (tokens, heads, head_dim) by rotary positions, in float32.
+    """Apply rotary positions to (tokens, heads, head_dim), in float32.
 
     Args:
         turn: (2, tokens, turned / 2) of a `rotary_table`.

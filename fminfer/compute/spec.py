@@ -1,7 +1,7 @@
-"""What a transformer is made of, told by values alone.
+"""The spec: what a transformer is made of, as plain values.
 
-An architecture's row turns a config into a `Model`; `transformer` computes it, and every compiled
-body says which of these it can serve. It knows no checkpoint, no device and no tensor.
+The row of an architecture turns a config into a `Model`, and `models.transformer` computes it. Each
+compiled body says which specs it can serve.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 class Norm:
     """An RMSNorm (Zhang and Sennrich 2019) or a LayerNorm (Ba et al. 2016) over the last dimension.
 
-    y = x / sqrt(mean(x²) + eps) * (weight + offset) + bias; a LayerNorm takes the mean off x first.
+    y = x / sqrt(mean(x²) + eps) * (weight + offset) + bias. A LayerNorm first subtracts the mean.
     """
 
     eps: float
@@ -25,26 +25,25 @@ class Norm:
 
 @dataclass(slots=True, frozen=True)
 class Rope:
-    """Rotary positions (Su et al. 2021) of the first 2 * len(inv_freq) elements of a head."""
+    """Rotary positions (Su et al. 2021) on the first 2 * len(inv_freq) elements of a head."""
 
     inv_freq: tuple[float, ...]
-    scale: float = 1.0  # of cosines and sines
-    is_interleaved: bool = False  # neighbours are a pair; otherwise the halves are
+    scale: float = 1.0  # multiplies cosines and sines
+    is_interleaved: bool = False  # neighbours form pairs; otherwise elements of the two halves do
 
 
 @dataclass(slots=True, frozen=True)
 class Alibi:
-    """A bias by distance (Press et al. 2022), one slope a head."""
+    """ALiBi, a bias by distance (Press et al. 2022), with one slope a head."""
 
     slopes: tuple[float, ...]
-    is_rounded: bool = (
-        False  # Falcon's: slope · position in bfloat16, added before scores are scaled
-    )
+    # Falcon's: slope · position is rounded to bfloat16 and added before scores are scaled.
+    is_rounded: bool = False
 
 
 @dataclass(slots=True, frozen=True)
 class Attention:
-    """Causal attention of grouped heads; its products are `qkv`, queries first, and `out`."""
+    """Causal attention of grouped heads, with the products `qkv` (in this order) and `out`."""
 
     heads: int
     kv_heads: int
@@ -54,11 +53,13 @@ class Attention:
     has_out_bias: bool = False
     rope: Rope | None = None
     alibi: Alibi | None = None
-    window: int | None = None  # keys that a query sees, its own among them; None: all before it
-    softcap: float | None = None  # scores are bent into (-softcap, softcap)
+    window: int | None = None  # keys that a query sees, its own included; None: all before it
+    softcap: float | None = None  # scores become softcap * tanh(score / softcap)
     qk_norm: Norm | None = None
-    qk_norm_over: str = "head"  # what is normed: "head", "heads" (a weight for each), "all" at once
-    clip: float | None = None  # what qkv gives is clamped to [-clip, clip]
+    qk_norm_over: str = (
+        "head"  # "head", "heads" (each with weights of its own) or "all" in one norm
+    )
+    clip: float | None = None  # the outputs of qkv are clamped to [-clip, clip]
 
     @property
     def qkv_sizes(self) -> tuple[int, int, int]:
@@ -67,7 +68,7 @@ class Attention:
 
     @property
     def keeps_bias(self) -> bool:
-        """Whether a key is kept with its ALiBi bias as one more element; see `transformer`."""
+        """Whether a cached key has its ALiBi bias as one more element; see `transformer`."""
         return self.alibi is not None and self.alibi.is_rounded
 
     @property
@@ -105,15 +106,15 @@ class Moe:
 
 @dataclass(slots=True, frozen=True)
 class Layer:
-    """Attention and MLP with their norms; a pair is of (attention, MLP)."""
+    """Attention and MLP with their norms. Each pair is (of attention, of the MLP)."""
 
     attention: Attention
     mlp: Mlp | Moe
-    before: tuple[Norm | None, Norm | None]  # of their inputs
-    after: tuple[Norm | None, Norm | None] = (None, None)  # of their outputs
-    of_sum: tuple[Norm | None, Norm | None] = (None, None)  # of the sums (OPT 350m)
-    is_parallel: bool = False  # both read the layer's input; without a norm, the MLP attention's
-    adds_normed: bool = False  # BLOOM's variant: the residual is what was normed
+    before: tuple[Norm | None, Norm | None]  # on their inputs
+    after: tuple[Norm | None, Norm | None] = (None, None)  # on their outputs
+    of_sum: tuple[Norm | None, Norm | None] = (None, None)  # on the residual sums (OPT 350m)
+    is_parallel: bool = False  # both read the layer's input; an MLP without a norm shares the other
+    adds_normed: bool = False  # the residual is the output of the norm (a variant of BLOOM)
 
 
 @dataclass(slots=True, frozen=True)
@@ -124,10 +125,10 @@ class Model:
     vocab_size: int
     layers: tuple[Layer, ...]
     final_norm: Norm | None
-    embed_size: int  # of the embedding; another than hidden_size has projections in and out
+    embed_size: int  # if it differs from hidden_size, the model projects in and out
     embed_scale: float = 1.0
     embed_norm: Norm | None = None
-    num_positions: int = 0  # rows of the table of learned positions; 0: there is none
-    position_offset: int = 0  # its row of position 0
+    num_positions: int = 0  # rows of the table of learned positions; 0: no such table
+    position_offset: int = 0  # the row of position 0
     has_head_bias: bool = False
     logit_cap: float | None = None

@@ -1,6 +1,6 @@
-"""Finds a model by folder, hub id or random config, and reads it as far as its config.
+"""Finds a model by folder, hub id or random config, and reads its config.
 
-What does not run is refused here, before any weight is read. It knows nothing of weights.
+A model that does not run is refused here, before any weight is read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HUB_FILES = [*SMALL_HUB_FILES, "model*.safetensors"]
 
 @dataclass(slots=True, frozen=True)
 class Checkpoint:
-    """Where a model comes from, read as far as its config; no weight is loaded yet."""
+    """Where a model comes from, and its config; no weight is loaded yet."""
 
     name: str
     folder: Path | None  # None: random weights
@@ -36,7 +36,7 @@ class Checkpoint:
 
     @property
     def model(self) -> Model:
-        """What the model is made of."""
+        """The spec of the model."""
         return self.architecture.model
 
     @property

@@ -1,7 +1,7 @@
-"""Every field of a config is accounted for: it is read, or known to change nothing, or refused.
+"""Accounts for every field of a config: a row reads it, or it changes nothing, or it is refused.
 
-A row is given the config through a `ReadConfig`, which notes what it reads. What is left must be in
-`HARMLESS`, or be as the class of the config has it by itself.
+A row gets the config as a `ReadConfig`, which notes the fields that it reads. Any other field must
+be in `HARMLESS`, or have the default of the config's class.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ HARMLESS |= dict.fromkeys(
 )
 HARMLESS |= dict.fromkeys(
     ("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "tie_word_embeddings"),
-    "others than a row look at it",
+    "other code reads it",
 )
 HARMLESS |= dict.fromkeys(
     ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length"),
-    "the context is found by context.context_length",
+    "context.context_length reads it",
 )
 HARMLESS |= dict.fromkeys(
     ("output_router_logits", "router_aux_loss_coef", "embedding_fraction"), "of training's loss"
@@ -51,7 +51,7 @@ HARMLESS |= dict.fromkeys(
         *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),
         *("reorder_and_upcast_attn", "attn_config.attn_impl", "pretraining_tp"),
     ),
-    "how transformers computes the same",
+    "it chooses how transformers computes, not what",
 )
 HARMLESS |= dict.fromkeys(
     ("use_sliding_window", "max_window_layers", "attention_types", "sliding_window_pattern"),
@@ -62,12 +62,12 @@ HARMLESS |= {
     "attn_config.attn_pdrop": "of training",
     "learned_pos_emb": "transformers' MPT has ALiBi whatever it says",
 }
-# Fields that have more than one value of no effect.
+# Fields with several values that all mean the same.
 SAME: dict[str, tuple[object, ...]] = {
     "norm_type": ("low_precision_layernorm", "layernorm"),
     "use_bidirectional_attention": (False, None),
 }
-# Fields that no class of transformers declares, and the values that they may have.
+# Fields that no config class of transformers declares -> the values that we compute.
 UNDECLARED: dict[str, tuple[object, ...]] = {
     "quantization_config": (None,),
     "attn_config.rope": (False, None),
@@ -93,10 +93,10 @@ class ReadConfig:
         return self._parts[name]
 
     def refuse_unread(self) -> None:
-        """Refuse a config that says something which nobody takes note of.
+        """Refuse a config that sets a field which no row reads.
 
         Raises:
-            CheckpointError: it names the field and its value.
+            CheckpointError: the message names the field and its value.
         """
         for path, value, usual in self._unread():
             raise CheckpointError(

@@ -1,4 +1,4 @@
-"""How long the sequences of a model may be. It reads configs and knows no weights."""
+"""Tells from a config how long the sequences of a model may be."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fills a model's tensors, or one stage's part of them: from safetensors, or randomly."""
+"""Loads the tensors of a model or of one stage, from safetensors, or draws them at random."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ OnProgress = Callable[[int, int], None]
 
 @dataclass(slots=True)
 class PartTensors:
-    """The tensors of one stage: of its layers, and of what it has beside them."""
+    """The tensors of one stage."""
 
     layers: list[Tensors]
-    entry: Tensors  # of the first stage
-    exit: Tensors  # of the last stage
+    entry: Tensors  # before the first layer; empty but on the first stage
+    exit: Tensors  # after the last layer; empty but on the last stage
 
     def count_bytes(self) -> int:
-        """Return what they take; a tensor that stands in two places counts once."""
+        """Return their size in bytes. A tensor that has two names counts once."""
         tensors = [
             tensor for each in (*self.layers, self.entry, self.exit) for tensor in each.values()
         ]
@@ -76,7 +76,7 @@ class _Reader:
 
 
 def check_tensors(checkpoint: Checkpoint) -> None:
-    """Find by the headers of weight files alone what `load_tensors` would refuse.
+    """Refuse what `load_tensors` would refuse, by the headers of the weight files alone.
 
     Raises:
         CheckpointError: a file is missing or broken; a tensor is missing, unexpected, or misshapen.
@@ -88,8 +88,8 @@ def check_tensors(checkpoint: Checkpoint) -> None:
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype | None:
     """Return the dtype of most weights by their files' headers, or the config's without files.
 
-    A config may not say it, or say another one. None: no dtype of ours, or a file is broken, as
-    loading will say.
+    A config may lack it, or name another one. None: a dtype that does not run here, or a broken
+    file, which loading will name.
     """
     if checkpoint.folder is None or not weight_files(checkpoint.folder):
         own: torch.dtype | None = checkpoint.config.dtype
@@ -119,8 +119,8 @@ def load_tensors(
     """Return one stage's tensors.
 
     Args:
-        dtype: the type that they are held and computed in.
-        seed: for random weights, which are the same in whatever parts they are drawn.
+        dtype: the type of the returned tensors.
+        seed: for random weights. They do not depend on how the model is split.
         on_progress: called with (bytes read, bytes in all) as tensors arrive.
 
     Raises:
@@ -188,7 +188,7 @@ def _draw_one(
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
-    """Draw a tensor by a seed of its own: norms multiply by 1, biases are 0, the rest is normal."""
+    """Draw a tensor with its own seed. Norms multiply by 1, biases are 0, the rest is normal."""
     if name.endswith(".bias"):
         return torch.zeros(shape, dtype=dtype, device=device)
     if "norm" in name or name.startswith(("before_", "after_", "sum_")):

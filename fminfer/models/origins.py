@@ -1,6 +1,6 @@
-"""Which of a checkpoint's tensors each of ours is made of; what does not fit is refused by name.
+"""Finds the stored tensors that each of ours is made of, by names and shapes.
 
-It reads names and shapes, no values.
+A tensor that is missing, left over or misshapen is refused by name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fminfer.models.architectures.naming import Architecture, Layout, Source
 from fminfer.models.shapes import Shapes, entry_shapes, exit_shapes, layer_shapes
 
 Shape = tuple[int, ...]
-# Tensors that old checkpoints carry and nothing reads: causal masks and rotary tables.
+# Old checkpoints hold causal masks and rotary tables, which nothing reads.
 _IGNORED = re.compile(
     r"\.(attn\.bias|masked_bias|rotary_emb\.inv_freq|attention\.bias|attn\.causal_mask)$"
 )
@@ -23,7 +23,7 @@ _IGNORED = re.compile(
 
 @dataclass(slots=True, frozen=True)
 class Piece:
-    """One stored tensor, and where in ours it goes: an item of those stacked, some rows of it."""
+    """One stored tensor, and its place in ours: rows `first` to `last`, of one item if stacked."""
 
     stored: str
     shape: Shape
@@ -34,7 +34,7 @@ class Piece:
 
 @dataclass(slots=True, frozen=True)
 class Origin:
-    """All that one tensor of ours is made of."""
+    """The stored tensors that one of ours is made of."""
 
     shape: Shape
     pieces: tuple[Piece, ...]
@@ -42,7 +42,7 @@ class Origin:
 
     @property
     def is_as_stored(self) -> bool:
-        """Whether ours is a stored tensor as it is."""
+        """Whether ours equals one stored tensor."""
         return len(self.pieces) == 1 and self.layout is None
 
 
@@ -66,11 +66,11 @@ def find_origins(
 
     Args:
         stored: the shape of each tensor of the checkpoint.
-        is_tied: without a head of its own the model uses the embedding.
+        is_tied: a model that stores no head uses the embedding as its head.
         name: of the checkpoint, for messages.
 
     Raises:
-        CheckpointError: tensors are missing, of another shape, or no part of the model.
+        CheckpointError: tensors are missing, of another shape, or not part of the model.
     """
     search = _Search(architecture, stored, name)
     model = architecture.model
@@ -107,7 +107,7 @@ class _Search:
         return self._find(shapes, self._architecture.outer, "", None)
 
     def has(self, source: Source) -> bool:
-        """Tell whether there is the weight of a module outside layers."""
+        """Tell whether the checkpoint has the weight of a module outside layers."""
         names = [f"{name}.weight" for name in source.names[0].split("|")]
         return self._resolve(*names) in self._stored
 
@@ -163,9 +163,9 @@ class _Search:
                 first += size
 
     def _resolve(self, *names: str) -> str:
-        """Return the stored name of a tensor that has one of some; if there is none, the first."""
+        """Return the first of these names that the checkpoint has, or else the first name."""
         for each in names:
-            # Checkpoints of the model without its head (gpt2's own, say) leave a prefix out.
+            # Checkpoints saved without the head (such as gpt2) leave a prefix out.
             for stored in (each, each.removeprefix(self._architecture.base)):
                 if stored in self._stored:
                     return stored
@@ -183,7 +183,7 @@ class _Search:
 
 
 def _part_sizes(module: str, layer: Layer | None, num: int, rows: int) -> tuple[int, ...]:
-    """Return the rows that each stored tensor has of one of ours."""
+    """Return how many rows of one of our tensors each stored one has."""
     if num == 1:
         return (rows,)
     assert layer is not None, "what is outside layers is not joined"

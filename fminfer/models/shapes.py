@@ -1,6 +1,6 @@
-"""Every tensor of a model by the name that it has here, with its shape.
+"""Lists every tensor of a spec by our name for it, with its shape.
 
-Loading, random weights, forecasts of memory and the cost of the head read it.
+Loading, random weights, forecasts of memory and the cost of the head use this list.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from fminfer.compute.spec import Attention, Layer, Mlp, Model, Moe, Norm
 from fminfer.partition import Part
 
 Shapes = dict[str, tuple[int, ...]]
-# Of the head's products, how many count: drawn tokens run the head, most prompt tokens do not.
+# The share of tokens that run the head: generated tokens do, most prompt tokens do not.
 HEAD_SHARE = 0.5
 
 
 def layer_shapes(layer: Layer, hidden_size: int) -> Shapes:
-    """Return a layer's tensors: products are (outputs, inputs), of experts (experts, …)."""
+    """Return the tensors of a layer. Products are (outputs, inputs), of experts (experts, …)."""
     return dict(_of_layer(layer, hidden_size))
 
 
 def entry_shapes(model: Model) -> Shapes:
-    """Return what the first stage has beside layers."""
+    """Return the tensors before the first layer, which the first stage holds."""
     return dict(_of_entry(model))
 
 
 def exit_shapes(model: Model) -> Shapes:
-    """Return what the last stage has beside layers."""
+    """Return the tensors after the last layer, which the last stage holds."""
     return dict(_of_exit(model))
 
 
 def part_shapes(model: Model, part: Part) -> Shapes:
-    """Return what one stage holds; a layer's tensors begin with its number."""
+    """Return the tensors of one stage. Names of a layer's tensors begin with its number."""
     shapes: Shapes = entry_shapes(model) if part.is_first else {}
     for number in range(part.first, part.last):
         own = layer_shapes(model.layers[number], model.hidden_size)
@@ -41,7 +41,7 @@ def part_shapes(model: Model, part: Part) -> Shapes:
 
 
 def head_cost(model: Model) -> float:
-    """Return what the head costs on the last stage, in layers."""
+    """Return the cost of the head on the last stage, in units of a layer."""
     sizes = [_size(layer_shapes(layer, model.hidden_size)) for layer in model.layers]
     head = math.prod(exit_shapes(model)["head.weight"])
     return HEAD_SHARE * head * len(sizes) / sum(sizes)

@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint as one table of tensors. It knows no model."""
+"""Reads the safetensors files of a checkpoint as one table of tensors."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class TensorFiles:
-    """Every tensor of a checkpoint by its stored name; values are read when they are asked for.
+    """All tensors of a checkpoint by their stored names. Values are read on demand.
 
-    Of a tensor that several files hold, the index says which one counts.
+    If several files hold a tensor, the index says which one counts.
 
     Raises:
         CheckpointError: there are no files, one is broken or missing, or a tensor is there twice.
@@ -46,7 +46,7 @@ class TensorFiles:
                     self._add(name, path, file)
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a tensor's values, where its file is mapped.
+        """Return the values of a tensor, a view of its mapped file.
 
         Raises:
             CheckpointError: the file is broken.
@@ -59,7 +59,7 @@ class TensorFiles:
         return tensor
 
     def main_dtype(self) -> torch.dtype | None:
-        """Return the dtype of most weights; None: it is none of ours."""
+        """Return the dtype of most weights; None: one that does not run here."""
         return DTYPES.get(max(self._sizes, key=self._sizes.__getitem__, default=""))
 
     def _add(self, name: str, path: Path, file: Any) -> None:

@@ -1,7 +1,7 @@
-"""One transformer for every spec, over the packed tokens of a step's rows.
+"""The one forward: computes any spec over the packed tokens of a step.
 
-Nothing here knows an architecture by name, a row of a step or a request. Products, norms,
-activations and attention are bodies that it is given.
+It calls the bodies that it is given for products, norms, rotary positions, activations and
+attention.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Function = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Attend(Protocol):
-    """The paged cache of all layers, and the product over it."""
+    """Attention over the paged KV cache of all layers."""
 
     def __call__(
         self,
@@ -32,17 +32,17 @@ class Attend(Protocol):
         query: torch.Tensor,  # (tokens, heads, head_dim)
         key: torch.Tensor,  # (tokens, KV heads, head_dim)
         value: torch.Tensor,
-    ) -> torch.Tensor:  # (tokens that are kept, heads, head_dim)
-        """Store a step's new keys and values in a layer's cache, then attend."""
+    ) -> torch.Tensor:  # (kept tokens, heads, head_dim)
+        """Store the new keys and values of a layer, then attend."""
 
 
 @dataclass(slots=True)
 class LayerStep:
-    """What the layers are told of a step."""
+    """What all layers of a step share."""
 
     positions: torch.Tensor  # (tokens,) int64
     attend: Attend
-    kept: torch.Tensor | None = None  # (wanted,) int64: the last layer's outputs; None: all
+    kept: torch.Tensor | None = None  # (wanted,) int64: tokens the last layer returns; None: all
 
     _turns: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -50,7 +50,7 @@ class LayerStep:
         return x if self.kept is None else x[self.kept]
 
     def turns(self, rotate: RotateBody, table: torch.Tensor) -> torch.Tensor:
-        """Return what the step's tokens are turned by, looked up once for all layers."""
+        """Return the cosines and sines of the step's tokens, looked up once for all layers."""
         if id(table) not in self._turns:
             self._turns[id(table)] = rotate.turns(table, self.positions)
         return self._turns[id(table)]
@@ -65,11 +65,11 @@ def _as_it_is(layer: LayerOf, tensors: Tensors) -> LayerOf:
 
 @dataclass(slots=True)
 class Bodies:
-    """What the parts of layers are made of.
+    """Makes the bodies of layers.
 
     Args:
-        num_positions: most tokens of a sequence.
-        join: makes one call of a layer, where it can.
+        num_positions: the longest sequence.
+        join: replaces a layer by one compiled call, where it can.
     """
 
     parts: Parts
@@ -96,14 +96,14 @@ class Bodies:
         return self.products.make(tensors[f"{name}.weight"], tensors.get(f"{name}.bias"))
 
     def table(self, how: Rope, device: torch.device) -> torch.Tensor:
-        """Return the cosines and sines of all positions, made once for each way to turn."""
+        """Return the cosines and sines of all positions, made once for each `Rope`."""
         if how not in self._tables:
             self._tables[how] = plain.rotary_table(how, self.num_positions, device)
         return self._tables[how]
 
 
 class AttentionOf:
-    """A layer's attention, from normed hidden states to what is added to them."""
+    """The attention of a layer with its products, norms of queries and keys, and positions."""
 
     def __init__(self, how: Attention, tensors: Tensors, bodies: Bodies) -> None:
         self._how = how
@@ -130,7 +130,7 @@ class AttentionOf:
         return self.products["out"](out.flatten(1))
 
     def _turned(self, qkv: torch.Tensor, step: LayerStep) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return queries and keys, normed and with their positions, (tokens, heads, head_dim)."""
+        """Return queries and keys after their norms and positions, (tokens, heads, head_dim)."""
         how = self._how
         both = qkv[:, : -how.qkv_sizes[2]]
         if self._q_norm is None or self._k_norm is None:  # in one pass
@@ -149,16 +149,16 @@ class AttentionOf:
         return x if self._rotate is None or turns is None else self._rotate(x, turns)
 
     def turns(self, step: LayerStep) -> torch.Tensor | None:
-        """Return what the step's tokens are turned by; None: there are no rotary positions."""
+        """Return the cosines and sines of the step's tokens; None: no rotary positions."""
         return None if self._rotate is None else step.turns(self._rotate, self._table)
 
     def _with_bias(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Keep Falcon's ALiBi as one more element of the key, which the query meets with a 1.
+        """Append Falcon's ALiBi bias to the key, and a 1 to the query.
 
-        It adds slope · position of the key to query · key before both are scaled, rounded to
-        bfloat16: by up to 4 where positions pass 1000, so that the rounding is part of the model.
+        Query · key then includes slope · position of the key, before it is scaled. The bias is
+        rounded to bfloat16, by up to 4 beyond position 1000: the rounding is part of the model.
         """
         bias = (self._slopes * positions[:, None]).to(k.dtype)
         group = self._how.heads // k.shape[1]
@@ -168,7 +168,7 @@ class AttentionOf:
 
 
 class MlpOf:
-    """Two products with an activation between them."""
+    """The MLP of a layer or of an expert: two products with an activation between them."""
 
     def __init__(self, how: Mlp, tensors: Tensors, bodies: Bodies) -> None:
         self.products = {name: bodies.product(tensors, name) for name in ("up", "down")}
@@ -180,11 +180,11 @@ class MlpOf:
 
 
 class MoeOf:
-    """A mixture of experts, the tokens of each side by side."""
+    """A mixture of experts. The tokens of each expert are computed together."""
 
     def __init__(self, how: Moe, tensors: Tensors, bodies: Bodies) -> None:
         self._how = how
-        # Of few outputs a packed product pays nothing, and its rounding would choose experts.
+        # Not packed: with few outputs it is no faster, and its rounding could choose other experts.
         self._router = tensors["router.weight"]
         up, down = tensors["experts.up.weight"], tensors["experts.down.weight"]
         self._experts = [
@@ -230,9 +230,9 @@ class LayerOf:
     def __call__(
         self, x: torch.Tensor, more: torch.Tensor | None, number: int, step: LayerStep
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the hidden states behind the layer as two terms, of which the last may be absent.
+        """Return the hidden states after the layer as two terms; the second may be None.
 
-        Their sum is left to the next norm. Before the layer they are x + more.
+        The next norm adds them. The hidden states before the layer are x + more.
         """
         how = self.how
         x, normed = _normed(self._before[0], x, more)
@@ -269,7 +269,7 @@ def _added(
 
 
 class HeadLayer:
-    """The head: in float32 a product, in 16 bits its weight, for which `head.Head` has bodies."""
+    """The head: in float32 a product; in 16 bits its weight, which `head.Head` multiplies."""
 
     def __init__(self, tensors: Tensors, bodies: Bodies, *, is_embedding: bool) -> None:
         weight, self.bias = tensors["head.weight"], tensors.get("head.bias")
@@ -277,7 +277,7 @@ class HeadLayer:
         self.weight: torch.Tensor | None = weight
         self.multiply: Function | None = None
         if weight.dtype == torch.float32:
-            # Packing makes a second copy of a weight that is the embedding as well.
+            # The embedding stays unpacked, so packing would keep a second copy of the weight.
             is_large = is_embedding and weight.nbytes > MAX_TWICE_BYTES
             products = Products() if is_large else bodies.products
             self.multiply, self.weight = products.make(weight, self.bias), None
@@ -287,9 +287,9 @@ class Transformer:
     """A model, or the layers of one stage.
 
     Args:
-        model: the whole.
-        tensors: of the stage, which are taken out as they are packed.
-        first: the number of the first of its layers in the model.
+        model: the spec of the whole model.
+        tensors: those of the stage; each layer's are removed once its bodies are made.
+        first: the number in the model of the stage's first layer.
     """
 
     def __init__(self, model: Model, tensors: PartTensors, *, first: int, bodies: Bodies) -> None:
@@ -300,7 +300,7 @@ class Transformer:
             each = tensors.layers.pop(0)
             self.layers.append(bodies.join(LayerOf(how, each, bodies), each))
         self._embed_norm = bodies.norm(model.embed_norm, self._entry, "embed_norm")
-        final_norm = model.final_norm if self._exit else None  # of the last stage
+        final_norm = model.final_norm if self._exit else None  # the last stage has it
         self._final_norm = bodies.norm(final_norm, self._exit, "final_norm")
         self.head: HeadLayer | None = None
         if self._exit:
@@ -309,7 +309,7 @@ class Transformer:
             del self._exit["head.weight"]
 
     def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states before the first layer, (tokens, hidden), of (tokens,) ids."""
+        """Return the hidden states before the first layer, (tokens, hidden), for (tokens,) ids."""
         model, entry = self.model, self._entry
         x = nn.functional.embedding(ids, entry["embed.weight"])
         if model.embed_scale != 1.0:  # rounded to the dtype, as Gemma was trained
@@ -321,7 +321,7 @@ class Transformer:
         return x if self._embed_norm is None else self._embed_norm(x)
 
     def run(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
-        """Run the layers; on the last stage also what stands between them and the head.
+        """Run the layers, and on the last stage the final norm and projection.
 
         Args:
             x: (tokens, hidden) before the first of them.

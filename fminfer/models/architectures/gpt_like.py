@@ -65,15 +65,15 @@ def gpt_like(
     layer: Changes | None = None,
     **changes: Any,
 ) -> Architecture:
-    """Return what the older ones are.
+    """Return an architecture that is GPT-2 but for the arguments.
 
     Args:
-        norm: of all places; None: a LayerNorm with a bias.
+        norm: every norm; None: a LayerNorm with a bias.
         activation, size: of the MLP.
         inner, outer, prefix: names that differ from GPT-2's.
-        attention: what differs in attention, of all layers or by a layer's number.
-        has_bias: of the products.
-        layer, changes: fields of every layer and of the model that differ.
+        attention: fields of `Attention` that differ, or a function of the layer's number.
+        has_bias: whether products have biases.
+        layer, changes: fields of `Layer` and of `Model` that differ.
     """
     norm = norm or Norm(c.layer_norm_epsilon, is_rms=False, has_bias=True)
     activation = activation or c.activation_function

@@ -41,14 +41,14 @@ def llama_like(
     layer: Changes | None = None,
     **changes: Any,
 ) -> Architecture:
-    """Return what most are.
+    """Return an architecture that is LLaMA but for the arguments.
 
     Args:
-        norm: of all places; None: an RMSNorm.
+        norm: every norm outside attention; None: an RMSNorm.
         inner, outer: names that differ from LLaMA's.
-        attention: what differs in attention, of all layers or by a layer's number.
-        mlp: by a layer's number; None: a gated one.
-        layer, changes: fields of every layer and of the model that differ.
+        attention: fields of `Attention` that differ, or a function of the layer's number.
+        mlp: a function of the layer's number; None: a gated MLP in each.
+        layer, changes: fields of `Layer` and of `Model` that differ.
     """
     norm = norm or Norm(c.rms_norm_eps)
     mlp = mlp or same(gated_mlp(c))
@@ -74,7 +74,7 @@ def gated_mlp(c: Any, *, has_bias: bool = False) -> Mlp:
 
 
 def _biases(c: Any) -> Changes:
-    """Return the biases of all of attention's products, which one field says."""
+    """Return the biases of attention's products, where one field sets all."""
     return {"has_qkv_bias": c.attention_bias, "has_out_bias": c.attention_bias}
 
 

@@ -1,4 +1,4 @@
-"""Where a checkpoint keeps the tensors that ours are made of, and how it lays them out."""
+"""Names and layouts of the tensors of a checkpoint that ours are made of."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ Shape = tuple[int, ...]
 
 @dataclass(slots=True, frozen=True)
 class Layout:
-    """How a tensor of a checkpoint becomes ours; a change keeps the number of elements."""
+    """How a stored tensor becomes ours. The number of elements stays the same."""
 
     change: Callable[[torch.Tensor, Attention], torch.Tensor]
-    is_transposed: bool = False  # a matrix is (inputs, outputs) there
+    is_transposed: bool = False  # stored matrices are (inputs, outputs)
 
 
 @dataclass(slots=True, frozen=True)
 class Source:
-    """The modules of a checkpoint whose weights, and biases, are joined into one of ours.
+    """The modules of a checkpoint whose weights and biases are joined into one of ours.
 
-    Joined are the rows of products. In a name `*` stands for 0, 1, … : those are stacked. Of names
-    with `|` between them a checkpoint has one.
+    Rows are joined in order. In a name `*` stands for 0, 1, …: these are stacked. A name `a|b`
+    means that a checkpoint has either a or b.
     """
 
     names: tuple[str, ...]
     layout: Layout | None = None
-    whole: str = ""  # a parameter that some checkpoints have instead, which is ours as it is
+    whole: str = ""  # a parameter that some checkpoints have instead, equal to ours
 
 
 Sources = dict[str, Source]
@@ -38,17 +38,17 @@ Sources = dict[str, Source]
 
 @dataclass(slots=True, frozen=True)
 class Architecture:
-    """What a config says: the model, and where its tensors are."""
+    """What a row returns: the spec of the model, and where its tensors are."""
 
     model: Model
-    outer: Sources  # of what is beside layers
+    outer: Sources  # of tensors outside layers
     inner: Sources  # of a layer
     prefix: str  # of a layer's names, with {} for its number
-    base: str  # what checkpoints of the model without its head leave out
+    base: str  # the prefix that checkpoints saved without the head leave out
 
 
 def sources(layout: Layout | None = None, **ours: str) -> Sources:
-    """Return where tensors are; in a name of ours __ is a dot, between names of theirs a space."""
+    """Return sources by our names, with __ for a dot; a space separates names of theirs."""
     return {
         name.replace("__", "."): Source(tuple(theirs.split()), layout)
         for name, theirs in ours.items()
@@ -69,7 +69,7 @@ def experts(up: str, down: str, whole: str) -> Sources:
 
 
 def laid_out(layout: Layout, inner: Sources) -> Sources:
-    """Return the same places with another layout of what lies there."""
+    """Return the same sources with another layout."""
     return {name: replace(source, layout=layout) for name, source in inner.items()}
 
 

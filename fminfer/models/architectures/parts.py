@@ -1,4 +1,4 @@
-"""What configs of transformers say about rotary positions, windows, slopes and sizes."""
+"""Reads what many configs say alike: heads, rotary positions, windows, slopes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def window_of(c: Any, layer: int) -> int | None:
 
 
 def attention_of(c: Any, layer: int, **changes: Any) -> Attention:
-    """Return a layer's attention by the fields that most configs have."""
+    """Return a layer's attention by the fields of most configs, with changes."""
     heads, head_dim = c.num_attention_heads, head_dim_of(c)
     if "kv_heads" not in changes:
         changes["kv_heads"] = getattr(c, "num_key_value_heads", None) or heads
@@ -84,7 +84,7 @@ def assemble(
     final_norm: Norm | None,
     **changes: Any,
 ) -> Architecture:
-    """Put an architecture together; `changes` are fields of the model."""
+    """Make an architecture. `changes` are fields of the `Model`."""
     layers = tuple(layer(number) for number in range(c.num_hidden_layers))
     sizes: Changes = {"embed_size": c.hidden_size} | changes
     model = Model(c.hidden_size, c.vocab_size, layers, final_norm, **sizes)
@@ -92,5 +92,5 @@ def assemble(
 
 
 def same(mlp: Mlp | Moe) -> Callable[[int], Mlp | Moe]:
-    """Return the MLP of every layer."""
+    """Return a function that gives this MLP for every layer."""
     return lambda layer: mlp

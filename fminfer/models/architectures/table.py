@@ -1,4 +1,4 @@
-"""The table of architectures that run: a config of transformers -> what its model is made of."""
+"""The table of all architectures: `model_type` -> the row that reads its config."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ ROWS: dict[str, Callable[[Any], Architecture]] = {
 
 
 def check_model_type(model_type: str) -> None:
-    """Refuse what does not run.
+    """Refuse an architecture without a row.
 
     Raises:
-        CheckpointError: the message lists what does.
+        CheckpointError: the message lists those that run.
     """
     if model_type not in ROWS:
         raise CheckpointError(
@@ -30,10 +30,10 @@ def check_model_type(model_type: str) -> None:
 
 
 def architecture_of(config: Any) -> Architecture:
-    """Return what a config of transformers says.
+    """Turn a config of transformers into a spec and the sources of its tensors.
 
     Raises:
-        CheckpointError: no such architecture runs, or a field says what none of it computes.
+        CheckpointError: the architecture does not run, or no row reads a field that is set.
     """
     check_model_type(config.model_type)
     read = ReadConfig(config)
