@@ -56,9 +56,7 @@ class Attention:
     window: int | None = None  # keys that a query sees, its own included; None: all before it
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
     qk_norm: Norm | None = None
-    qk_norm_over: str = (
-        "head"  # "head", "heads" (each with weights of its own) or "all" in one norm
-    )
+    qk_norm_over: str = "head"  # or "heads" (each has its own weights) or "all" of them in one norm
     clip: float | None = None  # the outputs of qkv are clamped to [-clip, clip]
 
     @property
