@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 
 import torch
 
@@ -59,3 +60,13 @@ class HeadKernel:
             )
         )
         return out
+
+
+def head_pairs(kernel: HeadKernel) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Multiply small tensors with the kernel, and in plain torch in float32."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(150, 96, generator=generator).bfloat16()
+    for rows, bias in ((1, None), (17, torch.randn(150, generator=generator))):
+        x = torch.randn(rows, 96, generator=generator).bfloat16()
+        expected = torch.nn.functional.linear(x.float(), weight.float(), bias)
+        yield kernel(x, weight, bias), expected

@@ -6,29 +6,30 @@ It knows devices and compilers, not how anything is computed.
 from __future__ import annotations
 
 import ctypes
-import re
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
-from fminfer.attention import AttentionKernel
-from fminfer.compute.parts import PartKernels
-from fminfer.compute.spec import Model
+from fminfer.attention import AttentionKernel, PagedAttention, plan_attention
+from fminfer.compute.parts import PartKernels, part_pairs
+from fminfer.compute.spec import Attention, Model
+from fminfer.compute.trial import Limits, Pair, try_body
 from fminfer.config import AttentionBody
 from fminfer.errors import UsageError
+from fminfer.head_kernel import HeadKernel, head_pairs
 from fminfer.kernel_attention import KernelAttention
 from fminfer.kernel_build import KernelBuild, start_build
 from fminfer.layer_kernels import LayerKernels
+from fminfer.messages import StepRow
 
-# Compilers, drivers and machines raise others. These say that our own code is wrong.
-OUR_FAULTS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    NameError,
-    TypeError,
-)
-POSITION = re.compile(r"at \d+:\d+:")
+CPU = torch.device("cpu")
+# Of the largest expected number. 16 bits round weights and results.
+ATTENTION_ERRORS: Limits = {torch.float32: 2e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
+PART_ERRORS: Limits = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 0.016}
+HEAD_ERROR = 1e-4
+# Of the longer row of a trial. The GPU's kernel has 64 keys on the way at once.
+TRIED_KEYS = {"cpu": 67, "cuda": 327}
 
 
 def find_library(
@@ -59,7 +60,7 @@ def find_attention(
 ) -> tuple[AttentionKernel | None, str]:
     """Return the compiled body of attention, or None and why it is slower than it could be.
 
-    What the GPU's gives on the GPU is compared with plain torch before it is used.
+    What it gives is compared with plain torch before it is used.
 
     Args:
         library: the CPU's kernels, as `find_library` gave them.
@@ -69,27 +70,24 @@ def find_attention(
     Raises:
         UsageError: it is asked for by name and cannot be.
     """
-    if library is not None:
-        return KernelAttention(library), ""
     if body == "eager":
         return None, ""
-    if device.type == "cpu":
+    if library is None and device.type == "cpu":
         return None, start_build().error
     how = model.layers[0].attention
-    try:
+    where: Any = {"dtype": dtype, "device": device}
+
+    def make() -> AttentionKernel:
+        if library is not None:
+            return KernelAttention(library)
         from fminfer import triton_attention  # needs triton, which only torch for CUDA brings
 
-        kernel = triton_attention.try_kernels(
-            how.heads,
-            *how.cache_shape,
-            block_size,
-            how.softcap,
-            dtype=dtype,
-            device=device,
-        )
-    except Exception as error:
-        return None, why_plain(body, "attention", error)
-    return kernel, ""
+        return triton_attention.TritonAttention(how.heads, *how.cache_shape, **where)
+
+    def pairs(kernel: AttentionKernel) -> Iterator[Pair]:
+        return attention_pairs(kernel, how, block_size, TRIED_KEYS[device.type], **where)
+
+    return try_body("attention", body, make, pairs, ATTENTION_ERRORS[dtype])
 
 
 def find_layers(
@@ -107,46 +105,102 @@ def find_layers(
     Raises:
         UsageError: they are asked for by name and cannot be.
     """
-    if library is not None:
-        return LayerKernels(library), ""
-    if body == "eager" or device.type == "cpu":
+    if body == "eager" or (library is None and device.type == "cpu"):
         return None, ""  # `find_attention` says why
-    try:
+    if library is not None and dtype not in LayerKernels.types:
+        return None, ""
+
+    def make() -> PartKernels:
+        if library is not None:
+            return LayerKernels(library)
         from fminfer import triton_layers
 
-        return triton_layers.try_kernels(dtype, device), ""
-    except Exception as error:
-        return None, why_plain(body, "norms and activations", error)
+        return triton_layers.TritonLayers(device)
+
+    def pairs(kernels: PartKernels) -> Iterator[Pair]:
+        return part_pairs(kernels, dtype, device)
+
+    return try_body("norms and activations", body, make, pairs, PART_ERRORS[dtype])
 
 
-def why_plain(body: AttentionBody, what: str, error: BaseException) -> str:
-    """Return why plain torch computes something, or raise it if no other body will do.
+def find_head(
+    body: AttentionBody, library: ctypes.CDLL | None, dtype: torch.dtype
+) -> tuple[HeadKernel | None, str]:
+    """Return the CPU's head of bfloat16, or None and why it is slower than it could be.
 
     Raises:
-        UsageError: the kernel is asked for by name, or the GPU's context is broken.
+        UsageError: it is asked for by name and cannot be.
     """
-    problem = f"{what}: the kernel cannot be used ({_reason(error)})"
-    if body == "compiled":
-        raise UsageError(f"attention compiled cannot be: {problem}; or use auto") from error
-    try:
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.synchronize()
-    except RuntimeError as broken:  # after a wrong access nothing works in this process any more
-        raise UsageError(
-            f"{problem}, and broke the GPU's context; use --attention eager"
-        ) from broken
-    return problem
+    if library is None or dtype != torch.bfloat16:
+        return None, ""
+    return try_body("head", body, lambda: HeadKernel(library), head_pairs, HEAD_ERROR)
 
 
-def _reason(error: BaseException) -> str:
-    """Return what a compiler or a driver says, in a line; a fault of our own is called one."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if not lines:
-        text = repr(error)
-    elif POSITION.fullmatch(lines[0]):  # triton shows the source first, and the reason last
-        text = f"{lines[0]} {lines[-1]}"
-    else:
-        text = lines[0]
-    if isinstance(error, OUR_FAULTS):
-        return f"a fault of fminfer's, please report it: {type(error).__name__}: {text}"
-    return text
+def attention_pairs(
+    kernel: AttentionKernel,
+    how: Attention,
+    block_size: int,
+    num_keys: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Iterator[Pair]:
+    """Attend with a kernel, and in plain torch in float32 on the CPU, where nothing is rounded."""
+    for is_limited in (False, True):
+        found, expected = (
+            _attend_some(body, how, block_size, num_keys, is_limited, dtype, where)
+            for body, where in ((kernel, device), (None, CPU))
+        )
+        yield found, expected
+
+
+def _attend_some(
+    body: AttentionKernel | None,
+    how: Attention,
+    block_size: int,
+    num_keys: int,
+    is_limited: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:  # (tokens, heads, head_dim) float32, on the CPU
+    """Attend from two prompts, a chunk of one beside a token of the other, and two that share."""
+    heads, (kv_heads, head_dim) = how.heads, how.cache_shape
+    kept = dtype if body else torch.float32
+    count = -(-(num_keys + 3) // block_size)
+    cache = PagedAttention(
+        2 * count + 1, block_size, kv_heads, head_dim, dtype=kept, device=device, kernel=body
+    )
+    cache.keys.fill_(float("nan"))  # what others left there must not matter
+    cache.values.fill_(float("nan"))
+    blocks = list(range(2 * count))
+    first, second = blocks[1::2], blocks[-2::-2]
+    part, shared = num_keys * 2 // 5, num_keys // block_size
+    slopes = torch.linspace(0.01, 0.1, heads, device=device) if is_limited else None
+    generator = torch.Generator().manual_seed(0)
+    outs = []
+    for rows in (
+        [StepRow([0] * num_keys, 0, first), StepRow([0] * part, 0, second)],
+        [StepRow([0] * (num_keys // 2), part, second), StepRow([0], num_keys, first)],
+        [
+            StepRow([0], num_keys + 1, first),
+            StepRow([0], shared * block_size, [*first[:shared], 2 * count]),
+        ],
+    ):
+        if body is None:
+            cache.plan = plan_attention(rows, block_size, kv_heads, device)
+        else:
+            cache.plan = body.plan(rows, block_size)
+        tokens = sum(len(row.token_ids) for row in rows)
+        query, key, value = (
+            torch.randn((1, num, tokens, head_dim), generator=generator).to(dtype).to(device, kept)
+            for num in (heads, kv_heads, kv_heads)
+        )
+        out = cache(
+            *(query, key, value),
+            scaling=head_dim**-0.5,
+            sliding_window=num_keys // 2 if is_limited else None,
+            alibi_slopes=slopes,
+            softcap=how.softcap,
+        )
+        outs.append(out[0].float().cpu())
+    return torch.cat(outs)

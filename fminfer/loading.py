@@ -17,12 +17,12 @@ from fminfer.agreement import agree, compare_weights, connect_gpus
 from fminfer.attention import AttentionKernel
 from fminfer.compute.parts import KernelParts, PartKernels, Parts
 from fminfer.compute.products import PackedProducts, Products
-from fminfer.config import EngineConfig
+from fminfer.config import AttentionBody, EngineConfig
 from fminfer.draw_kernel import DrawKernel
 from fminfer.errors import UsageError
 from fminfer.fingerprint import digest_files
 from fminfer.head_kernel import HeadKernel
-from fminfer.kernel_choice import find_attention, find_layers, find_library
+from fminfer.kernel_choice import find_attention, find_head, find_layers, find_library
 from fminfer.memory import is_out_of_memory
 from fminfer.models.checkpoint import Checkpoint, open_checkpoint, open_random
 from fminfer.models.load import load_tensors
@@ -62,7 +62,9 @@ class LoadedPart:
     form: HiddenForm
     library: ctypes.CDLL | None  # the CPU's kernels
     attention: AttentionKernel | None  # None: plain torch
-    why_slower: str  # why it is slower than it could be
+    head: HeadKernel | None  # None: plain torch
+    why_plain: str  # why a kernel that was to be used is not
+    why_slower: str  # that, and why else it is slower than it could be
     file_digests: dict[str, str]  # of its weight files, if others must have the same
 
     @property
@@ -153,7 +155,8 @@ def load_part(
     )
     num_bytes = tensors.count_bytes()
     layers, no_layers = find_layers(config.attention, library, dtype=dtype, device=device)
-    bodies = _find_bodies(checkpoint, library, layers, dtype, device)
+    head, no_head = find_head(config.attention, library, dtype)
+    bodies, whole = _find_bodies(config.attention, checkpoint, library, layers, dtype, device)
     network = Transformer(checkpoint.model, tensors, first=part.first, bodies=bodies)
     attention, no_attention = find_attention(
         config.attention,
@@ -164,9 +167,13 @@ def load_part(
         device=device,
     )
     form = HiddenForm(checkpoint.config.hidden_size, dtype, device, hidden_group)
-    why_slower = "; ".join(filter(None, (no_attention or no_layers, why_slow(dtype, device))))
+    no_whole = "" if whole is None else whole.why_plain
+    reasons = (no_attention, no_layers, no_head, bodies.products.why_plain, no_whole)
+    why_plain = "; ".join(filter(None, reasons))
+    why_slower = "; ".join(filter(None, (why_plain, why_slow(dtype, device))))
     if group is not None:
-        why_slower = next(filter(None, group.gather("why slower", why_slower)), "")
+        ranks = group.gather("why slower", [why_plain, why_slower])
+        why_plain, why_slower = (next(filter(None, each), "") for each in zip(*ranks, strict=True))
     return LoadedPart(
         checkpoint,
         part,
@@ -177,31 +184,36 @@ def load_part(
         form,
         library,
         attention,
+        head,
+        why_plain,
         why_slower,
         digests,
     )
 
 
 def _find_bodies(
+    asked: AttentionBody,
     checkpoint: Checkpoint,
     library: ctypes.CDLL | None,
     layers: PartKernels | None,
     dtype: torch.dtype,
     device: torch.device,
-) -> Bodies:
-    """Choose what computes the parts of layers."""
+) -> tuple[Bodies, WholeLayers | None]:
+    """Choose what computes the parts of layers, and what joins them."""
     products = Products()
     if device.type == "cpu":
         kernel = None if library is None else ProductKernel(library)
         is_fast = is_fast_in_bfloat16(device)
-        products = PackedProducts(is_fast_in_bfloat16=is_fast, kernel=kernel)
+        products = PackedProducts(is_fast_in_bfloat16=is_fast, kernel=kernel, asked=asked)
     parts = Parts()
     if layers is not None and dtype in layers.types:
         parts = KernelParts(layers, dtype)
     bodies = Bodies(parts, products, checkpoint.context_length)
     if library is not None and dtype == torch.bfloat16:
-        bodies.join = WholeLayers(library).join
-    return bodies
+        whole = WholeLayers(library, asked)
+        bodies.join = whole.join
+        return bodies, whole
+    return bodies, None
 
 
 def count_blocks(config: EngineConfig, loaded: LoadedPart, group: Group | None = None) -> int:
@@ -270,7 +282,7 @@ def _build_stage(config: EngineConfig, loaded: LoadedPart, num_blocks: int) -> S
         kernel=loaded.attention,
         ranker=rank if loaded.library is None else ScoreKernel(loaded.library),
         drawer=draw if loaded.library is None else DrawKernel(loaded.library),
-        head_kernel=None if loaded.library is None else HeadKernel(loaded.library),
+        head_kernel=loaded.head,
     )
 
 

@@ -145,7 +145,9 @@ FILES = [
         "and 5 s earlier.  [default: never]",
     ),
     click.option("--stats", type=click.Path(path_type=Path), help="Write the summary as JSON."),
-    click.option("-q", "--quiet", is_flag=True, help="Say nothing but errors."),
+    click.option(
+        "-q", "--quiet", is_flag=True, help="Say nothing but errors, and why a kernel is not used."
+    ),
     click.option("-v", "--verbose", is_flag=True, help="Show tracebacks and library warnings."),
 ]
 # Of a synthetic run; Hyperparameters has a field for each.

@@ -369,8 +369,8 @@ def _start_engine(
         click.echo("There is no GPU here: --cuda-id means nothing, the CPU computes.", err=True)
     if not job.is_quiet and (why := why_no_cache()):
         click.echo(f"Nothing is kept from run to run, which makes each slower: {why}.", err=True)
-    if engine.why_slower and not job.is_quiet:
-        click.echo(f"The run is slower than it could be: {engine.why_slower}.", err=True)
+    if why := engine.why_plain if job.is_quiet else engine.why_slower:
+        click.echo(f"The run is slower than it could be: {why}.", err=True)
     return engine
 
 

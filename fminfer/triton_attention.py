@@ -9,20 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import torch
 
-from fminfer.attention import PagedAttention, plan_attention
 from fminfer.kernel_attention import token_slots
 from fminfer.messages import StepRow
 from fminfer.triton_kernels import attend_kernel, store_kernel
 
 NO_WINDOW = 2**31 - 1
-CPU = torch.device("cpu")
-# Of what a trial gives: values are about 1, and 16 bits round weights and results.
-MAX_ERROR = {torch.float32: 2e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
 
 
 @dataclass(slots=True, frozen=True)
@@ -150,80 +145,6 @@ class TritonAttention:
         if rows.kept is not None:
             out = out[:, rows.kept]
         return out.to(query.dtype)
-
-
-def try_kernels(
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    softcap: float | None,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> TritonAttention:
-    """Compile the kernels for a model and compare what they give on the device with plain torch.
-
-    Raises:
-        ValueError: they give something else.
-        Exception: whatever triton and the driver raise where they do not work.
-    """
-    kernel = TritonAttention(heads, kv_heads, head_dim, dtype=dtype, device=device)
-    for is_limited in (False, True):
-        how: dict[str, Any] = {"softcap": softcap, "sliding_window": 150 if is_limited else None}
-        found = _attend_some(kernel, kernel, block_size, is_limited, how)
-        expected = _attend_some(kernel, None, block_size, is_limited, how)
-        error = (found - expected).abs().max().item()
-        if not error < MAX_ERROR[dtype]:
-            raise ValueError(f"what it gives is off by {error:.2g}")
-    return kernel
-
-
-@torch.inference_mode()
-def _attend_some(
-    kernel: TritonAttention,
-    body: TritonAttention | None,
-    block_size: int,
-    has_slopes: bool,
-    how: dict[str, Any],
-) -> torch.Tensor:  # (tokens, heads, head_dim) float32, on the CPU
-    """Attend with the kernel, or in plain torch in float32 on the CPU, where nothing is rounded.
-
-    Two prompts, of more keys than the kernel has on the way at once; a chunk of one beside a token
-    of the other; a token alone.
-    """
-    heads, kv_heads, head_dim = kernel.heads, kernel.heads // kernel.group, kernel.head_dim
-    device, dtype = (kernel.device, kernel.dtype) if body else (CPU, torch.float32)
-    num_blocks = -(-330 // block_size)
-    cache = PagedAttention(
-        2 * num_blocks, block_size, kv_heads, head_dim, dtype=dtype, device=device, kernel=body
-    )
-    cache.keys.fill_(float("nan"))  # what others left there must not matter
-    cache.values.fill_(float("nan"))
-    blocks = list(range(2 * num_blocks))
-    first, second = blocks[1::2], blocks[-2::-2]
-    slopes = torch.linspace(0.01, 0.1, heads, device=device) if has_slopes else None
-    generator = torch.Generator().manual_seed(0)
-    outs = []
-    for rows in (
-        [StepRow([0] * 327, 0, first), StepRow([0] * 130, 0, second)],
-        [StepRow([0] * 159, 130, second), StepRow([0], 327, first)],
-        [StepRow([0], 328, first)],
-    ):
-        if body is None:
-            cache.plan = plan_attention(rows, block_size, kv_heads, device)
-        else:
-            cache.plan = body.plan(rows, block_size)
-        tokens = sum(len(row.token_ids) for row in rows)
-        query, key, value = (
-            torch.randn((1, num, tokens, head_dim), generator=generator)
-            .to(kernel.dtype)
-            .to(device, dtype)
-            for num in (heads, kv_heads, kv_heads)
-        )
-        out = cache(query, key, value, scaling=head_dim**-0.5, alibi_slopes=slopes, **how)
-        outs.append(out[0].float().cpu())
-    return torch.cat(outs)
 
 
 def power_of_2(number: int) -> int:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from fminfer.compute import plain
-from fminfer.compute.spec import Norm, Rope
+from fminfer.compute.spec import Norm
 from fminfer.layer_kernels import GELU_TANH, SILU
 from fminfer.triton_kernels import gate_kernel, norm_kernel, rotate_kernel
 
@@ -126,35 +125,3 @@ class TritonLayers:
         assert steps[-1] == 1, "the elements of a row lie side by side"
         inner, inner_step = (shape[1], steps[1]) if len(shape) == 3 else (1, 0)
         return shape[0], inner, steps[0], inner_step
-
-
-def try_kernels(dtype: torch.dtype, device: torch.device) -> TritonLayers:
-    """Compile the kernels and compare what they give on the device with plain torch.
-
-    Raises:
-        ValueError: they give something else.
-        Exception: whatever triton and the driver raise where they do not work.
-    """
-    kernels = TritonLayers(device)
-    generator = torch.Generator().manual_seed(0)
-    x, other = (torch.randn(5, 3, 80, generator=generator).to(device, dtype) for _ in "xy")
-    weight, row, more = x[0, 0].contiguous(), x[:, 0], other[:, 0]
-    how, turn = Norm(1e-5, offset=1.0), other[:, 0, :24].sin().float()
-    table = torch.stack([turn, -turn])
-    rope = Rope((0.0,) * 24)
-    pairs = [
-        (kernels.norm(x, how, weight, None), plain.norm(x, how, weight, None)),
-        (kernels.add_and_norm(row, more, how, weight, None)[0], row + more),
-        (
-            kernels.add_and_norm(row, more, how, weight, None)[1],
-            plain.norm(row + more, how, weight, None),
-        ),
-        (kernels.rotate(x, *table.repeat(1, 1, 2)), plain.rotate(x, rope, table)),
-        (kernels.gate(row, SILU), plain.gate(row, "silu")),
-        (kernels.gelu(row), plain.ACTIVATIONS["gelu_new"](row)),
-    ]
-    for found, expected in pairs:
-        error = (found.double() - expected.double()).abs().max() / expected.abs().max().double()
-        if not error.item() < 2 * MAX_ERROR[dtype]:  # both are rounded
-            raise ValueError(f"what it gives is off by {error.item():.2g}")
-    return kernels

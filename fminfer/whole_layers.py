@@ -7,14 +7,19 @@ each part is a kernel of ours, one call does the same, to the last bit.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from fminfer.compute import spec
 from fminfer.compute.kv_cache import KvCache
-from fminfer.kernel_attention import Arguments, KernelRows, step_arguments
+from fminfer.compute.trial import Pair, try_body
+from fminfer.config import AttentionBody
+from fminfer.kernel_attention import Arguments, KernelAttention, KernelRows, step_arguments
 from fminfer.layer_kernels import GELU_TANH, RELU, SILU
+from fminfer.messages import StepRow
 from fminfer.models.load import Tensors
 from fminfer.models.transformer import LayerOf, LayerStep
 from fminfer.product_kernel import PackedProduct
@@ -25,6 +30,7 @@ TANH_GELUS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 GATES |= dict.fromkeys(TANH_GELUS, GELU_TANH)
 PLAIN |= dict.fromkeys(TANH_GELUS, GELU_TANH)
 NO_WINDOW = 2**31 - 1
+MAX_ERROR = 0.02  # of the largest number that the parts give
 
 
 class Norm(ctypes.Structure):
@@ -207,9 +213,12 @@ class WholeLayers:
 
     Args:
         library: the CPU's kernels.
+        asked: "compiled": one that gives something else is refused.
     """
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, asked: AttentionBody = "auto") -> None:
+        self._asked, self.why_plain = asked, ""  # why some are left as they are
+        self._tried: dict[spec.Layer, bool] = {}
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         self._library, self._step = library, StepCall()
         self.is_there = bool(library.fminfer_has_layers())
@@ -228,9 +237,49 @@ class WholeLayers:
         is_packed = products is not None and all(
             isinstance(each, PackedProduct) for each in products.values()
         )
-        if not (self.is_there and serves(parts.how) and is_packed):
+        is_served = self.is_there and is_packed and serves(parts.how)
+        if not (is_served and self._tried.get(parts.how, True)):
             return parts
-        return WholeLayer(parts, tensors, self._library, self._step)
+        if parts.how in self._tried:
+            return WholeLayer(parts, tensors, self._library, self._step)
+        whole, why = try_body(
+            "whole layers",
+            self._asked,
+            lambda: WholeLayer(parts, tensors, self._library, self._step),
+            partial(self._pairs, parts=parts),
+            MAX_ERROR,
+        )
+        self.why_plain = self.why_plain or why
+        self._tried[parts.how] = whole is not None
+        return whole or parts
+
+    def _pairs(self, whole: LayerOf, parts: LayerOf) -> Iterator[Pair]:
+        """Compute a few tokens of two rows with a layer in one call, and part by part."""
+        assert parts.products is not None, "a layer that is served"
+        qkv = parts.products["qkv"]
+        assert isinstance(qkv, PackedProduct), "a layer that is served"
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(6, qkv.inputs, generator=generator).bfloat16()
+        steps = (
+            ([0, 1, 2, 0, 1], [StepRow([0] * 3, 0, [0]), StepRow([0] * 2, 0, [1])]),
+            ([3, 2], [StepRow([0], 3, [0]), StepRow([0], 2, [1])]),
+        )
+        outs = []
+        for layer in (whole, parts):
+            cache = KvCache(
+                [parts.how.attention],
+                num_blocks=2,
+                block_size=16,
+                dtype=torch.bfloat16,
+                device=torch.device("cpu"),
+                kernel=KernelAttention(self._library),
+            )
+            for positions, rows in steps:
+                cache.plan(rows, None)
+                step = LayerStep(torch.tensor(positions), cache)
+                out, more = layer(x[: len(positions)], None, 0, step)
+                outs.append(out if more is None else out + more)
+        yield from zip(outs[:2], outs[2:], strict=True)
 
 
 def _tensors_of_norms(tensors: Tensors) -> Tensors:

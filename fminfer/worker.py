@@ -86,6 +86,7 @@ class Engine:
         self._foreseen_bytes += num_blocks * config.block_size * loaded.kv_bytes_per_token
         stage = build_stage(config, loaded, num_blocks)
         self.has_kernel = stage.has_kernel  # attention is compiled
+        self.why_plain = loaded.why_plain  # why a kernel that was to be used is not
         self.why_slower = why_slow or loaded.why_slower  # why it is slower than it could be
         end_openmp_threads()  # steps are another thread's work
         self._group = group

@@ -22,7 +22,10 @@ if not torch.cuda.is_available():  # triton reads it when imported: its kernels 
 
 from fminfer.compute.parts import Parts  # noqa: E402
 from fminfer.compute.products import Products  # noqa: E402
+from fminfer.compute.spec import Attention  # noqa: E402
+from fminfer.compute.trial import compare  # noqa: E402
 from fminfer.kernel_build import start_build  # noqa: E402
+from fminfer.kernel_choice import ATTENTION_ERRORS, attention_pairs  # noqa: E402
 from fminfer.models.checkpoint import open_checkpoint  # noqa: E402
 from fminfer.models.load import load_tensors  # noqa: E402
 from fminfer.models.transformer import Bodies, Transformer  # noqa: E402
@@ -217,13 +220,25 @@ def triton_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def try_triton(dtype: torch.dtype) -> None:
+    """Compare the GPU's attention with plain torch.
+
+    Raises:
+        ValueError: it gives something else.
+    """
+    from fminfer.triton_attention import TritonAttention
+
+    where: Any = {"dtype": dtype, "device": triton_device()}
+    how = Attention(heads=2, kv_heads=1, head_dim=16, scaling=0.25)
+    kernel = TritonAttention(how.heads, *how.cache_shape, **where)
+    compare(attention_pairs(kernel, how, 8, 327, **where), ATTENTION_ERRORS[dtype])
+
+
 @pytest.fixture(scope="session")
 def interpreter() -> None:
     """Skip what the interpreter cannot run: that of triton 3.6 counts to no tensor in numpy 2.4."""
-    from fminfer.triton_attention import try_kernels
-
     try:
-        try_kernels(2, 1, 16, 8, None, dtype=torch.float32, device=triton_device())
+        try_triton(torch.float32)
     except Exception as error:
         if "only 0-dimensional arrays can be converted" not in str(error):
             raise

@@ -23,7 +23,7 @@ cluster.schedulers cluster.scripts compute.plain config cost_model decode_attent
     output.stream output.trace partition pipeline.handshake pipeline.local \
     pipeline.step_clock pipeline.transport pipeline.wire processor ranks score_kernel \
     stopping threads tokenizer
-attention compute.parts engine_options input.lines kernel_build launcher \
+attention compute.parts compute.trial engine_options input.lines kernel_build launcher \
     models.architectures.parts models.layer_count models.shapes no_tokenizer output.claims \
     output.journal output.progress pipeline.secret pipeline.store placement product_kernel \
     prompts run_options spelling triton_layers

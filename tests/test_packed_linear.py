@@ -16,6 +16,7 @@ from torch import nn
 import fminfer
 from fminfer.compute import products
 from fminfer.compute.products import PackedProducts
+from fminfer.errors import UsageError
 from fminfer.models import transformer
 from fminfer.packed_linear import onednn_packs_bfloat16
 
@@ -108,10 +109,17 @@ def test_many_rows_of_few_outputs_in_bfloat16(outputs: int) -> None:
 
 
 def test_what_packs_wrong_is_left_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was, and nobody was told."""
     monkeypatch.setattr(products, "pack", lambda weight, *_: lambda x: x @ weight.t() + 1)
     linear = nn.Linear(16, 16, bias=False)
     x = torch.randn(3, 16)
-    torch.testing.assert_close(product_of(linear)(x), linear(x))
+    weight = linear.weight.detach()
+    packed = PackedProducts(is_fast_in_bfloat16=False, kernel=None)
+    torch.testing.assert_close(packed.make(weight, None)(x), linear(x))
+    assert "products of 16 × 16: the kernel cannot be used (what it gives is" in packed.why_plain
+    packed = PackedProducts(is_fast_in_bfloat16=False, kernel=None, asked="compiled")
+    with pytest.raises(UsageError, match="attention compiled cannot be: products of 16 × 16"):
+        packed.make(weight, None)
 
 
 def test_nan_in_one_weight_does_not_vouch_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,14 +17,16 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from fminfer import loading, triton_attention, triton_layers
+from fminfer.compute.parts import part_pairs
 from fminfer.compute.spec import Model
+from fminfer.compute.trial import compare
 from fminfer.errors import UsageError
-from fminfer.kernel_choice import find_attention, find_layers
+from fminfer.kernel_choice import PART_ERRORS, find_attention, find_layers
 from fminfer.messages import StepRow
 from fminfer.models.checkpoint import open_random
-from fminfer.triton_attention import TritonAttention, try_kernels
+from fminfer.triton_attention import TritonAttention
 from fminfer.triton_layers import TritonLayers
-from tests.conftest import make_model, more, save_byte_tokenizer, triton_device
+from tests.conftest import make_model, more, save_byte_tokenizer, triton_device, try_triton
 from tests.test_attention import (
     check_every_kind_of_row,
     check_odd_values,
@@ -127,8 +129,10 @@ def test_greedy_equals_transformers_alone(
 def _interpret(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the GPU's kernels used on the CPU, in triton's interpreter."""
 
-    def find_parts(*body: object, **where: Any) -> tuple[TritonLayers, str]:
-        return triton_layers.try_kernels(**where), ""
+    def find_parts(
+        *body: object, dtype: torch.dtype, device: torch.device
+    ) -> tuple[TritonLayers, str]:
+        return try_parts(dtype), ""
 
     def find(
         body: str, library: None, model: Model, block_size: int, **where: Any
@@ -139,6 +143,12 @@ def _interpret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "find_library", lambda body, device: None)
     monkeypatch.setattr(loading, "find_attention", find)
     monkeypatch.setattr(loading, "find_layers", find_parts)
+
+
+def try_parts(dtype: torch.dtype) -> TritonLayers:
+    kernels = TritonLayers(DEVICE)
+    compare(part_pairs(kernels, dtype, DEVICE), PART_ERRORS[dtype])
+    return kernels
 
 
 def test_triton_is_tested_on_a_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +192,6 @@ def test_a_kernel_that_gives_something_else_is_refused(monkeypatch: pytest.Monke
 
     The fixture has tried the right one.
     """
-    where: Any = {"dtype": torch.float32, "device": DEVICE}
     attend = TritonAttention.__call__
 
     def attend_wrong(*args: Any, **how: Any) -> torch.Tensor:
@@ -191,22 +200,22 @@ def test_a_kernel_that_gives_something_else_is_refused(monkeypatch: pytest.Monke
         return out
 
     monkeypatch.setattr(TritonAttention, "__call__", attend_wrong)
-    with pytest.raises(ValueError, match=r"off by 0\.01"):
-        try_kernels(2, 1, 16, 8, None, **where)
+    with pytest.raises(ValueError, match=r"off by 0\.00"):
+        try_triton(torch.float32)
 
     def attend_to_nan(kernel: object, query: torch.Tensor, *_: object, **how: object) -> Any:
         return torch.full_like(query.transpose(1, 2), torch.nan)
 
     monkeypatch.setattr(TritonAttention, "__call__", attend_to_nan)
     with pytest.raises(ValueError, match="off by nan"):
-        try_kernels(2, 1, 16, 8, None, **where)
+        try_triton(torch.float32)
 
 
 @pytest.mark.parametrize("name", ["norm", "add_and_norm", "rotate", "gate", "gelu"])
 def test_a_part_of_a_layer_that_gives_something_else_is_refused(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    triton_layers.try_kernels(torch.float16, DEVICE)
+    try_parts(torch.float16)
     compute = getattr(TritonLayers, name)
 
     def compute_wrong(*args: Any) -> Any:
@@ -217,7 +226,7 @@ def test_a_part_of_a_layer_that_gives_something_else_is_refused(
 
     monkeypatch.setattr(TritonLayers, name, compute_wrong)
     with pytest.raises(ValueError, match="off by"):
-        triton_layers.try_kernels(torch.float16, DEVICE)
+        try_parts(torch.float16)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -272,7 +281,7 @@ def test_why_a_kernel_is_not_used_is_told(
     def fail(*given: object) -> None:
         raise error
 
-    monkeypatch.setattr(triton_layers, "try_kernels", fail)
+    monkeypatch.setattr(triton_layers, "TritonLayers", fail)
     how: Any = {"dtype": torch.float16, "device": torch.device("cuda")}
     layers, problem = find_layers("auto", None, **how)
     assert layers is None and re.search(told, problem)

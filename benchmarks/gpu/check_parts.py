@@ -29,11 +29,11 @@ EPS = 1e-5
 # Small sizes of each kernel, for a tool that watches every access.
 WATCHED = """
 import torch
-from fminfer.triton_attention import try_kernels
-from fminfer.triton_layers import try_kernels as try_layers
+from fminfer.kernel_choice import find_attention, find_layers
+from fminfer.models.checkpoint import open_random
 where = {"dtype": torch.float16, "device": torch.device("cuda")}
-try_kernels(4, 2, 80, 16, None, **where)
-try_layers(**where)
+find_attention("compiled", None, open_random("llama-160m").model, 16, **where)
+find_layers("compiled", None, **where)
 """
 
 

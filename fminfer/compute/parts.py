@@ -6,7 +6,7 @@ that these serve, on the CPU or on a GPU, and plain ones for the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -158,3 +158,29 @@ class _KernelRotate(RotateBody):
 
     def __call__(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
         return self._kernels.rotate(x, *turns)
+
+
+def part_pairs(
+    kernels: PartKernels, dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Compute small tensors with compiled parts, and with those of plain torch."""
+    generator = torch.Generator().manual_seed(0)
+    x, other = (torch.randn(5, 3, 80, generator=generator).to(device, dtype) for _ in "xy")
+    weight, row, more = x[0, 0].contiguous(), x[:, 0], other[:, 0]
+    for how, bias in (
+        (Norm(1e-5), None),
+        (Norm(1e-5, offset=1.0), None),
+        (Norm(1e-5, is_rms=False, has_bias=True), other[0, 0].contiguous()),
+    ):
+        if kernels.can_norm(how, weight, bias):
+            yield kernels.norm(x, how, weight, bias), plain.norm(x, how, weight, bias)
+            both, normed = kernels.add_and_norm(row, more, how, weight, bias)
+            yield both, row + more
+            yield normed, plain.norm(row + more, how, weight, bias)
+    turn = other[:, 0, :24].sin().float()
+    table = torch.stack([turn, -turn])
+    turned = plain.rotate(x, Rope((0.0,) * 24), table)
+    yield kernels.rotate(x, *table.repeat(1, 1, 2)), turned
+    yield kernels.gate(row, SILU), plain.gate(row, "silu")
+    yield kernels.gate(row, GELU_TANH), plain.gate(row, "gelu_new")
+    yield kernels.gelu(row), plain.ACTIVATIONS["gelu_new"](row)

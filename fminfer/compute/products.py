@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
 
-from fminfer.packed_linear import can_pack, is_right, pack
+from fminfer.compute.trial import try_body
+from fminfer.config import AttentionBody
+from fminfer.packed_linear import MAX_ERROR, can_pack, pack, product_pairs
 from fminfer.product_kernel import ProductKernel
 
 Function = Callable[[torch.Tensor], torch.Tensor]
@@ -15,6 +18,8 @@ Function = Callable[[torch.Tensor], torch.Tensor]
 
 class Products:
     """Makes the products of plain torch."""
+
+    why_plain = ""  # why some are, though they could be packed
 
     def make(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Function:
         """Return x·Wᵀ + b of x, (…, inputs).
@@ -31,19 +36,32 @@ class PackedProducts(Products):
     Args:
         is_fast_in_bfloat16: whether the machine has units for it; otherwise that is not packed.
         kernel: the CPU's, if it could be built.
+        asked: "compiled": one that gives something else is refused.
     """
 
-    def __init__(self, *, is_fast_in_bfloat16: bool, kernel: ProductKernel | None) -> None:
-        self._is_fast, self._kernel = is_fast_in_bfloat16, kernel
+    def __init__(
+        self,
+        *,
+        is_fast_in_bfloat16: bool,
+        kernel: ProductKernel | None,
+        asked: AttentionBody = "auto",
+    ) -> None:
+        self._is_fast, self._kernel, self._asked = is_fast_in_bfloat16, kernel, asked
         self._tried: dict[torch.Size, bool] = {}
 
     def make(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Function:
-        if not can_pack(weight, self._is_fast):
+        if not (self._tried.get(weight.shape, True) and can_pack(weight, self._is_fast)):
             return super().make(weight, bias)
-        product = pack(weight, bias, self._kernel)
-        if weight.shape not in self._tried:
-            found = is_right(product, weight, bias)
-            if weight.isnan().any():  # then the next of its shape is looked at as well
-                return product if found else super().make(weight, bias)
-            self._tried[weight.shape] = found
-        return product if self._tried[weight.shape] else super().make(weight, bias)
+        if weight.shape in self._tried:
+            return pack(weight, bias, self._kernel)
+        product, why = try_body(
+            f"products of {weight.shape[0]} × {weight.shape[1]}",
+            self._asked,
+            lambda: pack(weight, bias, self._kernel),
+            partial(product_pairs, weight=weight, bias=bias),
+            MAX_ERROR[weight.dtype],
+        )
+        self.why_plain = self.why_plain or why
+        if not weight.isnan().any():  # else the next of its shape is tried as well
+            self._tried[weight.shape] = product is not None
+        return product or super().make(weight, bias)

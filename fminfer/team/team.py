@@ -84,6 +84,7 @@ class Team:
             raise
         ready = [p.ready for p in self._pipelines if p.ready is not None]
         self.device = torch.device(ready[0].device)
+        self.why_plain = next((r.why_plain for r in ready if r.why_plain), "")
         self.why_slower = next((r.why_slower for r in ready if r.why_slower), "")
 
     @property
