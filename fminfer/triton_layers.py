@@ -13,8 +13,6 @@ from fminfer.compute.spec import Norm
 from fminfer.layer_kernels import GELU_TANH, SILU
 from fminfer.triton_kernels import gate_kernel, norm_kernel, rotate_kernel
 
-# Of the largest number; the second is what rounding once gives, and a half more.
-MAX_ERROR = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 COLUMNS = 1024  # of a gate's rows that one program computes
 
 

@@ -16,7 +16,7 @@ from benchmarks.gpu.cases import Case, Figures, Setting, Skipped, expect
 from benchmarks.gpu.processes import run_within
 from fminfer.compute.spec import Norm
 from fminfer.layer_kernels import GELU_TANH, SILU
-from fminfer.triton_layers import MAX_ERROR, TritonLayers
+from fminfer.triton_layers import TritonLayers
 
 WIDTHS = {"cuda": (64, 80, 4096, 5120, 14336), "cpu": (64, 80)}
 TOKENS = {"cuda": (1, 7, 512), "cpu": (1, 3)}
@@ -26,6 +26,8 @@ TYPES = {
 }
 HEAD_DIMS = ((64, 64), (80, 80), (128, 128), (256, 256), (80, 20))  # of a head, of it turned
 EPS = 1e-5
+# Of the largest number; the second is what rounding once gives, and a half more.
+MAX_ERROR = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 # Small sizes of each kernel, for a tool that watches every access.
 WATCHED = """
 import torch
