@@ -101,7 +101,9 @@ def _serves_norm(how: spec.Norm | None) -> bool:
 
     By its bias the library knows which it is.
     """
-    return how is not None and how.has_weight and how.has_bias != how.is_rms
+    if how is None or not how.has_weight or how.has_bias == how.is_rms:
+        return False
+    return how.is_rms or not how.offset
 
 
 def _nothing() -> torch.Tensor:

@@ -68,6 +68,12 @@ def test_a_field_that_no_class_declares_is_passed_over() -> None:
     architecture_of(config_of({"model_type": "llama", "my_own_note": "of training"}))
 
 
+def test_an_activation_that_does_not_run_is_named() -> None:
+    """It was a KeyError, and only after the weights had been read."""
+    with pytest.raises(CheckpointError, match="activation 'relu6', which does not run"):
+        architecture_of(config_of({"model_type": "llama", "hidden_act": "relu6"}))
+
+
 def load(folder: Path) -> PartTensors:
     checkpoint = open_checkpoint(str(folder))
     (part,) = split_layers(3, 1, head_cost=0.0)

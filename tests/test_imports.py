@@ -26,12 +26,12 @@ cluster.schedulers cluster.scripts compute.plain config cost_model decode_attent
 attention compute.parts compute.trial engine_options input.lines kernel_build launcher \
     models.architectures.parts models.layer_count models.shapes no_tokenizer output.claims \
     output.journal output.progress pipeline.secret pipeline.store placement product_kernel \
-    prompts run_options spelling triton_layers
-cluster.submission compute.kv_cache input.envelope input.files models.architectures.gpt_like \
-    models.architectures.llama_like models.origins output.writer packed_linear \
-    pipeline.store_place pipeline.watch remote_files request triton_attention
-compute.products engine.logit_edits kernel_choice models.architectures.table output.records \
-    output.status pipeline.meeting_folder split.grouping synthetic
+    prompts run_options spelling triton_attention triton_layers
+cluster.submission compute.kv_cache input.envelope input.files kernel_choice \
+    models.architectures.gpt_like models.architectures.llama_like models.origins \
+    output.writer packed_linear pipeline.store_place pipeline.watch remote_files request
+compute.products engine.logit_edits models.architectures.table output.records output.status \
+    pipeline.meeting_folder split.grouping synthetic
 engine.sequence models.checkpoint output.places output.reopening pipeline.rendezvous \
     split.index split.manifest storage team.wire
 cluster.resources cost_store engine.advance engine.answer engine.equal_requests \

@@ -14,9 +14,10 @@ from typing import Any, cast
 import pytest
 import torch
 
+from fminfer.compute import plain
 from fminfer.compute.parts import KernelParts, Parts
 from fminfer.compute.products import PackedProducts, Products
-from fminfer.compute.spec import Model
+from fminfer.compute.spec import Model, Norm
 from fminfer.head import Head
 from fminfer.layer_kernels import LayerKernels
 from fminfer.models.architectures.table import ROWS
@@ -120,6 +121,14 @@ def test_every_row_and_variant(family_checkpoint: tuple[Path, Any]) -> None:
     assert error_of(logits_of(folder, one_stage()), own) < MAX_ERROR
     in_two = logits_of(folder, split_layers(3, 2, head_cost=0.0), bodies=kernel_bodies)
     assert error_of(in_two, own) < MAX_ERROR, "two stages, compiled bodies, packed products"
+
+
+def test_a_layer_norm_may_have_an_offset() -> None:
+    """A LayerNorm passed over it, as no row had both."""
+    x, weight, bias = torch.randn(5, 8), torch.randn(8), torch.randn(8)
+    found = plain.norm(x, Norm(1e-5, is_rms=False, has_bias=True, offset=1.0), weight, bias)
+    expected = torch.nn.functional.layer_norm(x, (8,), weight + 1, bias, 1e-5)
+    torch.testing.assert_close(found, expected)
 
 
 def test_every_row_has_a_variant_here() -> None:

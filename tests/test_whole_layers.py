@@ -107,6 +107,7 @@ def test_what_the_library_serves() -> None:
         {"before": (Norm(1e-5), None)},
         {"before": (Norm(1e-5, is_rms=False), Norm(1e-5, is_rms=False))},  # no bias: it is no RMS
         {"before": (Norm(1e-5, has_weight=False), Norm(1e-5))},
+        {"before": (Norm(1e-5, is_rms=False, has_bias=True, offset=1.0),) * 2},
     ],
 )
 def test_layers_of_another_form_are_left(change: dict[str, Any]) -> None:

@@ -35,7 +35,7 @@ def norm(
     Args:
         weight, bias: of the shape of the last dimensions of x; None where `how` has none.
     """
-    if not how.is_rms and (weight is None or weight.dim() == 1):
+    if not (how.is_rms or how.offset) and (weight is None or weight.dim() == 1):
         return nn.functional.layer_norm(x, x.shape[-1:], weight, bias, how.eps)
     y = x.float()
     if not how.is_rms:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from fminfer.compute.plain import ACTIVATIONS
+from fminfer.compute.spec import Moe
 from fminfer.errors import CheckpointError
 from fminfer.models.architectures import gpt_like, llama_like
 from fminfer.models.architectures.naming import Architecture
@@ -39,4 +41,11 @@ def architecture_of(config: Any) -> Architecture:
     read = ReadConfig(config)
     architecture = ROWS[config.model_type](read)
     read.refuse_unread()
+    for layer in architecture.model.layers:
+        mlp = layer.mlp.expert if isinstance(layer.mlp, Moe) else layer.mlp
+        if mlp.activation not in ACTIVATIONS:
+            raise CheckpointError(
+                f"config.json has the activation {mlp.activation!r}, which does not run; these do: "
+                + ", ".join(sorted(ACTIVATIONS))
+            )
     return architecture
