@@ -132,7 +132,7 @@ def test_a_gpu_is_asked_for_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu.weight = nn.Parameter(on_gpu.weight.data.as_subclass(OnGpu), requires_grad=False)
     x = torch.randn(5, 96).bfloat16()
     assert on_gpu.weight.is_cuda
-    assert_exact(Head(on_gpu, None)(x), x, layer)
+    assert_exact(make_head(on_gpu, None)(x), x, layer)
     assert asked == [torch.float32]
 
 

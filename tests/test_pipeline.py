@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,9 @@ import torch
 import transformers
 
 import fminfer
+from fminfer.errors import StoppedError
 from fminfer.pipeline.addresses import machine_id
+from fminfer.pipeline.meeting import Meeting
 from fminfer.pipeline.rendezvous import open_store
 from fminfer.ranks import RankFacts
 from tests.conftest import VOCAB, save_byte_tokenizer
@@ -311,6 +314,19 @@ def test_ctrl_c_while_ranks_join(tmp_path: Path) -> None:
         run.send_signal(signal.SIGTERM)
         [(status, err)] = finish(run)
         assert status == 143 and "Terminated" in err, err
+
+
+def test_a_signal_while_rank_0_prepares() -> None:
+    """It was told to the others as a mistake: exit status 1, after up to a minute."""
+    meeting = object.__new__(Meeting)
+    meeting.rank = 0
+    meeting._place = SimpleNamespace(is_holder=True)  # type: ignore[assignment]
+
+    def prepare(rank: int) -> None:
+        raise StoppedError("Terminated.", "cancelled", 143)
+
+    with pytest.raises(StoppedError, match="Terminated"):
+        meeting._prepare(prepare)
 
 
 def test_a_rank_that_dies_while_rank_0_waits_for_stdin() -> None:

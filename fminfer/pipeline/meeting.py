@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from fminfer.errors import FminferError, PipelineError, UsageError, printable
+from fminfer.errors import FminferError, PipelineError, StoppedError, UsageError, printable
 from fminfer.pipeline.addresses import address_of, own_address
 from fminfer.pipeline.rendezvous import open_store
 from fminfer.pipeline.store_place import TELL_AFTER_S
@@ -79,6 +79,8 @@ class Meeting:
         """Do what needs no other rank; what is wrong with it is said now, and to all who come."""
         try:
             prepare(self.rank)
+        except StoppedError:  # a signal: the process ends now, with the signal's status
+            raise
         except FminferError as error:
             if is_spawned() or not self._place.is_holder:
                 raise
