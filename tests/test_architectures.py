@@ -102,6 +102,7 @@ def _put(name: str, value: Callable[[Tensors], torch.Tensor]) -> Callable[[Tenso
 
 Q = "model.layers.2.self_attn.q_proj.weight"
 DOWN = "model.layers.0.mlp.down_proj.weight"
+FC = "transformer.h.1.mlp.c_fc.weight"
 
 
 @pytest.mark.parametrize(
@@ -115,6 +116,9 @@ DOWN = "model.layers.0.mlp.down_proj.weight"
         ("llama", _put("model.layers.0.x.weight", lambda t: t[Q]), "model.layers.0.x.weight"),
         ("llama", _put("model.layers.3.mlp.up_proj.weight", lambda t: t[Q]), "model.layers.3.mlp"),
         ("llama", _put(Q.replace("weight", "bias"), lambda t: t[Q][0]), "q_proj.bias"),
+        ("gpt2", lambda t: t.pop(FC), "lacks 1 tensors, such as .*h.1.mlp.c_fc.weight"),
+        ("gpt2", _put(FC, lambda t: t[FC].t()), r"c_fc.weight.* \(256, 64\).*\(64, 256\)"),
+        ("gpt2", _put(FC, lambda t: t[FC][:, :9]), r"c_fc.weight.* \(64, 9\).*\(64, 256\)"),
         (
             "mixtral",
             lambda t: t.pop("model.layers.1.block_sparse_moe.experts.3.w2.weight"),

@@ -189,10 +189,14 @@ WRONG: dict[str, list[Callable[[Model], Model]]] = {
     "bloom": [_mlp(activation="gelu")],
     "bloom-normed": [_layer(adds_normed=False)],
     "phi3-long": [_inside("rope", scale=1.0)],
-    "olmo2": [_attention(qk_norm=None)],
+    "olmo2": [_attention(qk_norm=None), _layer(after=(None, None))],
     "qwen3_moe": [_mlp(is_normalized=False), _mlp(top_k=1)],
     "gpt_neo": [_attention(window=None)],
-    "llama": [_layer(is_parallel=True), _mlp(activation="relu")],
+    "llama": [
+        _layer(is_parallel=True),
+        _mlp(activation="relu"),
+        _layer(before=(Norm(1e-3), Norm(1e-3))),
+    ],
     "stablelm": [_layer(is_parallel=True)],
 }
 
