@@ -95,7 +95,7 @@ def test_threads_are_settled_before_openmp_is_loaded(command: str) -> None:
 import os, sys
 from fminfer import cli
 def look():
-    print(os.environ.get("GOMP_SPINCOUNT"), "torch" in sys.modules)
+    print(os.environ.get("GOMP_SPINCOUNT"), "torch" in sys.modules, flush=True)
     os._exit(0)
 cli.import_transformers = look
 cli.main(["{command}", "-"] if "{command}" == "run" else ["{command}"])
