@@ -208,7 +208,7 @@ def _find_bodies(
     parts = Parts()
     if layers is not None and dtype in layers.types:
         parts = KernelParts(layers, dtype)
-    bodies = Bodies(parts, products, checkpoint.context_length)
+    bodies = Bodies(parts, products, max(4, checkpoint.context_length))  # a trial has 4 positions
     if library is not None and dtype == torch.bfloat16:
         whole = WholeLayers(library, asked)
         bodies.join = whole.join

@@ -68,6 +68,33 @@ def test_a_field_that_no_class_declares_is_passed_over() -> None:
     architecture_of(config_of({"model_type": "llama", "my_own_note": "of training"}))
 
 
+@pytest.mark.parametrize(
+    ("fields", "same"),
+    [
+        ({"model_type": "llama", "sliding_window": 8}, {"model_type": "llama"}),
+        (
+            {"model_type": "mistral", "sliding_window": 8, "layer_types": ["full_attention"] * 32},
+            {"model_type": "mistral", "sliding_window": 8},
+        ),
+        ({"model_type": "llama", "partial_rotary_factor": 0.5}, {"model_type": "llama"}),
+        ({"model_type": "gpt2", "rope_theta": 1e4, "sliding_window": 4}, {"model_type": "gpt2"}),
+        (
+            {"model_type": "gpt_neo", "attention_types": [[["global"], 24]], "window_size": 512},
+            {"model_type": "gpt_neo", "attention_types": [[["global"], 24]]},
+        ),
+        (
+            {"model_type": "falcon", "alibi": True, "rope_theta": 1e6},
+            {"model_type": "falcon", "alibi": True},
+        ),
+    ],
+)
+def test_what_transformers_does_not_read_changes_nothing(
+    fields: dict[str, Any], same: dict[str, Any]
+) -> None:
+    """Leftovers of another family were obeyed, or refused: a window of a llama, say."""
+    assert architecture_of(config_of(fields)).model == architecture_of(config_of(same)).model
+
+
 def test_an_activation_that_does_not_run_is_named() -> None:
     """It was a KeyError, and only after the weights had been read."""
     with pytest.raises(CheckpointError, match="activation 'relu6', which does not run"):

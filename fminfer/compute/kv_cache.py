@@ -97,7 +97,8 @@ class KvCache:
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copy whole blocks, given as pairs (from, to)."""
         sources, targets = torch.tensor(copies, device=self._device).T
-        self._kv[:, :, targets] = self._kv[:, :, sources]
+        for kv in self._kv:  # all layers at once would need their blocks twice
+            kv[:, targets] = kv[:, sources]
 
 
 def _slopes_of(how: Attention, device: torch.device) -> torch.Tensor | None:

@@ -13,6 +13,7 @@ import torch
 
 from fminfer.config import AttentionBody
 from fminfer.errors import UsageError
+from fminfer.memory import is_out_of_memory
 
 Body = TypeVar("Body")
 Pair = tuple[torch.Tensor, torch.Tensor]  # (found, expected)
@@ -62,6 +63,8 @@ def try_body(
         with torch.inference_mode():
             compare(pairs(body), limit)
     except Exception as error:
+        if is_out_of_memory(error):  # that says nothing of the body
+            raise
         return None, why_plain(asked, what, error)
     return body, ""
 

@@ -72,6 +72,8 @@ UNDECLARED: dict[str, tuple[object, ...]] = {
     "quantization_config": (None,),
     "attn_config.rope": (False, None),
 }
+# Fields that transformers' models read with getattr, though their configs may not declare them.
+UNDECLARED_BUT_READ = {"head_dim"}
 _OF_ALL = frozenset(field.name for field in dataclasses.fields(transformers.PreTrainedConfig))
 
 
@@ -82,8 +84,12 @@ class ReadConfig:
         self._config, self._prefix = config, prefix
         self._parts: dict[str, ReadConfig] = {}
         self._read: set[str] = set()
+        self._declared = {*vars(type(config)()), *dir(type(config)), *UNDECLARED_BUT_READ}
 
     def __getattr__(self, name: str) -> Any:
+        if name in vars(self._config) and name not in self._declared:
+            # transformers keeps it and reads it nowhere: a sliding_window of llama, say.
+            raise AttributeError(f"{type(self._config).__name__} declares no {name!r}")
         value = getattr(self._config, name)
         self._read |= {name, self._config.attribute_map.get(name, name)}
         if not isinstance(value, transformers.PreTrainedConfig):

@@ -66,7 +66,7 @@ class _Reader:
         return tensor
 
     def _join(self, origin: Origin) -> torch.Tensor:
-        if len(origin.pieces) == 1:
+        if origin.is_one_piece:
             return self._files.read(origin.pieces[0].stored)
         whole = torch.empty(origin.shape, dtype=self._dtype, device=self._device)
         for piece in origin.pieces:

@@ -23,6 +23,7 @@ from fminfer.models.architectures.parts import (
     interleaved_slopes,
     mpt_slopes,
     plain_rope,
+    rope_of,
 )
 
 OUTER = sources(
@@ -161,8 +162,10 @@ def gpt_neo(c: Any) -> Architecture:
     top = "attn.attention."
     own = sources(qkv=f"{top}q_proj {top}k_proj {top}v_proj", out=f"{top}out_proj")
 
+    window_size = c.window_size  # read it also where no layer is local
+
     def attention(number: int) -> Changes:
-        window = c.window_size if c.attention_layers[number] == "local" else None
+        window = window_size if c.attention_layers[number] == "local" else None
         return {"scaling": 1.0, "window": window, "has_qkv_bias": False}
 
     return gpt_like(
@@ -224,7 +227,7 @@ def falcon(c: Any) -> Architecture:
     of_new, num_norms = c.num_kv_heads, c.num_ln_in_parallel_attn  # of the new layout only
     kv_heads = of_new if is_new else 1 if c.multi_query else heads
     is_parallel, has_two = c.parallel_attn or is_new, is_new and num_norms != 1
-    attention: Changes = {"kv_heads": kv_heads}
+    attention: Changes = {"kv_heads": kv_heads, "rope": rope_of(c)}
     if c.alibi:
         attention |= {"rope": None, "alibi": Alibi(interleaved_slopes(heads), is_rounded=True)}
     two = sources(before_attention="ln_attn", before_mlp="ln_mlp") if has_two else {}

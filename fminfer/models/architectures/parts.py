@@ -13,6 +13,8 @@ from fminfer.compute.spec import Attention, Layer, Mlp, Model, Moe, Norm, Rope
 from fminfer.models.architectures.naming import Architecture, Sources
 
 Changes = dict[str, Any]
+# transformers turns a part of each head in these alone, whatever other configs say.
+PARTIAL = ("phi", "phi3", "stablelm", "glm4", "gpt_neox")
 
 
 def rope_of(c: Any, layer: int = 0, *, is_interleaved: bool = False) -> Rope:
@@ -27,7 +29,8 @@ def rope_of(c: Any, layer: int = 0, *, is_interleaved: bool = False) -> Rope:
 
         inv_freq, scale = ROPE_INIT_FUNCTIONS[how["rope_type"]](c, **kind)
         return Rope(tuple(inv_freq.tolist()), scale, is_interleaved)
-    size = int(head_dim_of(c) * how.get("partial_rotary_factor", 1.0))
+    part = how.get("partial_rotary_factor", 1.0) if c.model_type in PARTIAL else 1.0
+    size = int(head_dim_of(c) * part)
     return plain_rope(how["rope_theta"], size, is_interleaved=is_interleaved)
 
 
