@@ -186,11 +186,6 @@ class PagedAttention:
         self.plan: Any = None
         self._kernel = kernel
 
-    def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy whole blocks, for a sequence that splits from another."""
-        self.keys[targets] = self.keys[sources]
-        self.values[targets] = self.values[sources]
-
     def __call__(
         self,
         query: torch.Tensor,  # (1, heads, tokens, head_dim)

@@ -1,6 +1,6 @@
 """How much memory each process of a run takes, from the model's config and its files' headers.
 
-The model is built without memory (meta device) and cut as a run cuts it; no weight is read.
+The spec gives the shapes of one part's tensors; no weight is read.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 
 from fminfer.config import EngineConfig
 from fminfer.loading import kv_token_bytes, split_model
+from fminfer.models.architectures.naming import Architecture
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.load import stored_dtype
 from fminfer.models.shapes import exit_shapes, part_shapes
@@ -36,10 +37,11 @@ class Footprint:
 
     rank: int
     num_layers: int
-    libraries: int  # Python, torch and transformers; on a GPU its context and reserve
+    libraries: int  # Python, torch, rotary tables; on a GPU its context and reserve
     weights: int  # with the files that are mapped
     held_weights: int  # the least of it that stays: mapped files can be dropped and read again
     mapped: int  # what of it is in files that are mapped, which leave memory to others
+    reads_files: bool  # steps use weights where they are mapped: nothing is packed
     work: int  # of a step
     kv_token: int  # a token's keys and values
 
@@ -96,26 +98,45 @@ def measure_footprint(
     if on_cpu and can_pack_dtype(dtype, is_fast_in_bfloat16(device)):
         packed = [shape for name, shape in shapes.items() if _is_packed(name, dtype)]
     twice = sum(map(math.prod, packed)) * dtype.itemsize if is_mapped else 0
-    if on_cpu and dtype == torch.float32 and is_tied and part.is_last:
-        head = exit_shapes(checkpoint.model)["head.weight"]
-        if not is_mapped and math.prod(head) * dtype.itemsize <= MAX_TWICE_BYTES:
-            twice += math.prod(head) * dtype.itemsize
+    if on_cpu and dtype == torch.float32 and is_tied and part.is_first and part.is_last:
+        head = math.prod(exit_shapes(checkpoint.model)["head.weight"]) * dtype.itemsize
+        twice += head if head <= MAX_TWICE_BYTES else 0
     weights = size + twice
-    mapped = size if is_mapped else 0
+    mapped = 0
+    if is_mapped:  # joined tensors are copies, which packing replaces
+        whole = [n for n in shapes if packed or _is_mapped(checkpoint.architecture, n)]
+        mapped = sum(math.prod(shapes[name]) for name in whole) * dtype.itemsize
     held = weights - mapped
+    tables = _table_bytes(checkpoint, part)
     weights += len(packed) * HOLE_BYTES.get(dtype, 0)
     num_products = sum(shape[0] for shape in packed if len(shape) == 3)
     weights += num_products * EXPERT_HOLE_BYTES.get(dtype, 0)
     return Footprint(
         part.stage,
         part.num_layers,
-        own_bytes() + RUN_BYTES if on_cpu else GPU_CONTEXT + GPU_RESERVE,
+        (own_bytes() + RUN_BYTES if on_cpu else GPU_CONTEXT + GPU_RESERVE) + tables,
         weights,
         held,
         mapped,
+        bool(mapped and not packed),
         step_bytes(config, checkpoint.model, dtype, device, part),
         kv_token_bytes(checkpoint, part, dtype),
     )
+
+
+def _table_bytes(checkpoint: Checkpoint, part: Part) -> int:
+    """Return what the cosines and sines of all positions take, one table for each kind."""
+    layers = checkpoint.model.layers[part.first : part.last]
+    ropes = {layer.attention.rope for layer in layers} - {None}
+    return sum(8 * len(rope.inv_freq) for rope in ropes if rope) * checkpoint.context_length
+
+
+def _is_mapped(architecture: Architecture, name: str) -> bool:
+    """Tell whether a tensor of a part is a stored one as it is."""
+    module = name.rpartition(".")[0]
+    number, _, inner = module.partition(".")
+    source = architecture.inner[inner] if number.isdigit() else architecture.outer[module]
+    return len(source.names) == 1 and source.layout is None and "*" not in source.names[0]
 
 
 def _is_packed(name: str, dtype: torch.dtype) -> bool:

@@ -266,7 +266,7 @@ def _remedy(dtype: torch.dtype, device_type: str) -> str:
 
 def _why_slow(footprint: Footprint, free: int) -> str:
     """Say so if the weights are used where their files are mapped, and do not fit there."""
-    if footprint.held_weights or footprint.weights <= free:
+    if not footprint.reads_files or footprint.weights <= free:
         return ""
     return (
         f"its weights, {show_bytes(footprint.weights)}, are more than the {show_bytes(free)} of "

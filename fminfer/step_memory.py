@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fminfer.compute.spec import Mlp, Model, Moe
+from fminfer.compute.spec import Layer, Mlp, Model, Moe
 from fminfer.config import EngineConfig
 from fminfer.partition import Part
 from fminfer.pipeline.stage import MAX_LOGITS
@@ -13,6 +13,7 @@ from fminfer.pipeline.stage import MAX_LOGITS
 # GPU torch draws from them with cumulated probabilities in float64 (not measured there).
 LOGIT_BYTES = {"cpu": 3 * 4, "cuda": 40}
 HIDDEN_COPIES, WIDE_COPIES = 8, 3  # of a step's hidden states, and of what is inside an MLP
+EXPERT_COPIES = 6  # for each expert of a token: four in the dtype, and a sum in float32
 CPU_SHARE = 0.5  # of the memory that is free once weights are loaded; others use it as well
 GPU_RESERVE = 3 << 29  # of a GPU, for cuBLAS, compiled kernels and holes in torch's memory
 
@@ -24,9 +25,15 @@ def step_bytes(
     layers = model.layers[part.first : part.last]
     widths = [max(sum(each.attention.qkv_sizes), _up_size(each.mlp)) for each in layers]
     tokens = config.step_sizes(device.type, part.num_stages).chunk_size
-    hidden = HIDDEN_COPIES * model.hidden_size + WIDE_COPIES * max(widths)
+    hidden = (HIDDEN_COPIES + max(map(_copies, layers))) * model.hidden_size
+    hidden += WIDE_COPIES * max(widths)
     logits = min(MAX_LOGITS[device.type], tokens * model.vocab_size) if part.is_last else 0
     return tokens * hidden * dtype.itemsize + LOGIT_BYTES[device.type] * logits
+
+
+def _copies(layer: Layer) -> int:
+    """Return how often each hidden state is copied for experts: to each of them, and back."""
+    return EXPERT_COPIES * layer.mlp.top_k if isinstance(layer.mlp, Moe) else 0
 
 
 def _up_size(mlp: Mlp | Moe) -> int:

@@ -15,20 +15,17 @@ import torch
 
 from fminfer.compute import spec
 from fminfer.compute.kv_cache import KvCache
+from fminfer.compute.parts import GATES, TANH_GELUS
 from fminfer.compute.trial import Pair, try_body
 from fminfer.config import AttentionBody
 from fminfer.kernel_attention import Arguments, KernelAttention, KernelRows, step_arguments
-from fminfer.layer_kernels import GELU_TANH, RELU, SILU
+from fminfer.layer_kernels import GELU_TANH, RELU
 from fminfer.messages import StepRow
 from fminfer.models.load import Tensors
 from fminfer.models.transformer import LayerOf, LayerStep
 from fminfer.product_kernel import PackedProduct
 
-GATES = {"silu": SILU, "swish": SILU}
-PLAIN = {"relu": RELU}
-TANH_GELUS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
-GATES |= dict.fromkeys(TANH_GELUS, GELU_TANH)
-PLAIN |= dict.fromkeys(TANH_GELUS, GELU_TANH)
+PLAIN = {"relu": RELU} | dict.fromkeys(TANH_GELUS, GELU_TANH)
 NO_WINDOW = 2**31 - 1
 MAX_ERROR = 0.02  # of the largest number that the parts give
 

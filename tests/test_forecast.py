@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,14 +17,16 @@ from safetensors.torch import load_file, save_file
 import fminfer
 from fminfer import control_groups, footprint, forecast, host_memory
 from fminfer.cli import main
+from fminfer.compute.spec import Mlp
 from fminfer.config import EngineConfig
 from fminfer.errors import UsageError
 from fminfer.footprint import RUN_BYTES, measure_footprints
 from fminfer.forecast import Layout, make_forecast, require_room, require_room_for_all
 from fminfer.loading import open_model
-from fminfer.models.checkpoint import Checkpoint
+from fminfer.models.checkpoint import Checkpoint, open_checkpoint
 from fminfer.pipeline.group import Group
 from fminfer.step_memory import auto_budget
+from tests.conftest import make_model
 
 CPU = torch.device("cpu")
 SMALL = EngineConfig(random_init="llama-160m", dtype="float32", attention="eager", device="cpu")
@@ -130,18 +133,51 @@ def test_what_fits_is_not_refused(checkpoint: Checkpoint, monkeypatch: pytest.Mo
         require_room(SMALL, checkpoint)
 
 
+def joined_bytes(checkpoint: Checkpoint) -> int:
+    """Return what a llama's products of q, k and v, and of gate and up, take in 16 bits."""
+    (layer, *_), hidden = checkpoint.model.layers, checkpoint.model.hidden_size
+    assert isinstance(layer.mlp, Mlp)
+    outputs = sum(layer.attention.qkv_sizes) + 2 * layer.mlp.size
+    return 2 * outputs * hidden * len(checkpoint.model.layers)
+
+
+def test_the_tables_of_positions_are_foreseen(checkpoint: Checkpoint) -> None:
+    """Of a context of a million tokens they take 0.5 GB, and nothing counted them."""
+    (found,) = measure_footprints(SMALL, checkpoint, 1, torch.device("cuda"), torch.float32)
+    long = replace(checkpoint, max_model_len=100_000)
+    (longer,) = measure_footprints(SMALL, long, 1, torch.device("cuda"), torch.float32)
+    more = 100_000 - checkpoint.context_length
+    assert longer.libraries - found.libraries == 2 * 4 * 32 * more
+
+
+def test_a_tied_head_is_packed_beside_the_mapped_embedding(tmp_path: Path) -> None:
+    """Its second copy was foreseen only where the files were not mapped."""
+    make_model("gpt2").save_pretrained(tmp_path)
+    config = EngineConfig(model=str(tmp_path), dtype="float32", device="cpu")
+    found = open_checkpoint(str(tmp_path))
+    untied = replace(found, config=copy.copy(found.config))
+    untied.config.tie_word_embeddings = False
+    sizes = [
+        measure_footprints(config, each, 1, CPU, torch.float32)[0].held_weights
+        for each in (found, untied)
+    ]
+    assert sizes[0] == sizes[1] > 0
+
+
 def test_mapped_files_can_be_dropped(halves: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights that are used where their file is mapped never fill memory, but may be slow.
 
-    They counted as held where the config does not say the dtype that they have.
+    They counted as held where the config does not say the dtype that they have. Those of q, k and v
+    and of gate and up are joined, which makes copies: they counted as mapped.
     """
     config = EngineConfig(model=halves.name, dtype="float16", device="cpu")
     (found,) = measure_footprints(config, halves, 1, CPU, torch.float16)
-    assert found.held_weights == 0 < found.weights
+    assert found.held_weights == joined_bytes(halves) < found.weights
     own = "own_bytes"  # of this process, which has run other tests: it may be above 1 GiB
     monkeypatch.setattr(forecast, own, lambda: 0)
     monkeypatch.setattr(footprint, own, lambda: 0)
     let_be_free(monkeypatch, found.weights - 1, swap=GIB)
+    assert found.reads_files
     assert "read from the disk again at each step" in require_room(config, halves)
     let_be_free(monkeypatch, found.weights, swap=GIB)
     assert require_room(config, halves) == ""
@@ -153,14 +189,15 @@ def test_mapped_files_leave_room_for_the_cache(
     """`check` called lines out_of_memory that a run answers: it measures what is free once it has
     loaded, and the system counts mapped files as free."""
     config = EngineConfig(model=halves.name, dtype="float16", device="cpu")
+    monkeypatch.setattr(forecast, "own_bytes", lambda: 0)
+    monkeypatch.setattr(footprint, "own_bytes", lambda: 0)
     (found,) = measure_footprints(config, halves, 1, CPU, torch.float16)
-    assert found.mapped == found.weights > 0
+    assert found.mapped == found.weights - joined_bytes(halves) > 0
     free = found.weights - (1 << 10) + RUN_BYTES
     let_be_free(monkeypatch, free)
-    monkeypatch.setattr(forecast, "own_bytes", lambda: found.libraries - RUN_BYTES)
-    monkeypatch.setattr("fminfer.footprint.own_bytes", lambda: found.libraries - RUN_BYTES)
     num_tokens = make_forecast(config, halves, Layout()).num_kv_tokens
-    of_run = auto_budget(found.kv_token, 1 << 30, free - RUN_BYTES, found.work, "cpu")
+    left = free - found.libraries - found.held_weights
+    of_run = auto_budget(found.kv_token, 1 << 30, left, found.work, "cpu")
     assert num_tokens == -(-of_run // 32) * 32 > 32
 
 

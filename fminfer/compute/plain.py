@@ -52,7 +52,10 @@ def rotary_table(how: Rope, num_positions: int, device: torch.device) -> torch.T
     """Return (2, positions, turned / 2) float32: cosines and sines of every position."""
     inv_freq = torch.tensor(how.inv_freq, device=device)
     angles = torch.arange(num_positions, device=device)[:, None].float() * inv_freq
-    return torch.stack([angles.cos(), angles.sin()]) * how.scale
+    table = torch.empty((2, *angles.shape), device=device)
+    torch.cos(angles, out=table[0])
+    torch.sin(angles, out=table[1])
+    return table.mul_(how.scale)
 
 
 def rotate(x: torch.Tensor, how: Rope, turn: torch.Tensor) -> torch.Tensor:

@@ -53,14 +53,11 @@ class _Reader:
         return {name: self.read(origin, attention) for name, origin in origins.items()}
 
     def read(self, origin: Origin, attention: Attention | None) -> torch.Tensor:
-        if origin.is_as_stored:
-            tensor = self._files.read(origin.pieces[0].stored).to(self._device, self._dtype)
-        else:
-            tensor = self._join(origin)
-            if origin.layout is not None:
-                assert attention is not None, "only a layer's tensors are laid out otherwise"
-                tensor = origin.layout.change(tensor, attention)
-            tensor = tensor.to(self._device, self._dtype).contiguous()
+        tensor = self._join(origin)
+        if origin.layout is not None:
+            assert attention is not None, "only a layer's tensors are laid out otherwise"
+            tensor = origin.layout.change(tensor, attention)
+        tensor = tensor.to(self._device, self._dtype).contiguous()  # itself, where it is so
         self.done += tensor.nbytes
         self._on_progress(min(self.done, self.total), self.total)
         return tensor

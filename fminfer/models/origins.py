@@ -41,11 +41,6 @@ class Origin:
     layout: Layout | None
 
     @property
-    def is_as_stored(self) -> bool:
-        """Whether ours equals one stored tensor."""
-        return self.is_one_piece and self.layout is None
-
-    @property
     def is_one_piece(self) -> bool:
         """Whether ours holds one stored tensor, and does not stack it."""
         return len(self.pieces) == 1 and self.pieces[0].item is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fminfer.compute.spec import Alibi, Layer, Mlp, Norm
+from fminfer.compute.spec import Alibi, Mlp, Norm
 from fminfer.models.architectures.naming import (
     BY_CORE,
     BY_HEAD,
@@ -18,12 +18,12 @@ from fminfer.models.architectures.naming import (
 from fminfer.models.architectures.parts import (
     Changes,
     assemble,
-    attention_of,
     head_dim_of,
     interleaved_slopes,
     mpt_slopes,
     plain_rope,
     rope_of,
+    same,
 )
 
 OUTER = sources(
@@ -63,32 +63,33 @@ def gpt_like(
     prefix: str = "transformer.h.{}.",
     attention: Callable[[int], Changes] | Changes | None = None,
     has_bias: bool = True,
-    layer: Changes | None = None,
-    **changes: Any,
+    **more: Any,
 ) -> Architecture:
-    """Return an architecture that is GPT-2 but for the arguments.
+    """Return a GPT-2 with what differs.
 
     Args:
-        norm: every norm; None: a LayerNorm with a bias.
+        norm: at all places; None: a LayerNorm with a bias.
         activation, size: of the MLP.
         inner, outer, prefix: names that differ from GPT-2's.
-        attention: fields of `Attention` that differ, or a function of the layer's number.
-        has_bias: whether products have biases.
-        layer, changes: fields of `Layer` and of `Model` that differ.
+        has_bias: of the products.
+        attention, more: as for `assemble`.
     """
-    norm = norm or Norm(c.layer_norm_epsilon, is_rms=False, has_bias=True)
     activation = activation or c.activation_function
     mlp = Mlp(activation, size or 4 * c.hidden_size, is_gated=False, has_bias=has_bias)
 
-    def one(number: int) -> Layer:
-        own = attention(number) if callable(attention) else attention or {}
-        own = {"has_qkv_bias": has_bias, "has_out_bias": has_bias} | own
-        how: Changes = {"before": (norm, norm)} | (layer or {})
-        return Layer(attention_of(c, number, **own), mlp, **how)
+    def own(number: int) -> Changes:
+        changes = attention(number) if callable(attention) else attention or {}
+        return {"has_qkv_bias": has_bias, "has_out_bias": has_bias} | changes
 
-    how: Changes = {"final_norm": norm} | changes
     return assemble(
-        c, one, prefix=prefix, outer=OUTER | (outer or {}), inner=INNER | (inner or {}), **how
+        c,
+        norm=norm or Norm(c.layer_norm_epsilon, is_rms=False, has_bias=True),
+        mlp=same(mlp),
+        prefix=prefix,
+        outer=OUTER | (outer or {}),
+        inner=INNER | (inner or {}),
+        attention=own,
+        **more,
     )
 
 

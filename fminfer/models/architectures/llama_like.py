@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fminfer.compute.spec import Layer, Mlp, Moe, Norm
+from fminfer.compute.spec import Mlp, Moe, Norm
 from fminfer.models.architectures.naming import Architecture, Sources, experts, sources
-from fminfer.models.architectures.parts import Changes, assemble, attention_of, rope_of, same
+from fminfer.models.architectures.parts import Changes, assemble, rope_of, same
 
 OUTER = sources(embed="model.embed_tokens", final_norm="model.norm", head="lm_head")
 INNER = sources(
@@ -34,38 +34,27 @@ def llama_like(
     c: Any,
     *,
     norm: Norm | None = None,
+    mlp: Callable[[int], Mlp | Moe] | None = None,
     inner: Sources | None = None,
     outer: Sources | None = None,
-    attention: Callable[[int], Changes] | Changes | None = None,
-    mlp: Callable[[int], Mlp | Moe] | None = None,
-    layer: Changes | None = None,
-    **changes: Any,
+    **more: Any,
 ) -> Architecture:
-    """Return an architecture that is LLaMA but for the arguments.
+    """Return a LLaMA with what differs.
 
     Args:
-        norm: every norm outside attention; None: an RMSNorm.
+        norm: at all places; None: an RMSNorm.
+        mlp: by a layer's number; None: a gated one.
         inner, outer: names that differ from LLaMA's.
-        attention: fields of `Attention` that differ, or a function of the layer's number.
-        mlp: a function of the layer's number; None: a gated MLP in each.
-        layer, changes: fields of `Layer` and of `Model` that differ.
+        more: as for `assemble`.
     """
-    norm = norm or Norm(c.rms_norm_eps)
-    mlp = mlp or same(gated_mlp(c))
-
-    def one(number: int) -> Layer:
-        own = attention(number) if callable(attention) else attention or {}
-        how: Changes = {"before": (norm, norm)} | (layer or {})
-        return Layer(attention_of(c, number, **own), mlp(number), **how)
-
     return assemble(
         c,
-        one,
+        norm=norm or Norm(c.rms_norm_eps),
+        mlp=mlp or same(gated_mlp(c)),
         prefix="model.layers.{}.",
         outer=OUTER | (outer or {}),
         inner=INNER | (inner or {}),
-        final_norm=norm,
-        **changes,
+        **more,
     )
 
 

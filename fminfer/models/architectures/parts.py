@@ -79,18 +79,33 @@ def mpt_slopes(num: int, most: float) -> tuple[float, ...]:
 
 def assemble(
     c: Any,
-    layer: Callable[[int], Layer],
     *,
+    norm: Norm,
+    mlp: Callable[[int], Mlp | Moe],
     prefix: str,
     outer: Sources,
     inner: Sources,
-    final_norm: Norm | None,
+    attention: Callable[[int], Changes] | Changes | None = None,
+    layer: Changes | None = None,
     **changes: Any,
 ) -> Architecture:
-    """Make an architecture. `changes` are fields of the `Model`."""
-    layers = tuple(layer(number) for number in range(c.num_hidden_layers))
-    sizes: Changes = {"embed_size": c.hidden_size} | changes
-    model = Model(c.hidden_size, c.vocab_size, layers, final_norm, **sizes)
+    """Make an architecture.
+
+    Args:
+        norm: at all places.
+        mlp: by a layer's number.
+        attention: fields of `Attention` that differ, for all layers or by a layer's number.
+        layer, changes: fields of every `Layer` and of the `Model` that differ.
+    """
+
+    def one(number: int) -> Layer:
+        own = attention(number) if callable(attention) else attention or {}
+        how: Changes = {"before": (norm, norm)} | (layer or {})
+        return Layer(attention_of(c, number, **own), mlp(number), **how)
+
+    layers = tuple(one(number) for number in range(c.num_hidden_layers))
+    how: Changes = {"embed_size": c.hidden_size, "final_norm": norm} | changes
+    model = Model(c.hidden_size, c.vocab_size, layers, **how)
     return Architecture(model, outer, inner, prefix, prefix.partition(".")[0] + ".")
 
 
