@@ -25,7 +25,7 @@ from fminfer.head_kernel import HeadKernel
 from fminfer.kernel_choice import find_attention, find_head, find_layers, find_library
 from fminfer.memory import is_out_of_memory
 from fminfer.models.checkpoint import Checkpoint, open_checkpoint, open_random
-from fminfer.models.load import load_tensors
+from fminfer.models.load import PartTensors, load_tensors
 from fminfer.models.shapes import head_cost
 from fminfer.models.transformer import Bodies, Transformer
 from fminfer.partition import Part, split_layers
@@ -154,22 +154,10 @@ def load_part(
         checkpoint, part, dtype=dtype, device=device, seed=config.seed, on_progress=on_progress
     )
     num_bytes = tensors.count_bytes()
-    layers, no_layers = find_layers(config.attention, library, dtype=dtype, device=device)
-    head, no_head = find_head(config.attention, library, dtype)
-    bodies, whole = _find_bodies(config.attention, checkpoint, library, layers, dtype, device)
-    network = Transformer(checkpoint.model, tensors, first=part.first, bodies=bodies)
-    attention, no_attention = find_attention(
-        config.attention,
-        library,
-        checkpoint.model,
-        config.block_size,
-        dtype=dtype,
-        device=device,
+    network, attention, head, why_plain = _build_network(
+        config, checkpoint, part, tensors, library, dtype, device
     )
     form = HiddenForm(checkpoint.config.hidden_size, dtype, device, hidden_group)
-    no_whole = "" if whole is None else whole.why_plain
-    reasons = (no_attention, no_layers, no_head, bodies.products.why_plain, no_whole)
-    why_plain = "; ".join(filter(None, reasons))
     why_slower = "; ".join(filter(None, (why_plain, why_slow(dtype, device))))
     if group is not None:
         ranks = group.gather("why slower", [why_plain, why_slower])
@@ -191,6 +179,34 @@ def load_part(
     )
 
 
+def _build_network(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    part: Part,
+    tensors: PartTensors,
+    library: ctypes.CDLL | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[Transformer, AttentionKernel | None, HeadKernel | None, str]:
+    """Choose bodies, build a part of them, and say why kernels are not used."""
+    layers, no_layers = find_layers(config.attention, library, dtype=dtype, device=device)
+    head, no_head = find_head(config.attention, library, dtype)
+    bodies, whole = _find_bodies(config.attention, checkpoint, library, layers, dtype, device)
+    network = Transformer(checkpoint.model, tensors, first=part.first, bodies=bodies)
+    attention, no_attention = find_attention(
+        config.attention,
+        library,
+        checkpoint.model,
+        config.block_size,
+        dtype=dtype,
+        device=device,
+    )
+    no_whole = "" if whole is None else whole.why_plain
+    reasons = (no_attention, no_layers, no_head, bodies.products.why_plain, no_whole)
+    why_plain = "; ".join(filter(None, reasons))
+    return network, attention, head, why_plain
+
+
 def _find_bodies(
     asked: AttentionBody,
     checkpoint: Checkpoint,
@@ -206,7 +222,7 @@ def _find_bodies(
         is_fast = is_fast_in_bfloat16(device)
         products = PackedProducts(is_fast_in_bfloat16=is_fast, kernel=kernel, asked=asked)
     parts = Parts()
-    if layers is not None and dtype in layers.types:
+    if layers is not None:
         parts = KernelParts(layers, dtype)
     bodies = Bodies(parts, products, max(4, checkpoint.context_length))  # a trial has 4 positions
     if library is not None and dtype == torch.bfloat16:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fminfer.compute.spec import Attention, Layer, Mlp, Model, Moe, Norm, Rope
 from fminfer.models.architectures.naming import Architecture, Sources
@@ -24,9 +25,6 @@ def rope_of(c: Any, layer: int = 0, *, is_interleaved: bool = False) -> Rope:
         kind = {"layer_type": c.layer_types[layer]}
         how = how[c.layer_types[layer]]
     if how["rope_type"] != "default":
-        # Imported only here: it is slow to load.
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
         inv_freq, scale = ROPE_INIT_FUNCTIONS[how["rope_type"]](c, **kind)
         return Rope(tuple(inv_freq.tolist()), scale, is_interleaved)
     part = how.get("partial_rotary_factor", 1.0) if c.model_type in PARTIAL else 1.0
