@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from fminfer.config import EngineConfig
+from fminfer.kernel_build import find_compiler
 from fminfer.loading import kv_token_bytes, split_model
 from fminfer.models.architectures.naming import Architecture
 from fminfer.models.checkpoint import Checkpoint
@@ -95,7 +96,7 @@ def measure_footprint(
     has_files = on_cpu and checkpoint.folder is not None
     is_mapped = has_files and stored_dtype(checkpoint) == dtype
     packed: list[tuple[int, ...]] = []
-    if on_cpu and can_pack_dtype(dtype, is_fast_in_bfloat16(device)):
+    if on_cpu and _packs(config, dtype, device):
         packed = [shape for name, shape in shapes.items() if _is_packed(name, dtype)]
     twice = sum(map(math.prod, packed)) * dtype.itemsize if is_mapped else 0
     if on_cpu and dtype == torch.float32 and is_tied and part.is_first and part.is_last:
@@ -137,6 +138,13 @@ def _is_mapped(architecture: Architecture, name: str) -> bool:
     number, _, inner = module.partition(".")
     source = architecture.inner[inner] if number.isdigit() else architecture.outer[module]
     return len(source.names) == 1 and source.layout is None and "*" not in source.names[0]
+
+
+def _packs(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    """Tell whether products are packed: by the kernels, or by torch's libraries."""
+    has_kernels = config.attention != "eager" and find_compiler() is not None
+    is_theirs = has_kernels and dtype in (torch.float32, torch.bfloat16)
+    return is_theirs or can_pack_dtype(dtype, is_fast_in_bfloat16(device))
 
 
 def _is_packed(name: str, dtype: torch.dtype) -> bool:

@@ -225,8 +225,8 @@ def _find_bodies(
     if layers is not None:
         parts = KernelParts(layers, dtype)
     bodies = Bodies(parts, products, max(4, checkpoint.context_length))  # a trial has 4 positions
-    if library is not None and dtype == torch.bfloat16:
-        whole = WholeLayers(library, asked)
+    if library is not None and isinstance(parts, KernelParts):
+        whole = WholeLayers(library, dtype, asked)
         bodies.join = whole.join
         return bodies, whole
     return bodies, None

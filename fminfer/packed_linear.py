@@ -1,6 +1,7 @@
 """Products with weights that are packed once, on the CPU.
 
-By MKL in float32; in bfloat16 by oneDNN or, where they are faster, the kernels (product_kernel).
+By the kernels (product_kernel) where they are faster, or else by MKL in float32 and by oneDNN in
+bfloat16.
 
 A plain product rearranges its operands at every call, which for few rows takes longer than the
 product itself. Measured on two Cascade Lake cores, float32, W of 3072 × 768, in GFLOP/s, plain and
@@ -30,10 +31,14 @@ MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 0.02}  # of the largest result
 MAX_TWICE_BYTES = 256 << 20  # a head tied to the embedding, of which packing makes a second copy
 
 
-def can_pack(weight: torch.Tensor, is_fast_in_bfloat16: bool) -> bool:
+def can_pack(
+    weight: torch.Tensor, is_fast_in_bfloat16: bool, kernel: ProductKernel | None = None
+) -> bool:
     """Tell whether a weight, (outputs, inputs), can be packed here."""
     if weight.device.type != "cpu" or weight.numel() == 0:
         return False
+    if kernel is not None and kernel.is_best_for(weight):
+        return True
     return can_pack_dtype(weight.dtype, is_fast_in_bfloat16)
 
 

@@ -1,6 +1,6 @@
-"""Calls the compiled products of rows with packed weights, of bfloat16 on the CPU.
+"""Calls the compiled products of rows with packed weights, of float32 or bfloat16 on the CPU.
 
-They are for processors that multiply pairs of bfloat16 (AVX512-BF16). It knows nothing of layers.
+It knows nothing of layers.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import torch
 
 from fminfer.processor import has_unit
 
-PANEL = 64  # outputs that are packed together; must agree with kernels/products.cpp
-LEAST_PANELS = 4  # a thread; of fewer some threads would have much more to do than others
+TYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
 class Product(ctypes.Structure):
@@ -22,13 +21,17 @@ class Product(ctypes.Structure):
 
     _fields_ = (
         *[(name, ctypes.c_void_p) for name in ("x", "weight", "bias", "out")],
-        *[(name, ctypes.c_int64) for name in ("rows", "inputs", "outputs", "num_threads")],
+        *[(name, ctypes.c_int64) for name in ("rows", "inputs", "outputs")],
+        *[(name, ctypes.c_int64) for name in ("x_type", "weight_type", "num_threads")],
     )
 
 
 @dataclass(slots=True, frozen=True)
 class PackedProduct:
-    """The product x·Wᵀ + b, with W packed."""
+    """The product x·Wᵀ + b, with W packed.
+
+    Rows are of W's type, or float32: then 16-bit weights are widened where they are multiplied.
+    """
 
     packed: torch.Tensor  # (outputs, to a whole panel, inputs), in the kernel's own order
     bias: torch.Tensor | None  # (outputs, to a whole panel) float32
@@ -37,8 +40,9 @@ class PackedProduct:
     multiply: Callable[[Product], None]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (…, outputs) of x, (…, inputs)."""
-        assert x.is_cpu and x.dtype == torch.bfloat16 and x.shape[-1] == self.inputs, "rows"
+        """Return (…, outputs) of x, (…, inputs), in x's type."""
+        assert x.is_cpu and x.shape[-1] == self.inputs, "rows"
+        assert x.dtype in (torch.float32, self.packed.dtype), "rows"
         x = x.contiguous()
         out = x.new_empty((*x.shape[:-1], self.outputs))
         product = Product(
@@ -49,6 +53,8 @@ class PackedProduct:
             x.numel() // self.inputs,
             self.inputs,
             self.outputs,
+            TYPES[x.dtype],
+            TYPES[self.packed.dtype],
             torch.get_num_threads(),
         )
         self.multiply(product)
@@ -60,21 +66,25 @@ class ProductKernel:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         address, number = ctypes.c_void_p, ctypes.c_int64
-        self.is_there = bool(library.fminfer_has_products())  # the processor can
-        if self.is_there:
-            self._pack, self._multiply = library.fminfer_pack, library.fminfer_multiply
-            self._pack.argtypes = [address, number, number, address, number]
-            self._multiply.argtypes = [ctypes.POINTER(Product)]
+        self._pack, self._multiply = library.fminfer_pack, library.fminfer_multiply
+        self._pack.argtypes = [address, number, number, address, number]
+        self._multiply.argtypes = [ctypes.POINTER(Product)]
+        library.fminfer_panel.restype = number
+        self._panel: int = library.fminfer_panel()
 
     def is_best_for(self, weight: torch.Tensor) -> bool:
-        """Tell whether it is faster than oneDNN: it is on a Zen 4; with tiles (AMX) oneDNN is."""
-        is_enough = len(weight) >= LEAST_PANELS * PANEL * torch.get_num_threads()
-        return is_enough and self.can_pack(weight) and not has_unit("amx_bf16")
+        """Tell whether it is faster than other products of such a weight, (outputs, inputs).
+
+        Of bfloat16 oneDNN's are, where the processor has tiles (AMX).
+        """
+        has_tiles = weight.dtype == torch.bfloat16 and has_unit("amx_bf16")
+        return self.can_pack(weight) and not has_tiles
 
     def can_pack(self, weight: torch.Tensor) -> bool:
-        """Tell whether it can multiply with such a weight, (outputs, inputs), at all."""
-        is_whole = weight.shape[1] % 32 == 0
-        return self.is_there and weight.dtype == torch.bfloat16 and is_whole
+        """Tell whether it can multiply with such a weight at all: of whole units of 32 bits."""
+        if not weight.is_cpu or weight.numel() == 0 or weight.dtype not in TYPES:
+            return False
+        return weight.shape[1] * weight.itemsize % 4 == 0
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedProduct:
         """Return the product x·Wᵀ + b for x of (…, inputs).
@@ -84,15 +94,15 @@ class ProductKernel:
             bias: (outputs,), or None.
         """
         weight = weight.contiguous()
-        assert weight.is_cpu and self.can_pack(weight), "a weight to pack"
+        assert self.can_pack(weight), "a weight to pack"
         outputs, inputs = weight.shape
-        num_packed = -(-outputs // PANEL) * PANEL
+        num_packed = -(-outputs // self._panel) * self._panel
         packed = weight.new_empty((num_packed, inputs))
-        self._pack(weight.data_ptr(), outputs, inputs, packed.data_ptr(), torch.get_num_threads())
+        units = inputs * weight.itemsize // 4
+        self._pack(weight.data_ptr(), outputs, units, packed.data_ptr(), torch.get_num_threads())
         biases = None
         if bias is not None:
             assert bias.shape == (outputs,), "a bias"
             biases = torch.zeros(num_packed, dtype=torch.float32, device="cpu")
             biases[:outputs] = bias.detach()
-
         return PackedProduct(packed, biases, inputs, outputs, self._multiply)

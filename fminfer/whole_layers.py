@@ -1,4 +1,4 @@
-"""Computes whole layers in one call of the library each, in bfloat16 on the CPU.
+"""Computes whole layers in one call of the library each, in float32 or bfloat16 on the CPU.
 
 Called from Python part by part, a layer of few tokens takes as long as some of its parts. Where
 each part is a kernel of ours, one call does the same, to the last bit.
@@ -16,18 +16,19 @@ import torch
 from fminfer.compute import spec
 from fminfer.compute.kv_cache import KvCache
 from fminfer.compute.parts import GATES, TANH_GELUS
-from fminfer.compute.trial import Pair, try_body
+from fminfer.compute.trial import Limits, Pair, try_body
 from fminfer.config import AttentionBody
 from fminfer.kernel_attention import Arguments, KernelAttention, KernelRows, step_arguments
 from fminfer.layer_kernels import GELU_TANH, RELU
 from fminfer.messages import StepRow
 from fminfer.models.load import Tensors
 from fminfer.models.transformer import LayerOf, LayerStep
-from fminfer.product_kernel import PackedProduct
+from fminfer.product_kernel import TYPES, PackedProduct
 
 PLAIN = {"relu": RELU} | dict.fromkeys(TANH_GELUS, GELU_TANH)
 NO_WINDOW = 2**31 - 1
-MAX_ERROR = 0.02  # of the largest number that the parts give
+# Of the largest number that the parts give.
+MAX_ERROR: Limits = {torch.float32: 1e-4, torch.bfloat16: 0.02}
 
 
 class Norm(ctypes.Structure):
@@ -47,7 +48,7 @@ class Linear(ctypes.Structure):
 
     _fields_ = (
         *[(name, ctypes.c_void_p) for name in ("weight", "bias")],
-        *[(name, ctypes.c_int64) for name in ("inputs", "outputs")],
+        *[(name, ctypes.c_int64) for name in ("inputs", "outputs", "weight_type")],
     )
 
 
@@ -104,7 +105,7 @@ def _serves_norm(how: spec.Norm | None) -> bool:
 
 
 def _nothing() -> torch.Tensor:
-    return torch.empty(0, device="cpu")
+    return torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 @dataclass(slots=True)
@@ -115,13 +116,13 @@ class StepCall:
     arguments: Arguments = field(default_factory=Arguments)
     spent: Spent | None = None
     # What a layer works in. Memory that one has used is near, and a free one is given back.
-    space: torch.Tensor = field(default_factory=_nothing)  # bfloat16
+    space: torch.Tensor = field(default_factory=_nothing)  # bytes
 
     def take_space(self, size: int) -> torch.Tensor:
-        """Return memory for so many numbers; the next call may return the same."""
+        """Return so many bytes; the next call may return the same."""
         if len(self.space) < size:
             self.space = _nothing()  # not both at once
-            self.space = torch.empty(size, dtype=torch.bfloat16, device="cpu")
+            self.space = torch.empty(size, dtype=torch.uint8, device="cpu")
         return self.space
 
     def see(self, rows: KernelRows, heads: int, keys: torch.Tensor) -> None:
@@ -134,12 +135,17 @@ class WholeLayer(LayerOf):
     """A layer that is one call of the library where that can be, and otherwise its parts."""
 
     def __init__(
-        self, parts: LayerOf, tensors: Tensors, library: ctypes.CDLL, step: StepCall
+        self,
+        parts: LayerOf,
+        tensors: Tensors,
+        library: ctypes.CDLL,
+        step: StepCall,
+        dtype: torch.dtype,
     ) -> None:
-        self._parts, self.step = parts, step
+        self._parts, self.step, self._dtype = parts, step, dtype
         self.how, self.attention, self.mlp = parts.how, parts.attention, parts.mlp
         self._kept = _tensors_of_norms(tensors)  # the library is told where they lie
-        self.layer = _describe(parts, self._kept)
+        self.layer = _describe(parts, self._kept, dtype)
         self._run = library.fminfer_layer
         self._space = library.fminfer_layer_space(ctypes.byref(self.layer))
         self._cache: torch.Tensor | None = None
@@ -155,8 +161,9 @@ class WholeLayer(LayerOf):
         cache = step.attend
         assert isinstance(cache, KvCache), "the paged cache"
         paged = cache.layers[number]
-        if not isinstance(paged.plan, KernelRows) or x.dtype != torch.bfloat16:
+        if not isinstance(paged.plan, KernelRows):
             return self._parts(x, more, number, step)
+        assert x.dtype == self._dtype, "hidden states"
         x = (x if more is None else x + more).contiguous()
         rows, attention, how = paged.plan, self.how.attention, self.layer
         if paged.keys is not self._cache:
@@ -185,7 +192,7 @@ class WholeLayer(LayerOf):
             num_kept,
             x.data_ptr(),
             out.data_ptr(),
-            self.step.take_space(self._space * tokens).data_ptr(),
+            self.step.take_space(self._space * tokens * x.itemsize).data_ptr(),
             self.step.spent,
         )
         if failed:
@@ -197,7 +204,7 @@ class WholeLayer(LayerOf):
         """Take a cache, if it is of the layer's shape: the kernel trusts what it is given."""
         attention = self.how.attention
         _, kv_heads, _, head_dim = keys.shape
-        assert keys.dtype == torch.bfloat16, "a cache"
+        assert keys.dtype == self._dtype, "a cache"
         assert (kv_heads, head_dim) == attention.cache_shape, "keys of a step"
         if slopes is not None:
             assert slopes.shape == (attention.heads,) and slopes.dtype == torch.float32, "slopes"
@@ -212,23 +219,24 @@ class WholeLayers:
 
     Args:
         library: the CPU's kernels.
+        dtype: of hidden states, norms and the KV cache: float32 or bfloat16.
         asked: "compiled": one that gives something else is refused.
     """
 
-    def __init__(self, library: ctypes.CDLL, asked: AttentionBody = "auto") -> None:
-        self._asked, self.why_plain = asked, ""  # why some are left as they are
+    def __init__(
+        self, library: ctypes.CDLL, dtype: torch.dtype, asked: AttentionBody = "auto"
+    ) -> None:
+        self._dtype, self._asked, self.why_plain = dtype, asked, ""  # why some are left as they are
         self._tried: dict[spec.Layer, bool] = {}
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         self._library, self._step = library, StepCall()
-        self.is_there = bool(library.fminfer_has_layers())
-        if self.is_there:
-            library.fminfer_layer.argtypes = [
-                *(ctypes.POINTER(Layer), ctypes.POINTER(Arguments)),
-                *(pointer, pointer, number, pointer, number, pointer, pointer, pointer),
-                ctypes.POINTER(Spent),
-            ]
-            library.fminfer_layer_space.argtypes = [ctypes.POINTER(Layer)]
-            library.fminfer_layer_space.restype = ctypes.c_int64
+        library.fminfer_layer.argtypes = [
+            *(ctypes.POINTER(Layer), ctypes.POINTER(Arguments)),
+            *(pointer, pointer, number, pointer, number, pointer, pointer, pointer),
+            ctypes.POINTER(Spent),
+        ]
+        library.fminfer_layer_space.argtypes = [ctypes.POINTER(Layer)]
+        library.fminfer_layer_space.restype = ctypes.c_int64
 
     def join(self, parts: LayerOf, tensors: Tensors) -> LayerOf:
         """Return the layer as one call, or as it is."""
@@ -236,21 +244,24 @@ class WholeLayers:
         is_packed = products is not None and all(
             isinstance(each, PackedProduct) for each in products.values()
         )
-        is_served = self.is_there and is_packed and serves(parts.how)
+        is_served = is_packed and serves(parts.how)
         if not (is_served and self._tried.get(parts.how, True)):
             return parts
         if parts.how in self._tried:
-            return WholeLayer(parts, tensors, self._library, self._step)
+            return self._make(parts, tensors)
         whole, why = try_body(
             "whole layers",
             self._asked,
-            lambda: WholeLayer(parts, tensors, self._library, self._step),
+            lambda: self._make(parts, tensors),
             partial(self._pairs, parts=parts),
-            MAX_ERROR,
+            MAX_ERROR[self._dtype],
         )
         self.why_plain = self.why_plain or why
         self._tried[parts.how] = whole is not None
         return whole or parts
+
+    def _make(self, parts: LayerOf, tensors: Tensors) -> LayerOf:
+        return WholeLayer(parts, tensors, self._library, self._step, self._dtype)
 
     def _pairs(self, whole: LayerOf, parts: LayerOf) -> Iterator[Pair]:
         """Compute a few tokens of two rows with a layer in one call, and part by part."""
@@ -258,7 +269,7 @@ class WholeLayers:
         qkv = parts.products["qkv"]
         assert isinstance(qkv, PackedProduct), "a layer that is served"
         generator = torch.Generator().manual_seed(0)
-        x = torch.randn(6, qkv.inputs, generator=generator).bfloat16()
+        x = torch.randn(6, qkv.inputs, generator=generator).to(self._dtype)
         steps = (
             ([0, 1, 2, 0, 1], [StepRow([0] * 3, 0, [0]), StepRow([0] * 2, 0, [1])]),
             ([3, 2], [StepRow([0], 3, [0]), StepRow([0], 2, [1])]),
@@ -269,7 +280,7 @@ class WholeLayers:
                 [parts.how.attention],
                 num_blocks=2,
                 block_size=16,
-                dtype=torch.bfloat16,
+                dtype=self._dtype,
                 device=torch.device("cpu"),
                 kernel=KernelAttention(self._library),
             )
@@ -289,7 +300,7 @@ def _tensors_of_norms(tensors: Tensors) -> Tensors:
     }
 
 
-def _describe(parts: LayerOf, tensors: Tensors) -> Layer:
+def _describe(parts: LayerOf, tensors: Tensors, dtype: torch.dtype) -> Layer:
     how, attention, mlp = parts.how, parts.how.attention, parts.how.mlp
     assert isinstance(mlp, spec.Mlp) and parts.products is not None, "a layer that is served"
     products = {name: _linear(product) for name, product in parts.products.items()}
@@ -297,10 +308,10 @@ def _describe(parts: LayerOf, tensors: Tensors) -> Layer:
     assert products["qkv"].outputs == sum(attention.qkv_sizes), "queries, keys and values"
     assert products["up"].outputs == mlp.up_size and products["down"].inputs == mlp.size
     return Layer(
-        _norm(how.before[0], tensors, "before_attention"),
-        _norm(how.before[1], tensors, "before_mlp"),
-        _norm(attention.qk_norm, tensors, "q_norm"),
-        _norm(attention.qk_norm, tensors, "k_norm"),
+        _norm(how.before[0], tensors, "before_attention", dtype),
+        _norm(how.before[1], tensors, "before_mlp", dtype),
+        _norm(attention.qk_norm, tensors, "q_norm", dtype),
+        _norm(attention.qk_norm, tensors, "k_norm", dtype),
         **products,
         head_step=attention.head_dim,
         key_at=of_query,
@@ -312,15 +323,16 @@ def _describe(parts: LayerOf, tensors: Tensors) -> Layer:
     )
 
 
-def _norm(how: spec.Norm | None, tensors: Tensors, name: str) -> Norm:
+def _norm(how: spec.Norm | None, tensors: Tensors, name: str, dtype: torch.dtype) -> Norm:
     if how is None:
         return Norm()
     weight, bias = tensors[f"{name}.weight"], tensors.get(f"{name}.bias")
-    assert weight.dtype == torch.bfloat16, "a norm in bfloat16"
+    assert weight.dtype == dtype, "a norm of the hidden states' type"
     return Norm(weight.data_ptr(), None if bias is None else bias.data_ptr(), how.eps, how.offset)
 
 
 def _linear(product: object) -> Linear:
     assert isinstance(product, PackedProduct), "a product of ours"
     bias = None if product.bias is None else product.bias.data_ptr()
-    return Linear(product.packed.data_ptr(), bias, product.inputs, product.outputs)
+    packed = product.packed
+    return Linear(packed.data_ptr(), bias, product.inputs, product.outputs, TYPES[packed.dtype])

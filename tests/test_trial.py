@@ -117,14 +117,12 @@ def test_a_whole_layer_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
         k: PackedProduct(torch.empty(0), None, v[1], v[0], nothing) for k, v in sizes.items()
     }
     for off in (0.0, 1.0):
-        whole = WholeLayers(built_library())
-        whole.is_there = True
+        whole = WholeLayers(built_library(), torch.bfloat16)
         for _ in range(2):
             joined = whole.join(layer, tensors)
             assert isinstance(joined, Whole if off == 0.0 else LayerOf)
         assert bool(whole.why_plain) == bool(off)
-    whole = WholeLayers(built_library(), "compiled")
-    whole.is_there = True
+    whole = WholeLayers(built_library(), torch.bfloat16, "compiled")
     with pytest.raises(UsageError, match=r"whole layers: .* is off by"):
         whole.join(layer, tensors)
 

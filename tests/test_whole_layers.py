@@ -27,9 +27,8 @@ pytestmark = pytest.mark.skipif(find_compiler() is None, reason="there is no C++
 
 
 @pytest.fixture
-def pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not ProductKernel(built_library()).is_there:
-        pytest.skip("this processor does not multiply pairs of bfloat16")
+def own_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have them multiply also where tiles are faster."""
     monkeypatch.setattr(ProductKernel, "is_best_for", ProductKernel.can_pack)
 
 
@@ -133,7 +132,7 @@ def test_attention_of_another_form_is_left(change: dict[str, Any]) -> None:
 
 def answers(folder: Path, **options: Any) -> tuple[int, list[Any]]:
     """Return how many layers are whole, and the choices of mixed requests."""
-    engine = fminfer.Engine(str(folder), dtype="bfloat16", **options)
+    engine = fminfer.Engine(str(folder), **{"dtype": "bfloat16"} | options)
     stage: Any = engine._pipeline._run.__self__  # type: ignore[attr-defined]
     num_whole = sum(isinstance(layer, WholeLayer) for layer in stage._network.layers)
     records = sorted(engine.run(mixed_requests()), key=lambda record: record.line.number)
@@ -142,15 +141,17 @@ def answers(folder: Path, **options: Any) -> tuple[int, list[Any]]:
     return num_whole, [record.result["choices"] for record in records if record.result]
 
 
-@pytest.mark.usefixtures("pairs")
+@pytest.mark.usefixtures("own_products")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_they_give_what_their_parts_give(
+    dtype: str,
     family_checkpoint: tuple[Path, Any],
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Prompts in chunks, decoding rows, scored tokens and others, windows, prefixes."""
     name = request.node.callspec.params["family_checkpoint"]
-    options = {"chunk_size": 24, "block_size": 32, "budget": 1024}
+    options = {"dtype": dtype, "chunk_size": 24, "block_size": 32, "budget": 1024}
     num_whole, found = answers(family_checkpoint[0], **options)
     assert num_whole == WHOLE.get(name, 0)
     if num_whole:
@@ -158,12 +159,12 @@ def test_they_give_what_their_parts_give(
         assert answers(family_checkpoint[0], **options) == (0, found)
 
 
-@pytest.mark.usefixtures("pairs")
+@pytest.mark.usefixtures("own_products")
 def test_plain_attention_has_no_whole_layers(llama_checkpoint: tuple[Path, Any]) -> None:
     assert answers(llama_checkpoint[0], attention="eager")[0] == 0
 
 
-@pytest.mark.usefixtures("pairs")
+@pytest.mark.usefixtures("own_products")
 @pytest.mark.parametrize("where", ["kernel", "space"])
 def test_without_memory_a_step_is_computed_in_halves(
     where: str, llama_checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch

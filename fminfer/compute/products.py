@@ -50,7 +50,9 @@ class PackedProducts(Products):
         self._tried: dict[torch.Size, bool] = {}
 
     def make(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Function:
-        if not (self._tried.get(weight.shape, True) and can_pack(weight, self._is_fast)):
+        if not (
+            self._tried.get(weight.shape, True) and can_pack(weight, self._is_fast, self._kernel)
+        ):
             return super().make(weight, bias)
         if weight.shape in self._tried:
             return pack(weight, bias, self._kernel)

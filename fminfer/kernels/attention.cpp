@@ -19,12 +19,16 @@
 // What lies behind a row's end may be nan and never reaches a sum. Neither do values that a query
 // must not see, of later tokens or from before its window: their weight is 0, but 0 times nan is nan.
 
+#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
+#include <vector>
 
 #include "calls.h"
 #include "halves.h"
+#include "pool.h"
 #include "vectors.h"
 
 namespace {
@@ -893,38 +897,37 @@ extern "C" int fminfer_attention(const Arguments* arguments) {
         most = items[i].last - items[i].first > most ? items[i].last - items[i].first : most;
     int64_t parts = (a.kv_heads + MOST_QUERIES / most - 1) / (MOST_QUERIES / most);
     while (parts < a.kv_heads && num_small * parts < 4 * a.num_threads) parts++;
-    int failed = 0;
-#pragma omp parallel num_threads(int(a.num_threads)) reduction(| : failed)
-    {
-        Space space(a, found);
-        failed |= space.memory == nullptr;
-        const auto attend_heads = [&](Item item, int64_t first, int64_t last) {
-            item.kv_head = first;
-            item.heads = last - first;
-            if (space.memory != nullptr) attend(a, item, space);
-        };
-        // Item after item of one head: they may share keys.
-        const auto attend_by_head = [&](int64_t first, int64_t num, int64_t i) {
-            attend_heads(items[first + i % num], i / num, i / num + 1);
-        };
-#pragma omp for schedule(static)
-        for (int64_t token = 0; token < a.num_tokens; token++) {
+    std::vector<std::unique_ptr<Space>> spaces(a.num_threads);
+    std::atomic<int> failed{0};
+    const auto attend_heads = [&](Item item, int64_t first, int64_t last, int thread) {
+        if (!spaces[thread]) spaces[thread].reset(new Space(a, found));
+        item.kv_head = first;
+        item.heads = last - first;
+        if (spaces[thread]->memory == nullptr)
+            failed = 1;
+        else
+            attend(a, item, *spaces[thread]);
+    };
+    // Item after item of one head: they may share keys.
+    const auto attend_by_head = [&](int64_t first, int64_t num, int64_t i, int thread) {
+        attend_heads(items[first + i % num], i / num, i / num + 1, thread);
+    };
+    for_parts(a.num_threads, a.num_tokens, 8, [&](int64_t first, int64_t last) {
+        for (int64_t token = first; token < last; token++) {
             keep_token(a, a.keys, a.new_keys, a.new_key_head, a.new_key_token, token);
             keep_token(a, a.values, a.new_values, a.new_value_head, a.new_value_token, token);
         }
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < ends[OF_RUNS] * a.kv_heads; i++)
-            attend_by_head(0, ends[OF_RUNS], i);
-#pragma omp for schedule(dynamic, 1) nowait
-        for (int64_t i = 0; i < num_large * a.kv_heads; i++)
-            attend_by_head(ends[OF_RUNS], num_large, i);
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < num_small * parts; i++) {
-            const int64_t part = i % parts;
-            attend_heads(items[ends[LARGE] + i / parts], a.kv_heads * part / parts,
-                         a.kv_heads * (part + 1) / parts);
-        }
-    }
+    });
+    for_pieces(a.num_threads, ends[OF_RUNS] * a.kv_heads, [&](int64_t i, int thread) {
+        attend_by_head(0, ends[OF_RUNS], i, thread);
+    });
+    const int64_t of_large = num_large * a.kv_heads;
+    for_pieces(a.num_threads, of_large + num_small * parts, [&](int64_t i, int thread) {
+        if (i < of_large) return attend_by_head(ends[OF_RUNS], num_large, i, thread);
+        const int64_t part = (i - of_large) % parts;
+        attend_heads(items[ends[LARGE] + (i - of_large) / parts], a.kv_heads * part / parts,
+                     a.kv_heads * (part + 1) / parts, thread);
+    });
     std::free(items);
     std::free(found);
     return failed;

@@ -41,11 +41,12 @@ struct Rows {
 
 // Must agree with product_kernel.Product.
 struct Product {
-    const uint16_t* x;       // (rows, inputs)
-    const uint16_t* weight;  // packed
-    const float* bias;       // one for each packed output; null: none
-    uint16_t* out;           // (rows, outputs)
+    const void* x;       // (rows, inputs)
+    const void* weight;  // packed
+    const float* bias;   // one for each packed output; null: none
+    void* out;           // (rows, outputs), of x's type
     int64_t rows, inputs, outputs;
+    int64_t x_type, weight_type;  // 0 float32, 1 bfloat16; x of bfloat16 has weights of it
     int64_t num_threads;
 };
 

@@ -5,15 +5,15 @@
 // well, and then too large for a second copy. 32 outputs at a time are copied to where they are
 // near, and meet all rows there, 16 or 32 at a time. Rows are packed once a call, one a lane. Each
 // logit sums its inputs in their order, whatever the number of rows and of threads.
-#include <omp.h>
-
 #include "calls.h"
 #include "halves.h"
+#include "pool.h"
 
 namespace {
 
 constexpr int OUTPUTS = GROUP_KEYS;  // that are multiplied together
 constexpr int MOST_ROWS = 2 * LANES;
+constexpr int BLOCKS = 8;  // of so many outputs that a thread takes at a time
 
 #ifdef HAS_PAIRS
 
@@ -170,23 +170,21 @@ void multiply(const Head& a) {
     const int64_t blocks = (a.outputs + OUTPUTS - 1) / OUTPUTS;
     Number* packed = static_cast<Number*>(a.space);
     Number* copies = packed + groups * MOST_ROWS * width;
-#pragma omp parallel num_threads(int(a.num_threads))
-    {
-#pragma omp for schedule(static)
-        for (int64_t g = 0; g < groups; g++) {
-            const int64_t row = g * MOST_ROWS, left = a.rows - row;
-            pack_rows(a, a.x + row * a.inputs, left, left > LANES ? 2 : 1, packed + row * width);
-        }
-        const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
-        const int64_t end = blocks * (thread + 1) / threads;
+    for_pieces(a.num_threads, groups, [&](int64_t g, int) {
+        const int64_t row = g * MOST_ROWS, left = a.rows - row;
+        pack_rows(a, a.x + row * a.inputs, left, left > LANES ? 2 : 1, packed + row * width);
+    });
+    const int64_t pieces = (blocks + BLOCKS - 1) / BLOCKS;
+    for_pieces(a.num_threads, pieces, [&](int64_t piece, int thread) {
+        const int64_t end = piece + 1 < pieces ? (piece + 1) * BLOCKS : blocks;
         Body::begin();
-        for (int64_t b = blocks * thread / threads; b < end; b++) {
+        for (int64_t b = piece * BLOCKS; b < end; b++) {
             const int64_t first = b * OUTPUTS, left = a.outputs - first;
             multiply_outputs<Body>(a, packed, first, left < OUTPUTS ? left : OUTPUTS,
                                    copies + thread * OUTPUTS * width);
         }
         Body::end();
-    }
+    });
 }
 
 }  // namespace

@@ -7,29 +7,12 @@
 #include <cmath>
 
 #include "calls.h"
+#include "pool.h"
 #include "vectors.h"
 
 namespace {
 
-constexpr int64_t ALONE = 1 << 14;  // elements that one thread does sooner than two
-
-inline Vec load_some(const float* from, int count) {
-    Vec value = {};
-    std::memcpy(&value, from, count * sizeof(float));
-    return value;
-}
-inline Vec load_some(const uint16_t* from, int count) {
-    Half bits = {};
-    std::memcpy(&bits, from, count * sizeof(uint16_t));
-    return from_bfloat16(bits);
-}
-inline void store_some(float* to, Vec value, int count) {
-    std::memcpy(to, &value, count * sizeof(float));
-}
-inline void store_some(uint16_t* to, Vec value, int count) {
-    const Half bits = to_bfloat16(value);
-    std::memcpy(to, &bits, count * sizeof(uint16_t));
-}
+constexpr int64_t ALONE = 1 << 13;  // elements that one thread does sooner than two
 
 // Calls use(first, count) for an array's pieces of LANES elements and for what is left; the count
 // of whole pieces is a constant once this is inlined.
@@ -132,11 +115,12 @@ void for_rows(const Rows& r, Work work) {
     const T* x = static_cast<const T*>(r.x);
     T* out = static_cast<T*>(r.out);
     const int64_t num = r.outer * r.inner;
-#pragma omp parallel for schedule(static) num_threads(int(r.num_threads)) if (num * r.width > ALONE)
-    for (int64_t i = 0; i < num; i++) {
-        const int64_t o = i / r.inner, j = i % r.inner;
-        work(x + o * r.outer_step + j * r.inner_step, out + i * r.width, o, j);
-    }
+    for_parts(r.num_threads, num, ALONE / r.width + 1, [&](int64_t first, int64_t last) {
+        for (int64_t i = first; i < last; i++) {
+            const int64_t o = i / r.inner, j = i % r.inner;
+            work(x + o * r.outer_step + j * r.inner_step, out + i * r.width, o, j);
+        }
+    });
 }
 
 template <typename T>

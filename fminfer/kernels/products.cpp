@@ -1,139 +1,272 @@
-// Products of rows with a weight that was packed once: bfloat16, summed in float32.
+// Products of rows with a weight that was packed once, summed in float32.
 //
-// A packed weight has panels of 64 outputs. In a panel 2 inputs of each output stand side by side,
-// so that a vector has those of 16 outputs, and four vectors those of all; the next 2 inputs
-// follow. A few rows at a time go through a panel. Meanwhile the next panel is fetched, as evenly
-// as can be: in bursts, 16 rows ran at 290 GFLOP/s instead of 370 (two cores of an AMD Zen 4).
-// Each output sums its inputs in their order, whatever the number of rows and of threads.
-#include <omp.h>
+// A packed weight has panels of PANEL outputs, which registers hold. A unit is what 32 bits hold of
+// an output's inputs: one of float32, or two of bfloat16. In a panel the first units of all outputs
+// stand side by side, then their second ones, and so on. A few rows at a time go through a panel,
+// whose next piece is fetched meanwhile, as evenly as can be: in bursts, 16 rows ran at 290 GFLOP/s
+// instead of 370 (bfloat16, two cores of an AMD Zen 4).
+//
+// Three ways to multiply, each a type: Floats; Widened, where a register's 16-bit numbers become
+// floats; Pairs, where the processor multiplies two numbers of bfloat16 at once. Each output sums
+// its inputs in their order, whatever the number of rows and of threads, so results do not depend
+// on either.
+#include <algorithm>
+#include <vector>
 
 #include "calls.h"
 #include "halves.h"
+#include "pool.h"
 
 namespace {
 
-#ifdef HAS_PAIRS
+constexpr int VECTORS = REGISTERS == 32 ? 4 : 2, PANEL = VECTORS * WIDTH;  // outputs
+constexpr int MOST_ROWS = 6;  // whose sums the registers hold, beside a panel's unit and a number
+constexpr int LINE = 16;      // units in a line of the cache
+constexpr int64_t PIECE_UNITS = 96 * 1024 / (4 * PANEL);  // of a panel, to be near for many rows
+constexpr int64_t BLOCK_ROWS = 16 * MOST_ROWS;            // that go through a piece, one after another
+constexpr int64_t TASK_UNITS = 24 * 1024;                 // least that a thread takes at a time
+constexpr int64_t UNPACK_ROWS = 4 * MOST_ROWS;            // more than so many: widened once for all
 
-constexpr int QUARTERS = 4, PANEL = QUARTERS * LANES;  // outputs
-constexpr int MOST_ROWS = 6;                           // whose sums the registers hold
+// `units` of a panel times R rows, that begin at x: sums, (R, PANEL), += the products.
+struct Floats {
+    typedef float Number;
+    static constexpr int INPUTS = 1;  // of a unit
 
-// The products of R rows, which begin at x, with a panel. For each 2 inputs, LINES are fetched at
-// `next`, which goes on by `pace` / 2^16 of a line.
-template <int R, int LINES>
-void sum_rows(const Product& a, const uint16_t* x, const uint16_t* panel, const uint16_t* next,
-              int64_t pace, Vec (*sums)[QUARTERS]) {
-    Vec sum[R][QUARTERS];  // not = {}, for which gcc 12 calls memset
-    for (int r = 0; r < R; r++)
-        for (int q = 0; q < QUARTERS; q++) sum[r][q] = Vec{};
-    for (int64_t i = 0; i < a.inputs; i += 2, panel += 2 * PANEL) {
-        const uint16_t* line = next + (i / 2 * pace >> 16) * 2 * LANES;
-        for (int n = 0; n < LINES; n++) fetch(line + n * 2 * LANES);
-        __m512i weights[QUARTERS];
-        for (int q = 0; q < QUARTERS; q++) weights[q] = bits_at(panel + q * 2 * LANES);
-        for (int r = 0; r < R; r++) {
-            const __m512i both = pair_at(x + r * a.inputs + i);
-            for (int q = 0; q < QUARTERS; q++)
-                sum[r][q] = add_products(sum[r][q], both, weights[q]);
+    template <int R>
+    static void add(Wide (*sum)[VECTORS], const float* x, int64_t step, const uint32_t* units) {
+        Wide weight[VECTORS];
+        for (int v = 0; v < VECTORS; v++) {
+            weight[v] = (Wide)bits_at(units + v * WIDTH);
+            keep_in_register(weight[v]);
         }
+        for (int r = 0; r < R; r++)
+            for (int v = 0; v < VECTORS; v++) sum[r][v] += x[r * step] * weight[v];
     }
-    for (int r = 0; r < R; r++)
-        for (int q = 0; q < QUARTERS; q++) sums[r][q] = sum[r][q];
-}
-
-template <int LINES>
-constexpr decltype(&sum_rows<1, LINES>) SUM_ROWS[] = {
-    nullptr,
-    sum_rows<1, LINES>,
-    sum_rows<2, LINES>,
-    sum_rows<3, LINES>,
-    sum_rows<4, LINES>,
-    sum_rows<5, LINES>,
-    sum_rows<MOST_ROWS, LINES>,
 };
 
-// Writes one row's sums of a panel that begins at output `first`.
-void finish(const Product& a, int64_t row, int64_t first, const Vec* sums) {
-    for (int q = 0; q < QUARTERS; q++) {
-        const int64_t begin = first + q * LANES, left = a.outputs - begin;
-        const Vec sum = a.bias == nullptr ? sums[q] : sums[q] + load(a.bias + begin);
-        uint16_t* out = a.out + row * a.outputs + begin;
-        if (left >= LANES) {
-            store(out, sum);
-        } else if (left > 0) {
-            const Half rounded = to_bfloat16(sum);
-            std::memcpy(out, &rounded, left * sizeof *out);
-        }
-    }
-}
+struct Widened {
+    typedef float Number;
+    static constexpr int INPUTS = 2;
 
-// All rows' products with the panel that begins at output `first`; the one at `next` is fetched.
-void multiply_panel(const Product& a, int64_t first, const uint16_t* next) {
-    const uint16_t* panel = a.weight + first * a.inputs;
-    const int64_t groups = (a.rows + MOST_ROWS - 1) / MOST_ROWS;
-    const int64_t lines = a.inputs / 2 * QUARTERS;  // of a panel, QUARTERS for each 2 inputs
-    const auto by_rows = groups == 1 ? SUM_ROWS<4> : groups <= 3 ? SUM_ROWS<2> : SUM_ROWS<1>;
-    for (int64_t g = 0; g < groups; g++) {
-        const int64_t begin = a.rows * g / groups, end = a.rows * (g + 1) / groups;
-        const uint16_t* x = a.x + begin * a.inputs;
-        const uint16_t* from = next + lines * g / groups * 2 * LANES;
-        Vec sums[MOST_ROWS][QUARTERS];
-        by_rows[end - begin](a, x, panel, from, (QUARTERS << 16) / groups, sums);
-        for (int64_t row = begin; row < end; row++) finish(a, row, first, sums[row - begin]);
-    }
-}
-
-// Packs the panel that begins at output `first`; outputs beyond the last one are 0.
-void pack_panel(const uint16_t* weight, int64_t outputs, int64_t inputs, int64_t first,
-                uint16_t* packed) {
-    uint16_t* panel = packed + first * inputs;
-    for (int64_t i = 0; i < inputs; i += 2 * LANES)
-        for (int q = 0; q < QUARTERS; q++) {
-            UVec pairs[LANES];
-            for (int n = 0; n < LANES; n++) {
-                const int64_t output = first + q * LANES + n;
-                pairs[n] = output < outputs ? (UVec)bits_at(weight + output * inputs + i) : UVec{};
+    template <int R>
+    static void add(Wide (*sum)[VECTORS], const float* x, int64_t step, const uint32_t* units) {
+        for (int i = 0; i < 2; i++) {
+            Wide weight[VECTORS];
+            for (int v = 0; v < VECTORS; v++) {
+                const UWide both = bits_at(units + v * WIDTH);
+                weight[v] = i == 0 ? (Wide)(both << 16) : (Wide)(both & 0xFFFF0000);
+                keep_in_register(weight[v]);
             }
-            transpose(pairs);
-            for (int p = 0; p < LANES; p++)
-                std::memcpy(panel + i * PANEL + (p * QUARTERS + q) * 2 * LANES, &pairs[p],
-                            sizeof pairs[p]);
+            for (int r = 0; r < R; r++)
+                for (int v = 0; v < VECTORS; v++) sum[r][v] += x[r * step + i] * weight[v];
+        }
+    }
+};
+
+#ifdef HAS_PAIRS
+struct Pairs {
+    typedef uint16_t Number;
+    static constexpr int INPUTS = 2;
+
+    template <int R>
+    static void add(Wide (*sum)[VECTORS], const uint16_t* x, int64_t step, const uint32_t* units) {
+        __m512i weight[VECTORS];
+        for (int v = 0; v < VECTORS; v++) weight[v] = (__m512i)bits_at(units + v * WIDTH);
+        for (int r = 0; r < R; r++) {
+            const __m512i both = pair_at(x + r * step);
+            for (int v = 0; v < VECTORS; v++) sum[r][v] = add_products(sum[r][v], both, weight[v]);
+        }
+    }
+};
+#endif
+
+// A part of a panel that rows go through, and what is fetched meanwhile.
+struct Piece {
+    const uint32_t* units;
+    int64_t num_units;
+    const uint32_t* next;
+    int64_t pace;  // lines of `next` for a unit, in 2^16ths
+};
+
+// LINES: that are fetched with each unit.
+template <typename Way, int R, int LINES>
+void add_rows(const Piece& piece, const typename Way::Number* x, int64_t step, float* sums) {
+    Wide sum[R][VECTORS];
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < VECTORS; v++) sum[r][v] = wide_at(sums + r * PANEL + v * WIDTH);
+    const uint32_t* units = piece.units;
+    for (int64_t u = 0; u < piece.num_units; u++, units += PANEL, x += Way::INPUTS) {
+        const uint32_t* next = piece.next + (u * piece.pace >> 16) * LINE;
+        for (int n = 0; n < LINES; n++) __builtin_prefetch(next + n * LINE, 0, 2);
+        Way::template add<R>(sum, x, step, units);
+    }
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < VECTORS; v++) put_wide(sums + r * PANEL + v * WIDTH, sum[r][v]);
+}
+
+template <typename Way, int LINES>
+constexpr decltype(&add_rows<Way, 1, LINES>) ADD_ROWS[] = {
+    nullptr,
+    add_rows<Way, 1, LINES>,
+    add_rows<Way, 2, LINES>,
+    add_rows<Way, 3, LINES>,
+    add_rows<Way, 4, LINES>,
+    add_rows<Way, 5, LINES>,
+    add_rows<Way, MOST_ROWS, LINES>,
+};
+
+// `num` rows, a few at a time, through a piece of a panel; sums are (num, PANEL).
+template <typename Way>
+void add_block(Piece piece, const typename Way::Number* x, int64_t num, int64_t step, float* sums) {
+    constexpr int MOST_LINES = PANEL / LINE;
+    const int64_t groups = (num + MOST_ROWS - 1) / MOST_ROWS;
+    const int64_t lines = piece.num_units * MOST_LINES;
+    const auto by_rows = groups == 1 ? ADD_ROWS<Way, MOST_LINES>
+                         : groups <= 3 ? ADD_ROWS<Way, (MOST_LINES + 1) / 2> : ADD_ROWS<Way, 1>;
+    const uint32_t* const next = piece.next;
+    piece.pace = (int64_t(MOST_LINES) << 16) / groups;
+    for (int64_t g = 0; g < groups; g++) {
+        const int64_t begin = num * g / groups, end = num * (g + 1) / groups;
+        piece.next = next + lines * g / groups * LINE;
+        by_rows[end - begin](piece, x + begin * step, step, sums + begin * PANEL);
+    }
+}
+
+void widen_units(const uint32_t* units, int64_t num, uint32_t* to) {
+    for (int64_t u = 0; u < num; u++, units += PANEL, to += 2 * PANEL)
+        for (int p = 0; p < PANEL; p++) {
+            to[p] = units[p] << 16;
+            to[PANEL + p] = units[p] & 0xFFFF0000;
         }
 }
 
-#endif
+// Writes one row's sums of a panel that begins at output `first`.
+template <typename T>
+void finish(const Product& a, int64_t row, int64_t first, const float* sums) {
+    T* out = static_cast<T*>(a.out) + row * a.outputs + first;
+    const int64_t left = a.outputs - first;
+    for (int n = 0; n < PANEL; n += LANES) {
+        Vec sum = load(sums + n);
+        if (a.bias != nullptr) sum += load(a.bias + first + n);
+        if (left - n >= LANES) {
+            store(out + n, sum);
+        } else if (left > n) {
+            T rounded[LANES];
+            store(rounded, sum);
+            std::memcpy(out + n, rounded, (left - n) * sizeof *out);
+        }
+    }
+}
+
+// What one thread works in.
+struct Space {
+    std::vector<float> sums;
+    std::vector<uint32_t> widened;
+};
+thread_local Space space;
+
+// Rows [row, row + num) times panels [panel, end): their pieces one behind the other, panel by
+// panel, so that rows are near.
+template <typename Way, typename T>
+void multiply_block(const Product& a, const typename Way::Number* x, int64_t row, int64_t num,
+                    int64_t panel, int64_t end) {
+    const int64_t units = a.inputs / Way::INPUTS, size = units * PANEL;
+    const uint32_t* weight = static_cast<const uint32_t*>(a.weight);
+    const bool is_widened_once = Way::INPUTS == 2 && sizeof(typename Way::Number) == 4 &&
+                                 num > UNPACK_ROWS;
+    const int64_t most = num <= MOST_ROWS ? units : PIECE_UNITS / (is_widened_once ? 2 : 1);
+    space.sums.assign((end - panel) * num * PANEL, 0.0f);
+    if (is_widened_once) space.widened.resize(2 * most * PANEL);
+    for (int64_t u = 0; u < units; u += most)
+        for (int64_t p = panel; p < end; p++) {
+            const int64_t count = std::min(most, units - u);
+            const uint32_t* from = weight + p * size + u * PANEL;
+            const uint32_t* next = p + 1 < end ? from + size : weight + panel * size + (u + most) * PANEL;
+            if (p + 1 == end && u + most >= units) next = from;
+            Piece piece = {from, count, next, 0};
+            float* const sums = space.sums.data() + (p - panel) * num * PANEL;
+            const typename Way::Number* rows = x + row * a.inputs + u * Way::INPUTS;
+            if (!is_widened_once) {
+                add_block<Way>(piece, rows, num, a.inputs, sums);
+                continue;
+            }
+            if constexpr (std::is_same<Way, Widened>::value) {
+                widen_units(from, count, space.widened.data());
+                piece = {space.widened.data(), 2 * count, next, 0};
+                add_block<Floats>(piece, rows, num, a.inputs, sums);
+            }
+        }
+    for (int64_t p = panel; p < end; p++)
+        for (int64_t r = 0; r < num; r++)
+            finish<T>(a, row + r, p * PANEL, space.sums.data() + ((p - panel) * num + r) * PANEL);
+}
+
+template <typename Way, typename T>
+void multiply(const Product& a, const typename Way::Number* x) {
+    const int64_t panels = (a.outputs + PANEL - 1) / PANEL, size = a.inputs / Way::INPUTS * PANEL;
+    const int64_t blocks = (a.rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    const int64_t fair = std::max<int64_t>(1, panels * blocks / (4 * a.num_threads));
+    const int64_t least = std::max<int64_t>(1, TASK_UNITS / size);
+    const int64_t at_once = std::min<int64_t>({fair, least, panels});
+    const int64_t tasks = (panels + at_once - 1) / at_once;
+    for_pieces(a.num_threads, tasks * blocks, [&](int64_t i, int) {
+        const int64_t b = i / tasks, t = i % tasks;
+        const int64_t row = a.rows * b / blocks, end = a.rows * (b + 1) / blocks;
+        multiply_block<Way, T>(a, x, row, end - row, panels * t / tasks, panels * (t + 1) / tasks);
+    });
+}
+
+// 16 outputs' next 16 units, and whatever is left of either.
+void pack_square(const uint32_t* weight, int64_t step, int64_t outputs, int64_t units,
+                 uint32_t* panel) {
+    UVec square[LANES] = {};
+    for (int64_t o = 0; o < outputs; o++)
+        std::memcpy(square + o, weight + o * step, std::min<int64_t>(units, LANES) * 4);
+    transpose(square);
+    for (int64_t u = 0; u < std::min<int64_t>(units, LANES); u++)
+        std::memcpy(panel + u * PANEL, square + u, sizeof *square);
+}
 
 }  // namespace
 
 extern "C" {
 
-#ifdef HAS_PAIRS
+// The outputs of a panel; packed weights are of whole panels.
+int64_t fminfer_panel() { return PANEL; }
 
-int fminfer_has_products() { return 1; }
-
-// weight: (outputs, inputs), inputs a multiple of 32; packed: of outputs rounded up to 64.
-void fminfer_pack(const uint16_t* weight, int64_t outputs, int64_t inputs, uint16_t* packed,
+// weight: (outputs, units of 32 bits); packed: of outputs rounded up to whole panels, 0 behind them.
+void fminfer_pack(const uint32_t* weight, int64_t outputs, int64_t units, uint32_t* packed,
                   int64_t num_threads) {
-#pragma omp parallel for schedule(static) num_threads(int(num_threads))
-    for (int64_t first = 0; first < outputs; first += PANEL)
-        pack_panel(weight, outputs, inputs, first, packed);
+    for_pieces(num_threads, (outputs + PANEL - 1) / PANEL, [&](int64_t p, int) {
+        for (int64_t u = 0; u < units; u += LANES)
+            for (int64_t n = 0; n < PANEL; n += LANES) {
+                const int64_t first = p * PANEL + n, left = outputs - first;
+                pack_square(weight + first * units + u, units,
+                            std::max<int64_t>(0, std::min<int64_t>(left, LANES)), units - u,
+                            packed + p * PANEL * units + u * PANEL + n);
+            }
+    });
 }
 
-// out = x times the weight's transpose, plus bias. Each thread has panels that follow one another.
+// out = x times the weight's transpose, plus bias.
 void fminfer_multiply(const Product* a) {
-    const int64_t panels = (a->outputs + PANEL - 1) / PANEL, size = PANEL * a->inputs;
-#pragma omp parallel num_threads(int(a->num_threads))
-    {
-        const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
-        const int64_t end = panels * (thread + 1) / threads;
-        for (int64_t p = panels * thread / threads; p < end; p++)
-            multiply_panel(*a, p * PANEL, a->weight + (p + 1 < end ? p + 1 : p) * size);
+    const bool has_halves = a->weight_type == 1;
+    if (a->x_type == 0) {
+        const float* x = static_cast<const float*>(a->x);
+        return has_halves ? multiply<Widened, float>(*a, x) : multiply<Floats, float>(*a, x);
     }
-}
-
+    const uint16_t* x = static_cast<const uint16_t*>(a->x);
+#ifdef HAS_PAIRS
+    multiply<Pairs, uint16_t>(*a, x);
 #else
-
-int fminfer_has_products() { return 0; }
-
+    static thread_local std::vector<float> wide;
+    wide.resize(a->rows * a->inputs);
+    float* const to = wide.data();
+    for_parts(a->num_threads, a->rows * a->inputs, 1 << 13, [&](int64_t first, int64_t last) {
+        for (int64_t i = first; i < last; i++) to[i] = from_bfloat16(x[i]);
+    });
+    multiply<Widened, uint16_t>(*a, to);
 #endif
+}
 
 }  // extern "C"

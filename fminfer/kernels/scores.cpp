@@ -6,6 +6,7 @@
 
 #include <cmath>
 
+#include "pool.h"
 #include "vectors.h"
 
 namespace {
@@ -88,10 +89,9 @@ float normalizer_of(const float* row, int64_t vocab, float largest) {
 extern "C" void fminfer_score(const float* logits, int64_t rows, int64_t vocab, int64_t num_top,
                               float* normalizers, float* best, int64_t* best_ids,
                               int num_threads) {
-#pragma omp parallel for schedule(static) num_threads(num_threads)
-    for (int64_t r = 0; r < rows; r++) {
+    for_pieces(num_threads, rows, [&](int64_t r, int) {
         const float* row = logits + r * vocab;
         find_best(row, vocab, num_top, best + r * num_top, best_ids + r * num_top);
         normalizers[r] = normalizer_of(row, vocab, best[r * num_top]);
-    }
+    });
 }

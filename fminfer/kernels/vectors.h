@@ -1,4 +1,5 @@
-// Vectors of 16 floats, which the compiler maps to what the processor has.
+// Vectors of 16 floats, which the compiler maps to what the processor has, and vectors as wide as its
+// registers: sums that stay in registers are those.
 #pragma once
 
 #include <cstdint>
@@ -20,6 +21,30 @@ typedef float Loose __attribute__((vector_size(64), aligned(4), may_alias));
 #else
 #define LANES_OF(a, b, ...) __builtin_shuffle(a, b, IVec{__VA_ARGS__})
 #endif
+
+// Each as wide as a register, and the registers there are for them.
+#if defined(__AVX512F__)
+constexpr int WIDTH = 16, REGISTERS = 32;
+#elif defined(__AVX__)
+constexpr int WIDTH = 8, REGISTERS = 16;
+#else
+constexpr int WIDTH = 4, REGISTERS = 16;
+#endif
+typedef float Wide __attribute__((vector_size(4 * WIDTH)));
+typedef uint32_t UWide __attribute__((vector_size(4 * WIDTH)));
+typedef float LooseWide __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+typedef uint32_t LooseUWide __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+
+inline Wide wide_at(const float* from) { return *reinterpret_cast<const LooseWide*>(from); }
+inline UWide bits_at(const uint32_t* from) { return *reinterpret_cast<const LooseUWide*>(from); }
+inline void put_wide(float* to, Wide value) { *reinterpret_cast<LooseWide*>(to) = value; }
+
+// Keeps g++ from reading a vector from memory again wherever it is used.
+inline void keep_in_register(Wide& value) {
+#if defined(__AVX__)
+    asm("" : "+v"(value));
+#endif
+}
 
 inline Vec load(const float* from) { return *reinterpret_cast<const Loose*>(from); }
 inline void store(float* to, Vec value) { *reinterpret_cast<Loose*>(to) = value; }
@@ -100,6 +125,25 @@ inline Vec load(const uint16_t* from) {
 }
 inline void store(uint16_t* to, Vec value) {
     *reinterpret_cast<LooseHalf*>(to) = to_bfloat16(value);
+}
+
+// The first `count` lanes; the others are 0, or stay away.
+inline Vec load_some(const float* from, int count) {
+    Vec value = {};
+    std::memcpy(&value, from, count * sizeof(float));
+    return value;
+}
+inline Vec load_some(const uint16_t* from, int count) {
+    Half bits = {};
+    std::memcpy(&bits, from, count * sizeof(uint16_t));
+    return from_bfloat16(bits);
+}
+inline void store_some(float* to, Vec value, int count) {
+    std::memcpy(to, &value, count * sizeof(float));
+}
+inline void store_some(uint16_t* to, Vec value, int count) {
+    const Half bits = to_bfloat16(value);
+    std::memcpy(to, &bits, count * sizeof(uint16_t));
 }
 
 }  // namespace

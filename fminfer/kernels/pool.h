@@ -1,0 +1,40 @@
+// Threads that compute the pieces of a region of work together; pool.cpp has them.
+//
+// Pieces are handed out one by one: a thread that the system puts aside holds only its own piece.
+// Which thread computes a piece must not matter to what it gives.
+#pragma once
+
+#include <cstdint>
+
+namespace pool {
+
+typedef void (*Call)(const void* work, int64_t piece, int thread);
+
+// Calls call(work, piece, thread) for each piece of [0, pieces) and returns when all are done.
+// `thread` is below num_threads, and no two calls have the same at a time.
+void run(int64_t num_threads, int64_t pieces, Call call, const void* work);
+
+}  // namespace pool
+
+namespace {
+
+// Calls work(piece, thread) for all pieces.
+template <typename Work>
+inline void for_pieces(int64_t num_threads, int64_t pieces, const Work& work) {
+    const auto call = [](const void* work, int64_t piece, int thread) {
+        (*static_cast<const Work*>(work))(piece, thread);
+    };
+    pool::run(num_threads, pieces, call, &work);
+}
+
+// Calls work(first, last) for parts of [0, num) with `least` items or more, a few for each thread.
+template <typename Work>
+inline void for_parts(int64_t num_threads, int64_t num, int64_t least, const Work& work) {
+    const int64_t most = (num + least - 1) / least, some = num_threads > 1 ? 4 * num_threads : 1;
+    const int64_t parts = most < some ? most : some;
+    for_pieces(num_threads, parts, [&](int64_t part, int) {
+        work(num * part / parts, num * (part + 1) / parts);
+    });
+}
+
+}  // namespace

@@ -1,0 +1,102 @@
+// Runs regions of the pool, and products over random shapes, as a sanitizer wants to see them.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "calls.h"
+#include "pool.h"
+
+extern "C" {
+int64_t fminfer_panel();
+void fminfer_pack(const uint32_t* weight, int64_t outputs, int64_t units, uint32_t* packed,
+                  int64_t num_threads);
+}
+
+namespace {
+
+void check(bool is_so, const char* what) {
+    if (is_so) return;
+    std::fprintf(stderr, "%s\n", what);
+    std::exit(1);
+}
+
+// Each piece is computed once, no two at a time by the same thread.
+void run_regions(int seed, int count) {
+    std::mt19937 random(seed);
+    for (int i = 0; i < count; i++) {
+        const int64_t threads = 1 + random() % 5, pieces = random() % 40;
+        std::vector<int> done(pieces);
+        std::vector<std::atomic<int>> busy(threads);
+        for_pieces(threads, pieces, [&](int64_t piece, int thread) {
+            check(thread < threads && busy[thread]++ == 0, "a thread has two pieces");
+            done[piece]++;
+            busy[thread]--;
+        });
+        for (int64_t p = 0; p < pieces; p++) check(done[p] == 1, "a piece was not done once");
+        if (i % 50 == 0) usleep(300);  // the others fall asleep
+    }
+}
+
+void multiply(std::mt19937& random, bool has_halves, bool takes_halves) {
+    const int64_t rows = 1 + random() % 70, outputs = 1 + random() % 150;
+    const int64_t inputs = 2 * (1 + random() % 60), of_weight = has_halves ? 2 : 4;
+    const int64_t panels = (outputs + fminfer_panel() - 1) / fminfer_panel();
+    // Of their very size, so that a read behind the end is seen.
+    std::vector<uint8_t> weight(outputs * inputs * of_weight);
+    std::vector<uint8_t> x(rows * inputs * (takes_halves ? 2 : 4));
+    std::vector<uint8_t> out(rows * outputs * (takes_halves ? 2 : 4));
+    std::vector<uint32_t> packed(panels * fminfer_panel() * inputs * of_weight / 4);
+    std::vector<float> bias(panels * fminfer_panel());
+    const auto fill = [&](std::vector<uint8_t>& to, bool is_half) {
+        if (is_half)
+            for (size_t i = 0; i < to.size() / 2; i++)
+                reinterpret_cast<uint16_t*>(to.data())[i] = 0x3F00 + random() % 256;
+        else
+            for (size_t i = 0; i < to.size() / 4; i++)
+                reinterpret_cast<float*>(to.data())[i] = float(random() % 100) / 50 - 1;
+    };
+    fill(weight, has_halves);
+    fill(x, takes_halves);
+    fminfer_pack(reinterpret_cast<uint32_t*>(weight.data()), outputs, inputs * of_weight / 4,
+                 packed.data(), 3);
+    const Product product = {x.data(), packed.data(), bias.data(), out.data(), rows, inputs,
+                             outputs, takes_halves, has_halves, 3};
+    fminfer_multiply(&product);
+    std::vector<uint8_t> again(out.size());
+    Product alone = product;
+    alone.out = again.data();
+    alone.num_threads = 1;
+    fminfer_multiply(&alone);
+    check(out == again, "threads change a product");
+}
+
+}  // namespace
+
+int main() {
+    run_regions(1, 2000);
+    std::thread other([] { run_regions(2, 500); });  // one of two callers works alone
+    run_regions(3, 500);
+    other.join();
+    const pid_t child = fork();
+    if (child == 0) {
+        run_regions(4, 200);
+        std::_Exit(0);
+    }
+    int status = 1;
+    waitpid(child, &status, 0);
+    check(status == 0, "a child process cannot use the pool");
+    std::mt19937 random(5);
+    for (int i = 0; i < 60; i++) {
+        multiply(random, false, false);
+        multiply(random, true, false);
+        multiply(random, true, true);
+    }
+    return 0;
+}
