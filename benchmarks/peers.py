@@ -12,6 +12,7 @@ workload, or convert the model, says why and has a – there.
     benchmarks/make_peers.sh ~/peers
     python benchmarks/peers.py --peers ~/peers --workload a --workload b --workload c --repeats 3
     python benchmarks/peers.py --model qwen3-0.5b --workload a --dtype bfloat16
+    python benchmarks/peers.py --peers ~/peers --busy 1 --cpu avx2
     python benchmarks/peers.py --device cuda --model llama-8b --workload 512x512+128 \\
         --dtype bfloat16 --side fminfer --side generate_batch
 
@@ -45,7 +46,10 @@ sys.path.insert(0, str(ROOT))  # the package beside this file, whether it is ins
 
 from against_transformers import make_workload  # noqa: E402
 from limit import Roof, least_s, measure_roof  # noqa: E402
+from other_work import BUILD, describe, other_work  # noqa: E402
 
+from fminfer import processor  # noqa: E402
+from fminfer.errors import UsageError  # noqa: E402
 from fminfer.models.sizes import SIZES  # noqa: E402
 
 COLOURS = {
@@ -221,21 +225,28 @@ def find_sides(peers: Path | None, wanted: tuple[str, ...], device: str = "cpu")
 
 
 def measure(
-    workload: str, sides: dict[str, str], job: dict[str, Any], folder: Path, repeats: int
+    workload: str,
+    sides: dict[str, str],
+    job: dict[str, Any],
+    folder: Path,
+    repeats: int,
+    busy: str = "0",
 ) -> dict[str, dict[str, Any]]:
-    """Run all sides in turns; return the medians of those that can answer."""
+    """Run all sides in turns, each beside other work; return the medians of those that can."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     for _ in range(repeats):
         for name in list(found):
-            started = time.perf_counter()
-            if name == "fminfer":
-                result = run_fminfer(job, folder)
-            else:
-                result = run_peer(sides[name], name, job, folder)
+            with other_work(busy):
+                started = time.perf_counter()
+                if name == "fminfer":
+                    result = run_fminfer(job, folder)
+                else:
+                    result = run_peer(sides[name], name, job, folder)
+                job_s = time.perf_counter() - started
             if result is None:
                 del found[name]
                 continue
-            result["job_s"] = time.perf_counter() - started
+            result["job_s"] = job_s
             found[name].append(result)
             print(
                 f"  {workload} {name:<13} run {result['run_s']:7.1f} s, job "
@@ -298,6 +309,23 @@ def make_rows(workload: str, scale: float) -> list[dict[str, Any]]:
     return make_workload(workload, scale)
 
 
+def check_busy(context: click.Context, option: click.Parameter, value: str) -> str:
+    """Take a number of processes, or `build`."""
+    if value == BUILD or (value.isascii() and value.isdigit()):
+        return value
+    raise click.BadParameter(f"{value}: a number of processes, or {BUILD}")
+
+
+def use_processor(name: str | None) -> None:
+    """Hold all sides, and what this process measures, to the units of a lesser processor."""
+    if name is not None:
+        os.environ[processor.VARIABLE] = name
+    try:
+        processor.cap_libraries()  # by variables; torch, oneDNN and MKL read them at first use
+    except UsageError as error:
+        raise click.ClickException(str(error)) from error
+
+
 @click.command()
 @click.option(
     "--workload",
@@ -315,6 +343,18 @@ def make_rows(workload: str, scale: float) -> list[dict[str, Any]]:
 @click.option("--temperature", default=0.0, show_default=True, help="Of rows that generate.")
 @click.option("--top-p", default=1.0, show_default=True, help="Of rows that generate.")
 @click.option("--repeats", default=1, show_default=True)
+@click.option(
+    "--busy",
+    default="0",
+    show_default=True,
+    callback=check_busy,
+    help="N processes compute beside each turn; or build: four compile C++.",
+)
+@click.option(
+    "--cpu",
+    type=click.Choice([*processor.LEVELS, processor.NATIVE]),
+    help="Stand for a lesser processor. CPUHELP",
+)
 @click.option("--scale", default=1.0, show_default=True, help="Share of the rows.")
 @click.option("--folder", type=click.Path(path_type=Path), default=Path("/tmp/fminfer-peers"))
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw the run times, as SVG.")
@@ -328,11 +368,14 @@ def main(
     temperature: float,
     top_p: float,
     repeats: int,
+    busy: str,
+    cpu: str | None,
     scale: float,
     folder: Path,
     plot: Path | None,
 ) -> None:
     """Time all sides and print them beside each other."""
+    use_processor(cpu)
     folder = folder / f"{model}-{dtype}"
     write_model(folder, model, dtype, device)
     sides = find_sides(peers, wanted, device)
@@ -352,12 +395,14 @@ def main(
         how = {"temperature": temperature, "top_p": top_p}
         how |= {"ignore_eos": True, "return_token_ids": True}
         job["rows"] = [row | how for row in make_rows(workload, scale)]
-        results[workload] = measure(workload, able, job, folder, repeats)
+        results[workload] = measure(workload, able, job, folder, repeats, busy)
         roofs.append(measure_roof(dtype, device))
         limits[workload] = least_s(str(folder), dtype, job["rows"], roofs[-1])
     gemm = statistics.median(roof.flop for roof in roofs) / 1e9
     read = statistics.median(roof.bytes for roof in roofs) / 1e9
-    print(f"\n{model}, {dtype}, medians of {repeats}; roof {gemm:.0f} GFLOP/s, {read:.0f} GB/s")
+    cpu = os.environ.get(processor.VARIABLE) or processor.NATIVE
+    print(f"\n{model}, {dtype}, processor {cpu}, {describe(busy)}, medians of {repeats};", end=" ")
+    print(f"roof {gemm:.0f} GFLOP/s, {read:.0f} GB/s")
     names = "".join(f"{w:>14}{'job':>9}" for w in results)
     print(f"{'seconds':14}{names}")
     for name in sides:
@@ -366,7 +411,7 @@ def main(
     if plot is not None:
         plot.write_text(draw(results, f"{model}, {dtype}: seconds a run"))
     summary = {"model": model, "dtype": dtype, "gemm_gflops": gemm, "read_gb_per_s": read}
-    summary |= {"device": device, "limit_s": limits}
+    summary |= {"device": device, "limit_s": limits, "busy": busy, "cpu": cpu}
     summary |= {"temperature": temperature, "top_p": top_p}
     print(json.dumps(summary | {"workloads": results}))
 

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
 import transformers
+from click.testing import CliRunner
 
+from fminfer import processor
 from fminfer.models.architectures.table import architecture_of
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # scripts, not a package: they find each other like this
 
 import limit  # noqa: E402
+import other_work  # noqa: E402
 import peers  # noqa: E402
 
 
@@ -149,3 +154,68 @@ def test_a_token_meets_its_experts_only() -> None:
     expert = 3 * 768 * 1024
     assert layers - active == (16 - 2) * expert
     assert head == 32000 * 768
+
+
+def num_children() -> int:
+    """Count this process's children that run."""
+    return len(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="no Linux")
+@pytest.mark.parametrize(("busy", "number"), [("0", 0), ("2", 2), ("build", 4)])
+def test_other_work_runs_beside_a_turn_and_ends_with_it(busy: str, number: int) -> None:
+    before = num_children()
+    with other_work.other_work(busy):
+        assert num_children() == before + number
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        groups = [int(child) for child in children if os.getpgid(int(child)) == int(child)]
+    assert num_children() == before
+    end = time.monotonic() + 10.0
+    while any(map(is_running, groups)):  # nor does any compiler
+        assert time.monotonic() < end
+
+
+def is_running(group: int) -> bool:
+    """Tell whether a process of a group runs; one that ended may wait for its new parent."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, of = path.read_text().rpartition(")")[2].split()[:3]
+            if int(of) == group and state != "Z":
+                return True
+    return False
+
+
+def test_other_work_is_there_for_every_turn_of_either_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, int]] = []
+    before = num_children()
+
+    def answer(name: str) -> dict[str, Any]:
+        seen.append((name, num_children() - before))
+        return {"run_s": 1.0, "ready_s": 1.0, "sample": [[1]]}
+
+    monkeypatch.setattr(peers, "run_fminfer", lambda job, folder: answer("fminfer"))
+    monkeypatch.setattr(peers, "run_peer", lambda python, side, job, folder: answer(side))
+    peers.measure("a", {"fminfer": "", "vllm": ""}, {}, tmp_path, 2, "1")
+    assert seen == [("fminfer", 1), ("vllm", 1)] * 2
+    assert num_children() == before
+
+
+def test_what_is_beside_the_sides_is_a_number_or_a_build() -> None:
+    for wrong in ("-1", "many", "²"):
+        found = CliRunner().invoke(peers.main, ["--busy", wrong])
+        assert found.exit_code == 2 and "a number of processes, or build" in found.output
+    assert other_work.describe("1") == "beside 1 busy process"
+    assert other_work.describe("build") == "beside a build of 4 processes"
+
+
+def test_every_side_stands_for_a_lesser_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [processor.VARIABLE, *processor.LEVELS["avx2"].caps]
+    for name in names:
+        monkeypatch.setenv(name, "")  # so that what is set is undone
+    monkeypatch.setattr(processor, "_units", lambda: frozenset({"avx2", "fma"}))
+    peers.use_processor("avx2")
+    assert [os.environ[name] for name in names] == ["avx2", "avx2", "AVX2", "AVX2"]
+    with pytest.raises(click.ClickException, match="this processor has no avx512bw"):
+        peers.use_processor("avx512")
