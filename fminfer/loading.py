@@ -45,7 +45,7 @@ from fminfer.product_kernel import ProductKernel
 from fminfer.sampling import draw, rank
 from fminfer.score_kernel import ScoreKernel
 from fminfer.step_memory import auto_budget, step_bytes
-from fminfer.threads import choose_num_threads
+from fminfer.threads import ThreadCount
 from fminfer.whole_layers import WholeLayers
 
 
@@ -65,6 +65,7 @@ class LoadedPart:
     head: HeadKernel | None  # None: plain torch
     why_plain: str  # why a kernel that was to be used is not
     why_slower: str  # that, and why else it is slower than it could be
+    threads: ThreadCount
     file_digests: dict[str, str]  # of its weight files, if others must have the same
 
     @property
@@ -140,8 +141,8 @@ def load_part(
     part = parts[group.rank if group else 0]
     hidden_group = None
     num_processes = local_size * config.num_engines
-    torch.set_num_threads(
-        choose_num_threads(config.threads, torch.get_num_threads(), num_processes)
+    threads = ThreadCount(
+        config.threads, torch.get_num_threads(), num_processes, torch.set_num_threads
     )
     is_alone = group is None and config.num_engines == 1
     digests = {} if is_alone else digest_files(checkpoint)
@@ -175,6 +176,7 @@ def load_part(
         head,
         why_plain,
         why_slower,
+        threads,
         digests,
     )
 
@@ -299,6 +301,7 @@ def _build_stage(config: EngineConfig, loaded: LoadedPart, num_blocks: int) -> S
         ranker=rank if loaded.library is None else ScoreKernel(loaded.library),
         drawer=draw if loaded.library is None else DrawKernel(loaded.library),
         head_kernel=loaded.head,
+        threads=loaded.threads,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,6 +18,8 @@ from fminfer.control_groups import group_folders
 # the figures. Its own default is 300,000 times, or for ever under OMP_WAIT_POLICY=active. While a
 # thread spins, the one that it waits for may stand in line for the same core.
 SPINS = 10_000
+LOOK_S = 0.5  # how often a run looks which cores it may use; a look takes some 0.1 ms
+BINDS_THREADS = {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"}
 OFTEN_PER_S = 100.0  # preemptions a second, above which other work is worth a word
 LEAST_S = 2.0  # a shorter run tells nothing
 
@@ -36,11 +38,23 @@ def count_cores() -> int:
 
     A part of a core counts as one.
     """
-    if hasattr(os, "sched_getaffinity"):
-        num_cores = len(os.sched_getaffinity(0))
-    else:  # no Linux
-        num_cores = os.cpu_count() or 1
-    return max(1, min([num_cores, *_quotas()]))
+    return max(1, min([_count_affine(), *_quotas()]))
+
+
+def _count_affine() -> int:
+    """Count the cores that any thread of this process may run on.
+
+    Where OpenMP binds each of its threads to a core, as the user asked, this tells nothing of what
+    the process may use: all cores count then.
+    """
+    if not hasattr(os, "sched_getaffinity") or BINDS_THREADS & os.environ.keys():
+        return os.cpu_count() or 1
+    cores = set(os.sched_getaffinity(0))
+    with suppress(FileNotFoundError):  # no /proc
+        for thread in os.listdir("/proc/self/task"):
+            with suppress(ProcessLookupError):  # it has just ended
+                cores |= os.sched_getaffinity(int(thread))
+    return len(cores)
 
 
 def _quotas() -> Iterator[int]:
@@ -74,6 +88,37 @@ def choose_num_threads(asked: int | None, current: int, num_processes: int) -> i
     if "OMP_NUM_THREADS" in os.environ:
         return current
     return min(current, max(1, count_cores() // num_processes))
+
+
+class ThreadCount:
+    """How many threads compute in this process, as the cores that it may use come and go.
+
+    It never is more than at the start, and never another than the user asked for.
+
+    Args:
+        asked, current, num_processes: as `choose_num_threads` takes them.
+        use: has the calling thread compute with so many threads.
+    """
+
+    def __init__(
+        self, asked: int | None, current: int, num_processes: int, use: Callable[[int], None]
+    ) -> None:
+        self._is_fixed = asked is not None or "OMP_NUM_THREADS" in os.environ
+        self._num_processes, self._use = num_processes, use
+        self._most = self._now = choose_num_threads(asked, current, num_processes)
+        self._next_look_s = time.monotonic() + LOOK_S
+        use(self._now)
+
+    def follow(self) -> None:
+        """Look whether there are fewer cores or more again; for the thread that computes."""
+        now_s = time.monotonic()
+        if self._is_fixed or now_s < self._next_look_s:
+            return
+        self._next_look_s = now_s + LOOK_S
+        number = choose_num_threads(None, self._most, self._num_processes)
+        if number != self._now:
+            self._now = number
+            self._use(number)
 
 
 class Preemptions:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,13 @@ from fminfer.engine.stats import EngineStats
 from fminfer.errors import UsageError
 from fminfer.output.progress import ProgressBar
 from fminfer.output.summary import JobSummary
-from fminfer.threads import Preemptions, choose_num_threads, count_cores, wait_briefly
+from fminfer.threads import (
+    Preemptions,
+    ThreadCount,
+    choose_num_threads,
+    count_cores,
+    wait_briefly,
+)
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -173,3 +180,49 @@ def test_preemptions_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.count == 7
     found._started_s -= 10.0
     assert found.per_s == pytest.approx(10, rel=0.1)
+
+
+def test_threads_follow_the_cores_but_never_the_users_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run whose cores were cut kept all its threads, which then waited for each other."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    cores, now_s = [8], [0.0]
+    monkeypatch.setattr(threads, "count_cores", lambda: cores[0])
+    monkeypatch.setattr(threads.time, "monotonic", lambda: now_s[0])
+    used: list[int] = []
+    count = ThreadCount(None, 64, 2, used.append)
+    fixed = ThreadCount(3, 64, 2, used.append)
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    also_fixed = ThreadCount(None, 4, 2, used.append)
+    assert used == [4, 3, 4]
+    del used[:]
+
+    def look_with(num_cores: int, after_s: float) -> list[int]:
+        cores[0] = num_cores
+        now_s[0] += after_s
+        for each in (count, fixed, also_fixed):
+            each.follow()
+        return used
+
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert look_with(2, threads.LOOK_S / 2) == [], "it looked a moment ago"
+    assert look_with(2, threads.LOOK_S) == [1]
+    assert look_with(1, threads.LOOK_S) == [1], "still one"
+    assert look_with(6, threads.LOOK_S) == [1, 3]
+    assert look_with(64, threads.LOOK_S) == [1, 3, 4], "no more than at the start"
+    assert 2 * threads.LOOK_S <= 1.0
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no Linux")
+def test_cores_are_those_of_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`taskset -p` without -a moves the first thread only; OpenMP may bind each to a core."""
+    for name in threads.BINDS_THREADS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(threads, "_quotas", lambda: iter(()))
+    own = threading.get_native_id()
+    cores = {own: {0}, 1: {1, 2}}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores[pid or own])
+    monkeypatch.setattr(os, "listdir", lambda path: [str(own), "1"])
+    assert count_cores() == 3
+    monkeypatch.setenv("OMP_PROC_BIND", "true")
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    assert count_cores() == 8

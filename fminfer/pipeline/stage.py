@@ -31,6 +31,7 @@ from fminfer.sampling import (
     score,
 )
 from fminfer.soft_cap import soft_cap
+from fminfer.threads import ThreadCount
 
 # Elements of logits that exist at once. Above 32 MB glibc asks the system for fresh, zeroed memory
 # each time, which costs more than a smaller product does. A GPU reads the whole head each time, and
@@ -49,6 +50,7 @@ class Stage:
         ranker: finds normalizers and the best of logits.
         drawer: draws tokens.
         head_kernel: the compiled head; None: plain torch.
+        threads: how many compute; looked at before each step. None: torch's own number.
     """
 
     def __init__(
@@ -63,7 +65,9 @@ class Stage:
         ranker: Ranker = rank,
         drawer: Drawer = draw,
         head_kernel: HeadKernel | None = None,
+        threads: ThreadCount | None = None,
     ) -> None:
+        self._threads = threads
         self._network = network
         layer = network.head
         self._head = None if layer is None else Head(layer, head_kernel)
@@ -106,6 +110,8 @@ class Stage:
         Returns:
             (tokens, hidden); on the last stage normed, and of the tokens in `step.wanted` only.
         """
+        if self._threads is not None:
+            self._threads.follow()
         if step.block_copies:
             self._cache.copy_blocks(step.block_copies)
         wanted = step.wanted if self._head is not None else range(step.num_tokens)
