@@ -22,8 +22,8 @@ namespace {
 constexpr int VECTORS = REGISTERS == 32 ? 4 : 2, PANEL = VECTORS * WIDTH;  // outputs
 constexpr int MOST_ROWS = 6;  // whose sums the registers hold, beside a panel's unit and a number
 constexpr int LINE = 16;      // units in a line of the cache
-constexpr int64_t PIECE_UNITS = 96 * 1024 / (4 * PANEL);  // of a panel, to be near for many rows
-constexpr int64_t BLOCK_ROWS = 16 * MOST_ROWS;            // that go through a piece, one after another
+constexpr int64_t PIECE_UNITS = 3 * REGISTERS * 1024 / PANEL / 2;  // of a panel, to stay near
+constexpr int64_t BLOCK_ROWS = 24 * MOST_ROWS;            // that go through a piece, one after another
 constexpr int64_t TASK_UNITS = 24 * 1024;                 // least that a thread takes at a time
 constexpr int64_t UNPACK_ROWS = 4 * MOST_ROWS;            // more than so many: widened once for all
 
@@ -85,7 +85,8 @@ struct Piece {
     const uint32_t* units;
     int64_t num_units;
     const uint32_t* next;
-    int64_t pace;  // lines of `next` for a unit, in 2^16ths
+    int64_t pace;   // lines of `next` for a unit, in 2^16ths
+    bool is_first;  // sums begin with it
 };
 
 // LINES: that are fetched with each unit.
@@ -93,7 +94,8 @@ template <typename Way, int R, int LINES>
 void add_rows(const Piece& piece, const typename Way::Number* x, int64_t step, float* sums) {
     Wide sum[R][VECTORS];
     for (int r = 0; r < R; r++)
-        for (int v = 0; v < VECTORS; v++) sum[r][v] = wide_at(sums + r * PANEL + v * WIDTH);
+        for (int v = 0; v < VECTORS; v++)
+            sum[r][v] = piece.is_first ? Wide{} : wide_at(sums + r * PANEL + v * WIDTH);
     const uint32_t* units = piece.units;
     for (int64_t u = 0; u < piece.num_units; u++, units += PANEL, x += Way::INPUTS) {
         const uint32_t* next = piece.next + (u * piece.pace >> 16) * LINE;
@@ -166,24 +168,25 @@ struct Space {
 thread_local Space space;
 
 // Rows [row, row + num) times panels [panel, end): their pieces one behind the other, panel by
-// panel, so that rows are near.
+// panel, so that rows are near. Panel `behind` is probably what this thread has next.
 template <typename Way, typename T>
 void multiply_block(const Product& a, const typename Way::Number* x, int64_t row, int64_t num,
-                    int64_t panel, int64_t end) {
+                    int64_t panel, int64_t end, int64_t behind) {
     const int64_t units = a.inputs / Way::INPUTS, size = units * PANEL;
     const uint32_t* weight = static_cast<const uint32_t*>(a.weight);
     const bool is_widened_once = Way::INPUTS == 2 && sizeof(typename Way::Number) == 4 &&
                                  num > UNPACK_ROWS;
     const int64_t most = num <= MOST_ROWS ? units : PIECE_UNITS / (is_widened_once ? 2 : 1);
-    space.sums.assign((end - panel) * num * PANEL, 0.0f);
+    space.sums.resize((end - panel) * num * PANEL);
     if (is_widened_once) space.widened.resize(2 * most * PANEL);
     for (int64_t u = 0; u < units; u += most)
         for (int64_t p = panel; p < end; p++) {
             const int64_t count = std::min(most, units - u);
             const uint32_t* from = weight + p * size + u * PANEL;
-            const uint32_t* next = p + 1 < end ? from + size : weight + panel * size + (u + most) * PANEL;
-            if (p + 1 == end && u + most >= units) next = from;
-            Piece piece = {from, count, next, 0};
+            const uint32_t* next = p + 1 < end          ? from + size
+                                   : u + most < units ? weight + panel * size + (u + most) * PANEL
+                                                      : weight + behind * size;
+            Piece piece = {from, count, next, 0, u == 0};
             float* const sums = space.sums.data() + (p - panel) * num * PANEL;
             const typename Way::Number* rows = x + row * a.inputs + u * Way::INPUTS;
             if (!is_widened_once) {
@@ -192,7 +195,7 @@ void multiply_block(const Product& a, const typename Way::Number* x, int64_t row
             }
             if constexpr (std::is_same<Way, Widened>::value) {
                 widen_units(from, count, space.widened.data());
-                piece = {space.widened.data(), 2 * count, next, 0};
+                piece = {space.widened.data(), 2 * count, next, 0, u == 0};
                 add_block<Floats>(piece, rows, num, a.inputs, sums);
             }
         }
@@ -212,7 +215,9 @@ void multiply(const Product& a, const typename Way::Number* x) {
     for_pieces(a.num_threads, tasks * blocks, [&](int64_t i, int) {
         const int64_t b = i / tasks, t = i % tasks;
         const int64_t row = a.rows * b / blocks, end = a.rows * (b + 1) / blocks;
-        multiply_block<Way, T>(a, x, row, end - row, panels * t / tasks, panels * (t + 1) / tasks);
+        const int64_t later = t + a.num_threads < tasks ? t + a.num_threads : t;
+        multiply_block<Way, T>(a, x, row, end - row, panels * t / tasks, panels * (t + 1) / tasks,
+                               panels * later / tasks);
     });
 }
 
