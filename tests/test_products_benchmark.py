@@ -31,6 +31,17 @@ def test_the_least_time_is_of_products_or_of_reads(monkeypatch: pytest.MonkeyPat
     assert ROOF.least_s(1000.0, torch.float32, 10) == 10.0
 
 
+def test_a_share_is_of_the_best_roof_that_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads ran at half their rate in the second in which the roof was measured: 120 % of it."""
+    roof = ROOF.best_with(products.Roof(floats=90.0, pairs=0.0, bytes=20.0))
+    assert roof == products.Roof(100.0, 200.0, 20.0)
+    record = {"kind": "k", "shape": "1×1", "rows": 1, "rows_dtype": torch.float32}
+    found = products.rate(
+        record | {"flop": 10.0, "weight_bytes": 40, "took_s": {"linear": 4.0}}, roof
+    )
+    assert found["share"] == {"linear": 0.5} and found["gflops"] == {"linear": 2.5e-9}
+
+
 def test_wrong_products_are_not_timed() -> None:
     weight = torch.randn(8, 4)
     with pytest.raises(click.ClickException, match="ours is wrong by 0"):
@@ -51,6 +62,7 @@ def test_a_table_has_medians_over_shapes_and_gaps() -> None:
 @pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 def test_a_tiny_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "ROOF_TURNS", 1000)
+    monkeypatch.setattr(products, "ROOF_S", 0.001)
     monkeypatch.setattr(products, "READ_FLOATS", 1 << 16)
     monkeypatch.setattr(products, "cache_bytes", lambda: 1 << 14)
     flags = ["--rows", "2", "--shape", "64", "128", "--threads", "1", "--seconds", "0.001"]
