@@ -154,6 +154,12 @@ inline Wide score_alone(const float* query, const T* keys, int width, int count)
     return sums_of(sums);
 }
 
+// Fetches numbers that are read soon.
+template <typename T>
+inline void fetch(const T* from, int64_t count) {
+    for (int64_t i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(from + i, 0, 2);
+}
+
 // One query. T is the cache's type.
 template <typename T>
 void attend_alone(const Arguments& a, const Item& item, int64_t q, Space& space) {
@@ -169,14 +175,20 @@ void attend_alone(const Arguments& a, const Item& item, int64_t q, Space& space)
         const int64_t block = a.blocks[item.row[3] + b], start = b * a.block_size;
         const int64_t left = end - start;
         const int count = int(left < a.block_size ? left : a.block_size);
+        const T* coming = block_of<T>(a, a.values, block, item.kv_head);
+        fetch(coming, count * dim);
         const T* keys = read_block(a, block_of<T>(a, a.keys, block, item.kv_head), count, width,
                                    reinterpret_cast<T*>(space.keys));
         for (int j = 0; j < count; j += WIDTH)
             put_wide(space.scores + j,
                      score_alone(space.queries, keys + j * width, width, count - j));
         softmax.weigh(a, space.scores, start, count, space.sums, width);
-        const T* values = read_block(a, block_of<T>(a, a.values, block, item.kv_head), count, width,
-                                     reinterpret_cast<T*>(space.values));
+        // Then comes the next block, or the first one of the next head.
+        const bool is_last = start + a.block_size >= end;
+        const int64_t next = is_last ? first / a.block_size : b + 1, head = item.kv_head + is_last;
+        if (head < a.kv_heads)
+            fetch(block_of<T>(a, a.keys, a.blocks[item.row[3] + next], head), a.block_size * dim);
+        const T* values = read_block(a, coming, count, width, reinterpret_cast<T*>(space.values));
         const int seen = first > start ? int(first - start) : 0;
         add_all_values<1>(space.sums, space.scores + seen, 1, values + seen * width, width,
                           count - seen);
