@@ -24,6 +24,7 @@ def agree(
     config: EngineConfig,
     checkpoint: Checkpoint,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype,
     parts: list[Part],
 ) -> None:
     """See that every rank was started for the same run as rank 0."""
@@ -34,6 +35,7 @@ def agree(
         "fminfer's version": __version__,
         "the model's config": hashlib.sha256(text.encode()).hexdigest()[:12],
         "the dtype": str(dtype).removeprefix("torch."),
+        "the KV cache's dtype": str(kv_dtype).removeprefix("torch."),
         "the layers of each rank": [part.num_layers for part in parts],
         "--budget": config.budget,
         "the block size": config.block_size,

@@ -157,6 +157,7 @@ class PagedAttention:
 
     Args:
         num_blocks, block_size, num_kv_heads, head_dim: the shape of the cache.
+        dtype: of the cache. New keys and values are rounded to it, and read as their own type.
         kernel: the compiled kernel; None: plain tensor operations.
         kept_in: (2, …) where keys and values are kept; None: in memory of its own.
     """
@@ -221,7 +222,7 @@ class PagedAttention:
                 softcap=softcap,
             )
         for cache, new in ((self.keys, key), (self.values, value)):
-            rows = new[0].transpose(0, 1).reshape(-1, new.shape[-1])
+            rows = new[0].transpose(0, 1).reshape(-1, new.shape[-1]).to(cache.dtype)
             cache.view(-1, new.shape[-1]).index_copy_(0, plan.slots, rows)
         out = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
         for chunk in plan.chunks:
@@ -256,12 +257,21 @@ class PagedAttention:
     def _gather(
         self, chunk: ChunkRow, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the row's keys and values up to the chunk's end, (kv_heads, keys, head_dim)."""
+        """Return the row's keys and values up to the chunk's end, (kv_heads, keys, head_dim).
+
+        They are of the type of new ones, and rounded as they are kept.
+        """
         if chunk.position == 0:  # they are all at hand
-            return key[0, :, chunk.first : chunk.last], value[0, :, chunk.first : chunk.last]
+            kind = self.keys.dtype
+            new = (each[0, :, chunk.first : chunk.last] for each in (key, value))
+            keys, values = (each.to(kind).to(key.dtype) for each in new)
+            return keys, values
         num_keys = chunk.position + chunk.last - chunk.first
         keys, values = (
-            cache.index_select(0, chunk.blocks).transpose(0, 1).flatten(1, 2)[:, :num_keys]
+            cache.index_select(0, chunk.blocks)
+            .transpose(0, 1)
+            .flatten(1, 2)[:, :num_keys]
+            .to(key.dtype)
             for cache in (self.keys, self.values)
         )
         return keys, values

@@ -36,7 +36,8 @@ class EngineConfig:
     model: str | None = None  # a folder or hub id; None is the demo model of the package
     random_init: str | None = None  # a config.json, its folder, or a size of models.sizes
     model_type: str | None = None  # checked against the config's
-    dtype: DType = "auto"
+    dtype: DType = "auto"  # of weights and hidden states
+    kv_dtype: DType = "auto"  # of the KV cache; auto: that of hidden states
     device: str = "auto"  # auto, cpu, cuda, cuda:1, …
     seed: int = 1  # for requests without a seed of their own, and for random weights
     budget: int | None = None  # tokens of KV cache for all running rows, rounded up to blocks

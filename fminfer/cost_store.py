@@ -20,6 +20,7 @@ from fminfer.config import EngineConfig
 from fminfer.cost_model import COSTS, CostModel
 from fminfer.errors import UsageError
 from fminfer.models.checkpoint import Checkpoint
+from fminfer.placement import choose_kv_dtype
 from fminfer.threads import choose_num_threads
 
 # Of a config, what says where it comes from, not what is computed.
@@ -54,7 +55,7 @@ def find_costs_path(
             str(choose_num_threads(config.threads, torch.get_num_threads(), 1)),
         ),
         *(json.dumps(shape, sort_keys=True, default=str), str(config.max_layers)),
-        *(str(dtype), str(has_kernel)),
+        *(str(dtype), str(choose_kv_dtype(config.kv_dtype, dtype)), str(has_kernel)),
     ]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
     return folder / f"costs-{key}.json"

@@ -24,6 +24,7 @@ class EngineOptions(TypedDict, total=False):
     random_init: str | None
     model_type: str | None
     dtype: DType
+    kv_dtype: DType
     device: str
     seed: int
     budget: int | None

@@ -15,7 +15,7 @@ from fminfer.config import EngineConfig
 from fminfer.errors import CheckpointError
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.weight_files import weight_files
-from fminfer.placement import choose_device, choose_dtype
+from fminfer.placement import choose_device, choose_dtype, choose_kv_dtype
 
 # Of a weight file its header, and of each tensor this much in its middle and at its end: training
 # changes a tensor everywhere, new tokens its end, and whole files of 350 GB would take minutes.
@@ -25,6 +25,7 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "generation_config.json"),
 )
+KV_DTYPE = "--kv-dtype"  # named if it is another than that of hidden states
 SETTINGS = (
     *("seed", "on_too_long", "max_logprobs", "token_format", "skip_tokenizer_init"),
     *("strict", "check_model"),
@@ -46,6 +47,9 @@ def fingerprint_of(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, st
         "--max-layers": str(config.max_layers),
         "--model-name": checkpoint.name,  # it stands in records
     }
+    kv_dtype = choose_kv_dtype(config.kv_dtype, dtype)
+    if kv_dtype != dtype:
+        found[KV_DTYPE] = str(kv_dtype).removeprefix("torch.")
     if config.max_model_len is not None:
         found["--max-model-len"] = str(config.max_model_len)
     if config.request_args:

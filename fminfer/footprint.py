@@ -21,7 +21,7 @@ from fminfer.models.load import stored_dtype
 from fminfer.models.shapes import exit_shapes, part_shapes
 from fminfer.packed_linear import MAX_TWICE_BYTES, can_pack_dtype
 from fminfer.partition import Part
-from fminfer.placement import is_fast_in_bfloat16
+from fminfer.placement import choose_kv_dtype, is_fast_in_bfloat16
 from fminfer.step_memory import GPU_RESERVE, step_bytes
 
 # Measured on CPUs with models of 125 to 560 million parameters; see docs/performance.md.
@@ -121,7 +121,7 @@ def measure_footprint(
         mapped,
         bool(mapped and not packed),
         step_bytes(config, checkpoint.model, dtype, device, part),
-        kv_token_bytes(checkpoint, part, dtype),
+        kv_token_bytes(checkpoint, part, choose_kv_dtype(config.kv_dtype, dtype)),
     )
 
 

@@ -32,7 +32,7 @@ class Arguments(ctypes.Structure):
         *[(name, ctypes.c_int64) for name in ("new_key_head", "new_key_token")],
         *[(name, ctypes.c_int64) for name in ("new_value_head", "new_value_token")],
         *[(name, ctypes.c_int64) for name in ("heads", "kv_heads", "head_dim", "block_size")],
-        *[(name, ctypes.c_int64) for name in ("window", "type", "num_threads")],
+        *[(name, ctypes.c_int64) for name in ("window", "type", "kv_type", "num_threads")],
         *[(name, ctypes.c_float) for name in ("scaling", "softcap")],
     )
 
@@ -125,10 +125,13 @@ def token_slots(rows: Sequence[StepRow], block_size: int) -> list[int]:
     ]
 
 
-def step_arguments(rows: KernelRows, heads: int, keys: torch.Tensor) -> Arguments:
+def step_arguments(
+    rows: KernelRows, heads: int, keys: torch.Tensor, kind: torch.dtype
+) -> Arguments:
     """Return what the kernel is told of a step, without any layer's tensors and settings.
 
     Args:
+        kind: of queries, new keys and values: float32 or bfloat16.
         keys: (pool, kv_heads, block_size, head_dim), of any layer.
     """
     tensors = (rows.slots, rows.rows, rows.blocks, rows.runs, rows.members, rows.entries)
@@ -136,7 +139,7 @@ def step_arguments(rows: KernelRows, heads: int, keys: torch.Tensor) -> Argument
     arguments.num_rows, arguments.num_runs = len(rows.rows), len(rows.runs)
     arguments.num_members, arguments.num_tokens = len(rows.members), len(rows.slots)
     _, arguments.kv_heads, arguments.block_size, arguments.head_dim = keys.shape
-    arguments.heads, arguments.type = heads, TYPES[keys.dtype]
+    arguments.heads, arguments.type, arguments.kv_type = heads, TYPES[kind], TYPES[keys.dtype]
     arguments.num_threads = torch.get_num_threads()
     return arguments
 
@@ -168,12 +171,13 @@ class KernelAttention:
     ) -> torch.Tensor:  # (1, tokens, heads, head_dim), of the tokens that are kept
         """Put the new keys and values into the cache, then attend from the tokens of a step.
 
+        They are rounded to the cache's type, and attended to as they are kept.
+
         Raises:
             MemoryError: there was none for the threads' working space.
         """
-        kind = torch.bfloat16 if keys.dtype == torch.bfloat16 else torch.float32
-        asked = _with_rows(query.to(kind))
-        key, value = (_with_rows(new.to(keys.dtype)) for new in (new_keys, new_values))
+        kind = torch.bfloat16 if query.dtype == torch.bfloat16 else torch.float32
+        asked, key, value = (_with_rows(given.to(kind)) for given in (query, new_keys, new_values))
         _, heads, tokens, head_dim = asked.shape
         # The kernel trusts what it is given.
         assert key.shape == value.shape == (1, keys.shape[1], tokens, head_dim), "keys of a step"
@@ -196,6 +200,7 @@ class KernelAttention:
                 head_dim,
                 keys.shape[2],
                 min(sliding_window or 0, 2**31 - 1),
+                TYPES[kind],
                 TYPES[keys.dtype],
                 torch.get_num_threads(),
                 scaling,

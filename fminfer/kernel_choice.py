@@ -57,6 +57,7 @@ def find_attention(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    kv_dtype: torch.dtype | None = None,
 ) -> tuple[AttentionKernel | None, str]:
     """Return the compiled body of attention, or None and why it is slower than it could be.
 
@@ -66,6 +67,8 @@ def find_attention(
         library: the CPU's kernels, as `find_library` gave them.
         model: whose layers attend in one shape.
         block_size: tokens a block of the KV cache.
+        dtype: of queries, and of new keys and values.
+        kv_dtype: of the KV cache; None: the same.
 
     Raises:
         UsageError: it is asked for by name and cannot be.
@@ -85,7 +88,8 @@ def find_attention(
         return triton_attention.TritonAttention(how.heads, *how.cache_shape, **where)
 
     def pairs(kernel: AttentionKernel) -> Iterator[Pair]:
-        return attention_pairs(kernel, how, block_size, TRIED_KEYS[device.type], **where)
+        num_keys = TRIED_KEYS[device.type]
+        return attention_pairs(kernel, how, block_size, num_keys, **where, kv_dtype=kv_dtype)
 
     return try_body("attention", body, make, pairs, ATTENTION_ERRORS[dtype])
 
@@ -144,11 +148,16 @@ def attention_pairs(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    kv_dtype: torch.dtype | None = None,
 ) -> Iterator[Pair]:
-    """Attend with a kernel, and in plain torch in float32 on the CPU, where nothing is rounded."""
+    """Attend with a kernel, and in plain torch in float32 on the CPU.
+
+    Nothing is rounded there but what a KV cache of another type rounds.
+    """
+    types = (dtype, kv_dtype or dtype)
     for is_limited in (False, True):
         found, expected = (
-            _attend_some(body, how, block_size, num_keys, is_limited, dtype, where)
+            _attend_some(body, how, block_size, num_keys, is_limited, types, where)
             for body, where in ((kernel, device), (None, CPU))
         )
         yield found, expected
@@ -160,15 +169,16 @@ def _attend_some(
     block_size: int,
     num_keys: int,
     is_limited: bool,
-    dtype: torch.dtype,
+    types: tuple[torch.dtype, torch.dtype],  # of queries, and of the KV cache
     device: torch.device,
 ) -> torch.Tensor:  # (tokens, heads, head_dim) float32, on the CPU
     """Attend from two prompts, a chunk of one beside a token of the other, and two that share."""
     heads, (kv_heads, head_dim) = how.heads, how.cache_shape
-    kept = dtype if body else torch.float32
+    dtype, kv_dtype = types
+    given = dtype if body else torch.float32
     count = -(-(num_keys + 3) // block_size)
     cache = PagedAttention(
-        2 * count + 1, block_size, kv_heads, head_dim, dtype=kept, device=device, kernel=body
+        2 * count + 1, block_size, kv_heads, head_dim, dtype=kv_dtype, device=device, kernel=body
     )
     cache.keys.fill_(float("nan"))  # what others left there must not matter
     cache.values.fill_(float("nan"))
@@ -192,7 +202,7 @@ def _attend_some(
             cache.plan = body.plan(rows, block_size)
         tokens = sum(len(row.token_ids) for row in rows)
         query, key, value = (
-            torch.randn((1, num, tokens, head_dim), generator=generator).to(dtype).to(device, kept)
+            torch.randn((1, num, tokens, head_dim), generator=generator).to(dtype).to(device, given)
             for num in (heads, kv_heads, kv_heads)
         )
         out = cache(

@@ -35,6 +35,7 @@ from fminfer.pipeline.transport import HiddenForm
 from fminfer.placement import (
     choose_device,
     choose_dtype,
+    choose_kv_dtype,
     free_bytes,
     is_fast_in_bfloat16,
     memory_name,
@@ -58,6 +59,7 @@ class LoadedPart:
     network: Transformer
     weight_bytes: int
     dtype: torch.dtype
+    kv_dtype: torch.dtype  # of the KV cache
     device: torch.device
     form: HiddenForm
     library: ctypes.CDLL | None  # the CPU's kernels
@@ -71,17 +73,17 @@ class LoadedPart:
     @property
     def kv_bytes_per_token(self) -> int:
         """What one token's keys and values take on this rank."""
-        return kv_token_bytes(self.checkpoint, self.part, self.dtype)
+        return kv_token_bytes(self.checkpoint, self.part, self.kv_dtype)
 
     def step_bytes(self, config: EngineConfig) -> int:
         """What the largest step takes on this rank."""
         return step_bytes(config, self.checkpoint.model, self.dtype, self.device, self.part)
 
 
-def kv_token_bytes(checkpoint: Checkpoint, part: Part, dtype: torch.dtype) -> int:
+def kv_token_bytes(checkpoint: Checkpoint, part: Part, kv_dtype: torch.dtype) -> int:
     """Return what one token's keys and values take in the layers of a part."""
     kv_heads, head_dim = checkpoint.model.layers[0].attention.cache_shape
-    return 2 * part.num_layers * kv_heads * head_dim * dtype.itemsize
+    return 2 * part.num_layers * kv_heads * head_dim * kv_dtype.itemsize
 
 
 def most_kv_tokens(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> int:
@@ -137,6 +139,7 @@ def load_part(
     device = choose_device(config.device, config.cuda_ids, local_rank)
     use_device(device)
     dtype = choose_dtype(config.dtype, checkpoint.config.dtype, device)
+    kv_dtype = choose_kv_dtype(config.kv_dtype, dtype)
     parts = split_model(config, checkpoint, group.world_size if group else 1)
     part = parts[group.rank if group else 0]
     hidden_group = None
@@ -147,7 +150,7 @@ def load_part(
     is_alone = group is None and config.num_engines == 1
     digests = {} if is_alone else digest_files(checkpoint)
     if group is not None:
-        agree(group, config, checkpoint, dtype, parts)
+        agree(group, config, checkpoint, dtype, kv_dtype, parts)
         compare_weights(group, digests)
         hidden_group = connect_gpus(group, device)
     library = find_library(config.attention, device)
@@ -169,6 +172,7 @@ def load_part(
         network,
         num_bytes,
         dtype,
+        kv_dtype,
         device,
         form,
         library,
@@ -201,6 +205,7 @@ def _build_network(
         checkpoint.model,
         config.block_size,
         dtype=dtype,
+        kv_dtype=choose_kv_dtype(config.kv_dtype, dtype),
         device=device,
     )
     no_whole = "" if whole is None else whole.why_plain
@@ -284,16 +289,18 @@ def build_stage(config: EngineConfig, loaded: LoadedPart, num_blocks: int) -> St
             raise
         num_tokens = num_blocks * config.block_size
         size = num_tokens * loaded.kv_bytes_per_token
+        narrower = ", or --kv-dtype bfloat16" * (loaded.kv_dtype == torch.float32)
         raise UsageError(
             f"a KV cache of {num_tokens} tokens takes {size / 2**30:.1f} GiB beside the weights, "
             f"and {free_bytes(loaded.device) / 2**30:.1f} GiB are free; give a smaller --budget"
+            f"{narrower}"
         ) from error
 
 
 def _build_stage(config: EngineConfig, loaded: LoadedPart, num_blocks: int) -> Stage:
     return Stage(
         loaded.network,
-        dtype=loaded.dtype,
+        kv_dtype=loaded.kv_dtype,
         device=loaded.device,
         num_blocks=num_blocks,
         block_size=config.block_size,

@@ -58,13 +58,22 @@ def choose_dtype(
     on a CPU without bfloat16 units, on which 16-bit types are both slower and coarser.
     """
     if name != "auto":
-        dtype = getattr(torch, name)
-        assert isinstance(dtype, torch.dtype)
-        return dtype
+        return _dtype_of(name)
     if is_fast_in_bfloat16(device):
         return torch.bfloat16
     own = checkpoint_dtype or torch.float32
     return torch.float32 if device.type == "cpu" else own
+
+
+def choose_kv_dtype(name: DType, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the KV cache of a name; `auto` is that of hidden states."""
+    return dtype if name == "auto" else _dtype_of(name)
+
+
+def _dtype_of(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 def is_fast_in_bfloat16(device: torch.device) -> bool:

@@ -216,6 +216,14 @@ MODEL = [
     ),
     click.option("--fp16", is_flag=True, help="The same as --dtype float16."),
     click.option(
+        "--kv-dtype",
+        type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+        default=DEFAULTS.kv_dtype,
+        show_default=True,
+        help="Of the KV cache. auto: as --dtype. 16 bits beside float32 take half the memory, and "
+        "round keys and values.",
+    ),
+    click.option(
         "--device", default=DEFAULTS.device, show_default=True, help="auto, cpu, cuda, cuda:0, …"
     ),
     click.option(

@@ -19,7 +19,7 @@ import transformers
 from fminfer.cache import why_no_cache
 from fminfer.config import EngineConfig
 from fminfer.errors import FminferError, PipelineError, StoppedError, printable
-from fminfer.fingerprint import fingerprint_of
+from fminfer.fingerprint import KV_DTYPE, fingerprint_of
 from fminfer.forecast import Layout, require_room_for_all
 from fminfer.input.files import MOST_NAMED
 from fminfer.input.lines import Line
@@ -272,14 +272,14 @@ def _answer_files(
         )
         is_done = files.is_finished
     summary = JobSummary(checkpoint.name, fingerprint["the dtype"], inputs, outputs)
-    summary.limit = job.limit
+    summary.kv_dtype, summary.limit = fingerprint.get(KV_DTYPE, ""), job.limit
     if group is None and is_done:
         summary = run_job(None, files, summary, is_quiet=job.is_quiet)
     else:
         with _telling_how_to_go_on(job, files):
             is_told = not (job.is_quiet or sys.stderr.isatty())  # a terminal has bars
             if is_told:
-                click.echo(f"Loading {checkpoint.name} ({summary.dtype}) …", err=True)
+                click.echo(f"Loading {checkpoint.name} ({summary.types}) …", err=True)
             engine = _start_engine(job, files, config, lambda bar: make_engine(checkpoint, bar))
             summary.device, summary.start_to_ready_s = str(engine.device), elapsed_s()
             summary.why_slower = engine.why_slower

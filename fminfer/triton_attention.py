@@ -41,7 +41,7 @@ class TritonAttention:
 
     Args:
         heads, kv_heads, head_dim: of the model.
-        dtype: of the KV cache.
+        dtype: of queries. Keys and values of the KV cache become it as they are read.
         device: where all tensors are.
     """
 
@@ -107,7 +107,7 @@ class TritonAttention:
         softcap: float | None,
     ) -> torch.Tensor:  # (1, tokens, heads, head_dim), of the tokens that are kept
         """Put the new keys and values into the cache, then attend from the tokens of a step."""
-        asked = _with_rows(query[0].to(keys.dtype))
+        asked = _with_rows(query[0])
         key, value = (_with_rows(new[0].to(keys.dtype)) for new in (new_keys, new_values))
         heads, tokens, head_dim = asked.shape
         _, kv_heads, block_size, _ = keys.shape
@@ -115,7 +115,7 @@ class TritonAttention:
         assert key.shape == value.shape == (kv_heads, tokens, head_dim), "keys of a step"
         assert head_dim == keys.shape[3] and heads == self.heads, "heads"
         assert len(rows.slots) == tokens, "tokens of a step"
-        out = torch.empty((1, tokens, heads, head_dim), dtype=keys.dtype, device=keys.device)
+        out = torch.empty((1, tokens, heads, head_dim), dtype=query.dtype, device=keys.device)
         slopes = self._no_slopes if alibi_slopes is None else alibi_slopes.float().contiguous()
         shape = self.shape(block_size)
         # Triton launches on the current device of the thread.
@@ -144,7 +144,7 @@ class TritonAttention:
                     )
         if rows.kept is not None:
             out = out[:, rows.kept]
-        return out.to(query.dtype)
+        return out
 
 
 def power_of_2(number: int) -> int:

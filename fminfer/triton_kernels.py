@@ -97,6 +97,7 @@ def attend_kernel(
         line = ((block * KV_HEADS + kv_head) * BLOCK_SIZE + at % BLOCK_SIZE) * HEAD_DIM
         is_used = is_key[:, None] & (dims < HEAD_DIM)[None, :]
         key = tl.load(keys + line[:, None] + dims[None, :], mask=is_used, other=0.0)
+        key = key.to(asked.dtype)
         scores = tl.dot(asked, tl.trans(key), input_precision="ieee") * scaling
         if HAS_CAP:  # softcap * tanh(scores / softcap)
             scores = softcap - 2.0 * softcap / (tl.exp(2.0 * scores / softcap) + 1.0)
@@ -110,6 +111,7 @@ def attend_kernel(
         fade = tl.exp(best - base)
         total = total * fade + tl.sum(weights, 1)
         value = tl.load(values + line[:, None] + dims[None, :], mask=is_used, other=0.0)
+        value = value.to(asked.dtype)
         weights = weights.to(value.dtype)
         sums *= fade[:, None]
         # Where some are hidden: 0 times a nan or an infinity would be nan.

@@ -125,10 +125,10 @@ class StepCall:
             self.space = torch.empty(size, dtype=torch.uint8, device="cpu")
         return self.space
 
-    def see(self, rows: KernelRows, heads: int, keys: torch.Tensor) -> None:
+    def see(self, rows: KernelRows, heads: int, keys: torch.Tensor, kind: torch.dtype) -> None:
         """Make ready for a layer of a step, mostly the one that was seen last."""
         if rows is not self.rows or heads != self.arguments.heads:
-            self.arguments, self.rows = step_arguments(rows, heads, keys), rows
+            self.arguments, self.rows = step_arguments(rows, heads, keys, kind), rows
 
 
 class WholeLayer(LayerOf):
@@ -168,7 +168,7 @@ class WholeLayer(LayerOf):
         rows, attention, how = paged.plan, self.how.attention, self.layer
         if paged.keys is not self._cache:
             self._use(paged.keys, paged.values, cache.slopes[number])
-        self.step.see(rows, attention.heads, paged.keys)
+        self.step.see(rows, attention.heads, paged.keys, self._dtype)
         tokens, width = x.shape
         kept = rows.kept
         turn = self.attention.turns(step)  # (2, tokens, turned) float32, or None
@@ -204,7 +204,6 @@ class WholeLayer(LayerOf):
         """Take a cache, if it is of the layer's shape: the kernel trusts what it is given."""
         attention = self.how.attention
         _, kv_heads, _, head_dim = keys.shape
-        assert keys.dtype == self._dtype, "a cache"
         assert (kv_heads, head_dim) == attention.cache_shape, "keys of a step"
         if slopes is not None:
             assert slopes.shape == (attention.heads,) and slopes.dtype == torch.float32, "slopes"
@@ -219,7 +218,7 @@ class WholeLayers:
 
     Args:
         library: the CPU's kernels.
-        dtype: of hidden states, norms and the KV cache: float32 or bfloat16.
+        dtype: of hidden states and norms: float32 or bfloat16.
         asked: "compiled": one that gives something else is refused.
     """
 

@@ -78,7 +78,7 @@ class Engine:
         on_loaded(loaded.file_digests)
         self.context_length = checkpoint.context_length  # most tokens of prompt and completion
         self.vocab_size: int = checkpoint.config.vocab_size
-        self.device, self.dtype = loaded.device, loaded.dtype
+        self.device, self.dtype, self.kv_dtype = loaded.device, loaded.dtype, loaded.kv_dtype
         self.weight_bytes = loaded.weight_bytes  # of this rank
         self.kv_bytes_per_token = loaded.kv_bytes_per_token  # of this rank
         num_blocks = count_blocks(config, loaded, group)

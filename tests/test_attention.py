@@ -83,17 +83,20 @@ def check_every_kind_of_row(
     slopes: torch.Tensor | None = None,
     softcap: float | None = None,
     dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype | None = None,
     tolerance: float = 5e-5,
     piece: int = 128,
 ) -> None:
     """Feed rows in chunks and token by token, and compare each output with the plain formula.
 
     Args:
+        kv_dtype: of the cache, which rounds what is kept; None: dtype.
         piece: how many keys the body has at a time; the longest row has more than two of them.
     """
     torch.manual_seed(0)
     kernel, device = make_kernel(body, heads, kv_heads, dim, dtype)
-    paged = PagedAttention(90, block, kv_heads, dim, dtype=dtype, device=device, kernel=kernel)
+    kept = kv_dtype or dtype
+    paged = PagedAttention(90, block, kv_heads, dim, dtype=kept, device=device, kernel=kernel)
     paged.keys.fill_(float("nan"))  # whatever other rows left there must not matter
     paged.values.fill_(float("nan"))
     long = 2 * piece + 44
@@ -118,8 +121,8 @@ def check_every_kind_of_row(
         out = paged(*packed, scaling=dim**-0.5, **how)[0].cpu()
         first = 0
         for r, a, b in parts:
-            whole = (q[r][a:b].float(), k[r][:b].float(), v[r][:b].float())
-            expected = plain(*whole, window, slopes, softcap)
+            seen = (x[r][:b].to(kept).float() for x in (k, v))
+            expected = plain(q[r][a:b].float(), *seen, window, slopes, softcap)
             found = out[first : first + b - a].float()
             torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
             first += b - a
@@ -164,6 +167,78 @@ def test_the_kernel_with_every_shape(heads: int, kv_heads: int, dim: int, block:
 def test_a_cache_of_16_bits(body: str, dtype: torch.dtype) -> None:
     check_every_kind_of_row(body, dtype=dtype, tolerance=0.03)
     check_every_kind_of_row(body, dtype=dtype, tolerance=0.03, window=9, heads=12, dim=64)
+
+
+OF_CACHES = [
+    (torch.float32, torch.bfloat16, 5e-5),
+    (torch.float32, torch.float16, 5e-5),
+    (torch.bfloat16, torch.float16, 0.03),
+    (torch.bfloat16, torch.float32, 0.03),
+    (torch.float16, torch.float32, 0.03),
+    (torch.float16, torch.bfloat16, 0.03),
+]
+
+
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize(("dtype", "kv_dtype", "tolerance"), OF_CACHES)
+def test_a_cache_of_another_type(
+    body: str, dtype: torch.dtype, kv_dtype: torch.dtype, tolerance: float
+) -> None:
+    """It rounds keys and values as torch does, and they are read as what they are.
+
+    Queries of float32 see no other error than that.
+    """
+    types: Any = {"dtype": dtype, "kv_dtype": kv_dtype, "tolerance": tolerance}
+    check_every_kind_of_row(body, **types)
+    check_every_kind_of_row(body, **types, window=9, heads=12, kv_heads=12, dim=64, block=32)
+    check_every_kind_of_row(body, **types, slopes=torch.rand(9), heads=9, kv_heads=1, dim=80)
+    check_every_kind_of_row(body, **types, softcap=0.7, heads=3, kv_heads=3, dim=65)
+    for dim, block in ((16, 8), (64, 32), (7, 5)):
+        shape: Any = {"heads": 4, "kv_heads": 2, "dim": dim, "block": block}
+        check_rows_that_share(body, **types, **shape)
+        for odd in (float("nan"), float("inf")):
+            check_odd_values(body, odd, 4, dim=dim, block=block, **types)
+
+
+@needs_compiler
+@pytest.mark.parametrize("seed", range(4))
+def test_the_kernel_in_random_shapes_and_types(seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(8):
+        group, kv_heads = draw.choice([1, 2, 3, 4, 7]), draw.choice([1, 2, 5])
+        heads, dim, block = group * kv_heads, draw.randint(3, 140), draw.randint(8, 40)
+        dtype, kv_dtype, tolerance = draw.choice([*OF_CACHES, (torch.float32, None, 5e-5)])
+        check_every_kind_of_row(
+            "compiled",
+            heads=heads,
+            kv_heads=kv_heads,
+            dim=dim,
+            block=block,
+            window=draw.choice([None, draw.randint(1, 150)]),
+            slopes=draw.choice([None, torch.rand(heads)]),
+            softcap=draw.choice([None, 0.7]),
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            tolerance=tolerance,
+        )
+
+
+@needs_compiler
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float16])
+def test_what_is_kept_is_rounded_as_torch_rounds(kv_dtype: torch.dtype) -> None:
+    """Ties, subnormal numbers and those beyond the largest too, in whole vectors and their rest."""
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    exact = bits.view(kv_dtype).float()
+    numbers = torch.cat([exact, (exact + exact.roll(-1)) / 2, exact * 1.0001, exact * 0.9999])
+    numbers = numbers[~numbers.isnan()]
+    numbers = numbers[: len(numbers) // 69 * 69].view(-1, 1, 1, 69)
+    tables = [StepRow([0], 0, [block]) for block in range(len(numbers))]
+    keys, values = (torch.empty_like(numbers, dtype=kv_dtype) for _ in "kv")
+    given = numbers.view(1, 1, -1, 69)
+    how: Any = {"sliding_window": None, "alibi_slopes": None, "softcap": None}
+    compiled_kernel()(given, given, given, keys, values, plan_rows(tables, 1), scaling=1.0, **how)
+    for found in (keys, values):
+        assert found.view(torch.int16).equal(numbers.to(kv_dtype).view(torch.int16))
 
 
 @needs_compiler
@@ -211,6 +286,7 @@ def check_rows_that_share(
     block: int,
     num_rows: int = 38,
     dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype | None = None,
     tolerance: float = 5e-5,
     **how: Any,
 ) -> None:
@@ -229,7 +305,8 @@ def check_rows_that_share(
         rows.append(StepRow([0], len(shared) * block + (5 * i) % (2 * block), shared + take(2)))
     rows.insert(7, StepRow([0], block + 3, take(2)))
     rows.append(StepRow([0], block + 3, all_share[:1] + take(1)))
-    paged = PagedAttention(160, block, kv_heads, dim, dtype=dtype, device=device, kernel=kernel)
+    kept = kv_dtype or dtype
+    paged = PagedAttention(160, block, kv_heads, dim, dtype=kept, device=device, kernel=kernel)
     paged.keys.fill_(float("nan"))
     paged.values.fill_(float("nan"))
     total = sum(len(row.token_ids) for row in rows)
@@ -239,7 +316,7 @@ def check_rows_that_share(
     used = {(row.block_table[i // block], i % block) for row in rows for i in range(row.position)}
     blocks, places = torch.tensor(sorted(used)).unbind(1)
     for cache in (paged.keys, paged.values):
-        cache[blocks, :, places] = torch.randn(len(used), kv_heads, dim).to(device, dtype)
+        cache[blocks, :, places] = torch.randn(len(used), kv_heads, dim).to(device, kept)
     paged.plan = kernel.plan(rows, block) if kernel else plan_attention(rows, block, kv_heads, CPU)
     if body == "compiled":
         counts = sorted(run[1] for run in paged.plan.runs.tolist())
@@ -360,13 +437,15 @@ def check_odd_values(
     dim: int = DIM,
     block: int = BLOCK,
     dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype | None = None,
     tolerance: float = 5e-5,
 ) -> None:
     """Give one token of a row a value that is no number, and look whom it reaches."""
     torch.manual_seed(0)
     kernel, device = make_kernel(body, heads, kv_heads, dim, dtype)
     num_blocks = -(-64 // block)
-    where: Any = {"dtype": dtype, "device": device}
+    kept = kv_dtype or dtype
+    where: Any = {"dtype": kept, "device": device}
     paged = PagedAttention(num_blocks, block, kv_heads, dim, **where, kernel=kernel)
     paged.keys.zero_()
     paged.values.fill_(odd)
@@ -380,7 +459,8 @@ def check_odd_values(
         )
         packed = [x[a:b].to(device).transpose(0, 1)[None] for x in (q, k, v)]
         found = paged(*packed, scaling=dim**-0.5, sliding_window=window)[0].float().cpu()
-        expected = plain(q[a:b].float(), k[:b].float(), v[:b].float(), window, None, None)
+        seen = (x[:b].to(kept).float() for x in (k, v))
+        expected = plain(q[a:b].float(), *seen, window, None, None)
         assert torch.equal(found.isfinite(), expected.isfinite()), (a, b)
         zeros = (x.masked_fill(~x.isfinite(), 0.0) for x in (found, expected))
         torch.testing.assert_close(*zeros, atol=tolerance, rtol=tolerance)

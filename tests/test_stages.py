@@ -38,7 +38,7 @@ class Chain:
         self.stages = [
             Stage(
                 load_network(folder, part),
-                dtype=torch.float32,
+                kv_dtype=torch.float32,
                 device=CPU,
                 num_blocks=-(-OPTIONS["budget"] // OPTIONS["block_size"]),
                 block_size=OPTIONS["block_size"],

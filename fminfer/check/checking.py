@@ -31,6 +31,7 @@ from fminfer.loading import most_kv_tokens, open_model
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.load import check_tensors
 from fminfer.output.records import Record
+from fminfer.placement import choose_kv_dtype
 from fminfer.tokenizer import Tokenizer
 
 
@@ -79,9 +80,12 @@ class Check:
             lines, "check", total, unit=" lines", disable=is_quiet or None, leave=False
         ):
             checker.add(line)
+        dtype = self._forecast.dtype
+        kv_dtype = choose_kv_dtype(config.kv_dtype, dtype)
         return CheckReport(
             self._checkpoint.name,
-            str(self._forecast.dtype).removeprefix("torch."),
+            str(dtype).removeprefix("torch."),
+            str(kv_dtype).removeprefix("torch."),
             self._forecast.device.type,
             self._checkpoint.context_length,
             [*map(str, inputs)],
@@ -168,6 +172,7 @@ def _how_to_calibrate(config: EngineConfig) -> str:
         "--model-name": config.model,
         "--random-init": config.random_init,
         "--dtype": None if config.dtype == "auto" else config.dtype,
+        "--kv-dtype": None if config.kv_dtype == "auto" else config.kv_dtype,
         "--device": None if config.device == "auto" else config.device,
         "--attention": None if config.attention == "auto" else config.attention,
         "--threads": config.threads,

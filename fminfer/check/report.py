@@ -41,6 +41,7 @@ class CheckReport:
 
     model: str
     dtype: str
+    kv_dtype: str  # of the KV cache
     device: str
     context_length: int
     inputs: list[str]
@@ -66,7 +67,10 @@ class CheckReport:
         }
         found = {
             name: getattr(self, name)
-            for name in ("model", "dtype", "device", "context_length", "inputs", "warnings")
+            for name in (
+                *("model", "dtype", "kv_dtype", "device"),
+                *("context_length", "inputs", "warnings"),
+            )
         }
         return found | {
             "counts": counts,
@@ -81,8 +85,9 @@ class CheckReport:
         codes = ", ".join(f"{count} {code}" for code, count in counts.errors_by_code.items())
         wrong = f", {counts.num_wrong:,} wrong ({codes})" if codes else ""
         equal = f"; {counts.num_equal:,} have the answer of an equal one" * bool(counts.num_equal)
+        of_cache = f", KV cache {self.kv_dtype}" * (self.kv_dtype != self.dtype)
         lines = [
-            f"model     {self.model} ({self.dtype} on {self.device})",
+            f"model     {self.model} ({self.dtype}{of_cache} on {self.device})",
             f"lines     {counts.num_right:,} right{wrong}{equal}",
             f"tokens    {counts.prompt_tokens:,} prompt + at most {counts.max_drawn_tokens:,} "
             f"generated = {counts.reserved_tokens:,} reserved; longest row "

@@ -19,6 +19,7 @@ class KvCache:
     Args:
         layers: the attention of each layer; their keys have the same shape.
         num_blocks, block_size: the size of the cache.
+        dtype: of the cache; what is stored is rounded to it.
         kernel: the compiled attention; None: plain torch.
     """
 

@@ -9,9 +9,9 @@ extern "C" {
 struct Arguments {
     const void* query;  // element (head, token, i) at head * query_head + token * query_token + i
     void* out;          // (tokens, heads, head_dim)
-    void* keys;         // (pool, kv_heads, block_size, head_dim), of `type`
+    void* keys;         // (pool, kv_heads, block_size, head_dim), of `kv_type`
     void* values;
-    const void* new_keys;    // of `type`: element (head, token, i) at
+    const void* new_keys;    // of `type`, rounded as they are kept: element (head, token, i) at
     const void* new_values;  // head * new_…_head + token * new_…_token + i
     const int64_t* slots;    // (tokens,): block * block_size + place, of each token's key
     const int64_t* rows;     // (num_rows, ROW): first token, tokens, position, start in `blocks`,
@@ -25,7 +25,8 @@ struct Arguments {
     int64_t new_key_head, new_key_token, new_value_head, new_value_token;
     int64_t heads, kv_heads, head_dim, block_size;
     int64_t window;  // keys that a query sees, itself included; 0: all
-    int64_t type;    // 0 float32, 1 bfloat16, 2 float16: then query and out are float32
+    int64_t type;    // of query, out and new keys and values: 0 float32, 1 bfloat16
+    int64_t kv_type;  // of the cache: these, or 2 float16
     int64_t num_threads;
     float scaling, softcap;  // softcap 0: none
 };

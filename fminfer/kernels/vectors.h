@@ -50,24 +50,29 @@ inline Vec load(const float* from) { return *reinterpret_cast<const Loose*>(from
 inline void store(float* to, Vec value) { *reinterpret_cast<Loose*>(to) = value; }
 inline Vec all(float value) { return Vec{} + value; }
 
-// The nearest whole number, and `part` times 2^n for whole n >= -126.
+// The nearest whole number, and `part` times 2^n for whole n >= -126. V is a Vec or a Wide.
+constexpr float MAGIC = 12582912.0f;  // adding it rounds to a whole number
+template <typename V>
+inline V whole_of(V x) {
+    return x + MAGIC - MAGIC;
+}
+template <typename V>
+inline V scale(V part, V n) {
+    return part * (V)((decltype(n < n))(n + (MAGIC + 127.0f)) << 23);
+}
 #ifdef __AVX512F__
 inline Vec whole_of(Vec x) { return (Vec)_mm512_roundscale_ps((__m512)x, 0); }
 inline Vec scale(Vec part, Vec n) { return (Vec)_mm512_scalef_ps((__m512)part, (__m512)n); }
-#else
-constexpr float MAGIC = 12582912.0f;  // adding it rounds to a whole number
-inline Vec whole_of(Vec x) { return x + MAGIC - MAGIC; }
-inline Vec scale(Vec part, Vec n) {
-    return part * (Vec)((IVec)(n + (MAGIC + 127.0f)) << 23);
-}
 #endif
 
 // e^x for x <= 0, to 1e-7 of it; nan stays nan. After Cephes' expf (Moshier).
-inline Vec exp_of(Vec x) {
-    x = x < all(-87.0f) ? all(-87.0f) : x;
-    const Vec n = whole_of(x * 1.44269504f);
-    const Vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    Vec p = all(1.9875691500e-4f);
+template <typename V>
+inline V exp_of(V x) {
+    const V lowest = V{} - 87.0f;
+    x = x < lowest ? lowest : x;
+    const V n = whole_of(x * 1.44269504f);
+    const V r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    V p = V{} + 1.9875691500e-4f;
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;

@@ -20,6 +20,7 @@ class JobSummary:
     dtype: str
     inputs: list[Path]
     outputs: list[Path]
+    kv_dtype: str = ""  # of the KV cache, if it is another
     device: str = ""  # none: nothing was left to answer
     why_slower: str = ""  # why it was slower than it could be: plain torch in a kernel's place
     start_to_ready_s: float = 0.0
@@ -44,6 +45,11 @@ class JobSummary:
     engine: dict[str, Any] = field(default_factory=dict)
     warnings: dict[str, int] = field(default_factory=dict)
     made_up: str = ""  # what a synthetic run answered
+
+    @property
+    def types(self) -> str:
+        """Name the dtype, and that of the KV cache if it is another."""
+        return self.dtype + (f", KV cache {self.kv_dtype}" if self.kv_dtype else "")
 
     @property
     def has_errors(self) -> bool:
@@ -164,10 +170,11 @@ class JobSummary:
                 f"warning   {self.num_damaged_rows} rows of earlier runs were damaged on the disk, "
                 "and are answered again"
             )
-        if self.engine.get("read", {}).get("num_seeded") and self.dtype != "float32":
+        rounding = [name for name in (self.dtype, self.kv_dtype) if name not in ("", "float32")]
+        if self.engine.get("read", {}).get("num_seeded") and rounding:
             lines.append(
-                f"note      in {self.dtype} a seed repeats its draws only beside the same rows and "
-                "with the same options; in float32 (--dtype) it does so nearly always"
+                f"note      in {rounding[0]} a seed repeats its draws only beside the same rows "
+                "and with the same options; in float32 (--dtype) it does so nearly always"
             )
         return lines + [f"warning   {text} ({n} rows)" for text, n in self.warnings.items()]
 
@@ -175,7 +182,7 @@ class JobSummary:
         """Return the summary for people."""
         codes = ", ".join(f"{count} {code}" for code, count in self.errors_by_code.items())
         lines = [
-            f"model     {self.model} ({self.dtype}{self._place()})",
+            f"model     {self.model} ({self.types}{self._place()})",
             f"rows      {self.num_rows:,} answered, {self.num_errors:,} in error"
             + (f" ({codes})" if codes else "")
             + self._tried_text()

@@ -44,7 +44,8 @@ class Stage:
 
     Args:
         network: weights loaded.
-        dtype, device: of its weights, its hidden states and the KV cache.
+        kv_dtype: of the KV cache.
+        device: of its weights, its hidden states and the KV cache.
         num_blocks, block_size: the size of the KV cache.
         kernel: the compiled attention kernel; None: plain tensor operations.
         ranker: finds normalizers and the best of logits.
@@ -57,7 +58,7 @@ class Stage:
         self,
         network: Transformer,
         *,
-        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
         device: torch.device,
         num_blocks: int,
         block_size: int,
@@ -82,7 +83,7 @@ class Stage:
             [layer.attention for layer in network.own],
             num_blocks=num_blocks,
             block_size=block_size,
-            dtype=dtype,
+            dtype=kv_dtype,
             device=device,
             kernel=kernel,
         )

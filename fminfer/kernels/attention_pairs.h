@@ -1,0 +1,236 @@
+// Attention in bfloat16, where the processor multiplies pairs or tiles of it (halves.h). Sums are in
+// float32; tiles round exponentials to bfloat16 before they weigh values, as transformers does.
+#pragma once
+
+#include "softmax.h"
+
+namespace {
+
+// Keys and values of bfloat16 that can be taken as they lie, in groups of GROUP_KEYS.
+inline bool fits_halves(const Arguments& a) {
+    return a.type == 1 && a.kv_type == 1 && a.head_dim % (2 * LANES) == 0 && a.block_size % GROUP_KEYS == 0;
+}
+
+// Where a row's keys and values at `start` and after lie, group by group.
+struct Piece {
+    const uint16_t *keys[PIECE_KEYS / GROUP_KEYS] = {}, *values[PIECE_KEYS / GROUP_KEYS] = {};
+    int count = 0;
+
+    Piece(const Arguments& a, const Item& item, int64_t start, int64_t end) {
+        count = int(end - start < PIECE_KEYS ? end - start : PIECE_KEYS);
+        for (int g = 0; g * GROUP_KEYS < count; g++, start += GROUP_KEYS) {
+            const int64_t block = a.blocks[item.row[3] + start / a.block_size];
+            const int64_t place = start % a.block_size * a.head_dim;
+            keys[g] = block_of<uint16_t>(a, a.keys, block, item.kv_head) + place;
+            values[g] = block_of<uint16_t>(a, a.values, block, item.kv_head) + place;
+        }
+    }
+};
+
+#ifdef HAS_PAIRS
+
+// Whether a value of keys [start, end) is infinite or nan.
+bool has_odd_value(const Arguments& a, const Item& item, int64_t start, int64_t end) {
+    const int dim = int(a.head_dim);
+    for (; start < end; start++) {
+        const int64_t block = a.blocks[item.row[3] + start / a.block_size];
+        const uint16_t* value =
+            block_of<uint16_t>(a, a.values, block, item.kv_head) + start % a.block_size * dim;
+        int is_odd = 0;
+        for (int d = 0; d < dim; d++) is_odd |= (value[d] & 0x7F80) == 0x7F80;
+        if (is_odd) return true;
+    }
+    return false;
+}
+
+// Whether one of the values that are multiplied with a weight of 0 is infinite or nan.
+bool hides_odd_value(const Arguments& a, const Item& item) {
+    if (item.members) return false;  // they see all
+    const int64_t group = a.heads / a.kv_heads;
+    const int64_t earliest = position_of(a, item, item.first / group);
+    const int64_t latest = position_of(a, item, (item.last - 1) / group);
+    const int64_t first = first_key(a, item, earliest) / GROUP_KEYS * GROUP_KEYS;
+    for (int64_t h = 0; h < item.heads; h++) {
+        const Item of_head = head_of(item, h);
+        if (has_odd_value(a, of_head, earliest + 1, latest + 1)) return true;
+        if (a.window > 0 && has_odd_value(a, of_head, first, latest - a.window + 1)) return true;
+    }
+    return false;
+}
+
+// The scores of 16 keys, of which those behind the last are not used; as much is fetched at `next`.
+template <int DIM>
+inline void score_pairs(const uint16_t* query, const uint16_t* keys, int dim, float* scores,
+                        const uint16_t* next) {
+    Wide sums[LANES] = {};
+#pragma GCC unroll 16
+    for (int lane = 0; lane < LANES; lane++)
+        for (int d = 0; d < (DIM ? DIM : dim); d += 2 * LANES) {
+            const int place = lane * dim + d;
+            sums[lane] = add_products(sums[lane], bits_at(query + d), bits_at(keys + place));
+            fetch(next + place);
+        }
+    store(scores, sums_of(sums));
+}
+
+// Few queries of each of several heads, all in bfloat16. The heads' keys in a block lie one behind
+// the other, as do their values, so that a block is read from one end to the other. What comes next
+// is fetched meanwhile. DIM: head_dim, or 0 for any.
+template <int DIM>
+void attend_few_in_pairs(const Arguments& a, const Item& item, Space& space) {
+    const int64_t group = a.heads / a.kv_heads;
+    const int dim = DIM ? DIM : int(a.head_dim);
+    const int heads = int(item.heads), num = int(item.last - item.first);
+    const int64_t head_size = a.block_size * dim;
+    SoftmaxAlone softmax[MOST_QUERIES];
+    const uint16_t* query[MOST_QUERIES];
+    int64_t earliest = INT64_MAX, latest = 0;
+    for (int r = 0; r < heads * num; r++) {
+        const Item of_head = head_of(item, r / num);
+        const int64_t q = item.first + r % num;
+        softmax[r] = SoftmaxAlone(a, of_head, q);
+        query[r] = static_cast<const uint16_t*>(a.query) + query_place(a, of_head, q, group);
+        earliest = softmax[r].position < earliest ? softmax[r].position : earliest;
+        latest = softmax[r].position > latest ? softmax[r].position : latest;
+    }
+    std::memset(space.sums, 0, sizeof(float) * dim * heads * num);
+    const int64_t end = end_key(item, latest);
+    const int64_t first = first_key(a, item, earliest) / GROUP_KEYS * GROUP_KEYS;
+    for (int64_t start = first; start < end; start += PIECE_KEYS) {
+        const Piece piece(a, item, start, end);
+        const int chunks = round_up(piece.count, GROUP_KEYS) / GROUP_KEYS * heads;
+        const auto chunk = [&](int i) {
+            const int g = i / heads, h = i % heads;
+            return i < chunks ? piece.keys[g] + h * head_size
+                              : piece.values[g - chunks / heads] + h * head_size;
+        };
+        for (int i = 0; i < chunks; i++) {
+            const int j = i / heads * GROUP_KEYS, h = i % heads;
+            const int left = piece.count - j, count = left < GROUP_KEYS ? left : GROUP_KEYS;
+            const uint16_t *keys = chunk(i), *next = chunk(i + 1);  // behind the last key: a value
+            for (int r = h * num; r < (h + 1) * num; r++)
+                for (int k = 0; k < count; k += LANES)
+                    score_pairs<DIM>(query[r], keys + k * dim, dim,
+                                     space.scores + r * PIECE_KEYS + j + k, next + k * dim);
+        }
+        for (int r = 0; r < heads * num; r++) {
+            float* scores = space.scores + r * PIECE_KEYS;
+            softmax[r].weigh(a, scores, start, piece.count, space.sums + r * dim, dim);
+            for (int j = 0; j < piece.count; j += LANES)
+                store(space.weight_tiles + r * PIECE_KEYS + j, load(scores + j));
+        }
+        for (int i = 0; i < chunks; i++) {
+            const int j = i / heads * GROUP_KEYS, h = i % heads;
+            const int left = piece.count - j, count = left < GROUP_KEYS ? left : GROUP_KEYS;
+            const uint16_t* values = chunk(chunks + i);
+            const uint16_t* next = i + 1 < chunks ? chunk(chunks + i + 1) : values;
+            for (int r = h * num; r < (h + 1) * num; r++) {
+                const uint16_t* weights = space.weight_tiles + r * PIECE_KEYS + j;
+                float* sums = space.sums + r * dim;
+                int d = 0;
+                for (; d + 4 * LANES <= dim; d += 4 * LANES)
+                    add_pairs<2>(sums + d, weights, values + d, dim, count, next + d);
+                for (; d < dim; d += 2 * LANES)
+                    add_pairs<1>(sums + d, weights, values + d, dim, count, next + d);
+            }
+        }
+    }
+    for (int r = 0; r < heads * num; r++) {
+        order_sums(space.sums + r * dim, dim);
+        finish(a, head_of(item, r / num), item.first + r % num, space.sums + r * dim,
+               softmax[r].largest, softmax[r].sum(), space);
+    }
+}
+
+// Makes a tile of the weights of 16 queries and up to GROUP_KEYS keys, and adds them to `total`.
+// The scores, `step` apart, and `most` are to be multiplied to become powers of 2.
+template <bool IS_MASKED>
+inline void weigh_tile(const float* scores, int step, int count, float scaling, Vec most,
+                       uint16_t* tile, Vec& total) {
+    const auto weight_of = [&](int j) {
+        if (j >= count) return Vec{};
+        const Vec score = load(scores + j * step);
+        const Vec weight = power_of_two(score * scaling - most);
+        if (!IS_MASKED) return weight;
+        return score == all(LOWEST) ? Vec{} : weight;
+    };
+    Vec of_even = {}, of_odd = {};
+    UVec pairs[PAIRS];
+    for (int p = 0; p < PAIRS; p++) {
+        const Vec low = weight_of(2 * p), high = weight_of(2 * p + 1);
+        of_even += low;
+        of_odd += high;
+        pairs[p] = pairs_of(low, high);
+    }
+    transpose(pairs);
+    std::memcpy(tile, pairs, sizeof pairs);
+    total += of_even + of_odd;
+}
+
+// Makes a tile of weights for each 16 queries and GROUP_KEYS keys of the scores of a piece, 0
+// behind its end, and brings what was summed before to the same measure.
+template <int N>
+void weigh_tiles(const Arguments& a, Softmax<N>& softmax, float* scores, int64_t start, int count,
+                 float* sums, int num, uint16_t* tiles) {
+    constexpr float to_powers = 1.44269504f;
+    const bool is_masked = softmax.hides(a, start, count);
+    const float scaling =
+        softmax.measure(a, scores, start, count, sums, num, int(a.head_dim)) * to_powers;
+    for (int j = 0; j < count; j += GROUP_KEYS, scores += GROUP_KEYS * N * LANES)
+        for (int n = 0; n < N; n++, tiles += TILE) {
+            const Vec most = softmax.largest[n] * to_powers;
+            const float* from = scores + n * LANES;
+            Vec& total = softmax.total[n];
+            if (is_masked)
+                weigh_tile<true>(from, N * LANES, count - j, scaling, most, tiles, total);
+            else if (count - j >= GROUP_KEYS)  // a number that the compiler knows
+                weigh_tile<false>(from, N * LANES, GROUP_KEYS, scaling, most, tiles, total);
+            else
+                weigh_tile<false>(from, N * LANES, count - j, scaling, most, tiles, total);
+        }
+}
+
+// Up to N * LANES queries, one a lane.
+template <typename Products, int N>
+void attend_in_tiles(const Arguments& a, const Item& item, Space& space) {
+    const int64_t group = a.heads / a.kv_heads;
+    const int num = int(item.last - item.first), dim = int(a.head_dim);
+    const uint16_t* query = static_cast<const uint16_t*>(a.query);
+    Softmax<N> softmax(a, item);
+    Products::begin();
+    int64_t places[N * LANES];
+    for (int lane = 0; lane < num; lane++)
+        places[lane] = query_place(a, item, item.first + lane, group);
+    uint16_t* tiles = space.query_tiles;
+    for (int d = 0; d < dim; d += 2 * PAIRS)
+        for (int n = 0; n < N; n++, tiles += TILE) {
+            UVec pairs[LANES] = {};
+            for (int lane = 0; lane < LANES && n * LANES + lane < num; lane++)
+                std::memcpy(pairs + lane, query + places[n * LANES + lane] + d, sizeof *pairs);
+            transpose(pairs);
+            std::memcpy(tiles, pairs, sizeof pairs);
+        }
+    std::memset(space.sums, 0, sizeof(float) * dim * N * LANES);
+    const int64_t end = end_key(item, softmax.latest);
+    const int64_t begin = first_key(a, item, softmax.earliest) / GROUP_KEYS * GROUP_KEYS;
+    for (int64_t start = begin; start < end; start += PIECE_KEYS) {
+        const Piece piece(a, item, start, end);
+        for (int g = 0; g * GROUP_KEYS < piece.count; g++)
+            Products::template score<N>(space.query_tiles, piece.keys[g], dim,
+                                       space.scores + g * GROUP_KEYS * N * LANES);
+        weigh_tiles<N>(a, softmax, space.scores, start, piece.count, space.sums, num,
+                       space.weight_tiles);
+        Products::template add<N>(space.sums, num, space.weight_tiles, piece.values, piece.count,
+                                 dim, space.value_tiles);
+    }
+    Products::end();
+    for (int r = 0; r < num; r++) {
+        order_sums(space.sums + r * dim, dim);
+        finish(a, item, item.first + r, space.sums + r * dim,
+               softmax.largest[r / LANES][r % LANES], softmax.total[r / LANES][r % LANES], space);
+    }
+}
+
+#endif
+
+}  // namespace

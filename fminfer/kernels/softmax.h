@@ -1,0 +1,187 @@
+// The softmax over keys that come in pieces, as they are read.
+#pragma once
+
+#include "attention_work.h"
+
+namespace {
+
+constexpr float LOWEST = -3.0e38f;
+inline Wide lowest() { return Wide{} + LOWEST; }
+
+inline Wide tanh_of(Wide x) {
+    const Wide sign = x < Wide{} ? Wide{} - 1.0f : Wide{} + 1.0f;
+    const Wide e = exp_of(-2.0f * x * sign);
+    return sign * (1.0f - e) / (1.0f + e);
+}
+
+inline IWide lanes() {
+    IWide lanes;
+    for (int lane = 0; lane < WIDTH; lane++) lanes[lane] = lane;
+    return lanes;
+}
+
+// All that can happen to scores before their exponentials, but for masks.
+inline Wide bend(const Arguments& a, Wide score, Wide slope, IWide distance) {
+    score *= a.scaling;
+    if (a.softcap > 0) score = a.softcap * tanh_of(score / a.softcap);
+    if (a.slopes) score -= slope * __builtin_convertvector(distance, Wide);
+    return score;
+}
+
+inline Wide hide(const Arguments& a, Wide score, IWide distance) {
+    score = distance < 0 ? lowest() : score;
+    if (a.window > 0) score = distance >= int32_t(a.window) ? lowest() : score;
+    return score;
+}
+
+// Of up to V * WIDTH queries, one a lane.
+template <int V>
+struct Softmax {
+    Wide largest[V], total[V], slope[V];
+    IWide position[V];
+    int64_t earliest, latest;  // of the positions
+
+    Softmax(const Arguments& a, const Item& item) {
+        const int64_t group = a.heads / a.kv_heads, last = item.last - 1;
+        earliest = latest = position_of(a, item, item.first / group);
+        for (int lane = 0; lane < V * WIDTH; lane++) {
+            const int64_t q = item.first + lane < last ? item.first + lane : last;
+            const int64_t here = position_of(a, item, q / group);
+            earliest = here < earliest ? here : earliest;
+            latest = here > latest ? here : latest;
+            position[lane / WIDTH][lane % WIDTH] = int32_t(here);
+            slope[lane / WIDTH][lane % WIDTH] =
+                a.slopes ? a.slopes[item.kv_head * group + q % group] : 0;
+        }
+        for (int v = 0; v < V; v++) {
+            largest[v] = lowest();
+            total[v] = Wide{};
+        }
+    }
+
+    // Of keys at `start` and after: whether a query does not see all of them.
+    bool hides(const Arguments& a, int64_t start, int count) const {
+        return start + count - 1 > earliest || (a.window > 0 && latest - start >= a.window);
+    }
+
+    // Of `count` keys at `start` and after: the first one that a query sees, and the end of them.
+    int first_seen(const Arguments& a, int lane, int64_t start, int count) const {
+        const int64_t place = position[lane / WIDTH][lane % WIDTH] - a.window + 1 - start;
+        return a.window <= 0 || place <= 0 ? 0 : place < count ? int(place) : count;
+    }
+    int end_seen(int lane, int64_t start, int count) const {
+        const int64_t place = position[lane / WIDTH][lane % WIDTH] + 1 - start;
+        return place >= count ? count : place > 0 ? int(place) : 0;
+    }
+
+    // Bends the scores, (count, V * WIDTH), of keys at `start` and after if need be, and brings
+    // what was summed before, (num, width), to the measure of their largest. Returns what they
+    // are still to be multiplied by. Hidden ones are LOWEST.
+    float measure(const Arguments& a, float* scores, int64_t start, int count, float* sums, int num,
+                  int width) {
+        const bool is_masked = hides(a, start, count);
+        const bool is_plain = !is_masked && !a.slopes && a.softcap <= 0 && a.scaling > 0;
+        const float scaling = is_plain ? a.scaling : 1.0f;
+        for (int v = 0; v < V; v++, scores += WIDTH) {
+            if (!is_plain) bend_all(a, scores, start, count, v, is_masked);
+            Wide most = lowest();
+            for (int j = 0; j < count; j++) {
+                const Wide score = wide_at(scores + j * V * WIDTH);
+                most = score > most ? score : most;
+            }
+            most = most * scaling > largest[v] ? most * scaling : largest[v];
+            const Wide factor = exp_of(largest[v] - most);
+            float factors[WIDTH];
+            put_wide(factors, factor);
+            for (int lane = 0; lane < WIDTH && v * WIDTH + lane < num; lane++)
+                if (factors[lane] != 1.0f) {
+                    float* row = sums + (v * WIDTH + lane) * width;
+                    for (int d = 0; d < width; d += WIDTH)
+                        put_wide(row + d, wide_at(row + d) * factors[lane]);
+                }
+            largest[v] = most;
+            total[v] *= factor;
+        }
+        return scaling;
+    }
+
+    // Turns the scores into weights, and all else as `measure` does.
+    void weigh(const Arguments& a, float* scores, int64_t start, int count, float* sums, int num,
+               int width) {
+        const float scaling = measure(a, scores, start, count, sums, num, width);
+        const bool is_masked = hides(a, start, count);
+        for (int v = 0; v < V; v++, scores += WIDTH) {
+            const Wide most = largest[v];
+            Wide sum = total[v];
+            for (int j = 0; j < count; j++) {
+                float* place = scores + j * V * WIDTH;
+                const Wide score = wide_at(place);
+                Wide weight = exp_of(score * scaling - most);
+                if (is_masked) weight = score == lowest() ? Wide{} : weight;
+                put_wide(place, weight);
+                sum += weight;
+            }
+            total[v] = sum;
+        }
+    }
+
+    void bend_all(const Arguments& a, float* scores, int64_t start, int count, int v,
+                  bool is_masked) {
+        for (int j = 0; j < count; j++) {
+            float* place = scores + j * V * WIDTH;
+            const IWide distance = position[v] - int32_t(start + j);
+            const Wide score = bend(a, wide_at(place), slope[v], distance);
+            put_wide(place, is_masked ? hide(a, score, distance) : score);
+        }
+    }
+};
+
+// Of one query, with keys in its lanes.
+struct SoftmaxAlone {
+    float largest = LOWEST, slope;
+    Wide total = {};
+    int64_t position;
+
+    SoftmaxAlone() = default;
+    SoftmaxAlone(const Arguments& a, const Item& item, int64_t q) {
+        const int64_t group = a.heads / a.kv_heads;
+        position = position_of(a, item, q / group);
+        slope = a.slopes ? a.slopes[item.kv_head * group + q % group] : 0;
+    }
+
+    // Turns the scores of `count` keys at `start` and after into weights, 0 up to whole lanes, and
+    // brings what was summed before, (width,), to the same measure.
+    void weigh(const Arguments& a, float* scores, int64_t start, int count, float* sums,
+               int width) {
+        const int padded = round_up(count, WIDTH);
+        Wide highest = Wide{} + largest;
+        for (int j = 0; j < padded; j += WIDTH) {
+            const IWide distance = int32_t(position - start - j) - lanes();
+            Wide score = bend(a, wide_at(scores + j), Wide{} + slope, distance);
+            score = hide(a, score, distance);
+            if (j + WIDTH > count) score = lanes() >= count - j ? lowest() : score;
+            put_wide(scores + j, score);
+            highest = score > highest ? score : highest;
+        }
+        const float most = largest_of(highest);
+        const float factor = exp_of(Wide{} + (largest - most))[0];
+        total *= factor;
+        if (factor != 1.0f)
+            for (int d = 0; d < width; d += WIDTH) put_wide(sums + d, wide_at(sums + d) * factor);
+        for (int j = 0; j < padded; j += WIDTH) {
+            const Wide score = wide_at(scores + j);
+            const Wide weight = score == lowest() ? Wide{} : exp_of(score - most);
+            put_wide(scores + j, weight);
+            total += weight;
+        }
+        largest = most;
+    }
+
+    float sum() const {
+        float sum = 0;
+        for (int lane = 0; lane < WIDTH; lane++) sum += total[lane];
+        return sum;
+    }
+};
+
+}  // namespace
