@@ -20,7 +20,7 @@ from fminfer.cache import why_no_cache
 from fminfer.config import EngineConfig
 from fminfer.errors import FminferError, PipelineError, StoppedError, printable
 from fminfer.fingerprint import fingerprint_of
-from fminfer.forecast import Layout, require_room_for_all
+from fminfer.forecast import Layout, name_held_dtype, require_room_for_all
 from fminfer.input.files import MOST_NAMED
 from fminfer.input.lines import Line
 from fminfer.job import NamedFiles, abandon, open_files, run_job, share_files
@@ -272,6 +272,7 @@ def _answer_files(
         )
         is_done = files.is_finished
     summary = JobSummary(checkpoint.name, fingerprint["the dtype"], inputs, outputs)
+    summary.weight_dtype = name_held_dtype(config, checkpoint)
     summary.limit = job.limit
     if group is None and is_done:
         summary = run_job(None, files, summary, is_quiet=job.is_quiet)
@@ -279,7 +280,7 @@ def _answer_files(
         with _telling_how_to_go_on(job, files):
             is_told = not (job.is_quiet or sys.stderr.isatty())  # a terminal has bars
             if is_told:
-                click.echo(f"Loading {checkpoint.name} ({summary.dtype}) …", err=True)
+                click.echo(f"Loading {checkpoint.name} ({summary.dtypes}) …", err=True)
             engine = _start_engine(job, files, config, lambda bar: make_engine(checkpoint, bar))
             summary.device, summary.start_to_ready_s = str(engine.device), elapsed_s()
             summary.why_slower = engine.why_slower

@@ -17,7 +17,6 @@ import fminfer
 from fminfer.compute import products
 from fminfer.compute.products import PackedProducts
 from fminfer.errors import UsageError
-from fminfer.models import transformer
 from fminfer.packed_linear import onednn_packs_bfloat16
 
 needs_packed_bfloat16 = pytest.mark.skipif(
@@ -131,21 +130,6 @@ def test_nan_in_one_weight_does_not_vouch_for_the_others(monkeypatch: pytest.Mon
     packed.make(first.weight, None)
     x = torch.randn(3, 16)
     torch.testing.assert_close(packed.make(second.weight, None)(x), second(x))
-
-
-@needs_mkl
-@pytest.mark.parametrize("most", [0, 10**6])
-def test_a_tied_head_is_packed_unless_the_copy_is_large(
-    most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(transformer, "MAX_TWICE_BYTES", most)
-    packed = PackedProducts(is_fast_in_bfloat16=False, kernel=None)
-    bodies = transformer.Bodies(transformer.Parts(), packed, 8)
-    for is_embedding in (True, False):
-        tensors = {"head.weight": torch.randn(50, 16)}
-        head = transformer.HeadLayer(tensors, bodies, is_embedding=is_embedding)
-        assert head.multiply is not None
-        assert is_packed(head.multiply, torch.ones(1, 16)) == (bool(most) or not is_embedding)
 
 
 @needs_mkl

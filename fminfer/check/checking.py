@@ -24,7 +24,7 @@ from fminfer.engine.answer import AnswerForm
 from fminfer.engine.intake import Intake, Limits
 from fminfer.engine.loop import LOOKAHEAD, EngineLoop
 from fminfer.engine.planner import WINDOW
-from fminfer.forecast import Layout, make_forecast
+from fminfer.forecast import Layout, make_forecast, name_of
 from fminfer.input.lines import count_rows, read_lines
 from fminfer.kernel_choice import find_library
 from fminfer.loading import most_kv_tokens, open_model
@@ -81,7 +81,8 @@ class Check:
             checker.add(line)
         return CheckReport(
             self._checkpoint.name,
-            str(self._forecast.dtype).removeprefix("torch."),
+            name_of(self._forecast.dtype),
+            name_of(self._forecast.held_in),
             self._forecast.device.type,
             self._checkpoint.context_length,
             [*map(str, inputs)],

@@ -7,7 +7,7 @@ from typing import Any
 
 from fminfer.check.lines import LineCounts
 from fminfer.forecast import Forecast, show_bytes
-from fminfer.output.progress import show_seconds
+from fminfer.output.progress import show_dtypes, show_seconds
 
 MAX_SHOWN = 1000  # characters of the first prompt
 
@@ -41,6 +41,7 @@ class CheckReport:
 
     model: str
     dtype: str
+    weight_dtype: str  # in which most weights are held
     device: str
     context_length: int
     inputs: list[str]
@@ -66,7 +67,10 @@ class CheckReport:
         }
         found = {
             name: getattr(self, name)
-            for name in ("model", "dtype", "device", "context_length", "inputs", "warnings")
+            for name in (
+                *("model", "dtype", "weight_dtype", "device"),
+                *("context_length", "inputs", "warnings"),
+            )
         }
         return found | {
             "counts": counts,
@@ -82,7 +86,8 @@ class CheckReport:
         wrong = f", {counts.num_wrong:,} wrong ({codes})" if codes else ""
         equal = f"; {counts.num_equal:,} have the answer of an equal one" * bool(counts.num_equal)
         lines = [
-            f"model     {self.model} ({self.dtype} on {self.device})",
+            f"model     {self.model} ({show_dtypes(self.dtype, self.weight_dtype)} on "
+            f"{self.device})",
             f"lines     {counts.num_right:,} right{wrong}{equal}",
             f"tokens    {counts.prompt_tokens:,} prompt + at most {counts.max_drawn_tokens:,} "
             f"generated = {counts.reserved_tokens:,} reserved; longest row "

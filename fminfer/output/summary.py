@@ -8,7 +8,7 @@ from typing import Any
 
 from fminfer.errors import RETRYABLE
 from fminfer.output.places import STDOUT
-from fminfer.output.progress import show_seconds
+from fminfer.output.progress import show_dtypes, show_seconds
 from fminfer.output.writer import errors_path
 
 
@@ -20,6 +20,7 @@ class JobSummary:
     dtype: str
     inputs: list[Path]
     outputs: list[Path]
+    weight_dtype: str = ""  # in which most weights are held, where it is another one
     device: str = ""  # none: nothing was left to answer
     why_slower: str = ""  # why it was slower than it could be: plain torch in a kernel's place
     start_to_ready_s: float = 0.0
@@ -44,6 +45,11 @@ class JobSummary:
     engine: dict[str, Any] = field(default_factory=dict)
     warnings: dict[str, int] = field(default_factory=dict)
     made_up: str = ""  # what a synthetic run answered
+
+    @property
+    def dtypes(self) -> str:
+        """The dtype of the arithmetic, and that of weights where it is another one."""
+        return show_dtypes(self.dtype, self.weight_dtype)
 
     @property
     def has_errors(self) -> bool:
@@ -175,7 +181,7 @@ class JobSummary:
         """Return the summary for people."""
         codes = ", ".join(f"{count} {code}" for code, count in self.errors_by_code.items())
         lines = [
-            f"model     {self.model} ({self.dtype}{self._place()})",
+            f"model     {self.model} ({self.dtypes}{self._place()})",
             f"rows      {self.num_rows:,} answered, {self.num_errors:,} in error"
             + (f" ({codes})" if codes else "")
             + self._tried_text()
