@@ -20,7 +20,6 @@ from fminfer.config import EngineConfig
 from fminfer.cost_model import COSTS, CostModel
 from fminfer.errors import UsageError
 from fminfer.models.checkpoint import Checkpoint
-from fminfer.models.load import weight_dtype
 from fminfer.threads import choose_num_threads
 
 # Of a config, what says where it comes from, not what is computed.
@@ -34,8 +33,13 @@ def find_costs_path(
     dtype: torch.dtype,
     *,
     has_kernel: bool,
+    held_in: torch.dtype | None = None,
 ) -> Path | None:
-    """Return where costs are kept, for exactly this work; None: there is no cache folder."""
+    """Return where costs are kept, for exactly this work; None: there is no cache folder.
+
+    Args:
+        held_in: the dtype of most weights in memory; None: that of the arithmetic.
+    """
     folder = cache_folder()
     if folder is None:
         return None
@@ -45,7 +49,6 @@ def find_costs_path(
         if name not in NOT_SHAPE and not name.endswith("token_id")
     }
     on_gpu = device.type == "cuda"
-    keeps = has_kernel and not on_gpu and dtype == torch.float32
     machine = torch.cuda.get_device_name(device) if on_gpu else processor.describe()
     parts = [
         *(
@@ -56,7 +59,7 @@ def find_costs_path(
             str(choose_num_threads(config.threads, torch.get_num_threads(), 1)),
         ),
         *(json.dumps(shape, sort_keys=True, default=str), str(config.max_layers)),
-        *(str(dtype), str(weight_dtype(checkpoint, dtype, keeps_bfloat16=keeps)), str(has_kernel)),
+        *(str(dtype), str(held_in or dtype), str(has_kernel)),
     ]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
     return folder / f"costs-{key}.json"

@@ -157,7 +157,9 @@ class Check:
         if device.type != "cpu":  # as a run will find it, but that a GPU refuses the kernel
             is_compiled = body != "eager"
         path = find_costs_path(
-            self._config, self._checkpoint, device, self._forecast.dtype, has_kernel=is_compiled
+            *(self._config, self._checkpoint, device, self._forecast.dtype),
+            has_kernel=is_compiled,
+            held_in=self._forecast.held_in,
         )
         costs = None if path is None else load_costs(path)
         return costs, "" if costs is not None else _how_to_calibrate(self._config)
