@@ -19,6 +19,7 @@ from fminfer.config import EngineConfig
 from fminfer.cost_model import CostModel, Sample, StepShape, fit
 from fminfer.cost_store import find_costs_path, keep_costs
 from fminfer.errors import FminferError, UsageError
+from fminfer.footprint import held_dtype
 from fminfer.loading import open_model
 from fminfer.messages import StepTrace
 from fminfer.worker import Engine
@@ -92,8 +93,11 @@ def calibrate(config: EngineConfig, on_progress: OnProgress) -> Calibration:
     """
     engine = Engine(config)
     try:
+        checkpoint = open_model(config)
         path = find_costs_path(
-            config, open_model(config), engine.device, engine.dtype, has_kernel=engine.has_kernel
+            *(config, checkpoint, engine.device, engine.dtype),
+            has_kernel=engine.has_kernel,
+            held_in=held_dtype(config, checkpoint, engine.device, engine.dtype),
         )
         if path is None:
             raise UsageError(f"the costs cannot be kept: {why_no_cache()}")

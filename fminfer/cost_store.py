@@ -34,8 +34,13 @@ def find_costs_path(
     dtype: torch.dtype,
     *,
     has_kernel: bool,
+    held_in: torch.dtype | None = None,
 ) -> Path | None:
-    """Return where costs are kept, for exactly this work; None: there is no cache folder."""
+    """Return where costs are kept, for exactly this work; None: there is no cache folder.
+
+    Args:
+        held_in: the dtype of most weights in memory; None: that of the arithmetic.
+    """
     folder = cache_folder()
     if folder is None:
         return None
@@ -55,7 +60,8 @@ def find_costs_path(
             str(choose_num_threads(config.threads, torch.get_num_threads(), 1)),
         ),
         *(json.dumps(shape, sort_keys=True, default=str), str(config.max_layers)),
-        *(str(dtype), str(choose_kv_dtype(config.kv_dtype, dtype)), str(has_kernel)),
+        *(str(dtype), str(held_in or dtype), str(choose_kv_dtype(config.kv_dtype, dtype))),
+        str(has_kernel),
     ]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
     return folder / f"costs-{key}.json"

@@ -13,13 +13,14 @@ from pathlib import Path
 import torch
 
 from fminfer.config import EngineConfig
-from fminfer.kernel_build import find_compiler
+from fminfer.kernel_build import may_have_library
+from fminfer.kernel_choice import keeps_bfloat16
 from fminfer.loading import kv_token_bytes, split_model
 from fminfer.models.architectures.naming import Architecture
 from fminfer.models.checkpoint import Checkpoint
-from fminfer.models.load import stored_dtype
-from fminfer.models.shapes import exit_shapes, part_shapes
-from fminfer.packed_linear import MAX_TWICE_BYTES, can_pack_dtype
+from fminfer.models.load import stored_dtype, weight_dtype
+from fminfer.models.shapes import is_of_product, may_stay_stored, part_shapes
+from fminfer.packed_linear import can_pack_dtype
 from fminfer.partition import Part
 from fminfer.placement import choose_kv_dtype, is_fast_in_bfloat16
 from fminfer.step_memory import GPU_RESERVE, step_bytes
@@ -78,6 +79,14 @@ def own_bytes() -> int:
         return 0
 
 
+def held_dtype(
+    config: EngineConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
+) -> torch.dtype:
+    """Return the dtype in which a run will hold most weights, of arithmetic in `dtype`."""
+    keeps = keeps_bfloat16(config.attention, dtype, device)
+    return weight_dtype(checkpoint, dtype, keeps_bfloat16=keeps)
+
+
 def measure_footprint(
     config: EngineConfig,
     checkpoint: Checkpoint,
@@ -91,27 +100,26 @@ def measure_footprint(
     is_tied = bool(checkpoint.config.tie_word_embeddings)
     if is_tied and part.is_first:  # the embedding is the head
         shapes.pop("head.weight", None)
-    size = sum(map(math.prod, shapes.values())) * dtype.itemsize
+    held_in = held_dtype(config, checkpoint, device, dtype)
+    dtypes = {name: held_in if may_stay_stored(name) else dtype for name in shapes}
+    sizes = {name: math.prod(shape) * dtypes[name].itemsize for name, shape in shapes.items()}
     # Of files in this very dtype the system keeps what was read, for it is mapped and not copied.
     has_files = on_cpu and checkpoint.folder is not None
-    is_mapped = has_files and stored_dtype(checkpoint) == dtype
-    packed: list[tuple[int, ...]] = []
-    if on_cpu and _packs(config, dtype, device):
-        packed = [shape for name, shape in shapes.items() if _is_packed(name, dtype)]
-    twice = sum(map(math.prod, packed)) * dtype.itemsize if is_mapped else 0
-    if on_cpu and dtype == torch.float32 and is_tied and part.is_first and part.is_last:
-        head = math.prod(exit_shapes(checkpoint.model)["head.weight"]) * dtype.itemsize
-        twice += head if head <= MAX_TWICE_BYTES else 0
-    weights = size + twice
-    mapped = 0
-    if is_mapped:  # joined tensors are copies, which packing replaces
-        whole = [n for n in shapes if packed or _is_mapped(checkpoint.architecture, n)]
-        mapped = sum(math.prod(shapes[name]) for name in whole) * dtype.itemsize
+    stored = stored_dtype(checkpoint) if has_files else None
+    packed: dict[str, tuple[int, ...]] = {}
+    if on_cpu and _packs(config, held_in, dtype, device):
+        packed = {name: shape for name, shape in shapes.items() if is_of_product(name)}
+    weights = sum(sizes.values())
+    # Joined tensors are copies, which packing replaces.
+    whole = [n for n in shapes if n in packed or _is_mapped(checkpoint.architecture, n)]
+    mapped = sum(sizes[name] for name in whole if dtypes[name] == stored)
+    if stored == held_in:
+        weights += sum(sizes[name] for name in packed)
     held = weights - mapped
     tables = _table_bytes(checkpoint, part)
-    weights += len(packed) * HOLE_BYTES.get(dtype, 0)
-    num_products = sum(shape[0] for shape in packed if len(shape) == 3)
-    weights += num_products * EXPERT_HOLE_BYTES.get(dtype, 0)
+    weights += len(packed) * HOLE_BYTES.get(held_in, 0)
+    num_products = sum(shape[0] for shape in packed.values() if len(shape) == 3)
+    weights += num_products * EXPERT_HOLE_BYTES.get(held_in, 0)
     return Footprint(
         part.stage,
         part.num_layers,
@@ -140,15 +148,10 @@ def _is_mapped(architecture: Architecture, name: str) -> bool:
     return len(source.names) == 1 and source.layout is None and "*" not in source.names[0]
 
 
-def _packs(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> bool:
+def _packs(
+    config: EngineConfig, held_in: torch.dtype, dtype: torch.dtype, device: torch.device
+) -> bool:
     """Tell whether products are packed: by the kernels, or by torch's libraries."""
-    has_kernels = config.attention != "eager" and find_compiler() is not None
-    is_theirs = has_kernels and dtype in (torch.float32, torch.bfloat16)
-    return is_theirs or can_pack_dtype(dtype, is_fast_in_bfloat16(device))
-
-
-def _is_packed(name: str, dtype: torch.dtype) -> bool:
-    """Tell whether a tensor is a product's that is packed: a head's in float32 only."""
-    product = name.removesuffix(".weight").rpartition(".")[2]
-    is_head = product == "head" and dtype == torch.float32
-    return name.endswith(".weight") and (product in ("qkv", "out", "up", "down") or is_head)
+    has_kernels = config.attention != "eager" and may_have_library()
+    is_theirs = has_kernels and held_in in (torch.float32, torch.bfloat16)
+    return is_theirs or (held_in == dtype and can_pack_dtype(dtype, is_fast_in_bfloat16(device)))

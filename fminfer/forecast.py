@@ -17,6 +17,7 @@ from fminfer.errors import UsageError
 from fminfer.footprint import (
     GPU_CONTEXT,
     Footprint,
+    held_dtype,
     measure_footprint,
     measure_footprints,
     own_bytes,
@@ -46,7 +47,8 @@ class Forecast:
 
     layout: Layout
     device: torch.device
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the arithmetic
+    held_in: torch.dtype  # of most weights in memory
     footprints: list[Footprint]  # of one pipeline's processes
     room_bytes: int  # free before the run: of each device, or of the memory that all share
     num_kv_tokens: int  # of each pipeline's KV cache; 0: not one block fits
@@ -81,8 +83,10 @@ def make_forecast(config: EngineConfig, checkpoint: Checkpoint, layout: Layout) 
     if room is None:  # what this process has is as much as one of the run's own will have
         room = free_bytes(device) + (own_bytes() if device.type == "cpu" else 0)
     num_tokens = _count_kv_tokens(config, checkpoint, footprints, layout, device, room)
-    short = _find_shortage(config, checkpoint, footprints, layout, device.type, dtype, room)
-    return Forecast(layout, device, dtype, footprints, room, 0 if short else num_tokens, short)
+    held_in = held_dtype(config, checkpoint, device, dtype)
+    short = _find_shortage(config, checkpoint, footprints, layout, device.type, held_in, room)
+    num_tokens = 0 if short else num_tokens
+    return Forecast(layout, device, dtype, held_in, footprints, room, num_tokens, short)
 
 
 def require_room(config: EngineConfig, checkpoint: Checkpoint, group: Group | None = None) -> str:
@@ -108,6 +112,7 @@ def require_room(config: EngineConfig, checkpoint: Checkpoint, group: Group | No
     dtype = choose_dtype(config.dtype, checkpoint.config.dtype, device)
     part = split_model(config, checkpoint, group.world_size)[group.rank]
     footprint = measure_footprint(config, checkpoint, part, device, dtype)
+    held_in = held_dtype(config, checkpoint, device, dtype)
     free = free_bytes(device)
     mine = {
         "memory": memory_name(device, socket.gethostname()),
@@ -126,8 +131,8 @@ def require_room(config: EngineConfig, checkpoint: Checkpoint, group: Group | No
         who = f"rank {here[0]}" if len(here) == 1 else f"ranks {', '.join(map(str, here))} together"
         raise UsageError(
             f"{checkpoint.name} does not fit: {who} would take {show_bytes(need)} of {name} for "
-            f"weights in {_name_of(dtype)}, and {show_bytes(room)} are free. "
-            f"{_remedy(dtype, device.type)}"
+            f"weights in {name_of(held_in)}, and {show_bytes(room)} are free. "
+            f"{_remedy(held_in, device.type)}"
         )
     return _why_slow(footprint, free)
 
@@ -144,6 +149,13 @@ def require_room_for_all(config: EngineConfig, checkpoint: Checkpoint, layout: L
         found = make_forecast(config, checkpoint, layout)
         if found.shortage:
             raise UsageError(found.shortage)
+
+
+def name_held_dtype(config: EngineConfig, checkpoint: Checkpoint) -> str:
+    """Name the dtype in which a run on this machine will hold most weights."""
+    device = choose_device(config.device, config.cuda_ids)
+    dtype = choose_dtype(config.dtype, checkpoint.config.dtype, device)
+    return name_of(held_dtype(config, checkpoint, device, dtype))
 
 
 def shares_memory(layout: Layout, device_type: str) -> bool:
@@ -195,11 +207,11 @@ def _find_shortage(
     footprints: Sequence[Footprint],
     layout: Layout,
     device_type: str,
-    dtype: torch.dtype,
+    held_in: torch.dtype,
     room: int,
 ) -> str:
     """Say what does not fit; on this machine only what is sure not to."""
-    weights = f"weights in {_name_of(dtype)}"
+    weights = f"weights in {name_of(held_in)}"
     if shares_memory(layout, device_type):
         libraries = layout.num_pipelines * sum(f.libraries for f in footprints)
         each = sum(_least_bytes(config, f, device_type) + f.libraries for f in footprints)
@@ -211,7 +223,7 @@ def _find_shortage(
         return (
             f"{checkpoint.name} does not fit: {who} would take {show_bytes(need)} "
             f"({show_bytes(libraries)} for Python and its libraries, the rest for {weights} and a "
-            f"block of KV cache), and {show_bytes(room)} are free. {_remedy(dtype, device_type)}"
+            f"block of KV cache), and {show_bytes(room)} are free. {_remedy(held_in, device_type)}"
         )
     is_planned = layout.device_bytes is not None
     needs = [
@@ -255,8 +267,8 @@ def _least_bytes(config: EngineConfig, footprint: Footprint, device_type: str) -
     return footprint.held_weights + num_kv_tokens * footprint.kv_token
 
 
-def _remedy(dtype: torch.dtype, device_type: str) -> str:
-    smaller = "--dtype bfloat16, which takes half; " * (dtype == torch.float32)
+def _remedy(held_in: torch.dtype, device_type: str) -> str:
+    smaller = "--dtype bfloat16, which takes half; " * (held_in == torch.float32)
     where = "a machine with more memory" if device_type == "cpu" else "a smaller --budget"
     return (
         f"Use {smaller}{where}; or spread its layers over machines with --world-size "
@@ -274,7 +286,7 @@ def _why_slow(footprint: Footprint, free: int) -> str:
     )
 
 
-def _name_of(dtype: torch.dtype) -> str:
+def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 

@@ -1,4 +1,4 @@
-"""From the last hidden states to logits: a product with weights of 16 bits, kept in float32.
+"""From the last hidden states to logits: a product whose sums are kept in float32.
 
 Sums of 16-bit products are float32 in every library; rounded to bfloat16, logits around 20 would be
 multiples of 1/8, and many would tie. So no body here rounds them.
@@ -19,8 +19,8 @@ class Head:
     """A model's head, a linear layer, with logits in float32.
 
     Args:
-        layer: of the network; of a float32 model it may have been packed.
-        kernel: the CPU's, for bfloat16; None: plain torch.
+        layer: of the network.
+        kernel: the CPU's, for float32 and bfloat16; None: plain torch.
     """
 
     def __init__(self, layer: HeadLayer, kernel: HeadKernel | None) -> None:
@@ -30,15 +30,14 @@ class Head:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits, (rows, vocab) float32, of hidden states, (rows, hidden)."""
-        if self._layer.multiply is not None:
-            return self._layer.multiply(hidden)
         weight = self._layer.weight
-        assert weight is not None, "a head of 16 bits"
+        if self._kernel is not None:
+            return self._kernel(hidden, weight, self._bias)
+        if weight.dtype == torch.float32:
+            return torch.nn.functional.linear(hidden, weight, self._bias)
         if weight.is_cuda:
             logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
             return logits if self._bias is None else logits.add_(self._bias)
-        if self._kernel is not None and weight.dtype == torch.bfloat16:
-            return self._kernel(hidden, weight, self._bias)
         return _multiply_widened(hidden, weight, self._bias)
 
 

@@ -1,9 +1,10 @@
-"""Calls the compiled head of the CPU: rows of bfloat16 times its weight, in float32."""
+"""Calls the CPU's compiled head: rows times a weight, float32 or bfloat16, in float32."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
 
@@ -13,12 +14,18 @@ class Arguments(ctypes.Structure):
 
     _fields_ = (
         *[(name, ctypes.c_void_p) for name in ("x", "weight", "bias", "out", "space")],
-        *[(name, ctypes.c_int64) for name in ("rows", "inputs", "outputs", "num_threads")],
+        *[
+            (name, ctypes.c_int64)
+            for name in ("rows", "inputs", "outputs", "x_type", "weight_type")
+        ],
+        ("num_threads", ctypes.c_int64),
     )
 
 
 class HeadKernel:
     """The head of one built library."""
+
+    types: ClassVar = {torch.float32: 0, torch.bfloat16: 1}  # of rows and weight; see calls.h
 
     def __init__(self, library: ctypes.CDLL) -> None:
         number = ctypes.c_int64
@@ -33,13 +40,13 @@ class HeadKernel:
         """Return x·Wᵀ + b, (rows, outputs) float32.
 
         Args:
-            x: (rows, inputs) bfloat16.
-            weight: (outputs, inputs) bfloat16, as it is: it is not packed.
+            x: (rows, inputs), float32 or bfloat16.
+            weight: (outputs, inputs), float32 or bfloat16, as it is: it is not packed.
             bias: (outputs,) float32, or None.
         """
         (rows, inputs), outputs = x.shape, len(weight)
         x, num_threads = x.contiguous(), torch.get_num_threads()
-        assert x.is_cpu and x.dtype == weight.dtype == torch.bfloat16, "rows and weight"
+        assert x.is_cpu and weight.is_cpu, "rows and weight"
         assert weight.is_contiguous() and weight.shape == (outputs, inputs), "a head's weight"
         if bias is not None:
             assert bias.shape == (outputs,) and bias.dtype == torch.float32, "a head's bias"
@@ -56,17 +63,22 @@ class HeadKernel:
                 rows,
                 inputs,
                 outputs,
+                self.types[x.dtype],
+                self.types[weight.dtype],
                 num_threads,
             )
         )
         return out
 
 
-def head_pairs(kernel: HeadKernel) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def head_pairs(
+    kernel: HeadKernel, dtype: torch.dtype
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Multiply small tensors with the kernel, and in plain torch in float32."""
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(150, 96, generator=generator).bfloat16()
-    for rows, bias in ((1, None), (17, torch.randn(150, generator=generator))):
-        x = torch.randn(rows, 96, generator=generator).bfloat16()
-        expected = torch.nn.functional.linear(x.float(), weight.float(), bias)
-        yield kernel(x, weight, bias), expected
+    for stored in {dtype, torch.bfloat16}:
+        weight = torch.randn(150, 96, generator=generator).to(stored)
+        for rows, bias in ((1, None), (17, torch.randn(150, generator=generator))):
+            x = torch.randn(rows, 96, generator=generator).to(dtype)
+            expected = torch.nn.functional.linear(x.float(), weight.float(), bias)
+            yield kernel(x, weight, bias), expected

@@ -148,6 +148,11 @@ def start_build() -> KernelBuild:
     return _build
 
 
+def may_have_library() -> bool:
+    """Tell whether this process's build gives a library, as far as is known without waiting."""
+    return find_compiler() is not None if _build is None else not _build.error
+
+
 def abandon_build() -> None:
     """End this process's build if it is under way; for those who leave without Python's own end."""
     if _build is not None:

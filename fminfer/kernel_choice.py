@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from fminfer.config import AttentionBody
 from fminfer.errors import UsageError
 from fminfer.head_kernel import HeadKernel, head_pairs
 from fminfer.kernel_attention import KernelAttention
-from fminfer.kernel_build import KernelBuild, start_build
+from fminfer.kernel_build import KernelBuild, may_have_library, start_build
 from fminfer.layer_kernels import LayerKernels
 from fminfer.messages import StepRow
 
@@ -47,6 +48,15 @@ def find_library(
     if library is None and body == "compiled":
         raise UsageError(f"attention compiled cannot be: {build.error}; or use auto")
     return library
+
+
+def keeps_bfloat16(body: AttentionBody, dtype: torch.dtype, device: torch.device) -> bool:
+    """Tell whether weights that are stored in bfloat16 stay so while `dtype` is computed.
+
+    It does not wait for the kernels' build, and takes for granted that it succeeds.
+    """
+    has_library = body != "eager" and device.type == "cpu" and may_have_library()
+    return has_library and dtype == torch.float32
 
 
 def find_attention(
@@ -130,14 +140,15 @@ def find_layers(
 def find_head(
     body: AttentionBody, library: ctypes.CDLL | None, dtype: torch.dtype
 ) -> tuple[HeadKernel | None, str]:
-    """Return the CPU's head of bfloat16, or None and why it is slower than it could be.
+    """Return the CPU's head, or None and why it is slower than it could be.
 
     Raises:
         UsageError: it is asked for by name and cannot be.
     """
-    if library is None or dtype != torch.bfloat16:
+    if library is None or dtype not in HeadKernel.types:
         return None, ""
-    return try_body("head", body, lambda: HeadKernel(library), head_pairs, HEAD_ERROR)
+    pairs = partial(head_pairs, dtype=dtype)
+    return try_body("head", body, lambda: HeadKernel(library), pairs, HEAD_ERROR)
 
 
 def attention_pairs(

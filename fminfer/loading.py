@@ -155,7 +155,13 @@ def load_part(
         hidden_group = connect_gpus(group, device)
     library = find_library(config.attention, device)
     tensors = load_tensors(
-        checkpoint, part, dtype=dtype, device=device, seed=config.seed, on_progress=on_progress
+        checkpoint,
+        part,
+        dtype=dtype,
+        device=device,
+        seed=config.seed,
+        keeps_bfloat16=dtype == torch.float32 and library is not None,
+        on_progress=on_progress,
     )
     num_bytes = tensors.count_bytes()
     network, attention, head, why_plain = _build_network(
@@ -227,7 +233,9 @@ def _find_bodies(
     if device.type == "cpu":
         kernel = None if library is None else ProductKernel(library)
         is_fast = is_fast_in_bfloat16(device)
-        products = PackedProducts(is_fast_in_bfloat16=is_fast, kernel=kernel, asked=asked)
+        products = PackedProducts(
+            is_fast_in_bfloat16=is_fast, kernel=kernel, asked=asked, dtype=dtype
+        )
     parts = Parts()
     if layers is not None:
         parts = KernelParts(layers, dtype)

@@ -28,18 +28,25 @@ CHECKED_ROWS = (1, 5, 48)
 # 3072, 768 outputs, take 2.4 ms at once and 1.5 in halves (two AMX cores; more were not tried).
 NARROW, MOST_NARROW_ROWS = range(512, 897), 448
 MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 0.02}  # of the largest result
-MAX_TWICE_BYTES = 256 << 20  # a head tied to the embedding, of which packing makes a second copy
 
 
 def can_pack(
-    weight: torch.Tensor, is_fast_in_bfloat16: bool, kernel: ProductKernel | None = None
+    weight: torch.Tensor,
+    is_fast_in_bfloat16: bool,
+    kernel: ProductKernel | None = None,
+    dtype: torch.dtype | None = None,
 ) -> bool:
-    """Tell whether a weight, (outputs, inputs), can be packed here."""
+    """Tell whether a weight, (outputs, inputs), can be packed here.
+
+    Args:
+        dtype: of the rows; None: as the weight's. The kernels widen bfloat16 for float32 rows.
+    """
     if weight.device.type != "cpu" or weight.numel() == 0:
         return False
-    if kernel is not None and kernel.is_best_for(weight):
+    if kernel is not None and kernel.is_best_for(weight, dtype):
         return True
-    return can_pack_dtype(weight.dtype, is_fast_in_bfloat16)
+    is_same = dtype in (None, weight.dtype)
+    return is_same and can_pack_dtype(weight.dtype, is_fast_in_bfloat16)
 
 
 def can_pack_dtype(dtype: torch.dtype, is_fast_in_bfloat16: bool) -> bool:
@@ -63,14 +70,18 @@ def onednn_packs_bfloat16() -> bool:
 
 
 def pack(
-    weight: torch.Tensor, bias: torch.Tensor | None, kernel: ProductKernel | None = None
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    kernel: ProductKernel | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Product:
     """Return the product x·Wᵀ + b for x of (…, in), of a weight that `can_pack`.
 
     Args:
         kernel: the CPU's, which is used where it is faster; None if it could not be built.
+        dtype: of x; None: as the weight's.
     """
-    if kernel is not None and kernel.is_best_for(weight):
+    if kernel is not None and kernel.is_best_for(weight, dtype):
         return kernel.pack(weight, bias)
     weight = weight.contiguous()
     if weight.dtype == torch.float32:
@@ -98,9 +109,13 @@ def pack(
 
 
 def product_pairs(
-    product: Product, weight: torch.Tensor, bias: torch.Tensor | None
+    product: Product,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Multiply few rows and some, packed and plain."""
+    """Multiply few rows and some, of a dtype (None: the weight's), packed and plain."""
+    weight = weight.to(dtype or weight.dtype)
     for rows in CHECKED_ROWS:
         x = torch.linspace(-1, 1, rows * weight.shape[1], dtype=weight.dtype).view(rows, -1)
         x = x * torch.cos(torch.arange(weight.shape[1], dtype=torch.float32)).to(weight.dtype)

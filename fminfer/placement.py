@@ -52,7 +52,7 @@ def choose_device(name: str, cuda_ids: tuple[int, ...] = (), local_rank: int = 0
 def choose_dtype(
     name: DType, checkpoint_dtype: torch.dtype | None, device: torch.device
 ) -> torch.dtype:
-    """Return the dtype of a name.
+    """Return the dtype of the arithmetic, of a name.
 
     `auto` is bfloat16 where the machine is fast in it; otherwise the checkpoint's own, but float32
     on a CPU without bfloat16 units, on which 16-bit types are both slower and coarser.

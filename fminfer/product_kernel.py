@@ -72,13 +72,16 @@ class ProductKernel:
         library.fminfer_panel.restype = number
         self._panel: int = library.fminfer_panel()
 
-    def is_best_for(self, weight: torch.Tensor) -> bool:
+    def is_best_for(self, weight: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
         """Tell whether it is faster than other products of such a weight, (outputs, inputs).
 
-        Of bfloat16 oneDNN's are, where the processor has tiles (AMX).
+        Of bfloat16 with rows of bfloat16 oneDNN's are, where the processor has tiles (AMX).
+
+        Args:
+            dtype: of the rows; None: as the weight's.
         """
-        has_tiles = weight.dtype == torch.bfloat16 and has_unit("amx_bf16")
-        return self.can_pack(weight) and not has_tiles
+        is_bfloat16 = torch.bfloat16 == weight.dtype == (dtype or weight.dtype)
+        return self.can_pack(weight) and not (is_bfloat16 and has_unit("amx_bf16"))
 
     def can_pack(self, weight: torch.Tensor) -> bool:
         """Tell whether it can multiply with such a weight at all: of whole units of 32 bits."""

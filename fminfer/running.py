@@ -20,7 +20,7 @@ from fminfer.cache import why_no_cache
 from fminfer.config import EngineConfig
 from fminfer.errors import FminferError, PipelineError, StoppedError, printable
 from fminfer.fingerprint import KV_DTYPE, fingerprint_of
-from fminfer.forecast import Layout, require_room_for_all
+from fminfer.forecast import Layout, name_held_dtype, require_room_for_all
 from fminfer.input.files import MOST_NAMED
 from fminfer.input.lines import Line
 from fminfer.job import NamedFiles, abandon, open_files, run_job, share_files
@@ -273,6 +273,7 @@ def _answer_files(
         is_done = files.is_finished
     summary = JobSummary(checkpoint.name, fingerprint["the dtype"], inputs, outputs)
     summary.kv_dtype, summary.limit = fingerprint.get(KV_DTYPE, ""), job.limit
+    summary.weight_dtype = name_held_dtype(config, checkpoint)
     if group is None and is_done:
         summary = run_job(None, files, summary, is_quiet=job.is_quiet)
     else:

@@ -12,6 +12,7 @@ import pytest
 
 import fminfer
 from fminfer.engine import equal_requests
+from fminfer.head import Head
 from fminfer.input.lines import Line
 
 GREEDY: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0}
@@ -147,10 +148,9 @@ def test_an_error_is_each_lines_own(
     engine: fminfer.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A nan of the request that is computed is told to all that wait for it, and not kept."""
-    head = engine._pipeline._run.__self__._head._layer  # type: ignore[attr-defined]
-    multiply = head.multiply
+    multiply = Head.__call__
     with monkeypatch.context() as patch:
-        patch.setattr(head, "multiply", lambda x: multiply(x) * float("nan"))
+        patch.setattr(Head, "__call__", lambda head, x: multiply(head, x) * float("nan"))
         records = list(engine.run([GREEDY] * 3))
     assert [record.error and record.error.code for record in records] == ["nan_logits"] * 3
     assert not any(record.error for record in engine.run([GREEDY] * 3))

@@ -150,18 +150,18 @@ def test_the_tables_of_positions_are_foreseen(checkpoint: Checkpoint) -> None:
     assert longer.libraries - found.libraries == 2 * 4 * 32 * more
 
 
-def test_a_tied_head_is_packed_beside_the_mapped_embedding(tmp_path: Path) -> None:
-    """Its second copy was foreseen only where the files were not mapped."""
+def test_a_head_is_used_where_it_is_mapped(tmp_path: Path) -> None:
+    """One in float32 was packed, and had a second copy beside a tied embedding."""
     make_model("gpt2").save_pretrained(tmp_path)
     config = EngineConfig(model=str(tmp_path), dtype="float32", device="cpu")
     found = open_checkpoint(str(tmp_path))
+    (tied,) = measure_footprints(config, found, 1, CPU, torch.float32)
     untied = replace(found, config=copy.copy(found.config))
     untied.config.tie_word_embeddings = False
-    sizes = [
-        measure_footprints(config, each, 1, CPU, torch.float32)[0].held_weights
-        for each in (found, untied)
-    ]
-    assert sizes[0] == sizes[1] > 0
+    (other,) = measure_footprints(config, untied, 1, CPU, torch.float32)
+    head = 4 * found.model.vocab_size * found.model.embed_size
+    assert other.held_weights == tied.held_weights > 0
+    assert other.mapped - tied.mapped == other.weights - tied.weights == head
 
 
 def test_mapped_files_can_be_dropped(halves: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:

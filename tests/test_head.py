@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,17 @@ from torch import nn
 
 import fminfer
 from fminfer import head as head_module
-from fminfer.compute.parts import Parts
-from fminfer.compute.products import Products
 from fminfer.head import Head
 from fminfer.head_kernel import HeadKernel
 from fminfer.kernel_build import find_compiler
-from fminfer.models.transformer import Bodies, HeadLayer
+from fminfer.models.transformer import HeadLayer
 from tests.conftest import built_library, make_model, save_byte_tokenizer
 
 # (rows, inputs, outputs): one of each; parts of vectors, of tiles and of blocks; several blocks.
 SHAPES = [(1, 32, 64), (3, 1, 40), (5, 33, 1), (16, 100, 31), (17, 96, 33), (33, 768, 97)]
-SHAPES += [(70, 64, 300)]
+SHAPES += [(70, 64, 300), (13, 300, 130)]
+TYPES = [torch.float32, torch.bfloat16]
+PAIRS = [(of_rows, of_weight) for of_rows in TYPES for of_weight in TYPES]
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +51,7 @@ def make_head(layer: nn.Linear, kernel: HeadKernel | None) -> Head:
     tensors = {"head.weight": layer.weight.detach()}
     if layer.bias is not None:
         tensors["head.bias"] = layer.bias.detach()
-    bodies = Bodies(Parts(), Products(), 1)
-    return Head(HeadLayer(tensors, bodies, is_embedding=False), kernel)
+    return Head(HeadLayer(tensors), kernel)
 
 
 def assert_exact(found: torch.Tensor, x: torch.Tensor, layer: nn.Linear) -> None:
@@ -66,21 +66,59 @@ def assert_exact(found: torch.Tensor, x: torch.Tensor, layer: nn.Linear) -> None
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("of_rows", "of_weight"), PAIRS)
 def test_the_kernel_keeps_float32(
-    has_bias: bool, num_threads: int, kernel: HeadKernel, set_threads: Callable[[int], None]
+    of_rows: torch.dtype,
+    of_weight: torch.dtype,
+    has_bias: bool,
+    num_threads: int,
+    kernel: HeadKernel,
+    set_threads: Callable[[int], None],
 ) -> None:
     set_threads(num_threads)
-    for rows, inputs, outputs in SHAPES:
-        layer = make_layer(inputs, outputs, torch.bfloat16, has_bias=has_bias)
-        x = torch.randn(rows, inputs).bfloat16()
+    chance = random.Random(4)
+    some = [tuple(chance.randint(1, most) for most in (40, 290, 290)) for _ in range(8)]
+    for rows, inputs, outputs in [*SHAPES, *some]:
+        layer = make_layer(inputs, outputs, of_weight, has_bias=has_bias)
+        x = torch.randn(rows, inputs).to(of_rows)
         assert_exact(make_head(layer, kernel)(x), x, layer)
 
 
-def test_a_row_is_the_same_beside_any_others(
-    kernel: HeadKernel, set_threads: Callable[[int], None]
+@pytest.mark.parametrize(("of_rows", "of_weight"), PAIRS)
+def test_nothing_beside_the_operands_is_read(
+    of_rows: torch.dtype, of_weight: torch.dtype, kernel: HeadKernel
 ) -> None:
-    head = make_head(make_layer(200, 150, torch.bfloat16, has_bias=True), kernel)
-    x = torch.randn(61, 200).bfloat16()
+    """Before and behind rows, weight and bias lies nan; one that is read shows."""
+    for rows, inputs, outputs in SHAPES:
+        layer = make_layer(inputs, outputs, of_weight, has_bias=True)
+        x = torch.randn(rows, inputs).to(of_rows)
+        operands = [between_nan(each) for each in (x, layer.weight, layer.bias.float())]
+        assert_exact(kernel(*operands), x, layer)
+
+
+def between_nan(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy that lies at an odd place in a larger tensor of nan."""
+    larger = torch.full((tensor.numel() + 401,), float("nan"), dtype=tensor.dtype)
+    inner = larger[201 : 201 + tensor.numel()].view(tensor.shape)
+    return inner.copy_(tensor.detach())
+
+
+def test_a_bfloat16_weight_gives_what_it_gives_widened(kernel: HeadKernel) -> None:
+    """To the last bit: how a weight is stored must not show in an answer."""
+    for rows, inputs, outputs in SHAPES:
+        weight, x = torch.randn(outputs, inputs).bfloat16(), torch.randn(rows, inputs)
+        assert torch.equal(kernel(x, weight, None), kernel(x, weight.float(), None))
+
+
+@pytest.mark.parametrize(("of_rows", "of_weight"), PAIRS)
+def test_a_row_is_the_same_beside_any_others(
+    of_rows: torch.dtype,
+    of_weight: torch.dtype,
+    kernel: HeadKernel,
+    set_threads: Callable[[int], None],
+) -> None:
+    head = make_head(make_layer(200, 150, of_weight, has_bias=True), kernel)
+    x = torch.randn(61, 200).to(of_rows)
     set_threads(1)
     alone = torch.cat([head(row) for row in x.split(1)])
     for num_threads, rows in itertools.product((1, 2, 5), (2, 15, 16, 17, 32, 33, 61)):
@@ -89,9 +127,12 @@ def test_a_row_is_the_same_beside_any_others(
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_row_that_is_not_finite_costs_no_other(value: float, kernel: HeadKernel) -> None:
-    head = make_head(make_layer(64, 65, torch.bfloat16, has_bias=False), kernel)
-    x = torch.randn(20, 64).bfloat16()
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_row_that_is_not_finite_costs_no_other(
+    dtype: torch.dtype, value: float, kernel: HeadKernel
+) -> None:
+    head = make_head(make_layer(64, 65, dtype, has_bias=False), kernel)
+    x = torch.randn(20, 64).to(dtype)
     expected = head(x)
     x[3, 17] = value
     found = head(x)

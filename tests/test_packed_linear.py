@@ -17,7 +17,6 @@ import fminfer
 from fminfer.compute import products
 from fminfer.compute.products import PackedProducts
 from fminfer.errors import UsageError
-from fminfer.models import transformer
 from fminfer.packed_linear import onednn_packs_bfloat16
 
 needs_packed_bfloat16 = pytest.mark.skipif(
@@ -134,21 +133,6 @@ def test_nan_in_one_weight_does_not_vouch_for_the_others(monkeypatch: pytest.Mon
 
 
 @needs_mkl
-@pytest.mark.parametrize("most", [0, 10**6])
-def test_a_tied_head_is_packed_unless_the_copy_is_large(
-    most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(transformer, "MAX_TWICE_BYTES", most)
-    packed = PackedProducts(is_fast_in_bfloat16=False, kernel=None)
-    bodies = transformer.Bodies(transformer.Parts(), packed, 8)
-    for is_embedding in (True, False):
-        tensors = {"head.weight": torch.randn(50, 16)}
-        head = transformer.HeadLayer(tensors, bodies, is_embedding=is_embedding)
-        assert head.multiply is not None
-        assert is_packed(head.multiply, torch.ones(1, 16)) == (bool(most) or not is_embedding)
-
-
-@needs_mkl
 def test_weights_are_only_once_in_memory(
     llama_checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,5 +147,5 @@ def test_weights_are_only_once_in_memory(
     monkeypatch.setattr(PackedProducts, "make", make)
     engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="float32", attention="eager")
     gc.collect()
-    assert len(seen) == 3 * 4 + 1 and all(weight() is None for weight in seen)
+    assert len(seen) == 3 * 4 and all(weight() is None for weight in seen)
     engine.close()

@@ -154,13 +154,16 @@ def test_it_is_used_where_onednn_is_slower(
     monkeypatch.setattr(product_kernel, "has_unit", lambda name: has_tiles)
     assert kernel.is_best_for(torch.empty(2, 64))
     assert kernel.is_best_for(torch.empty(2, 64, dtype=HALVES)) == (not has_tiles)
+    assert kernel.is_best_for(torch.empty(2, 64, dtype=HALVES), torch.float32)
 
 
 @needs_onednn
 def test_linear_layers_are_packed_for_it(
     kernel: ProductKernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ProductKernel, "is_best_for", ProductKernel.can_pack)
+    monkeypatch.setattr(
+        ProductKernel, "is_best_for", lambda kernel, weight, _: kernel.can_pack(weight)
+    )
     layers = nn.ModuleList([nn.Linear(64, 96), nn.Linear(33, 96)]).bfloat16()
     layers.requires_grad_(False)
     xs = [torch.randn(1, 7, 64).bfloat16(), torch.randn(1, 7, 33).bfloat16()]
@@ -192,7 +195,9 @@ def test_a_model_answers_with_it(
     scored = {"max_tokens": 0, "echo": True, "logprobs": 1}
     rows = [{"prompt": [1, 2, 3, 4 + i]} | scored for i in range(9)]
     scores = {}
-    monkeypatch.setattr(ProductKernel, "is_best_for", ProductKernel.can_pack)
+    monkeypatch.setattr(
+        ProductKernel, "is_best_for", lambda kernel, weight, _: kernel.can_pack(weight)
+    )
     for body in ("eager", "compiled"):
         engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="bfloat16", attention=body)
         results = [record.result for record in engine.run(rows)]

@@ -19,6 +19,7 @@ from fminfer.compute.parts import KernelParts, Parts
 from fminfer.compute.products import PackedProducts, Products
 from fminfer.compute.spec import Model, Norm
 from fminfer.head import Head
+from fminfer.head_kernel import HeadKernel
 from fminfer.layer_kernels import LayerKernels
 from fminfer.models.architectures.table import ROWS
 from fminfer.models.checkpoint import open_checkpoint
@@ -74,6 +75,8 @@ def logits_of(
     *,
     bodies: Callable[[], Bodies] = lambda: Bodies(Parts(), Products(), 256),
     change: Callable[[Model], Model] = lambda model: model,
+    keeps_bfloat16: bool = False,
+    head_kernel: HeadKernel | None = None,
 ) -> list[torch.Tensor]:
     """Return the logits of every token of rows (None: `rows_of_ids`), of stages in turn."""
     checkpoint = open_checkpoint(str(folder))
@@ -82,7 +85,14 @@ def logits_of(
     attend = Dense(model, [len(row) for row in rows])
     x = torch.empty(0)
     for part in parts:
-        tensors = load_tensors(checkpoint, part, dtype=torch.float32, device=CPU, seed=0)
+        tensors = load_tensors(
+            checkpoint,
+            part,
+            dtype=torch.float32,
+            device=CPU,
+            seed=0,
+            keeps_bfloat16=keeps_bfloat16,
+        )
         stage = Transformer(model, tensors, first=part.first, bodies=bodies())
         if part.is_first:
             x = stage.embed(torch.tensor([each for row in rows for each in row]), attend.positions)
@@ -90,7 +100,7 @@ def logits_of(
         x = stage.run(x, LayerStep(attend.positions, attend))
         if part.is_last:
             assert stage.head is not None
-            x = Head(stage.head, None)(x)
+            x = Head(stage.head, head_kernel)(x)
     if model.logit_cap is not None:
         x = torch.tanh(x / model.logit_cap) * model.logit_cap
     return list(x.split([len(row) for row in rows]))

@@ -73,10 +73,8 @@ def test_each_kernel_of_the_cpu_is_tried(
     library, model = built_library(), open_random("llama-160m").model
     found = find_all(library, model, dtype)
     assert not any(why for _, why in found)
-    assert (found[2][0] is not None) == (dtype == torch.bfloat16)
+    assert all(kernel is not None for kernel, _ in found)
     make_wrong(owner, name, monkeypatch)
-    if owner is HeadKernel and dtype == torch.float32:
-        return  # a head in float32 is a packed product
     assert [bool(why) for _, why in find_all(library, model, dtype)].count(True) == 1
 
 

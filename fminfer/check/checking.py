@@ -24,7 +24,7 @@ from fminfer.engine.answer import AnswerForm
 from fminfer.engine.intake import Intake, Limits
 from fminfer.engine.loop import LOOKAHEAD, EngineLoop
 from fminfer.engine.planner import WINDOW
-from fminfer.forecast import Layout, make_forecast
+from fminfer.forecast import Layout, make_forecast, name_of
 from fminfer.input.lines import count_rows, read_lines
 from fminfer.kernel_choice import find_library
 from fminfer.loading import most_kv_tokens, open_model
@@ -84,8 +84,9 @@ class Check:
         kv_dtype = choose_kv_dtype(config.kv_dtype, dtype)
         return CheckReport(
             self._checkpoint.name,
-            str(dtype).removeprefix("torch."),
-            str(kv_dtype).removeprefix("torch."),
+            name_of(self._forecast.dtype),
+            name_of(kv_dtype),
+            name_of(self._forecast.held_in),
             self._forecast.device.type,
             self._checkpoint.context_length,
             [*map(str, inputs)],
@@ -160,7 +161,9 @@ class Check:
         if device.type != "cpu":  # as a run will find it, but that a GPU refuses the kernel
             is_compiled = body != "eager"
         path = find_costs_path(
-            self._config, self._checkpoint, device, self._forecast.dtype, has_kernel=is_compiled
+            *(self._config, self._checkpoint, device, self._forecast.dtype),
+            has_kernel=is_compiled,
+            held_in=self._forecast.held_in,
         )
         costs = None if path is None else load_costs(path)
         return costs, "" if costs is not None else _how_to_calibrate(self._config)

@@ -7,7 +7,7 @@ from typing import Any
 
 from fminfer.check.lines import LineCounts
 from fminfer.forecast import Forecast, show_bytes
-from fminfer.output.progress import show_seconds
+from fminfer.output.progress import show_dtypes, show_seconds
 
 MAX_SHOWN = 1000  # characters of the first prompt
 
@@ -42,6 +42,7 @@ class CheckReport:
     model: str
     dtype: str
     kv_dtype: str  # of the KV cache
+    weight_dtype: str  # in which most weights are held
     device: str
     context_length: int
     inputs: list[str]
@@ -68,7 +69,7 @@ class CheckReport:
         found = {
             name: getattr(self, name)
             for name in (
-                *("model", "dtype", "kv_dtype", "device"),
+                *("model", "dtype", "kv_dtype", "weight_dtype", "device"),
                 *("context_length", "inputs", "warnings"),
             )
         }
@@ -87,7 +88,8 @@ class CheckReport:
         equal = f"; {counts.num_equal:,} have the answer of an equal one" * bool(counts.num_equal)
         of_cache = f", KV cache {self.kv_dtype}" * (self.kv_dtype != self.dtype)
         lines = [
-            f"model     {self.model} ({self.dtype}{of_cache} on {self.device})",
+            f"model     {self.model} ({show_dtypes(self.dtype, self.weight_dtype)}{of_cache} on "
+            f"{self.device})",
             f"lines     {counts.num_right:,} right{wrong}{equal}",
             f"tokens    {counts.prompt_tokens:,} prompt + at most {counts.max_drawn_tokens:,} "
             f"generated = {counts.reserved_tokens:,} reserved; longest row "

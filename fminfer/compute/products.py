@@ -25,9 +25,9 @@ class Products:
         """Return x·Wᵀ + b of x, (…, inputs).
 
         Args:
-            weight: (outputs, inputs).
+            weight: (outputs, inputs); of another type than x, it is widened at each call.
         """
-        return lambda x: nn.functional.linear(x, weight, bias)
+        return lambda x: nn.functional.linear(x, weight.to(x.dtype), bias)
 
 
 class PackedProducts(Products):
@@ -35,6 +35,7 @@ class PackedProducts(Products):
 
     Args:
         is_fast_in_bfloat16: whether the machine has units for it; otherwise that is not packed.
+        dtype: of x; None: as the weight's.
         kernel: the CPU's, if it could be built.
         asked: "compiled": one that gives something else is refused.
     """
@@ -45,23 +46,24 @@ class PackedProducts(Products):
         is_fast_in_bfloat16: bool,
         kernel: ProductKernel | None,
         asked: AttentionBody = "auto",
+        dtype: torch.dtype | None = None,
     ) -> None:
         self._is_fast, self._kernel, self._asked = is_fast_in_bfloat16, kernel, asked
+        self._dtype = dtype
         self._tried: dict[torch.Size, bool] = {}
 
     def make(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Function:
-        if not (
-            self._tried.get(weight.shape, True) and can_pack(weight, self._is_fast, self._kernel)
-        ):
+        can = can_pack(weight, self._is_fast, self._kernel, self._dtype)
+        if not (can and self._tried.get(weight.shape, True)):
             return super().make(weight, bias)
         if weight.shape in self._tried:
-            return pack(weight, bias, self._kernel)
+            return pack(weight, bias, self._kernel, self._dtype)
         product, why = try_body(
             f"products of {weight.shape[0]} × {weight.shape[1]}",
             self._asked,
-            lambda: pack(weight, bias, self._kernel),
-            partial(product_pairs, weight=weight, bias=bias),
-            MAX_ERROR[weight.dtype],
+            lambda: pack(weight, bias, self._kernel, self._dtype),
+            partial(product_pairs, weight=weight, bias=bias, dtype=self._dtype),
+            MAX_ERROR[self._dtype or weight.dtype],
         )
         self.why_plain = self.why_plain or why
         if not weight.isnan().any():  # else the next of its shape is tried as well

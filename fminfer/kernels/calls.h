@@ -53,12 +53,13 @@ struct Product {
 
 // Must agree with head_kernel.Arguments.
 struct Head {
-    const uint16_t* x;       // (rows, inputs)
-    const uint16_t* weight;  // (outputs, inputs)
-    const float* bias;       // (outputs,); null: none
-    float* out;              // (rows, outputs)
-    void* space;             // of fminfer_head_space
+    const void* x;       // (rows, inputs)
+    const void* weight;  // (outputs, inputs)
+    const float* bias;   // (outputs,); null: none
+    float* out;          // (rows, outputs)
+    void* space;         // of fminfer_head_space
     int64_t rows, inputs, outputs;
+    int64_t x_type, weight_type;  // 0 float32, 1 bfloat16
     int64_t num_threads;
 };
 

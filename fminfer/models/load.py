@@ -12,7 +12,13 @@ from fminfer.compute.spec import Attention
 from fminfer.errors import CheckpointError
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.origins import ModelOrigins, Origin, Origins, find_origins
-from fminfer.models.shapes import Shapes, entry_shapes, exit_shapes, layer_shapes
+from fminfer.models.shapes import (
+    Shapes,
+    entry_shapes,
+    exit_shapes,
+    layer_shapes,
+    may_stay_stored,
+)
 from fminfer.models.tensor_files import TensorFiles
 from fminfer.models.weight_files import weight_files
 from fminfer.partition import Part
@@ -23,11 +29,15 @@ OnProgress = Callable[[int, int], None]
 
 @dataclass(slots=True)
 class PartTensors:
-    """The tensors of one stage."""
+    """The tensors of one stage.
+
+    All have the dtype of the arithmetic but those that stay as they are stored.
+    """
 
     layers: list[Tensors]
     entry: Tensors  # before the first layer; empty but on the first stage
     exit: Tensors  # after the last layer; empty but on the last stage
+    dtype: torch.dtype  # of the arithmetic
 
     def count_bytes(self) -> int:
         """Return their size in bytes. A tensor that has two names counts once."""
@@ -44,28 +54,45 @@ class _Reader:
         dtype: torch.dtype,
         device: torch.device,
         on_progress: OnProgress,
+        *,
+        keeps_bfloat16: bool,
     ) -> None:
         self._files, self._dtype, self._device = files, dtype, device
-        self._on_progress = on_progress
+        self._on_progress, self._keeps_bfloat16 = on_progress, keeps_bfloat16
         self.done = self.total = 0
 
     def read_all(self, origins: Origins, attention: Attention | None) -> Tensors:
-        return {name: self.read(origin, attention) for name, origin in origins.items()}
+        return {name: self.read(name, origin, attention) for name, origin in origins.items()}
 
-    def read(self, origin: Origin, attention: Attention | None) -> torch.Tensor:
-        tensor = self._join(origin)
+    def read(self, name: str, origin: Origin, attention: Attention | None) -> torch.Tensor:
+        dtype = self._dtype_of(name, origin)
+        tensor = self._join(origin, dtype)
         if origin.layout is not None:
             assert attention is not None, "only a layer's tensors are laid out otherwise"
             tensor = origin.layout.change(tensor, attention)
-        tensor = tensor.to(self._device, self._dtype).contiguous()  # itself, where it is so
+        tensor = tensor.to(self._device, dtype).contiguous()  # itself, where it is so
         self.done += tensor.nbytes
         self._on_progress(min(self.done, self.total), self.total)
         return tensor
 
-    def _join(self, origin: Origin) -> torch.Tensor:
+    def count_bytes(self, origins: Origins) -> int:
+        """Return what tensors will take in memory."""
+        return sum(
+            torch.Size(origin.shape).numel() * self._dtype_of(name, origin).itemsize
+            for name, origin in origins.items()
+        )
+
+    def _dtype_of(self, name: str, origin: Origin) -> torch.dtype:
+        """Return the type of a tensor in memory."""
+        stays = self._keeps_bfloat16 and may_stay_stored(name)
+        if stays and all(self._files.dtypes[p.stored] == torch.bfloat16 for p in origin.pieces):
+            return torch.bfloat16
+        return self._dtype
+
+    def _join(self, origin: Origin, dtype: torch.dtype) -> torch.Tensor:
         if origin.is_one_piece:
             return self._files.read(origin.pieces[0].stored)
-        whole = torch.empty(origin.shape, dtype=self._dtype, device=self._device)
+        whole = torch.empty(origin.shape, dtype=dtype, device=self._device)
         for piece in origin.pieces:
             target = whole if piece.item is None else whole[piece.item]
             target[piece.first : piece.last] = self._files.read(piece.stored)
@@ -97,6 +124,18 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype | None:
         return None
 
 
+def weight_dtype(
+    checkpoint: Checkpoint, dtype: torch.dtype, *, keeps_bfloat16: bool
+) -> torch.dtype:
+    """Return the dtype in which most weights are held, of arithmetic in `dtype`.
+
+    Args:
+        keeps_bfloat16: as `load_tensors` is told.
+    """
+    is_kept = keeps_bfloat16 and checkpoint.folder is not None
+    return torch.bfloat16 if is_kept and stored_dtype(checkpoint) == torch.bfloat16 else dtype
+
+
 def _find(checkpoint: Checkpoint, files: TensorFiles) -> ModelOrigins:
     is_tied = bool(checkpoint.config.tie_word_embeddings)
     return find_origins(
@@ -111,12 +150,14 @@ def load_tensors(
     dtype: torch.dtype,
     device: torch.device,
     seed: int,
+    keeps_bfloat16: bool = False,
     on_progress: OnProgress = lambda done, total: None,
 ) -> PartTensors:
     """Return one stage's tensors.
 
     Args:
         dtype: the type of the returned tensors.
+        keeps_bfloat16: what is stored so and multiplied or looked up stays so; random weights not.
         seed: for random weights. They do not depend on how the model is split.
         on_progress: called with (bytes read, bytes in all) as tensors arrive.
 
@@ -127,11 +168,10 @@ def load_tensors(
         return _draw(checkpoint, part, dtype, device, seed)
     files = TensorFiles(checkpoint.folder)
     origins = _find(checkpoint, files)
-    reader = _Reader(files, dtype, device, on_progress)
+    reader = _Reader(files, dtype, device, on_progress, keeps_bfloat16=keeps_bfloat16)
     wanted = [*origins.layers[part.first : part.last]]
     wanted += [origins.entry] * part.is_first + [origins.exit] * part.is_last
-    sizes = [torch.Size(o.shape).numel() for each in wanted for o in each.values()]
-    reader.total = sum(sizes) * dtype.itemsize
+    reader.total = sum(map(reader.count_bytes, wanted))
     layers = [
         reader.read_all(origins.layers[number], checkpoint.model.layers[number].attention)
         for number in range(part.first, part.last)
@@ -141,14 +181,17 @@ def load_tensors(
     if part.is_last and not origins.has_own_head:
         embed = entry.get("embed.weight")
         outside["head.weight"] = (
-            reader.read(origins.entry["embed.weight"], None) if embed is None else embed
+            reader.read("embed.weight", origins.entry["embed.weight"], None)
+            if embed is None
+            else embed
         )
     elif (
         part.is_last and part.is_first and checkpoint.config.tie_word_embeddings
     ):  # stored twice: kept once, if they are equal
-        is_same = torch.equal(outside["head.weight"], entry["embed.weight"])
-        outside["head.weight"] = entry["embed.weight"] if is_same else outside["head.weight"]
-    return PartTensors(layers, entry, outside)
+        head, embed = outside["head.weight"], entry["embed.weight"]
+        if head.dtype == embed.dtype and torch.equal(head, embed):
+            outside["head.weight"] = embed
+    return PartTensors(layers, entry, outside, dtype)
 
 
 def _draw(
@@ -173,7 +216,7 @@ def _draw(
     if part.is_last and checkpoint.config.tie_word_embeddings:
         shapes = {"embed.weight": entry_shapes(model)["embed.weight"]}
         outside["head.weight"] = (entry or draw(shapes, ""))["embed.weight"]
-    return PartTensors(layers, entry, outside)
+    return PartTensors(layers, entry, outside, dtype)
 
 
 def _draw_one(

@@ -14,6 +14,7 @@ from fminfer.partition import Part
 Shapes = dict[str, tuple[int, ...]]
 # The share of tokens that run the head: generated tokens do, most prompt tokens do not.
 HEAD_SHARE = 0.5
+PRODUCTS = frozenset({"qkv", "out", "up", "down"})  # of a layer, or of each of its experts
 
 
 def layer_shapes(layer: Layer, hidden_size: int) -> Shapes:
@@ -38,6 +39,22 @@ def part_shapes(model: Model, part: Part) -> Shapes:
         own = layer_shapes(model.layers[number], model.hidden_size)
         shapes |= {f"{number}.{name}": shape for name, shape in own.items()}
     return shapes | (exit_shapes(model) if part.is_last else {})
+
+
+def is_of_product(name: str) -> bool:
+    """Tell whether a tensor is the weight of one of a layer's products, by its name in a part."""
+    return _weighs(name) in PRODUCTS
+
+
+def may_stay_stored(name: str) -> bool:
+    """Tell whether a tensor is widened where it is used: a product's, the head's, embeddings."""
+    return _weighs(name) in PRODUCTS | {"head", "embed"}
+
+
+def _weighs(name: str) -> str:
+    """Return what a tensor is the weight of, without its layer; "": it is none."""
+    module, _, leaf = name.rpartition(".")
+    return module.rpartition(".")[2] if leaf == "weight" else ""
 
 
 def head_cost(model: Model) -> float:

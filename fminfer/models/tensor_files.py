@@ -34,6 +34,7 @@ class TensorFiles:
             )
         homes = indexed_homes(folder)
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, torch.dtype | None] = {}  # None: one that does not run here
         self._files: dict[str, tuple[Path, Any]] = {}
         self._sizes: Counter[str] = Counter()  # numbers of each stored dtype
         for path in files:
@@ -72,4 +73,5 @@ class TensorFiles:
         self._files[name] = path, file
         header = file.get_slice(name)
         self.shapes[name] = tuple(header.get_shape())
+        self.dtypes[name] = DTYPES.get(header.get_dtype())
         self._sizes[header.get_dtype()] += math.prod(self.shapes[name])

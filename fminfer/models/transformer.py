@@ -18,7 +18,6 @@ from fminfer.compute.parts import NormBody, Parts, RotateBody
 from fminfer.compute.products import Products
 from fminfer.compute.spec import Attention, Layer, Mlp, Model, Moe, Norm, Rope
 from fminfer.models.load import PartTensors, Tensors
-from fminfer.packed_linear import MAX_TWICE_BYTES
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 
@@ -269,18 +268,11 @@ def _added(
 
 
 class HeadLayer:
-    """The head: in float32 a product; in 16 bits its weight, which `head.Head` multiplies."""
+    """The tensors of the head, which `head.Head` multiplies; its weight may be the embedding."""
 
-    def __init__(self, tensors: Tensors, bodies: Bodies, *, is_embedding: bool) -> None:
-        weight, self.bias = tensors["head.weight"], tensors.get("head.bias")
-        self.vocab_size = len(weight)
-        self.weight: torch.Tensor | None = weight
-        self.multiply: Function | None = None
-        if weight.dtype == torch.float32:
-            # The embedding stays unpacked, so packing would keep a second copy of the weight.
-            is_large = is_embedding and weight.nbytes > MAX_TWICE_BYTES
-            products = Products() if is_large else bodies.products
-            self.multiply, self.weight = products.make(weight, self.bias), None
+    def __init__(self, tensors: Tensors) -> None:
+        self.weight, self.bias = tensors["head.weight"], tensors.get("head.bias")
+        self.vocab_size = len(self.weight)
 
 
 class Transformer:
@@ -294,6 +286,7 @@ class Transformer:
 
     def __init__(self, model: Model, tensors: PartTensors, *, first: int, bodies: Bodies) -> None:
         self.model, self._entry, self._exit = model, tensors.entry, tensors.exit
+        self._dtype = tensors.dtype
         self.own = model.layers[first : first + len(tensors.layers)]
         self.layers: list[LayerOf] = []
         for how in self.own:  # a layer's own tensors go as soon as they are packed
@@ -304,14 +297,13 @@ class Transformer:
         self._final_norm = bodies.norm(final_norm, self._exit, "final_norm")
         self.head: HeadLayer | None = None
         if self._exit:
-            is_embedding = self._exit["head.weight"] is self._entry.get("embed.weight")
-            self.head = HeadLayer(self._exit, bodies, is_embedding=is_embedding)
+            self.head = HeadLayer(self._exit)
             del self._exit["head.weight"]
 
     def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the hidden states before the first layer, (tokens, hidden), for (tokens,) ids."""
         model, entry = self.model, self._entry
-        x = nn.functional.embedding(ids, entry["embed.weight"])
+        x = nn.functional.embedding(ids, entry["embed.weight"]).to(self._dtype)
         if model.embed_scale != 1.0:  # rounded to the dtype, as Gemma was trained
             x = x * torch.tensor(model.embed_scale, dtype=x.dtype)
         if "project_in.weight" in entry:

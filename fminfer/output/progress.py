@@ -90,6 +90,11 @@ def _expected_draws(num_sequences: int, max_draws: int, stop_rate: float) -> flo
     return num_sequences * ends_share / stop_rate
 
 
+def show_dtypes(dtype: str, of_weights: str) -> str:
+    """Name the dtype of the arithmetic, and that of weights where it is another one."""
+    return f"{dtype} with {of_weights} weights" if of_weights not in ("", dtype) else dtype
+
+
 def show_seconds(seconds: float) -> str:
     """Write 3725.0 as 1:02:05."""
     minutes, second = divmod(round(seconds), 60)

@@ -8,7 +8,7 @@ from typing import Any
 
 from fminfer.errors import RETRYABLE
 from fminfer.output.places import STDOUT
-from fminfer.output.progress import show_seconds
+from fminfer.output.progress import show_dtypes, show_seconds
 from fminfer.output.writer import errors_path
 
 
@@ -21,6 +21,7 @@ class JobSummary:
     inputs: list[Path]
     outputs: list[Path]
     kv_dtype: str = ""  # of the KV cache, if it is another
+    weight_dtype: str = ""  # in which most weights are held, where it is another one
     device: str = ""  # none: nothing was left to answer
     why_slower: str = ""  # why it was slower than it could be: plain torch in a kernel's place
     start_to_ready_s: float = 0.0
@@ -48,8 +49,9 @@ class JobSummary:
 
     @property
     def types(self) -> str:
-        """Name the dtype, and that of the KV cache if it is another."""
-        return self.dtype + (f", KV cache {self.kv_dtype}" if self.kv_dtype else "")
+        """Name the dtype, and those of weights and of the KV cache where they are others."""
+        of_cache = f", KV cache {self.kv_dtype}" if self.kv_dtype else ""
+        return show_dtypes(self.dtype, self.weight_dtype) + of_cache
 
     @property
     def has_errors(self) -> bool:
