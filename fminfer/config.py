@@ -6,7 +6,7 @@ The command line reads its defaults from here. It knows nothing of files or of t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from fminfer.errors import UsageError
 
@@ -98,6 +98,10 @@ class EngineConfig:
         if self.budget is not None and self.budget < self.block_size:
             raise UsageError(
                 f"budget is {self.budget} tokens; it must hold one block, {self.block_size} tokens"
+            )
+        if self.kv_dtype not in get_args(DType):
+            raise UsageError(
+                f"kv_dtype is {self.kv_dtype!r}; it must be one of {', '.join(get_args(DType))}"
             )
         if self.model_type in NO_CONFIG:
             raise UsageError(

@@ -95,7 +95,9 @@ def find_attention(
             return KernelAttention(library)
         from fminfer import triton_attention  # needs triton, which only torch for CUDA brings
 
-        return triton_attention.TritonAttention(how.heads, *how.cache_shape, **where)
+        return triton_attention.TritonAttention(
+            how.heads, *how.cache_shape, **where, kv_dtype=kv_dtype
+        )
 
     def pairs(kernel: AttentionKernel) -> Iterator[Pair]:
         num_keys = TRIED_KEYS[device.type]

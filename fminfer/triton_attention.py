@@ -42,18 +42,26 @@ class TritonAttention:
     Args:
         heads, kv_heads, head_dim: of the model.
         dtype: of queries. Keys and values of the KV cache become it as they are read.
+        kv_dtype: of the KV cache; None: the same.
         device: where all tensors are.
     """
 
     def __init__(
-        self, heads: int, kv_heads: int, head_dim: int, *, dtype: torch.dtype, device: torch.device
+        self,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         self.heads, self.group, self.head_dim = heads, heads // kv_heads, head_dim
         self.dtype, self.device = dtype, device
         self._dim = max(16, power_of_2(head_dim))
         # As many as registers hold the sums of, and shared memory the keys to come; in float32
         # there are no tensor cores, and few registers.
-        width = self._dim * dtype.itemsize
+        width = self._dim * max(dtype.itemsize, (kv_dtype or dtype).itemsize)
         self._keys = 64 if width <= 256 else 32 if width <= 512 else 16
         self.decode_queries = max(16, power_of_2(self.group))
         self.queries = max(64 if dtype.itemsize == 2 else 16, self.decode_queries)

@@ -210,14 +210,17 @@ def test_a_rank_that_never_comes(tmp_path: Path) -> None:
         assert "rank 1 did not come within 5 s" in err and "2 of 3 ranks are here" in err, err
 
 
-def test_ranks_that_differ(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("flag", "told"), [("--dtype", "the dtype"), ("--kv-dtype", "the KV cache's dtype")]
+)
+def test_ranks_that_differ(flag: str, told: str, tmp_path: Path) -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
     shared = [*inputs(), "--output", tmp_path, "--world-size", 2, "--dist-url", url]
     dtypes = ["float32", "bfloat16"]
-    ranks = [start(*shared, "--rank", i, "--dtype", dtype) for i, dtype in enumerate(dtypes)]
+    ranks = [start(*shared, "--rank", i, flag, dtype) for i, dtype in enumerate(dtypes)]
     for status, err in finish(*ranks):
         assert status == 1
-        assert "the dtype is bfloat16 on rank 1 and float32 on rank 0" in err, err
+        assert f"{told} is bfloat16 on rank 1 and float32 on rank 0" in err, err
 
 
 def test_mistakes_are_wrong_usage_whichever_rank_finds_them_first(tmp_path: Path) -> None:

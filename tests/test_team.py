@@ -92,13 +92,16 @@ def pipelines_of(run: Forked) -> list[int]:
     return sorted(found)
 
 
+NUM_ROWS = 600  # of a run that is still at work when something befalls it
+
+
 def start_long_run(
     folder: Path, *more: str, num_done: int = 10, **fields: Any
 ) -> tuple[Forked, Path]:
-    """Return a run of two pipelines that has answered so many of its 150 rows, and its output."""
+    """Return a run of two pipelines that has answered so many of its rows, and its output."""
     source, output = folder / "long.jsonl", folder / "out.jsonl"
     row = {"prompt": "Question: How do you go", "max_tokens": 40, "min_tokens": 40} | fields
-    source.write_text("".join(json.dumps(row | {"user": str(n)}) + "\n" for n in range(150)))
+    source.write_text("".join(json.dumps(row | {"user": str(n)}) + "\n" for n in range(NUM_ROWS)))
     flags = ["--dtype", "float32", "--max-rows", "2", "--data-group-size", "2", "--output", output]
     run = start(source, *flags, *more)
     deadline = time.monotonic() + WAIT_S
@@ -139,7 +142,7 @@ def test_a_pipeline_that_is_killed_costs_no_row(tmp_path: Path) -> None:
     assert status == 0, err
     assert "Pipeline 1 ended; the others go on, and answer its " in err
     records = [json.loads(line) for line in output.read_bytes().splitlines()]
-    assert [record["request"]["user"] for record in records] == [*map(str, range(150))]
+    assert [record["request"]["user"] for record in records] == [*map(str, range(NUM_ROWS))]
     # Whoever answered it, a row has drawn what it draws in a run of its own.
     texts = [record["result"]["choices"][0]["text"] for record in records]
     assert len(set(texts)) > 75
@@ -158,7 +161,7 @@ def test_when_all_pipelines_are_gone_rows_are_kept(tmp_path: Path) -> None:
     assert kept >= 10 and not output.exists()
     again = finish(start(tmp_path / "long.jsonl", "--output", output, "--dtype", "float32"))
     assert again[0] == 0 and f"{kept:,} kept from earlier runs" in again[1]
-    assert output.read_bytes().count(b"\n") == 150
+    assert output.read_bytes().count(b"\n") == NUM_ROWS
 
 
 def test_it_stops_in_good_order(tmp_path: Path) -> None:

@@ -80,6 +80,20 @@ def test_a_cache_of_16_bits() -> None:
 
 
 @interpreted
+def test_a_cache_of_another_type() -> None:
+    """It rounds keys and values as torch does, and they are read as queries' type."""
+    for dtype, kv_dtype, tolerance in (
+        (torch.float32, torch.bfloat16, 5e-5),
+        (torch.float32, torch.float16, 5e-5),
+        (torch.float16, torch.bfloat16, 0.03),
+        (torch.float16, torch.float32, 0.03),
+    ):
+        types: Any = {"dtype": dtype, "kv_dtype": kv_dtype, "tolerance": tolerance}
+        check_every_kind_of_row("triton", **types, piece=PIECE, window=9)
+        check_rows_that_share("triton", heads=4, kv_heads=2, dim=16, block=8, **types)
+
+
+@interpreted
 @pytest.mark.parametrize(("odd", "window"), [("nan", None), ("inf", None), ("nan", 4)])
 def test_a_value_that_is_no_number(odd: str, window: int | None) -> None:
     """It reached earlier tokens of its row, and those whose window had left it behind."""
@@ -302,12 +316,17 @@ from fminfer.triton_kernels import (
 STRIDES = ["query_head", "query_token", "key_head", "key_token", "value_head", "value_token"]
 names = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 found, capabilities = [], [int(given) for given in sys.argv[1:]]
-for heads, kv_heads, dim, dtype in (
-    (32, 8, 128, torch.bfloat16), (12, 12, 64, torch.float16), (3, 3, 65, torch.float32),
-    (8, 1, 256, torch.float32),
+for heads, kv_heads, dim, dtype, kv_dtype in (
+    (32, 8, 128, torch.bfloat16, torch.bfloat16), (12, 12, 64, torch.float16, torch.float16),
+    (3, 3, 65, torch.float32, torch.float32), (8, 1, 256, torch.float32, torch.float32),
+    (32, 8, 128, torch.bfloat16, torch.float32), (8, 1, 256, torch.float32, torch.bfloat16),
 ):
-    kernel = TritonAttention(heads, kv_heads, dim, dtype=dtype, device=torch.device("cpu"))
-    data, shape = names[dtype], kernel.shape(32)
+    kernel = TritonAttention(
+        heads, kv_heads, dim, dtype=dtype, kv_dtype=kv_dtype, device=torch.device("cpu")
+    )
+    shape = kernel.shape(32)
+    data = dict.fromkeys(["query", "out"], names[dtype])
+    data |= dict.fromkeys(["keys", "values", "new_keys", "new_values"], names[kv_dtype])
     jobs = [(store_kernel, shape, ["keys", "values", "new_keys", "new_values"], ["slots"], [])]
     for queries in (kernel.queries, kernel.decode_queries):
         jobs.append((
@@ -320,7 +339,7 @@ for heads, kv_heads, dim, dtype in (
     for function, constants, data_names, int_names, float_names in jobs:
         types = {name: "i32" for name in function.arg_names}
         types |= {"scaling": "fp32", "softcap": "fp32"} if function is attend_kernel else {}
-        types |= dict.fromkeys(data_names, data) | dict.fromkeys(int_names, "*i32")
+        types |= {name: data[name] for name in data_names} | dict.fromkeys(int_names, "*i32")
         types |= dict.fromkeys(float_names, "*fp32") | dict.fromkeys(constants, "constexpr")
         # As at a launch: torch's memory is aligned, and so are rows of 16 numbers.
         aligned = data_names + (STRIDES if dim % 16 == 0 else [])
@@ -360,5 +379,6 @@ def test_the_kernels_compile_for_gpus(capability: int, tmp_path: Path) -> None:
     said = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert said.returncode == 0, said.stderr[-2000:]
     found = json.loads(said.stdout)
-    assert len(found) == 12 + 18 and {each for each, _, _ in found} == {capability}
+    assert len(found) == 18 + 18 and {each for each, _, _ in found} == {capability}
+    print(found)
     assert all(size > 1000 and shared <= 99 << 10 for _, size, shared in found)
