@@ -380,5 +380,4 @@ def test_the_kernels_compile_for_gpus(capability: int, tmp_path: Path) -> None:
     assert said.returncode == 0, said.stderr[-2000:]
     found = json.loads(said.stdout)
     assert len(found) == 18 + 18 and {each for each, _, _ in found} == {capability}
-    print(found)
     assert all(size > 1000 and shared <= 99 << 10 for _, size, shared in found)
