@@ -22,7 +22,9 @@ def test_regions_and_products_under_a_sanitizer(sanitizer: str, tmp_path: Path) 
     program = tmp_path / "stress"
     command = [*compiler, "-O1", "-g", *compiler_flags(), f"-I{SOURCES}", "-pthread"]
     command += [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-o", str(program)]
-    command += map(str, [STRESS, SOURCES / "pool.cpp", SOURCES / "products.cpp"])
+    command += map(
+        str, [STRESS, *(SOURCES / f"{name}.cpp" for name in ("pool", "products", "head"))]
+    )
     built = subprocess.run(command, capture_output=True, text=True)
     if "cannot find" in built.stderr:
         pytest.skip(f"this compiler has no library for -fsanitize={sanitizer}")

@@ -1,4 +1,4 @@
-// Runs regions of the pool, and products over random shapes, as a sanitizer wants to see them.
+// Runs regions of the pool, products and heads over random shapes, as a sanitizer wants to see them.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -17,6 +17,8 @@ extern "C" {
 int64_t fminfer_panel();
 void fminfer_pack(const uint32_t* weight, int64_t outputs, int64_t units, uint32_t* packed,
                   int64_t num_threads);
+int64_t fminfer_head_space(int64_t rows, int64_t inputs, int64_t num_threads);
+void fminfer_head(const Head* a);
 }
 
 namespace {
@@ -44,6 +46,15 @@ void run_regions(int seed, int count) {
     }
 }
 
+void fill(std::mt19937& random, std::vector<uint8_t>& to, bool is_half) {
+    if (is_half)
+        for (size_t i = 0; i < to.size() / 2; i++)
+            reinterpret_cast<uint16_t*>(to.data())[i] = 0x3F00 + random() % 256;
+    else
+        for (size_t i = 0; i < to.size() / 4; i++)
+            reinterpret_cast<float*>(to.data())[i] = float(random() % 100) / 50 - 1;
+}
+
 void multiply(std::mt19937& random, bool has_halves, bool takes_halves) {
     const int64_t rows = 1 + random() % 70, outputs = 1 + random() % 150;
     const int64_t inputs = 2 * (1 + random() % 60), of_weight = has_halves ? 2 : 4;
@@ -54,16 +65,8 @@ void multiply(std::mt19937& random, bool has_halves, bool takes_halves) {
     std::vector<uint8_t> out(rows * outputs * (takes_halves ? 2 : 4));
     std::vector<uint32_t> packed(panels * fminfer_panel() * inputs * of_weight / 4);
     std::vector<float> bias(panels * fminfer_panel());
-    const auto fill = [&](std::vector<uint8_t>& to, bool is_half) {
-        if (is_half)
-            for (size_t i = 0; i < to.size() / 2; i++)
-                reinterpret_cast<uint16_t*>(to.data())[i] = 0x3F00 + random() % 256;
-        else
-            for (size_t i = 0; i < to.size() / 4; i++)
-                reinterpret_cast<float*>(to.data())[i] = float(random() % 100) / 50 - 1;
-    };
-    fill(weight, has_halves);
-    fill(x, takes_halves);
+    fill(random, weight, has_halves);
+    fill(random, x, takes_halves);
     fminfer_pack(reinterpret_cast<uint32_t*>(weight.data()), outputs, inputs * of_weight / 4,
                  packed.data(), 3);
     const Product product = {x.data(), packed.data(), bias.data(), out.data(), rows, inputs,
@@ -75,6 +78,24 @@ void multiply(std::mt19937& random, bool has_halves, bool takes_halves) {
     alone.num_threads = 1;
     fminfer_multiply(&alone);
     check(out == again, "threads change a product");
+}
+
+void find_logits(std::mt19937& random, bool has_halves, bool takes_halves) {
+    const int64_t rows = 1 + random() % 40, outputs = 1 + random() % 300;
+    const int64_t inputs = 1 + random() % 300;
+    std::vector<uint8_t> weight(outputs * inputs * (has_halves ? 2 : 4));
+    std::vector<uint8_t> x(rows * inputs * (takes_halves ? 2 : 4));
+    std::vector<float> bias(outputs, 0.5f), out(rows * outputs), again(rows * outputs);
+    fill(random, weight, has_halves);
+    fill(random, x, takes_halves);
+    for (int64_t num_threads : {3, 1}) {
+        std::vector<uint8_t> space(fminfer_head_space(rows, inputs, num_threads));
+        float* to = (num_threads > 1 ? out : again).data();
+        const Head head = {x.data(), weight.data(), bias.data(), to, space.data(), rows, inputs,
+                           outputs, takes_halves, has_halves, num_threads};
+        fminfer_head(&head);
+    }
+    check(out == again, "threads change logits");
 }
 
 }  // namespace
@@ -97,6 +118,7 @@ int main() {
         multiply(random, false, false);
         multiply(random, true, false);
         multiply(random, true, true);
+        for (int types = 0; types < 4; types++) find_logits(random, types / 2, types % 2);
     }
     return 0;
 }
