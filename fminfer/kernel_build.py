@@ -26,7 +26,7 @@ from fminfer import processor
 from fminfer.cache import cache_folder
 
 SOURCES = Path(__file__).parent / "kernels"
-FLAGS = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-pthread"]
+FLAGS = ["-std=gnu++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-pthread"]
 BUILD_S = 120.0  # a compiler that takes longer hangs
 VERSION_S = 5.0  # so does one that does not tell its version by then
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 
-from fminfer.config import EngineConfig
+from fminfer.config import DType, EngineConfig
 from fminfer.ranks import RankConfig
 from fminfer.stopping import parse_duration
 
@@ -209,7 +209,7 @@ MODEL = [
     ),
     click.option(
         "--dtype",
-        type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+        type=click.Choice(get_args(DType)),
         default=DEFAULTS.dtype,
         show_default=True,
         help="Of the arithmetic. auto: bfloat16 where the machine is fast in it. In float32 on a "
@@ -218,7 +218,7 @@ MODEL = [
     click.option("--fp16", is_flag=True, help="The same as --dtype float16."),
     click.option(
         "--kv-dtype",
-        type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+        type=click.Choice(get_args(DType)),
         default=DEFAULTS.kv_dtype,
         show_default=True,
         help="Of the KV cache. auto: as --dtype. 16 bits beside float32 take half the memory, and "

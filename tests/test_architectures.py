@@ -117,10 +117,8 @@ def save(name: str, folder: Path, change: Callable[[Tensors], object], **fields:
     config.write_text(json.dumps(json.loads(config.read_text()) | fields))
 
 
-def _rename(tensors: Tensors) -> None:
-    tensors["model.layers.1.mlp.upper_proj.weight"] = tensors.pop(
-        "model.layers.1.mlp.up_proj.weight"
-    )
+def _rename(name: str) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.update({name + "s": tensors.pop(name)})
 
 
 def _put(name: str, value: Callable[[Tensors], torch.Tensor]) -> Callable[[Tensors], object]:
@@ -130,12 +128,19 @@ def _put(name: str, value: Callable[[Tensors], torch.Tensor]) -> Callable[[Tenso
 Q = "model.layers.2.self_attn.q_proj.weight"
 DOWN = "model.layers.0.mlp.down_proj.weight"
 FC = "transformer.h.1.mlp.c_fc.weight"
+EXPERT = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
+UP = "model.layers.1.mlp.up_proj.weight"
+A_TENSOR = {"llama": DOWN, "gpt2": FC, "mixtral": EXPERT}
 
 
 @pytest.mark.parametrize(
     ("name", "change", "named"),
     [
-        ("llama", _rename, "lacks 1 tensors, such as 'model.layers.1.mlp.up_proj.weight'"),
+        (
+            "llama",
+            _rename("model.layers.1.mlp.up_proj.weight"),
+            "lacks 1 tensors, such as 'model.layers.1.mlp.up_proj.weight'",
+        ),
         ("llama", lambda tensors: tensors.pop("model.norm.weight"), "model.norm.weight"),
         ("llama", lambda tensors: tensors.pop("lm_head.weight"), "lm_head.weight"),
         ("llama", _put(Q, lambda t: t[Q][:32]), r"shape \(32, 64\).*\(64, 64\)"),
@@ -145,6 +150,10 @@ FC = "transformer.h.1.mlp.c_fc.weight"
         ("llama", _put(Q.replace("weight", "bias"), lambda t: t[Q][0]), "q_proj.bias"),
         ("gpt2", lambda t: t.pop(FC), "lacks 1 tensors, such as .*h.1.mlp.c_fc.weight"),
         ("gpt2", _put(FC, lambda t: t[FC].t()), r"c_fc.weight.* \(256, 64\).*\(64, 256\)"),
+        ("gpt2", _rename(FC), "h.1.mlp.c_fc.weight"),
+        ("mixtral", _rename(EXPERT), EXPERT),
+        ("mixtral", _put(EXPERT, lambda t: t[EXPERT].t()), r"experts.3.w2.weight.*shape"),
+        ("mixtral", _put(EXPERT, lambda t: t[EXPERT][:, :9]), r"experts.3.w2.weight.*shape"),
         ("gpt2", _put(FC, lambda t: t[FC][:, :9]), r"c_fc.weight.* \(64, 9\).*\(64, 256\)"),
         (
             "mixtral",
@@ -169,17 +178,20 @@ def test_a_tensor_that_misfits_is_named(
         load(tmp_path)
 
 
-def test_a_tensor_twice_is_refused(tmp_path: Path) -> None:
-    save("llama", tmp_path, lambda tensors: None)
+@pytest.mark.parametrize("name", A_TENSOR)
+def test_a_tensor_twice_is_refused(name: str, tmp_path: Path) -> None:
+    save(name, tmp_path, lambda tensors: None)
+    twice = A_TENSOR[name]
     tensors = load_file(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").rename(tmp_path / "a.safetensors")
-    save_file({DOWN: tensors[DOWN]}, tmp_path / "b.safetensors")
-    with pytest.raises(CheckpointError, match=r"down_proj.weight' twice, in a.safetensors and b"):
+    save_file({twice: tensors[twice]}, tmp_path / "b.safetensors")
+    with pytest.raises(CheckpointError, match=rf"{twice}' twice, in a.safetensors and b"):
         load(tmp_path)
 
 
-def test_a_file_that_is_cut_off_is_named(tmp_path: Path) -> None:
-    save("llama", tmp_path, lambda tensors: None)
+@pytest.mark.parametrize("name", A_TENSOR)
+def test_a_file_that_is_cut_off_is_named(name: str, tmp_path: Path) -> None:
+    save(name, tmp_path, lambda tensors: None)
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
     with pytest.raises(CheckpointError, match=r"model.safetensors is broken"):

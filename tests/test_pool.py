@@ -20,7 +20,15 @@ def test_regions_and_products_under_a_sanitizer(sanitizer: str, tmp_path: Path) 
     compiler = find_compiler()
     assert compiler is not None
     program = tmp_path / "stress"
-    command = [*compiler, "-O1", "-g", *compiler_flags(), f"-I{SOURCES}", "-pthread"]
+    command = [
+        *compiler,
+        "-std=gnu++17",
+        "-O1",
+        "-g",
+        *compiler_flags(),
+        f"-I{SOURCES}",
+        "-pthread",
+    ]
     command += [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-o", str(program)]
     command += map(
         str, [STRESS, *(SOURCES / f"{name}.cpp" for name in ("pool", "products", "head"))]

@@ -228,12 +228,12 @@ extern "C" void fminfer_draw(const float* logits, int64_t vocab, int64_t count,
                              const int64_t* rows, const float* temperature, const float* top_p,
                              const int64_t* top_k, const float* min_p, const double* noise,
                              int64_t* ids, int num_threads) {
-    const int64_t size = 2 * vocab + 3 * LANES;
-    std::vector<float> spaces(size * num_threads);
+    std::vector<std::vector<float>> spaces(num_threads);
     for_pieces(num_threads, count, [&](int64_t i, int thread) {
         const int64_t r = rows[i];
-        float* const values = spaces.data() + thread * size;
+        std::vector<float>& space = spaces[thread];
+        space.resize(2 * vocab + 3 * LANES);  // by the thread that uses it
         ids[i] = draw(logits + r * vocab, vocab, temperature[r], top_p[r], top_k[r], min_p[r],
-                      noise[r], values, values + vocab + LANES);
+                      noise[r], space.data(), space.data() + vocab + LANES);
     });
 }

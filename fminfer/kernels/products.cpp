@@ -11,6 +11,7 @@
 // its inputs in their order, whatever the number of rows and of threads, so results do not depend
 // on either.
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "calls.h"
@@ -23,9 +24,10 @@ constexpr int VECTORS = REGISTERS == 32 ? 4 : 2, PANEL = VECTORS * WIDTH;  // ou
 constexpr int MOST_ROWS = 6;  // whose sums the registers hold, beside a panel's unit and a number
 constexpr int LINE = 16;      // units in a line of the cache
 constexpr int64_t PIECE_UNITS = 3 * REGISTERS * 1024 / PANEL / 2;  // of a panel, to stay near
-constexpr int64_t BLOCK_ROWS = 24 * MOST_ROWS;            // that go through a piece, one after another
-constexpr int64_t TASK_UNITS = 24 * 1024;                 // least that a thread takes at a time
-constexpr int64_t UNPACK_ROWS = 4 * MOST_ROWS;            // more than so many: widened once for all
+constexpr int64_t BLOCK_ROWS = 24 * MOST_ROWS;    // that go through a piece, one after another
+constexpr int64_t WIDENED_ROWS = 4 * BLOCK_ROWS;  // of 16 bits that become floats at a time
+constexpr int64_t TASK_UNITS = 24 * 1024;         // least that a thread takes at a time
+constexpr int64_t UNPACK_ROWS = 4 * MOST_ROWS;    // more than so many: widened once for all
 
 // `units` of a panel times R rows, that begin at x: sums, (R, PANEL), += the products.
 struct Floats {
@@ -221,6 +223,25 @@ void multiply(const Product& a, const typename Way::Number* x) {
     });
 }
 
+#ifndef HAS_PAIRS
+// Rows of bfloat16, of which some at a time become floats.
+void multiply_widened(const Product& a, const uint16_t* x) {
+    static thread_local std::vector<float> wide;
+    for (int64_t row = 0; row < a.rows; row += WIDENED_ROWS) {
+        Product some = a;
+        some.rows = std::min(WIDENED_ROWS, a.rows - row);
+        some.out = static_cast<uint16_t*>(a.out) + row * a.outputs;
+        wide.resize(some.rows * a.inputs);
+        float* const to = wide.data();
+        const uint16_t* const from = x + row * a.inputs;
+        for_parts(a.num_threads, some.rows * a.inputs, 1 << 13, [&](int64_t first, int64_t last) {
+            for (int64_t i = first; i < last; i++) to[i] = from_bfloat16(from[i]);
+        });
+        multiply<Widened, uint16_t>(some, to);
+    }
+}
+#endif
+
 // 16 outputs' next 16 units, and whatever is left of either.
 void pack_square(const uint32_t* weight, int64_t step, int64_t outputs, int64_t units,
                  uint32_t* panel) {
@@ -264,13 +285,7 @@ void fminfer_multiply(const Product* a) {
 #ifdef HAS_PAIRS
     multiply<Pairs, uint16_t>(*a, x);
 #else
-    static thread_local std::vector<float> wide;
-    wide.resize(a->rows * a->inputs);
-    float* const to = wide.data();
-    for_parts(a->num_threads, a->rows * a->inputs, 1 << 13, [&](int64_t first, int64_t last) {
-        for (int64_t i = first; i < last; i++) to[i] = from_bfloat16(x[i]);
-    });
-    multiply<Widened, uint16_t>(*a, to);
+    multiply_widened(*a, x);
 #endif
 }
 
