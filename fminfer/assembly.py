@@ -75,7 +75,7 @@ def build_loop(
 
 
 def load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer:
-    """Load a model's tokenizer; random weights have one of bytes, and a run may have none.
+    """Load the tokenizer of a run; random weights have one of bytes, and a run may have none.
 
     Raises:
         CheckpointError: there is none, or it is another model's.
@@ -83,13 +83,13 @@ def load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer:
     if config.skip_tokenizer_init:
         return NoTokenizer()
     num_rows = checkpoint.config.vocab_size
-    if checkpoint.folder is not None:
-        tokenizer = Tokenizer.load(checkpoint.folder)
+    if (folder := checkpoint.tokenizer_folder) is not None:
+        tokenizer = Tokenizer.load(folder, checkpoint.config)
         if tokenizer.num_trained > num_rows:
             raise CheckpointError(
-                f"the tokenizer in {checkpoint.folder} has {tokenizer.num_trained} tokens, not "
+                f"the tokenizer in {folder} has {tokenizer.num_trained} tokens, not "
                 f"counting added ones, and the model {num_rows}: it is another model's. Put the "
-                "model's own tokenizer files there"
+                "model's own tokenizer files there, or name their folder by --tokenizer"
             )
         return tokenizer
     if num_rows < 256:

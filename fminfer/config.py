@@ -34,7 +34,10 @@ class EngineConfig:
     """
 
     model: str | None = None  # a folder or hub id; None is the demo model of the package
-    random_init: str | None = None  # a config.json, its folder, or a size of models.sizes
+    random_init: str | None = None  # a config.json, its folder, a hub id, or a size
+    tokenizer: str | None = None  # a folder or hub id; None: the model's own
+    model_config: str | None = None  # as random_init, with the model's weights; None: its own
+    revision: str | None = None  # of a model of the hub: a branch, tag or commit
     model_type: str | None = None  # checked against the config's
     dtype: DType = "auto"  # of weights and hidden states
     kv_dtype: DType = "auto"  # of the KV cache; auto: that of hidden states
@@ -110,3 +113,9 @@ class EngineConfig:
             )
         if self.model is not None and self.random_init is not None:
             raise UsageError("give either a model or random_init, not both")
+        for name in ("model_config", "revision"):
+            value = getattr(self, name)
+            if value is not None and self.model is None:
+                raise UsageError(f"{name} is {value!r}, and no model is given to which it belongs")
+        if self.tokenizer is not None and self.skip_tokenizer_init:
+            raise UsageError("give either a tokenizer or skip_tokenizer_init, not both")

@@ -22,6 +22,9 @@ class EngineOptions(TypedDict, total=False):
     """The fields of `EngineConfig`, the model left out."""
 
     random_init: str | None
+    tokenizer: str | None
+    model_config: str | None
+    revision: str | None
     model_type: str | None
     dtype: DType
     kv_dtype: DType

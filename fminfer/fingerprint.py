@@ -13,7 +13,7 @@ from typing import BinaryIO
 from fminfer import __version__
 from fminfer.config import EngineConfig
 from fminfer.errors import CheckpointError
-from fminfer.models.checkpoint import Checkpoint
+from fminfer.models.checkpoint import GENERATION, Checkpoint
 from fminfer.models.weight_files import weight_files
 from fminfer.placement import choose_device, choose_dtype, choose_kv_dtype
 
@@ -23,7 +23,7 @@ PIECE_BYTES = 2048
 # By name: a folder may hold outputs too.
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "vocab.txt", "merges.txt", "generation_config.json"),
+    *("vocab.json", "vocab.txt", "merges.txt"),
 )
 KV_DTYPE = "--kv-dtype"  # named if it is another than that of hidden states
 SETTINGS = (
@@ -42,7 +42,7 @@ def fingerprint_of(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, st
     found = {
         "fminfer's version": __version__,
         "the model": _model_digest(config, checkpoint),
-        "the tokenizer": _files_digest(checkpoint.folder),
+        "the tokenizer": _files_digest(checkpoint),
         "the dtype": str(dtype).removeprefix("torch."),
         "--max-layers": str(config.max_layers),
         "--model-name": checkpoint.name,  # it stands in records
@@ -130,12 +130,20 @@ def _tensor_spans(file: BinaryIO, size: int) -> list[tuple[int, int]]:
     return spans
 
 
-def _files_digest(folder: Path | None) -> str:
-    """Return a digest of the tokenizer's files."""
+def _files_digest(checkpoint: Checkpoint) -> str:
+    """Return a digest of the tokenizer's files, and of what says which tokens end a text."""
     digest = hashlib.blake2b(digest_size=8)
-    files = [] if folder is None else sorted(file for file in folder.iterdir() if file.is_file())
+    folder, files = checkpoint.tokenizer_folder, []
+    if folder is not None:
+        files = sorted(file for file in folder.iterdir() if _is_of_tokenizer(file))
+    if checkpoint.generation_folder is not None:
+        files.append(checkpoint.generation_folder / GENERATION)
     for file in files:
-        if file.name in TOKENIZER_FILES or file.suffix in (".model", ".tiktoken"):
-            digest.update(f"\n{file.name}\n".encode())
-            digest.update(file.read_bytes())
+        digest.update(f"\n{file.name}\n".encode())
+        digest.update(file.read_bytes())
     return digest.hexdigest()
+
+
+def _is_of_tokenizer(file: Path) -> bool:
+    is_named = file.name in TOKENIZER_FILES or file.suffix in (".model", ".tiktoken")
+    return is_named and file.is_file()

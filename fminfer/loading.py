@@ -103,9 +103,15 @@ def open_model(config: EngineConfig, *, has_weights: bool = True) -> Checkpoint:
         UsageError: --model-type says it is another, or --max-model-len is beyond its context.
     """
     if config.random_init is not None:
-        checkpoint = open_random(config.random_init)
+        checkpoint = open_random(config.random_init, tokenizer=config.tokenizer)
     else:
-        checkpoint = open_checkpoint(config.model, has_weights=has_weights)
+        checkpoint = open_checkpoint(
+            config.model,
+            has_weights=has_weights,
+            model_config=config.model_config,
+            tokenizer=config.tokenizer,
+            revision=config.revision,
+        )
     _check_model_type(config.model_type, str(checkpoint.config.model_type))
     if config.max_model_len is None:
         return checkpoint

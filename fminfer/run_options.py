@@ -204,8 +204,23 @@ MODEL = [
     click.option(
         "--random-init",
         metavar="CONFIG_OR_SIZE",
-        help="Random weights, for benches, in the shape of a config.json or of a known size "
-        "(llama-160m, …).",
+        help="Random weights, for benches, in the shape of a config.json, a hub id's, or a known "
+        "size (llama-160m, bloom-176b, …).",
+    ),
+    click.option(
+        "--tokenizer",
+        metavar="FOLDER_OR_ID",
+        help="A tokenizer from elsewhere: a local folder or hub id.  [default: the model's own]",
+    ),
+    click.option(
+        "--model-config",
+        metavar="CONFIG_OR_SIZE",
+        help="A config from elsewhere: a config.json, its folder, a hub id or a known size.  "
+        "[default: the model's own]",
+    ),
+    click.option(
+        "--revision",
+        help="Of a model of the hub: a branch, tag or commit.  [default: its main branch]",
     ),
     click.option(
         "--dtype",

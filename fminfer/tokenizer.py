@@ -16,6 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from fminfer.detokenizer import BROKEN, Detokenizer
 from fminfer.errors import CheckpointError
+from fminfer.models.impostors import refuse_impostor
 from fminfer.sentencepieces import follow_model_file
 from fminfer.token_lengths import LongestToken, find_longest, least_tokens
 
@@ -70,8 +71,11 @@ class Tokenizer:
         return int(self._hf.vocab_size)
 
     @classmethod
-    def load(cls, folder: Path) -> Tokenizer:
-        """Load the tokenizer of a checkpoint folder.
+    def load(cls, folder: Path, config: Any | None = None) -> Tokenizer:
+        """Load the tokenizer of a folder.
+
+        Args:
+            config: of the model; it tells the kind of a tokenizer whose folder has no config.
 
         Raises:
             CheckpointError: the folder has no tokenizer that transformers can read.
@@ -79,13 +83,19 @@ class Tokenizer:
         if not any(is_vocabulary(file.name) for file in folder.iterdir()):
             raise CheckpointError(
                 f"{folder} has no tokenizer (tokenizer.json, tokenizer.model or the like). Put the "
-                "model's own there; or, if all prompts are token ids, give --skip-tokenizer-init, "
-                "with which answers have token ids and no text"
+                "model's own there; or name a folder or hub id that has it by --tokenizer; or, if "
+                "all prompts are token ids, give --skip-tokenizer-init, with which answers have "
+                "token ids and no text"
             )
+        for file in folder.iterdir():
+            if is_vocabulary(file.name) or file.name == "tokenizer_config.json":
+                refuse_impostor(file)
         from transformers import AutoTokenizer  # slow to import; only where it is needed
 
         try:
-            hf = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            if (folder / "config.json").exists() or (folder / "tokenizer_config.json").exists():
+                config = None
+            hf = AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{folder} has no usable tokenizer: {error}") from error
         if (backend := getattr(hf, "backend_tokenizer", None)) is not None:

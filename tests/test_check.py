@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -394,11 +395,15 @@ def test_how_long_calibration_takes_is_told(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_model_of_the_hub_is_fetched_without_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
 
-    def download(name: str, allow_patterns: list[str]) -> str:
+    def download(name: str, allow_patterns: list[str], revision: str | None) -> str:
         asked.append(allow_patterns)
         return str(DEMO_MODEL)
 
+    def list_files(self: Any, name: str, revision: str | None) -> Any:
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename="model.safetensors")])
+
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", list_files)
     open_model(EngineConfig(model="some/model"), has_weights=False)
     assert not [pattern for patterns in asked for pattern in patterns if "safetensors" in pattern]
     open_model(EngineConfig(model="some/model"))

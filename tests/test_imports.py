@@ -19,15 +19,16 @@ cache cluster.job_names compute.spec control_groups detokenizer engine.blocks \
 cluster.schedulers cluster.scripts compute.plain config cost_model decode_attention \
     draw_kernel engine.seen engine.stats fields host_memory imports input.spread \
     input.streams input.values integrations.generation kernel_attention layer_kernels memory \
-    models.architectures.naming models.config_fields models.tensor_files output.disk \
+    models.architectures.naming models.config_fields models.hub models.impostors models.tensor_files output.disk \
     output.stream output.trace partition pipeline.handshake pipeline.local \
     pipeline.step_clock pipeline.transport pipeline.wire processor ranks score_kernel \
-    stopping threads tokenizer
+    stopping threads
 attention compute.parts compute.trial engine_options input.lines kernel_build launcher \
-    models.architectures.parts models.layer_count models.shapes no_tokenizer output.claims \
+    models.architectures.parts models.layer_count models.shapes output.claims \
     output.journal output.progress pipeline.secret pipeline.store placement product_kernel \
-    prompts run_options spelling triton_attention triton_layers
+    prompts run_options tokenizer triton_attention triton_layers
 cluster.submission compute.kv_cache input.envelope input.files kernel_choice \
+    no_tokenizer spelling \
     models.architectures.gpt_like models.architectures.llama_like models.origins \
     output.writer packed_linear pipeline.store_place pipeline.watch remote_files request
 compute.products engine.logit_edits models.architectures.table output.records output.status \

@@ -174,6 +174,7 @@ def _how_to_calibrate(config: EngineConfig) -> str:
     flags = {
         "--model-name": config.model,
         "--random-init": config.random_init,
+        "--model-config": config.model_config,
         "--dtype": None if config.dtype == "auto" else config.dtype,
         "--kv-dtype": None if config.kv_dtype == "auto" else config.kv_dtype,
         "--device": None if config.device == "auto" else config.device,

@@ -18,10 +18,11 @@ from fminfer.errors import CheckpointError
 from fminfer.models.architectures.naming import Architecture
 from fminfer.models.architectures.table import architecture_of, check_model_type
 from fminfer.models.context import context_length
-from fminfer.models.sizes import DEMO_MODEL, SIZES
+from fminfer.models.hub import SMALL_FILES, fetch, fetch_weights
+from fminfer.models.impostors import refuse_impostor
+from fminfer.models.sizes import DEMO_MODEL, SIZES, size_fields
 
-SMALL_HUB_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
-HUB_FILES = [*SMALL_HUB_FILES, "model*.safetensors"]
+GENERATION = "generation_config.json"
 
 
 @dataclass(slots=True, frozen=True)
@@ -32,6 +33,8 @@ class Checkpoint:
     folder: Path | None  # None: random weights
     config: Any  # transformers.PreTrainedConfig
     architecture: Architecture
+    tokenizer_folder: Path | None = None  # None: a tokenizer of bytes
+    generation_folder: Path | None = None  # of generation_config.json; None: there is none
     max_model_len: int | None = None  # a context shorter than the model's
 
     @property
@@ -48,85 +51,111 @@ class Checkpoint:
     def eos_ids(self) -> frozenset[int]:
         """The ids that end a sequence, by generation_config.json or else the config."""
         eos = self.config.eos_token_id
-        if self.folder is not None and (self.folder / "generation_config.json").exists():
+        if self.generation_folder is not None:
+            path = self.generation_folder / GENERATION
             try:
-                fields = json.loads((self.folder / "generation_config.json").read_text())
-                eos = fields.get("eos_token_id", eos)
+                eos = json.loads(path.read_text()).get("eos_token_id", eos)
             except (ValueError, AttributeError) as error:
-                raise CheckpointError(
-                    f"{self.folder}/generation_config.json is no JSON object: {error}"
-                ) from error
+                raise CheckpointError(f"{path} is no JSON object: {error}") from error
         return frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
 
 
-def open_checkpoint(name: str | None, *, has_weights: bool = True) -> Checkpoint:
+def open_checkpoint(
+    name: str | None,
+    *,
+    has_weights: bool = True,
+    model_config: str | None = None,
+    tokenizer: str | None = None,
+    revision: str | None = None,
+) -> Checkpoint:
     """Find a model by folder or hub id (None: the demo model) and read its config.
 
     Args:
         has_weights: otherwise a model of the hub is fetched without its weights.
+        model_config: as `find_config`; None: the model's own.
+        tokenizer: a folder or hub id; None: the model's own.
+        revision: of a model of the hub.
 
     Raises:
         CheckpointError: nothing there, no config, or an architecture that does not run.
     """
-    if name is None:
-        name, folder = "fminfer-demo", DEMO_MODEL
-    elif Path(name).is_dir():
-        folder = Path(name)
-    else:
-        # The config first: an architecture that does not run is refused before the download.
-        _read_config(_download(name, ["config.json"]))
-        folder = _download(name, HUB_FILES if has_weights else SMALL_HUB_FILES)
-    config = _read_config(folder)
-    return Checkpoint(name, folder, config, architecture_of(config))
+    folder = DEMO_MODEL if name is None else Path(name)
+    is_of_hub = not folder.is_dir()
+    config, where = None, None
+    if model_config is not None:
+        config, where = find_config(model_config)
+    elif is_of_hub:
+        # First: an architecture that does not run is refused before the download of its weights.
+        folder = fetch(str(name), ["config.json"], revision)
+        config = _read_config(folder)
+    if is_of_hub and has_weights:
+        folder = fetch_weights(str(name), revision)
+    elif is_of_hub:
+        folder = fetch(str(name), SMALL_FILES, revision)
+    config = config or _read_config(folder)
+    return Checkpoint(
+        name or "fminfer-demo",
+        folder,
+        config,
+        architecture_of(config),
+        folder if tokenizer is None else _find_tokenizer(tokenizer),
+        next((f for f in (folder, where) if f and (f / GENERATION).exists()), None),
+    )
 
 
-def open_random(name: str) -> Checkpoint:
-    """Make a checkpoint of random weights from a config.json, its folder, or a size of SIZES.
+def open_random(name: str, *, tokenizer: str | None = None) -> Checkpoint:
+    """Make a checkpoint of random weights.
+
+    Args:
+        name: as `find_config`.
+        tokenizer: a folder or hub id; None: a tokenizer of bytes.
 
     Raises:
-        CheckpointError: no such file or size.
+        CheckpointError: no such config or tokenizer.
     """
-    if name in SIZES:
-        fields = dict(SIZES[name])
-        config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
-    elif Path(name).exists():
-        config = _read_config(Path(name))
-    else:
-        raise CheckpointError(
-            f"--random-init {name} is neither a config.json, a folder with one, nor one of the "
-            f"sizes {', '.join(SIZES)}"
-        )
-    return Checkpoint(f"random {name}", None, config, architecture_of(config))
+    config, _ = find_config(name)
+    own = None if tokenizer is None else _find_tokenizer(tokenizer)
+    return Checkpoint(f"random {name}", None, config, architecture_of(config), own)
 
 
-def _download(name: str, files: list[str]) -> Path:
-    from huggingface_hub import snapshot_download  # only for models that are not local
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+def find_config(name: str) -> tuple[Any, Path | None]:
+    """Return a config and the folder that it lies in, if any.
 
-    if name.count("/") > 1 or name.startswith(("/", ".", "~")) or Path(name).exists():
-        raise _not_found(name)
-    try:
-        return Path(snapshot_download(name, allow_patterns=files))
-    except HFValidationError as error:  # in the hub's own words it is about a "repo id"
-        raise _not_found(name) from error
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise CheckpointError(
-            f"the model {name!r} is no local folder, and the hub did not give it: {error}"
-        ) from error
+    Args:
+        name: a size of SIZES, a config.json, a folder with one, or a hub id.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if (fields := size_fields(name)) is not None:
+        return transformers.AutoConfig.for_model(fields.pop("model_type"), **fields), None
+    path = Path(name)
+    if not path.exists():
+        if name.count("/") != 1:
+            raise CheckpointError(
+                f"{name!r} is neither a config.json, a folder with one, a hub id such as "
+                f"facebook/opt-125m, nor one of the sizes {', '.join(SIZES)}"
+            )
+        path = fetch(name, SMALL_FILES)
+    return _read_config(path), path if path.is_dir() else path.parent
 
 
-def _not_found(name: str) -> CheckpointError:
-    """Return the error of a name that can be no model of the hub."""
-    found = "is a file" if Path(name).is_file() else "is no folder here"
-    return CheckpointError(
-        f"the model {name!r} {found}, and no model of the hub can have that name. Give the folder "
-        "that holds its config.json, or a hub id such as facebook/opt-125m"
-    )
+def _find_tokenizer(name: str) -> Path:
+    """Return the folder of a tokenizer, by folder or hub id."""
+    if Path(name).is_file():
+        raise CheckpointError(f"--tokenizer {name} is a file; give the folder that holds it")
+    return Path(name) if Path(name).is_dir() else fetch(name, SMALL_FILES)
 
 
 def _read_config(path: Path) -> Any:
     """Read a config.json, refusing what does not run: some of it transformers cannot even read."""
     file = path / "config.json" if path.is_dir() else path
+    if path.is_dir() and not file.exists():
+        raise CheckpointError(
+            f"{path} has no config.json. Put the model's own there; or name one, a folder with "
+            "one, a hub id, or a known size by --model-config"
+        )
+    refuse_impostor(file)
     try:
         model_type = json.loads(file.read_text())["model_type"]
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from fminfer.config import EngineConfig
-from fminfer.models.sizes import DEMO_MODEL, SIZES
+from fminfer.models.sizes import DEMO_MODEL, size_fields
 from fminfer.partition import split_layers
 
 LAYER_NAMES = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -32,10 +32,10 @@ def check_split(config: EngineConfig, num_stages: int) -> None:
 
 def _count_layers(config: EngineConfig) -> int | None:
     """Return None for a model that is not here, or a config.json that is not plain."""
-    if config.random_init in SIZES:
-        fields = SIZES[config.random_init or ""]
-    else:
-        path = Path(config.random_init or config.model or DEMO_MODEL)
+    name = config.random_init or config.model_config
+    fields = size_fields(name)
+    if fields is None:
+        path = Path(name or config.model or DEMO_MODEL)
         try:
             fields = json.loads((path / "config.json" if path.is_dir() else path).read_text())
         except (OSError, ValueError):

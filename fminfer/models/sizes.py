@@ -1,41 +1,84 @@
-"""Shapes for `--random-init SIZE`: config fields of known models, for benches without weights."""
+"""Shapes of known models, as published in their config.json.
+
+`--random-init` and `--model-config` take their names, on every command that takes a model.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+Fields = dict[str, Any]
 DEMO_MODEL = Path(__file__).parent.parent / "demo_model"
 
-# Shapes as published in each model's config.json; `llama-160m` is the benchmarks' own.
-SIZES: dict[str, dict[str, Any]] = {
-    "llama-160m": {
+
+def _bloom(hidden: int, layers: int, heads: int) -> Fields:
+    sizes = {"hidden_size": hidden, "n_layer": layers, "n_head": heads}
+    return {"model_type": "bloom", "vocab_size": 250880} | sizes
+
+
+def _opt(hidden: int, layers: int, heads: int) -> Fields:
+    return {
+        "model_type": "opt",
+        "hidden_size": hidden,
+        "word_embed_proj_dim": hidden,
+        "ffn_dim": 4 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+    }
+
+
+def _llama(
+    hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocabulary: int, context: int
+) -> Fields:
+    return {
         "model_type": "llama",
-        "hidden_size": 768,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 12,
-        "vocab_size": 32000,
-        "max_position_embeddings": 2048,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": context,
         "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    },
-    "bloom-560m": {
-        "model_type": "bloom",
-        "hidden_size": 1024,
-        "n_layer": 24,
-        "n_head": 16,
-        "vocab_size": 250880,
-    },
-    "bloom-7b1": {
-        "model_type": "bloom",
-        "hidden_size": 4096,
-        "n_layer": 30,
-        "n_head": 32,
-        "vocab_size": 250880,
-    },
+    }
+
+
+# `llama-160m` is the benchmarks' own; a made-up text of it has no end.
+SIZES: dict[str, Fields] = {
+    "llama-160m": _llama(768, 3072, 12, 12, 12, 32000, 2048)
+    | {"bos_token_id": None, "eos_token_id": None},
+    "llama-7b": _llama(4096, 11008, 32, 32, 32, 32000, 4096) | {"rms_norm_eps": 1e-5},
+    "llama-8b": _llama(4096, 14336, 32, 32, 8, 128256, 8192)
+    | {"rms_norm_eps": 1e-5, "rope_theta": 500000.0},
+    "llama-70b": _llama(8192, 28672, 80, 64, 8, 128256, 8192)
+    | {"rms_norm_eps": 1e-5, "rope_theta": 500000.0},
+    "llama-405b": _llama(16384, 53248, 126, 128, 8, 128256, 8192)
+    | {"rms_norm_eps": 1e-5, "rope_theta": 500000.0},
+    "bloom-560m": _bloom(1024, 24, 16),
+    "bloom-7b1": _bloom(4096, 30, 32),
+    "bloom-176b": _bloom(14336, 70, 112),
     "gpt-j-6b": {"model_type": "gptj"},
-    "opt-125m": {"model_type": "opt"},
+    "gpt-neox-20b": {"model_type": "gpt_neox"},
+    "gpt3-175b": {
+        "model_type": "gpt2",
+        "n_embd": 12288,
+        "n_layer": 96,
+        "n_head": 96,
+        "n_positions": 2048,
+    },
+    "opt-125m": _opt(768, 12, 12),
+    "opt-1.3b": _opt(2048, 24, 32),
+    "opt-6.7b": _opt(4096, 32, 32),
+    "opt-30b": _opt(7168, 48, 56),
+    "opt-66b": _opt(9216, 64, 72),
+    "opt-175b": _opt(12288, 96, 96),
 }
+# What the users of earlier systems type.
+ALIASES = {"560m": "bloom-560m", "7b1": "bloom-7b1", "175b": "bloom-176b", "176b": "bloom-176b"}
+
+
+def size_fields(name: str | None) -> Fields | None:
+    """Return a copy of the config's fields of a size; None: there is no such size."""
+    fields = SIZES.get(ALIASES.get(name or "", name or ""))
+    return None if fields is None else dict(fields)

@@ -1,0 +1,90 @@
+"""Fetches models of the Hugging Face hub: a config, small files, then weights in one form.
+
+A machine without a connection uses what its cache holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import TypeVar
+
+from fminfer.errors import CheckpointError
+
+SMALL_FILES = ["*.json", "*.model", "*.txt", "*.tiktoken", "*.jinja"]
+# Of weights the first form that a repository holds. Both would double the download.
+WEIGHT_FILES = (["model*.safetensors"], ["*.safetensors"], ["pytorch_model*.bin"])
+
+Found = TypeVar("Found")
+
+
+def fetch(name: str, files: list[str], revision: str | None = None) -> Path:
+    """Fetch those files of a model that match, and return the folder that holds them.
+
+    Args:
+        revision: a branch, a tag or a commit; None: the main branch.
+
+    Raises:
+        CheckpointError: the hub has no such model or revision, or does not answer.
+    """
+    from huggingface_hub import snapshot_download  # only for models that are not local
+
+    def download() -> Path:
+        return Path(snapshot_download(name, allow_patterns=files, revision=revision))
+
+    return _ask(name, revision, download)
+
+
+def fetch_weights(name: str, revision: str | None = None) -> Path:
+    """Fetch a model: its small files, and its weights in one form.
+
+    Raises:
+        CheckpointError: as `fetch`.
+    """
+    folder = fetch(name, SMALL_FILES, revision)
+    # The commit, so that files of a branch that moves meanwhile are not mixed.
+    commit = folder.name if len(folder.name) == 40 else revision
+    names = _list_files(name, commit)
+    if names is None:
+        return folder
+    for patterns in WEIGHT_FILES:
+        if any(fnmatch(each, pattern) for each in names for pattern in patterns):
+            return fetch(name, SMALL_FILES + patterns, commit)
+    return folder  # loading says that it has no weights
+
+
+def _list_files(name: str, revision: str | None) -> list[str] | None:
+    """Return the files at the top of a repository; None: the hub cannot be asked."""
+    from huggingface_hub import HfApi
+
+    try:
+        siblings = HfApi().model_info(name, revision=revision).siblings or []
+    except Exception:  # of whatever library the hub's client speaks HTTP with
+        return None
+    return [each.rfilename for each in siblings if "/" not in each.rfilename]
+
+
+def _ask(name: str, revision: str | None, download: Callable[[], Found]) -> Found:
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    if name.count("/") > 1 or name.startswith(("/", ".", "~")) or Path(name).exists():
+        raise _not_found(name)
+    try:
+        return download()
+    except HFValidationError as error:  # in the hub's own words it is about a "repo id"
+        raise _not_found(name) from error
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        at = "" if revision is None else f" at revision {revision!r}"
+        raise CheckpointError(
+            f"the model {name!r}{at} is no local folder, and the hub did not give it: {error}"
+        ) from error
+
+
+def _not_found(name: str) -> CheckpointError:
+    """Return the error of a name that can be no model of the hub."""
+    found = "is a file" if Path(name).is_file() else "is no folder here"
+    return CheckpointError(
+        f"the model {name!r} {found}, and no model of the hub can have that name. Give the folder "
+        "that holds its config.json, or a hub id such as facebook/opt-125m"
+    )
