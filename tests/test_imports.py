@@ -19,7 +19,8 @@ cache cluster.job_names compute.spec control_groups detokenizer engine.blocks \
 cluster.schedulers cluster.scripts compute.plain config cost_model decode_attention \
     draw_kernel engine.seen engine.stats fields host_memory imports input.spread \
     input.streams input.values integrations.generation kernel_attention layer_kernels memory \
-    models.architectures.naming models.config_fields models.hub models.impostors models.tensor_files output.disk \
+    models.architectures.naming models.config_fields models.hub models.impostors \
+    models.tensor_files output.disk \
     output.stream output.trace partition pipeline.handshake pipeline.local \
     pipeline.step_clock pipeline.transport pipeline.wire processor ranks score_kernel \
     stopping threads
