@@ -19,7 +19,7 @@ from fminfer.loading import kv_token_bytes, split_model
 from fminfer.models.architectures.naming import Architecture
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.load import stored_dtype, weight_dtype
-from fminfer.models.shapes import is_of_product, may_stay_stored, part_shapes
+from fminfer.models.shapes import is_of_product, is_precise, may_stay_stored, part_shapes
 from fminfer.packed_linear import can_pack_dtype
 from fminfer.partition import Part
 from fminfer.placement import choose_kv_dtype, is_fast_in_bfloat16
@@ -102,6 +102,7 @@ def measure_footprint(
         shapes.pop("head.weight", None)
     held_in = held_dtype(config, checkpoint, device, dtype)
     dtypes = {name: held_in if may_stay_stored(name) else dtype for name in shapes}
+    dtypes |= dict.fromkeys(filter(is_precise, shapes), torch.float32)
     sizes = {name: math.prod(shape) * dtypes[name].itemsize for name, shape in shapes.items()}
     # Of files in this very dtype the system keeps what was read, for it is mapped and not copied.
     has_files = on_cpu and checkpoint.folder is not None
@@ -145,7 +146,8 @@ def _is_mapped(architecture: Architecture, name: str) -> bool:
     module = name.rpartition(".")[0]
     number, _, inner = module.partition(".")
     source = architecture.inner[inner] if number.isdigit() else architecture.outer[module]
-    return len(source.names) == 1 and source.layout is None and "*" not in source.names[0]
+    is_one = not source.names or (len(source.names) == 1 and "*" not in source.names[0])
+    return is_one and source.layout is None
 
 
 def _packs(

@@ -30,6 +30,10 @@ class Head:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits, (rows, vocab) float32, of hidden states, (rows, hidden)."""
+        logits = self._multiply(hidden)
+        return logits if self._layer.scale == 1.0 else logits.mul_(self._layer.scale)
+
+    def _multiply(self, hidden: torch.Tensor) -> torch.Tensor:
         weight = self._layer.weight
         if self._kernel is not None:
             return self._kernel(hidden, weight, self._bias)

@@ -37,7 +37,9 @@ def _copies(layer: Layer) -> int:
 
 
 def _up_size(mlp: Mlp | Moe) -> int:
-    return mlp.expert.up_size if isinstance(mlp, Moe) else mlp.up_size
+    if isinstance(mlp, Mlp):
+        return mlp.up_size
+    return max(mlp.expert.up_size, 0 if mlp.shared is None else mlp.shared.up_size)
 
 
 def peak_bytes(device: torch.device) -> int:

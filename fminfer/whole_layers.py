@@ -77,6 +77,7 @@ def serves(how: spec.Layer) -> bool:
     if isinstance(mlp, spec.Moe) or mlp.activation not in (GATES if mlp.is_gated else PLAIN):
         return False
     plain_order = not (any(how.after) or any(how.of_sum) or how.is_parallel or how.adds_normed)
+    plain_order = plain_order and how.residual_scale == 1.0 and not attention.qk_norm_is_last
     of_head = attention.qk_norm
     return (
         plain_order

@@ -5,6 +5,7 @@ Compiled bodies are tried against them. They compute whatever no compiled body s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -24,7 +25,21 @@ ACTIVATIONS: dict[str, Function] = {
     "gelu_new": _GELU_TANH,
     "gelu_fast": _GELU_TANH,
     "gelu_pytorch_tanh": _GELU_TANH,
+    "relu2": lambda x: nn.functional.relu(x).square(),
 }
+
+
+def xielu(
+    x: torch.Tensor,
+    positive: torch.Tensor,
+    negative: torch.Tensor,
+    beta: torch.Tensor,
+    eps: torch.Tensor,
+) -> torch.Tensor:
+    """Return xIELU (Huang and Schlag 2024), whose slopes each layer has learned."""
+    up = nn.functional.softplus(positive) * x * x
+    down = (torch.expm1(x.minimum(eps)) - x) * (beta + nn.functional.softplus(negative))
+    return torch.where(x > 0, up, down) + beta * x
 
 
 def norm(
@@ -46,6 +61,14 @@ def norm(
     if bias is not None:
         y = y + bias.float()
     return y.to(x.dtype)
+
+
+def sinusoids(num_positions: int, size: int) -> torch.Tensor:
+    """Return (positions, size) float32: sines and cosines of each position, as fairseq has them."""
+    half = size // 2
+    powers = torch.arange(half).float() * -(math.log(10000) / (half - 1))
+    angles = torch.arange(num_positions).float()[:, None] * powers.exp()
+    return nn.functional.pad(torch.cat([angles.sin(), angles.cos()], 1), (0, size % 2))
 
 
 def rotary_table(how: Rope, num_positions: int, device: torch.device) -> torch.Tensor:

@@ -57,6 +57,7 @@ class Attention:
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
     qk_norm: Norm | None = None
     qk_norm_over: str = "head"  # or "heads" (each has its own weights) or "all" of them in one norm
+    qk_norm_is_last: bool = False  # it comes after rotary positions (Hunyuan)
     clip: float | None = None  # the outputs of qkv are clamped to [-clip, clip]
 
     @property
@@ -77,6 +78,12 @@ class Attention:
         return self.kv_heads, self.head_dim
 
 
+# The tensors of activations that have some, for each MLP.
+ACTIVATION_SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
+    "xielu": {"positive": (1,), "negative": (1,), "beta": (), "eps": ()}
+}
+
+
 @dataclass(slots=True, frozen=True)
 class Mlp:
     """down(act(up(x))), or down(act(first half) * second half) of `up` if it is gated."""
@@ -94,12 +101,23 @@ class Mlp:
 
 @dataclass(slots=True, frozen=True)
 class Moe:
-    """A mixture of experts: each token goes to `top_k` of them (Shazeer et al. 2017)."""
+    """A mixture of experts: each token goes to `top_k` of them (Shazeer et al. 2017).
+
+    `compute.routing` tells how they are chosen.
+    """
 
     num_experts: int
     top_k: int
     expert: Mlp
     is_normalized: bool = True  # the weights of those chosen sum up to 1
+    scores: str = "softmax"  # or "sigmoid" (DeepSeek V3) or "sparsemixer" (Phi-3.5 MoE)
+    mixer_eps: float = 0.0  # of sparsemixer: how far below the best a score still counts
+    has_choice_bias: bool = False  # added to scores, for the choice alone
+    groups: int = 1  # of experts, side by side
+    top_groups: int = 1  # those whose two best scores sum up highest; the others have no chance
+    scale: float = 1.0  # multiplies the weights
+    shared: Mlp | None = None  # an expert that every token goes to besides
+    has_shared_gate: bool = False  # a sigmoid of one product multiplies what it gives
 
 
 @dataclass(slots=True, frozen=True)
@@ -113,6 +131,7 @@ class Layer:
     of_sum: tuple[Norm | None, Norm | None] = (None, None)  # on the residual sums (OPT 350m)
     is_parallel: bool = False  # both read the layer's input; an MLP without a norm shares the other
     adds_normed: bool = False  # the residual is the output of the norm (a variant of BLOOM)
+    residual_scale: float = 1.0  # multiplies what attention and MLP add (Granite)
 
 
 @dataclass(slots=True, frozen=True)
@@ -128,5 +147,7 @@ class Model:
     embed_norm: Norm | None = None
     num_positions: int = 0  # rows of the table of learned positions; 0: no such table
     position_offset: int = 0  # the row of position 0
+    has_sinusoids: bool = False  # the table is computed, not learned (XGLM)
     has_head_bias: bool = False
+    logit_scale: float = 1.0
     logit_cap: float | None = None

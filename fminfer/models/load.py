@@ -16,6 +16,7 @@ from fminfer.models.shapes import (
     Shapes,
     entry_shapes,
     exit_shapes,
+    is_precise,
     layer_shapes,
     may_stay_stored,
 )
@@ -84,6 +85,8 @@ class _Reader:
 
     def _dtype_of(self, name: str, origin: Origin) -> torch.dtype:
         """Return the type of a tensor in memory."""
+        if is_precise(name):
+            return torch.float32
         stays = self._keeps_bfloat16 and may_stay_stored(name)
         if stays and all(self._files.dtypes[p.stored] == torch.bfloat16 for p in origin.pieces):
             return torch.bfloat16
@@ -229,6 +232,7 @@ def _draw_one(
     device: torch.device,
 ) -> torch.Tensor:
     """Draw a tensor with its own seed. Norms multiply by 1, biases are 0, the rest is normal."""
+    dtype = torch.float32 if is_precise(name) else dtype
     if name.endswith(".bias"):
         return torch.zeros(shape, dtype=dtype, device=device)
     if "norm" in name or name.startswith(("before_", "after_", "sum_")):

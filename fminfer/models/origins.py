@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from fminfer.compute.spec import Layer, Moe
+from fminfer.compute.spec import Layer, Mlp, Moe
 from fminfer.errors import CheckpointError
 from fminfer.models.architectures.naming import Architecture, Layout, Source
 from fminfer.models.shapes import Shapes, entry_shapes, exit_shapes, layer_shapes
@@ -119,7 +119,9 @@ class _Search:
                 f"{self._name} lacks {len(self._missing)} tensors, such as {name!r}; the "
                 "checkpoint is incomplete, fetch it again"
             )
+        others = self._architecture.left_out
         left = [n for n in self._stored if n not in self._used and not _IGNORED.search(f".{n}")]
+        left = [n for n in left if not (others and re.match(others, n))]
         for name in left[:1]:
             raise CheckpointError(
                 f"{self._name} holds a tensor {name!r} that a model of its config.json does not "
@@ -132,10 +134,12 @@ class _Search:
         origins: Origins = {}
         for ours, shape in shapes.items():
             module, _, leaf = ours.rpartition(".")
-            source = where[module]
-            whole = self._resolve(prefix + source.whole) if source.whole else ""
-            if whole in self._stored:
-                pieces: tuple[Piece, ...] = (Piece(whole, shape, None, 0, shape[0]),)
+            source = where.get(ours) or where[module]
+            whole = self._resolve(*(prefix + each for each in source.whole.split("|")))
+            has_whole = source.whole and whole in self._stored
+            if has_whole or not source.names:
+                found = _stored_shape(shape, source.layout)
+                pieces: tuple[Piece, ...] = (Piece(whole, found, None, 0, sum(shape[:1])),)
             else:
                 form = f"{prefix}{{}}.{leaf}"
                 pieces = tuple(self._pieces(source, form, shape, module, layer))
@@ -153,9 +157,7 @@ class _Search:
         for item in range(shape[0]) if is_stacked else (None,):
             first = 0
             for theirs, size in zip(source.names, sizes, strict=True):
-                part = (size, *of_item[1:])
-                if source.layout is not None and source.layout.is_transposed:
-                    part = part[::-1]
+                part = _stored_shape((size, *of_item[1:]), source.layout)
                 names = theirs.replace("*", str(item)).split("|")
                 yield Piece(
                     self._resolve(*map(form.format, names)), part, item, first, first + size
@@ -165,11 +167,18 @@ class _Search:
     def _resolve(self, *names: str) -> str:
         """Return the first of these names that the checkpoint has, or else the first name."""
         for each in names:
-            # Checkpoints saved without the head (such as gpt2) leave a prefix out.
-            for stored in (each, each.removeprefix(self._architecture.base)):
+            for stored in self._spellings(each):
                 if stored in self._stored:
                     return stored
         return names[0]
+
+    def _spellings(self, name: str) -> Iterator[str]:
+        yield name
+        # Checkpoints saved without the head (such as gpt2) leave a prefix out.
+        yield name.removeprefix(self._architecture.base)
+        for ours, theirs in self._architecture.inside:
+            if name.startswith(ours):
+                yield theirs + name.removeprefix(ours)
 
     def _take(self, piece: Piece, layout: Layout | None) -> None:
         self._used.add(piece.stored)
@@ -190,5 +199,15 @@ def _part_sizes(module: str, layer: Layer | None, num: int, rows: int) -> tuple[
     if module == "qkv":
         return layer.attention.qkv_sizes
     assert num == 2, "gate and up"
-    mlp = layer.mlp.expert if isinstance(layer.mlp, Moe) else layer.mlp
+    mlp: Mlp | Moe | None = layer.mlp
+    if isinstance(mlp, Moe):
+        mlp = mlp.shared if module == "shared.up" else mlp.expert
+    assert isinstance(mlp, Mlp), "an expert"
     return (mlp.size, mlp.size)
+
+
+def _stored_shape(shape: Shape, layout: Layout | None) -> Shape:
+    """Return the shape in which a checkpoint holds a tensor."""
+    if layout is not None and layout.is_transposed:
+        return shape[::-1]
+    return (1, *shape) if layout is not None and layout.is_row else shape

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from fminfer.compute.spec import Attention, Layer, Mlp, Model, Moe, Norm
+from fminfer.compute.spec import ACTIVATION_SHAPES, Attention, Layer, Mlp, Model, Moe, Norm
 from fminfer.partition import Part
 
 Shapes = dict[str, tuple[int, ...]]
@@ -51,6 +51,11 @@ def may_stay_stored(name: str) -> bool:
     return _weighs(name) in PRODUCTS | {"head", "embed"}
 
 
+def is_precise(name: str) -> bool:
+    """Tell whether a tensor is float32 in any dtype: a small one that decides between experts."""
+    return name.endswith("choice.bias")
+
+
 def _weighs(name: str) -> str:
     """Return what a tensor is the weight of, without its layer; "": it is none."""
     module, _, leaf = name.rpartition(".")
@@ -81,8 +86,14 @@ def _of_layer(layer: Layer, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]
     if isinstance(layer.mlp, Moe):
         moe, expert = layer.mlp, layer.mlp.expert
         yield "router.weight", (moe.num_experts, hidden)
+        if moe.has_choice_bias:
+            yield "choice.bias", (moe.num_experts,)
         yield "experts.up.weight", (moe.num_experts, expert.up_size, hidden)
         yield "experts.down.weight", (moe.num_experts, hidden, expert.size)
+        for name, shape in () if moe.shared is None else _of_mlp(moe.shared, hidden):
+            yield f"shared.{name}", shape
+        if moe.has_shared_gate:
+            yield "shared_gate.weight", (1, hidden)
     else:
         yield from _of_mlp(layer.mlp, hidden)
 
@@ -91,7 +102,7 @@ def _of_entry(model: Model) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "embed.weight", (model.vocab_size, model.embed_size)
     if model.embed_size != model.hidden_size:
         yield "project_in.weight", (model.hidden_size, model.embed_size)
-    if model.num_positions:
+    if model.num_positions and not model.has_sinusoids:
         yield "positions.weight", (model.num_positions, model.hidden_size)
     yield from _of_norm("embed_norm", model.embed_norm, (model.hidden_size,))
 
@@ -106,6 +117,8 @@ def _of_exit(model: Model) -> Iterator[tuple[str, tuple[int, ...]]]:
 def _of_mlp(mlp: Mlp, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield from _of_product("up", mlp.up_size, hidden, mlp.has_bias)
     yield from _of_product("down", hidden, mlp.size, mlp.has_bias)
+    for name, shape in ACTIVATION_SHAPES.get(mlp.activation, {}).items():
+        yield f"{mlp.activation}.{name}", shape
 
 
 def _of_product(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 from fminfer.compute import plain
 from fminfer.compute.parts import NormBody, Parts, RotateBody
 from fminfer.compute.products import Products
+from fminfer.compute.routing import route
 from fminfer.compute.spec import Attention, Layer, Mlp, Model, Moe, Norm, Rope
 from fminfer.models.load import PartTensors, Tensors
 
@@ -139,6 +141,8 @@ class AttentionOf:
         if how.qk_norm_over == "all":
             q, k = self._q_norm(q), self._k_norm(k)
         q, k = (part.view(len(qkv), -1, how.head_dim) for part in (q, k))
+        if how.qk_norm_is_last:
+            return self._q_norm(self._rotated(q, step)), self._k_norm(self._rotated(k, step))
         if how.qk_norm_over != "all":
             q, k = self._q_norm(q), self._k_norm(k)
         return self._rotated(q, step), self._rotated(k, step)
@@ -172,7 +176,10 @@ class MlpOf:
     def __init__(self, how: Mlp, tensors: Tensors, bodies: Bodies) -> None:
         self.products = {name: bodies.product(tensors, name) for name in ("up", "down")}
         parts = bodies.parts
-        self._act = (parts.gate if how.is_gated else parts.activation)(how.activation)
+        if how.activation == "xielu":
+            self._act: Function = partial(plain.xielu, **_under("xielu.", tensors))
+        else:
+            self._act = (parts.gate if how.is_gated else parts.activation)(how.activation)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.products["down"](self._act(self.products["up"](x)))
@@ -185,6 +192,11 @@ class MoeOf:
         self._how = how
         # Not packed: with few outputs it is no faster, and its rounding could choose other experts.
         self._router = tensors["router.weight"]
+        self._bias = tensors["choice.bias"] if how.has_choice_bias else None
+        self._shared = (
+            None if how.shared is None else MlpOf(how.shared, _under("shared.", tensors), bodies)
+        )
+        self._shared_gate = tensors["shared_gate.weight"] if how.has_shared_gate else None
         up, down = tensors["experts.up.weight"], tensors["experts.down.weight"]
         self._experts = [
             MlpOf(how.expert, {"up.weight": up[number], "down.weight": down[number]}, bodies)
@@ -193,10 +205,7 @@ class MoeOf:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         how = self._how
-        scores = nn.functional.linear(x, self._router).float().softmax(-1)
-        weights, chosen = scores.topk(how.top_k)
-        if how.is_normalized:
-            weights = weights / weights.sum(-1, keepdim=True)
+        weights, chosen = self._choose(x)
         order = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=how.num_experts).tolist()
         parts = torch.split(x[order // how.top_k], counts)
@@ -205,7 +214,28 @@ class MoeOf:
         out = torch.empty_like(joined)
         out[order] = joined
         weighted = out.view(len(x), how.top_k, -1) * weights[..., None]
-        return weighted.sum(1).to(x.dtype)
+        return self._with_shared(x, weighted.sum(1).to(x.dtype))
+
+    def _choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the weights and numbers of each token's experts, (tokens, top_k)."""
+        if self._how.scores == "sigmoid":  # float32: scores beside 1 are near to each other
+            logits = nn.functional.linear(x.float(), self._router.float())
+        else:
+            logits = nn.functional.linear(x, self._router).float()
+        return route(self._how, logits, self._bias)
+
+    def _with_shared(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Add what the shared expert gives, if there is one."""
+        if self._shared is None:
+            return out
+        more = self._shared(x)
+        if self._shared_gate is not None:
+            more = more * nn.functional.linear(x, self._shared_gate).sigmoid()
+        return out + more
+
+
+def _under(top: str, tensors: Tensors) -> Tensors:
+    return {name.removeprefix(top): each for name, each in tensors.items() if name.startswith(top)}
 
 
 class LayerOf:
@@ -239,16 +269,20 @@ class LayerOf:
         x, normed = step.keep(x), step.keep(normed)
         if self._after[0]:
             attended = self._after[0](attended)
+        attended = self._scaled(attended)
         if how.is_parallel:
             if self._before[1]:
                 normed = self._before[1](x)
-            return x, attended + self.mlp(normed)
+            return x, attended + self._scaled(self.mlp(normed))
         x, more = _added(self._of_sum[0], normed if how.adds_normed else x, attended)
         x, normed = _normed(self._before[1], x, more)
         out = self.mlp(normed)
         if self._after[1]:
             out = self._after[1](out)
-        return _added(self._of_sum[1], normed if how.adds_normed else x, out)
+        return _added(self._of_sum[1], normed if how.adds_normed else x, self._scaled(out))
+
+    def _scaled(self, out: torch.Tensor) -> torch.Tensor:
+        return out if self.how.residual_scale == 1.0 else out * self.how.residual_scale
 
 
 def _normed(
@@ -270,8 +304,9 @@ def _added(
 class HeadLayer:
     """The tensors of the head, which `head.Head` multiplies; its weight may be the embedding."""
 
-    def __init__(self, tensors: Tensors) -> None:
+    def __init__(self, tensors: Tensors, scale: float = 1.0) -> None:
         self.weight, self.bias = tensors["head.weight"], tensors.get("head.bias")
+        self.scale = scale  # of logits
         self.vocab_size = len(self.weight)
 
 
@@ -292,12 +327,17 @@ class Transformer:
         for how in self.own:  # a layer's own tensors go as soon as they are packed
             each = tensors.layers.pop(0)
             self.layers.append(bodies.join(LayerOf(how, each, bodies), each))
+        if self._entry and model.has_sinusoids:
+            table = plain.sinusoids(model.num_positions, model.hidden_size)
+            self._entry["positions.weight"] = table.to(
+                self._entry["embed.weight"].device, self._dtype
+            )
         self._embed_norm = bodies.norm(model.embed_norm, self._entry, "embed_norm")
         final_norm = model.final_norm if self._exit else None  # the last stage has it
         self._final_norm = bodies.norm(final_norm, self._exit, "final_norm")
         self.head: HeadLayer | None = None
         if self._exit:
-            self.head = HeadLayer(self._exit)
+            self.head = HeadLayer(self._exit, model.logit_scale)
             del self._exit["head.weight"]
 
     def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

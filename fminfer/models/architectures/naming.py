@@ -18,6 +18,7 @@ class Layout:
 
     change: Callable[[torch.Tensor, Attention], torch.Tensor]
     is_transposed: bool = False  # stored matrices are (inputs, outputs)
+    is_row: bool = False  # stored vectors are matrices of one row
 
 
 @dataclass(slots=True, frozen=True)
@@ -30,7 +31,8 @@ class Source:
 
     names: tuple[str, ...]
     layout: Layout | None = None
-    whole: str = ""  # a parameter that some checkpoints have instead, equal to ours
+    # A parameter that some checkpoints have instead, equal to ours. All have it, if names is empty.
+    whole: str = ""
 
 
 Sources = dict[str, Source]
@@ -45,6 +47,9 @@ class Architecture:
     inner: Sources  # of a layer
     prefix: str  # of a layer's names, with {} for its number
     base: str  # the prefix that checkpoints saved without the head leave out
+    # How names may begin where the model is a part of a greater one: (ours, theirs).
+    inside: tuple[tuple[str, str], ...] = ()
+    left_out: str = ""  # a pattern of the names of stored tensors that are none of the model's
 
 
 def sources(layout: Layout | None = None, **ours: str) -> Sources:
@@ -68,6 +73,11 @@ def experts(up: str, down: str, whole: str) -> Sources:
     }
 
 
+def parameter(name: str, layout: Layout | None = None) -> Source:
+    """Return a source that is a parameter by its full name, or by one of two."""
+    return Source((), layout, name)
+
+
 def laid_out(layout: Layout, inner: Sources) -> Sources:
     """Return the same sources with another layout."""
     return {name: replace(source, layout=layout) for name, source in inner.items()}
@@ -89,5 +99,7 @@ def _by_core(t: torch.Tensor, how: Attention) -> torch.Tensor:
 TRANSPOSED = Layout(lambda t, how: t.t() if t.dim() == 2 else t, is_transposed=True)
 # Each KV head's queries, key and value follow each other: BLOOM, GPT-NeoX, Falcon, GPT-BigCode.
 BY_HEAD = Layout(_by_head)
+# ERNIE's bias of experts.
+AS_ROW = Layout(lambda t, how: t[0], is_row=True)
 # CodeGen's: four cores of a TPU, each with its queries, values and keys.
 BY_CORE = Layout(_by_core)

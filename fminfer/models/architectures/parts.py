@@ -11,11 +11,26 @@ import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fminfer.compute.spec import Attention, Layer, Mlp, Model, Moe, Norm, Rope
+from fminfer.errors import CheckpointError
 from fminfer.models.architectures.naming import Architecture, Sources
 
 Changes = dict[str, Any]
 # transformers turns a part of each head in these alone, whatever other configs say.
-PARTIAL = ("phi", "phi3", "stablelm", "glm4", "gpt_neox")
+PARTIAL = frozenset(
+    (
+        "phi",
+        "phi3",
+        "stablelm",
+        "glm",
+        "glm4",
+        "glm4_moe",
+        "gpt_neox",
+        "gpt_neox_japanese",
+        "minimax_m2",
+        "nemotron",
+        "persimmon",
+    )
+)
 
 
 def rope_of(c: Any, layer: int = 0, *, is_interleaved: bool = False) -> Rope:
@@ -85,6 +100,7 @@ def assemble(
     inner: Sources,
     attention: Callable[[int], Changes] | Changes | None = None,
     layer: Changes | None = None,
+    left_out: str = "",
     **changes: Any,
 ) -> Architecture:
     """Make an architecture.
@@ -93,6 +109,7 @@ def assemble(
         norm: at all places.
         mlp: by a layer's number.
         attention: fields of `Attention` that differ, for all layers or by a layer's number.
+        left_out: a pattern of the names of stored tensors that the model does not compute.
         layer, changes: fields of every `Layer` and of the `Model` that differ.
     """
 
@@ -104,9 +121,35 @@ def assemble(
     layers = tuple(one(number) for number in range(c.num_hidden_layers))
     how: Changes = {"embed_size": c.hidden_size, "final_norm": norm} | changes
     model = Model(c.hidden_size, c.vocab_size, layers, **how)
-    return Architecture(model, outer, inner, prefix, prefix.partition(".")[0] + ".")
+    base = prefix.partition(".")[0] + "."
+    return Architecture(model, outer, inner, prefix, base, left_out=left_out)
 
 
 def same(mlp: Mlp | Moe) -> Callable[[int], Mlp | Moe]:
     """Return a function that gives this MLP for every layer."""
     return lambda layer: mlp
+
+
+OF_IMAGES = r"(model\.)?(vision_tower|multi_modal_projector)\."
+# How names of a text part begin, by transformers' releases.
+INSIDE = (
+    ("model.", "language_model.model."),
+    ("lm_head", "language_model.lm_head"),
+    ("model.", "model.language_model."),
+)
+
+
+def text_part(c: Any, *rows: Callable[[Any], Architecture]) -> Architecture:
+    """Return the text part of a model that reads images, too; what it has for these is left out.
+
+    Raises:
+        CheckpointError: its architecture is none of the rows.
+    """
+    text_type = c.text_config.model_type
+    for row in rows:
+        if row.__name__ == text_type:
+            return replace(row(c.text_config), inside=INSIDE, left_out=OF_IMAGES)
+    raise CheckpointError(
+        f"config.json has a text_config of the architecture {text_type!r}, which does not run "
+        f"there; these do: {', '.join(row.__name__ for row in rows)}"
+    )
