@@ -30,6 +30,7 @@ from fminfer.models.checkpoint import open_checkpoint  # noqa: E402
 from fminfer.models.load import load_tensors  # noqa: E402
 from fminfer.models.transformer import Bodies, Transformer  # noqa: E402
 from fminfer.partition import Part  # noqa: E402
+from tests.further_families import BIGGER, FURTHER, GROUPED, VISION  # noqa: E402
 
 IS_ALL = os.environ.get("FMINFER_TEST_ALL") == "1"
 # More of what another test of the same run shows already: more families, dtypes or sizes.
@@ -66,8 +67,6 @@ SHAPE = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-GROUPED: dict[str, Any] = {"intermediate_size": 128, "num_key_value_heads": 2}
-BIGGER = {"intermediate_size": 128}
 EXPERTS = {"num_experts_per_tok": 2, "sliding_window": None}
 # A name is a model_type, or one with a variant behind a dash.
 FIELDS: dict[str, dict[str, Any]] = {
@@ -176,6 +175,31 @@ FIELDS: dict[str, dict[str, Any]] = {
     "phi3-partial": GROUPED | {"partial_rotary_factor": 0.5},
     "stablelm-serial": GROUPED | {"qk_layernorm": True, "use_qkv_bias": True},
 }
+FIELDS |= FURTHER
+
+
+def family_config(name: str, num_layers: int = 3) -> Any:
+    """Return the config of FIELDS[name], of transformers' class."""
+    fields: dict[str, Any] = SHAPE | {"num_hidden_layers": num_layers} | FIELDS[name]
+    if "attention_types" in fields:  # of gpt_neo: a pattern, and how often it comes
+        fields["attention_types"] = [[fields["attention_types"][0][0], num_layers // 3]]
+    for key, value in fields.items():
+        if isinstance(value, list) and len(value) == 3:  # one for each layer
+            fields[key] = value * (num_layers // 3)
+    if "text_config" in fields:
+        text = SHAPE | {"num_hidden_layers": num_layers} | fields["text_config"]
+        fields = FIELDS[name] | {
+            "text_config": text,
+            "vision_config": VISION | fields["vision_config"],
+        }
+    return transformers.AutoConfig.for_model(name.partition("-")[0], **fields)
+
+
+def model_class(config: Any) -> Any:
+    """Return transformers' class of models that have the config."""
+    if type(config) in transformers.AutoModelForCausalLM._model_mapping:
+        return transformers.AutoModelForCausalLM
+    return transformers.AutoModelForImageTextToText
 
 
 def make_model(name: str, num_layers: int = 3) -> Any:
@@ -184,17 +208,16 @@ def make_model(name: str, num_layers: int = 3) -> Any:
     Args:
         num_layers: a multiple of 3.
     """
-    model_type = name.partition("-")[0]
-    fields = SHAPE | {"num_hidden_layers": num_layers} | FIELDS[name]
-    if "attention_types" in fields:  # of gpt_neo: a pattern, and how often it comes
-        fields["attention_types"] = [[fields["attention_types"][0][0], num_layers // 3]]
-    config = transformers.AutoConfig.for_model(model_type, **fields)
+    config = family_config(name, num_layers)
     torch.manual_seed(7)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model = model_class(config).from_config(config).eval()
     if getattr(config, "attn_logit_softcapping", None):
         # transformers 5.17 takes sdpa, which leaves the cap out.
         model.config._attn_implementation = "eager"
     with torch.no_grad():
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.2)
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.08)

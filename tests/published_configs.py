@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.published_further import FURTHER, sizes
+
 LLAMA = {
     "model_type": "llama",
     "hidden_act": "silu",
@@ -35,18 +37,7 @@ LLAMA3_ROPE = {
 }
 
 
-def sizes(hidden: int, inner: int, layers: int, heads: int, kv: int, vocab: int) -> dict[str, Any]:
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv,
-        "vocab_size": vocab,
-    }
-
-
-PUBLISHED: dict[str, tuple[float, dict[str, Any]]] = {
+PUBLISHED: dict[str, tuple[float, dict[str, Any]]] = FURTHER | {
     "meta-llama/Llama-2-7b-hf": (
         6.738,
         LLAMA | sizes(4096, 11008, 32, 32, 32, 32000) | {"rms_norm_eps": 1e-5},

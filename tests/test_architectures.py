@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from fminfer.errors import CheckpointError
 from fminfer.models.architectures.table import architecture_of
-from fminfer.models.checkpoint import open_checkpoint
+from fminfer.models.checkpoint import open_checkpoint, text_part
 from fminfer.models.load import PartTensors, load_tensors
 from fminfer.models.shapes import entry_shapes, exit_shapes, layer_shapes
 from fminfer.partition import split_layers
@@ -33,7 +33,7 @@ def count_parameters(config: Any) -> int:
     model = architecture_of(config).model
     shapes = [layer_shapes(layer, model.hidden_size) for layer in model.layers]
     outside = entry_shapes(model) | exit_shapes(model)
-    if config.tie_word_embeddings:
+    if text_part(config).tie_word_embeddings:
         del outside["head.weight"]
     return sum(math.prod(shape) for each in (*shapes, outside) for shape in each.values())
 

@@ -16,8 +16,8 @@ cache cluster.job_names compute.spec control_groups detokenizer engine.blocks \
     output.names output.rows pipeline.addresses row_warnings sampling sentencepieces \
     shared_runs soft_cap split.folders team.place timing token_lengths triton_kernels urls \
     weighed_values
-cluster.schedulers cluster.scripts compute.plain config cost_model decode_attention \
-    draw_kernel engine.seen engine.stats fields host_memory imports input.spread \
+cluster.schedulers cluster.scripts compute.plain compute.routing config cost_model \
+    decode_attention draw_kernel engine.seen engine.stats fields host_memory imports input.spread \
     input.streams input.values integrations.generation kernel_attention layer_kernels memory \
     models.architectures.naming models.config_fields models.hub models.impostors \
     models.tensor_files output.disk \
@@ -25,13 +25,18 @@ cluster.schedulers cluster.scripts compute.plain config cost_model decode_attent
     pipeline.step_clock pipeline.transport pipeline.wire processor ranks score_kernel \
     stopping threads
 attention compute.parts compute.trial engine_options input.lines kernel_build launcher \
-    models.architectures.parts models.layer_count models.shapes output.claims \
-    output.journal output.progress pipeline.secret pipeline.store placement product_kernel \
-    prompts run_options tokenizer triton_attention triton_layers
+    models.architectures.expert_parts models.architectures.parts models.layer_count \
+    models.shapes output.claims output.journal output.progress pipeline.secret pipeline.store \
+    placement product_kernel prompts run_options tokenizer triton_attention triton_layers
 cluster.submission compute.kv_cache input.envelope input.files kernel_choice \
     no_tokenizer spelling \
     models.architectures.gpt_like models.architectures.llama_like models.origins \
     output.writer packed_linear pipeline.store_place pipeline.watch remote_files request
+models.architectures.cohere_like models.architectures.exaone_like \
+    models.architectures.granite_like models.architectures.hunyuan_like \
+    models.architectures.llama_variants models.architectures.mixtures \
+    models.architectures.neox_like models.architectures.olmo_like \
+    models.architectures.opt_like models.architectures.squared_relu
 compute.products engine.logit_edits models.architectures.table output.records output.status \
     pipeline.meeting_folder split.grouping synthetic
 engine.sequence models.checkpoint output.places output.reopening pipeline.rendezvous \

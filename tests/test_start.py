@@ -22,14 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 from click.testing import CliRunner
 
 import fminfer
 from fminfer import cli, control_groups, host_memory, imports
 from fminfer.host_memory import free_host_bytes, touching_memory
 from fminfer.models.weight_files import weight_bytes
-from tests.conftest import FEW, FIELDS, IS_ALL, SHAPE
+from tests.conftest import FEW, FIELDS, IS_ALL, family_config
 
 UNUSED = (
     *("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy"),
@@ -78,9 +77,7 @@ def run_python(code: str, *arguments: str) -> str:
 def test_every_family_answers_the_same_without_what_no_run_uses(tmp_path: Path) -> None:
     configs = []
     for name in sorted(FIELDS) if IS_ALL else FEW:
-        model_type = name.partition("-")[0]
-        config = transformers.AutoConfig.for_model(model_type, **SHAPE | FIELDS[name])
-        config.save_pretrained(tmp_path / name)
+        family_config(name).save_pretrained(tmp_path / name)
         configs.append(str(tmp_path / name))
     with ThreadPoolExecutor() as pool:
         trimmed = pool.submit(run_python, ANSWER, *configs)

@@ -186,6 +186,13 @@ def _mlp(**changes: Any) -> Callable[[Model], Model]:
     return change
 
 
+def _norms(model: Model, **changes: Any) -> Model:
+    """Change the norms of a model that has the same at all places."""
+    assert model.final_norm is not None
+    norm = replace(model.final_norm, **changes)
+    return replace(_layer(before=(norm, norm))(model), final_norm=norm)
+
+
 WRONG: dict[str, list[Callable[[Model], Model]]] = {
     "mistral": [_attention(window=25), _attention(window=None)],
     "gemma2": [_attention(softcap=1.6), _attention(scaling=0.25), _layer(after=(None, None))],
@@ -208,6 +215,32 @@ WRONG: dict[str, list[Callable[[Model], Model]]] = {
         _layer(before=(Norm(1e-3), Norm(1e-3))),
     ],
     "stablelm": [_layer(is_parallel=True)],
+    "granite": [
+        _layer(residual_scale=1.0),
+        _attention(scaling=0.25),
+        lambda model: replace(model, logit_scale=1.0),
+        lambda model: replace(model, embed_scale=1.0),
+    ],
+    "cohere": [_inside("rope", is_interleaved=False), _layer(is_parallel=False)],
+    "cohere2": [_attention(rope=None), _attention(window=None)],
+    "olmo": [_attention(clip=None), _layer(before=(Norm(1e-5, has_weight=False),) * 2)],
+    "arcee": [_mlp(activation="relu")],
+    "xglm": [lambda model: replace(model, position_offset=1)],
+    "apertus": [_mlp(activation="relu2")],
+    "nemotron": [_mlp(activation="relu"), lambda model: _norms(model, offset=0.0)],
+    "nanochat": [lambda model: replace(model, embed_norm=None)],
+    "hunyuan_v1_dense": [_attention(qk_norm_is_last=False)],
+    "smollm3": [_attention(rope=None), _attention(window=None)],
+    "qwen2_moe": [_mlp(has_shared_gate=False), _mlp(shared=None)],
+    "phimoe": [_mlp(scores="softmax"), _mlp(mixer_eps=0.01)],
+    "ernie4_5_moe": [_mlp(has_choice_bias=False), _mlp(shared=None)],
+    "glm4_moe": [
+        _mlp(has_choice_bias=False),
+        _mlp(scores="softmax"),
+        _mlp(groups=2),
+        _mlp(top_groups=3),
+        _mlp(scale=1.0),
+    ],
 }
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor as bloom_alibi
 from transformers.models.falcon.modeling_falcon import build_alibi_tensor as falcon_alibi
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
@@ -18,7 +17,7 @@ from fminfer.errors import CheckpointError
 from fminfer.models.architectures.parts import interleaved_slopes, mpt_slopes
 from fminfer.models.architectures.table import ROWS
 from fminfer.models.checkpoint import open_checkpoint, open_random
-from tests.conftest import FIELDS, SHAPE
+from tests.conftest import FIELDS, family_config
 
 
 def config_folder(folder: Path, **fields: Any) -> str:
@@ -35,8 +34,7 @@ def test_the_readme_lists_the_families() -> None:
 @pytest.mark.parametrize("name", sorted(FIELDS))
 def test_random_weights_in_bfloat16(name: str, tmp_path: Path) -> None:
     """Every family can be benched without weights, and its 16-bit path runs."""
-    fields = SHAPE | FIELDS[name]
-    transformers.AutoConfig.for_model(name.partition("-")[0], **fields).save_pretrained(tmp_path)
+    family_config(name).save_pretrained(tmp_path)
     engine = fminfer.Engine(random_init=str(tmp_path), dtype="bfloat16", attention="eager")
     prompts = [list(range(40)), [7]]
     request = {"prompt": prompts, "max_tokens": 3, "logprobs": 1, "temperature": 0}
@@ -105,12 +103,14 @@ def test_a_config_that_is_none(text: str, tmp_path: Path) -> None:
         ("llama-dynamic", 256),
         ("phi3-long", 256),
         ("gemma3_text", 256),
+        ("gemma3", 256),
+        ("ministral3", 256),
+        ("phimoe-long", 256),
     ],
 )
 def test_context_length(name: str, length: int, tmp_path: Path) -> None:
     """`longrope` ends where its frequencies would change, although 512 positions are stated."""
-    fields = SHAPE | FIELDS[name]
-    transformers.AutoConfig.for_model(name.partition("-")[0], **fields).save_pretrained(tmp_path)
+    family_config(name).save_pretrained(tmp_path)
     assert open_random(str(tmp_path)).context_length == length
 
 

@@ -83,11 +83,13 @@ WHOLE = dict.fromkeys(
         *("llama", "llama-dynamic", "llama-biases", "llama-yarn", "mistral", "qwen2"),
         *("qwen2-window", "qwen3", "gemma", "phi3", "phi3-long", "phi3-partial", "starcoder2"),
         *("bloom", "opt", "gpt2", "gpt2-inverse", "gpt2-unscaled", "gpt2-untied"),
-        *("gpt_bigcode-heads", "gpt_bigcode", "gpt_neo", "stablelm"),
+        *("gpt_bigcode-heads", "gpt_bigcode", "gpt_neo", "stablelm", "cwm", "ministral"),
+        *("ministral3", "internlm3", "seed_oss", "smollm3", "vaultgemma", "mistral3"),
     ),
     3,
 )
-WHOLE["qwen3_moe"] = 1  # the others have experts
+# The others have experts.
+WHOLE |= dict.fromkeys(("qwen3_moe", "qwen2_moe", "glm4_moe", "dots1", "exaone_moe"), 1)
 
 
 def test_what_the_library_serves() -> None:

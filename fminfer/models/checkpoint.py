@@ -17,6 +17,7 @@ from fminfer.compute.spec import Model
 from fminfer.errors import CheckpointError
 from fminfer.models.architectures.naming import Architecture
 from fminfer.models.architectures.table import architecture_of, check_model_type
+from fminfer.models.config_fields import TEXT_PART
 from fminfer.models.context import context_length
 from fminfer.models.hub import SMALL_FILES, fetch, fetch_weights
 from fminfer.models.impostors import refuse_impostor
@@ -31,7 +32,7 @@ class Checkpoint:
 
     name: str
     folder: Path | None  # None: random weights
-    config: Any  # transformers.PreTrainedConfig
+    config: Any  # transformers.PreTrainedConfig; the text part of a composite one
     architecture: Architecture
     tokenizer_folder: Path | None = None  # None: a tokenizer of bytes
     generation_folder: Path | None = None  # of generation_config.json; None: there is none
@@ -96,7 +97,7 @@ def open_checkpoint(
     return Checkpoint(
         name or "fminfer-demo",
         folder,
-        config,
+        text_part(config),
         architecture_of(config),
         folder if tokenizer is None else _find_tokenizer(tokenizer),
         next((f for f in (folder, where) if f and (f / GENERATION).exists()), None),
@@ -115,7 +116,18 @@ def open_random(name: str, *, tokenizer: str | None = None) -> Checkpoint:
     """
     config, _ = find_config(name)
     own = None if tokenizer is None else _find_tokenizer(tokenizer)
-    return Checkpoint(f"random {name}", None, config, architecture_of(config), own)
+    return Checkpoint(f"random {name}", None, text_part(config), architecture_of(config), own)
+
+
+def text_part(config: Any) -> Any:
+    """Return the config of the text model: a part of a composite config, or else all of it."""
+    text = getattr(config, TEXT_PART, None)
+    if text is None:
+        return config
+    for name in ("dtype", "eos_token_id", "tie_word_embeddings"):  # the whole model's count
+        value = getattr(config, name, None)
+        setattr(text, name, getattr(text, name, None) if value is None else value)
+    return text
 
 
 def find_config(name: str) -> tuple[Any, Path | None]:

@@ -20,7 +20,8 @@ HARMLESS: dict[str, str] = dict.fromkeys(
         *("attention_dropout", "attn_pdrop", "classifier_dropout", "dropout", "emb_pdrop"),
         *("embd_pdrop", "embed_dropout", "embedding_dropout", "hidden_dropout", "layerdrop"),
         *("resid_dropout", "resid_pdrop", "residual_dropout", "activation_dropout"),
-        "router_jitter_noise",
+        *("router_jitter_noise", "input_jitter_noise", "hidden_dropout_prob"),
+        "attention_probs_dropout_prob",
     ),
     "of training",
 )
@@ -54,8 +55,19 @@ HARMLESS |= dict.fromkeys(
     "it chooses how transformers computes, not what",
 )
 HARMLESS |= dict.fromkeys(
-    ("use_sliding_window", "max_window_layers", "attention_types", "sliding_window_pattern"),
-    "the config's class makes layer_types, sliding_window or attention_layers of it",
+    (
+        *("use_sliding_window", "max_window_layers", "attention_types", "sliding_window_pattern"),
+        *("no_rope_layer_interval", "first_k_dense_replace"),
+    ),
+    "the config's class makes layer_types, sliding_window or a list of layers of it",
+)
+HARMLESS |= dict.fromkeys(
+    (
+        *("vision_config", "image_token_index", "boi_token_index", "eoi_token_index"),
+        *("mm_tokens_per_image", "projector_hidden_act", "vision_feature_layer"),
+        *("multimodal_projector_bias", "spatial_merge_size"),
+    ),
+    "of images",
 )
 HARMLESS |= {
     "original_max_position_embeddings": "the config's class puts it into rope_parameters",
@@ -72,6 +84,7 @@ UNDECLARED: dict[str, tuple[object, ...]] = {
     "quantization_config": (None,),
     "attn_config.rope": (False, None),
 }
+TEXT_PART = "text_config"  # of a model that reads images, too
 # Fields that transformers' models read with getattr, though their configs may not declare them.
 UNDECLARED_BUT_READ = {"head_dim"}
 _OF_ALL = frozenset(field.name for field in dataclasses.fields(transformers.PreTrainedConfig))
@@ -95,7 +108,8 @@ class ReadConfig:
         if not isinstance(value, transformers.PreTrainedConfig):
             return value
         if name not in self._parts:
-            self._parts[name] = ReadConfig(value, f"{self._prefix}{name}.")
+            own = "" if name == TEXT_PART else f"{name}."  # its fields are the model's
+            self._parts[name] = ReadConfig(value, self._prefix + own)
         return self._parts[name]
 
     def refuse_unread(self) -> None:

@@ -14,12 +14,13 @@ def context_length(config: Any) -> int:
     Two kinds of rotary scaling choose their frequencies by the length of the whole sequence, which
     rows packed into one step do not share. Up to the length of the original training the choice
     is always the same, so that is the limit: `max_position_embeddings` for `dynamic`, as
-    transformers counts it, and `original_max_position_embeddings` for `longrope`.
+    transformers counts it, and `original_max_position_embeddings` for `longrope`. Beyond the latter
+    queries of Ministral 3 grow with their positions (`llama_4_scaling_beta`), so it has this limit.
     """
     stated = (getattr(config, field, None) for field in LENGTH_FIELDS)
     length = next((int(value) for value in stated if value), BLOOM_LENGTH)
     for rope in _ropes(config):
-        if rope.get("rope_type") == "longrope":
+        if rope.get("rope_type") == "longrope" or rope.get("llama_4_scaling_beta"):
             length = min(length, int(rope["original_max_position_embeddings"]))
     return length
 

@@ -40,5 +40,7 @@ def _count_layers(config: EngineConfig) -> int | None:
             fields = json.loads((path / "config.json" if path.is_dir() else path).read_text())
         except (OSError, ValueError):
             return None
+    if isinstance(fields.get("text_config"), dict):  # the model reads images, too
+        fields = fields["text_config"]
     counts = [fields[name] for name in LAYER_NAMES if isinstance(fields.get(name), int)]
     return counts[0] if len(set(counts)) == 1 else None

@@ -178,26 +178,6 @@ def gpt_neo(c: Any) -> Architecture:
     )
 
 
-def gpt_neox(c: Any) -> Architecture:
-    top = "gpt_neox."
-    outer = sources(
-        embed=f"{top}embed_in", final_norm=f"{top}final_layer_norm", head="embed_out|lm_head"
-    )
-    own = sources(out="attention.dense") | sources(BY_HEAD, qkv="attention.query_key_value")
-    bias = c.attention_bias
-    return gpt_like(
-        c,
-        norm=Norm(c.layer_norm_eps, is_rms=False, has_bias=True),
-        activation=c.hidden_act,
-        size=c.intermediate_size,
-        inner=BLOOM_INNER | own,
-        outer=outer,
-        prefix=f"{top}layers.{{}}.",
-        attention={"has_qkv_bias": bias, "has_out_bias": bias},
-        layer={"is_parallel": c.use_parallel_residual},
-    )
-
-
 def gptj(c: Any, inner: Sources | None = None) -> Architecture:
     norm = Norm(c.layer_norm_epsilon, is_rms=False, has_bias=True)
     own = sources(
@@ -288,4 +268,4 @@ def bloom(c: Any) -> Architecture:
     )
 
 
-ROWS = (opt, gpt2, gpt_bigcode, gpt_neo, gpt_neox, gptj, codegen, falcon, mpt, bloom)
+ROWS = (opt, gpt2, gpt_bigcode, gpt_neo, gptj, codegen, falcon, mpt, bloom)

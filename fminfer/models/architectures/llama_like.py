@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from fminfer.compute.spec import Mlp, Moe, Norm
+from fminfer.models.architectures.expert_parts import mixtral_names
 from fminfer.models.architectures.naming import Architecture, Sources, experts, sources
-from fminfer.models.architectures.parts import Changes, assemble, rope_of, same
+from fminfer.models.architectures.parts import Changes, assemble, rope_of, same, text_part
 
 OUTER = sources(embed="model.embed_tokens", final_norm="model.norm", head="lm_head")
 INNER = sources(
@@ -62,14 +63,14 @@ def gated_mlp(c: Any, *, has_bias: bool = False) -> Mlp:
     return Mlp(c.hidden_act, c.intermediate_size, has_bias=has_bias)
 
 
-def _biases(c: Any) -> Changes:
+def biases(c: Any) -> Changes:
     """Return the biases of attention's products, where one field sets all."""
     return {"has_qkv_bias": c.attention_bias, "has_out_bias": c.attention_bias}
 
 
 def llama(c: Any) -> Architecture:
     mlp = same(gated_mlp(c, has_bias=c.mlp_bias))
-    return llama_like(c, attention=_biases(c), mlp=mlp)
+    return llama_like(c, attention=biases(c), mlp=mlp)
 
 
 def mistral(c: Any) -> Architecture:
@@ -81,10 +82,10 @@ def qwen2(c: Any) -> Architecture:
 
 
 def qwen3(c: Any) -> Architecture:
-    return llama_like(c, attention=_biases(c) | {"qk_norm": Norm(c.rms_norm_eps)})
+    return llama_like(c, attention=biases(c) | {"qk_norm": Norm(c.rms_norm_eps)})
 
 
-def _gemma(c: Any, activation: str, **more: Any) -> Architecture:
+def gemma_like(c: Any, activation: str, **more: Any) -> Architecture:
     mlp = Mlp(activation, c.intermediate_size)
     return llama_like(
         c,
@@ -96,17 +97,17 @@ def _gemma(c: Any, activation: str, **more: Any) -> Architecture:
 
 
 def gemma(c: Any) -> Architecture:
-    return _gemma(c, c.hidden_act, attention=_biases(c))
+    return gemma_like(c, c.hidden_act, attention=biases(c))
 
 
 def gemma2(c: Any, **more: Any) -> Architecture:
     norm = Norm(c.rms_norm_eps, offset=1.0)
     attention = {"scaling": c.query_pre_attn_scalar**-0.5, "softcap": c.attn_logit_softcapping}
-    return _gemma(
+    return gemma_like(
         c,
         c.hidden_activation,
         inner=SANDWICH,
-        attention=_biases(c) | attention | more,
+        attention=biases(c) | attention | more,
         layer={"after": (norm, norm)},
         logit_cap=c.final_logit_softcapping,
     )
@@ -114,6 +115,10 @@ def gemma2(c: Any, **more: Any) -> Architecture:
 
 def gemma3_text(c: Any) -> Architecture:
     return gemma2(c, qk_norm=Norm(c.rms_norm_eps, offset=1.0))
+
+
+def gemma3(c: Any) -> Architecture:
+    return text_part(c, gemma3_text)
 
 
 def phi(c: Any) -> Architecture:
@@ -175,16 +180,6 @@ def starcoder2(c: Any) -> Architecture:
     )
 
 
-def olmo2(c: Any) -> Architecture:
-    norm = Norm(c.rms_norm_eps)
-    return llama_like(
-        c,
-        inner=SANDWICH,
-        attention=_biases(c) | {"qk_norm": norm, "qk_norm_over": "all"},
-        layer={"before": (None, None), "after": (norm, norm)},
-    )
-
-
 def glm4(c: Any) -> Architecture:
     norm = Norm(c.rms_norm_eps)
     own = sources(
@@ -201,28 +196,29 @@ def glm4(c: Any) -> Architecture:
 
 
 def mixtral(c: Any) -> Architecture:
-    first, second, third = (
-        f"block_sparse_moe.experts.*.{name}|mlp.experts.*.{name}" for name in ("w1", "w2", "w3")
-    )
-    own = sources(router="block_sparse_moe.gate|mlp.gate")
-    own |= experts(f"{first} {third}", second, "mlp.experts")
     moe = Moe(c.num_local_experts, c.num_experts_per_tok, gated_mlp(c))
-    return llama_like(c, inner=own, mlp=same(moe))
+    return llama_like(c, inner=mixtral_names(), mlp=same(moe))
+
+
+def mixed_layers(c: Any, moe: Moe) -> Callable[[int], Mlp | Moe]:
+    """Return the MLP by a layer's number where, as in Qwen's models, only some have experts."""
+    plain, without, every = gated_mlp(c), c.mlp_only_layers, c.decoder_sparse_step
+
+    def mlp(number: int) -> Mlp | Moe:
+        is_plain = number in without or (number + 1) % every
+        return plain if is_plain or not c.num_experts else moe
+
+    return mlp
 
 
 def qwen3_moe(c: Any) -> Architecture:
     expert = Mlp(c.hidden_act, c.moe_intermediate_size)
     moe = Moe(c.num_experts, c.num_experts_per_tok, expert, is_normalized=c.norm_topk_prob)
-    plain = gated_mlp(c)
-
-    def mlp(number: int) -> Mlp | Moe:
-        is_plain = number in c.mlp_only_layers or (number + 1) % c.decoder_sparse_step
-        return plain if is_plain or not c.num_experts else moe
-
-    return llama_like(c, attention=_biases(c) | {"qk_norm": Norm(c.rms_norm_eps)}, mlp=mlp)
+    attention = biases(c) | {"qk_norm": Norm(c.rms_norm_eps)}
+    return llama_like(c, attention=attention, mlp=mixed_layers(c, moe))
 
 
 ROWS = (
-    *(llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3_text, phi, phi3),
-    *(stablelm, starcoder2, olmo2, glm4, mixtral, qwen3_moe),
+    *(llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3, gemma3_text, phi, phi3),
+    *(stablelm, starcoder2, glm4, mixtral, qwen3_moe),
 )

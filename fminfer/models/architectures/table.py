@@ -6,15 +6,34 @@ from collections.abc import Callable
 from typing import Any
 
 from fminfer.compute.plain import ACTIVATIONS
-from fminfer.compute.spec import Moe
+from fminfer.compute.spec import ACTIVATION_SHAPES, Moe
 from fminfer.errors import CheckpointError
-from fminfer.models.architectures import gpt_like, llama_like
+from fminfer.models.architectures import (
+    cohere_like,
+    exaone_like,
+    gpt_like,
+    granite_like,
+    hunyuan_like,
+    llama_like,
+    llama_variants,
+    mixtures,
+    neox_like,
+    olmo_like,
+    opt_like,
+    squared_relu,
+)
 from fminfer.models.architectures.naming import Architecture
 from fminfer.models.config_fields import ReadConfig
 
 # A row's name is its `model_type`.
 ROWS: dict[str, Callable[[Any], Architecture]] = {
-    row.__name__: row for row in (*llama_like.ROWS, *gpt_like.ROWS)
+    row.__name__: row
+    for rows in (
+        *(llama_like.ROWS, llama_variants.ROWS, squared_relu.ROWS, granite_like.ROWS),
+        *(cohere_like.ROWS, olmo_like.ROWS, mixtures.ROWS, exaone_like.ROWS),
+        *(hunyuan_like.ROWS, gpt_like.ROWS, neox_like.ROWS, opt_like.ROWS),
+    )
+    for row in rows
 }
 
 
@@ -42,8 +61,8 @@ def architecture_of(config: Any) -> Architecture:
     architecture = ROWS[config.model_type](read)
     read.refuse_unread()
     for layer in architecture.model.layers:
-        mlp = layer.mlp.expert if isinstance(layer.mlp, Moe) else layer.mlp
-        if mlp.activation not in ACTIVATIONS:
+        mlp = layer.mlp.expert if isinstance(layer.mlp, Moe) else layer.mlp  # shared ones alike
+        if mlp.activation not in ACTIVATIONS.keys() | ACTIVATION_SHAPES.keys():
             raise CheckpointError(
                 f"config.json has the activation {mlp.activation!r}, which does not run; these do: "
                 + ", ".join(sorted(ACTIVATIONS))
