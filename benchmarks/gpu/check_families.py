@@ -1,7 +1,8 @@
 """Phase 3: every family beside transformers, with kernels required.
 
 In float32 greedy tokens are equal and logprobs within 1e-4. In 16 bits the error is transformers'
-own, beside transformers in float32, or less.
+own, beside transformers in float32, or less. Further families, whose kernels are those of the
+others, are tried in float32 only.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import fminfer
 from benchmarks.gpu.cases import Case, Figure, Figures, Setting, expect
 from benchmarks.gpu.family_answers import NUM_BEST, Answer, prepare, score_with_transformers
 from tests.conftest import FIELDS
+from tests.further_families import FURTHER
 
 FAMILIES = {"cuda": tuple(sorted(FIELDS)), "cpu": ("llama", "gemma2", "falcon-alibi")}
 TYPES = {"cuda": ("float32", "bfloat16", "float16"), "cpu": ("float32", "bfloat16")}
@@ -27,7 +29,7 @@ OPTIONS = {"attention": "compiled", "block_size": 16, "chunk_size": 48, "budget"
 
 def cases(setting: Setting) -> Iterator[Case]:
     for name in FAMILIES[setting.device]:
-        for dtype in TYPES[setting.device]:
+        for dtype in ("float32",) if name in FURTHER else TYPES[setting.device]:
             yield Case(f"{name} {dtype}", partial(check_family, setting, name, dtype))
 
 

@@ -17,7 +17,7 @@ import click
 import torch
 import transformers
 
-from tests.conftest import FIELDS, make_model, save_byte_tokenizer
+from tests.conftest import FIELDS, make_model, model_class, save_byte_tokenizer
 from tests.test_oracle import mixed_requests, oracle_greedy
 
 NAME = "expected.json"
@@ -91,7 +91,8 @@ def score_with_transformers(
 ) -> list[list[float]]:
     """Return transformers' own logprobs of the same tokens, in a type and on a device."""
     transformers.logging.set_verbosity_error()
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    kind = model_class(transformers.AutoConfig.from_pretrained(folder))
+    model: Any = kind.from_pretrained(folder, dtype=dtype)
     model = model.to(device).eval()
     if getattr(model.config, "attn_logit_softcapping", None):
         model.config._attn_implementation = "eager"  # 5.17's sdpa leaves the cap out

@@ -33,7 +33,7 @@ PHASES = (
     Phase(0, "machine", 10, 90, 1, "imports, versions, memory; roofs of copies and products"),
     Phase(1, "check_attention", 70, 150, 8, "attention and store beside float64"),
     Phase(2, "check_parts", 30, 120, 4, "norms, rotary positions and gates beside float64"),
-    Phase(3, "check_families", 80, 180, 8, "every family beside transformers, kernels required"),
+    Phase(3, "check_families", 110, 240, 8, "every family beside transformers, kernels required"),
     Phase(4, "check_draws", 20, 60, 1, "draws and rankings beside the CPU's"),
     Phase(5, "time_kernels", 60, 120, 1, "attention and products at many sizes"),
     Phase(6, "time_model", 110, 200, 1, "steps of a whole model, profiled"),
