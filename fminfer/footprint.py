@@ -16,7 +16,7 @@ from fminfer.config import EngineConfig
 from fminfer.kernel_build import may_have_library
 from fminfer.kernel_choice import keeps_bfloat16
 from fminfer.loading import kv_token_bytes, split_model
-from fminfer.models.architectures.naming import Architecture
+from fminfer.models.architectures.naming import Architecture, source_of
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.load import stored_dtype, weight_dtype
 from fminfer.models.shapes import is_of_product, is_precise, may_stay_stored, part_shapes
@@ -143,9 +143,12 @@ def _table_bytes(checkpoint: Checkpoint, part: Part) -> int:
 
 def _is_mapped(architecture: Architecture, name: str) -> bool:
     """Tell whether a tensor of a part is a stored one as it is."""
-    module = name.rpartition(".")[0]
-    number, _, inner = module.partition(".")
-    source = architecture.inner[inner] if number.isdigit() else architecture.outer[module]
+    number, _, inner = name.partition(".")
+    source = (
+        source_of(inner, architecture.inner)
+        if number.isdigit()
+        else source_of(name, architecture.outer)
+    )
     is_one = not source.names or (len(source.names) == 1 and "*" not in source.names[0])
     return is_one and source.layout is None
 

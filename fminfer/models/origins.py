@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from fminfer.compute.spec import Layer, Mlp, Moe
 from fminfer.errors import CheckpointError
-from fminfer.models.architectures.naming import Architecture, Layout, Source
+from fminfer.models.architectures.naming import Architecture, Layout, Source, source_of
 from fminfer.models.shapes import Shapes, entry_shapes, exit_shapes, layer_shapes
 
 Shape = tuple[int, ...]
@@ -134,7 +134,7 @@ class _Search:
         origins: Origins = {}
         for ours, shape in shapes.items():
             module, _, leaf = ours.rpartition(".")
-            source = where.get(ours) or where[module]
+            source = source_of(ours, where)
             whole = self._resolve(*(prefix + each for each in source.whole.split("|")))
             has_whole = source.whole and whole in self._stored
             if has_whole or not source.names:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -58,6 +58,11 @@ def sources(layout: Layout | None = None, **ours: str) -> Sources:
         name.replace("__", "."): Source(tuple(theirs.split()), layout)
         for name, theirs in ours.items()
     }
+
+
+def source_of(ours: str, where: Mapping[str, Source]) -> Source:
+    """Return the source of one of our tensors: its own, or that of its module."""
+    return where.get(ours) or where[ours.rpartition(".")[0]]
 
 
 def experts(up: str, down: str, whole: str) -> Sources:
