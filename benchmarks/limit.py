@@ -67,8 +67,7 @@ def least_s(folder: str, dtype: str, rows: list[dict[str, Any]], roof: Roof) -> 
     model = open_checkpoint(str(folder)).model
     layers, active, head = count_weights(model)
     width = getattr(torch, dtype).itemsize
-    kv_heads, head_dim = model.layers[0].attention.cache_shape
-    kv_bytes = 2 * len(model.layers) * kv_heads * head_dim * width
+    kv_bytes = len(model.layers) * math.prod(model.layers[0].attention.cache_shape) * width
     scored = sum(len(row["prompt"]) - 1 for row in rows if not row["max_tokens"])
     drawing = [row for row in rows if row["max_tokens"]]
     flop = 2 * active * count_distinct([row["prompt"] for row in rows])

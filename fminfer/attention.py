@@ -148,6 +148,7 @@ class AttentionKernel(Protocol):
         sliding_window: int | None,
         alibi_slopes: torch.Tensor | None,
         softcap: float | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Put the new keys and values into the cache, then attend: as PagedAttention."""
 
@@ -159,7 +160,8 @@ class PagedAttention:
         num_blocks, block_size, num_kv_heads, head_dim: the shape of the cache.
         dtype: of the cache. New keys and values are rounded to it, and read as their own type.
         kernel: the compiled kernel; None: plain tensor operations.
-        kept_in: (2, …) where keys and values are kept; None: in memory of its own.
+        kept_in: (2, …) where keys and values are kept, or (1, …), where values are the keys; None:
+            in memory of its own.
     """
 
     def __init__(
@@ -181,8 +183,8 @@ class PagedAttention:
             kept_in = torch.empty(shape, dtype=dtype, device=device)
             if device.type == "cpu":
                 use_small_pages(kept_in.data_ptr(), kept_in.nbytes)
-        assert kept_in.shape == shape, "a cache"
-        self.keys, self.values = kept_in
+        assert kept_in.shape[1:] == shape[1:], "a cache"
+        self.keys, self.values = kept_in[0], kept_in[-1]  # one of both: values are the keys
         # The stage sets it before each step: what the kernel's `plan` gave if it is to attend.
         self.plan: Any = None
         self._kernel = kernel
@@ -197,6 +199,7 @@ class PagedAttention:
         sliding_window: int | None = None,
         alibi_slopes: torch.Tensor | None = None,  # (heads,) float32
         softcap: float | None = None,
+        sinks: torch.Tensor | None = None,  # (heads,) float32
     ) -> torch.Tensor:  # (1, tokens, heads, head_dim)
         """Store the new keys and values, then attend; each row sees only itself, causally.
 
@@ -204,6 +207,7 @@ class PagedAttention:
 
         A key is seen if 0 <= query position - key position < sliding_window (None: no limit).
         Scores are bent into (-softcap, softcap) before ALiBi and mask (None: left as they are).
+        A sink is the score of one key more, which has no value (Xiao et al. 2024; gpt-oss).
         """
         plan = self.plan
         assert plan is not None, "no step is planned"
@@ -220,6 +224,7 @@ class PagedAttention:
                 sliding_window=sliding_window,
                 alibi_slopes=alibi_slopes,
                 softcap=softcap,
+                sinks=sinks,
             )
         for cache, new in ((self.keys, key), (self.values, value)):
             rows = new[0].transpose(0, 1).reshape(-1, new.shape[-1]).to(cache.dtype)
@@ -239,6 +244,7 @@ class PagedAttention:
                     sliding_window,
                     alibi_slopes,
                     softcap,
+                    sinks,
                 )
         if plan.decode is not None:
             first = plan.decode.first
@@ -251,6 +257,7 @@ class PagedAttention:
                 sliding_window,
                 alibi_slopes,
                 softcap,
+                sinks,
             )
         return out
 
@@ -286,6 +293,7 @@ def chunk_attention(
     sliding_window: int | None,
     alibi_slopes: torch.Tensor | None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,  # (heads,) float32
 ) -> torch.Tensor:  # (queries, heads, head_dim)
     """Attend from consecutive tokens of one row, the first at `position`, to all before them."""
     heads, queries, head_dim = query.shape
@@ -303,6 +311,7 @@ def chunk_attention(
                 sliding_window,
                 alibi_slopes,
                 softcap,
+                sinks,
             )
             for half in halves
         ]
@@ -318,8 +327,10 @@ def chunk_attention(
     if sliding_window is not None:
         is_hidden |= distance >= sliding_window
     scores = scores.masked_fill(is_hidden, float("-inf"))
-    weights = torch.softmax(scores, -1, dtype=torch.float32).to(values.dtype)
-    weights = weights.view(kv_heads, -1, num_keys)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores)[:, None, None].expand(-1, queries, 1)], -1)
+    weights = torch.softmax(scores, -1, dtype=torch.float32)[..., :num_keys].to(values.dtype)
+    weights = weights.reshape(kv_heads, -1, num_keys)
     out = weigh_values(weights, values, is_hidden.repeat(heads // kv_heads, 1))
     return out.view(heads, queries, head_dim).transpose(0, 1)
 

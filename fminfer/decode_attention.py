@@ -47,6 +47,7 @@ def decode_attention(
     sliding_window: int | None,
     alibi_slopes: torch.Tensor | None,
     softcap: float | None,
+    sinks: torch.Tensor | None = None,  # (heads,) float32
 ) -> torch.Tensor:  # (rows, heads, head_dim)
     """Attend from one token a row, over the flat list of all rows' blocks and what they share.
 
@@ -82,6 +83,12 @@ def decode_attention(
     factor = torch.exp(largest - row_largest[row_of_block])
     row_total = total.new_zeros(shape).index_add(0, row_of_block, total * factor)
     row_out = out.new_zeros((*shape, head_dim)).index_add(0, row_of_block, out * factor[..., None])
+    if sinks is not None:  # a key more, which has no value
+        of_sink = sinks.view(kv_heads, -1)
+        most = torch.maximum(row_largest, of_sink)
+        fade = torch.exp(row_largest - most)
+        row_total = row_total * fade + torch.exp(of_sink - most)
+        row_out = row_out * fade[..., None]
     return (row_out / row_total[..., None]).view(num_rows, heads, head_dim).to(query.dtype)
 
 

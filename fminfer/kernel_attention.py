@@ -26,7 +26,7 @@ class Arguments(ctypes.Structure):
         *[(name, ctypes.c_void_p) for name in ("query", "out", "keys", "values")],
         *[(name, ctypes.c_void_p) for name in ("new_keys", "new_values", "slots")],
         *[(name, ctypes.c_void_p) for name in ("rows", "blocks", "runs", "members")],
-        *[(name, ctypes.c_void_p) for name in ("entries", "slopes")],
+        *[(name, ctypes.c_void_p) for name in ("entries", "slopes", "sinks")],
         *[(name, ctypes.c_int64) for name in ("num_rows", "num_runs", "num_members", "num_tokens")],
         *[(name, ctypes.c_int64) for name in ("query_head", "query_token")],
         *[(name, ctypes.c_int64) for name in ("new_key_head", "new_key_token")],
@@ -168,6 +168,7 @@ class KernelAttention:
         sliding_window: int | None,
         alibi_slopes: torch.Tensor | None,  # (heads,) float32
         softcap: float | None,
+        sinks: torch.Tensor | None = None,  # (heads,) float32
     ) -> torch.Tensor:  # (1, tokens, heads, head_dim), of the tokens that are kept
         """Put the new keys and values into the cache, then attend from the tokens of a step.
 
@@ -184,12 +185,14 @@ class KernelAttention:
         assert head_dim == keys.shape[3] and heads % keys.shape[1] == 0, "heads"
         assert len(rows.slots) == tokens, "tokens of a step"
         out = torch.empty((1, tokens, heads, head_dim), dtype=kind, device="cpu")
-        slopes = None if alibi_slopes is None else alibi_slopes.float().contiguous()
+        of_heads = [
+            None if each is None else each.float().contiguous() for each in (alibi_slopes, sinks)
+        ]
         tensors = (asked, out, keys, values, key, value, rows.slots, rows.rows, rows.blocks)
         failed = self._attend(
             Arguments(
                 *(t.data_ptr() for t in (*tensors, rows.runs, rows.members, rows.entries)),
-                None if slopes is None else slopes.data_ptr(),
+                *(None if each is None else each.data_ptr() for each in of_heads),
                 len(rows.rows),
                 len(rows.runs),
                 len(rows.members),

@@ -96,7 +96,7 @@ def find_attention(
         from fminfer import triton_attention  # needs triton, which only torch for CUDA brings
 
         return triton_attention.TritonAttention(
-            how.heads, *how.cache_shape, **where, kv_dtype=kv_dtype
+            how.heads, *how.cache_shape[1:], **where, kv_dtype=kv_dtype
         )
 
     def pairs(kernel: AttentionKernel) -> Iterator[Pair]:
@@ -186,7 +186,7 @@ def _attend_some(
     device: torch.device,
 ) -> torch.Tensor:  # (tokens, heads, head_dim) float32, on the CPU
     """Attend from two prompts, a chunk of one beside a token of the other, and two that share."""
-    heads, (kv_heads, head_dim) = how.heads, how.cache_shape
+    heads, (_, kv_heads, head_dim) = how.heads, how.cache_shape
     dtype, kv_dtype = types
     given = dtype if body else torch.float32
     count = -(-(num_keys + 3) // block_size)
@@ -224,6 +224,7 @@ def _attend_some(
             sliding_window=num_keys // 2 if is_limited else None,
             alibi_slopes=slopes,
             softcap=how.softcap,
+            sinks=torch.linspace(-1, 2, heads, device=device) if is_limited else None,
         )
         outs.append(out[0].float().cpu())
     return torch.cat(outs)

@@ -6,6 +6,7 @@ It knows nothing of requests.
 from __future__ import annotations
 
 import ctypes
+import math
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -82,8 +83,8 @@ class LoadedPart:
 
 def kv_token_bytes(checkpoint: Checkpoint, part: Part, kv_dtype: torch.dtype) -> int:
     """Return what one token's keys and values take in the layers of a part."""
-    kv_heads, head_dim = checkpoint.model.layers[0].attention.cache_shape
-    return 2 * part.num_layers * kv_heads * head_dim * kv_dtype.itemsize
+    shape = checkpoint.model.layers[0].attention.cache_shape
+    return part.num_layers * math.prod(shape) * kv_dtype.itemsize
 
 
 def most_kv_tokens(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> int:

@@ -113,6 +113,7 @@ class TritonAttention:
         sliding_window: int | None,
         alibi_slopes: torch.Tensor | None,  # (heads,) float32
         softcap: float | None,
+        sinks: torch.Tensor | None = None,  # (heads,) float32
     ) -> torch.Tensor:  # (1, tokens, heads, head_dim), of the tokens that are kept
         """Put the new keys and values into the cache, then attend from the tokens of a step."""
         asked = _with_rows(query[0])
@@ -124,7 +125,10 @@ class TritonAttention:
         assert head_dim == keys.shape[3] and heads == self.heads, "heads"
         assert len(rows.slots) == tokens, "tokens of a step"
         out = torch.empty((1, tokens, heads, head_dim), dtype=query.dtype, device=keys.device)
-        slopes = self._no_slopes if alibi_slopes is None else alibi_slopes.float().contiguous()
+        slopes, of_sinks = (
+            self._no_slopes if each is None else each.float().contiguous()
+            for each in (alibi_slopes, sinks)
+        )
         shape = self.shape(block_size)
         # Triton launches on the current device of the thread.
         with torch.cuda.device_of(keys):  # type: ignore[no-untyped-call]
@@ -140,12 +144,13 @@ class TritonAttention:
             ):
                 if len(tiles):
                     attend_kernel[(len(tiles), kv_heads)](
-                        *(asked, out, keys, values, tiles, rows.blocks, slopes),
+                        *(asked, out, keys, values, tiles, rows.blocks, slopes, of_sinks),
                         *asked.stride()[:2],
                         min(sliding_window or NO_WINDOW, NO_WINDOW),
                         scaling,
                         softcap or 1.0,
                         HAS_CAP=softcap is not None,
+                        HAS_SINKS=sinks is not None,
                         **shape,
                         **self.tile(queries),
                         num_warps=4,

@@ -42,7 +42,8 @@ def store_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["window"], do_not_specialize_on_alignment=["tiles", "blocks", "slopes"]
+    do_not_specialize=["window"],
+    do_not_specialize_on_alignment=["tiles", "blocks", "slopes", "sinks"],
 )
 def attend_kernel(
     query,  # (heads, tokens, head_dim), by its strides
@@ -52,12 +53,14 @@ def attend_kernel(
     tiles,  # (tiles, 4) int32: first packed token, tokens, position, the row's start in `blocks`
     blocks,  # int32: the rows' block tables, one after another
     slopes,  # (heads,) float32
+    sinks,  # the same: scores of a key more, which has no value
     query_head,
     query_token,
     window,  # keys as far as this are hidden
     scaling,
     softcap,
     HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads a KV head
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -124,6 +127,12 @@ def attend_kernel(
             sums = tl.where(reaches, float("nan"), sums)
         sums += tl.dot(weights, value, input_precision="ieee")
         best = new_best
+    if HAS_SINKS:
+        sink = tl.load(sinks + head, mask=is_row, other=0.0)
+        most = tl.maximum(best, sink)
+        fade = tl.exp(best - most)
+        total = total * fade + tl.exp(sink - most)
+        sums *= fade[:, None]
     sums = sums / total[:, None]
     written = out + ((first + token) * (KV_HEADS * GROUP) + head)[:, None] * HEAD_DIM
     tl.store(written + dims[None, :], sums.to(out.dtype.element_ty), mask=is_query)

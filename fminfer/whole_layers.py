@@ -83,6 +83,7 @@ def serves(how: spec.Layer) -> bool:
         plain_order
         and all(map(_serves_norm, how.before))
         and not (attention.clip or attention.keeps_bias)
+        and not (attention.has_sinks or attention.latent)
         and not (attention.rope and attention.rope.is_interleaved)
         and (
             of_head is None
@@ -205,7 +206,7 @@ class WholeLayer(LayerOf):
         """Take a cache, if it is of the layer's shape: the kernel trusts what it is given."""
         attention = self.how.attention
         _, kv_heads, _, head_dim = keys.shape
-        assert (kv_heads, head_dim) == attention.cache_shape, "keys of a step"
+        assert (kv_heads, head_dim) == attention.cache_shape[1:], "keys of a step"
         if slopes is not None:
             assert slopes.shape == (attention.heads,) and slopes.dtype == torch.float32, "slopes"
             assert slopes.is_contiguous(), "slopes"

@@ -16,6 +16,15 @@ SIGMOID = {"num_experts_per_tok": 3, "n_routed_experts": 8, "n_shared_experts": 
     "topk_group": 2,
     "routed_scaling_factor": 1.5,
 }
+LATENT = {"kv_lora_rank": 32, "q_lora_rank": 24, "qk_rope_head_dim": 16, "qk_nope_head_dim": 20} | {
+    "v_head_dim": 12,
+    "intermediate_size": 128,
+    "rms_norm_eps": 1e-3,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64} | {
+    "mscale": 0.7,
+    "mscale_all_dim": 0.8,
+}
 VISION = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2} | {
     "intermediate_size": 32,
     "image_size": 28,
@@ -126,6 +135,21 @@ FURTHER: dict[str, dict[str, Any]] = {
     "exaone_moe": GROUPED
     | {"sliding_window": 13, "sliding_window_pattern": 2, "moe_intermediate_size": 24}
     | {"num_experts": 6, "num_experts_per_tok": 2},
+    "gpt_oss": GROUPED
+    | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32, "sliding_window": 13}
+    | {"intermediate_size": 48, "swiglu_limit": 0.02},
+    "deepseek_v2": LATENT
+    | {k: v for k, v in SIGMOID.items() if "group" not in k}
+    | {"first_k_dense_replace": 1},
+    "deepseek_v2-groups": LATENT
+    | SIGMOID
+    | {"q_lora_rank": None, "topk_method": "group_limited_greedy", "rope_scaling": YARN},
+    "deepseek_v3": LATENT | SIGMOID | {"first_k_dense_replace": 1, "rope_scaling": YARN},
+    "deepseek_v3-biases": LATENT
+    | SIGMOID
+    | {"first_k_dense_replace": 3, "attention_bias": True, "rope_interleave": False},
+    "glm4_moe_lite": LATENT | SIGMOID,
+    "youtu": LATENT | {"tie_word_embeddings": False},
     "minimax_m2": GROUPED
     | {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 32, "rotary_dim": 16},
 }

@@ -85,9 +85,8 @@ def logprobs_in_bfloat16(folder: Path, parts: Parts, rows: list[list[int]]) -> t
     network = Transformer(checkpoint.model, tensors, first=0, bodies=bodies_of(parts))
     dense = Dense(checkpoint.model, [len(row) for row in rows])
 
-    def attend(layer: int, *given: torch.Tensor) -> torch.Tensor:
-        query, key, value = (part.float() for part in given)
-        return dense(layer, query, key, value).to(dtype)
+    def attend(layer: int, *given: torch.Tensor | None) -> torch.Tensor:
+        return dense(layer, *(None if part is None else part.float() for part in given)).to(dtype)
 
     x = network.embed(torch.tensor([each for row in rows for each in row]), dense.positions)
     x = network.run(x, LayerStep(dense.positions, attend))

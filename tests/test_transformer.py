@@ -49,7 +49,12 @@ class Dense:
         self.first = 0  # the stage's first layer
 
     def __call__(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         how = self._model.layers[self.first + layer].attention
         key, value = (
@@ -63,7 +68,10 @@ class Dense:
         is_hidden = self._is_foreign | (self._distance < 0)
         if how.window:
             is_hidden = is_hidden | (self._distance >= how.window)
-        weights = scores.masked_fill(is_hidden, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(is_hidden, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(query), 1)], -1)
+        weights = scores.softmax(-1)[..., : len(key)]
         return torch.einsum("hqk,khd->qhd", weights, value)
 
 
@@ -186,6 +194,14 @@ def _mlp(**changes: Any) -> Callable[[Model], Model]:
     return change
 
 
+def _expert(**changes: Any) -> Callable[[Model], Model]:
+    def change(model: Model) -> Model:
+        moe = cast(Any, model.layers[-1].mlp)
+        return _mlp(expert=replace(moe.expert, **changes))(model)
+
+    return change
+
+
 def _norms(model: Model, **changes: Any) -> Model:
     """Change the norms of a model that has the same at all places."""
     assert model.final_norm is not None
@@ -234,6 +250,17 @@ WRONG: dict[str, list[Callable[[Model], Model]]] = {
     "qwen2_moe": [_mlp(has_shared_gate=False), _mlp(shared=None)],
     "phimoe": [_mlp(scores="softmax"), _mlp(mixer_eps=0.01)],
     "ernie4_5_moe": [_mlp(has_choice_bias=False), _mlp(shared=None)],
+    "gpt_oss": [
+        _expert(limit=0.05),
+        _expert(activation="silu"),
+        _mlp(has_router_bias=False),
+        _attention(has_sinks=False),
+    ],
+    "deepseek_v2-groups": [_mlp(rated_by=2), _attention(scaling=36**-0.5)],
+    "deepseek_v3": [
+        _inside("latent", norm=Norm(1e-3)),
+        _inside("rope", is_interleaved=False),
+    ],
     "glm4_moe": [
         _mlp(has_choice_bias=False),
         _mlp(scores="softmax"),

@@ -16,6 +16,8 @@ from fminfer.messages import StepRow
 class KvCache:
     """One tensor for all layers, in blocks that sequences share or copy.
 
+    Of latent attention keys alone are kept: values are read where keys are.
+
     Args:
         layers: the attention of each layer; their keys have the same shape.
         num_blocks, block_size: the size of the cache.
@@ -33,8 +35,8 @@ class KvCache:
         device: torch.device,
         kernel: AttentionKernel | None,
     ) -> None:
-        ((kv_heads, head_dim),) = {how.cache_shape for how in layers}
-        shape = (len(layers), 2, num_blocks, kv_heads, block_size, head_dim)
+        ((kept, kv_heads, head_dim),) = {how.cache_shape for how in layers}
+        shape = (len(layers), kept, num_blocks, kv_heads, block_size, head_dim)
         # Not zeroed: the system then gives memory page by page, as blocks come into use.
         self._kv = torch.empty(shape, dtype=dtype, device=device)
         if device.type == "cpu":
@@ -81,6 +83,7 @@ class KvCache:
         query: torch.Tensor,  # (tokens, heads, head_dim)
         key: torch.Tensor,  # (tokens, KV heads, head_dim)
         value: torch.Tensor,
+        sinks: torch.Tensor | None = None,  # (heads,) float32
     ) -> torch.Tensor:  # (tokens, heads, head_dim); in the last layer only kept tokens
         """Store a step's new keys and values, then attend."""
         how = self._how[layer]
@@ -90,6 +93,7 @@ class KvCache:
             sliding_window=how.window,
             alibi_slopes=self.slopes[layer],
             softcap=how.softcap,
+            sinks=sinks,
         )[0]
         if self._kept is not None and layer == len(self.layers) - 1:
             return out[self._kept]  # plain torch computes all queries

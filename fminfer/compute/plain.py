@@ -26,6 +26,7 @@ ACTIVATIONS: dict[str, Function] = {
     "gelu_fast": _GELU_TANH,
     "gelu_pytorch_tanh": _GELU_TANH,
     "relu2": lambda x: nn.functional.relu(x).square(),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
 }
 
 
@@ -103,3 +104,9 @@ def gate(both: torch.Tensor, activation: str) -> torch.Tensor:
     """Return activation(first half) * second half of the last dimension."""
     first, second = both.chunk(2, -1)
     return ACTIVATIONS[activation](first) * second
+
+
+def limited_gate(both: torch.Tensor, activation: str, limit: float) -> torch.Tensor:
+    """Return the same with the first half at most `limit`, and 1 added to the limited second."""
+    first, second = both.chunk(2, -1)
+    return ACTIVATIONS[activation](first.clamp(max=limit)) * (second.clamp(-limit, limit) + 1)

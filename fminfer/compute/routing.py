@@ -32,7 +32,7 @@ def route(
 def _best_groups(how: Moe, rated: torch.Tensor) -> torch.Tensor:
     """Return the ratings of experts, -inf outside the best groups."""
     grouped = rated.view(len(rated), how.groups, -1)
-    best = grouped.topk(2).values.sum(-1).topk(how.top_groups).indices
+    best = grouped.topk(how.rated_by).values.sum(-1).topk(how.top_groups).indices
     is_out = torch.ones(grouped.shape[:2], dtype=torch.bool, device=rated.device)
     is_out.scatter_(1, best, False)
     return grouped.masked_fill(is_out[..., None], float("-inf")).flatten(1)

@@ -42,6 +42,22 @@ class Alibi:
 
 
 @dataclass(slots=True, frozen=True)
+class Latent:
+    """Latent attention (DeepSeek-V2, 2024): keys and values of all heads come from one vector.
+
+    The cache keeps that vector, normed, and one rotated key of all heads. `kv_up` is moved to
+    queries and outputs, so that heads attend to the vector itself.
+    """
+
+    rank: int  # of the vector
+    query_rank: int | None  # None: queries are one product
+    key_dim: int  # of a head, beside what is rotated
+    turned_dim: int  # which is rotated
+    value_dim: int
+    norm: Norm  # of the vector, and of that of queries
+
+
+@dataclass(slots=True, frozen=True)
 class Attention:
     """Causal attention of grouped heads, with the products `qkv` (in this order) and `out`."""
 
@@ -59,6 +75,8 @@ class Attention:
     qk_norm_over: str = "head"  # or "heads" (each has its own weights) or "all" of them in one norm
     qk_norm_is_last: bool = False  # it comes after rotary positions (Hunyuan)
     clip: float | None = None  # the outputs of qkv are clamped to [-clip, clip]
+    has_sinks: bool = False  # each head has the score of one key more, without a value (gpt-oss)
+    latent: Latent | None = None  # instead of qkv; one KV head, of rank + turned_dim
 
     @property
     def qkv_sizes(self) -> tuple[int, int, int]:
@@ -66,16 +84,21 @@ class Attention:
         return tuple(n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads))  # type: ignore[return-value]
 
     @property
+    def out_inputs(self) -> int:
+        """The inputs of `out`."""
+        return self.heads * (self.latent.value_dim if self.latent else self.head_dim)
+
+    @property
     def keeps_bias(self) -> bool:
         """Whether a cached key has its ALiBi bias as one more element; see `transformer`."""
         return self.alibi is not None and self.alibi.is_rounded
 
     @property
-    def cache_shape(self) -> tuple[int, int]:
-        """(KV heads, elements) of a token's key in the cache, and of its value."""
+    def cache_shape(self) -> tuple[int, int, int]:
+        """(2, KV heads, elements) of a token's key and value in the cache; 1: they are one."""
         if self.keeps_bias:
-            return self.heads, self.head_dim + 1
-        return self.kv_heads, self.head_dim
+            return 2, self.heads, self.head_dim + 1
+        return 1 if self.latent else 2, self.kv_heads, self.head_dim
 
 
 # The tensors of activations that have some, for each MLP.
@@ -92,6 +115,7 @@ class Mlp:
     size: int  # inputs of `down`
     is_gated: bool = True
     has_bias: bool = False
+    limit: float | None = None  # gate <= limit, |second half| <= limit, which 1 is added to
 
     @property
     def up_size(self) -> int:
@@ -112,9 +136,11 @@ class Moe:
     is_normalized: bool = True  # the weights of those chosen sum up to 1
     scores: str = "softmax"  # or "sigmoid" (DeepSeek V3) or "sparsemixer" (Phi-3.5 MoE)
     mixer_eps: float = 0.0  # of sparsemixer: how far below the best a score still counts
+    has_router_bias: bool = False  # of the product that scores are made of
     has_choice_bias: bool = False  # added to scores, for the choice alone
     groups: int = 1  # of experts, side by side
-    top_groups: int = 1  # those whose two best scores sum up highest; the others have no chance
+    top_groups: int = 1  # those whose best scores sum up highest; the others have no chance
+    rated_by: int = 2  # so many best scores of a group are summed
     scale: float = 1.0  # multiplies the weights
     shared: Mlp | None = None  # an expert that every token goes to besides
     has_shared_gate: bool = False  # a sigmoid of one product multiplies what it gives

@@ -178,6 +178,12 @@ inline void finish(const Arguments& a, const Item& item, int64_t q, float* sums,
             total = total * by + other[width + 1] * of_other;
             largest = most;
         }
+    if (a.sinks) {
+        const float most = a.sinks[head] > largest ? a.sinks[head] : largest;
+        const float by = power(largest - most);
+        for (int64_t d = 0; d < width; d += WIDTH) put_wide(sums + d, wide_at(sums + d) * by);
+        total = total * by + power(a.sinks[head] - most);
+    }
     write_out(a, token_of(a, item, q / group), head, sums, total);
 }
 

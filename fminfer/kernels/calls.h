@@ -21,6 +21,7 @@ struct Arguments {
     const int64_t* members;  // rows of each run, one run after another; of one token each
     const int64_t* entries;  // places in `members` of each row, one row after another
     const float* slopes;     // (heads,) of ALiBi, or null
+    const float* sinks;      // (heads,): scores of a key more, which has no value; or null
     int64_t num_rows, num_runs, num_members, num_tokens, query_head, query_token;
     int64_t new_key_head, new_key_token, new_value_head, new_value_token;
     int64_t heads, kv_heads, head_dim, block_size;

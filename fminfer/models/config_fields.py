@@ -26,7 +26,10 @@ HARMLESS: dict[str, str] = dict.fromkeys(
     "of training",
 )
 HARMLESS |= dict.fromkeys(
-    ("initializer_range", "init_std", "init_device", "initializer_factor"),
+    (
+        *("initializer_range", "init_std", "init_device", "initializer_factor"),
+        "embedding_initializer_range",
+    ),
     "of weights before training",
 )
 HARMLESS |= dict.fromkeys(

@@ -208,6 +208,6 @@ def _part_sizes(module: str, layer: Layer | None, num: int, rows: int) -> tuple[
 
 def _stored_shape(shape: Shape, layout: Layout | None) -> Shape:
     """Return the shape in which a checkpoint holds a tensor."""
-    if layout is not None and layout.is_transposed:
-        return shape[::-1]
+    if layout is not None and layout.is_transposed and len(shape) > 1:
+        return (*shape[:-2], shape[-1], shape[-2])
     return (1, *shape) if layout is not None and layout.is_row else shape

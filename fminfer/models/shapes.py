@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from fminfer.compute.spec import ACTIVATION_SHAPES, Attention, Layer, Mlp, Model, Moe, Norm
+from fminfer.compute.spec import ACTIVATION_SHAPES, Attention, Latent, Layer, Mlp, Model, Moe, Norm
 from fminfer.partition import Part
 
 Shapes = dict[str, tuple[int, ...]]
 # The share of tokens that run the head: generated tokens do, most prompt tokens do not.
 HEAD_SHARE = 0.5
-PRODUCTS = frozenset({"qkv", "out", "up", "down"})  # of a layer, or of each of its experts
+# Of a layer, or of each of its experts.
+PRODUCTS = frozenset({"qkv", "out", "up", "down", "q", "q_down", "q_up", "kv_down"})
 
 
 def layer_shapes(layer: Layer, hidden_size: int) -> Shapes:
@@ -78,24 +79,44 @@ def _of_layer(layer: Layer, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]
     for side, pair in (("before", layer.before), ("after", layer.after), ("sum", layer.of_sum)):
         for part, norm in zip(("attention", "mlp"), pair, strict=True):
             yield from _of_norm(f"{side}_{part}", norm, (hidden,))
-    yield from _of_product("qkv", sum(attention.qkv_sizes), hidden, attention.has_qkv_bias)
-    for name, heads in (("q_norm", attention.heads), ("k_norm", attention.kv_heads)):
-        yield from _of_norm(name, attention.qk_norm, _qk_norm_shape(attention, heads))
-    out_inputs = attention.qkv_sizes[0]
-    yield from _of_product("out", hidden, out_inputs, attention.has_out_bias)
+    if attention.latent is not None:
+        yield from _of_latent(attention, attention.latent, hidden)
+    else:
+        yield from _of_product("qkv", sum(attention.qkv_sizes), hidden, attention.has_qkv_bias)
+        for name, heads in (("q_norm", attention.heads), ("k_norm", attention.kv_heads)):
+            yield from _of_norm(name, attention.qk_norm, _qk_norm_shape(attention, heads))
+    if attention.has_sinks:
+        yield "sinks", (attention.heads,)
+    yield from _of_product("out", hidden, attention.out_inputs, attention.has_out_bias)
     if isinstance(layer.mlp, Moe):
         moe, expert = layer.mlp, layer.mlp.expert
-        yield "router.weight", (moe.num_experts, hidden)
+        yield from _of_product("router", moe.num_experts, hidden, moe.has_router_bias)
         if moe.has_choice_bias:
             yield "choice.bias", (moe.num_experts,)
-        yield "experts.up.weight", (moe.num_experts, expert.up_size, hidden)
-        yield "experts.down.weight", (moe.num_experts, hidden, expert.size)
+        for name, shape in _of_mlp(expert, hidden):
+            yield f"experts.{name}", (moe.num_experts, *shape)
         for name, shape in () if moe.shared is None else _of_mlp(moe.shared, hidden):
             yield f"shared.{name}", shape
         if moe.has_shared_gate:
             yield "shared_gate.weight", (1, hidden)
     else:
         yield from _of_mlp(layer.mlp, hidden)
+
+
+def _of_latent(
+    how: Attention, latent: Latent, hidden: int
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    of_queries, has_bias = how.heads * (latent.key_dim + latent.turned_dim), how.has_qkv_bias
+    if latent.query_rank is None:
+        yield from _of_product("q", of_queries, hidden, False)
+    else:
+        yield from _of_product("q_down", latent.query_rank, hidden, has_bias)
+        yield from _of_norm("q_norm", latent.norm, (latent.query_rank,))
+        yield from _of_product("q_up", of_queries, latent.query_rank, False)
+    yield from _of_product("kv_down", latent.rank + latent.turned_dim, hidden, has_bias)
+    yield from _of_norm("kv_norm", latent.norm, (latent.rank,))
+    of_heads = how.heads * (latent.key_dim + latent.value_dim)
+    yield from _of_product("kv_up", of_heads, latent.rank, False)
 
 
 def _of_entry(model: Model) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -33,6 +33,7 @@ class Attend(Protocol):
         query: torch.Tensor,  # (tokens, heads, head_dim)
         key: torch.Tensor,  # (tokens, KV heads, head_dim)
         value: torch.Tensor,
+        sinks: torch.Tensor | None = None,  # (heads,) float32
     ) -> torch.Tensor:  # (kept tokens, heads, head_dim)
         """Store the new keys and values of a layer, then attend."""
 
@@ -118,6 +119,7 @@ class AttentionOf:
             self._table = bodies.table(how.rope, device)
         slopes = () if how.alibi is None else how.alibi.slopes
         self._slopes = torch.tensor(slopes, device=device).bfloat16()
+        self._sinks = tensors["sinks"].float() if how.has_sinks else None
 
     def __call__(self, x: torch.Tensor, layer: int, step: LayerStep) -> torch.Tensor:
         how, qkv = self._how, self.products["qkv"](x)
@@ -127,7 +129,7 @@ class AttentionOf:
         v = qkv[:, -how.qkv_sizes[2] :].view(len(x), how.kv_heads, how.head_dim)
         if how.keeps_bias:
             q, k, v = self._with_bias(q, k, v, step.positions)
-        out = step.attend(layer, q, k, v)[..., : how.head_dim]
+        out = step.attend(layer, q, k, v, self._sinks)[..., : how.head_dim]
         return self.products["out"](out.flatten(1))
 
     def _turned(self, qkv: torch.Tensor, step: LayerStep) -> tuple[torch.Tensor, torch.Tensor]:
@@ -170,6 +172,55 @@ class AttentionOf:
         return nn.functional.pad(q, (0, 1), value=1.0), k, v
 
 
+class LatentAttentionOf:
+    """Latent attention, with what makes keys and values of the latent moved to queries and out."""
+
+    def __init__(self, how: Attention, tensors: Tensors, bodies: Bodies) -> None:
+        assert how.latent is not None and how.rope is not None, "latent attention"
+        self._how, self._latent = how, how.latent
+        names = ("q",) if how.latent.query_rank is None else ("q_down", "q_up")
+        self.products = {n: bodies.product(tensors, n) for n in (*names, "kv_down", "out")}
+        norm = None if how.latent.query_rank is None else how.latent.norm
+        self._q_norm = bodies.norm(norm, tensors, "q_norm")
+        self._kv_norm = bodies.norm(how.latent.norm, tensors, "kv_norm")
+        weight = tensors["kv_up.weight"]
+        by_head = weight.view(how.heads, -1, how.latent.rank)
+        of_keys, of_values = by_head[:, : how.latent.key_dim], by_head[:, how.latent.key_dim :]
+        self._to_latent = of_keys.contiguous()  # (heads, key_dim, rank)
+        self._from_latent = of_values.transpose(1, 2).contiguous()  # (heads, rank, value_dim)
+        self._rotate = bodies.parts.rotate(how.rope)
+        self._table = bodies.table(how.rope, weight.device)
+
+    def __call__(self, x: torch.Tensor, layer: int, step: LayerStep) -> torch.Tensor:
+        latent = self._latent
+        turns = self.turns(step)
+        q = self._queries(x).view(len(x), self._how.heads, -1)
+        q_turned = self._rotate(q[..., latent.key_dim :].contiguous(), turns)
+        asked = _by_heads(q[..., : latent.key_dim], self._to_latent)
+        kv = self.products["kv_down"](x)
+        assert self._kv_norm is not None, "latent attention has a norm"
+        kept = self._kv_norm(kv[:, : latent.rank].contiguous())[:, None]
+        k_turned = self._rotate(kv[:, None, latent.rank :].contiguous(), turns)
+        key = torch.cat([kept, k_turned], -1)
+        out = step.attend(layer, torch.cat([asked, q_turned], -1), key, key)
+        values = _by_heads(out[..., : latent.rank], self._from_latent)
+        return self.products["out"](values.flatten(1))
+
+    def turns(self, step: LayerStep) -> torch.Tensor:
+        """Return the cosines and sines of the step's tokens."""
+        return step.turns(self._rotate, self._table)
+
+    def _queries(self, x: torch.Tensor) -> torch.Tensor:
+        if self._q_norm is None:
+            return self.products["q"](x)
+        return self.products["q_up"](self._q_norm(self.products["q_down"](x)))
+
+
+def _by_heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Multiply (tokens, heads, inputs) by a weight of each head, (heads, inputs, outputs)."""
+    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+
+
 class MlpOf:
     """The MLP of a layer or of an expert: two products with an activation between them."""
 
@@ -178,6 +229,8 @@ class MlpOf:
         parts = bodies.parts
         if how.activation == "xielu":
             self._act: Function = partial(plain.xielu, **_under("xielu.", tensors))
+        elif how.limit is not None:
+            self._act = partial(plain.limited_gate, activation=how.activation, limit=how.limit)
         else:
             self._act = (parts.gate if how.is_gated else parts.activation)(how.activation)
 
@@ -192,14 +245,15 @@ class MoeOf:
         self._how = how
         # Not packed: with few outputs it is no faster, and its rounding could choose other experts.
         self._router = tensors["router.weight"]
+        self._router_bias = tensors["router.bias"] if how.has_router_bias else None
         self._bias = tensors["choice.bias"] if how.has_choice_bias else None
         self._shared = (
             None if how.shared is None else MlpOf(how.shared, _under("shared.", tensors), bodies)
         )
         self._shared_gate = tensors["shared_gate.weight"] if how.has_shared_gate else None
-        up, down = tensors["experts.up.weight"], tensors["experts.down.weight"]
+        of_all = _under("experts.", tensors)
         self._experts = [
-            MlpOf(how.expert, {"up.weight": up[number], "down.weight": down[number]}, bodies)
+            MlpOf(how.expert, {name: each[number] for name, each in of_all.items()}, bodies)
             for number in range(how.num_experts)
         ]
 
@@ -221,7 +275,7 @@ class MoeOf:
         if self._how.scores == "sigmoid":  # float32: scores beside 1 are near to each other
             logits = nn.functional.linear(x.float(), self._router.float())
         else:
-            logits = nn.functional.linear(x, self._router).float()
+            logits = nn.functional.linear(x, self._router, self._router_bias).float()
         return route(self._how, logits, self._bias)
 
     def _with_shared(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -243,7 +297,11 @@ class LayerOf:
 
     def __init__(self, how: Layer, tensors: Tensors, bodies: Bodies) -> None:
         self.how = how
-        self.attention = AttentionOf(how.attention, tensors, bodies)
+        self.attention: AttentionOf | LatentAttentionOf
+        if how.attention.latent is not None:
+            self.attention = LatentAttentionOf(how.attention, tensors, bodies)
+        else:
+            self.attention = AttentionOf(how.attention, tensors, bodies)
         self.mlp: Function
         if isinstance(how.mlp, Moe):
             self.mlp = MoeOf(how.mlp, tensors, bodies)

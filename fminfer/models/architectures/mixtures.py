@@ -15,7 +15,15 @@ from fminfer.models.architectures.expert_parts import (
     sigmoid_moe,
 )
 from fminfer.models.architectures.llama_like import biases, gated_mlp, llama_like, mixed_layers
-from fminfer.models.architectures.naming import AS_ROW, Architecture, parameter, sources
+from fminfer.models.architectures.naming import (
+    AS_ROW,
+    BY_TURNS,
+    BY_TURNS_TRANSPOSED,
+    EXPERTS_TRANSPOSED,
+    Architecture,
+    parameter,
+    sources,
+)
 from fminfer.models.architectures.parts import Changes, rope_of, same
 
 
@@ -128,4 +136,18 @@ def minimax_m2(c: Any) -> Architecture:
     )
 
 
-ROWS = (qwen2_moe, phimoe, ernie4_5_moe, glm4_moe, solar_open, dots1, minimax_m2)
+def gpt_oss(c: Any) -> Architecture:
+    expert = Mlp("quick_gelu", c.intermediate_size, has_bias=True, limit=c.swiglu_limit)
+    moe = Moe(c.num_local_experts, c.num_experts_per_tok, expert, has_router_bias=True)
+    own = sources(router="mlp.router") | {
+        "sinks": parameter("self_attn.sinks"),
+        "experts.up.weight": parameter("mlp.experts.gate_up_proj", BY_TURNS_TRANSPOSED),
+        "experts.up.bias": parameter("mlp.experts.gate_up_proj_bias", BY_TURNS),
+        "experts.down.weight": parameter("mlp.experts.down_proj", EXPERTS_TRANSPOSED),
+        "experts.down.bias": parameter("mlp.experts.down_proj_bias"),
+    }
+    attention = biases(c) | {"has_sinks": True}
+    return llama_like(c, inner=own, attention=attention, mlp=same(moe))
+
+
+ROWS = (gpt_oss, qwen2_moe, phimoe, ernie4_5_moe, glm4_moe, solar_open, dots1, minimax_m2)

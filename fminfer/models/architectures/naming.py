@@ -100,8 +100,16 @@ def _by_core(t: torch.Tensor, how: Attention) -> torch.Tensor:
     return torch.cat([parts[:, i].reshape(-1, *t.shape[1:]) for i in (0, 2, 1)])
 
 
+def _by_turns(t: torch.Tensor, how: Attention) -> torch.Tensor:
+    return torch.cat([t[:, ::2], t[:, 1::2]], 1)
+
+
 # GPT-2's Conv1D.
 TRANSPOSED = Layout(lambda t, how: t.t() if t.dim() == 2 else t, is_transposed=True)
+# gpt-oss's experts: matrices as GPT-2's, and rows of gate and up in turns.
+EXPERTS_TRANSPOSED = Layout(lambda t, how: t.transpose(1, 2), is_transposed=True)
+BY_TURNS = Layout(_by_turns)
+BY_TURNS_TRANSPOSED = Layout(lambda t, how: _by_turns(t.transpose(1, 2), how), is_transposed=True)
 # Each KV head's queries, key and value follow each other: BLOOM, GPT-NeoX, Falcon, GPT-BigCode.
 BY_HEAD = Layout(_by_head)
 # ERNIE's bias of experts.

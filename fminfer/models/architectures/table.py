@@ -14,6 +14,7 @@ from fminfer.models.architectures import (
     gpt_like,
     granite_like,
     hunyuan_like,
+    latent_like,
     llama_like,
     llama_variants,
     mixtures,
@@ -31,7 +32,7 @@ ROWS: dict[str, Callable[[Any], Architecture]] = {
     for rows in (
         *(llama_like.ROWS, llama_variants.ROWS, squared_relu.ROWS, granite_like.ROWS),
         *(cohere_like.ROWS, olmo_like.ROWS, mixtures.ROWS, exaone_like.ROWS),
-        *(hunyuan_like.ROWS, gpt_like.ROWS, neox_like.ROWS, opt_like.ROWS),
+        *(hunyuan_like.ROWS, gpt_like.ROWS, neox_like.ROWS, opt_like.ROWS, latent_like.ROWS),
     )
     for row in rows
 }
