@@ -50,6 +50,7 @@ def plain(
     window: int | None,
     slopes: torch.Tensor | None,
     softcap: float | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend as a textbook does: (new, heads, dim) to keys and values of (all, kv_heads, dim)."""
     num_new, heads, dim = query.shape
@@ -58,12 +59,14 @@ def plain(
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     places = torch.arange(len(keys))
-    if slopes is not None:
-        scores = scores + slopes[:, None, None] * places
     ahead = places - (len(keys) - num_new + torch.arange(num_new))[:, None]
+    if slopes is not None:
+        scores = scores + slopes[:, None, None] * ahead
     is_hidden = ahead > 0 if window is None else (ahead > 0) | (ahead <= -window)
     scores = scores.masked_fill(is_hidden, float("-inf"))
-    weights = torch.softmax(scores, -1)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, num_new, 1)], -1)
+    weights = torch.softmax(scores, -1)[..., : len(keys)]
     if values.isfinite().all():
         return torch.einsum("hij,jhd->ihd", weights, values)
     rows = []  # a value that is no number must reach only who sees it, and 0 times nan is nan
@@ -82,21 +85,31 @@ def check_every_kind_of_row(
     window: int | None = None,
     slopes: torch.Tensor | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
     kv_dtype: torch.dtype | None = None,
     tolerance: float = 5e-5,
     piece: int = 128,
+    is_shared: bool = False,
 ) -> None:
     """Feed rows in chunks and token by token, and compare each output with the plain formula.
 
     Args:
         kv_dtype: of the cache, which rounds what is kept; None: dtype.
         piece: how many keys the body has at a time; the longest row has more than two of them.
+        is_shared: values are the keys, and lie where these do.
     """
     torch.manual_seed(0)
     kernel, device = make_kernel(body, heads, kv_heads, dim, dtype)
     kept = kv_dtype or dtype
-    paged = PagedAttention(90, block, kv_heads, dim, dtype=kept, device=device, kernel=kernel)
+    memory = torch.empty((1, 90, kv_heads, block, dim), dtype=kept, device=device)
+    paged = PagedAttention(
+        *(90, block, kv_heads, dim),
+        dtype=kept,
+        device=device,
+        kernel=kernel,
+        kept_in=memory if is_shared else None,
+    )
     paged.keys.fill_(float("nan"))  # whatever other rows left there must not matter
     paged.values.fill_(float("nan"))
     long = 2 * piece + 44
@@ -105,7 +118,7 @@ def check_every_kind_of_row(
     tables = [[free.pop() for _ in range(-(-n // block))] for n in lengths]
     q = [torch.randn(n, heads, dim).to(dtype) for n in lengths]
     k = [torch.randn(n, kv_heads, dim).to(dtype) for n in lengths]
-    v = [torch.randn(n, kv_heads, dim).to(dtype) for n in lengths]
+    v = k if is_shared else [torch.randn(n, kv_heads, dim).to(dtype) for n in lengths]
 
     def run(parts: list[tuple[int, int, int]]) -> None:  # (row, first token, last token)
         rows = [StepRow([0] * (b - a), a, tables[r]) for r, a, b in parts]
@@ -117,12 +130,13 @@ def check_every_kind_of_row(
             for x in (q, k, v)
         ]
         how: Any = {"sliding_window": window, "softcap": softcap}
-        how["alibi_slopes"] = None if slopes is None else slopes.to(device)
+        for name, of_heads in (("alibi_slopes", slopes), ("sinks", sinks)):
+            how[name] = None if of_heads is None else of_heads.to(device)
         out = paged(*packed, scaling=dim**-0.5, **how)[0].cpu()
         first = 0
         for r, a, b in parts:
             seen = (x[r][:b].to(kept).float() for x in (k, v))
-            expected = plain(q[r][a:b].float(), *seen, window, slopes, softcap)
+            expected = plain(q[r][a:b].float(), *seen, window, slopes, softcap, sinks)
             found = out[first : first + b - a].float()
             torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
             first += b - a
@@ -142,6 +156,25 @@ def check_every_kind_of_row(
 def test_every_kind_of_row(body: str, window: int, has_alibi: bool, softcap: float | None) -> None:
     slopes = torch.rand(HEADS) if has_alibi else None
     check_every_kind_of_row(body, window=window, slopes=slopes, softcap=softcap)
+
+
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-5), (torch.bfloat16, 0.03)])
+def test_a_score_of_no_key_is_in_the_sum(
+    body: str, window: int | None, dtype: torch.dtype, tolerance: float
+) -> None:
+    """Also one far above all others, whose exponential is beyond float32."""
+    for sinks in (torch.rand(HEADS), torch.linspace(-300, 300, HEADS)):
+        how: Any = {"window": window, "dtype": dtype, "tolerance": tolerance}
+        check_every_kind_of_row(body, sinks=sinks, **how)
+
+
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_that_are_the_keys_lie_there_once(body: str, dtype: torch.dtype) -> None:
+    how: Any = {"dtype": dtype, "tolerance": 5e-5 if dtype == torch.float32 else 0.03}
+    check_every_kind_of_row(body, heads=40, kv_heads=1, dim=72, is_shared=True, **how)
 
 
 @needs_compiler
@@ -217,6 +250,8 @@ def test_the_kernel_in_random_shapes_and_types(seed: int) -> None:
             window=draw.choice([None, draw.randint(1, 150)]),
             slopes=draw.choice([None, torch.rand(heads)]),
             softcap=draw.choice([None, 0.7]),
+            sinks=draw.choice([None, 6 * torch.rand(heads) - 3]),
+            is_shared=draw.random() < 0.2,
             dtype=dtype,
             kv_dtype=kv_dtype,
             tolerance=tolerance,
@@ -336,6 +371,7 @@ def check_rows_that_share(
             how.get("sliding_window"),
             how.get("alibi_slopes"),
             how.get("softcap"),
+            how.get("sinks"),
         )
         torch.testing.assert_close(
             out[first:last].float(), expected, atol=tolerance, rtol=tolerance
@@ -358,6 +394,7 @@ def check_rows_that_share(
 def test_rows_that_share(body: str, heads: int, kv_heads: int, dim: int, block: int) -> None:
     shape = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "block": block}
     kinds: list[dict[str, Any]] = [{}, {"softcap": 0.7}, {"alibi_slopes": torch.rand(heads)}]
+    kinds.append({"sinks": 6 * torch.rand(heads) - 3})
     for how in [*kinds, {"sliding_window": 2 * block + 3}]:
         check_rows_that_share(body, **shape, **how)
         check_rows_that_share(body, **shape, **how, dtype=torch.bfloat16, tolerance=0.03)

@@ -65,7 +65,13 @@ def test_every_kind_of_row(heads: int, kv_heads: int, dim: int, block: int) -> N
 
 
 @interpreted
-@pytest.mark.parametrize("how", [{"window": 6}, {"softcap": 0.7}, {"slopes": torch.rand(4)}])
+@pytest.mark.parametrize(
+    "how",
+    [
+        *({"window": 6}, {"softcap": 0.7}, {"slopes": torch.rand(4)}),
+        *({"sinks": torch.rand(4) * 4}, {"is_shared": True}),
+    ],
+)
 def test_windows_caps_and_slopes_alone(how: dict[str, Any]) -> None:
     check_every_kind_of_row("triton", **how, piece=PIECE)
 
@@ -152,7 +158,7 @@ def _interpret(monkeypatch: pytest.MonkeyPatch) -> None:
         body: str, library: None, model: Model, block_size: int, **where: Any
     ) -> tuple[TritonAttention, str]:
         how = model.layers[0].attention
-        return TritonAttention(how.heads, *how.cache_shape, **where), ""
+        return TritonAttention(how.heads, *how.cache_shape[1:], **where), ""
 
     monkeypatch.setattr(loading, "find_library", lambda body, device: None)
     monkeypatch.setattr(loading, "find_attention", find)
@@ -331,10 +337,10 @@ for heads, kv_heads, dim, dtype, kv_dtype in (
     for queries in (kernel.queries, kernel.decode_queries):
         jobs.append((
             attend_kernel,
-            {**shape, **kernel.tile(queries), "HAS_CAP": dim == 64},
+            {**shape, **kernel.tile(queries), "HAS_CAP": dim == 64, "HAS_SINKS": dim == 64},
             ["query", "out", "keys", "values"],
             ["tiles", "blocks"],
-            ["slopes"],
+            ["slopes", "sinks"],
         ))
     for function, constants, data_names, int_names, float_names in jobs:
         types = {name: "i32" for name in function.arg_names}

@@ -86,7 +86,7 @@ def _of_layer(layer: Layer, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]
         for name, heads in (("q_norm", attention.heads), ("k_norm", attention.kv_heads)):
             yield from _of_norm(name, attention.qk_norm, _qk_norm_shape(attention, heads))
     if attention.has_sinks:
-        yield "sinks", (attention.heads,)
+        yield "sinks.weight", (attention.heads,)
     yield from _of_product("out", hidden, attention.out_inputs, attention.has_out_bias)
     if isinstance(layer.mlp, Moe):
         moe, expert = layer.mlp, layer.mlp.expert

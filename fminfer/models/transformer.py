@@ -119,7 +119,7 @@ class AttentionOf:
             self._table = bodies.table(how.rope, device)
         slopes = () if how.alibi is None else how.alibi.slopes
         self._slopes = torch.tensor(slopes, device=device).bfloat16()
-        self._sinks = tensors["sinks"].float() if how.has_sinks else None
+        self._sinks = tensors["sinks.weight"].float() if how.has_sinks else None
 
     def __call__(self, x: torch.Tensor, layer: int, step: LayerStep) -> torch.Tensor:
         how, qkv = self._how, self.products["qkv"](x)
