@@ -20,6 +20,7 @@ import click
 from fminfer import __version__
 from fminfer.cluster.job_names import infer_data_of
 from fminfer.commands.check import check
+from fminfer.commands.families import families
 from fminfer.commands.merge import merge
 from fminfer.commands.split import split
 from fminfer.commands.status import status
@@ -80,10 +81,11 @@ def main() -> None:
     fminfer merge --input-dir parts/ --output answers.jsonl
     fminfer submit --scheduler slurm --infer-data shards/     jobs on a cluster, one a file
     fminfer check requests.jsonl                    what is wrong, and what a run will take
+    fminfer families                                the architectures that run
     """
 
 
-for command in (check, split, merge, submit, status):
+for command in (check, split, merge, submit, status, families):
     main.add_command(command)
 
 

@@ -127,6 +127,36 @@ FURTHER: dict[str, tuple[float, dict[str, Any]]] = {
         | {"sliding_window": None}
         | sizes(4096, 10944, 62, 32, 32, 152064),
     ),
+    "deepseek-ai/DeepSeek-V2-Lite": (
+        15.706,
+        {"model_type": "deepseek_v2", "q_lora_rank": None, "kv_lora_rank": 512}
+        | {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+        | {"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6}
+        | {"moe_intermediate_size": 1408, "first_k_dense_replace": 1, "topk_method": "greedy"}
+        | {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "routed_scaling_factor": 1.0}
+        | {
+            "rope_scaling": {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1}
+            | {"mscale": 0.707, "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096}
+        }
+        | sizes(2048, 10944, 27, 16, 16, 102400),
+    ),
+    "deepseek-ai/DeepSeek-V3": (
+        671.026,
+        {"model_type": "deepseek_v3", "q_lora_rank": 1536, "kv_lora_rank": 512}
+        | {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+        | {"n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8}
+        | {"moe_intermediate_size": 2048, "first_k_dense_replace": 3, "n_group": 8}
+        | {"topk_group": 4, "norm_topk_prob": True, "routed_scaling_factor": 2.5}
+        | {"num_nextn_predict_layers": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+        | sizes(7168, 18432, 61, 128, 128, 129280),
+    ),
+    "openai/gpt-oss-20b": (
+        20.915,
+        {"model_type": "gpt_oss", "head_dim": 64, "num_local_experts": 32}
+        | {"num_experts_per_tok": 4, "experts_per_token": 4, "sliding_window": 128}
+        | {"attention_bias": True, "swiglu_limit": 7.0, "rope_theta": 150000}
+        | sizes(2880, 2880, 24, 64, 8, 201088),
+    ),
     "MiniMaxAI/MiniMax-M2": (
         228.69,
         {"model_type": "minimax_m2", "num_local_experts": 256, "num_experts_per_tok": 8}

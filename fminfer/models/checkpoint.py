@@ -169,12 +169,13 @@ def _read_config(path: Path) -> Any:
         )
     refuse_impostor(file)
     try:
-        model_type = json.loads(file.read_text())["model_type"]
+        fields = json.loads(file.read_text())
+        model_type = fields["model_type"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{path} has no config.json that is a JSON object with a model_type: {error!r}"
         ) from error
-    check_model_type(str(model_type))
+    check_model_type(str(model_type), fields)
     try:
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:

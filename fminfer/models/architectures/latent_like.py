@@ -69,12 +69,13 @@ def _from(first: int, plain: Mlp, moe: Moe) -> Callable[[int], Mlp | Moe]:
 
 def deepseek_v2(c: Any) -> Architecture:
     has_groups = c.topk_method == "group_limited_greedy"
+    num_groups, top_groups = (c.n_group, c.topk_group) if c.topk_group else (1, 1)
     expert = Mlp(c.hidden_act, c.moe_intermediate_size)
     moe = Moe(
         *(c.n_routed_experts, c.num_experts_per_tok, expert),
         is_normalized=False,
-        groups=c.n_group if has_groups else 1,
-        top_groups=c.topk_group if has_groups else 1,
+        groups=num_groups if has_groups else 1,
+        top_groups=top_groups if has_groups else 1,
         rated_by=1,
         scale=c.routed_scaling_factor,
         shared=Mlp(c.hidden_act, expert.size * c.n_shared_experts),

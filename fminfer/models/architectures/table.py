@@ -24,6 +24,7 @@ from fminfer.models.architectures import (
     squared_relu,
 )
 from fminfer.models.architectures.naming import Architecture
+from fminfer.models.architectures.nearest import nearest_family
 from fminfer.models.config_fields import ReadConfig
 
 # A row's name is its `model_type`.
@@ -38,17 +39,28 @@ ROWS: dict[str, Callable[[Any], Architecture]] = {
 }
 
 
-def check_model_type(model_type: str) -> None:
+def check_model_type(model_type: str, fields: dict[str, Any]) -> None:
     """Refuse an architecture without a row.
 
+    Args:
+        fields: of its config.json.
+
     Raises:
-        CheckpointError: the message lists those that run.
+        CheckpointError: the message names the nearest family that runs.
     """
-    if model_type not in ROWS:
+    if model_type in ROWS:
+        return
+    if fields.get("is_encoder_decoder"):
         raise CheckpointError(
-            f"the architecture {model_type!r} is not one that fminfer runs; it runs: "
-            + ", ".join(sorted(ROWS))
+            f"the architecture {model_type!r} has an encoder and a decoder, and fminfer runs "
+            "decoders alone; 'fminfer families' lists what runs"
         )
+    nearest = nearest_family(model_type, fields, ROWS)
+    raise CheckpointError(
+        f"the architecture {model_type!r} is none of the {len(ROWS)} that fminfer runs "
+        f"('fminfer families' lists them). The nearest is {nearest!r}; docs/architectures.md "
+        "tells how to add a row, which then often takes ten lines"
+    )
 
 
 def architecture_of(config: Any) -> Architecture:
@@ -57,7 +69,7 @@ def architecture_of(config: Any) -> Architecture:
     Raises:
         CheckpointError: the architecture does not run, or no row reads a field that is set.
     """
-    check_model_type(config.model_type)
+    check_model_type(config.model_type, config.to_dict())
     read = ReadConfig(config)
     architecture = ROWS[config.model_type](read)
     read.refuse_unread()
