@@ -12,14 +12,16 @@ PACKAGE = Path(__file__).parent.parent / "fminfer"
 FLOORS = """
 cache cluster.job_names compute.spec control_groups detokenizer engine.blocks \
     engine.expected engine.noise engine.stopping errors head_kernel hyperparameters \
-    input.pieces input.spans messages models.context models.sizes models.weight_files \
+    input.pieces input.spans messages models.context models.examples models.sizes \
+    models.weight_files \
     output.names output.rows pipeline.addresses row_warnings sampling sentencepieces \
     shared_runs soft_cap split.folders team.place timing token_lengths triton_kernels urls \
     weighed_values
-cluster.schedulers cluster.scripts compute.plain compute.routing config cost_model \
+cluster.schedulers cluster.scripts commands.families compute.plain compute.routing config cost_model \
     decode_attention draw_kernel engine.seen engine.stats fields host_memory imports input.spread \
     input.streams input.values integrations.generation kernel_attention layer_kernels memory \
-    models.architectures.naming models.config_fields models.hub models.impostors \
+    models.architectures.naming models.architectures.nearest models.config_fields models.hub \
+    models.impostors \
     models.tensor_files output.disk \
     output.stream output.trace partition pipeline.handshake pipeline.local \
     pipeline.step_clock pipeline.transport pipeline.wire processor ranks score_kernel \
@@ -34,6 +36,7 @@ cluster.submission compute.kv_cache input.envelope input.files kernel_choice \
     output.writer packed_linear pipeline.store_place pipeline.watch remote_files request
 models.architectures.cohere_like models.architectures.exaone_like \
     models.architectures.granite_like models.architectures.hunyuan_like \
+    models.architectures.latent_like \
     models.architectures.llama_variants models.architectures.mixtures \
     models.architectures.neox_like models.architectures.olmo_like \
     models.architectures.opt_like models.architectures.squared_relu
