@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from fminfer.compute import plain
+from fminfer.compute.experts import KernelExperts, Mix, PlainExperts
 from fminfer.compute.parts import NormBody, Parts, RotateBody
 from fminfer.compute.products import Products
 from fminfer.compute.spec import Attention, Layer, Mlp, Model, Moe, Norm, Rope
@@ -69,12 +70,14 @@ class Bodies:
     Args:
         num_positions: the longest sequence.
         join: replaces a layer by one compiled call, where it can.
+        experts: makes compiled mixtures of experts; None: their products are made one by one.
     """
 
     parts: Parts
     products: Products
     num_positions: int
     join: Join = _as_it_is
+    experts: KernelExperts | None = None
     _tables: dict[Rope, torch.Tensor] = field(default_factory=dict)
 
     def norm(self, how: Norm | None, tensors: Tensors, name: str) -> NormBody | None:
@@ -179,33 +182,29 @@ class MlpOf:
 
 
 class MoeOf:
-    """A mixture of experts. The tokens of each expert are computed together."""
+    """A mixture of experts: chooses those of each token, and how much each counts."""
 
     def __init__(self, how: Moe, tensors: Tensors, bodies: Bodies) -> None:
         self._how = how
         # Not packed: with few outputs it is no faster, and its rounding could choose other experts.
         self._router = tensors["router.weight"]
         up, down = tensors["experts.up.weight"], tensors["experts.down.weight"]
-        self._experts = [
-            MlpOf(how.expert, {"up.weight": up[number], "down.weight": down[number]}, bodies)
-            for number in range(how.num_experts)
-        ]
+        mix = None if bodies.experts is None else bodies.experts.make(how, up, down)
+        self.mix: Mix = mix or PlainExperts(
+            how,
+            [
+                MlpOf(how.expert, {"up.weight": up[number], "down.weight": down[number]}, bodies)
+                for number in range(how.num_experts)
+            ],
+        )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         how = self._how
         scores = nn.functional.linear(x, self._router).float().softmax(-1)
-        weights, chosen = scores.topk(how.top_k)
+        shares, chosen = scores.topk(how.top_k)
         if how.is_normalized:
-            weights = weights / weights.sum(-1, keepdim=True)
-        order = chosen.flatten().argsort(stable=True)
-        counts = chosen.flatten().bincount(minlength=how.num_experts).tolist()
-        parts = torch.split(x[order // how.top_k], counts)
-        outs = [e(part) for e, part in zip(self._experts, parts, strict=True) if len(part)]
-        joined = torch.cat(outs)
-        out = torch.empty_like(joined)
-        out[order] = joined
-        weighted = out.view(len(x), how.top_k, -1) * weights[..., None]
-        return weighted.sum(1).to(x.dtype)
+            shares = shares / shares.sum(-1, keepdim=True)
+        return self.mix(x, chosen, shares)
 
 
 class LayerOf:
@@ -219,9 +218,9 @@ class LayerOf:
             self.mlp = MoeOf(how.mlp, tensors, bodies)
         else:
             self.mlp = MlpOf(how.mlp, tensors, bodies)
-        self.products: dict[str, Function] | None = None  # of attention and a plain MLP
+        self.products = self.attention.products  # and those of a plain MLP
         if isinstance(self.mlp, MlpOf):
-            self.products = self.attention.products | self.mlp.products
+            self.products = self.products | self.mlp.products
         self._before = bodies.norms(how.before, tensors, "before")
         self._after = bodies.norms(how.after, tensors, "after")
         self._of_sum = bodies.norms(how.of_sum, tensors, "sum")
