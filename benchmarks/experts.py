@@ -121,9 +121,8 @@ def main(held: str, dtype: str, layers: int, turns: int) -> None:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     results = []
     of_weights, of_rows = getattr(torch, held), getattr(torch, dtype)
-    print(
-        f"{processor.describe()}, weights of {held}, hidden states of {dtype}; ms of a step, medians of {turns}"
-    )
+    print(" ".join(processor.describe().splitlines()[1:]))
+    print(f"weights of {held}, hidden states of {dtype}; ms of a step, medians of {turns}")
     print(f"{'model':12} {'rows':>5} {'tokens':>6} {'one by one':>11} {'one call':>9}  ratio")
     for name, fields in MODELS.items():
         config = AutoConfig.for_model(name, num_hidden_layers=layers, **SHAPE | fields)
@@ -134,7 +133,7 @@ def main(held: str, dtype: str, layers: int, turns: int) -> None:
             build(model, of_weights, of_rows, in_one_call=in_one_call)
             for in_one_call in (False, True)
         ]
-        for rows, tokens in ((1, 1), (4, 1), (16, 1), (64, 1), (1, 2000)):
+        for rows, tokens in ((1, 1), (4, 1), (16, 1), (64, 1), (1, 512), (1, 2000)):
             times: list[list[float]] = [[], []]
             for turn in range(turns + 1):
                 for taken, side in zip(times, sides, strict=True):

@@ -14,12 +14,15 @@ import fminfer
 from fminfer.compute import plain
 from fminfer.compute.experts import KernelExperts, serves
 from fminfer.compute.spec import Mlp, Moe
+from fminfer.config import EngineConfig
 from fminfer.errors import UsageError
 from fminfer.expert_kernel import ExpertKernel, PackedExperts
+from fminfer.footprint import measure_footprints
 from fminfer.kernel_build import find_compiler
+from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.transformer import MoeOf
 from fminfer.product_kernel import ProductKernel
-from tests.conftest import built_library
+from tests.conftest import built_library, make_model
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
 
@@ -220,3 +223,18 @@ def test_a_model_has_them(dtype: str, family_checkpoint: tuple[Path, Any]) -> No
         bodies[attention] = {type(mlp.mix) for mlp in mlps if isinstance(mlp, MoeOf)}
         engine.close()
     assert bodies["compiled"] == {PackedExperts} and PackedExperts not in bodies["eager"]
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch without MKL")
+def test_a_forecast_counts_no_holes_for_them(tmp_path: Path) -> None:
+    """Packed one by one, as MKL does, they leave holes in memory: 1 MiB for each product."""
+    make_model("mixtral").save_pretrained(tmp_path)
+    checkpoint, weights = open_checkpoint(str(tmp_path)), {}
+    for attention in ("compiled", "eager"):
+        config = EngineConfig(
+            model=str(tmp_path), dtype="float32", device="cpu", attention=attention, budget=1024
+        )
+        cpu = torch.device("cpu")
+        (found,) = measure_footprints(config, checkpoint, 1, cpu, torch.float32)
+        weights[attention] = found.weights
+    assert weights["eager"] - weights["compiled"] == (3 * 4 * 2) << 20

@@ -1,8 +1,8 @@
 // A mixture of experts: the MLPs of all chosen experts, then the sum of each token's, in one call.
 //
-// The rows of an expert lie side by side, copied once. A piece of work is a part of them, times some
-// panels (panels.h) of one expert. Gates lie beside what they are multiplied by, panel by panel, so a
-// piece has both and writes only what `down` reads. Results stay float32 until a token's are added
+// The rows of an expert lie side by side, copied once. A piece of work is some of them times some
+// panels (panels.h) of their expert. Gates lie beside what they are multiplied by, panel by panel, so
+// a piece has both and writes only what `down` reads. Results stay float32 until a token's are added
 // up, in the order in which it chose its experts: neither other tokens nor threads change them.
 #include <algorithm>
 #include <type_traits>
@@ -18,12 +18,8 @@ namespace {
 
 constexpr int64_t COPIED = 1 << 13;  // numbers that one thread copies sooner than two
 
-// Panels that stay together: a gate's and its partner's, or one.
-struct Group {
-    int64_t panels, units;  // units: of all its panels
-};
-
-// Groups [first, last) of an expert times `num` rows from `row` on.
+// Groups of panels, [first, last), of an expert times `num` rows from `row` on. A group is a gate's
+// panel and its partner's, or one panel.
 struct Part {
     int64_t expert, row, num, first, last;
 };
@@ -47,48 +43,48 @@ Places place_rows(const Mixture& a) {
 
 inline int64_t blocks_of(int64_t rows) { return (rows + BLOCK_ROWS - 1) / BLOCK_ROWS; }
 
-// Divides experts of `groups` each into pieces, as `multiply` of products.cpp divides one weight.
-std::vector<Part> divide(const Places& places, int64_t groups, const Group& group,
-                           int64_t num_threads) {
+// Divides experts of `groups` each into parts, as `multiply` of products.cpp divides one weight.
+std::vector<Part> divide(const Places& places, int64_t groups, int64_t group_units,
+                         int64_t num_threads) {
     const int64_t experts = places.starts.size() - 1;
     const auto rows_of = [&](int64_t e) { return places.starts[e + 1] - places.starts[e]; };
     int64_t all = 0;
     for (int64_t e = 0; e < experts; e++) all += blocks_of(rows_of(e)) * groups;
     const int64_t fair = std::max<int64_t>(1, all / (4 * num_threads));
-    const int64_t least = std::max<int64_t>(1, TASK_UNITS / group.units);
+    const int64_t least = std::max<int64_t>(1, TASK_UNITS / group_units);
     const int64_t at_once = std::min<int64_t>({fair, least, groups});
-    const int64_t parts = (groups + at_once - 1) / at_once;
-    std::vector<Part> pieces;
+    const int64_t num = (groups + at_once - 1) / at_once;
+    std::vector<Part> parts;
     for (int64_t e = 0; e < experts; e++) {
         const int64_t blocks = blocks_of(rows_of(e));
         for (int64_t b = 0; b < blocks; b++) {
             const int64_t row = rows_of(e) * b / blocks, end = rows_of(e) * (b + 1) / blocks;
-            for (int64_t p = 0; p < parts; p++)
-                pieces.push_back({e, places.starts[e] + row, end - row, groups * p / parts,
-                                  groups * (p + 1) / parts});
+            for (int64_t p = 0; p < num; p++)
+                parts.push_back({e, places.starts[e] + row, end - row, groups * p / num,
+                                 groups * (p + 1) / num});
         }
     }
-    return pieces;
+    return parts;
 }
 
-// Multiplies rows x by `outputs` of each expert, side by side in groups of `width` panels; calls
-// use(row, output, sums) for each row's group, whose panels are `step` numbers apart.
+// Multiplies rows x by all experts' weights, in groups of `width` panels with `outputs` in each of
+// the `width` parts. Calls use(row, output, sums, step): a panel's sums of a row, which begin with
+// `output`, and `step` numbers behind them those of the group's next panel.
 template <typename Way, typename Use>
 void multiply_experts(const Mixture& a, const Places& places, const void* weight, int64_t outputs,
                       int64_t width, const typename Way::Number* x, int64_t inputs,
                       const void* behind, const Use& use) {
     const int64_t groups = (outputs + PANEL - 1) / PANEL;
-    const Group group = {width, width * PANEL * (inputs / Way::INPUTS)};
-    const std::vector<Part> pieces = divide(places, groups, group, a.num_threads);
+    const int64_t units = width * PANEL * (inputs / Way::INPUTS);
+    const std::vector<Part> parts = divide(places, groups, units, a.num_threads);
     const auto start_of = [&](const Part& p) {
-        return static_cast<const uint32_t*>(weight) + (p.expert * groups + p.first) * group.units;
+        return static_cast<const uint32_t*>(weight) + (p.expert * groups + p.first) * units;
     };
-    for_pieces(a.num_threads, pieces.size(), [&](int64_t i, int) {
-        const Part& p = pieces[i];
+    for_pieces(a.num_threads, parts.size(), [&](int64_t i, int) {
+        const Part& p = parts[i];
         const int64_t later = i + a.num_threads;
-        const uint32_t* next = later < int64_t(pieces.size())
-                                   ? start_of(pieces[later])
-                                   : static_cast<const uint32_t*>(behind);
+        const uint32_t* next = later < int64_t(parts.size()) ? start_of(parts[later])
+                                                             : static_cast<const uint32_t*>(behind);
         const float* sums = sum_panels<Way>(x + p.row * inputs, p.num, inputs, start_of(p),
                                             (p.last - p.first) * width, next);
         for (int64_t g = p.first; g < p.last; g++, sums += width * p.num * PANEL)
