@@ -106,9 +106,10 @@ def time_step(network: Any, model: Any, dtype: Any, rows: int, tokens: int) -> f
 @click.command()
 @click.option("--held", default="float32", help="the dtype of weights")
 @click.option("--dtype", default="float32", help="the dtype of hidden states")
+@click.option("--model", "names", multiple=True, default=MODELS, type=click.Choice([*MODELS]))
 @click.option("--layers", default=12)
 @click.option("--turns", default=7)
-def main(held: str, dtype: str, layers: int, turns: int) -> None:
+def main(held: str, dtype: str, names: tuple[str, ...], layers: int, turns: int) -> None:
     from fminfer import processor
 
     processor.cap_libraries()
@@ -124,8 +125,8 @@ def main(held: str, dtype: str, layers: int, turns: int) -> None:
     print(" ".join(processor.describe().splitlines()[1:]))
     print(f"weights of {held}, hidden states of {dtype}; ms of a step, medians of {turns}")
     print(f"{'model':12} {'rows':>5} {'tokens':>6} {'one by one':>11} {'one call':>9}  ratio")
-    for name, fields in MODELS.items():
-        config = AutoConfig.for_model(name, num_hidden_layers=layers, **SHAPE | fields)
+    for name in names:
+        config = AutoConfig.for_model(name, num_hidden_layers=layers, **SHAPE | MODELS[name])
         model = architecture_of(config).model
         sizes = [math.prod(s) for how in model.layers for s in layer_shapes(how, WIDTH).values()]
         print(f"{name}: {sum(sizes) / 1e6:.0f} million parameters")
