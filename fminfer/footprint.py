@@ -30,7 +30,8 @@ RUN_BYTES = 30 << 20  # of a run's process beside a check's: threads, journal, r
 GPU_CONTEXT = 1 << 29  # of a GPU, before anything is loaded: not measured
 # What the allocator cannot use again of each weight that was replaced by its packed form.
 HOLE_BYTES = {torch.float32: 5 << 19, torch.bfloat16: 1 << 20}
-EXPERT_HOLE_BYTES = {torch.float32: 1 << 20}  # of each product of an expert; in bfloat16 none
+# Of each product of an expert that a library packs; in bfloat16 none. The kernels pack all at once.
+EXPERT_HOLE_BYTES = {torch.float32: 1 << 20}
 
 
 @dataclass(slots=True, frozen=True)
@@ -119,8 +120,9 @@ def measure_footprint(
     held = weights - mapped
     tables = _table_bytes(checkpoint, part)
     weights += len(packed) * HOLE_BYTES.get(held_in, 0)
-    num_products = sum(shape[0] for shape in packed.values() if len(shape) == 3)
-    weights += num_products * EXPERT_HOLE_BYTES.get(held_in, 0)
+    if not _has_kernels(config, held_in):
+        num_products = sum(shape[0] for shape in packed.values() if len(shape) == 3)
+        weights += num_products * EXPERT_HOLE_BYTES.get(held_in, 0)
     return Footprint(
         part.stage,
         part.num_layers,
@@ -157,6 +159,13 @@ def _packs(
     config: EngineConfig, held_in: torch.dtype, dtype: torch.dtype, device: torch.device
 ) -> bool:
     """Tell whether products are packed: by the kernels, or by torch's libraries."""
-    has_kernels = config.attention != "eager" and may_have_library()
-    is_theirs = has_kernels and held_in in (torch.float32, torch.bfloat16)
-    return is_theirs or (held_in == dtype and can_pack_dtype(dtype, is_fast_in_bfloat16(device)))
+    is_same = held_in == dtype
+    return _has_kernels(config, held_in) or (
+        is_same and can_pack_dtype(dtype, is_fast_in_bfloat16(device))
+    )
+
+
+def _has_kernels(config: EngineConfig, held_in: torch.dtype) -> bool:
+    """Tell whether the kernels pack weights of a type."""
+    has_library = config.attention != "eager" and may_have_library()
+    return has_library and held_in in (torch.float32, torch.bfloat16)

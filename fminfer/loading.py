@@ -16,11 +16,13 @@ import torch
 
 from fminfer.agreement import agree, compare_weights, connect_gpus
 from fminfer.attention import AttentionKernel
+from fminfer.compute.experts import KernelExperts
 from fminfer.compute.parts import KernelParts, PartKernels, Parts
 from fminfer.compute.products import PackedProducts, Products
 from fminfer.config import AttentionBody, EngineConfig
 from fminfer.draw_kernel import DrawKernel
 from fminfer.errors import UsageError
+from fminfer.expert_kernel import ExpertKernel
 from fminfer.fingerprint import digest_files
 from fminfer.head_kernel import HeadKernel
 from fminfer.kernel_choice import find_attention, find_head, find_layers, find_library
@@ -221,8 +223,8 @@ def _build_network(
         kv_dtype=choose_kv_dtype(config.kv_dtype, dtype),
         device=device,
     )
-    no_whole = "" if whole is None else whole.why_plain
-    reasons = (no_attention, no_layers, no_head, bodies.products.why_plain, no_whole)
+    reasons = [no_attention, no_layers, no_head, bodies.products.why_plain]
+    reasons += [each.why_plain for each in (bodies.experts, whole) if each is not None]
     why_plain = "; ".join(filter(None, reasons))
     return network, attention, head, why_plain
 
@@ -248,6 +250,8 @@ def _find_bodies(
         parts = KernelParts(layers, dtype)
     bodies = Bodies(parts, products, max(4, checkpoint.context_length))  # a trial has 4 positions
     if library is not None and isinstance(parts, KernelParts):
+        kernels = ExpertKernel(library), ProductKernel(library)
+        bodies.experts = KernelExperts(*kernels, dtype, asked)
         whole = WholeLayers(library, dtype, asked)
         bodies.join = whole.join
         return bodies, whole

@@ -15,17 +15,16 @@ import torch
 
 from fminfer.compute import spec
 from fminfer.compute.kv_cache import KvCache
-from fminfer.compute.parts import GATES, TANH_GELUS
+from fminfer.compute.parts import GATES, PLAIN
 from fminfer.compute.trial import Limits, Pair, try_body
 from fminfer.config import AttentionBody
 from fminfer.kernel_attention import Arguments, KernelAttention, KernelRows, step_arguments
-from fminfer.layer_kernels import GELU_TANH, RELU
 from fminfer.messages import StepRow
 from fminfer.models.load import Tensors
 from fminfer.models.transformer import LayerOf, LayerStep
 from fminfer.product_kernel import TYPES, PackedProduct
+from fminfer.workspace import Workspace
 
-PLAIN = {"relu": RELU} | dict.fromkeys(TANH_GELUS, GELU_TANH)
 NO_WINDOW = 2**31 - 1
 # Of the largest number that the parts give.
 MAX_ERROR: Limits = {torch.float32: 1e-4, torch.bfloat16: 0.02}
@@ -72,10 +71,12 @@ class Spent(ctypes.Structure):
 
 
 def serves(how: spec.Layer) -> bool:
-    """Tell whether the library computes such a layer."""
+    """Tell whether the library computes such a layer, or all of it but experts."""
     attention, mlp = how.attention, how.mlp
-    if isinstance(mlp, spec.Moe) or mlp.activation not in (GATES if mlp.is_gated else PLAIN):
-        return False
+    if isinstance(mlp, spec.Mlp):
+        has_activation = mlp.activation in (GATES if mlp.is_gated else PLAIN)
+        if not has_activation or mlp.limit is not None:
+            return False
     plain_order = not (any(how.after) or any(how.of_sum) or how.is_parallel or how.adds_normed)
     plain_order = plain_order and how.residual_scale == 1.0 and not attention.qk_norm_is_last
     of_head = attention.qk_norm
@@ -106,10 +107,6 @@ def _serves_norm(how: spec.Norm | None) -> bool:
     return how.is_rms or not how.offset
 
 
-def _nothing() -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device="cpu")
-
-
 @dataclass(slots=True)
 class StepCall:
     """What the layers of a model have in common: the step that is computed."""
@@ -117,15 +114,7 @@ class StepCall:
     rows: KernelRows | None = None
     arguments: Arguments = field(default_factory=Arguments)
     spent: Spent | None = None
-    # What a layer works in. Memory that one has used is near, and a free one is given back.
-    space: torch.Tensor = field(default_factory=_nothing)  # bytes
-
-    def take_space(self, size: int) -> torch.Tensor:
-        """Return so many bytes; the next call may return the same."""
-        if len(self.space) < size:
-            self.space = _nothing()  # not both at once
-            self.space = torch.empty(size, dtype=torch.uint8, device="cpu")
-        return self.space
+    workspace: Workspace = field(default_factory=Workspace)
 
     def see(self, rows: KernelRows, heads: int, keys: torch.Tensor, kind: torch.dtype) -> None:
         """Make ready for a layer of a step, mostly the one that was seen last."""
@@ -134,7 +123,10 @@ class StepCall:
 
 
 class WholeLayer(LayerOf):
-    """A layer that is one call of the library where that can be, and otherwise its parts."""
+    """A layer that is one call of the library where that can be, and otherwise its parts.
+
+    With experts the call ends before them: which ones a token has is chosen between.
+    """
 
     def __init__(
         self,
@@ -146,6 +138,7 @@ class WholeLayer(LayerOf):
     ) -> None:
         self._parts, self.step, self._dtype = parts, step, dtype
         self.how, self.attention, self.mlp = parts.how, parts.attention, parts.mlp
+        self.has_experts = isinstance(parts.how.mlp, spec.Moe)
         self._kept = _tensors_of_norms(tensors)  # the library is told where they lie
         self.layer = _describe(parts, self._kept, dtype)
         self._run = library.fminfer_layer
@@ -184,6 +177,7 @@ class WholeLayer(LayerOf):
             assert turned % 2 == 0 and turned <= attention.head_dim, "cos and sin"
         num_kept = tokens if kept is None else len(kept)
         out = x.new_empty((num_kept, width))
+        normed = torch.empty_like(out) if self.has_experts else None
         failed = self._run(
             how,
             self.step.arguments,
@@ -194,13 +188,14 @@ class WholeLayer(LayerOf):
             num_kept,
             x.data_ptr(),
             out.data_ptr(),
-            self.step.take_space(self._space * tokens * x.itemsize).data_ptr(),
+            None if normed is None else normed.data_ptr(),
+            self.step.workspace.take(self._space * tokens * x.itemsize).data_ptr(),
             self.step.spent,
         )
         if failed:
-            self.step.space = _nothing()  # for the halves of the step
+            self.step.workspace.drop()  # for the halves of the step
             raise MemoryError("no memory for the attention kernel's working space")
-        return out, None
+        return out, None if normed is None else self.mlp(normed)
 
     def _use(self, keys: torch.Tensor, values: torch.Tensor, slopes: torch.Tensor | None) -> None:
         """Take a cache, if it is of the layer's shape: the kernel trusts what it is given."""
@@ -233,7 +228,7 @@ class WholeLayers:
         self._library, self._step = library, StepCall()
         library.fminfer_layer.argtypes = [
             *(ctypes.POINTER(Layer), ctypes.POINTER(Arguments)),
-            *(pointer, pointer, number, pointer, number, pointer, pointer, pointer),
+            *(pointer, pointer, number, pointer, number, pointer, pointer, pointer, pointer),
             ctypes.POINTER(Spent),
         ]
         library.fminfer_layer_space.argtypes = [ctypes.POINTER(Layer)]
@@ -241,10 +236,8 @@ class WholeLayers:
 
     def join(self, parts: LayerOf, tensors: Tensors) -> LayerOf:
         """Return the layer as one call, or as it is."""
-        products = parts.products
-        is_packed = products is not None and all(
-            isinstance(each, PackedProduct) for each in products.values()
-        )
+        products = parts.products.values()
+        is_packed = all(isinstance(each, PackedProduct) for each in products)
         is_served = is_packed and serves(parts.how)
         if not (is_served and self._tried.get(parts.how, True)):
             return parts
@@ -266,7 +259,6 @@ class WholeLayers:
 
     def _pairs(self, whole: LayerOf, parts: LayerOf) -> Iterator[Pair]:
         """Compute a few tokens of two rows with a layer in one call, and part by part."""
-        assert parts.products is not None, "a layer that is served"
         qkv = parts.products["qkv"]
         assert isinstance(qkv, PackedProduct), "a layer that is served"
         generator = torch.Generator().manual_seed(0)
@@ -303,11 +295,13 @@ def _tensors_of_norms(tensors: Tensors) -> Tensors:
 
 def _describe(parts: LayerOf, tensors: Tensors, dtype: torch.dtype) -> Layer:
     how, attention, mlp = parts.how, parts.how.attention, parts.how.mlp
-    assert isinstance(mlp, spec.Mlp) and parts.products is not None, "a layer that is served"
     products = {name: _linear(product) for name, product in parts.products.items()}
     of_query, of_key, _ = attention.qkv_sizes
     assert products["qkv"].outputs == sum(attention.qkv_sizes), "queries, keys and values"
-    assert products["up"].outputs == mlp.up_size and products["down"].inputs == mlp.size
+    activation = 0
+    if isinstance(mlp, spec.Mlp):
+        assert products["up"].outputs == mlp.up_size and products["down"].inputs == mlp.size
+        activation = (GATES if mlp.is_gated else PLAIN)[mlp.activation]
     return Layer(
         _norm(how.before[0], tensors, "before_attention", dtype),
         _norm(how.before[1], tensors, "before_mlp", dtype),
@@ -317,7 +311,7 @@ def _describe(parts: LayerOf, tensors: Tensors, dtype: torch.dtype) -> Layer:
         head_step=attention.head_dim,
         key_at=of_query,
         value_at=of_query + of_key,
-        activation=(GATES if mlp.is_gated else PLAIN)[mlp.activation],
+        activation=activation,
         window=min(attention.window or 0, NO_WINDOW),
         scaling=attention.scaling,
         softcap=attention.softcap or 0.0,

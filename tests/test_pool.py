@@ -31,7 +31,8 @@ def test_regions_and_products_under_a_sanitizer(sanitizer: str, tmp_path: Path) 
     ]
     command += [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-o", str(program)]
     command += map(
-        str, [STRESS, *(SOURCES / f"{name}.cpp" for name in ("pool", "products", "head"))]
+        str,
+        [STRESS, *(SOURCES / f"{name}.cpp" for name in ("pool", "products", "experts", "head"))],
     )
     built = subprocess.run(command, capture_output=True, text=True)
     if "cannot find" in built.stderr:

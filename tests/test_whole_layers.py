@@ -19,7 +19,8 @@ from fminfer.layer_kernels import RELU, TYPES, Rows
 from fminfer.models.architectures.table import architecture_of
 from fminfer.models.checkpoint import open_random
 from fminfer.product_kernel import ProductKernel
-from fminfer.whole_layers import StepCall, WholeLayer, WholeLayers, serves
+from fminfer.whole_layers import WholeLayer, WholeLayers, serves
+from fminfer.workspace import Workspace
 from tests.conftest import FIELDS, built_library, make_model
 from tests.test_oracle import mixed_requests
 
@@ -85,11 +86,10 @@ WHOLE = dict.fromkeys(
         *("bloom", "opt", "gpt2", "gpt2-inverse", "gpt2-unscaled", "gpt2-untied"),
         *("gpt_bigcode-heads", "gpt_bigcode", "gpt_neo", "stablelm", "cwm", "ministral"),
         *("ministral3", "internlm3", "seed_oss", "smollm3", "vaultgemma", "mistral3"),
+        *("mixtral", "qwen3_moe", "qwen2_moe", "glm4_moe", "dots1"),
     ),
     3,
 )
-# The others have experts.
-WHOLE |= dict.fromkeys(("qwen3_moe", "qwen2_moe", "glm4_moe", "dots1", "exaone_moe"), 1)
 
 
 def test_what_the_library_serves() -> None:
@@ -208,12 +208,12 @@ def test_without_memory_a_step_is_computed_in_halves(
 
         monkeypatch.setattr(WholeLayer, "__init__", init_failing)
     else:
-        take = StepCall.take_space
+        take = Workspace.take
 
-        def take_failing(self: StepCall, size: int) -> torch.Tensor:
+        def take_failing(self: Workspace, size: int) -> torch.Tensor:
             if fails():
                 raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
             return take(self, size)
 
-        monkeypatch.setattr(StepCall, "take_space", take_failing)
+        monkeypatch.setattr(Workspace, "take", take_failing)
     assert answers(llama_checkpoint[0]) == (3, expected) and len(failed) == 2

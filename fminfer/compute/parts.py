@@ -13,11 +13,12 @@ import torch
 
 from fminfer.compute import plain
 from fminfer.compute.spec import Norm, Rope
-from fminfer.layer_kernels import GELU_TANH, SILU
+from fminfer.layer_kernels import GELU_TANH, RELU, SILU
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 TANH_GELUS = frozenset({"gelu_new", "gelu_fast", "gelu_pytorch_tanh"})
 GATES = {"silu": SILU, "swish": SILU} | dict.fromkeys(TANH_GELUS, GELU_TANH)
+PLAIN = {"relu": RELU} | dict.fromkeys(TANH_GELUS, GELU_TANH)  # of the C++ kernels, ungated
 
 
 class NormBody:

@@ -64,6 +64,20 @@ struct Head {
     int64_t num_threads;
 };
 
+// Must agree with expert_kernel.Arguments.
+struct Mixture {
+    const void* x;          // (tokens, hidden)
+    const void *up, *down;  // of all experts, as fminfer_pack_experts packs them
+    const int64_t* chosen;  // (tokens, top_k): the experts of each token
+    const float* shares;    // (tokens, top_k): what their results are multiplied by
+    void* out;              // (tokens, hidden), of x's type
+    float* space;           // (tokens * top_k, hidden + size)
+    int64_t tokens, top_k, num_experts, hidden, size;  // size: the inputs of `down`
+    int64_t is_gated, activation;                      // of activations.h
+    int64_t x_type, weight_type;  // 0 float32, 1 bfloat16; x of bfloat16 has weights of it
+    int64_t num_threads;
+};
+
 int fminfer_attention(const Arguments* arguments);
 void fminfer_rms_norm(const Rows* r, const void* weight, float eps, float offset,
                       const void* other, void* sum);

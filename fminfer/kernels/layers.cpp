@@ -6,6 +6,7 @@
 
 #include <cmath>
 
+#include "activations.h"
 #include "calls.h"
 #include "pool.h"
 #include "vectors.h"
@@ -27,23 +28,6 @@ inline float sum_of(Vec value) {
     float sum = 0;
     for (int lane = 0; lane < LANES; lane++) sum += value[lane];
     return sum;
-}
-
-// 1 / x, for x from 1 to 2.
-inline Vec inverse_of(Vec x) {
-#ifdef __AVX512F__  // a division takes longer than all else here
-    const Vec near = (Vec)_mm512_rcp14_ps((__m512)x);
-    return near * (2.0f - x * near);
-#else
-    return 1.0f / x;
-#endif
-}
-
-// 1 / (1 + e^-x)
-inline Vec sigmoid_of(Vec x) {
-    const Vec below = x < Vec{} ? x : -x;
-    const Vec e = below < -87.0f ? Vec{} : exp_of(below);
-    return (x < Vec{} ? e : all(1.0f)) * inverse_of(1.0f + e);
 }
 
 template <typename T>
@@ -102,9 +86,7 @@ void turn_row(const T* x, T* out, const float* cos, const float* sin, int64_t wi
 template <typename T>
 void gate_row(const T* gate, const T* up, T* out, int64_t width, int64_t kind) {
     by_lanes(width, [&](int64_t i, int n) {
-        const Vec x = load_some(gate + i, n);
-        const Vec by = kind == 0 ? x : x * 1.5957691216f * (1.0f + 0.044715f * x * x);
-        const Vec bent = kind == 2 ? (x < Vec{} ? Vec{} : x) : x * sigmoid_of(by);
+        const Vec bent = bend(load_some(gate + i, n), kind);
         store_some(out + i, up == nullptr ? bent : bent * load_some(up + i, n), n);
     });
 }
@@ -180,8 +162,8 @@ void fminfer_rotate(const Rows* r, const float* cos, const float* sin, int64_t t
     r->type == 0 ? turn<float>(*r, cos, sin, turned) : turn<uint16_t>(*r, cos, sin, turned);
 }
 
-// act(x) * up, rows of `up` being as far apart as those of x, or act(x) where `up` is null; kind 0:
-// silu, 1: gelu by tanh, 2: relu.
+// act(x) * up, rows of `up` being as far apart as those of x, or act(x) where `up` is null; `kind`
+// is that of activations.h.
 void fminfer_gate(const Rows* r, const void* up, int64_t kind) {
     r->type == 0 ? gate<float>(*r, up, kind) : gate<uint16_t>(*r, up, kind);
 }

@@ -26,7 +26,8 @@ struct Linear {
 
 struct Layer {
     Norm first, second, of_query, of_key;  // of_query, of_key: of each head
-    Linear qkv, out, up, down;  // up: gate and up side by side, if it has twice down's inputs
+    // up: gate and up side by side, if it has twice down's inputs; null: the MLP is another's.
+    Linear qkv, out, up, down;
     void *keys, *values;        // of the cache
     const float* slopes;        // of ALiBi, or null
     // Of what qkv gives: from a head to the next, and where the first key and first value begin.
@@ -93,12 +94,12 @@ void keep_rows(const T* rows, int64_t width, const int64_t* kept, int64_t num,
 
 // out = the layer's output for hidden states x, (tokens, hidden). `given` tells all of attention
 // but the tensors of the layer. `turned` 0: there are no rotary positions. Of tokens, only `kept`
-// ones, which ascend, go on behind attention and are in `out`; null: all. Nonzero: there was no
-// memory.
+// ones, which ascend, go on behind attention and are in `out`; null: all. Without an MLP `out` is
+// what it is added to, and `for_mlp` what it takes. Nonzero: there was no memory.
 template <typename T>
 int run(const Layer* layer, const Arguments* given, const float* cos, const float* sin,
                   int64_t turned, const int64_t* kept, int64_t num_kept, const T* x,
-                  T* out, T* space, Spent* spent) {
+                  T* out, T* for_mlp, T* space, Spent* spent) {
     const Layer& l = *layer;
     Arguments a = *given;
     const Caller<T> call(a.num_threads, spent);
@@ -158,12 +159,13 @@ int run(const Layer* layer, const Arguments* given, const float* cos, const floa
         keep_rows(x, hidden, kept, rows, normed);
     }
     space = rest;
-    const bool gates = l.up.outputs == 2 * wide;
-    T *const again = take(hidden), *const both = take(l.up.outputs);
+    const bool gates = l.up.outputs == 2 * wide, has_mlp = l.up.weight != nullptr;
+    T *const again = has_mlp ? take(hidden) : for_mlp, *const both = take(l.up.outputs);
     T* const gated = take(wide);
-    T* const sum = normed;
+    T* const sum = has_mlp ? normed : out;
     call.multiply(l.out, attended, out, rows);
     call.norm(l.second, kept ? normed : x, again, rows, hidden, out, sum);
+    if (!has_mlp) return 0;
     call.multiply(l.up, again, both, rows);
     const Rows r = {both, gated, rows, 1, wide, l.up.outputs, 0, call.TYPE, call.num_threads};
     fminfer_gate(&r, gates ? both + wide : nullptr, l.activation);
@@ -191,11 +193,11 @@ int64_t fminfer_layer_space(const Layer* l) {
 
 int fminfer_layer(const Layer* layer, const Arguments* given, const float* cos, const float* sin,
                   int64_t turned, const int64_t* kept, int64_t num_kept, const void* x, void* out,
-                  void* space, Spent* spent) {
+                  void* for_mlp, void* space, Spent* spent) {
     const auto run_as = [&](auto* to) {
         typedef std::remove_pointer_t<decltype(to)> T;
         return run(layer, given, cos, sin, turned, kept, num_kept, static_cast<const T*>(x), to,
-                   static_cast<T*>(space), spent);
+                   static_cast<T*>(for_mlp), static_cast<T*>(space), spent);
     };
     return given->type == 0 ? run_as(static_cast<float*>(out))
                             : run_as(static_cast<uint16_t*>(out));

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fminfer.compute import plain
+from fminfer.compute.experts import KernelExperts, Mix, PlainExperts
 from fminfer.compute.parts import NormBody, Parts, RotateBody
 from fminfer.compute.products import Products
 from fminfer.compute.routing import route
@@ -72,12 +73,14 @@ class Bodies:
     Args:
         num_positions: the longest sequence.
         join: replaces a layer by one compiled call, where it can.
+        experts: makes compiled mixtures of experts; None: their products are made one by one.
     """
 
     parts: Parts
     products: Products
     num_positions: int
     join: Join = _as_it_is
+    experts: KernelExperts | None = None
     _tables: dict[Rope, torch.Tensor] = field(default_factory=dict)
 
     def norm(self, how: Norm | None, tensors: Tensors, name: str) -> NormBody | None:
@@ -239,7 +242,7 @@ class MlpOf:
 
 
 class MoeOf:
-    """A mixture of experts. The tokens of each expert are computed together."""
+    """A mixture of experts: chooses those of each token, and how much each counts."""
 
     def __init__(self, how: Moe, tensors: Tensors, bodies: Bodies) -> None:
         self._how = how
@@ -251,27 +254,23 @@ class MoeOf:
             None if how.shared is None else MlpOf(how.shared, _under("shared.", tensors), bodies)
         )
         self._shared_gate = tensors["shared_gate.weight"] if how.has_shared_gate else None
-        of_all = _under("experts.", tensors)
-        self._experts = [
-            MlpOf(how.expert, {name: each[number] for name, each in of_all.items()}, bodies)
-            for number in range(how.num_experts)
-        ]
+        own, mix = _under("experts.", tensors), None
+        if bodies.experts is not None:
+            mix = bodies.experts.make(how, own["up.weight"], own["down.weight"])
+        self.mix: Mix = mix or PlainExperts(
+            how,
+            [
+                MlpOf(how.expert, {name: each[number] for name, each in own.items()}, bodies)
+                for number in range(how.num_experts)
+            ],
+        )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        how = self._how
-        weights, chosen = self._choose(x)
-        order = chosen.flatten().argsort(stable=True)
-        counts = chosen.flatten().bincount(minlength=how.num_experts).tolist()
-        parts = torch.split(x[order // how.top_k], counts)
-        outs = [e(part) for e, part in zip(self._experts, parts, strict=True) if len(part)]
-        joined = torch.cat(outs)
-        out = torch.empty_like(joined)
-        out[order] = joined
-        weighted = out.view(len(x), how.top_k, -1) * weights[..., None]
-        return self._with_shared(x, weighted.sum(1).to(x.dtype))
+        shares, chosen = self._choose(x)
+        return self._with_shared(x, self.mix(x, chosen, shares))
 
     def _choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the weights and numbers of each token's experts, (tokens, top_k)."""
+        """Return the shares and numbers of each token's experts, (tokens, top_k)."""
         if self._how.scores == "sigmoid":  # float32: scores beside 1 are near to each other
             logits = nn.functional.linear(x.float(), self._router.float())
         else:
@@ -307,9 +306,9 @@ class LayerOf:
             self.mlp = MoeOf(how.mlp, tensors, bodies)
         else:
             self.mlp = MlpOf(how.mlp, tensors, bodies)
-        self.products: dict[str, Function] | None = None  # of attention and a plain MLP
+        self.products = self.attention.products  # and those of a plain MLP
         if isinstance(self.mlp, MlpOf):
-            self.products = self.attention.products | self.mlp.products
+            self.products = self.products | self.mlp.products
         self._before = bodies.norms(how.before, tensors, "before")
         self._after = bodies.norms(how.after, tensors, "after")
         self._of_sum = bodies.norms(how.of_sum, tensors, "sum")

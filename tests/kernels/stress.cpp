@@ -1,4 +1,4 @@
-// Runs regions of the pool, products and heads over random shapes, as a sanitizer wants to see them.
+// Runs regions of the pool, products, experts and heads over random shapes, as a sanitizer wants to see them.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -17,6 +17,9 @@ extern "C" {
 int64_t fminfer_panel();
 void fminfer_pack(const uint32_t* weight, int64_t outputs, int64_t units, uint32_t* packed,
                   int64_t num_threads);
+void fminfer_pack_experts(const uint32_t* weight, int64_t experts, int64_t parts, int64_t outputs,
+                          int64_t units, uint32_t* packed, int64_t num_threads);
+void fminfer_mix(const Mixture* a);
 int64_t fminfer_head_space(int64_t rows, int64_t inputs, int64_t num_threads);
 void fminfer_head(const Head* a);
 }
@@ -80,6 +83,35 @@ void multiply(std::mt19937& random, bool has_halves, bool takes_halves) {
     check(out == again, "threads change a product");
 }
 
+void mix(std::mt19937& random, bool has_halves, bool takes_halves) {
+    const int64_t tokens = random() % 60, experts = 1 + random() % 6, top_k = 1 + random() % experts;
+    const int64_t hidden = 2 * (1 + random() % 70), size = 2 * (1 + random() % 70);
+    const int64_t parts = 1 + random() % 2, panel = fminfer_panel(), of_weight = has_halves ? 2 : 4;
+    const auto pack = [&](int64_t parts, int64_t outputs, int64_t inputs) {
+        std::vector<uint8_t> weight(experts * parts * outputs * inputs * of_weight);
+        fill(random, weight, has_halves);
+        const int64_t units = inputs * of_weight / 4, panels = (outputs + panel - 1) / panel;
+        std::vector<uint32_t> packed(experts * parts * panels * panel * units);
+        fminfer_pack_experts(reinterpret_cast<uint32_t*>(weight.data()), experts, parts, outputs,
+                             units, packed.data(), 3);
+        return packed;
+    };
+    const std::vector<uint32_t> up = pack(parts, size, hidden), down = pack(1, hidden, size);
+    std::vector<uint8_t> x(tokens * hidden * (takes_halves ? 2 : 4)), out(x.size()), again(x.size());
+    std::vector<int64_t> chosen(tokens * top_k);
+    std::vector<float> shares(tokens * top_k, 0.3f), space(tokens * top_k * (hidden + size));
+    fill(random, x, takes_halves);
+    for (int64_t i = 0; i < tokens * top_k; i++) chosen[i] = (i + random() % 2) % experts;
+    Mixture a = {x.data(), up.data(), down.data(), chosen.data(), shares.data(), out.data(),
+                 space.data(), tokens, top_k, experts, hidden, size, parts == 2,
+                 int64_t(random() % 3), takes_halves, has_halves, 3};
+    fminfer_mix(&a);
+    a.out = again.data();
+    a.num_threads = 1;
+    fminfer_mix(&a);
+    check(out == again, "threads change a mixture");
+}
+
 void find_logits(std::mt19937& random, bool has_halves, bool takes_halves) {
     const int64_t rows = 1 + random() % 40, outputs = 1 + random() % 300;
     const int64_t inputs = 1 + random() % 300;
@@ -118,6 +150,9 @@ int main() {
         multiply(random, false, false);
         multiply(random, true, false);
         multiply(random, true, true);
+        mix(random, false, false);
+        mix(random, true, false);
+        mix(random, true, true);
         for (int types = 0; types < 4; types++) find_logits(random, types / 2, types % 2);
     }
     return 0;
