@@ -20,7 +20,11 @@ class DrawKernel:
     def __call__(
         self, logits: torch.Tensor, how: SamplingTensors, rows: torch.Tensor
     ) -> torch.Tensor:
-        """Return the tokens that some rows of (rows, vocab) logits draw, each as its own says."""
+        """Return the tokens that some rows of (rows, vocab) logits draw, each as its own says.
+
+        Raises:
+            MemoryError: there was none for the threads' working space.
+        """
         num_rows, vocab = logits.shape
         logits = logits.float().contiguous()
         tensors = (
@@ -36,7 +40,7 @@ class DrawKernel:
             assert tensor.dtype == dtype and tensor.is_contiguous(), "how rows draw"
             assert tensor is rows or len(tensor) == num_rows, "how rows draw"
         ids = torch.empty_like(rows)
-        self._draw(
+        failed = self._draw(
             logits.data_ptr(),
             vocab,
             len(rows),
@@ -44,4 +48,6 @@ class DrawKernel:
             ids.data_ptr(),
             torch.get_num_threads(),
         )
+        if failed:
+            raise MemoryError("no memory for the drawing kernel's working space")
         return ids

@@ -84,6 +84,9 @@ class PackedExperts:
     def __call__(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         """Return the sum of each token's experts, times their shares; as x.
 
+        Raises:
+            MemoryError: there was none for the threads' working space.
+
         Args:
             x: (tokens, hidden), of the weights' type or float32.
             chosen: (tokens, top_k) int64, of which none may be beyond the last expert.
@@ -103,5 +106,7 @@ class PackedExperts:
             *(self.is_gated, self.activation, TYPES[x.dtype], TYPES[self.up.dtype]),
             torch.get_num_threads(),
         )
-        self.kernel.mix(arguments)
+        if self.kernel.mix(arguments):
+            self.kernel.workspace.drop()  # for the halves of the step
+            raise MemoryError("no memory for the experts' working space")
         return out

@@ -37,10 +37,14 @@ class PackedProduct:
     bias: torch.Tensor | None  # (outputs, to a whole panel) float32
     inputs: int
     outputs: int
-    multiply: Callable[[Product], None]
+    multiply: Callable[[Product], int]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (…, outputs) of x, (…, inputs), in x's type."""
+        """Return (…, outputs) of x, (…, inputs), in x's type.
+
+        Raises:
+            MemoryError: there was none for the threads' working space.
+        """
         assert x.is_cpu and x.shape[-1] == self.inputs, "rows"
         assert x.dtype in (torch.float32, self.packed.dtype), "rows"
         x = x.contiguous()
@@ -57,7 +61,8 @@ class PackedProduct:
             TYPES[self.packed.dtype],
             torch.get_num_threads(),
         )
-        self.multiply(product)
+        if self.multiply(product):
+            raise MemoryError("no memory for a product's working space")
         return out
 
 

@@ -176,6 +176,7 @@ class WholeLayer(LayerOf):
             assert turn.shape == (2, tokens, turned) and turn.dtype == torch.float32
             assert turned % 2 == 0 and turned <= attention.head_dim, "cos and sin"
         num_kept = tokens if kept is None else len(kept)
+        assert num_kept > 0, "tokens to keep"  # an empty tensor lies nowhere, which means all
         out = x.new_empty((num_kept, width))
         normed = torch.empty_like(out) if self.has_experts else None
         failed = self._run(
@@ -194,7 +195,7 @@ class WholeLayer(LayerOf):
         )
         if failed:
             self.step.workspace.drop()  # for the halves of the step
-            raise MemoryError("no memory for the attention kernel's working space")
+            raise MemoryError("no memory for a layer's working space")
         return out, None if normed is None else self.mlp(normed)
 
     def _use(self, keys: torch.Tensor, values: torch.Tensor, slopes: torch.Tensor | None) -> None:

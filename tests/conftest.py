@@ -37,7 +37,8 @@ IS_ALL = os.environ.get("FMINFER_TEST_ALL") == "1"
 more = pytest.mark.skipif(not IS_ALL, reason="more of the same; scripts/test --all")
 LONG_FILES = (
     *("test_triton", "test_ray", "test_start", "test_resume", "test_transformer"),
-    *("test_stages", "test_oracle", "test_pipeline", "test_lm_eval", "test_submit"),
+    *("test_stages", "test_oracle", "test_pipeline", "test_sanitizers", "test_lm_eval"),
+    "test_submit",
 )
 # Families whose attention differs: heads, windows, caps, biases, positions, experts.
 FEW = (

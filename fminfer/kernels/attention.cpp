@@ -17,11 +17,11 @@
 // What lies behind a row's end may be nan and never reaches a sum. Neither do values that a query
 // must not see, of later tokens or from before its window: their weight is 0, but 0 times nan is nan.
 
-#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <new>
 #include <vector>
 
 #include "attention_floats.h"
@@ -43,10 +43,16 @@ inline void with_type(int64_t type, Use use) {
 // Few queries of each of the item's heads.
 void attend_few(const Arguments& a, const Item& item, Space& space) {
 #ifdef HAS_PAIRS
-    if (fits_halves(a) && !hides_odd_value(a, item))
-        return a.head_dim == 64    ? attend_few_in_pairs<64>(a, item, space)
-               : a.head_dim == 128 ? attend_few_in_pairs<128>(a, item, space)
-                                   : attend_few_in_pairs<0>(a, item, space);
+    if (fits_halves(a)) {
+        if (!hides_odd_value(a, item))
+            return a.head_dim == 64    ? attend_few_in_pairs<64>(a, item, space)
+                   : a.head_dim == 128 ? attend_few_in_pairs<128>(a, item, space)
+                                       : attend_few_in_pairs<0>(a, item, space);
+        // It decides for its own head only: which heads an item has depends on the threads.
+        for (int64_t h = 0; item.heads > 1 && h < item.heads; h++)
+            attend_few(a, head_of(item, h), space);
+        if (item.heads > 1) return;
+    }
 #endif
     with_type(a.kv_type, [&](auto kind) {
         for (int64_t h = 0; h < item.heads; h++)
@@ -114,10 +120,8 @@ void keep_token(const Arguments& a, int64_t token) {
     });
 }
 
-}  // namespace
-
-extern "C" int fminfer_attention(const Arguments* arguments) {
-    const Arguments& a = *arguments;
+// Throws std::bad_alloc if there is none for the threads' working space.
+void attend_all(const Arguments& a) {
     const int64_t group = a.heads / a.kv_heads;
     const int64_t num_runs = a.window > 0 ? 0 : a.num_runs;  // a window hides what is shared
     enum { OF_RUNS, LARGE, SMALL, KINDS };
@@ -147,15 +151,12 @@ extern "C" int fminfer_attention(const Arguments* arguments) {
         }
     };
     list(nullptr);
-    Item* items = static_cast<Item*>(std::malloc(sizeof(Item) * (ends[SMALL] + 1)));
+    std::vector<Item> items(ends[SMALL]);
+    list(items.data());
     const size_t of_runs = sizeof(float) * a.num_members * a.heads * found_size(a);
-    float* found = num_runs ? static_cast<float*>(std::aligned_alloc(64, of_runs)) : nullptr;
-    if (items == nullptr || (num_runs && found == nullptr)) {
-        std::free(items);
-        std::free(found);
-        return 1;
-    }
-    list(items);
+    const std::unique_ptr<float, decltype(&std::free)> found(
+        static_cast<float*>(num_runs ? std::aligned_alloc(64, of_runs) : nullptr), std::free);
+    if (num_runs && !found) throw std::bad_alloc();
     const int64_t num_large = ends[LARGE] - ends[OF_RUNS];
     const int64_t num_small = ends[SMALL] - ends[LARGE];
     // Small items are of as many heads as there is room for and leave each thread something to do.
@@ -165,15 +166,11 @@ extern "C" int fminfer_attention(const Arguments* arguments) {
     int64_t parts = (a.kv_heads + MOST_QUERIES / most - 1) / (MOST_QUERIES / most);
     while (parts < a.kv_heads && num_small * parts < 4 * a.num_threads) parts++;
     std::vector<std::unique_ptr<Space>> spaces(a.num_threads);
-    std::atomic<int> failed{0};
     const auto attend_heads = [&](Item item, int64_t first, int64_t last, int thread) {
-        if (!spaces[thread]) spaces[thread].reset(new Space(a, found));
+        if (!spaces[thread]) spaces[thread].reset(new Space(a, found.get()));
         item.kv_head = first;
         item.heads = last - first;
-        if (spaces[thread]->memory == nullptr)
-            failed = 1;
-        else
-            attend(a, item, *spaces[thread]);
+        attend(a, item, *spaces[thread]);
     };
     // Item after item of one head: they may share keys.
     const auto attend_by_head = [&](int64_t first, int64_t num, int64_t i, int thread) {
@@ -192,7 +189,10 @@ extern "C" int fminfer_attention(const Arguments* arguments) {
         attend_heads(items[ends[LARGE] + (i - of_large) / parts], a.kv_heads * part / parts,
                      a.kv_heads * (part + 1) / parts, thread);
     });
-    std::free(items);
-    std::free(found);
-    return failed;
+}
+
+}  // namespace
+
+extern "C" int fminfer_attention(const Arguments* arguments) {
+    return lacks_memory([&] { attend_all(*arguments); });
 }

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <new>
 
 #include "calls.h"
 #include "halves.h"
@@ -43,7 +44,7 @@ struct Space {
                                  take(MOST_QUERIES * PIECE_KEYS * sizeof(uint16_t)),
                                  take(PIECE_KEYS * 2 * LANES * sizeof(uint16_t))};
         memory = std::aligned_alloc(64, total);
-        if (memory == nullptr) return;
+        if (memory == nullptr) throw std::bad_alloc();
         std::memset(memory, 0, total);
         char* first = static_cast<char*>(memory);
         float** floats[] = {&queries, &sums, &scores, &keys, &values};

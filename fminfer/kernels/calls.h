@@ -78,13 +78,15 @@ struct Mixture {
     int64_t num_threads;
 };
 
+// Nonzero: there was no memory.
 int fminfer_attention(const Arguments* arguments);
+int fminfer_multiply(const Product* a);
+
 void fminfer_rms_norm(const Rows* r, const void* weight, float eps, float offset,
                       const void* other, void* sum);
 void fminfer_layer_norm(const Rows* r, const void* weight, const void* bias, float eps,
                         const void* other, void* sum);
 void fminfer_rotate(const Rows* r, const float* cos, const float* sin, int64_t turned);
 void fminfer_gate(const Rows* r, const void* up, int64_t kind);
-void fminfer_multiply(const Product* a);
 
 }  // extern "C"

@@ -223,17 +223,19 @@ int64_t draw(const float* row, int64_t vocab, float temperature, float top_p, in
 }  // namespace
 
 // logits: (rows, vocab); rows: (count,), those to draw for; each row's temperature > 0, top_p > 0,
-// top_k (0: off), min_p and noise in [0, 1); ids: (count,).
-extern "C" void fminfer_draw(const float* logits, int64_t vocab, int64_t count,
-                             const int64_t* rows, const float* temperature, const float* top_p,
-                             const int64_t* top_k, const float* min_p, const double* noise,
-                             int64_t* ids, int num_threads) {
-    std::vector<std::vector<float>> spaces(num_threads);
-    for_pieces(num_threads, count, [&](int64_t i, int thread) {
-        const int64_t r = rows[i];
-        std::vector<float>& space = spaces[thread];
-        space.resize(2 * vocab + 3 * LANES);  // by the thread that uses it
-        ids[i] = draw(logits + r * vocab, vocab, temperature[r], top_p[r], top_k[r], min_p[r],
-                      noise[r], space.data(), space.data() + vocab + LANES);
+// top_k (0: off), min_p and noise in [0, 1); ids: (count,). Nonzero: there was no memory.
+extern "C" int fminfer_draw(const float* logits, int64_t vocab, int64_t count,
+                            const int64_t* rows, const float* temperature, const float* top_p,
+                            const int64_t* top_k, const float* min_p, const double* noise,
+                            int64_t* ids, int num_threads) {
+    return lacks_memory([&] {
+        std::vector<std::vector<float>> spaces(num_threads);
+        for_pieces(num_threads, count, [&](int64_t i, int thread) {
+            const int64_t r = rows[i];
+            std::vector<float>& space = spaces[thread];
+            space.resize(2 * vocab + 3 * LANES);  // by the thread that uses it
+            ids[i] = draw(logits + r * vocab, vocab, temperature[r], top_p[r], top_k[r], min_p[r],
+                          noise[r], space.data(), space.data() + vocab + LANES);
+        });
     });
 }

@@ -143,6 +143,16 @@ void mix(const Mixture& a) {
     });
 }
 
+void mix_all(const Mixture& a) {
+    if (a.x_type == 0)
+        return a.weight_type == 1 ? mix<Widened, float>(a) : mix<Floats, float>(a);
+#ifdef HAS_PAIRS
+    mix<Pairs, uint16_t>(a);
+#else
+    mix<Widened, uint16_t>(a);
+#endif
+}
+
 }  // namespace
 
 extern "C" {
@@ -160,15 +170,9 @@ void fminfer_pack_experts(const uint32_t* weight, int64_t experts, int64_t parts
 }
 
 // out = of each token's chosen experts down(act(up(x))) or down(act(gate(x)) * up(x)), times their
-// shares, added up.
-void fminfer_mix(const Mixture* a) {
-    if (a->x_type == 0)
-        return a->weight_type == 1 ? mix<Widened, float>(*a) : mix<Floats, float>(*a);
-#ifdef HAS_PAIRS
-    mix<Pairs, uint16_t>(*a);
-#else
-    mix<Widened, uint16_t>(*a);
-#endif
+// shares, added up. Nonzero: there was no memory.
+int fminfer_mix(const Mixture* a) {
+    return lacks_memory([&] { mix_all(*a); });
 }
 
 }  // extern "C"

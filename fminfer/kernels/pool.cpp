@@ -19,6 +19,7 @@
 #include <csignal>
 #include <cstdlib>
 #include <cstring>
+#include <new>
 
 namespace {
 
@@ -43,19 +44,29 @@ inline void rest() {
 // How long threads look for work before they sleep; all of them learn what one sees.
 std::atomic<int64_t> spin_ns{MOST_SPIN_NS};
 
+// How long to look from now on, if a thread stood in line for a core for so much of the time that
+// passed; a sixteenth of it is other work.
+constexpr int64_t next_spin(int64_t spin, int64_t in_line, int64_t passed) {
+    const int64_t next = 16 * in_line > passed ? spin / 4 : spin + spin / 2;
+    return next < LEAST_SPIN_NS ? LEAST_SPIN_NS : next < MOST_SPIN_NS ? next : MOST_SPIN_NS;
+}
+
+// What a schedstat says: "nanoseconds computing, nanoseconds in line, slices"; 0: nothing.
+inline int64_t time_in_line(const char* schedstat) {
+    const char* second = std::strchr(schedstat, ' ');
+    return second == nullptr ? 0 : std::strtoll(second, nullptr, 10);
+}
+
 // How long one thread stood in line for a core, as Linux counts it.
 class Sight {
    public:
-    // Looks now and then; a sixteenth of the time in line is other work.
+    // Looks now and then.
     void look(int64_t now) {
         if (now - seen_ns < SIGHT_NS) return;
         const int64_t delay = read_delay(), spin = spin_ns.load(std::memory_order_relaxed);
-        if (seen_ns != 0) {
-            const bool is_disturbed = 16 * (delay - delay_ns) > now - seen_ns;
-            const int64_t next = is_disturbed ? spin / 4 : spin + spin / 2;
-            const int64_t least = next < LEAST_SPIN_NS ? LEAST_SPIN_NS : next;
-            spin_ns.store(least < MOST_SPIN_NS ? least : MOST_SPIN_NS, std::memory_order_relaxed);
-        }
+        if (seen_ns != 0)
+            spin_ns.store(next_spin(spin, delay - delay_ns, now - seen_ns),
+                          std::memory_order_relaxed);
         delay_ns = delay;
         seen_ns = now;
     }
@@ -64,15 +75,14 @@ class Sight {
     }
 
    private:
-    // "nanoseconds computing, nanoseconds in line, slices"; 0 where Linux does not tell.
+    // 0 where Linux does not tell.
     int64_t read_delay() {
         if (file == NOT_OPEN) file = open("/proc/thread-self/schedstat", O_RDONLY | O_CLOEXEC);
         char text[96];
         const ssize_t size = file < 0 ? 0 : pread(file, text, sizeof text - 1, 0);
         if (size <= 0) return 0;
         text[size] = 0;
-        const char* second = std::strchr(text, ' ');
-        return second == nullptr ? 0 : std::strtoll(second, nullptr, 10);
+        return time_in_line(text);
     }
 
     static constexpr int NOT_OPEN = -2;
@@ -130,7 +140,8 @@ class Bell {
 // thread that has taken one may read what the region is: it lasts until that piece is done.
 class Pool {
    public:
-    void run(int64_t num_threads, int64_t pieces, pool::Call call_, const void* work_) {
+    // Returns whether all pieces had the memory that they asked for.
+    bool run(int64_t num_threads, int64_t pieces, pool::Call call_, const void* work_) {
         start_threads(int(num_threads));
         call = call_;
         work = work_;
@@ -142,6 +153,7 @@ class Pool {
         }
         done_bell.wait_until([&] { return undone.load(std::memory_order_acquire) == 0; });
         sight.look(now_ns());
+        return !lacked_memory.exchange(false, std::memory_order_relaxed);
     }
 
     bool try_own() { return !is_owned.exchange(true, std::memory_order_acquire); }
@@ -158,7 +170,11 @@ class Pool {
             if (!has_work(seen, thread)) return false;
         } while (!ticket.compare_exchange_weak(seen, seen - 1, std::memory_order_acq_rel,
                                                std::memory_order_acquire));
-        call(work, num_pieces - int64_t(uint32_t(seen)), thread);
+        try {
+            call(work, num_pieces - int64_t(uint32_t(seen)), thread);
+        } catch (const std::bad_alloc&) {  // the caller is told
+            lacked_memory.store(true, std::memory_order_relaxed);
+        }
         if (undone.fetch_sub(1, std::memory_order_acq_rel) == 1 && thread != 0) done_bell.ring();
         return true;
     }
@@ -184,14 +200,14 @@ class Pool {
         pthread_sigmask(SIG_SETMASK, &all, &before);
         for (; num_started < wanted; num_started++) {
             pthread_t thread;
-            Place* place = new Place{this, num_started};
+            Place* place = new (std::nothrow) Place{this, num_started};
             const auto begin = [](void* given) -> void* {
                 const Place place = *static_cast<Place*>(given);
                 delete static_cast<Place*>(given);
                 place.pool->serve(place.thread);
                 return nullptr;
             };
-            if (pthread_create(&thread, nullptr, begin, place) != 0) {
+            if (place == nullptr || pthread_create(&thread, nullptr, begin, place) != 0) {
                 delete place;
                 break;
             }
@@ -206,7 +222,7 @@ class Pool {
     const void* work = nullptr;
     int64_t num_pieces = 0;
     Bell work_bell, done_bell;
-    std::atomic<bool> is_owned{false};
+    std::atomic<bool> is_owned{false}, lacked_memory{false};
     int num_started = 1;  // the caller is one
 };
 
@@ -235,8 +251,9 @@ void run(int64_t num_threads, int64_t pieces, Call call, const void* work) {
     if (num_threads > MOST_THREADS) num_threads = MOST_THREADS;
     Pool* pool = num_threads > 1 && pieces <= int64_t(UINT32_MAX) ? pool_of_process() : nullptr;
     if (pool != nullptr && pool->try_own()) {
-        pool->run(num_threads, pieces, call, work);
+        const bool is_done = pool->run(num_threads, pieces, call, work);
         pool->disown();
+        if (!is_done) throw std::bad_alloc();
         return;
     }
     // One thread, or one beside another region of this process.

@@ -5,13 +5,15 @@
 #pragma once
 
 #include <cstdint>
+#include <new>
 
 namespace pool {
 
 typedef void (*Call)(const void* work, int64_t piece, int thread);
 
 // Calls call(work, piece, thread) for each piece of [0, pieces) and returns when all are done.
-// `thread` is below num_threads, and no two calls have the same at a time.
+// `thread` is below num_threads, and no two calls have the same at a time. A piece without memory
+// throws std::bad_alloc; then so does this, and some pieces may not be done.
 void run(int64_t num_threads, int64_t pieces, Call call, const void* work);
 
 }  // namespace pool
@@ -35,6 +37,17 @@ inline void for_parts(int64_t num_threads, int64_t num, int64_t least, const Wor
     for_pieces(num_threads, parts, [&](int64_t part, int) {
         work(num * part / parts, num * (part + 1) / parts);
     });
+}
+
+// Returns whether memory ran out in a call from C, to which nothing is thrown.
+template <typename Work>
+inline int lacks_memory(const Work& work) {
+    try {
+        work();
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
 }
 
 }  // namespace

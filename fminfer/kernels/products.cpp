@@ -77,6 +77,20 @@ void multiply_widened(const Product& a, const uint16_t* x) {
 }
 #endif
 
+void multiply_all(const Product& a) {
+    const bool has_halves = a.weight_type == 1;
+    if (a.x_type == 0) {
+        const float* x = static_cast<const float*>(a.x);
+        return has_halves ? multiply<Widened, float>(a, x) : multiply<Floats, float>(a, x);
+    }
+    const uint16_t* x = static_cast<const uint16_t*>(a.x);
+#ifdef HAS_PAIRS
+    multiply<Pairs, uint16_t>(a, x);
+#else
+    multiply_widened(a, x);
+#endif
+}
+
 }  // namespace
 
 extern "C" {
@@ -93,19 +107,9 @@ void fminfer_pack(const uint32_t* weight, int64_t outputs, int64_t units, uint32
     });
 }
 
-// out = x times the weight's transpose, plus bias.
-void fminfer_multiply(const Product* a) {
-    const bool has_halves = a->weight_type == 1;
-    if (a->x_type == 0) {
-        const float* x = static_cast<const float*>(a->x);
-        return has_halves ? multiply<Widened, float>(*a, x) : multiply<Floats, float>(*a, x);
-    }
-    const uint16_t* x = static_cast<const uint16_t*>(a->x);
-#ifdef HAS_PAIRS
-    multiply<Pairs, uint16_t>(*a, x);
-#else
-    multiply_widened(*a, x);
-#endif
+// out = x times the weight's transpose, plus bias. Nonzero: there was no memory.
+int fminfer_multiply(const Product* a) {
+    return lacks_memory([&] { multiply_all(*a); });
 }
 
 }  // extern "C"

@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <cstring>
+#include <new>
 #include <type_traits>
 
 #include "calls.h"
@@ -68,15 +69,14 @@ class Caller {
         const double start = spent ? seconds() : 0;
         const Product p = {x, l.weight, l.bias, out, rows, l.inputs,
                            l.outputs, TYPE, l.weight_type, num_threads};
-        fminfer_multiply(&p);
+        if (fminfer_multiply(&p)) throw std::bad_alloc();
         if (spent) spent->products += seconds() - start;
     }
 
-    int attend(const Arguments& a) const {
+    void attend(const Arguments& a) const {
         const double start = spent ? seconds() : 0;
-        const int failed = fminfer_attention(&a);
+        if (fminfer_attention(&a)) throw std::bad_alloc();
         if (spent) spent->attention += seconds() - start;
-        return failed;
     }
 
     static constexpr int64_t TYPE = sizeof(T) == 4 ? 0 : 1;
@@ -95,11 +95,11 @@ void keep_rows(const T* rows, int64_t width, const int64_t* kept, int64_t num,
 // out = the layer's output for hidden states x, (tokens, hidden). `given` tells all of attention
 // but the tensors of the layer. `turned` 0: there are no rotary positions. Of tokens, only `kept`
 // ones, which ascend, go on behind attention and are in `out`; null: all. Without an MLP `out` is
-// what it is added to, and `for_mlp` what it takes. Nonzero: there was no memory.
+// what it is added to, and `for_mlp` what it takes. Throws std::bad_alloc.
 template <typename T>
-int run(const Layer* layer, const Arguments* given, const float* cos, const float* sin,
-                  int64_t turned, const int64_t* kept, int64_t num_kept, const T* x,
-                  T* out, T* for_mlp, T* space, Spent* spent) {
+void run(const Layer* layer, const Arguments* given, const float* cos, const float* sin,
+         int64_t turned, const int64_t* kept, int64_t num_kept, const T* x, T* out, T* for_mlp,
+         T* space, Spent* spent) {
     const Layer& l = *layer;
     Arguments a = *given;
     const Caller<T> call(a.num_threads, spent);
@@ -151,7 +151,7 @@ int run(const Layer* layer, const Arguments* given, const float* cos, const floa
     a.window = l.window;
     a.scaling = l.scaling;
     a.softcap = l.softcap;
-    if (call.attend(a)) return 1;
+    call.attend(a);
 
     const int64_t rows = kept ? num_kept : tokens, wide = l.down.inputs;
     if (kept) {
@@ -165,7 +165,7 @@ int run(const Layer* layer, const Arguments* given, const float* cos, const floa
     T* const sum = has_mlp ? normed : out;
     call.multiply(l.out, attended, out, rows);
     call.norm(l.second, kept ? normed : x, again, rows, hidden, out, sum);
-    if (!has_mlp) return 0;
+    if (!has_mlp) return;
     call.multiply(l.up, again, both, rows);
     const Rows r = {both, gated, rows, 1, wide, l.up.outputs, 0, call.TYPE, call.num_threads};
     fminfer_gate(&r, gates ? both + wide : nullptr, l.activation);
@@ -177,7 +177,6 @@ int run(const Layer* layer, const Arguments* given, const float* cos, const floa
             store_some(out + i, load_some(sum + i, n) + load_some(out + i, n), n);
         }
     });
-    return 0;
 }
 
 }  // namespace
@@ -191,16 +190,18 @@ int64_t fminfer_layer_space(const Layer* l) {
     return l->qkv.inputs + l->out.inputs + (before > behind ? before : behind);
 }
 
+// Nonzero: there was no memory.
 int fminfer_layer(const Layer* layer, const Arguments* given, const float* cos, const float* sin,
                   int64_t turned, const int64_t* kept, int64_t num_kept, const void* x, void* out,
                   void* for_mlp, void* space, Spent* spent) {
     const auto run_as = [&](auto* to) {
         typedef std::remove_pointer_t<decltype(to)> T;
-        return run(layer, given, cos, sin, turned, kept, num_kept, static_cast<const T*>(x), to,
-                   static_cast<T*>(for_mlp), static_cast<T*>(space), spent);
+        run(layer, given, cos, sin, turned, kept, num_kept, static_cast<const T*>(x), to,
+            static_cast<T*>(for_mlp), static_cast<T*>(space), spent);
     };
-    return given->type == 0 ? run_as(static_cast<float*>(out))
-                            : run_as(static_cast<uint16_t*>(out));
+    return lacks_memory([&] {
+        given->type == 0 ? run_as(static_cast<float*>(out)) : run_as(static_cast<uint16_t*>(out));
+    });
 }
 
 }  // extern "C"

@@ -1,0 +1,104 @@
+// Mixtures of experts, with one thread and with three.
+#include "stress.h"
+
+extern "C" {
+int64_t fminfer_panel();
+void fminfer_pack_experts(const uint32_t* weight, int64_t experts, int64_t parts, int64_t outputs,
+                          int64_t units, uint32_t* packed, int64_t num_threads);
+int fminfer_mix(const Mixture* a);
+}
+
+namespace stress {
+
+namespace {
+
+double number_of(double x, int64_t kind) {  // of activations.h
+    const double inner = 2 * std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x);
+    return kind == 2 ? std::fmax(x, 0) : x / (1 + std::exp(kind == 0 ? -x : -inner));
+}
+
+// The MLPs of all experts, and what they are packed as.
+struct Experts {
+    Experts(Random& random, int64_t type)
+        : num(random.from(1, 6)),
+          hidden(2 * random.from(1, 70)),
+          size(2 * random.from(1, 70)),
+          parts(random.from(1, 2)),
+          up(random, num * parts * size * hidden, type),
+          down(random, num * hidden * size, type),
+          packed_up(pack(up, parts, size, hidden)),
+          packed_down(pack(down, 1, hidden, size)) {}
+
+    Numbers pack(const Numbers& weight, int64_t parts, int64_t outputs, int64_t inputs) const {
+        const int64_t panel = fminfer_panel(), whole = (outputs + panel - 1) / panel * panel;
+        Numbers packed(num * parts * whole * inputs, weight.type);
+        fminfer_pack_experts(static_cast<const uint32_t*>(weight.data()), num, parts, outputs,
+                             weight.type == FLOAT32 ? inputs : inputs / 2,
+                             static_cast<uint32_t*>(packed.data()), MANY);
+        return packed;
+    }
+
+    // One number of what an expert gives for hidden states that begin at x[from].
+    double give(const Numbers& x, int64_t from, int64_t expert, int64_t output, int64_t kind) const {
+        double sum = 0;
+        for (int64_t s = 0; s < size; s++) {
+            double inner[2] = {0, 0};
+            for (int64_t part = 0; part < parts; part++)
+                for (int64_t h = 0; h < hidden; h++)
+                    inner[part] += double(x.at(from + h)) *
+                                   up.at(((expert * parts + part) * size + s) * hidden + h);
+            const double bent = number_of(inner[0], kind) * (parts == 2 ? inner[1] : 1);
+            sum += bent * down.at((expert * hidden + output) * size + s);
+        }
+        return sum;
+    }
+
+    int64_t num, hidden, size, parts;
+    Numbers up, down, packed_up, packed_down;
+};
+
+void mix(Random& random, int64_t weight_type, int64_t type) {
+    const Experts experts(random, weight_type);
+    const int64_t tokens = random.from(0, 60), top_k = random.from(1, experts.num);
+    const int64_t kind = random.from(0, 2), hidden = experts.hidden;
+    const Numbers x(random, tokens * hidden, type);
+    std::vector<int64_t> chosen;
+    for (int64_t i = 0; i < tokens * top_k; i++) chosen.push_back((i + random.from(0, 1)) % experts.num);
+    const std::vector<float> shares(tokens * top_k, 0.25f);
+    Numbers out(tokens * hidden, type), alone = out;
+    for (int64_t num_threads : {MANY, FEW}) {
+        Numbers space(tokens * top_k * (hidden + experts.size), FLOAT32);
+        Numbers& to = num_threads == FEW ? alone : out;
+        const Mixture a = {x.data(), experts.packed_up.data(), experts.packed_down.data(),
+                           chosen.data(), shares.data(), to.data(),
+                           static_cast<float*>(space.data()), tokens, top_k, experts.num, hidden,
+                           experts.size, experts.parts == 2, kind, type, weight_type, num_threads};
+        check(fminfer_mix(&a) == 0, "there is no memory for a mixture");
+    }
+    check(out == alone, "threads change a mixture");
+    for (int64_t i = 0; i < out.count; i += 1 + out.count / 5) {
+        double wanted = 0, largest = 1;
+        for (int64_t k = 0; k < top_k; k++) {
+            const int64_t expert = chosen[i / hidden * top_k + k];
+            const double one = experts.give(x, i / hidden * hidden, expert, i % hidden, kind);
+            wanted += shares[0] * one;
+            largest = std::fmax(largest, std::fabs(one));
+        }
+        // 16 bits round what stands between the products.
+        const double error = std::fabs(out.at(i) - wanted);
+        check(error <= (type == FLOAT32 ? 1e-4 : 0.05) * largest, "a mixture is wrong");
+    }
+}
+
+}  // namespace
+
+void run_experts() {
+    Random random(8);
+    for (int i = 0; i < 12; i++) {
+        mix(random, FLOAT32, FLOAT32);
+        mix(random, BFLOAT16, FLOAT32);
+        mix(random, BFLOAT16, BFLOAT16);
+    }
+}
+
+}  // namespace stress
