@@ -103,20 +103,30 @@ def own_logprobs(model: Any, rows: list[list[int]]) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", some_families())
 def test_bfloat16_errs_no_more_than_transformers(name: str, tmp_path: Path) -> None:
-    """Errors are of all logprobs, from what transformers gives of these weights in float32."""
+    """Errors are of all logprobs, from what transformers gives of these weights in float32.
+
+    With experts they are the median token's: one that is sent to another expert errs by chance.
+    """
     model = make_model(name)
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16().float()
     model.save_pretrained(tmp_path)
     rows = torch.randint(VOCAB, (4, 60), generator=torch.Generator().manual_seed(3)).tolist()
     truth = own_logprobs(model, rows)
-    limit = 1.1 * (own_logprobs(model.bfloat16(), rows) - truth).abs().mean()
+    layers = open_checkpoint(str(tmp_path)).model.layers
+    has_experts = any(isinstance(layer.mlp, Moe) for layer in layers)
+
+    def error_of(found: torch.Tensor) -> float:
+        errors = (found - truth).abs().mean(-1)
+        return float(errors.median() if has_experts else errors.mean())
+
+    limit = 1.1 * error_of(own_logprobs(model.bfloat16(), rows))
     bodies = [Parts()]
     if find_compiler() is not None:
         bodies.append(KernelParts(LayerKernels(built_library()), torch.bfloat16))
     for parts in bodies:
         found = logprobs_in_bfloat16(tmp_path, parts, rows)
-        assert (found - truth).abs().mean() <= limit
+        assert error_of(found) <= limit
 
 
 def make_experts(dtype: torch.dtype) -> tuple[Moe, dict[str, torch.Tensor]]:
