@@ -12,28 +12,30 @@ PACKAGE = Path(__file__).parent.parent / "fminfer"
 FLOORS = """
 cache cluster.job_names compute.spec control_groups detokenizer engine.blocks \
     engine.expected engine.noise engine.stopping errors head_kernel hyperparameters \
-    input.pieces input.spans messages models.context models.sizes models.weight_files \
-    output.names output.rows pipeline.addresses row_warnings sampling sentencepieces \
-    shared_runs soft_cap split.folders team.place timing token_lengths triton_kernels urls \
-    weighed_values
+    input.pieces input.spans messages models.context models.sizes models.stored.pickles \
+    models.stored.tensors output.names output.rows pipeline.addresses row_warnings sampling \
+    sentencepieces shared_runs soft_cap split.folders team.place timing token_lengths \
+    triton_kernels urls weighed_values
 cluster.schedulers cluster.scripts compute.plain config cost_model decode_attention \
     draw_kernel engine.seen engine.stats fields host_memory imports input.spread \
     input.streams input.values integrations.generation kernel_attention layer_kernels memory \
     models.architectures.naming models.config_fields models.hub models.impostors \
-    models.tensor_files output.disk \
+    models.stored.metaseq output.disk \
     output.stream output.trace partition pipeline.handshake pipeline.local \
     pipeline.step_clock pipeline.transport pipeline.wire processor ranks score_kernel \
     stopping threads
 attention compute.parts compute.trial engine_options input.lines kernel_build launcher \
-    models.architectures.parts models.layer_count models.shapes output.claims \
+    models.architectures.parts models.layer_count models.shapes models.stored.safetensors_file \
+    models.stored.torch_file models.weight_files output.claims \
     output.journal output.progress pipeline.secret pipeline.store placement product_kernel \
     prompts run_options tokenizer triton_attention triton_layers
 cluster.submission compute.kv_cache input.envelope input.files kernel_choice \
     no_tokenizer spelling \
     models.architectures.gpt_like models.architectures.llama_like models.origins \
-    output.writer packed_linear pipeline.store_place pipeline.watch remote_files request
-compute.products engine.logit_edits models.architectures.table output.records output.status \
-    pipeline.meeting_folder split.grouping synthetic
+    models.stored.weight_file output.writer packed_linear pipeline.store_place \
+    pipeline.watch remote_files request
+compute.products engine.logit_edits models.architectures.table models.tensor_files \
+    output.records output.status pipeline.meeting_folder split.grouping synthetic
 engine.sequence models.checkpoint output.places output.reopening pipeline.rendezvous \
     split.index split.manifest storage team.wire
 cluster.resources cost_store engine.advance engine.answer engine.equal_requests \
