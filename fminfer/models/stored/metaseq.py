@@ -64,8 +64,7 @@ def unsharded_error(name: str) -> CheckpointError:
 def _join(name: str, parts: list[StoredTensor]) -> Iterator[tuple[str, JoinedTensor]]:
     dim = next((0 for each in BY_ROWS if each in name), None)
     dim = 1 if name.endswith(BY_COLUMNS) else dim
-    if any(len(part.shape) <= (dim or 0) for part in parts):
-        raise CheckpointError(f"{parts[0].file}: tensor {name!r} has the shape {parts[0].shape}")
+    _check_shapes(name, parts, dim)
     if FUSED not in name:
         yield name, JoinedTensor(tuple(parts if dim is not None else parts[:1]), dim or 0)
         return
@@ -73,3 +72,19 @@ def _join(name: str, parts: list[StoredTensor]) -> Iterator[tuple[str, JoinedTen
         sizes = [part.shape[0] // 3 for part in parts]
         rows = (part.rows(place * n, (place + 1) * n) for part, n in zip(parts, sizes, strict=True))
         yield name.replace("qkv_proj", which), JoinedTensor(tuple(rows))
+
+
+def _check_shapes(name: str, parts: list[StoredTensor], dim: int | None) -> None:
+    """Refuse parts that cannot be joined along a dimension, or are not the same without one."""
+    shapes = [[*part.shape] for part in parts]
+    is_split = dim is None or all(len(shape) > dim for shape in shapes)
+    if dim is not None and is_split:
+        for shape in shapes:
+            is_split = is_split and (FUSED not in name or shape[0] % 3 == 0)
+            del shape[dim]
+    if not is_split or any(shape != shapes[0] for shape in shapes):
+        found = " and ".join(str(part.shape) for part in parts[:2])
+        raise CheckpointError(
+            f"{parts[0].file.parent}: tensor {name!r} has shape {found}, which is no part of "
+            "a model; fetch the files again"
+        )

@@ -15,12 +15,13 @@ def refuse_stand_in(path: Path) -> None:
         OSError: it cannot be read.
     """
     with path.open("rb") as file:
-        start = file.read(256).removeprefix(b"\xef\xbb\xbf").lstrip()
-    if start.startswith(b"<"):
+        start = file.read(256)
+    text = start.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if text.startswith(b"<") and b"\0" not in text:  # a header's size may begin so, too
         raise CheckpointError(
             f"{path} is a web page; download it from an address with /resolve/ instead of /blob/"
         )
-    if start.startswith(b"version https://git-lfs"):
+    if text.startswith(b"version https://git-lfs"):
         raise CheckpointError(
             f"{path} is a pointer of git-LFS, not the file itself; run `git lfs pull` in its folder"
         )
