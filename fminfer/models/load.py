@@ -94,13 +94,15 @@ class _Reader:
         return self._dtype
 
     def _join(self, origin: Origin, dtype: torch.dtype) -> torch.Tensor:
-        if origin.is_one_piece:
-            return self._files.read(origin.pieces[0].stored)
-        whole = torch.empty(origin.shape, dtype=dtype, device=self._device)
+        first = origin.pieces[0]
+        if origin.is_one_piece and self._files.is_in_place(first.stored):
+            return self._files.read(first.stored)
+        shape = first.shape if origin.is_one_piece else origin.shape
+        whole = torch.empty(shape, dtype=dtype, device=self._device)
         for piece in origin.pieces:
             target = whole if piece.item is None else whole[piece.item]
-            target[piece.first : piece.last] = self._files.read(piece.stored)
-            self._files.drop(piece.stored)
+            rows = target if origin.is_one_piece else target[piece.first : piece.last]
+            self._files.copy(piece.stored, rows)
         return whole
 
 

@@ -12,12 +12,13 @@ import torch
 from fminfer.errors import CheckpointError
 from fminfer.models.stored.metaseq import join_parts
 from fminfer.models.stored.stand_ins import broken
-from fminfer.models.stored.tensors import JoinedTensor, StoredFile, StoredTensor
+from fminfer.models.stored.tensors import BITS, JoinedTensor, StoredFile, StoredTensor
 from fminfer.models.stored.weight_file import read_weight_file
 from fminfer.models.weight_files import LAYER, WeightFiles, find_weights, no_weights_error
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 PAGE = mmap.PAGESIZE
+COPIED_BYTES = 1 << 18  # at once, of what is not aligned
 
 
 class TensorFiles:
@@ -49,27 +50,38 @@ class TensorFiles:
         self.dtypes = {name: DTYPES.get(each) for name, each in self.types.items()}
 
     def read(self, name: str) -> torch.Tensor:
-        """Return the values of a tensor, a view of its mapped file if it lies there in one piece.
+        """Return the values of a tensor, a view of its mapped file if it is in place there.
 
         Raises:
             CheckpointError: the file cannot be read.
         """
         tensor = self._tensors[name]
-        if len(tensor.parts) == 1:
+        if self.is_in_place(name):
             return self._view(tensor.parts[0])
         whole = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
-        first = 0
+        self.copy(name, whole)
+        return whole
+
+    def copy(self, name: str, target: torch.Tensor) -> None:
+        """Copy a tensor's values. The memory of their part of the file is left to others."""
+        tensor, first = self._tensors[name], 0
+        if not tensor.shape:
+            target.copy_(self._view(tensor.parts[0]))
+            return
         for part in tensor.parts:
             size = part.shape[tensor.dim]
-            whole.narrow(tensor.dim, first, size).copy_(self._view(part))
-            self._drop(part)
+            self._copy(part, target.narrow(tensor.dim, first, size))
             first += size
-        return whole
 
     def drop(self, name: str) -> None:
         """Leave the memory of a tensor's part of the file to others, after it was copied."""
         for part in self._tensors[name].parts:
             self._drop(part)
+
+    def is_in_place(self, name: str) -> bool:
+        """Tell whether a tensor can be used where it lies: it is one part, which is aligned."""
+        parts = self._tensors[name].parts
+        return len(parts) == 1 and _is_aligned(parts[0])
 
     def main_dtype(self) -> torch.dtype | None:
         """Return the dtype of most weights; None: one that does not run here."""
@@ -87,9 +99,18 @@ class TensorFiles:
         if last > len(mapped):
             raise broken(tensor.file, "it was cut off meanwhile")
         stored = torch.frombuffer(mapped, dtype=torch.uint8, count=last - first, offset=first)
-        if first % dtype.itemsize:  # of old files: the processor may not read it where it lies
+        if not _is_aligned(tensor):  # of old files: the processor may not read it where it lies
             stored = stored.clone()
+            self._drop(tensor)
         return stored.view(dtype).as_strided(tensor.shape, tensor.strides)
+
+    def _copy(self, tensor: StoredTensor, target: torch.Tensor) -> None:
+        rows = tensor.shape[0]
+        step = rows if _is_aligned(tensor) else -(-rows * COPIED_BYTES // max(1, target.nbytes))
+        for first in range(0, rows, step or 1):
+            last = min(first + step, rows)
+            target[first:last] = self._view(tensor.rows(first, last))
+        self._drop(tensor)
 
     def _map(self, path: Path) -> mmap.mmap:
         if path not in self._maps:
@@ -107,6 +128,10 @@ class TensorFiles:
         last = last // PAGE * PAGE
         if last > first and hasattr(mmap, "MADV_DONTNEED"):
             self._map(tensor.file).madvise(mmap.MADV_DONTNEED, first, last - first)
+
+
+def _is_aligned(tensor: StoredTensor) -> bool:
+    return tensor.start * 8 % BITS[tensor.dtype] == 0
 
 
 def _one_table(
