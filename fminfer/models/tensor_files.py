@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from fminfer.errors import CheckpointError
+from fminfer.models.impostors import broken
 from fminfer.models.stored.metaseq import join_parts
-from fminfer.models.stored.stand_ins import broken
 from fminfer.models.stored.tensors import BITS, JoinedTensor, StoredFile, StoredTensor
 from fminfer.models.stored.weight_file import read_weight_file
 from fminfer.models.weight_files import LAYER, WeightFiles, find_weights, no_weights_error

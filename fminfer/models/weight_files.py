@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 from fminfer.errors import CheckpointError
+from fminfer.models.impostors import broken, refuse_impostor
 from fminfer.models.stored.metaseq import unsharded_error
-from fminfer.models.stored.stand_ins import broken, refuse_stand_in
 
 Form = Literal["safetensors", "bin", "layers", "metaseq"]
 LAYER = re.compile(r"pytorch_(\d+)\.pt")
@@ -104,7 +104,7 @@ def _find_saved(folder: Path, form: Form, one: str, several: str) -> WeightFiles
 
 def _read_index(index: Path) -> dict[str, str]:
     try:
-        refuse_stand_in(index)
+        refuse_impostor(index)
         homes = json.loads(index.read_text())["weight_map"]
         names = {str(name) for name in homes.values()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

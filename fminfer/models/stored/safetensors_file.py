@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from fminfer.models.stored.stand_ins import broken
+from fminfer.models.impostors import broken
 from fminfer.models.stored.tensors import (
     BITS,
     MOST_HEADER_BYTES,

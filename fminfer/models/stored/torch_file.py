@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from fminfer.errors import CheckpointError
+from fminfer.models.impostors import broken
 from fminfer.models.stored.pickles import PickledTensor, Storage, UnsafePickleError, read_pickle
-from fminfer.models.stored.stand_ins import broken
 from fminfer.models.stored.tensors import (
     BITS,
     MOST_HEADER_BYTES,

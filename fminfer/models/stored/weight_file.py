@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fminfer.models.impostors import broken, refuse_impostor
 from fminfer.models.stored.safetensors_file import read_safetensors
-from fminfer.models.stored.stand_ins import broken, refuse_stand_in
 from fminfer.models.stored.tensors import StoredFile
 from fminfer.models.stored.torch_file import read_torch_file
 
@@ -17,7 +17,9 @@ def read_weight_file(path: Path) -> StoredFile:
         CheckpointError: it is broken, or something else than weights.
     """
     try:
-        refuse_stand_in(path)
+        refuse_impostor(path)
+        if not path.stat().st_size:
+            raise broken(path, "it is empty")
         return read_safetensors(path) if path.suffix == ".safetensors" else read_torch_file(path)
     except OSError as error:
         raise broken(path, error) from error
