@@ -8,17 +8,17 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import BinaryIO
 
 from fminfer import __version__
 from fminfer.config import EngineConfig
 from fminfer.errors import CheckpointError
 from fminfer.models.checkpoint import GENERATION, Checkpoint
+from fminfer.models.stored.weight_file import read_weight_file
 from fminfer.models.weight_files import weight_files
 from fminfer.placement import choose_device, choose_dtype, choose_kv_dtype
 
-# Of a weight file its header, and of each tensor this much in its middle and at its end: training
-# changes a tensor everywhere, new tokens its end, and whole files of 350 GB would take minutes.
+# Of a weight file what names its tensors, and of each of them this much in its middle and at its
+# end: training changes a tensor everywhere, new tokens its end. To read 350 GB would take minutes.
 PIECE_BYTES = 2048
 # By name: a folder may hold outputs too.
 TOKENIZER_FILES = (
@@ -103,31 +103,17 @@ def _add_weights(digest: hashlib.blake2b, file: Path) -> None:
 
 
 def _add_pieces(digest: hashlib.blake2b, file: Path) -> None:
-    size = file.stat().st_size
-    digest.update(f"\n{file.name} {size}\n".encode())
+    stored = read_weight_file(file)
+    first, last = stored.header
+    digest.update(f"\n{file.name} {file.stat().st_size}\n".encode())
     with file.open("rb") as tensors:
-        for first, last in _tensor_spans(tensors, size):
+        tensors.seek(first)
+        digest.update(tensors.read(last - first))
+        for first, last in dict.fromkeys(tensor.span for tensor in stored.tensors.values()):
             for place in ((first + last - PIECE_BYTES) // 2, last - PIECE_BYTES):
                 place = max(first, place)
                 tensors.seek(place)
                 digest.update(tensors.read(min(PIECE_BYTES, last - place)))
-
-
-def _tensor_spans(file: BinaryIO, size: int) -> list[tuple[int, int]]:
-    """Return where each part of a safetensors file begins and ends, its header first.
-
-    Of a broken one this is less; loading says what is wrong with it.
-    """
-    start = 8 + int.from_bytes(file.read(8), "little")
-    spans = [(0, min(start, size))]
-    if start <= size:
-        try:
-            header = json.loads(file.read(start - 8))
-            offsets = [entry["data_offsets"] for entry in header.values() if "dtype" in entry]
-            spans += [(start + int(first), start + int(last)) for first, last in offsets]
-        except (ValueError, TypeError, KeyError, AttributeError):
-            pass
-    return spans
 
 
 def _files_digest(checkpoint: Checkpoint) -> str:

@@ -112,11 +112,11 @@ def measure_footprint(
     if on_cpu and _packs(config, held_in, dtype, device):
         packed = {name: shape for name, shape in shapes.items() if is_of_product(name)}
     weights = sum(sizes.values())
-    # Joined tensors are copies, which packing replaces.
-    whole = [n for n in shapes if n in packed or _is_mapped(checkpoint.architecture, n)]
+    # Joined tensors are copies, which packing replaces; what they were joined of leaves memory.
+    whole = {n for n in shapes if _is_mapped(checkpoint.architecture, n)}
     mapped = sum(sizes[name] for name in whole if dtypes[name] == stored)
     if stored == held_in:
-        weights += sum(sizes[name] for name in packed)
+        weights += sum(sizes[name] for name in packed.keys() & whole)
     held = weights - mapped
     tables = _table_bytes(checkpoint, part)
     weights += len(packed) * HOLE_BYTES.get(held_in, 0)

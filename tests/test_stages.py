@@ -156,12 +156,17 @@ def test_a_stage_reads_only_its_own_tensors(
 ) -> None:
     make_model("llama").save_pretrained(tmp_path)
     read: list[str] = []
-    own = TensorFiles.read
+    own, own_copy = TensorFiles.read, TensorFiles.copy
 
     def spying(files: TensorFiles, name: str) -> torch.Tensor:
         read.append(name)
         return own(files, name)
 
+    def spying_on_copies(files: TensorFiles, name: str, target: torch.Tensor) -> None:
+        read.append(name)
+        own_copy(files, name, target)
+
     monkeypatch.setattr(TensorFiles, "read", spying)
+    monkeypatch.setattr(TensorFiles, "copy", spying_on_copies)
     load_network(tmp_path, parts_of([1, 1, 1])[1])
     assert read and all(name.startswith("model.layers.1.") for name in read)

@@ -1,4 +1,4 @@
-"""Tells files that are not what their names say: web pages, and pointers of git-LFS."""
+"""Tells files that are not what their names say: web pages, pointers of git-LFS, broken ones."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ def refuse_impostor(path: Path) -> None:
     """
     try:
         with path.open("rb") as file:
-            start = file.read(64).lstrip()
+            start = file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
     except OSError:
         return  # whoever reads it says what is wrong
-    if start.startswith(b"<"):
+    # The size that a weight file begins with may be a "<", but has zeros.
+    if start.startswith(b"<") and b"\0" not in start:
         raise CheckpointError(
             f"{path} is a web page. An address with /blob/ shows a page about a file; download the "
             "file itself from the same address with /resolve/"
@@ -30,3 +31,8 @@ def refuse_impostor(path: Path) -> None:
             f"{path} is a pointer of git-LFS, not the file that it stands for; fetch that with "
             "'git lfs pull' in its repository"
         )
+
+
+def broken(path: Path, why: object) -> CheckpointError:
+    """Return the error of a file that does not hold what its kind holds."""
+    return CheckpointError(f"{path} is broken ({why}); fetch it again")

@@ -1,17 +1,18 @@
-"""Loads the tensors of a model or of one stage, from safetensors, or draws them at random."""
+"""Loads the tensors of a model or of one stage, from its weight files, or draws them at random."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from fminfer.compute.spec import Attention
 from fminfer.errors import CheckpointError
 from fminfer.models.checkpoint import Checkpoint
-from fminfer.models.origins import ModelOrigins, Origin, Origins, find_origins
+from fminfer.models.origins import ModelOrigins, Origin, Origins, find_origins, is_left_out
 from fminfer.models.shapes import (
     Shapes,
     entry_shapes,
@@ -20,6 +21,7 @@ from fminfer.models.shapes import (
     layer_shapes,
     may_stay_stored,
 )
+from fminfer.models.stored.tensors import FLOATS
 from fminfer.models.tensor_files import TensorFiles
 from fminfer.models.weight_files import weight_files
 from fminfer.partition import Part
@@ -67,11 +69,13 @@ class _Reader:
 
     def read(self, name: str, origin: Origin, attention: Attention | None) -> torch.Tensor:
         dtype = self._dtype_of(name, origin)
-        tensor = self._join(origin, dtype)
+        stored = tensor = self._join(origin, dtype)
         if origin.layout is not None:
             assert attention is not None, "only a layer's tensors are laid out otherwise"
             tensor = origin.layout.change(tensor, attention)
         tensor = tensor.to(self._device, dtype).contiguous()  # itself, where it is so
+        if origin.is_one_piece and tensor.data_ptr() != stored.data_ptr():
+            self._files.drop(origin.pieces[0].stored)
         self.done += tensor.nbytes
         self._on_progress(min(self.done, self.total), self.total)
         return tensor
@@ -93,12 +97,15 @@ class _Reader:
         return self._dtype
 
     def _join(self, origin: Origin, dtype: torch.dtype) -> torch.Tensor:
-        if origin.is_one_piece:
-            return self._files.read(origin.pieces[0].stored)
-        whole = torch.empty(origin.shape, dtype=dtype, device=self._device)
+        first = origin.pieces[0]
+        if origin.is_one_piece and self._files.is_in_place(first.stored):
+            return self._files.read(first.stored)
+        shape = first.shape if origin.is_one_piece else origin.shape
+        whole = torch.empty(shape, dtype=dtype, device=self._device)
         for piece in origin.pieces:
             target = whole if piece.item is None else whole[piece.item]
-            target[piece.first : piece.last] = self._files.read(piece.stored)
+            rows = target if origin.is_one_piece else target[piece.first : piece.last]
+            self._files.copy(piece.stored, rows)
         return whole
 
 
@@ -109,7 +116,7 @@ def check_tensors(checkpoint: Checkpoint) -> None:
         CheckpointError: a file is missing or broken; a tensor is missing, unexpected, or misshapen.
     """
     if checkpoint.folder is not None:
-        _find(checkpoint, TensorFiles(checkpoint.folder))
+        _find(checkpoint, _open(checkpoint, checkpoint.folder))
 
 
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype | None:
@@ -118,11 +125,12 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype | None:
     A config may lack it, or name another one. None: a dtype that does not run here, or a broken
     file, which loading will name.
     """
-    if checkpoint.folder is None or not weight_files(checkpoint.folder):
-        own: torch.dtype | None = checkpoint.config.dtype
-        return own
+    folder = checkpoint.folder
     try:
-        return TensorFiles(checkpoint.folder).main_dtype()
+        if folder is None or not weight_files(folder):
+            own: torch.dtype | None = checkpoint.config.dtype
+            return own
+        return _open(checkpoint, folder).main_dtype()
     except CheckpointError:
         return None
 
@@ -139,7 +147,24 @@ def weight_dtype(
     return torch.bfloat16 if is_kept and stored_dtype(checkpoint) == torch.bfloat16 else dtype
 
 
+def _open(checkpoint: Checkpoint, folder: Path) -> TensorFiles:
+    return TensorFiles(folder, checkpoint.architecture.prefix)
+
+
+def _refuse_types(files: TensorFiles, left_out: str, name: str) -> None:
+    """Refuse values that are no plain floats, such as those of quantized weights."""
+    for tensor, dtype in files.types.items():
+        if dtype not in FLOATS and not is_left_out(tensor, left_out):
+            why = "weights have one of " + ", ".join(FLOATS)
+            if dtype not in ("I64", "BOOL", "C64"):
+                why = "quantized weights do not run yet"
+            raise CheckpointError(
+                f"{name} stores {tensor!r} as {dtype}: {why}. Take a checkpoint in 16 or 32 bits"
+            )
+
+
 def _find(checkpoint: Checkpoint, files: TensorFiles) -> ModelOrigins:
+    _refuse_types(files, checkpoint.architecture.left_out, checkpoint.name)
     is_tied = bool(checkpoint.config.tie_word_embeddings)
     return find_origins(
         checkpoint.architecture, files.shapes, is_tied=is_tied, name=checkpoint.name
@@ -169,7 +194,7 @@ def load_tensors(
     """
     if checkpoint.folder is None:
         return _draw(checkpoint, part, dtype, device, seed)
-    files = TensorFiles(checkpoint.folder)
+    files = _open(checkpoint, checkpoint.folder)
     origins = _find(checkpoint, files)
     reader = _Reader(files, dtype, device, on_progress, keeps_bfloat16=keeps_bfloat16)
     wanted = [*origins.layers[part.first : part.last]]

@@ -15,10 +15,15 @@ from fminfer.models.architectures.naming import Architecture, Layout, Source, so
 from fminfer.models.shapes import Shapes, entry_shapes, exit_shapes, layer_shapes
 
 Shape = tuple[int, ...]
-# Old checkpoints hold causal masks and rotary tables, which nothing reads.
-_IGNORED = re.compile(
-    r"\.(attn\.bias|masked_bias|rotary_emb\.inv_freq|attention\.bias|attn\.causal_mask)$"
+# Old checkpoints hold causal masks and tables of positions, which nothing reads.
+_LEFT_OVER = re.compile(
+    r"\.(attn\.bias|attention\.bias|masked_bias|attn\.causal_mask|position_ids|inv_freq"
+    r"|(cos|sin)_cached|attn\.embed_positions)$"
 )
+# What names begin with or not, as they were saved with a head or without, or as part of a whole.
+PREFIXES = ("model.", "language_model.", "decoder.", "transformer.")
+# What old conversions from TensorFlow call weights and biases of norms.
+_OLD_LEAVES = {".gamma": ".weight", ".beta": ".bias"}
 
 
 @dataclass(slots=True, frozen=True)
@@ -59,6 +64,15 @@ class ModelOrigins:
     has_own_head: bool
 
 
+def is_left_out(name: str, others: str) -> bool:
+    """Tell whether nothing reads a stored tensor.
+
+    Args:
+        others: a pattern of names, as in `Architecture.left_out`, beside those of old releases.
+    """
+    return bool(_LEFT_OVER.search(f".{name}") or (others and re.match(others, name)))
+
+
 def find_origins(
     architecture: Architecture, stored: Mapping[str, Shape], *, is_tied: bool, name: str
 ) -> ModelOrigins:
@@ -94,6 +108,8 @@ class _Search:
         self._architecture = architecture
         self._stored = stored
         self._name = name
+        self._prefixes = tuple(dict.fromkeys((*PREFIXES, architecture.base)))
+        self._by_core = {self._core(each): each for each in stored}
         self._used: set[str] = set()
         self._missing: list[str] = []
         self._misshapen: list[str] = []
@@ -119,9 +135,15 @@ class _Search:
                 f"{self._name} lacks {len(self._missing)} tensors, such as {name!r}; the "
                 "checkpoint is incomplete, fetch it again"
             )
-        others = self._architecture.left_out
-        left = [n for n in self._stored if n not in self._used and not _IGNORED.search(f".{n}")]
-        left = [n for n in left if not (others and re.match(others, n))]
+        left_out = self._architecture.left_out
+        left = [n for n in self._stored if n not in self._used and not is_left_out(n, left_out)]
+        used = {self._core(each): each for each in self._used}
+        for name in left:
+            if other := used.get(self._core(name)):
+                raise CheckpointError(
+                    f"{self._name} holds a tensor twice, as {other!r} and as {name!r}; take one "
+                    "of them away"
+                )
         for name in left[:1]:
             raise CheckpointError(
                 f"{self._name} holds a tensor {name!r} that a model of its config.json does not "
@@ -167,18 +189,18 @@ class _Search:
     def _resolve(self, *names: str) -> str:
         """Return the first of these names that the checkpoint has, or else the first name."""
         for each in names:
-            for stored in self._spellings(each):
-                if stored in self._stored:
-                    return stored
+            if each in self._stored:
+                return each
+            if stored := self._by_core.get(self._core(each)):
+                return stored
         return names[0]
 
-    def _spellings(self, name: str) -> Iterator[str]:
-        yield name
-        # Checkpoints saved without the head (such as gpt2) leave a prefix out.
-        yield name.removeprefix(self._architecture.base)
-        for ours, theirs in self._architecture.inside:
-            if name.startswith(ours):
-                yield theirs + name.removeprefix(ours)
+    def _core(self, name: str) -> str:
+        """Return a name without what it may begin with, and with the usual end."""
+        while prefix := next(filter(name.startswith, self._prefixes), ""):
+            name = name.removeprefix(prefix)
+        stem, dot, leaf = name.rpartition(".")
+        return stem + _OLD_LEAVES.get(dot + leaf, dot + leaf)
 
     def _take(self, piece: Piece, layout: Layout | None) -> None:
         self._used.add(piece.stored)
@@ -188,6 +210,7 @@ class _Search:
         elif found != piece.shape:
             self._misshapen.append(
                 f"tensor {piece.stored!r} has shape {found}, and config.json asks for {piece.shape}"
+                + "; it seems to be transposed" * (found == piece.shape[::-1])
             )
 
 

@@ -1,19 +1,24 @@
-"""Reads the safetensors files of a checkpoint as one table of tensors."""
+"""Reads the weight files of a checkpoint as one table of tensors, whatever their form."""
 
 from __future__ import annotations
 
-import math
+import mmap
 from collections import Counter
+from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from fminfer.errors import CheckpointError
-from fminfer.models.weight_files import indexed_homes, weight_files
+from fminfer.models.impostors import broken
+from fminfer.models.stored.metaseq import join_parts
+from fminfer.models.stored.tensors import BITS, JoinedTensor, StoredFile, StoredTensor
+from fminfer.models.stored.weight_file import read_weight_file
+from fminfer.models.weight_files import LAYER, WeightFiles, find_weights, no_weights_error
 
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+PAGE = mmap.PAGESIZE
+COPIED_BYTES = 1 << 18  # at once, of what is not aligned
 
 
 class TensorFiles:
@@ -21,57 +26,133 @@ class TensorFiles:
 
     If several files hold a tensor, the index says which one counts.
 
+    Args:
+        layer_prefix: what the names of a layer's tensors begin with, {} for its number. A folder
+            with a file for each layer leaves it out.
+
     Raises:
         CheckpointError: there are no files, one is broken or missing, or a tensor is there twice.
     """
 
-    def __init__(self, folder: Path) -> None:
-        files = weight_files(folder)
-        if not files:
-            raise CheckpointError(
-                f"{folder} holds no .safetensors file; convert other weights with transformers' "
-                "save_pretrained"
-            )
-        homes = indexed_homes(folder)
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.dtypes: dict[str, torch.dtype | None] = {}  # None: one that does not run here
-        self._files: dict[str, tuple[Path, Any]] = {}
-        self._sizes: Counter[str] = Counter()  # numbers of each stored dtype
-        for path in files:
-            try:
-                file: Any = safe_open(path, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path} is broken ({error}); fetch it again") from error
-            for name in file.keys():  # noqa: SIM118  (it is no dict)
-                if homes.get(name, path.name) == path.name:
-                    self._add(name, path, file)
+    def __init__(self, folder: Path, layer_prefix: str = "layers.{}.") -> None:
+        found = find_weights(folder)
+        if not found.files:
+            raise no_weights_error(folder)
+        files = [read_weight_file(path) for path in found.files]
+        self._maps: dict[Path, mmap.mmap] = {}
+        if found.form == "metaseq":
+            self._tensors = join_parts(files)
+        else:
+            self._tensors = _one_table(folder, found, files, layer_prefix)
+        self.types = {name: tensor.dtype for name, tensor in self._tensors.items()}
+        self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+        # None: one that does not run here
+        self.dtypes = {name: DTYPES.get(each) for name, each in self.types.items()}
 
     def read(self, name: str) -> torch.Tensor:
-        """Return the values of a tensor, a view of its mapped file.
+        """Return the values of a tensor, a view of its mapped file if it is in place there.
 
         Raises:
-            CheckpointError: the file is broken.
+            CheckpointError: the file cannot be read.
         """
-        path, file = self._files[name]
-        try:
-            tensor: torch.Tensor = file.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path} is broken ({error}); fetch it again") from error
-        return tensor
+        tensor = self._tensors[name]
+        if self.is_in_place(name):
+            return self._view(tensor.parts[0])
+        whole = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
+        self.copy(name, whole)
+        return whole
+
+    def copy(self, name: str, target: torch.Tensor) -> None:
+        """Copy a tensor's values. The memory of their part of the file is left to others."""
+        tensor, first = self._tensors[name], 0
+        if not tensor.shape:
+            target.copy_(self._view(tensor.parts[0]))
+            return
+        for part in tensor.parts:
+            size = part.shape[tensor.dim]
+            self._copy(part, target.narrow(tensor.dim, first, size))
+            first += size
+
+    def drop(self, name: str) -> None:
+        """Leave the memory of a tensor's part of the file to others, after it was copied."""
+        for part in self._tensors[name].parts:
+            self._drop(part)
+
+    def is_in_place(self, name: str) -> bool:
+        """Tell whether a tensor can be used where it lies: it is one part, which is aligned."""
+        parts = self._tensors[name].parts
+        return len(parts) == 1 and _is_aligned(parts[0])
 
     def main_dtype(self) -> torch.dtype | None:
         """Return the dtype of most weights; None: one that does not run here."""
-        return DTYPES.get(max(self._sizes, key=self._sizes.__getitem__, default=""))
+        sizes: Counter[str] = Counter()
+        for name, dtype in self.types.items():
+            sizes[dtype] += prod(self.shapes[name])
+        return DTYPES.get(max(sizes, key=sizes.__getitem__, default=""))
 
-    def _add(self, name: str, path: Path, file: Any) -> None:
-        if name in self._files:
-            raise CheckpointError(
-                f"{path.parent} holds the tensor {name!r} twice, in {self._files[name][0].name} "
-                f"and {path.name}, and no model.safetensors.index.json says which one counts; take "
-                "the file away that does not belong to the model, or fetch the index"
-            )
-        self._files[name] = path, file
-        header = file.get_slice(name)
-        self.shapes[name] = tuple(header.get_shape())
-        self.dtypes[name] = DTYPES.get(header.get_dtype())
-        self._sizes[header.get_dtype()] += math.prod(self.shapes[name])
+    def _view(self, tensor: StoredTensor) -> torch.Tensor:
+        dtype = DTYPES[tensor.dtype]
+        first, last = tensor.span
+        if first == last:
+            return torch.empty(tensor.shape, dtype=dtype)
+        mapped = self._map(tensor.file)
+        if last > len(mapped):
+            raise broken(tensor.file, "it was cut off meanwhile")
+        stored = torch.frombuffer(mapped, dtype=torch.uint8, count=last - first, offset=first)
+        if not _is_aligned(tensor):  # of old files: the processor may not read it where it lies
+            stored = stored.clone()
+            self._drop(tensor)
+        return stored.view(dtype).as_strided(tensor.shape, tensor.strides)
+
+    def _copy(self, tensor: StoredTensor, target: torch.Tensor) -> None:
+        rows = tensor.shape[0]
+        step = rows if _is_aligned(tensor) else -(-rows * COPIED_BYTES // max(1, target.nbytes))
+        for first in range(0, rows, step or 1):
+            last = min(first + step, rows)
+            target[first:last] = self._view(tensor.rows(first, last))
+        self._drop(tensor)
+
+    def _map(self, path: Path) -> mmap.mmap:
+        if path not in self._maps:
+            try:
+                with path.open("rb") as file:
+                    # Changes, which nobody makes, would stay in memory.
+                    self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            except (OSError, ValueError) as error:
+                raise broken(path, error) from error
+        return self._maps[path]
+
+    def _drop(self, tensor: StoredTensor) -> None:
+        first, last = tensor.span
+        first = -(-first // PAGE) * PAGE  # whole pages of its own
+        last = last // PAGE * PAGE
+        if last > first and hasattr(mmap, "MADV_DONTNEED"):
+            self._map(tensor.file).madvise(mmap.MADV_DONTNEED, first, last - first)
+
+
+def _is_aligned(tensor: StoredTensor) -> bool:
+    return tensor.start * 8 % BITS[tensor.dtype] == 0
+
+
+def _one_table(
+    folder: Path, found: WeightFiles, files: list[StoredFile], layer_prefix: str
+) -> dict[str, JoinedTensor]:
+    homes: dict[str, Path] = {}
+    tensors: dict[str, JoinedTensor] = {}
+    for file in files:
+        layer = LAYER.fullmatch(file.path.name) if found.form == "layers" else None
+        prefix = layer_prefix.format(layer[1]) if layer else ""
+        for name, tensor in file.tensors.items():
+            whole = prefix + name
+            if folder / found.homes.get(name, file.path) != file.path:
+                continue
+            if whole in homes:
+                more = "" if layer else f", and no {found.index} says which one counts"
+                raise CheckpointError(
+                    f"{folder} holds the tensor {whole!r} twice, in {homes[whole].name} and "
+                    f"{file.path.name}{more}; take the file away that does not belong to the "
+                    "model, or fetch the index"
+                )
+            homes[whole] = file.path
+            tensors[whole] = JoinedTensor((tensor,))
+    return tensors

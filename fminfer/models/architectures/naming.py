@@ -47,8 +47,6 @@ class Architecture:
     inner: Sources  # of a layer
     prefix: str  # of a layer's names, with {} for its number
     base: str  # the prefix that checkpoints saved without the head leave out
-    # How names may begin where the model is a part of a greater one: (ours, theirs).
-    inside: tuple[tuple[str, str], ...] = ()
     left_out: str = ""  # a pattern of the names of stored tensors that are none of the model's
 
 

@@ -131,12 +131,6 @@ def same(mlp: Mlp | Moe) -> Callable[[int], Mlp | Moe]:
 
 
 OF_IMAGES = r"(model\.)?(vision_tower|multi_modal_projector)\."
-# How names of a text part begin, by transformers' releases.
-INSIDE = (
-    ("model.", "language_model.model."),
-    ("lm_head", "language_model.lm_head"),
-    ("model.", "model.language_model."),
-)
 
 
 def text_part(c: Any, *rows: Callable[[Any], Architecture]) -> Architecture:
@@ -148,7 +142,7 @@ def text_part(c: Any, *rows: Callable[[Any], Architecture]) -> Architecture:
     text_type = c.text_config.model_type
     for row in rows:
         if row.__name__ == text_type:
-            return replace(row(c.text_config), inside=INSIDE, left_out=OF_IMAGES)
+            return replace(row(c.text_config), left_out=OF_IMAGES)
     raise CheckpointError(
         f"config.json has a text_config of the architecture {text_type!r}, which does not run "
         f"there; these do: {', '.join(row.__name__ for row in rows)}"

@@ -1,0 +1,171 @@
+"""Reads what torch.save wrote: a zip archive, or the older row of pickles."""
+
+from __future__ import annotations
+
+import io
+import math
+import mmap
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+from fminfer.errors import CheckpointError
+from fminfer.models.impostors import broken
+from fminfer.models.stored.pickles import PickledTensor, Storage, UnsafePickleError, read_pickle
+from fminfer.models.stored.tensors import (
+    BITS,
+    MOST_HEADER_BYTES,
+    StoredFile,
+    StoredTensor,
+)
+
+MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # of the older form
+# Training saves weights beside optimizers and settings, under one of these.
+WRAPPERS = ("model", "state_dict", "module", "model_state_dict")
+WRONG_VALUES = (
+    *(ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, EOFError),
+    *(RecursionError, NotImplementedError, struct.error, zipfile.BadZipFile),
+)
+Span = tuple[int, int]
+
+
+def read_torch_file(path: Path) -> StoredFile:
+    """Return what a file of torch.save holds. No value is read, nothing it names is called.
+
+    Raises:
+        CheckpointError: the file is broken, or names what weights do not need.
+        OSError: it cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            is_zip = file.read(4) == b"PK\x03\x04"
+            return _read_zip(path, file) if is_zip else _read_older(path, file)
+    except UnsafePickleError as error:
+        raise CheckpointError(
+            f"{path} asks to load {error}, which no weights need, and nothing of it was run; take "
+            "the model's safetensors, or save its weights alone: torch.save(model.state_dict(), …)"
+        ) from error
+    except WRONG_VALUES as error:
+        raise broken(path, error or type(error).__name__) from error
+
+
+def _read_zip(path: Path, file: BinaryIO) -> StoredFile:
+    size = path.stat().st_size
+    spans: dict[str, Span] = {}
+    with zipfile.ZipFile(file) as archive:
+        for entry in archive.infolist():
+            if entry.filename in spans:
+                raise ValueError(f"{entry.filename} is in it twice")
+            if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
+                raise ValueError(f"{entry.filename} is compressed, which torch.save does not do")
+            spans[entry.filename] = _find_entry(file, entry, size)
+    found = [name for name in spans if name.rpartition("/")[2] == "data.pkl"]
+    if len(found) != 1:
+        raise ValueError("it is no archive of torch.save: it should hold one data.pkl")
+    top = found[0].removesuffix("data.pkl")
+    if f"{top}byteorder" in spans and _read(file, spans[f"{top}byteorder"]) != b"little":
+        raise ValueError("its numbers are big-endian")
+    first, last = header = spans[found[0]]
+    if last - first > MOST_HEADER_BYTES:
+        raise ValueError(f"a data.pkl of {last - first} bytes; the most are {MOST_HEADER_BYTES}")
+    tensors = _tensors_of(read_pickle(io.BytesIO(_read(file, header))))
+
+    def span_of(storage: Storage) -> Span:
+        return spans[f"{top}data/{storage.key}"]
+
+    return StoredFile(path, _place_all(path, tensors, span_of), header)
+
+
+def _find_entry(file: BinaryIO, entry: zipfile.ZipInfo, size: int) -> Span:
+    """Return the bytes of an entry, whose own header may be longer than the directory says."""
+    file.seek(entry.header_offset)
+    start = file.read(30)
+    if start[:4] != b"PK\x03\x04":
+        raise ValueError(f"{entry.filename} is not where the directory says")
+    name_size, more_size = struct.unpack("<HH", start[26:30])
+    first = entry.header_offset + 30 + name_size + more_size
+    if first + entry.file_size > size or entry.file_size != entry.compress_size:
+        raise ValueError(f"{entry.filename} should have {entry.file_size} bytes")
+    return first, first + entry.file_size
+
+
+def _read_older(path: Path, file: BinaryIO) -> StoredFile:
+    """Read four pickles and a list of storages; each of these is its size, then its values."""
+    size = path.stat().st_size
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as stream:
+        if read_pickle(stream) != MAGIC or read_pickle(stream) != PROTOCOL:
+            raise ValueError("it is not of torch.save")
+        if not read_pickle(stream).get("little_endian", True):
+            raise ValueError("its numbers are big-endian")
+        storages: dict[str, Storage] = {}
+        tensors = _tensors_of(read_pickle(stream, storages))
+        keys = [str(key) for key in read_pickle(stream)]
+        first = end = stream.tell()
+        spans: dict[str, Span] = {}
+        for key in keys:
+            if end + 8 > size:
+                raise ValueError(f"it is cut off: {size} bytes of at least {end + 8}")
+            (num_values,) = struct.unpack("<q", stream[end : end + 8])
+            start = end + 8
+            end = start + max(0, num_values) * BITS[storages[key].dtype] // 8
+            spans[key] = start, end
+            if end > size:
+                raise ValueError(f"it is cut off: {size} bytes of at least {end}")
+
+    def span_of(storage: Storage) -> Span:
+        return spans[storage.key]
+
+    return StoredFile(path, _place_all(path, tensors, span_of), (0, first))
+
+
+def _tensors_of(value: object) -> dict[str, PickledTensor]:
+    """Return the tensors of a state dict, which may stand in another dict."""
+    for each in (value, *(value.get(name) for name in WRAPPERS if isinstance(value, dict))):
+        if isinstance(each, dict):
+            found = {name: t for name, t in each.items() if isinstance(t, PickledTensor)}
+            if found:
+                if not all(isinstance(name, str) for name in found):
+                    raise ValueError("the names of its tensors are no strings")
+                return found
+    raise ValueError("it holds no dict of tensors")
+
+
+def _place_all(
+    path: Path, tensors: dict[str, PickledTensor], span_of: Callable[[Storage], Span]
+) -> dict[str, StoredTensor]:
+    found = {}
+    for name, tensor in tensors.items():
+        try:
+            found[name] = _place(path, tensor, span_of(tensor.storage))
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"tensor {name!r}: {error}") from error
+    return found
+
+
+def _place(path: Path, pickled: PickledTensor, span: Span) -> StoredTensor:
+    """Find a tensor in the bytes of its storage.
+
+    Raises:
+        ValueError: it would have more values than the storage.
+    """
+    shape, strides, offset = pickled.shape, pickled.strides, pickled.offset
+    if not isinstance(shape, tuple) or not isinstance(strides, tuple) or type(offset) is not int:
+        raise ValueError("it has no shape")
+    numbers = (*shape, *strides, offset)
+    if len(shape) != len(strides) or not all(type(n) is int and n >= 0 for n in numbers):
+        raise ValueError("it has no shape")
+    storage, bits = pickled.storage, BITS[pickled.dtype]
+    start = span[0] + (storage.first * BITS[storage.dtype] + offset * bits) // 8
+    tensor = StoredTensor(path, pickled.dtype, shape, start, strides)
+    last = min(span[1], span[0] + storage.num_values * BITS[storage.dtype] // 8)
+    num_bytes = math.prod(shape) * bits // 8
+    if tensor.span[1] > last or num_bytes > max(0, last - start):
+        raise ValueError(f"it should take {num_bytes} bytes, and the file has {last - start} of it")
+    return tensor
+
+
+def _read(file: BinaryIO, span: Span) -> bytes:
+    file.seek(span[0])
+    return file.read(span[1] - span[0])
