@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.util
+import io
 import json
 import mmap
 import os
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,8 +28,8 @@ from click.testing import CliRunner
 
 import fminfer
 from fminfer import cli, control_groups, host_memory, imports
-from fminfer.host_memory import free_host_bytes, touching_memory
-from fminfer.models.weight_files import weight_bytes
+from fminfer.host_memory import free_host_bytes, reading_files, touching_memory
+from fminfer.models.weight_files import find_weight_files
 from tests.conftest import FEW, FIELDS, IS_ALL, SHAPE
 
 UNUSED = (
@@ -369,7 +370,7 @@ def test_free_memory_is_what_the_control_groups_leave(
     assert free_host_bytes() == 89_999
 
 
-def test_weights_are_measured_in_a_folder_and_in_the_hubs_cache(
+def test_weight_files_are_found_in_a_folder_and_in_the_hubs_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
@@ -377,21 +378,23 @@ def test_weights_are_measured_in_a_folder_and_in_the_hubs_cache(
     here.mkdir(parents=True)
     (here.parent.parent / "refs").mkdir()
     (here.parent.parent / "refs" / "main").write_text("abc")
-    assert weight_bytes("some/model") == 0
+    assert find_weight_files("some/model") == {}
     (here / "config.json").write_text("{}")
     for number in (1, 2):
         (here / f"model-{number}.safetensors").write_bytes(b"1" * number)
     (here / "consolidated.safetensors").write_bytes(b"1" * 100)  # the same weights once more
     index = here / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}')
-    assert weight_bytes("some/model") == weight_bytes(str(here)) == 3
+    expected = {here / f"model-{number}.safetensors": number for number in (1, 2)}
+    assert find_weight_files("some/model") == find_weight_files(str(here)) == expected
     for broken in ("[]", "{", '{"weight_map": {"a": "model-3.safetensors"}}'):
         index.write_text(broken)
-        assert weight_bytes(str(here)) == 0
-    assert weight_bytes("no/model") == weight_bytes("no model") == weight_bytes(str(index)) == 0
+        assert find_weight_files(str(here)) == {}
+    for name in ("no/model", "no model", str(index)):
+        assert find_weight_files(name) == {}
 
 
-def test_a_run_touches_twice_its_weights(
+def test_a_run_reads_its_weights_and_touches_twice_as_much(
     tmp_path: Path, llama_checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once packed, and as much for the KV cache; nothing for another device or what is not here."""
@@ -407,10 +410,58 @@ def test_a_run_touches_twice_its_weights(
         sizes.append(num_bytes)
         yield
 
+    read: list[list[Path]] = []
+
+    @contextmanager
+    def record_files(paths: Iterable[Path]) -> Iterator[None]:
+        read.append([*paths])
+        yield
+
     monkeypatch.setattr(cli, "touching_memory", record)
+    monkeypatch.setattr(cli, "reading_files", record_files)
     here = ["--model-name", str(folder)]
     for more in (here, [*here, "--device", "cuda"], ["--model-name", "no/such/model"], []):
         CliRunner().invoke(cli.main, ["run", "-q", "--restart", str(rows), *more])
     driver.touch()  # of a GPU
     CliRunner().invoke(cli.main, ["run", "-q", "--restart", str(rows), *here])
-    assert sizes == [2 * (folder / "model.safetensors").stat().st_size, 0, 0, 0, 0]
+    file = folder / "model.safetensors"
+    assert sizes == [2 * file.stat().st_size, 0, 0, 0, 0]
+    assert read == [[file], [], [], [], []]
+
+
+@pytest.mark.parametrize(("free", "expected"), [(1 << 30, 2_500), (4_000, 1_000)])
+def test_files_are_read_meanwhile_as_far_as_memory_allows(
+    free: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [tmp_path / name for name in "ab"]
+    for file, size in zip(files, (1_000, 1_500), strict=True):
+        file.write_bytes(b"x" * size)
+    given: list[int] = []
+
+    class Counting(io.FileIO):
+        def readinto(self, into: Any) -> int:
+            given.append(super().readinto(into))
+            return given[-1]
+
+    monkeypatch.setattr(host_memory, "PIECE", 100)
+    monkeypatch.setattr(host_memory, "free_host_bytes", lambda: free)
+    monkeypatch.setattr(host_memory, "open", lambda *a, **_: Counting(*a), raising=False)
+    with reading_files([*files, tmp_path / "missing"]):
+        wait_until(lambda: not [t for t in threading.enumerate() if t.name == "fminfer files"])
+    assert sum(given) == expected
+
+
+def test_reading_ends_when_what_it_is_for_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow(io.FileIO):
+        def readinto(self, into: Any) -> int:
+            time.sleep(0.1)
+            return 1
+
+    monkeypatch.setattr(host_memory, "open", lambda *a, **_: Slow(*a), raising=False)
+    began = time.monotonic()
+    (tmp_path / "endless").touch()
+    with pytest.raises(KeyError), reading_files([tmp_path / "endless"]):
+        raise KeyError
+    assert time.monotonic() - began < 1.0
