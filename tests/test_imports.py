@@ -24,9 +24,9 @@ cluster.schedulers cluster.scripts compute.plain config cost_model decode_attent
     pipeline.step_clock pipeline.transport pipeline.wire processor ranks score_kernel \
     stopping threads tokenizer
 attention compute.parts compute.trial engine_options input.lines kernel_build launcher \
-    models.architectures.parts models.layer_count models.shapes no_tokenizer output.claims \
-    output.journal output.progress pipeline.secret pipeline.store placement product_kernel \
-    prompts run_options spelling triton_attention triton_layers
+    models.architectures.parts models.layer_count models.read_ahead models.shapes no_tokenizer \
+    output.claims output.journal output.progress pipeline.secret pipeline.store placement \
+    product_kernel prompts run_options spelling triton_attention triton_layers
 cluster.submission compute.kv_cache input.envelope input.files kernel_choice \
     models.architectures.gpt_like models.architectures.llama_like models.origins \
     output.writer packed_linear pipeline.store_place pipeline.watch remote_files request

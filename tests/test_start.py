@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.util
-import io
 import json
 import mmap
 import os
@@ -28,7 +27,7 @@ from click.testing import CliRunner
 
 import fminfer
 from fminfer import cli, control_groups, host_memory, imports
-from fminfer.host_memory import free_host_bytes, reading_files, touching_memory
+from fminfer.host_memory import free_host_bytes, read_mapped, reading_files, touching_memory
 from fminfer.models.weight_files import find_weight_files
 from tests.conftest import FEW, FIELDS, IS_ALL, SHAPE
 
@@ -429,39 +428,57 @@ def test_a_run_reads_its_weights_and_touches_twice_as_much(
     assert read == [[file], [], [], [], []]
 
 
-@pytest.mark.parametrize(("free", "expected"), [(1 << 30, 2_500), (4_000, 1_000)])
+@pytest.mark.skipif(sys.platform != "linux", reason="it is Linux that is asked to read")
+@pytest.mark.parametrize("free_pages", [400, 40, 0])
 def test_files_are_read_meanwhile_as_far_as_memory_allows(
-    free: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    free_pages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    page = mmap.PAGESIZE
     files = [tmp_path / name for name in "ab"]
-    for file, size in zip(files, (1_000, 1_500), strict=True):
-        file.write_bytes(b"x" * size)
-    given: list[int] = []
+    for file, num_pages in zip(files, (6, 9), strict=True):
+        file.write_bytes(b"x" * (num_pages * page))
+    seen = b""
 
-    class Counting(io.FileIO):
-        def readinto(self, into: Any) -> int:
-            given.append(super().readinto(into))
-            return given[-1]
+    def read(address: int, num_bytes: int) -> None:
+        nonlocal seen
+        seen += ctypes.string_at(address, num_bytes)
 
-    monkeypatch.setattr(host_memory, "PIECE", 100)
-    monkeypatch.setattr(host_memory, "free_host_bytes", lambda: free)
-    monkeypatch.setattr(host_memory, "open", lambda *a, **_: Counting(*a), raising=False)
+    monkeypatch.setattr(host_memory, "PIECE", page)
+    monkeypatch.setattr(host_memory, "free_host_bytes", lambda: free_pages * page)
+    monkeypatch.setattr(host_memory, "read_mapped", read)
     with reading_files([*files, tmp_path / "missing"]):
         wait_until(lambda: not [t for t in threading.enumerate() if t.name == "fminfer files"])
-    assert sum(given) == expected
+    assert seen == b"x" * (min(free_pages // 4, 15) * page)
 
 
 def test_reading_ends_when_what_it_is_for_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Slow(io.FileIO):
-        def readinto(self, into: Any) -> int:
-            time.sleep(0.1)
-            return 1
-
-    monkeypatch.setattr(host_memory, "open", lambda *a, **_: Slow(*a), raising=False)
+    monkeypatch.setattr(host_memory, "PIECE", 1)
+    monkeypatch.setattr(host_memory, "read_mapped", lambda *_: time.sleep(0.1))  # a slow disk
+    (tmp_path / "file").write_bytes(b"x" * 100)
     began = time.monotonic()
-    (tmp_path / "endless").touch()
-    with pytest.raises(KeyError), reading_files([tmp_path / "endless"]):
+    with pytest.raises(KeyError), reading_files([tmp_path / "file"]):
         raise KeyError
     assert time.monotonic() - began < 1.0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it is Linux that is asked to read")
+def test_mapped_bytes_are_in_memory_once_they_are_read(tmp_path: Path) -> None:
+    """Touching them takes no page faults: Linux has them in the process's own tables."""
+    size = 400 * mmap.PAGESIZE
+    (tmp_path / "file").write_bytes(b"x" * size)
+    with (
+        open(tmp_path / "file", "rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapped,
+    ):
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+        if host_memory._advise(address, size, host_memory.POPULATE_READ):
+            pytest.skip("Linux before 5.14")
+        mapped.madvise(mmap.MADV_DONTNEED)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        read_mapped(address + 5, size - 5)
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 20
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        assert sum(mapped[:: mmap.PAGESIZE]) == 400 * ord("x")
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 5
