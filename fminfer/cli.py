@@ -28,13 +28,13 @@ from fminfer.commands.submit import submit
 from fminfer.config import EngineConfig
 from fminfer.cost_model import COSTS
 from fminfer.errors import FminferError, StoppedError, UsageError, printable
-from fminfer.host_memory import touching_memory
+from fminfer.host_memory import reading_files, touching_memory
 from fminfer.hyperparameters import Hyperparameters
 from fminfer.imports import import_transformers
 from fminfer.kernel_build import abandon_build, start_build
 from fminfer.launcher import end_after, launch
 from fminfer.models.layer_count import check_split
-from fminfer.models.weight_files import weight_bytes
+from fminfer.models.weight_files import find_weight_files
 from fminfer.output.progress import TimeBar
 from fminfer.paths import JobPaths
 from fminfer.processor import cap_libraries
@@ -337,10 +337,11 @@ def _run(
     if config.attention != "eager":
         start_build()  # it runs beside the imports
     is_alone = facts is None and place is None and ranks.data_group_size == 1
-    num_bytes = 0
+    files: dict[Path, int] = {}
     if is_alone and config.model is not None and _is_for_cpu(config.device):
-        num_bytes = 2 * weight_bytes(config.model)  # packed, and as much for the KV cache
-    with touching_memory(num_bytes), _importing():
+        files = find_weight_files(config.model)
+    num_bytes = 2 * sum(files.values())  # packed, and as much for the KV cache
+    with reading_files(files), touching_memory(num_bytes), _importing():
         from fminfer.running import run_process
 
     summary = run_process(job, plan, config, ranks, facts, stopper, _elapsed_s, place, arguments)

@@ -11,7 +11,7 @@ import os
 import resource
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from fminfer.control_groups import group_folders
 
 PIECE = 8 << 20  # bytes touched at a time
 HUGE_PAGE = 2 << 20
+POPULATE_READ = 22  # Linux's MADV_POPULATE_READ, which mmap lacks
 MOST_OF_FREE, MOST_TOUCHED = 0.25, 4 << 30
 # Of a control group, by version: its limit and its use; and in its statistics what of that are
 # cached files, used once or often: the system drops both before it ends a process.
@@ -75,13 +76,29 @@ def use_small_pages(address: int, num_bytes: int) -> None:
     It is for memory of which little comes into use here and there. Where the system has no huge
     pages, nothing changes.
     """
-    advice = getattr(mmap, "MADV_NOHUGEPAGE", None)
     page = mmap.PAGESIZE
     first, end = -(-address // page) * page, (address + num_bytes) // page * page
-    if advice is not None and end - first >= HUGE_PAGE:
-        madvise = ctypes.CDLL(None).madvise
-        madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-        madvise(first, end - first, advice)  # refused: without huge pages, there is nothing to do
+    if hasattr(mmap, "MADV_NOHUGEPAGE") and end - first >= HUGE_PAGE:
+        _advise(first, end - first, mmap.MADV_NOHUGEPAGE)
+
+
+def read_mapped(address: int, num_bytes: int) -> None:
+    """Have the system read what it has not yet of mapped bytes of a file; return once it has.
+
+    A page that is touched later is there and costs nothing. Systems other than Linux, and Linux
+    before 5.14, read each page when it is touched.
+    """
+    first = address // mmap.PAGESIZE * mmap.PAGESIZE
+    if sys.platform == "linux":
+        _advise(first, address + num_bytes - first, POPULATE_READ)
+
+
+def _advise(address: int, num_bytes: int, advice: int) -> int:
+    """Tell the system how memory will be used; return -1 if it refuses, which changes nothing."""
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    failed: int = madvise(address, num_bytes, advice)
+    return failed
 
 
 @contextmanager
@@ -99,15 +116,62 @@ def touching_memory(num_bytes: int) -> Iterator[None]:
     if memory is None:
         yield
         return
+    try:
+        with _meanwhile("fminfer memory", lambda is_over: _touch(memory, is_over)):
+            yield
+    finally:
+        memory.close()
+
+
+@contextmanager
+def reading_files(paths: Iterable[Path]) -> Iterator[None]:
+    """Have a thread read files meanwhile, as far as it gets; the system keeps what was read.
+
+    No more is read than a quarter of what is free, and 4 GiB.
+    """
+    with _meanwhile("fminfer files", lambda is_over: _read(paths, is_over)):
+        yield
+
+
+@contextmanager
+def _meanwhile(name: str, work: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Have a thread work meanwhile; it is told by the event when to stop."""
     is_over = threading.Event()
-    thread = threading.Thread(target=_touch, args=(memory, is_over), name="fminfer memory")
+    thread = threading.Thread(target=work, args=(is_over,), name=name)
     thread.start()
     try:
         yield
     finally:
         is_over.set()
         thread.join()
-        memory.close()
+
+
+def _read(paths: Iterable[Path], is_over: threading.Event) -> None:
+    left = _most_at_hand()
+    with suppress(OSError, ValueError):  # loading will say what is wrong
+        for path in paths:
+            left -= _read_file(path, left, is_over)
+
+
+def _read_file(path: Path, most: int, is_over: threading.Event) -> int:
+    """Read at most so many bytes of a file, in whole pieces; return how many."""
+    access = mmap.ACCESS_COPY  # its pages are the file's own until somebody writes to them
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=access) as mapped:
+        start, size = _address(mapped), min(len(mapped), max(0, most))
+        for place in range(0, size, PIECE):
+            if is_over.is_set():
+                break
+            read_mapped(start + place, min(PIECE, len(mapped) - place))
+        return size
+
+
+def _address(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def _most_at_hand() -> int:
+    """Return how many bytes may be made ready before it is known that they are needed."""
+    return min(int(free_host_bytes() * MOST_OF_FREE), MOST_TOUCHED)
 
 
 def _reserve(num_bytes: int) -> mmap.mmap | None:
@@ -116,7 +180,7 @@ def _reserve(num_bytes: int) -> mmap.mmap | None:
         return None
     if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
         return None  # it would count as used
-    size = min(num_bytes, int(free_host_bytes() * MOST_OF_FREE), MOST_TOUCHED)
+    size = min(num_bytes, _most_at_hand())
     with suppress(OSError, ValueError, OverflowError):  # the system has none
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError):  # without huge pages
@@ -126,7 +190,7 @@ def _reserve(num_bytes: int) -> mmap.mmap | None:
 
 
 def _touch(memory: mmap.mmap, is_over: threading.Event) -> None:
-    start, size = ctypes.addressof(ctypes.c_char.from_buffer(memory)), len(memory)
+    start, size = _address(memory), len(memory)
     for place in range(0, size, PIECE):
         if is_over.is_set():
             return

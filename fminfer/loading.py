@@ -172,7 +172,6 @@ def load_part(
         keeps_bfloat16=dtype == torch.float32 and library is not None,
         on_progress=on_progress,
     )
-    num_bytes = tensors.count_bytes()
     network, attention, head, why_plain = _build_network(
         config, checkpoint, part, tensors, library, dtype, device
     )
@@ -185,7 +184,7 @@ def load_part(
         checkpoint,
         part,
         network,
-        num_bytes,
+        tensors.num_bytes,
         dtype,
         kv_dtype,
         device,

@@ -221,18 +221,18 @@ def test_masks_and_tables_of_old_checkpoints_are_passed_over(tmp_path: Path) -> 
         tensors["h.0.attn.masked_bias"] = torch.ones(())
 
     save("gpt2", tmp_path, change)
-    assert len(load(tmp_path).layers) == 3
+    assert len([*load(tmp_path).layers]) == 3
 
 
 def test_experts_that_are_fused_on_disk_too(tmp_path: Path) -> None:
     """As transformers holds them in memory, and some checkpoints on disk."""
     model = make_model("qwen3_moe")
     model.save_pretrained(tmp_path)
-    one_by_one = load(tmp_path)
+    one_by_one = next(load(tmp_path).layers)
     save_file(dict(model.state_dict()), tmp_path / "model.safetensors", metadata={"format": "pt"})
-    fused = load(tmp_path)
+    fused = next(load(tmp_path).layers)
     for name in ("experts.up.weight", "experts.down.weight", "router.weight"):
-        assert torch.equal(fused.layers[0][name], one_by_one.layers[0][name])
+        assert torch.equal(fused[name], one_by_one[name])
 
 
 def test_an_expert_under_two_names_is_refused(tmp_path: Path) -> None:

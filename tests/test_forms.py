@@ -21,7 +21,7 @@ from fminfer.loading import open_model
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.load import PartTensors, load_tensors, stored_dtype
 from fminfer.models.tensor_files import TensorFiles
-from fminfer.models.weight_files import weight_bytes, weight_files
+from fminfer.models.weight_files import find_weight_files, weight_files
 from fminfer.partition import Part, parts_of
 from tests.conftest import make_model, save_byte_tokenizer, some_families
 from tests.forked import run_forked
@@ -168,7 +168,7 @@ def test_every_form_tells_its_type_and_size(form: str, dtype: torch.dtype, tmp_p
     assert {file.name for file in files} == {
         file.name for file in folder.iterdir() if file.suffix != ".json"
     }
-    assert weight_bytes(str(folder)) == sum(file.stat().st_size for file in files) > 0
+    assert find_weight_files(str(folder)) == {file: file.stat().st_size for file in files}
     found = load(folder, parts_of([3])[0], dtype)
     assert all(tensor.dtype == dtype for layer in found.layers for tensor in layer.values())
 

@@ -24,10 +24,11 @@ cluster.schedulers cluster.scripts commands.families compute.plain compute.routi
     pipeline.local pipeline.step_clock pipeline.transport pipeline.wire processor ranks \
     score_kernel stopping threads
 attention compute.parts compute.trial engine_options input.lines kernel_build launcher \
-    models.architectures.expert_parts models.architectures.parts models.layer_count models.shapes \
-    models.stored.safetensors_file models.stored.torch_file models.weight_files output.claims \
-    output.journal output.progress pipeline.secret pipeline.store placement product_kernel prompts \
-    run_options tokenizer triton_attention triton_layers
+    models.architectures.expert_parts models.architectures.parts models.layer_count \
+    models.read_ahead models.shapes models.stored.safetensors_file models.stored.torch_file \
+    models.weight_files output.claims output.journal output.progress pipeline.secret \
+    pipeline.store placement product_kernel prompts run_options tokenizer triton_attention \
+    triton_layers
 cluster.submission compute.kv_cache expert_kernel input.envelope input.files kernel_choice \
     models.architectures.gpt_like models.architectures.llama_like models.origins \
     models.stored.weight_file no_tokenizer output.writer packed_linear pipeline.store_place \

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,8 +26,8 @@ from click.testing import CliRunner
 
 import fminfer
 from fminfer import cli, control_groups, host_memory, imports
-from fminfer.host_memory import free_host_bytes, touching_memory
-from fminfer.models.weight_files import weight_bytes
+from fminfer.host_memory import free_host_bytes, read_mapped, reading_files, touching_memory
+from fminfer.models.weight_files import find_weight_files
 from tests.conftest import FEW, FIELDS, IS_ALL, family_config
 
 UNUSED = (
@@ -366,7 +366,7 @@ def test_free_memory_is_what_the_control_groups_leave(
     assert free_host_bytes() == 89_999
 
 
-def test_weights_are_measured_in_a_folder_and_in_the_hubs_cache(
+def test_weight_files_are_found_in_a_folder_and_in_the_hubs_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
@@ -374,21 +374,23 @@ def test_weights_are_measured_in_a_folder_and_in_the_hubs_cache(
     here.mkdir(parents=True)
     (here.parent.parent / "refs").mkdir()
     (here.parent.parent / "refs" / "main").write_text("abc")
-    assert weight_bytes("some/model") == 0
+    assert find_weight_files("some/model") == {}
     (here / "config.json").write_text("{}")
     for number in (1, 2):
         (here / f"model-{number}.safetensors").write_bytes(b"1" * number)
     (here / "consolidated.safetensors").write_bytes(b"1" * 100)  # the same weights once more
     index = here / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}')
-    assert weight_bytes("some/model") == weight_bytes(str(here)) == 3
+    expected = {here / f"model-{number}.safetensors": number for number in (1, 2)}
+    assert find_weight_files("some/model") == find_weight_files(str(here)) == expected
     for broken in ("[]", "{", '{"weight_map": {"a": "model-3.safetensors"}}'):
         index.write_text(broken)
-        assert weight_bytes(str(here)) == 0
-    assert weight_bytes("no/model") == weight_bytes("no model") == weight_bytes(str(index)) == 0
+        assert find_weight_files(str(here)) == {}
+    for name in ("no/model", "no model", str(index)):
+        assert find_weight_files(name) == {}
 
 
-def test_a_run_touches_twice_its_weights(
+def test_a_run_reads_its_weights_and_touches_twice_as_much(
     tmp_path: Path, llama_checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once packed, and as much for the KV cache; nothing for another device or what is not here."""
@@ -404,10 +406,76 @@ def test_a_run_touches_twice_its_weights(
         sizes.append(num_bytes)
         yield
 
+    read: list[list[Path]] = []
+
+    @contextmanager
+    def record_files(paths: Iterable[Path]) -> Iterator[None]:
+        read.append([*paths])
+        yield
+
     monkeypatch.setattr(cli, "touching_memory", record)
+    monkeypatch.setattr(cli, "reading_files", record_files)
     here = ["--model-name", str(folder)]
     for more in (here, [*here, "--device", "cuda"], ["--model-name", "no/such/model"], []):
         CliRunner().invoke(cli.main, ["run", "-q", "--restart", str(rows), *more])
     driver.touch()  # of a GPU
     CliRunner().invoke(cli.main, ["run", "-q", "--restart", str(rows), *here])
-    assert sizes == [2 * (folder / "model.safetensors").stat().st_size, 0, 0, 0, 0]
+    file = folder / "model.safetensors"
+    assert sizes == [2 * file.stat().st_size, 0, 0, 0, 0]
+    assert read == [[file], [], [], [], []]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it is Linux that is asked to read")
+@pytest.mark.parametrize("free_pages", [400, 40, 0])
+def test_files_are_read_meanwhile_as_far_as_memory_allows(
+    free_pages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = mmap.PAGESIZE
+    files = [tmp_path / name for name in "ab"]
+    for file, num_pages in zip(files, (6, 9), strict=True):
+        file.write_bytes(b"x" * (num_pages * page))
+    seen = b""
+
+    def read(address: int, num_bytes: int) -> None:
+        nonlocal seen
+        seen += ctypes.string_at(address, num_bytes)
+
+    monkeypatch.setattr(host_memory, "PIECE", page)
+    monkeypatch.setattr(host_memory, "free_host_bytes", lambda: free_pages * page)
+    monkeypatch.setattr(host_memory, "read_mapped", read)
+    with reading_files([*files, tmp_path / "missing"]):
+        wait_until(lambda: not [t for t in threading.enumerate() if t.name == "fminfer files"])
+    assert seen == b"x" * (min(free_pages // 4, 15) * page)
+
+
+def test_reading_ends_when_what_it_is_for_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_memory, "PIECE", 1)
+    monkeypatch.setattr(host_memory, "read_mapped", lambda *_: time.sleep(0.1))  # a slow disk
+    (tmp_path / "file").write_bytes(b"x" * 100)
+    began = time.monotonic()
+    with pytest.raises(KeyError), reading_files([tmp_path / "file"]):
+        raise KeyError
+    assert time.monotonic() - began < 1.0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it is Linux that is asked to read")
+def test_mapped_bytes_are_in_memory_once_they_are_read(tmp_path: Path) -> None:
+    """Touching them takes no page faults: Linux has them in the process's own tables."""
+    size = 400 * mmap.PAGESIZE
+    (tmp_path / "file").write_bytes(b"x" * size)
+    with (
+        open(tmp_path / "file", "rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapped,
+    ):
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+        if host_memory._advise(address, size, host_memory.POPULATE_READ):
+            pytest.skip("Linux before 5.14")
+        mapped.madvise(mmap.MADV_DONTNEED)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        read_mapped(address + 5, size - 5)
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 20
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        assert sum(mapped[:: mmap.PAGESIZE]) == 400 * ord("x")
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 5

@@ -25,7 +25,7 @@ from fminfer.models.load import check_tensors, stored_dtype
 from fminfer.models.stored import pickles
 from fminfer.models.stored.torch_file import read_torch_file
 from fminfer.models.stored.weight_file import read_weight_file
-from fminfer.models.weight_files import weight_bytes
+from fminfer.models.weight_files import find_weight_files
 from tests.conftest import make_model
 from tests.forms import FORMS, Files, Tensors, save
 
@@ -43,7 +43,7 @@ def refuse(folder: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
         check_tensors(checkpoint)
     stored_dtype(checkpoint)  # a forecast does not fail, whatever is wrong
-    weight_bytes(str(folder))
+    find_weight_files(str(folder))
     return str(caught.value)
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from fminfer.compute.spec import Attention
+from fminfer.compute.spec import Attention, Model
 from fminfer.errors import CheckpointError
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.origins import ModelOrigins, Origin, Origins, find_origins, is_left_out
+from fminfer.models.read_ahead import reading_ahead
 from fminfer.models.shapes import (
     Shapes,
     entry_shapes,
@@ -37,17 +39,11 @@ class PartTensors:
     All have the dtype of the arithmetic but those that stay as they are stored.
     """
 
-    layers: list[Tensors]
+    layers: Iterator[Tensors]  # in order; each is read when it is asked for
     entry: Tensors  # before the first layer; empty but on the first stage
     exit: Tensors  # after the last layer; empty but on the last stage
     dtype: torch.dtype  # of the arithmetic
-
-    def count_bytes(self) -> int:
-        """Return their size in bytes. A tensor that has two names counts once."""
-        tensors = [
-            tensor for each in (*self.layers, self.entry, self.exit) for tensor in each.values()
-        ]
-        return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
+    num_bytes: int  # of all of them; a tensor that has two names counts once
 
 
 class _Reader:
@@ -79,6 +75,11 @@ class _Reader:
         self.done += tensor.nbytes
         self._on_progress(min(self.done, self.total), self.total)
         return tensor
+
+    def find_stored(self, origins: Origins) -> list[torch.Tensor]:
+        """Return the stored tensors of which others are made, mapped and not read yet."""
+        pieces = [piece for origin in origins.values() for piece in origin.pieces]
+        return [view for piece in pieces for view in self._files.views(piece.stored)]
 
     def count_bytes(self, origins: Origins) -> int:
         """Return what tensors will take in memory."""
@@ -181,7 +182,7 @@ def load_tensors(
     keeps_bfloat16: bool = False,
     on_progress: OnProgress = lambda done, total: None,
 ) -> PartTensors:
-    """Return one stage's tensors.
+    """Return one stage's tensors; its layers' are read later, each when it is asked for.
 
     Args:
         dtype: the type of the returned tensors.
@@ -197,13 +198,10 @@ def load_tensors(
     files = _open(checkpoint, checkpoint.folder)
     origins = _find(checkpoint, files)
     reader = _Reader(files, dtype, device, on_progress, keeps_bfloat16=keeps_bfloat16)
-    wanted = [*origins.layers[part.first : part.last]]
-    wanted += [origins.entry] * part.is_first + [origins.exit] * part.is_last
-    reader.total = sum(map(reader.count_bytes, wanted))
-    layers = [
-        reader.read_all(origins.layers[number], checkpoint.model.layers[number].attention)
-        for number in range(part.first, part.last)
-    ]
+    of_layers = sum(map(reader.count_bytes, origins.layers[part.first : part.last]))
+    reader.total = of_layers + sum(
+        map(reader.count_bytes, [origins.entry] * part.is_first + [origins.exit] * part.is_last)
+    )
     entry = reader.read_all(origins.entry, None) if part.is_first else {}
     outside = reader.read_all(origins.exit, None) if part.is_last else {}
     if part.is_last and not origins.has_own_head:
@@ -219,7 +217,25 @@ def load_tensors(
         head, embed = outside["head.weight"], entry["embed.weight"]
         if head.dtype == embed.dtype and torch.equal(head, embed):
             outside["head.weight"] = embed
-    return PartTensors(layers, entry, outside, dtype)
+    layers = _read_layers(reader, origins, checkpoint.model, part, outside)
+    return PartTensors(layers, entry, outside, dtype, of_layers + _count_bytes(entry, outside))
+
+
+def _read_layers(
+    reader: _Reader, origins: ModelOrigins, model: Model, part: Part, outside: Tensors
+) -> Iterator[Tensors]:
+    """Give each layer's tensors; those of the next ones are read meanwhile, then the head's."""
+    numbers = range(part.first, part.last)
+    groups = [reader.find_stored(origins.layers[number]) for number in numbers]
+    with reading_ahead([*groups, [t for t in outside.values() if t.is_cpu]]) as next_group:
+        for number in numbers:
+            yield reader.read_all(origins.layers[number], model.layers[number].attention)
+            next_group()
+
+
+def _count_bytes(*groups: Tensors) -> int:
+    tensors = {id(tensor): tensor for group in groups for tensor in group.values()}
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def _draw(
@@ -235,16 +251,19 @@ def _draw(
             for name, shape in shapes.items()
         }
 
-    layers = [
-        draw(layer_shapes(model.layers[number], model.hidden_size), f"layer {number} ")
+    shapes = {
+        number: layer_shapes(model.layers[number], model.hidden_size)
         for number in range(part.first, part.last)
-    ]
+    }
+    layers = (draw(own, f"layer {number} ") for number, own in shapes.items())
+    sizes = [math.prod(shape) for own in shapes.values() for shape in own.values()]
     entry = draw(entry_shapes(model), "") if part.is_first else {}
     outside = draw(exit_shapes(model), "") if part.is_last else {}
     if part.is_last and checkpoint.config.tie_word_embeddings:
-        shapes = {"embed.weight": entry_shapes(model)["embed.weight"]}
-        outside["head.weight"] = (entry or draw(shapes, ""))["embed.weight"]
-    return PartTensors(layers, entry, outside, dtype)
+        of_embed = {"embed.weight": entry_shapes(model)["embed.weight"]}
+        outside["head.weight"] = (entry or draw(of_embed, ""))["embed.weight"]
+    num_bytes = sum(sizes) * dtype.itemsize + _count_bytes(entry, outside)
+    return PartTensors(layers, entry, outside, dtype, num_bytes)
 
 
 def _draw_one(

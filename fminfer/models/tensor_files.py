@@ -83,6 +83,10 @@ class TensorFiles:
         parts = self._tensors[name].parts
         return len(parts) == 1 and _is_aligned(parts[0])
 
+    def views(self, name: str) -> list[torch.Tensor]:
+        """Return the parts of a tensor, mapped and not read yet, that can be read in place."""
+        return [self._view(part) for part in self._tensors[name].parts if _is_aligned(part)]
+
     def main_dtype(self) -> torch.dtype | None:
         """Return the dtype of most weights; None: one that does not run here."""
         sizes: Counter[str] = Counter()

@@ -372,18 +372,19 @@ class Transformer:
 
     Args:
         model: the spec of the whole model.
-        tensors: those of the stage; each layer's are removed once its bodies are made.
+        tensors: those of the stage; each layer's go as soon as its bodies are made.
         first: the number in the model of the stage's first layer.
     """
 
     def __init__(self, model: Model, tensors: PartTensors, *, first: int, bodies: Bodies) -> None:
         self.model, self._entry, self._exit = model, tensors.entry, tensors.exit
         self._dtype = tensors.dtype
-        self.own = model.layers[first : first + len(tensors.layers)]
         self.layers: list[LayerOf] = []
-        for how in self.own:  # a layer's own tensors go as soon as they are packed
-            each = tensors.layers.pop(0)
+        for each in tensors.layers:
+            how = model.layers[first + len(self.layers)]
             self.layers.append(bodies.join(LayerOf(how, each, bodies), each))
+            del each  # before the next layer's are read
+        self.own = model.layers[first : first + len(self.layers)]
         if self._entry and model.has_sinusoids:
             table = plain.sinusoids(model.num_positions, model.hidden_size)
             self._entry["positions.weight"] = table.to(

@@ -59,17 +59,17 @@ def weight_files(folder: Path) -> list[Path]:
     return find_weights(folder).files
 
 
-def weight_bytes(name: str) -> int:
-    """Return the size of the weights of a folder, or of the hub's model in its cache.
+def find_weight_files(name: str) -> dict[Path, int]:
+    """Return the weight files of a folder, or of the hub's model in its cache, and their sizes.
 
-    0: they are not there, or are broken, as loading will say.
+    Nothing: they are not there, or are broken, as loading will say.
     """
     try:
         folder = _find_folder(name)
         files = [] if folder is None else weight_files(folder)
-        return sum(file.stat().st_size for file in files)
+        return {file: file.stat().st_size for file in files}
     except (CheckpointError, OSError, ValueError):
-        return 0
+        return {}
 
 
 def no_weights_error(folder: Path) -> CheckpointError:

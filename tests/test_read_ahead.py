@@ -1,0 +1,107 @@
+"""Layers are read one by one while others are packed, and a thread reads ahead of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fminfer.compute.parts import Parts
+from fminfer.compute.products import Function, Products
+from fminfer.models import read_ahead
+from fminfer.models.checkpoint import open_checkpoint
+from fminfer.models.load import Tensors, load_tensors
+from fminfer.models.read_ahead import reading_ahead
+from fminfer.models.transformer import Bodies, LayerOf, Transformer
+from tests.test_transformer import one_stage
+
+GROUPS = [[torch.zeros(25), torch.zeros(25)] for _ in range(6)]  # of 200 bytes
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Give the addresses that are read, while three groups may be read ahead."""
+    addresses: list[int] = []
+    monkeypatch.setattr(read_ahead, "AHEAD", 3 * 200)
+    monkeypatch.setattr(
+        read_ahead, "read_mapped", lambda address, num_bytes: addresses.append(address)
+    )
+    yield addresses
+    assert not [thread for thread in threading.enumerate() if thread.name == "fminfer weights"]
+
+
+def addresses_of(num_groups: int) -> list[int]:
+    return [tensor.data_ptr() for group in GROUPS[:num_groups] for tensor in group]
+
+
+def wait_for(read: list[int], num_groups: int) -> None:
+    for _ in range(500):
+        if read == addresses_of(num_groups):
+            break
+        time.sleep(0.01)
+    time.sleep(0.05)
+    assert read == addresses_of(num_groups)
+
+
+def test_groups_are_read_in_order_and_not_too_far_ahead(read: list[int]) -> None:
+    with reading_ahead(GROUPS) as next_group:
+        wait_for(read, 3)
+        next_group()
+        wait_for(read, 4)
+    assert read == addresses_of(6), "the last ones, which nobody waited for"
+
+
+def test_an_error_ends_it_at_once(read: list[int]) -> None:
+    with pytest.raises(KeyError), reading_ahead(GROUPS):
+        wait_for(read, 3)
+        raise KeyError
+    assert read == addresses_of(3)
+    with reading_ahead([]):  # a part without layers
+        pass
+
+
+class Unpacked(Products):
+    """Products that keep no weight, as packed ones do."""
+
+    def make(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Function:
+        return lambda x: x
+
+
+@pytest.mark.parametrize("is_random", [False, True])
+def test_one_layer_is_in_memory_beside_the_packed_ones(
+    is_random: bool, llama_checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All layers' joined weights were there before the first one was packed."""
+    checkpoint = open_checkpoint(str(llama_checkpoint[0]))
+    if is_random:
+        checkpoint = replace(checkpoint, folder=None)
+    joined: list[weakref.ref[torch.Tensor]] = []
+    left: list[int] = []
+
+    def keep_in_sight(layer: LayerOf, tensors: Tensors) -> LayerOf:
+        left.append(sum(each() is not None for each in joined))
+        joined.append(weakref.ref(tensors["qkv.weight"]))
+        return layer
+
+    def see(done: int, total: int) -> None:
+        left.append(sum(each() is not None for each in joined))
+
+    tensors = load_tensors(
+        checkpoint,
+        one_stage()[0],
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        seed=0,
+        on_progress=see,
+    )
+    Transformer(
+        checkpoint.model, tensors, first=0, bodies=Bodies(Parts(), Unpacked(), 64, keep_in_sight)
+    )
+    assert len(joined) == 3 and set(left) == {0}
