@@ -86,10 +86,12 @@ WHOLE = dict.fromkeys(
         *("bloom", "opt", "gpt2", "gpt2-inverse", "gpt2-unscaled", "gpt2-untied"),
         *("gpt_bigcode-heads", "gpt_bigcode", "gpt_neo", "stablelm", "cwm", "ministral"),
         *("ministral3", "internlm3", "seed_oss", "smollm3", "vaultgemma", "mistral3"),
-        *("mixtral", "qwen3_moe", "qwen2_moe", "glm4_moe", "dots1"),
+        *("mixtral", "qwen3_moe", "qwen2_moe", "glm4_moe", "dots1", "phimoe", "phimoe-long"),
+        "solar_open",
     ),
     3,
 )
+WHOLE["exaone_moe"] = 2  # the third has no rotary positions, and norms of queries and keys
 
 
 def test_what_the_library_serves() -> None:
