@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,51 +19,49 @@ from fminfer.compute.products import Function, Products
 from fminfer.models import read_ahead
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.load import Tensors, load_tensors
-from fminfer.models.read_ahead import reading_ahead
+from fminfer.models.read_ahead import Waiting, reading_ahead
 from fminfer.models.transformer import Bodies, LayerOf, Transformer
 from tests.test_transformer import one_stage
 
-GROUPS = [[torch.zeros(25), torch.zeros(25)] for _ in range(6)]  # of 200 bytes
+ALL = range(12)  # parts, two of a group, of 100 bytes
 
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Give the addresses that are read, while three groups may be read ahead."""
-    addresses: list[int] = []
+    """Give the parts that are read, while three groups may be read ahead."""
+    parts: list[int] = []
     monkeypatch.setattr(read_ahead, "AHEAD", 3 * 200)
-    monkeypatch.setattr(
-        read_ahead, "read_mapped", lambda address, num_bytes: addresses.append(address)
-    )
-    yield addresses
+    yield parts
     assert not [thread for thread in threading.enumerate() if thread.name == "fminfer weights"]
 
 
-def addresses_of(num_groups: int) -> list[int]:
-    return [tensor.data_ptr() for group in GROUPS[:num_groups] for tensor in group]
+def groups_of(read: list[int]) -> list[list[Waiting]]:
+    parts = [Waiting(100, partial(read.append, number)) for number in ALL]
+    return [parts[first : first + 2] for first in ALL[::2]]
 
 
 def wait_for(read: list[int], num_groups: int) -> None:
     for _ in range(500):
-        if read == addresses_of(num_groups):
+        if read == list(ALL[: 2 * num_groups]):
             break
         time.sleep(0.01)
     time.sleep(0.05)
-    assert read == addresses_of(num_groups)
+    assert read == list(ALL[: 2 * num_groups])
 
 
 def test_groups_are_read_in_order_and_not_too_far_ahead(read: list[int]) -> None:
-    with reading_ahead(GROUPS) as next_group:
+    with reading_ahead(groups_of(read)) as next_group:
         wait_for(read, 3)
         next_group()
         wait_for(read, 4)
-    assert read == addresses_of(6), "the last ones, which nobody waited for"
+    assert read == list(ALL), "the last ones, which nobody waited for"
 
 
 def test_an_error_ends_it_at_once(read: list[int]) -> None:
-    with pytest.raises(KeyError), reading_ahead(GROUPS):
+    with pytest.raises(KeyError), reading_ahead(groups_of(read)):
         wait_for(read, 3)
         raise KeyError
-    assert read == addresses_of(3)
+    assert read == list(ALL[:6])
     with reading_ahead([]):  # a part without layers
         pass
 

@@ -14,7 +14,7 @@ from fminfer.compute.spec import Attention, Model
 from fminfer.errors import CheckpointError
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.origins import ModelOrigins, Origin, Origins, find_origins, is_left_out
-from fminfer.models.read_ahead import reading_ahead
+from fminfer.models.read_ahead import Waiting, reading_ahead
 from fminfer.models.shapes import (
     Shapes,
     entry_shapes,
@@ -76,10 +76,25 @@ class _Reader:
         self._on_progress(min(self.done, self.total), self.total)
         return tensor
 
-    def find_stored(self, origins: Origins) -> list[torch.Tensor]:
-        """Return the stored tensors of which others are made, mapped and not read yet."""
-        pieces = [piece for origin in origins.values() for piece in origin.pieces]
-        return [view for piece in pieces for view in self._files.views(piece.stored)]
+    def waiting(self, origins: Origins) -> list[Waiting]:
+        """Return the parts of files of which tensors are made, not read yet."""
+        found: list[Waiting] = []
+        for name, origin in origins.items():
+            stays = self._stays(name, origin)
+            for piece in origin.pieces:
+                found += self._files.waiting(piece.stored, is_used_there=stays)
+        return found
+
+    def _stays(self, name: str, origin: Origin) -> bool:
+        """Tell whether a tensor is the stored one, where it lies."""
+        stored = origin.pieces[0].stored
+        return (
+            origin.is_one_piece
+            and origin.layout is None
+            and self._device.type == "cpu"
+            and self._files.dtypes[stored] == self._dtype_of(name, origin)
+            and self._files.is_in_place(stored)
+        )
 
     def count_bytes(self, origins: Origins) -> int:
         """Return what tensors will take in memory."""
@@ -217,17 +232,18 @@ def load_tensors(
         head, embed = outside["head.weight"], entry["embed.weight"]
         if head.dtype == embed.dtype and torch.equal(head, embed):
             outside["head.weight"] = embed
-    layers = _read_layers(reader, origins, checkpoint.model, part, outside)
+    layers = _read_layers(reader, origins, checkpoint.model, part)
     return PartTensors(layers, entry, outside, dtype, of_layers + _count_bytes(entry, outside))
 
 
 def _read_layers(
-    reader: _Reader, origins: ModelOrigins, model: Model, part: Part, outside: Tensors
+    reader: _Reader, origins: ModelOrigins, model: Model, part: Part
 ) -> Iterator[Tensors]:
     """Give each layer's tensors; those of the next ones are read meanwhile, then the head's."""
     numbers = range(part.first, part.last)
-    groups = [reader.find_stored(origins.layers[number]) for number in numbers]
-    with reading_ahead([*groups, [t for t in outside.values() if t.is_cpu]]) as next_group:
+    groups = [reader.waiting(origins.layers[number]) for number in numbers]
+    outside = reader.waiting(origins.exit) if part.is_last else []
+    with reading_ahead([*groups, outside]) as next_group:
         for number in numbers:
             yield reader.read_all(origins.layers[number], model.layers[number].attention)
             next_group()

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import mmap
+import os
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
 from math import prod
 from pathlib import Path
 
 import torch
 
 from fminfer.errors import CheckpointError
+from fminfer.host_memory import read_mapped
 from fminfer.models.impostors import broken
+from fminfer.models.read_ahead import Waiting
 from fminfer.models.stored.metaseq import join_parts
 from fminfer.models.stored.tensors import BITS, JoinedTensor, StoredFile, StoredTensor
 from fminfer.models.stored.weight_file import read_weight_file
@@ -83,9 +89,20 @@ class TensorFiles:
         parts = self._tensors[name].parts
         return len(parts) == 1 and _is_aligned(parts[0])
 
-    def views(self, name: str) -> list[torch.Tensor]:
-        """Return the parts of a tensor, mapped and not read yet, that can be read in place."""
-        return [self._view(part) for part in self._tensors[name].parts if _is_aligned(part)]
+    def waiting(self, name: str, *, is_used_there: bool) -> Iterator[Waiting]:
+        """Give the parts of a tensor, which were not read yet.
+
+        Args:
+            is_used_there: it is used where it lies, so that its pages may be this process's. What
+                is copied is only read into the system's memory.
+        """
+        for part in self._tensors[name].parts:
+            first, last = part.span
+            fetch = partial(_have_read, part.file, first, last)
+            if is_used_there and first < last:
+                address = torch.frombuffer(self._map(part.file), dtype=torch.uint8).data_ptr()
+                fetch = partial(read_mapped, address + first, last - first)
+            yield Waiting(last - first, fetch)
 
     def main_dtype(self) -> torch.dtype | None:
         """Return the dtype of most weights; None: one that does not run here."""
@@ -132,6 +149,13 @@ class TensorFiles:
         last = last // PAGE * PAGE
         if last > first and hasattr(mmap, "MADV_DONTNEED"):
             self._map(tensor.file).madvise(mmap.MADV_DONTNEED, first, last - first)
+
+
+def _have_read(path: Path, first: int, last: int) -> None:
+    """Have the system read a part of a file; it goes on by itself."""
+    if hasattr(os, "posix_fadvise"):
+        with suppress(OSError), path.open("rb") as file:  # whoever needs it says what is wrong
+            os.posix_fadvise(file.fileno(), first, last - first, os.POSIX_FADV_WILLNEED)
 
 
 def _is_aligned(tensor: StoredTensor) -> bool:
