@@ -102,6 +102,12 @@ class KernelBuild:
                 self.error = f"{self._path} cannot be loaded: {error}"
         return self._library
 
+    def may_succeed(self) -> bool:
+        """Tell whether there is a library or may still be one, without waiting."""
+        if self._process is not None and self._process.poll() is not None:
+            self._finish(self._process)
+        return not self.error
+
     def abandon(self) -> None:
         """End a build that nobody waited for; keep what it made, if it is done."""
         if self._process is not None and self._process.poll() is None:
@@ -150,7 +156,7 @@ def start_build() -> KernelBuild:
 
 def may_have_library() -> bool:
     """Tell whether this process's build gives a library, as far as is known without waiting."""
-    return find_compiler() is not None if _build is None else not _build.error
+    return find_compiler() is not None if _build is None else _build.may_succeed()
 
 
 def abandon_build() -> None:

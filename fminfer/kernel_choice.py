@@ -23,6 +23,7 @@ from fminfer.kernel_attention import KernelAttention
 from fminfer.kernel_build import KernelBuild, may_have_library, start_build
 from fminfer.layer_kernels import LayerKernels
 from fminfer.messages import StepRow
+from fminfer.placement import start_openmp_threads
 
 CPU = torch.device("cpu")
 # Of the largest expected number. 16 bits round weights and results.
@@ -45,6 +46,7 @@ def find_library(
         return None
     build = build or start_build()
     library = build.library()
+    start_openmp_threads()
     if library is None and body == "compiled":
         raise UsageError(f"attention compiled cannot be: {build.error}; or use auto")
     return library

@@ -12,6 +12,9 @@ from fminfer.config import DType
 from fminfer.errors import UsageError
 from fminfer.host_memory import free_host_bytes
 from fminfer.processor import has_unit
+from fminfer.threads import BINDS_THREADS
+
+LEAST_SHARE = 1 << 15  # numbers: as many threads fill an array as it has of them
 
 
 def choose_device(name: str, cuda_ids: tuple[int, ...] = (), local_rank: int = 0) -> torch.device:
@@ -104,6 +107,16 @@ def use_device(device: torch.device) -> None:
         matmul.allow_tf32 = False
         matmul.allow_bf16_reduced_precision_reduction = False
         matmul.allow_fp16_reduced_precision_reduction = False
+
+
+def start_openmp_threads() -> None:
+    """Start torch's threads for the calling thread, if they are to be bound to cores.
+
+    OpenMP binds the calling thread to one core at once, and the others to theirs as they start. The
+    kernels' threads then use the cores of all.
+    """
+    if BINDS_THREADS & os.environ.keys():
+        torch.empty(LEAST_SHARE * torch.get_num_threads()).fill_(0.0)
 
 
 def end_openmp_threads() -> None:

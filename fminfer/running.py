@@ -283,6 +283,7 @@ def _answer_files(
                 click.echo(f"Loading {checkpoint.name} ({summary.types}) …", err=True)
             engine = _start_engine(job, files, config, lambda bar: make_engine(checkpoint, bar))
             summary.device, summary.start_to_ready_s = str(engine.device), elapsed_s()
+            summary.weight_dtype = name_held_dtype(config, checkpoint)  # now the build has ended
             summary.why_slower = engine.why_slower
             if is_told:
                 click.echo(_ready_text(summary, files), err=True)

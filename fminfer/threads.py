@@ -50,7 +50,7 @@ def _count_affine() -> int:
     if not hasattr(os, "sched_getaffinity") or BINDS_THREADS & os.environ.keys():
         return os.cpu_count() or 1
     cores = set(os.sched_getaffinity(0))
-    with suppress(FileNotFoundError):  # no /proc
+    with suppress(OSError):  # no /proc, or none that may be read
         for thread in os.listdir("/proc/self/task"):
             with suppress(ProcessLookupError):  # it has just ended
                 cores |= os.sched_getaffinity(int(thread))

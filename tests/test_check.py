@@ -383,6 +383,18 @@ def test_costs_are_those_of_so_many_threads() -> None:
     assert None not in paths and paths[0] != paths[1]
 
 
+def test_costs_are_those_of_the_types_of_weights_and_cache() -> None:
+    """Half the bytes are read in half the time."""
+    device, paths = torch.device("cpu"), set()
+    kv_dtypes: list[Any] = ["float32", "bfloat16"]
+    for kv_dtype in kv_dtypes:
+        config = EngineConfig(**OPTIONS, kv_dtype=kv_dtype)
+        where = (config, open_model(config), device, torch.float32)
+        for held_in in (torch.float32, torch.bfloat16):
+            paths.add(find_costs_path(*where, has_kernel=True, held_in=held_in))
+    assert None not in paths and len(paths) == 4
+
+
 def test_how_long_calibration_takes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """It went on for 40 s without a word of how long."""
     monkeypatch.setattr(calibration, "ENOUGH_S", 20.0)

@@ -66,7 +66,7 @@ def test_products_are_rounded_once(
     set_threads(num_threads)
     weight, bias = random_layer(outputs, inputs, of_weight)
     product = kernel.pack(weight, bias if has_bias else None)
-    for rows in [*range(1, 40), 300]:
+    for rows in [*range(1, 40), 300, 600]:  # and more than are widened at once
         x = torch.randn(rows, inputs).to(of_rows)
         exact = x.double() @ weight.double().t() + (bias.double() if has_bias else 0)
         size = x.double().abs() @ weight.double().abs().t() + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -18,12 +19,17 @@ INCLUDED = ("pool.cpp", "whole_layers.cpp")  # in files of STRESS, which try wha
 KERNELS = [path for path in sorted(SOURCES.glob("*.cpp")) if path.name not in INCLUDED]
 FLAGS = ["-std=gnu++17", "-g1", "-Wno-psabi", "-pthread", f"-I{SOURCES}"]
 OWN = "own"  # what the run of the tests may use of the processor
+LEAST = "x86-64"  # vectors of four numbers, as on ARM
 # With each how much the compiler optimizes the kernels: what takes least to build and run.
 SANITIZERS = {"address,undefined": "-O0", "thread": "-O1"}
 
 
 def _flags_of(level: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the compiler's flags for a processor; the test is skipped where that cannot be had."""
+    if level == LEAST:
+        if platform.machine() != "x86_64":
+            pytest.skip("no x86")
+        return [f"-march={LEAST}"]
     if level != OWN:
         if os.environ.get(processor.VARIABLE):
             pytest.skip(f"{processor.VARIABLE} asks for one processor")
@@ -61,7 +67,7 @@ def callers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Pa
     return compile_once
 
 
-@pytest.mark.parametrize("level", [OWN, "avx2", "avx512"])
+@pytest.mark.parametrize("level", [OWN, "avx2", "avx512", LEAST])
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_kernels_under_a_sanitizer(
     sanitizer: str,

@@ -5,6 +5,9 @@ The numbers are those of the same weights in float32, and memory holds half.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import torch
 from click.testing import CliRunner
 
 import fminfer
-from fminfer import product_kernel
+from fminfer import footprint, product_kernel
 from fminfer.cli import main
 from fminfer.compute.products import PackedProducts, Products
 from fminfer.config import EngineConfig
@@ -23,6 +26,7 @@ from fminfer.head_kernel import HeadKernel
 from fminfer.kernel_build import find_compiler
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.load import PartTensors, load_tensors
+from fminfer.models.shapes import is_of_product
 from fminfer.partition import Part, split_layers
 from fminfer.product_kernel import PackedProduct, ProductKernel
 from tests.conftest import built_library, make_model, save_byte_tokenizer
@@ -153,6 +157,22 @@ def test_the_forecast_is_of_what_is_held(tmp_path: Path) -> None:
 
 
 @needs_compiler
+def test_the_forecast_counts_mapped_files_beside_packed_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system keeps what it has mapped of a file until it needs the memory."""
+    monkeypatch.setattr(footprint, "HOLE_BYTES", {})
+    folder, _ = save_both("llama", tmp_path)
+    tensors = load(folder)
+    packed = sum(t.nbytes for each in tensors.layers for n, t in each.items() if is_of_product(n))
+    config = EngineConfig(model=str(folder), dtype="float32", device="cpu", budget=1024)
+    checkpoint = open_checkpoint(str(folder))
+    (found,) = measure_footprints(config, checkpoint, 1, CPU, torch.float32)
+    assert packed > 0 and found.weights == tensors.count_bytes() + packed
+    assert found.held_weights < found.weights - packed
+
+
+@needs_compiler
 @pytest.mark.parametrize("attention", ["auto", "eager"])
 def test_a_run_says_how_weights_are_held(attention: str, tmp_path: Path) -> None:
     folder, _ = save_both("llama", tmp_path)
@@ -163,6 +183,25 @@ def test_a_run_says_how_weights_are_held(attention: str, tmp_path: Path) -> None
         found = CliRunner().invoke(main, [command, *flags, "--attention", attention])
         says = "float32 with bfloat16 weights" if attention == "auto" else "(float32 on cpu)"
         assert found.exit_code == 0 and says in found.output, found.output
+
+
+@pytest.mark.parametrize("flags", [[], ["--data-group-size", "2"]])
+def test_a_run_whose_kernels_could_not_be_built_says_what_it_holds(
+    flags: list[str], tmp_path: Path
+) -> None:
+    """It said "with bfloat16 weights", as was foreseen before the build failed."""
+    folder, _ = save_both("llama", tmp_path)
+    compiler = tmp_path / "compiler"
+    compiler.write_text('#!/bin/sh\ntest "$1" = --version\n')
+    compiler.chmod(0o755)
+    rows = tmp_path / "a.jsonl"
+    rows.write_text('{"prompt": "a", "max_tokens": 2}\n')
+    command = [sys.executable, "-m", "fminfer", "run", str(rows), "--model-name", str(folder)]
+    command += ["--dtype", "float32", "--device", "cpu", "--budget", "1024", *flags]
+    environ = os.environ | {"CXX": str(compiler)}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "the compiler failed" in done.stderr, done.stderr
+    assert "(float32 on cpu)" in done.stdout + done.stderr.partition("Ready")[2]
 
 
 def test_weights_of_another_type_than_rows_are_widened() -> None:

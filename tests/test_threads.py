@@ -223,6 +223,12 @@ def test_cores_are_those_of_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores[pid or own])
     monkeypatch.setattr(os, "listdir", lambda path: [str(own), "1"])
     assert count_cores() == 3
+
+    def refuse(path: str) -> list[str]:
+        raise PermissionError(path)
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    assert count_cores() == 1, "those of the calling thread are known all the same"
     monkeypatch.setenv("OMP_PROC_BIND", "true")
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     assert count_cores() == 8

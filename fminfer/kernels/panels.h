@@ -20,7 +20,8 @@
 
 namespace {
 
-constexpr int VECTORS = REGISTERS == 32 ? 4 : 2, PANEL = VECTORS * WIDTH;  // outputs
+constexpr int VECTORS = REGISTERS == 32 || WIDTH == 4 ? 4 : 2, PANEL = VECTORS * WIDTH;  // outputs
+static_assert(PANEL % LANES == 0, "panels are packed and finished in whole vectors");
 constexpr int MOST_ROWS = 6;  // whose sums the registers hold, beside a panel's unit and a number
 constexpr int LINE = 16;      // units in a line of the cache
 constexpr int64_t PIECE_UNITS = 3 * REGISTERS * 1024 / PANEL / 2;  // of a panel, to stay near

@@ -6,6 +6,7 @@
 // when it has its cores for itself. A core that sleeps is one to which Linux moves a waiting thread.
 #include "pool.h"
 
+#include <dirent.h>
 #include <fcntl.h>
 #include <linux/futex.h>
 #include <pthread.h>
@@ -136,13 +137,30 @@ class Bell {
     std::atomic<int> num_asleep{0};
 };
 
+// The cores that any thread of this process may use. OpenMP, where it is told to bind its threads,
+// has bound the one that starts ours to a single core.
+cpu_set_t cores_of_process() {
+    cpu_set_t all, some;
+    CPU_ZERO(&all);
+    DIR* const threads = opendir("/proc/self/task");
+    if (threads == nullptr) return all;
+    while (const dirent* thread = readdir(threads))
+        if (sched_getaffinity(std::atoi(thread->d_name), sizeof some, &some) == 0)
+            CPU_OR(&all, &all, &some);
+    closedir(threads);
+    return all;
+}
+
 // `ticket` holds, in its halves, how many threads may take pieces and how many pieces are left. A
 // thread that has taken one may read what the region is: it lasts until that piece is done.
 class Pool {
    public:
-    // Returns whether all pieces had the memory that they asked for.
-    bool run(int64_t num_threads, int64_t pieces, pool::Call call_, const void* work_) {
+    // `most`: threads that are in use, of which this region may have fewer. Returns whether all
+    // pieces had the memory that they asked for.
+    bool run(int64_t most, int64_t num_threads, int64_t pieces, pool::Call call_,
+             const void* work_) {
         start_threads(int(num_threads));
+        if (in_use.load() != most && in_use.exchange(int(most)) < most) rest_bell.ring();
         call = call_;
         work = work_;
         num_pieces = pieces;
@@ -183,13 +201,17 @@ class Pool {
         for (;;) {
             while (take_piece(thread)) {
             }
-            work_bell.wait_until([&] { return has_work(ticket.load(), thread); });
+            const auto may_rest = [&] { return thread >= in_use.load(); };
+            work_bell.wait_until([&] { return has_work(ticket.load(), thread) || may_rest(); });
+            // A region would wake it for nothing.
+            if (may_rest()) rest_bell.wait_until([&] { return !may_rest(); });
         }
     }
 
     struct Place {
         Pool* pool;
         int thread;
+        cpu_set_t cores;
     };
 
     // The system may refuse a thread: the others then do its work.
@@ -198,12 +220,14 @@ class Pool {
         sigset_t all, before;
         sigfillset(&all);  // Python's own thread sees to signals
         pthread_sigmask(SIG_SETMASK, &all, &before);
+        const cpu_set_t cores = cores_of_process();
         for (; num_started < wanted; num_started++) {
             pthread_t thread;
-            Place* place = new (std::nothrow) Place{this, num_started};
+            Place* place = new (std::nothrow) Place{this, num_started, cores};
             const auto begin = [](void* given) -> void* {
                 const Place place = *static_cast<Place*>(given);
                 delete static_cast<Place*>(given);
+                sched_setaffinity(0, sizeof place.cores, &place.cores);  // of none: it stays
                 place.pool->serve(place.thread);
                 return nullptr;
             };
@@ -221,7 +245,8 @@ class Pool {
     alignas(64) pool::Call call = nullptr;
     const void* work = nullptr;
     int64_t num_pieces = 0;
-    Bell work_bell, done_bell;
+    Bell work_bell, rest_bell, done_bell;
+    std::atomic<int> in_use{1};  // threads from this one on rest
     std::atomic<bool> is_owned{false}, lacked_memory{false};
     int num_started = 1;  // the caller is one
 };
@@ -247,11 +272,11 @@ Pool* pool_of_process() {
 namespace pool {
 
 void run(int64_t num_threads, int64_t pieces, Call call, const void* work) {
-    num_threads = num_threads < pieces ? num_threads : pieces;
-    if (num_threads > MOST_THREADS) num_threads = MOST_THREADS;
+    const int64_t most = num_threads < MOST_THREADS ? num_threads : MOST_THREADS;
+    num_threads = most < pieces ? most : pieces;
     Pool* pool = num_threads > 1 && pieces <= int64_t(UINT32_MAX) ? pool_of_process() : nullptr;
     if (pool != nullptr && pool->try_own()) {
-        const bool is_done = pool->run(num_threads, pieces, call, work);
+        const bool is_done = pool->run(most, num_threads, pieces, call, work);
         pool->disown();
         if (!is_done) throw std::bad_alloc();
         return;
