@@ -21,7 +21,7 @@ cluster.schedulers cluster.scripts compute.plain config cost_model decode_attent
     input.streams input.values integrations.generation kernel_attention layer_kernels memory \
     models.architectures.naming models.config_fields models.hub models.impostors \
     models.tensor_files output.disk \
-    output.stream output.trace partition pipeline.handshake pipeline.local \
+    other_work output.stream output.trace partition pipeline.handshake pipeline.local \
     pipeline.step_clock pipeline.transport pipeline.wire processor ranks score_kernel \
     stopping threads
 attention compute.parts compute.trial engine_options input.lines kernel_build launcher \
