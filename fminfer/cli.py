@@ -123,7 +123,7 @@ def run(
     """Answer every line of the given files.
 
     \b
-    fminfer run --prompt "Question: How do you go from the den to the porch? Answer:"
+    fminfer run --prompt $'Question: How do you go from the den to the porch?\\nAnswer:'
     fminfer run requests.jsonl
     fminfer run --infer-data shards/ --model-name /models/llama --output answers/
     fminfer run requests.jsonl --random-init llama-160m --stats stats.json
@@ -143,6 +143,9 @@ def run(
     3 finished, some lines are in the errors file; 75 out of time (--deadline, or a scheduler's
     warning); 129 hung up; 130 interrupted; 143 terminated. After 1, 75, 129, 130 and 143 the same
     command goes on where the run ended.
+
+    Environment: FMINFER_CPU=avx2, avx512 or avx512_bf16 holds a newer processor to those
+    instructions, so that it computes as an older one would.
     """
     options["dtype"] = dtype_name(fp16, options["dtype"])
     rank_options = {field.name: options.pop(field.name) for field in fields(RankConfig)}

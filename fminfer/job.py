@@ -17,6 +17,7 @@ from fminfer.engine.stats import EngineStats
 from fminfer.errors import InUseError, StoppedError, UsageError
 from fminfer.input.lines import Line
 from fminfer.messages import StepTrace
+from fminfer.other_work import OtherWork
 from fminfer.output.claims import Claim, Claims
 from fminfer.output.job_file import JobFile, JournaledInput, StreamedInput
 from fminfer.output.journal import Fingerprint
@@ -29,7 +30,7 @@ from fminfer.output.summary import JobSummary
 from fminfer.output.trace import TraceFile
 from fminfer.stopping import Stopper
 from fminfer.team.team import Team
-from fminfer.threads import Preemptions
+from fminfer.threads import affine_cores
 from fminfer.worker import Engine
 
 
@@ -172,8 +173,9 @@ def run_job(
     left = [file.num_left for file in inputs.files]
     # Whoever writes a stream may wait.
     read_ahead = LOOKAHEAD if None in left else WINDOW
-    preemptions = Preemptions()
-    bar = ProgressBar(inputs.num_rows, is_quiet=is_quiet, preemptions=preemptions)
+    other_work = OtherWork(engine.num_threads, affine_cores) if engine.is_alone else None
+    is_slowed = other_work.is_notable if other_work is not None else lambda: False
+    bar = ProgressBar(inputs.num_rows, is_quiet=is_quiet, is_slowed=is_slowed)
     trace_file = None if trace is None else TraceFile(trace)
 
     def on_work(num_fed: int, num_drawn: int) -> None:
@@ -182,7 +184,7 @@ def run_job(
 
     _follow_steps(engine, on_work, trace_file)
     try:
-        with stopper.telling(engine.stop):
+        with stopper.telling(engine.stop, lambda: bar.drawing_s(engine.num_draws_left)):
             for record in engine.run(_lines(inputs, engine, stopper), read_ahead):
                 if inputs.files[record.line.source].add(record):
                     _count(summary, record)
@@ -203,8 +205,10 @@ def run_job(
         if trace_file is not None:
             trace_file.close()
     summary.wall_s = time.perf_counter() - started
-    summary.num_preempted = preemptions.count
-    summary.is_beside_other_work = preemptions.are_often
+    if other_work is not None:
+        other_work.look()
+        summary.other_work_s, summary.other_work_share = other_work.held_up_s, other_work.share
+        summary.is_beside_other_work = other_work.is_notable()
     summary.warnings = engine.warnings
     return _sum_up(summary, inputs, engine.stats)
 

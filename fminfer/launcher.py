@@ -17,7 +17,7 @@ from types import FrameType
 from typing import IO
 
 from fminfer.ranks import LISTEN_FD, PARENT, SECRET
-from fminfer.stopping import REPEAT_S, WARNINGS, signals_to_hear
+from fminfer.stopping import is_repeat, signals_to_hear
 
 GRACE_S = 4.0  # for ranks to end by themselves once one has failed
 KILL_S = 1.0  # from SIGTERM to SIGKILL
@@ -165,7 +165,7 @@ class _Launcher:
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         """Let rank 0 end the run in good order; a second signal ends all ranks at once."""
         now_s = time.monotonic()
-        if self._num_signals and (number in WARNINGS or now_s - self._told_s < REPEAT_S):
+        if self._num_signals and is_repeat(number, now_s - self._told_s):
             return
         self._num_signals += 1
         self._told_s, self._told_status = now_s, 128 + number

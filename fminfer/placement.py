@@ -11,10 +11,11 @@ import torch
 from fminfer.config import DType
 from fminfer.errors import UsageError
 from fminfer.host_memory import free_host_bytes
-from fminfer.processor import has_unit
+from fminfer.processor import VARIABLE, chosen_name, has_unit, hides_unit
 from fminfer.threads import BINDS_THREADS
 
 LEAST_SHARE = 1 << 15  # numbers: as many threads fill an array as it has of them
+BFLOAT16_UNITS = ("avx512_bf16", "amx_bf16")
 
 
 def choose_device(name: str, cuda_ids: tuple[int, ...] = (), local_rank: int = 0) -> torch.device:
@@ -83,7 +84,7 @@ def is_fast_in_bfloat16(device: torch.device) -> bool:
     """Tell whether the device has bfloat16 matrix units that a run may use."""
     if device.type == "cuda":  # this very one: others of the machine may be older
         return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
-    return has_unit("avx512_bf16") or has_unit("amx_bf16")
+    return any(map(has_unit, BFLOAT16_UNITS))
 
 
 def why_slow(dtype: torch.dtype, device: torch.device) -> str:
@@ -93,6 +94,11 @@ def why_slow(dtype: torch.dtype, device: torch.device) -> str:
     if dtype == torch.bfloat16 and is_fast_in_bfloat16(device):
         return ""
     name = str(dtype).removeprefix("torch.")
+    if dtype == torch.bfloat16 and any(map(hides_unit, BFLOAT16_UNITS)):
+        return (
+            f"{VARIABLE}={chosen_name()} hides this CPU's fast products of {name}; unset it, or "
+            "use --dtype float32, which is faster then"
+        )
     return f"this CPU has no fast products of {name}; --dtype float32 is faster"
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from fminfer.errors import UsageError
 
 VARIABLE = "FMINFER_CPU"
-NATIVE = "native"
+NATIVE = "native"  # all that the processor has
 CPUINFO = Path("/proc/cpuinfo")
 
 
@@ -52,17 +52,26 @@ LEVELS = {
 }
 
 
+def chosen_name() -> str:
+    """Return what FMINFER_CPU names; an empty text: this processor, whole."""
+    name = os.environ.get(VARIABLE, "").lower()
+    return "" if name == NATIVE else name
+
+
 def chosen_level() -> Level | None:
     """Return the processor to stand for; None: this one, whole.
 
     Raises:
         UsageError: FMINFER_CPU names none, or one that this processor cannot stand for.
     """
-    name = os.environ.get(VARIABLE) or NATIVE
-    if name == NATIVE:
+    name = chosen_name()
+    if not name:
         return None
     if name not in LEVELS:
-        raise UsageError(f"{VARIABLE} is {name!r}; set it to {', '.join([*LEVELS, NATIVE])}")
+        raise UsageError(
+            f"{VARIABLE} is {name!r}; set it to {', '.join(LEVELS)}, or to {NATIVE} (all that this "
+            "processor has, as without it)"
+        )
     level = LEVELS[name]
     missing = sorted(level.units - _units())
     if missing:
@@ -88,6 +97,11 @@ def has_unit(name: str) -> bool:
     """Tell whether a run may use a unit of the processor, such as "avx512_bf16" or "amx_bf16"."""
     level = chosen_level()
     return name in _units() and (level is None or name in level.units)
+
+
+def hides_unit(name: str) -> bool:
+    """Tell whether the processor has a unit that FMINFER_CPU keeps a run from using."""
+    return name in _units() and not has_unit(name)
 
 
 def compiler_flags() -> Iterable[str]:

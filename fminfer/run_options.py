@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 import click
 
@@ -42,6 +42,18 @@ class PipelineMode(click.ParamType):  # type: ignore[type-arg]
         if not str(value).startswith("pipe_"):
             self.fail(f"{value!r} does not begin with pipe_", param, ctx)
         return str(value)
+
+
+class DTypeName(click.Choice):  # type: ignore[type-arg]
+    """A dtype, also in the short names that others give them."""
+
+    SHORT: ClassVar = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+
+    def __init__(self) -> None:
+        super().__init__(get_args(DType), case_sensitive=False)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return super().convert(self.SHORT.get(str(value).lower(), value), param, ctx)
 
 
 class PathOrUrl(click.Path):
@@ -224,20 +236,20 @@ MODEL = [
     ),
     click.option(
         "--dtype",
-        type=click.Choice(get_args(DType)),
+        type=DTypeName(),
         default=DEFAULTS.dtype,
         show_default=True,
         help="Of the arithmetic. auto: bfloat16 where the machine is fast in it. In float32 on a "
-        "CPU, weights that are stored in bfloat16 stay so in memory.",
+        "CPU, weights that are stored in bfloat16 stay so in memory, but for --attention eager.",
     ),
     click.option("--fp16", is_flag=True, help="The same as --dtype float16."),
     click.option(
         "--kv-dtype",
-        type=click.Choice(get_args(DType)),
+        type=DTypeName(),
         default=DEFAULTS.kv_dtype,
         show_default=True,
-        help="Of the KV cache. auto: as --dtype. 16 bits beside float32 take half the memory, and "
-        "round keys and values.",
+        help="Of the KV cache. auto: as --dtype. 16 bits beside float32 take half the memory. They "
+        "round keys and values, and answers repeat only as they do in 16 bits.",
     ),
     click.option(
         "--device", default=DEFAULTS.device, show_default=True, help="auto, cpu, cuda, cuda:0, …"

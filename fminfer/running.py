@@ -6,7 +6,6 @@ It knows ranks and paths, not exit statuses.
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,6 +34,7 @@ from fminfer.paths import JobPaths
 from fminfer.pipeline.group import Group
 from fminfer.pipeline.meeting import status_of
 from fminfer.pipeline.watch import Fault
+from fminfer.processor import chosen_name
 from fminfer.ranks import RankConfig, RankFacts
 from fminfer.stopping import AGAIN, Stopper
 from fminfer.team.apart import Apart
@@ -272,19 +272,19 @@ def _answer_files(
         )
         is_done = files.is_finished
     summary = JobSummary(checkpoint.name, fingerprint["the dtype"], inputs, outputs)
-    summary.kv_dtype, summary.limit = fingerprint.get(KV_DTYPE, ""), job.limit
+    summary.kv_dtype, summary.limit = fingerprint.get(KV_DTYPE, summary.dtype), job.limit
     summary.weight_dtype = name_held_dtype(config, checkpoint)
     if group is None and is_done:
         summary = run_job(None, files, summary, is_quiet=job.is_quiet)
     else:
-        with _telling_how_to_go_on(job, files):
-            is_told = not (job.is_quiet or sys.stderr.isatty())  # a terminal has bars
-            if is_told:
+        with _telling_how_to_go_on(job, files, stopper):
+            if not job.is_quiet:
                 click.echo(f"Loading {checkpoint.name} ({summary.types}) …", err=True)
             engine = _start_engine(job, files, config, lambda bar: make_engine(checkpoint, bar))
             summary.device, summary.start_to_ready_s = str(engine.device), elapsed_s()
             summary.weight_dtype = name_held_dtype(config, checkpoint)  # now the build has ended
-            summary.why_slower = engine.why_slower
+            summary.why_slower, summary.num_threads = engine.why_slower, engine.num_threads
+            summary.cpu_limit = chosen_name()
             if is_told:
                 click.echo(_ready_text(summary, files), err=True)
             try:
@@ -333,16 +333,25 @@ def _tell_left_out(job: JobPaths, plan: Plan) -> None:
 
 
 @contextmanager
-def _telling_how_to_go_on(job: JobPaths, files: NamedFiles | SharedFiles) -> Iterator[None]:
+def _telling_how_to_go_on(
+    job: JobPaths, files: NamedFiles | SharedFiles, stopper: Stopper
+) -> Iterator[None]:
     try:
         yield
-    except (StoppedError, PipelineError) as error:
+    except (StoppedError, PipelineError, KeyboardInterrupt) as caught:
+        error: BaseException = caught
+        if isinstance(caught, KeyboardInterrupt):  # told twice
+            if stopper.reason is None:
+                raise
+            error = stopper.reason
         journaled = [file for file in files.files if isinstance(file, JournaledInput)]
         if journaled and job.keeps_output:
             num_done = sum(file.num_done for file in journaled)
             text = str(error).rstrip(".")
             error.args = (f"{text}. Rows that are finished and kept: {num_done:,}. {AGAIN}",)
-        raise
+        if error is caught:
+            raise
+        raise error from None
 
 
 def _start_engine(

@@ -34,6 +34,7 @@ DURATIONS = (
     re.compile(r"(?:(?P<d>\d+)-)?(?P<h>\d+):(?P<m>[0-5]\d):(?P<s>[0-5]\d)"),  # as Slurm's
 )
 REPEAT_S = 1.0  # a signal to all processes of a job comes by the launcher once more
+REPEAT_CTRL_C_S = 0.3  # the same of Ctrl-C, which people press twice within a second
 
 
 def parse_duration(text: str) -> float:
@@ -49,6 +50,15 @@ def parse_duration(text: str) -> float:
     raise ValueError(f"{text!r} is no duration; write 3:50:00, 45:00, 2h, 1h30m, or 90 (seconds)")
 
 
+def is_repeat(number: int, since_s: float) -> bool:
+    """Tell whether a signal, so long after the first one, is that one over again.
+
+    Schedulers repeat their warnings, and those that start a job's processes pass signals on.
+    """
+    least_s = REPEAT_CTRL_C_S if number == signal.SIGINT else REPEAT_S
+    return number in WARNINGS or since_s < least_s
+
+
 class Stopper:
     """Hears that a run is to stop, and tells it.
 
@@ -62,6 +72,7 @@ class Stopper:
         self._is_quiet = is_quiet
         self._deadline_s: float | None = None
         self._stop: Callable[[float], None] | None = None  # the engine's, while it runs
+        self._needed_s: Callable[[], float | None] = lambda: None
         self._watchdog: threading.Timer | None = None
         self._is_reading = False
         self._heard_s = float("-inf")
@@ -97,9 +108,15 @@ class Stopper:
                 signal.signal(number, signal.SIG_IGN)
 
     @contextmanager
-    def telling(self, stop: Callable[[float], None]) -> Iterator[None]:
-        """Have a run's `stop` called with the grace, in seconds, when it is to stop."""
-        self._stop = stop
+    def telling(
+        self, stop: Callable[[float], None], needed_s: Callable[[], float | None] = lambda: None
+    ) -> Iterator[None]:
+        """Have a run's `stop` called with the grace, in seconds, when it is to stop.
+
+        Args:
+            needed_s: estimates how long rows that run would take to end; None: it cannot.
+        """
+        self._stop, self._needed_s = stop, needed_s
         try:
             if self.reason is not None:
                 raise self.reason
@@ -153,8 +170,8 @@ class Stopper:
     def _hear(self, number: int, frame: FrameType | None) -> None:
         now_s = time.monotonic()
         if self.reason is not None:
-            if number in WARNINGS or now_s - self._heard_s < REPEAT_S:
-                return  # schedulers repeat them
+            if is_repeat(number, now_s - self._heard_s):
+                return
             self.reason = self._reason(signal.Signals(number))
             raise KeyboardInterrupt  # asked twice: at once
         self.reason, self._heard_s = self._reason(signal.Signals(number)), now_s
@@ -172,9 +189,11 @@ class Stopper:
 
     def _tell_of_grace(self) -> None:
         """Say why Ctrl-C does not end the run at once, by what a signal's handler may call."""
+        needed_s = self._needed_s()
+        needs = "" if needed_s is None else f"; all of them may need {needed_s:.0f} s"
         text = (
-            f"\nEnding: rows that run have {self._grace_s:g} s to finish, and what is finished is "
-            "kept. Ctrl-C again ends at once.\n"
+            f"\nEnding: rows that run have {self._grace_s:g} s to finish (--grace){needs}. What is "
+            "finished is kept. Ctrl-C again ends at once.\n"
         )
         with suppress(OSError):
             os.write(2, text.encode())

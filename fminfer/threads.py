@@ -1,4 +1,4 @@
-"""The processor's threads: how many a run may use, how they wait, and what other work takes.
+"""The processor's threads: how many a run may use, and how they wait.
 
 It needs no torch: how threads wait is settled before that is imported.
 """
@@ -6,7 +6,6 @@ It needs no torch: how threads wait is settled before that is imported.
 from __future__ import annotations
 
 import os
-import resource
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -20,8 +19,6 @@ from fminfer.control_groups import group_folders
 SPINS = 10_000
 LOOK_S = 0.5  # how often a run looks which cores it may use; a look takes some 0.1 ms
 BINDS_THREADS = {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"}
-OFTEN_PER_S = 100.0  # preemptions a second, above which other work is worth a word
-LEAST_S = 2.0  # a shorter run tells nothing
 
 
 def wait_briefly() -> None:
@@ -38,23 +35,23 @@ def count_cores() -> int:
 
     A part of a core counts as one.
     """
-    return max(1, min([_count_affine(), *_quotas()]))
+    return max(1, min([len(affine_cores()), *_quotas()]))
 
 
-def _count_affine() -> int:
-    """Count the cores that any thread of this process may run on.
+def affine_cores() -> set[int]:
+    """Return the cores that any thread of this process may run on, by their numbers.
 
     Where OpenMP binds each of its threads to a core, as the user asked, this tells nothing of what
     the process may use: all cores count then.
     """
     if not hasattr(os, "sched_getaffinity") or BINDS_THREADS & os.environ.keys():
-        return os.cpu_count() or 1
+        return set(range(os.cpu_count() or 1))
     cores = set(os.sched_getaffinity(0))
     with suppress(OSError):  # no /proc, or none that may be read
         for thread in os.listdir("/proc/self/task"):
             with suppress(ProcessLookupError):  # it has just ended
                 cores |= os.sched_getaffinity(int(thread))
-    return len(cores)
+    return cores
 
 
 def _quotas() -> Iterator[int]:
@@ -119,32 +116,3 @@ class ThreadCount:
         if number != self._now:
             self._now = number
             self._use(number)
-
-
-class Preemptions:
-    """Counts how often the system took a core from this process to give it to another.
-
-    These are Linux's involuntary context switches, of all threads together.
-    """
-
-    def __init__(self) -> None:
-        self._first = _count_preemptions()
-        self._started_s = time.perf_counter()
-
-    @property
-    def count(self) -> int:
-        return _count_preemptions() - self._first
-
-    @property
-    def per_s(self) -> float:
-        return self.count / max(time.perf_counter() - self._started_s, 1e-9)
-
-    @property
-    def are_often(self) -> bool:
-        """Whether other work on the machine slows this process notably."""
-        elapsed_s = time.perf_counter() - self._started_s
-        return elapsed_s >= LEAST_S and self.per_s > OFTEN_PER_S
-
-
-def _count_preemptions() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from typing_extensions import Unpack
 
 from fminfer.assembly import build_loop, find_limits, load_tokenizer
@@ -82,6 +83,8 @@ class Engine:
         self.weight_bytes = loaded.weight_bytes  # of this rank
         self.kv_bytes_per_token = loaded.kv_bytes_per_token  # of this rank
         num_blocks = count_blocks(config, loaded, group)
+        self.num_threads = torch.get_num_threads()  # that compute in each process
+        self.is_alone = group is None  # no other process has part in it
         self._foreseen_bytes = loaded.weight_bytes + loaded.step_bytes(config)
         self._foreseen_bytes += num_blocks * config.block_size * loaded.kv_bytes_per_token
         stage = build_stage(config, loaded, num_blocks)
@@ -110,6 +113,11 @@ class Engine:
     def stats(self) -> EngineStats:
         """What was counted since the engine was made."""
         return self._loop.stats
+
+    @property
+    def num_draws_left(self) -> int:
+        """The most tokens that rows which run may still draw, all of them together."""
+        return self._loop.num_draws_left
 
     @property
     def gpu_memory(self) -> dict[str, int]:

@@ -474,3 +474,16 @@ def test_progress_is_honest_about_what_it_does_not_know(
     bar.close()
     found = capsys.readouterr().err
     assert found.startswith("3/? rows,") and found.endswith("left ?\n")
+
+
+def test_progress_shows_tokens_while_no_row_has_ended(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stayed at 0 of 300 rows for half a minute."""
+    monkeypatch.setattr("fminfer.output.progress.FIRST_LINE_S", -1.0)
+    bar = ProgressBar(300, is_quiet=False)
+    bar.add_step(1200, 3)
+    bar.add_step(0, 31)
+    bar.update(0, 0, EngineStats())
+    bar.close()
+    assert capsys.readouterr().err.startswith("0/300 rows, 1,234 tokens, ")

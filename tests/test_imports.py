@@ -20,9 +20,9 @@ cluster.schedulers cluster.scripts commands.families compute.plain compute.routi
     cost_model decode_attention draw_kernel engine.seen engine.stats fields host_memory imports \
     input.spread input.streams input.values integrations.generation kernel_attention layer_kernels \
     memory models.architectures.naming models.config_fields models.hub models.impostors \
-    models.stored.metaseq output.disk output.stream output.trace partition pipeline.handshake \
-    pipeline.local pipeline.step_clock pipeline.transport pipeline.wire processor ranks \
-    score_kernel stopping threads
+    models.stored.metaseq other_work output.disk output.stream output.trace partition \
+    pipeline.handshake pipeline.local pipeline.step_clock pipeline.transport pipeline.wire \
+    processor ranks score_kernel stopping threads
 attention compute.parts compute.trial engine_options input.lines kernel_build launcher \
     models.architectures.expert_parts models.architectures.parts models.layer_count models.shapes \
     models.stored.safetensors_file models.stored.torch_file models.weight_files output.claims \

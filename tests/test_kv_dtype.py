@@ -121,11 +121,22 @@ def test_the_command_shows_it_and_goes_on_only_with_the_same(tmp_path: Path) -> 
     found = CliRunner().invoke(main, ["run", *narrow, "--limit", "1", "--stats", str(stats)])
     assert found.exit_code == 0, found.output
     assert "fminfer-demo (float32, KV cache bfloat16" in found.output
-    assert "in bfloat16 a seed repeats its draws only" in found.output
+    assert "with a KV cache in bfloat16 a seed repeats its draws only" in found.output
     assert json.loads(stats.read_text())["kv_dtype"] == "bfloat16"
+    same = [*flags, "--output", str(tmp_path / "same.jsonl"), "--stats", str(stats)]
+    found = CliRunner().invoke(main, ["run", *same])
+    assert json.loads(stats.read_text())["kv_dtype"] == "float32", "it was empty with auto"
+    assert "KV cache" not in found.output, "where it is the same"
     other = CliRunner().invoke(main, ["run", *flags])
     assert other.exit_code == 2 and "--kv-dtype" in other.output, other.output
     assert CliRunner().invoke(main, ["run", *narrow]).exit_code == 0
+
+
+@pytest.mark.parametrize("flag", ["--dtype", "--kv-dtype"])
+def test_short_names_and_capitals_are_understood(flag: str) -> None:
+    for given, meant in (("bf16", "bfloat16"), ("BFLOAT16", "bfloat16"), ("FP32", "float32")):
+        found = main.commands["run"].make_context("run", [flag, given])
+        assert found.params[flag.strip("-").replace("-", "_")] == meant
 
 
 def test_another_name_is_refused() -> None:

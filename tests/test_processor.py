@@ -50,6 +50,27 @@ def test_a_greater_processor_hides_its_units(
     assert not why_slow(torch.float32, CPU) and "float16" in why_slow(torch.float16, CPU)
 
 
+def test_a_run_says_that_the_variable_hides_fast_products(
+    greatest: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It said of a processor that has them that it had none."""
+    monkeypatch.setenv("FMINFER_CPU", "AVX2")
+    says = why_slow(torch.bfloat16, CPU)
+    assert "FMINFER_CPU=avx2 hides this CPU's fast products of bfloat16; unset it" in says
+    monkeypatch.setattr(processor, "_cpuinfo", lambda: "flags : fpu avx2 fma")
+    for name in ("avx2", ""):
+        monkeypatch.setenv("FMINFER_CPU", name)
+        assert "this CPU has no fast products of bfloat16" in why_slow(torch.bfloat16, CPU)
+    monkeypatch.delenv("FMINFER_CPU")
+    assert "this CPU has no fast products of bfloat16" in why_slow(torch.bfloat16, CPU)
+
+
+def test_upper_case_is_understood(greatest: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, flags in (("AVX2", "-march=x86-64-v3"), ("Native", "-march=native")):
+        monkeypatch.setenv("FMINFER_CPU", name)
+        assert list(compiler_flags()) == [flags]
+
+
 def test_the_libraries_are_told(greatest: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in LEVELS["avx2"].caps:
         monkeypatch.setenv(variable, "what the user set")
@@ -64,7 +85,8 @@ def test_the_libraries_are_told(greatest: None, monkeypatch: pytest.MonkeyPatch)
 def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processor, "_cpuinfo", lambda: "flags : fpu avx2 fma")
     monkeypatch.setenv("FMINFER_CPU", "avx3")
-    with pytest.raises(UsageError, match="'avx3'; set it to avx2, avx512, avx512_bf16, native"):
+    allowed = r"'avx3'; set it to avx2, avx512, avx512_bf16, or to native \(all that this"
+    with pytest.raises(UsageError, match=allowed):
         cap_libraries()
     monkeypatch.setenv("FMINFER_CPU", "avx512")
     with pytest.raises(UsageError, match=r"has no avx512bw, .*unset FMINFER_CPU"):

@@ -1,17 +1,23 @@
-"""The time left, as a run tells it: rows go through the engine's own loop, on a simulated clock."""
+"""Progress, as a run tells it: rows go through the engine's own loop, on a simulated clock."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
 import random
+import re
+import termios
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fminfer.assembly import build_loop
 from fminfer.check.simulation import PretendPipeline
-from fminfer.config import EngineConfig
+from fminfer.config import EngineConfig, StepSizes
 from fminfer.cost_model import CostModel, StepShape
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.intake import Intake, Limits
@@ -21,6 +27,7 @@ from fminfer.input.lines import Line
 from fminfer.messages import Step, StepResult, StepTrace
 from fminfer.output.progress import Pace, ProgressBar, work_left
 from fminfer.tokenizer import Tokenizer
+from tests.forked import Forked
 
 END_ID = 7
 # About a llama of 12 × 768 on two cores, in bfloat16 and in float32; and a GPU, which takes about
@@ -167,3 +174,54 @@ def test_nothing_is_said_of_what_is_not_known(monkeypatch: pytest.MonkeyPatch) -
     assert work_left(stats, 3) == (0.0, 0.0) and bar.left_s(stats) is None
     assert ProgressBar(None, is_quiet=True).left_s(stats) is None
     assert Pace().seconds(1, 1) is None
+
+
+@pytest.mark.parametrize("columns", [0, 100])
+def test_a_terminal_sees_what_happens_from_the_start(columns: int, tmp_path: Path) -> None:
+    """It saw nothing until the model was ready, and with 0 columns, as in a container, no bar."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "x", "max_tokens": 200, "ignore_eos": true}\n' * 99)
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (columns and 24, columns))
+    said: list[bytes] = []
+    run = Forked(["run", str(rows), "--attention", "eager"], files=(None, None, theirs))
+    os.close(theirs)
+    with contextlib.suppress(OSError):  # the other end is closed
+        while data := os.read(ours, 4096):
+            said.append(data)
+    os.close(ours)
+    assert run.wait(60) == 0
+    text = b"".join(said).decode()
+    assert "Loading fminfer-demo (" in text and "Ready after" in text
+    assert re.search(r"fminfer: +\d+%\|.*\| \d+/99 rows, [\d,]+ tokens, [\d,]+ tok/s", text), text
+
+
+def test_what_running_rows_may_still_draw_is_counted() -> None:
+    """Ctrl-C waited 10 s for rows that needed longer, and did not know it."""
+    told: list[int] = []
+
+    class Asked(PretendPipeline):
+        def collect(self) -> StepResult:
+            told.append(loop.num_draws_left)
+            return super().collect()
+
+    tokenizer = Tokenizer(None)
+    loop = build_loop(
+        EngineConfig(),
+        Intake(tokenizer, Limits(2048, 256, 100, eos_ids=frozenset({END_ID})), seed=1),
+        Asked(32),
+        AnswerForm(tokenizer, "", "auto"),
+        sizes=StepSizes(chunk_size=512, max_rows=2),
+        num_blocks=4096,
+        num_stages=1,
+    )
+    rows = [{"prompt": [9, 10, 11 + i], "max_tokens": n} for i, n in enumerate((5, 9, 30))]
+    lines = (Line(0, i, json.dumps(row).encode()) for i, row in enumerate(rows, 1))
+    assert loop.num_draws_left == 0
+    assert len(list(loop.run(lines))) == 3
+    # While each step is computed: long rows first, two at once, the third when one has ended.
+    assert told[:10] == [39, 37, 35, 33, 31, 29, 27, 25, 23, 21 + 5] and told[-1] == 1, told
+    bar = ProgressBar(None, is_quiet=True)
+    assert bar.drawing_s(10) is None, "nothing was computed yet"
+    bar.add_step(0, 5)
+    assert (bar.drawing_s(10) or 0) > 0 and bar.drawing_s(0) is None

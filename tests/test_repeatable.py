@@ -15,8 +15,19 @@ def test_seeds_in_16_bits_come_with_a_note() -> None:
     engine = fminfer.Engine(budget=1024, attention="eager")
     list(engine.run([row | {"seed": 5}, row | {"seed": 5, "temperature": 0}, row]))
     assert engine.stats.read.num_seeded == 1
-    for dtype in ("bfloat16", "float32"):
+
+    def note(dtype: str, kv_dtype: str) -> str:
         summary = JobSummary("m", dtype, [Path("a")], [Path("b")], engine=asdict(engine.stats))
-        has_note = "in bfloat16 a seed repeats its draws only beside the same rows"
-        assert (has_note in summary.to_text()) == (dtype == "bfloat16")
+        summary.kv_dtype = kv_dtype
+        return next((each for each in summary.to_text().splitlines() if "a seed" in each), "")
+
+    assert not note("float32", "float32")
+    both = note("bfloat16", "bfloat16")
+    assert "in bfloat16 a seed repeats its draws only beside the same rows" in both
+    assert "in float32 (--dtype and --kv-dtype) it does" in both
+    cache = note("float32", "bfloat16")  # it advised --dtype float32, which was given
+    assert "with a KV cache in bfloat16 a seed repeats" in cache
+    assert "in float32 (--kv-dtype) it does" in cache
+    assert "in bfloat16 a seed" in note("bfloat16", "float32")
+    assert "in float32 (--dtype) it does" in note("bfloat16", "float32")
     engine.close()

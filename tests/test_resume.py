@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -27,10 +28,11 @@ from fminfer.output.journal import Journal, journal_path
 from fminfer.output.rows import Row
 from fminfer.output.summary import JobSummary
 from fminfer.stopping import (
-    REPEAT_S,
+    REPEAT_CTRL_C_S,
     WARNINGS,
     Stopper,
     check_times,
+    is_repeat,
     parse_duration,
     signals_to_hear,
 )
@@ -117,12 +119,17 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     while run.poll() is None and not kept_records(output):
         time.sleep(0.02)
     run.send_signal(signal.SIGINT)
-    time.sleep(1.1 * REPEAT_S)  # sooner it would be taken for the same one
+    time.sleep(1.2 * REPEAT_CTRL_C_S)  # sooner it would be taken for the same one
     assert run.poll() is None, "rows that run may go on"
     kept = kept_records(output)
     run.send_signal(signal.SIGINT)
     _, said = run.communicate(timeout=60)
-    assert run.returncode == 130 and "Interrupted" in said
+    # It did not say how many rows are kept, nor that the same command goes on.
+    assert f"Interrupted. Rows that are finished and kept: {len(kept)}. The same command" in said
+    assert re.search(r"have 3600 s to finish \(--grace\); all of them may need \d+ s\. ", said), (
+        said
+    )
+    assert run.returncode == 130
     assert kept_records(output) == kept, "those that ran did not go on"
 
 
@@ -341,6 +348,25 @@ def test_ctrl_c_says_at_once_what_it_waits_for(
         os.kill(os.getpid(), signal.SIGINT)
     said = "Ending: rows that run have 7 s to finish" in capfd.readouterr().err
     assert told == [7.0] and said != is_quiet
+
+
+@pytest.mark.parametrize("needed_s", [None, 23.4])
+def test_ctrl_c_says_how_long_rows_need_if_that_is_known(
+    needed_s: float | None, own_signals: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A run waited 10 s for rows that needed 23, and kept none."""
+    stopper = Stopper(7.0, is_quiet=False)
+    with stopper.listening(), stopper.telling(lambda grace_s: None, lambda: needed_s):
+        os.kill(os.getpid(), signal.SIGINT)
+    said = capfd.readouterr().err
+    assert "7 s to finish (--grace)" in said and ("may need 23 s" in said) == (needed_s is not None)
+
+
+def test_a_signal_that_comes_twice_is_one_but_ctrl_c_is_soon_another() -> None:
+    """A second Ctrl-C within a second did nothing, and nothing was said."""
+    assert is_repeat(signal.SIGINT, 0.1) and not is_repeat(signal.SIGINT, 0.5)
+    assert is_repeat(signal.SIGTERM, 0.5) and not is_repeat(signal.SIGTERM, 1.5)
+    assert is_repeat(signal.SIGUSR2, 100.0), "schedulers repeat their warnings"
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,7 @@ def test_a_run_says_how_weights_are_held(attention: str, tmp_path: Path) -> None
     flags = [str(rows), "--model-name", str(folder), "--dtype", "float32", "--budget", "1024"]
     for command in ("check", "run"):
         found = CliRunner().invoke(main, [command, *flags, "--attention", attention])
-        says = "float32 with bfloat16 weights" if attention == "auto" else "(float32 on cpu)"
+        says = "float32 with bfloat16 weights" if attention == "auto" else "(float32 on cpu"
         assert found.exit_code == 0 and says in found.output, found.output
 
 

@@ -239,7 +239,7 @@ MESSAGES = [
     [Line(0, 1, b'{"prompt": "\xff\x00"}', num_equal=2), Line(1, 2, b"", damage="torn \ud800")],
     Loaded({"a.safetensors": "digest"}),
     Taken(),
-    Ready("cpu", "", "no compiler"),
+    Ready("cpu", 2, "", "no compiler"),
     Failed("no\nroom", "OutOfMemoryError"),
     Ended(
         EngineStats(num_steps=3, stages=[StageStats(0.1, 1e-300, math.inf)], read=ReadWork(4, 5)),

@@ -1,4 +1,4 @@
-"""How many threads compute, how they wait, and what is said of other work on the machine."""
+"""How many threads compute, and how they wait."""
 
 from __future__ import annotations
 
@@ -14,13 +14,9 @@ import torch
 from click.testing import CliRunner
 
 import fminfer
-from fminfer import cli, control_groups, threads
-from fminfer.engine.stats import EngineStats
+from fminfer import cli, control_groups, processor, threads
 from fminfer.errors import UsageError
-from fminfer.output.progress import ProgressBar
-from fminfer.output.summary import JobSummary
 from fminfer.threads import (
-    Preemptions,
     ThreadCount,
     choose_num_threads,
     count_cores,
@@ -120,38 +116,6 @@ cli.main(["{command}", "-"] if "{command}" == "run" else ["{command}"])
     assert cli.wait_briefly is wait_briefly
 
 
-class Busy(Preemptions):
-    """For ten seconds, other work has taken a core so often."""
-
-    def __init__(self, per_s: float) -> None:
-        super().__init__()
-        self._per_s = per_s
-        self._started_s -= 10.0
-
-    @property
-    def per_s(self) -> float:
-        return self._per_s
-
-
-@pytest.mark.parametrize("per_s", [1.0, 400.0])
-def test_other_work_is_told_of(
-    per_s: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A run beside a busy process took six times as long, and showed "stage busy 100%"."""
-    monkeypatch.setattr("fminfer.output.progress.FIRST_LINE_S", -1.0)
-    bar = ProgressBar(3, is_quiet=False, preemptions=Busy(per_s))
-    bar.update(1, 0, EngineStats())
-    bar.close()
-    assert ("slowed by other work" in capsys.readouterr().err) == (per_s > 100)
-
-
-def test_the_summary_tells_of_other_work() -> None:
-    summary = JobSummary("m", "float32", [], [], wall_s=10.0, engine={"stages": []})
-    assert "other work" not in summary.to_text()
-    summary.num_preempted, summary.is_beside_other_work = 4000, True
-    assert "other work took a core from this run 4,000 times, 400 a second" in summary.to_text()
-
-
 def test_speed_counts_the_tokens_that_were_computed(tmp_path: Path) -> None:
     """One run showed 276 tokens/s as it went and 643 at its end, where shared ones were counted."""
     path = tmp_path / "a.jsonl"
@@ -171,15 +135,9 @@ def test_speed_counts_the_tokens_that_were_computed(tmp_path: Path) -> None:
     assert "tokens/s computed" in found.output and "with those that were shared" in found.output
     assert "Loading fminfer-demo (" in found.output and "\nReady after" in found.output
     assert "answering 3 rows." in found.output
-
-
-def test_preemptions_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = iter([1000, 1007, 1100])
-    monkeypatch.setattr(threads, "_count_preemptions", lambda: next(counts))
-    found = Preemptions()
-    assert found.count == 7
-    found._started_s -= 10.0
-    assert found.per_s == pytest.approx(10, rel=0.1)
+    assert stats["num_threads"] == torch.get_num_threads() > 0
+    assert f", {stats['num_threads']} threads" in found.output
+    assert stats["cpu_limit"] == processor.chosen_name()
 
 
 def test_threads_follow_the_cores_but_never_the_users_word(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,6 +138,12 @@ class EngineLoop:
         self._stop_at_s = min(self._stop_at_s, time.perf_counter() + grace_s)
 
     @property
+    def num_draws_left(self) -> int:
+        """The most tokens that running rows may still draw. It may be asked at any moment."""
+        in_flight = (s for planned in self._in_flight for s in planned.sequences)
+        return sum(s.num_draws_left for s in (*self._scheduler.between_steps, *in_flight))
+
+    @property
     def _is_stopping(self) -> bool:
         return self._stop_at_s < math.inf
 
@@ -146,7 +152,8 @@ class EngineLoop:
             has_more = self._take_in(source)
             self._fill_pipeline()
             if self._in_flight:
-                self._apply(self._in_flight.popleft(), self._pipeline.collect())
+                result = self._pipeline.collect()
+                self._apply(self._in_flight.popleft(), result)
                 self._fill_pipeline()  # stages work while records are built and lines are read
             while self._done:
                 done = self._done.popleft()

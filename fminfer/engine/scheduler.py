@@ -86,6 +86,11 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def between_steps(self) -> list[Sequence]:
+        """Running sequences that draw in no step in flight."""
+        return [*self._ready, *(s for prompt in self._prefilling for s in prompt.sequences)]
+
+    @property
     def is_idle(self) -> bool:
         return not (self._waiting or self.num_running)
 

@@ -169,6 +169,11 @@ class Sequence:
         return len(self.prompt.ids) + len(self.tokens) - 1
 
     @property
+    def num_draws_left(self) -> int:
+        """The most tokens that it may still draw."""
+        return max(0, self.prompt.params.max_tokens - len(self.tokens))
+
+    @property
     def listed_tokens(self) -> list[TokenReport]:
         """The tokens that the logprobs arrays show: none behind a cut, the end only under echo.
 

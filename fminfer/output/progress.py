@@ -6,12 +6,14 @@ Everything goes to stderr. It knows counts and seconds only.
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from fminfer.engine.stats import EngineStats
-from fminfer.threads import Preemptions
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 BAR_EVERY_S = 0.2
 FIRST_LINE_S, LINE_EVERY_S = 5.0, 30.0  # without a terminal: twice as long from line to line
 DRAWN_COST = 1.48  # of a drawn token beside a prompt's, on CPUs, until a run has told
+USUAL_SIZE = {"ncols": 80, "nrows": 24}  # of a terminal that does not tell its own
 BAR_OF_UNKNOWN = "{desc}: {n_fmt}/? rows{postfix}"
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} rows{postfix}"
 
@@ -42,9 +45,12 @@ class Pace:
             self._alone_s += seconds
 
     @property
+    def num_tokens(self) -> int:
+        return self._num_fed + self._num_drawn
+
+    @property
     def tokens_per_s(self) -> float:
-        total = self._num_fed + self._num_drawn
-        return total / self._elapsed_s if self._elapsed_s > 0 else 0.0
+        return self.num_tokens / self._elapsed_s if self._elapsed_s > 0 else 0.0
 
     def seconds(self, num_fed: float, num_drawn: float) -> float | None:
         """Estimate how long so many more tokens take; None: no token has been computed yet."""
@@ -103,18 +109,22 @@ def show_seconds(seconds: float) -> str:
 
 
 class ProgressBar:
-    """Shows rows, tokens/s and the time left.
+    """Shows rows, tokens, tokens/s and the time left.
 
     Args:
         total_rows: None if it is not known before the input's end. It may change.
-        preemptions: tell whether other work slows the run; None: nothing is said of that.
+        is_slowed: tells whether other work slows the run.
     """
 
     def __init__(
-        self, total_rows: int | None, *, is_quiet: bool, preemptions: Preemptions | None = None
+        self,
+        total_rows: int | None,
+        *,
+        is_quiet: bool,
+        is_slowed: Callable[[], bool] = lambda: False,
     ) -> None:
         self.total_rows = total_rows
-        self._preemptions = preemptions
+        self._is_slowed = is_slowed
         self._is_terminal = sys.stderr.isatty()
         self._is_quiet = is_quiet
         self._last_step_s = self._last_line_s = time.perf_counter()
@@ -130,6 +140,10 @@ class ProgressBar:
         now_s = time.perf_counter()
         self._pace.add(now_s - self._last_step_s, num_fed, num_drawn)
         self._last_step_s = now_s
+
+    def drawing_s(self, num_tokens: int) -> float | None:
+        """Estimate how long so many more tokens take to draw; None: it is not known yet."""
+        return self._pace.seconds(0, num_tokens) if num_tokens else None
 
     def left_s(self, stats: EngineStats) -> float | None:
         """Estimate the seconds left; None: nothing is known, or not how many rows there are."""
@@ -152,10 +166,12 @@ class ProgressBar:
             self._every_s = min(2 * self._every_s, LINE_EVERY_S)
         left_s = self.left_s(stats)
         left = "?" if left_s is None else show_seconds(left_s)
-        postfix = f"{self._pace.tokens_per_s:,.0f} tok/s, left {left}"
+        # Rows may take long to end; tokens show that they go on.
+        postfix = f"{self._pace.num_tokens:,} tokens, {self._pace.tokens_per_s:,.0f} tok/s"
+        postfix += f", left {left}"
         if num_errors:
             postfix += f", {num_errors} errors"
-        if self._preemptions is not None and self._preemptions.are_often:
+        if self._is_slowed():
             postfix += ", slowed by other work"
         if self._is_terminal:
             self._bar.set_postfix_str(postfix, refresh=False)
@@ -233,4 +249,12 @@ def _make_bar(**how: Any) -> tqdm[Any]:
     """Return a bar; its library takes a third of the start of commands that show none."""
     from tqdm import tqdm
 
-    return tqdm(**how)
+    return tqdm(**how, **_size())
+
+
+def _size() -> dict[str, int]:
+    """Return the size of a terminal that says it has no columns, in which no bar would be seen."""
+    with suppress(OSError, ValueError):
+        if os.get_terminal_size(sys.stderr.fileno()).columns == 0:
+            return USUAL_SIZE
+    return {}

@@ -20,9 +20,11 @@ class JobSummary:
     dtype: str
     inputs: list[Path]
     outputs: list[Path]
-    kv_dtype: str = ""  # of the KV cache, if it is another
+    kv_dtype: str = ""  # of the KV cache
     weight_dtype: str = ""  # in which most weights are held, where it is another one
     device: str = ""  # none: nothing was left to answer
+    num_threads: int = 0  # that compute in each process
+    cpu_limit: str = ""  # instructions to which FMINFER_CPU holds the processor; "": all it has
     why_slower: str = ""  # why it was slower than it could be: plain torch in a kernel's place
     start_to_ready_s: float = 0.0
     num_rows: int = 0  # answered
@@ -40,8 +42,9 @@ class JobSummary:
     prompt_tokens: int = 0  # as in usage: of answered rows
     completion_tokens: int = 0
     wall_s: float = 0.0  # of answering, loading left out
-    num_preempted: int = 0  # how often other work took a core from this process meanwhile
-    is_beside_other_work: bool = False  # so often that it slowed the run
+    other_work_s: float = 0.0  # that threads stood in line for other work, all of them together
+    other_work_share: float = 0.0  # the same, of the time of the cores that the run may use
+    is_beside_other_work: bool = False  # so much that it slowed the run
     gpu_memory: dict[str, int] = field(default_factory=dict)  # of rank 0: foreseen, and the peak
     engine: dict[str, Any] = field(default_factory=dict)
     warnings: dict[str, int] = field(default_factory=dict)
@@ -50,7 +53,7 @@ class JobSummary:
     @property
     def types(self) -> str:
         """Name the dtype, and those of weights and of the KV cache where they are others."""
-        of_cache = f", KV cache {self.kv_dtype}" if self.kv_dtype else ""
+        of_cache = f", KV cache {self.kv_dtype}" if self.kv_dtype not in ("", self.dtype) else ""
         return show_dtypes(self.dtype, self.weight_dtype) + of_cache
 
     @property
@@ -122,7 +125,11 @@ class JobSummary:
         return f" ({self.answered_per_s:,.0f} with those that were shared)"
 
     def _place(self) -> str:
-        return f" on {self.device}" if self.device else ""
+        if not self.device:
+            return ""
+        threads = f", {self.num_threads} threads" if self.num_threads else ""
+        limit = f", FMINFER_CPU={self.cpu_limit}" if self.cpu_limit else ""
+        return f" on {self.device}{threads}{limit}"
 
     def _kept_text(self) -> str:
         if not self.num_kept_rows:
@@ -163,20 +170,23 @@ class JobSummary:
         ]
         if self.is_beside_other_work:
             lines.append(
-                f"warning   other work took a core from this run {self.num_preempted:,} times, "
-                f"{self._per_s(self.num_preempted):,.0f} a second, and slowed it; run it alone, or "
-                "on cores of its own (taskset)"
+                f"warning   other work slowed this run: threads stood in line for it "
+                f"{self.other_work_s:,.1f} s, {self.other_work_share:.0%} of the time of their "
+                "cores; run it alone, or keep other work off these cores"
             )
         if self.num_damaged_rows:
             lines.append(
                 f"warning   {self.num_damaged_rows} rows of earlier runs were damaged on the disk, "
                 "and are answered again"
             )
-        rounding = [name for name in (self.dtype, self.kv_dtype) if name not in ("", "float32")]
+        flags = {"--dtype": self.dtype, "--kv-dtype": self.kv_dtype}
+        rounding = {flag: name for flag, name in flags.items() if name not in ("", "float32")}
         if self.engine.get("read", {}).get("num_seeded") and rounding:
+            where = ("" if "--dtype" in rounding else "with a KV cache ") + "in "
+            where += next(iter(rounding.values()))
             lines.append(
-                f"note      in {rounding[0]} a seed repeats its draws only beside the same rows "
-                "and with the same options; in float32 (--dtype) it does so nearly always"
+                f"note      {where} a seed repeats its draws only beside the same rows and with "
+                f"the same options; in float32 ({' and '.join(rounding)}) it does so nearly always"
             )
         return lines + [f"warning   {text} ({n} rows)" for text, n in self.warnings.items()]
 

@@ -74,7 +74,8 @@ class Member:
         """Answer until there are no more lines."""
         engine = self._engine
         threading.Thread(target=self._listen, name="listener", daemon=True).start()
-        send(self._connection, Ready(str(engine.device), engine.why_plain, engine.why_slower))
+        reasons = engine.why_plain, engine.why_slower
+        send(self._connection, Ready(str(engine.device), engine.num_threads, *reasons))
         is_stopped, told_s = False, 0.0
         try:
             for record in engine.run(self._take(), LOOKAHEAD):

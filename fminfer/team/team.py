@@ -84,6 +84,9 @@ class Team:
             raise
         ready = [p.ready for p in self._pipelines if p.ready is not None]
         self.device = torch.device(ready[0].device)
+        self.num_threads = ready[0].num_threads  # that compute in each process
+        self.is_alone = False  # other processes compute
+        self.num_draws_left = 0  # of rows that run: only the pipelines know
         self.why_plain = next((r.why_plain for r in ready if r.why_plain), "")
         self.why_slower = next((r.why_slower for r in ready if r.why_slower), "")
 

@@ -38,6 +38,7 @@ class Ready:
     """The pipeline can answer."""
 
     device: str
+    num_threads: int  # that compute in each of its processes
     why_plain: str  # why a kernel that was to be used is not
     why_slower: str  # why it is slower than it could be
 
