@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,13 @@ def test_it_packs_what_it_can_multiply(kernel: ProductKernel) -> None:
             kernel.pack(*random_layer(3, 64))(wrong)
     with pytest.raises(AssertionError, match="rows"):
         kernel.pack(*random_layer(3, 64, FLOATS))(torch.empty(1, 64, dtype=HALVES))
+
+
+def test_a_product_without_memory_is_a_memory_error(kernel: ProductKernel) -> None:
+    """It ended the process: what a thread of the pool throws goes nowhere."""
+    product = replace(kernel.pack(*random_layer(3, 64)), multiply=lambda product: 1)
+    with pytest.raises(MemoryError, match="no memory"):
+        product(torch.ones(2, 64, dtype=HALVES))
 
 
 @pytest.mark.parametrize("has_tiles", [False, True])

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 import torch
 
@@ -197,6 +201,14 @@ def test_the_compiled_draw_of_equal_weights_is_the_plain_one() -> None:
     ]
     every = torch.arange(len(logits))
     assert torch.equal(kernel(logits, how(rows), every), draw(logits, how(rows), every))
+
+
+def test_a_draw_without_memory_is_a_memory_error() -> None:
+    """It ended the process: what a thread of the pool throws goes nowhere."""
+    library = SimpleNamespace(fminfer_draw=lambda *given: 1)
+    kernel = DrawKernel(cast(ctypes.CDLL, library))
+    with pytest.raises(MemoryError, match="no memory"):
+        kernel(torch.zeros(1, 9), how([(1.0, 1.0, 0, 0.5)]), torch.arange(1))
 
 
 def test_the_compiled_draw_does_not_depend_on_threads_and_survives_any_logits() -> None:

@@ -64,7 +64,7 @@ void compare(const Step& step, const Asked& query, const Numbers& out) {
 }
 
 void attend(Random& random, int64_t type, int64_t kv_type) {
-    Step step(random, type, kv_type);
+    Step step(random, type, kv_type, 1);
     Arguments& a = step.arguments;
     const Asked query(random, a.heads, a.num_tokens, a.head_dim, type);
     Asked keys(random, a.kv_heads, a.num_tokens, a.head_dim, type);
@@ -102,9 +102,11 @@ void attend(Random& random, int64_t type, int64_t kv_type) {
 
 void run_attention() {
     Random random(6);
-    for (int i = 0; i < 6; i++)
+    for (int i = 0; i < 5; i++) {
         for (int64_t type : {FLOAT32, BFLOAT16})
             for (int64_t kv_type : {FLOAT32, BFLOAT16, FLOAT16}) attend(random, type, kv_type);
+        for (int j = 0; j < 4; j++) attend(random, BFLOAT16, BFLOAT16);  // has the most bodies
+    }
 }
 
 }  // namespace stress

@@ -118,7 +118,7 @@ class RandomLayer {
         const Arguments& a = step.arguments;
         hidden = 2 * random.from(1, 50);
         const int64_t dim = a.head_dim, gated = random.is_so() ? 2 : 1;
-        const int64_t wide = 2 * random.from(1, 70);
+        const int64_t wide = 2 * random.from(1, 250);
         layer.first = make_norm(hidden);
         layer.second = make_norm(hidden);
         turned = random.is_so() ? dim / 2 * 2 : 0;
@@ -177,9 +177,8 @@ class RandomLayer {
 
 // A layer's numbers are tried beside its parts' elsewhere; here it is what it reads and writes.
 void run_layer(Random& random, int64_t type, int64_t weight_type, int64_t kv_type) {
-    Step step(random, type, kv_type);
+    Step step(random, type, kv_type, 2);  // products of 16 bits have inputs in pairs
     Arguments& a = step.arguments;
-    if (a.head_dim % 2 == 1) return;  // its products have no whole units
     const RandomLayer made(random, step, type, weight_type);
     const Layer& layer = made.layer;
     const Numbers x(random, a.num_tokens * made.hidden, type);

@@ -11,15 +11,18 @@ namespace stress {
 
 class Step {
    public:
-    Step(Random& random, int64_t type, int64_t kv_type) : keys(0, kv_type), values(0, kv_type) {
+    // head_dim is a multiple of `unit`.
+    Step(Random& random, int64_t type, int64_t kv_type, int64_t unit)
+        : keys(0, kv_type), values(0, kv_type) {
         const bool fits_pairs = random.is_so();
         arguments.type = type;
         arguments.kv_type = kv_type;
         arguments.kv_heads = random.from(1, 3);
         arguments.heads = arguments.kv_heads * random.from(1, 5);
-        arguments.head_dim = fits_pairs ? 32 * random.from(1, 5) : random.from(1, 70);
+        arguments.head_dim = fits_pairs ? 32 * random.from(1, 5)
+                                        : unit * random.from(1, 70 / unit);
         arguments.block_size = fits_pairs ? 32 * random.from(1, 2) : random.from(1, 20);
-        arguments.window = random.from(0, 2) == 0 ? random.from(1, 40) : 0;
+        arguments.window = random.is_so() ? random.from(1, 40) : 0;
         arguments.softcap = random.from(0, 2) == 0 ? 2.0f : 0;
         arguments.scaling = 1 / std::sqrt(float(arguments.head_dim));
         make_rows(random);
@@ -107,20 +110,22 @@ class Step {
         for (int64_t& slot : slots) slot = order[slot / size] * size + slot % size;
     }
 
-    // What no query sees is nan in some of the heads.
+    // What no query sees is nan in one of the heads.
     void fill_cache(Random& random) {
         const Arguments& a = arguments;
         const int64_t count = num_blocks * a.kv_heads * a.block_size * a.head_dim;
         keys = values = Numbers(count, a.kv_type);
-        for (int64_t r = 0; r < num_rows(); r++)
-            for (int64_t p = 0; p < rows[7 * r + 2]; p++)
+        for (int64_t r = 0; r < num_rows(); r++) {
+            const int64_t position = rows[7 * r + 2], odd_head = random.from(0, a.kv_heads - 1);
+            for (int64_t p = 0; p < position; p++)
                 for (int64_t h = 0; h < a.kv_heads; h++) {
-                    if (p < first_key(rows[7 * r + 2]) && random.is_so()) continue;
+                    if (p < first_key(position) && h == odd_head) continue;
                     for (int64_t i = place(r, p, h), end = i + a.head_dim; i < end; i++) {
                         keys.put(i, random.number());
                         values.put(i, random.number());
                     }
                 }
+        }
     }
 
     void point() {
