@@ -285,7 +285,7 @@ def _answer_files(
             summary.weight_dtype = name_held_dtype(config, checkpoint)  # now the build has ended
             summary.why_slower, summary.num_threads = engine.why_slower, engine.num_threads
             summary.cpu_limit = chosen_name()
-            if is_told:
+            if not job.is_quiet:
                 click.echo(_ready_text(summary, files), err=True)
             try:
                 summary = run_job(
