@@ -164,12 +164,15 @@ def test_the_forecast_counts_mapped_files_beside_packed_weights(
     monkeypatch.setattr(footprint, "HOLE_BYTES", {})
     folder, _ = save_both("llama", tmp_path)
     tensors = load(folder)
-    packed = sum(t.nbytes for each in tensors.layers for n, t in each.items() if is_of_product(n))
+    layers = list(tensors.layers)
+    packed = sum(t.nbytes for each in layers for n, t in each.items() if is_of_product(n))
+    mapped = sum(each[name].nbytes for each in layers for name in ("out.weight", "down.weight"))
     config = EngineConfig(model=str(folder), dtype="float32", device="cpu", budget=1024)
     checkpoint = open_checkpoint(str(folder))
     (found,) = measure_footprints(config, checkpoint, 1, CPU, torch.float32)
-    assert packed > 0 and found.weights == tensors.count_bytes() + packed
-    assert found.held_weights < found.weights - packed
+    # What is joined is copied, and its part of the file is left to others.
+    assert packed > mapped > 0 and found.weights == tensors.num_bytes + mapped
+    assert found.held_weights < found.weights - mapped
 
 
 @needs_compiler
@@ -201,7 +204,7 @@ def test_a_run_whose_kernels_could_not_be_built_says_what_it_holds(
     environ = os.environ | {"CXX": str(compiler)}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "the compiler failed" in done.stderr, done.stderr
-    assert "(float32 on cpu)" in done.stdout + done.stderr.partition("Ready")[2]
+    assert "(float32 on cpu" in done.stdout + done.stderr.partition("Ready")[2]
 
 
 def test_weights_of_another_type_than_rows_are_widened() -> None:
