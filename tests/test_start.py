@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.util
-import io
 import json
 import mmap
 import os
@@ -434,15 +433,16 @@ def test_files_are_read_meanwhile_as_far_as_memory_allows(
     for file, size in zip(files, (1_000, 1_500), strict=True):
         file.write_bytes(b"x" * size)
     given: list[int] = []
+    readv = os.readv
 
-    class Counting(io.FileIO):
-        def readinto(self, into: Any) -> int:
-            given.append(super().readinto(into))
-            return given[-1]
+    def count(descriptor: int, buffers: list[bytearray]) -> int:
+        given.append(readv(descriptor, buffers))
+        return given[-1]
 
-    monkeypatch.setattr(host_memory, "PIECE", 100)
+    monkeypatch.setattr(host_memory, "READ_PIECE", 50)
+    monkeypatch.setattr(host_memory, "NUM_PIECES", 2)
     monkeypatch.setattr(host_memory, "free_host_bytes", lambda: free)
-    monkeypatch.setattr(host_memory, "open", lambda *a, **_: Counting(*a), raising=False)
+    monkeypatch.setattr(os, "readv", count)
     with reading_files([*files, tmp_path / "missing"]):
         wait_until(lambda: not [t for t in threading.enumerate() if t.name == "fminfer files"])
     assert sum(given) == expected
@@ -451,12 +451,11 @@ def test_files_are_read_meanwhile_as_far_as_memory_allows(
 def test_reading_ends_when_what_it_is_for_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Slow(io.FileIO):
-        def readinto(self, into: Any) -> int:
-            time.sleep(0.1)
-            return 1
+    def read(descriptor: int, buffers: list[bytearray]) -> int:
+        time.sleep(0.1)
+        return 1
 
-    monkeypatch.setattr(host_memory, "open", lambda *a, **_: Slow(*a), raising=False)
+    monkeypatch.setattr(os, "readv", read)  # a slow disk
     began = time.monotonic()
     (tmp_path / "endless").touch()
     with pytest.raises(KeyError), reading_files([tmp_path / "endless"]):
