@@ -257,7 +257,8 @@ std::atomic<Pool*> current{nullptr};
 Pool* pool_of_process() {
     Pool* found = current.load(std::memory_order_acquire);
     if (found != nullptr) return found;
-    Pool* made = new Pool;
+    Pool* made = new (std::nothrow) Pool;  // without one the caller works alone
+    if (made == nullptr) return nullptr;
     if (!current.compare_exchange_strong(found, made)) {
         delete made;
         return found;
