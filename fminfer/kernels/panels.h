@@ -2,9 +2,10 @@
 //
 // A packed weight has panels of PANEL outputs, which registers hold. A unit is what 32 bits hold of
 // an output's inputs: one of float32, or two of bfloat16. In a panel the first units of all outputs
-// stand side by side, then their second ones, and so on. A few rows at a time go through a panel,
-// whose next piece is fetched meanwhile, as evenly as can be: in bursts, 16 rows ran at 290 GFLOP/s
-// instead of 370 (bfloat16, two cores of an AMD Zen 4).
+// stand side by side, then their second ones, and so on. A few rows at a time go through a panel's
+// piece. The next piece is fetched meanwhile, as evenly as can be: in bursts, 16 rows ran at 290
+// GFLOP/s instead of 370 (bfloat16, two cores of an AMD Zen 4). Rows that all go at once fetch what
+// is near: beyond 8 KB they ran 3 to 10 % slower.
 //
 // Three ways to multiply, each a type: Floats; Widened, where a register's 16-bit numbers become
 // floats; Pairs, where the processor multiplies two numbers of bfloat16 at once. Each output sums
@@ -24,10 +25,11 @@ constexpr int VECTORS = REGISTERS == 32 || WIDTH == 4 ? 4 : 2, PANEL = VECTORS *
 static_assert(PANEL % LANES == 0, "panels are packed and finished in whole vectors");
 constexpr int MOST_ROWS = 6;  // whose sums the registers hold, beside a panel's unit and a number
 constexpr int LINE = 16;      // units in a line of the cache
-constexpr int64_t PIECE_UNITS = 3 * REGISTERS * 1024 / PANEL / 2;  // of a panel, to stay near
-constexpr int64_t BLOCK_ROWS = 24 * MOST_ROWS;    // that go through a piece, one after another
-constexpr int64_t TASK_UNITS = 24 * 1024;         // least that a thread takes at a time
-constexpr int64_t UNPACK_ROWS = 4 * MOST_ROWS;    // more than so many: widened once for all
+constexpr int64_t AHEAD = 512;  // units to what is fetched while all rows go at once
+constexpr int64_t PIECE_UNITS = 2 * REGISTERS * 1024 / PANEL;  // most of a panel, to stay near
+constexpr int64_t BLOCK_ROWS = 48 * MOST_ROWS;  // that go through a piece, one after another
+constexpr int64_t TASK_UNITS = 24 * 1024;       // least that a thread takes at a time
+constexpr int64_t UNPACK_ROWS = 4 * MOST_ROWS;  // more than so many: widened once for all
 
 // `units` of a panel times R rows, that begin at x: sums, (R, PANEL), += the products.
 struct Floats {
@@ -37,12 +39,12 @@ struct Floats {
     template <int R>
     static void add(Wide (*sum)[VECTORS], const float* x, int64_t step, const uint32_t* units) {
         Wide weight[VECTORS];
-        for (int v = 0; v < VECTORS; v++) {
+        UNROLLED for (int v = 0; v < VECTORS; v++) {
             weight[v] = (Wide)bits_at(units + v * WIDTH);
             keep_in_register(weight[v]);
         }
-        for (int r = 0; r < R; r++)
-            for (int v = 0; v < VECTORS; v++) sum[r][v] += x[r * step] * weight[v];
+        UNROLLED for (int r = 0; r < R; r++)
+            UNROLLED for (int v = 0; v < VECTORS; v++) sum[r][v] += x[r * step] * weight[v];
     }
 };
 
@@ -54,13 +56,13 @@ struct Widened {
     static void add(Wide (*sum)[VECTORS], const float* x, int64_t step, const uint32_t* units) {
         for (int i = 0; i < 2; i++) {
             Wide weight[VECTORS];
-            for (int v = 0; v < VECTORS; v++) {
+            UNROLLED for (int v = 0; v < VECTORS; v++) {
                 const UWide both = bits_at(units + v * WIDTH);
                 weight[v] = i == 0 ? (Wide)(both << 16) : (Wide)(both & 0xFFFF0000);
                 keep_in_register(weight[v]);
             }
-            for (int r = 0; r < R; r++)
-                for (int v = 0; v < VECTORS; v++) sum[r][v] += x[r * step + i] * weight[v];
+            UNROLLED for (int r = 0; r < R; r++)
+                UNROLLED for (int v = 0; v < VECTORS; v++) sum[r][v] += x[r * step + i] * weight[v];
         }
     }
 };
@@ -73,10 +75,11 @@ struct Pairs {
     template <int R>
     static void add(Wide (*sum)[VECTORS], const uint16_t* x, int64_t step, const uint32_t* units) {
         __m512i weight[VECTORS];
-        for (int v = 0; v < VECTORS; v++) weight[v] = (__m512i)bits_at(units + v * WIDTH);
-        for (int r = 0; r < R; r++) {
+        UNROLLED for (int v = 0; v < VECTORS; v++) weight[v] = (__m512i)bits_at(units + v * WIDTH);
+        UNROLLED for (int r = 0; r < R; r++) {
             const __m512i both = pair_at(x + r * step);
-            for (int v = 0; v < VECTORS; v++) sum[r][v] = add_products(sum[r][v], both, weight[v]);
+            UNROLLED for (int v = 0; v < VECTORS; v++)
+                sum[r][v] = add_products(sum[r][v], both, weight[v]);
         }
     }
 };
@@ -87,25 +90,27 @@ struct Piece {
     const uint32_t* units;
     int64_t num_units;
     const uint32_t* next;
-    int64_t pace;   // lines of `next` for a unit, in 2^16ths
-    bool is_first;  // sums begin with it
+    int64_t lines;  // of `next`
+    bool is_first, is_last;
 };
 
-// LINES: that are fetched with each unit.
+// LINES: that are fetched with each unit; the first one goes on by `pace` / 2^16 of a line.
 template <typename Way, int R, int LINES>
-void add_rows(const Piece& piece, const typename Way::Number* x, int64_t step, float* sums) {
+void add_rows(const Piece& piece, const typename Way::Number* x, int64_t step,
+              const uint32_t* next, int64_t pace, float* sums) {
     Wide sum[R][VECTORS];
-    for (int r = 0; r < R; r++)
-        for (int v = 0; v < VECTORS; v++)
+    UNROLLED for (int r = 0; r < R; r++)
+        UNROLLED for (int v = 0; v < VECTORS; v++)
             sum[r][v] = piece.is_first ? Wide{} : wide_at(sums + r * PANEL + v * WIDTH);
     const uint32_t* units = piece.units;
     for (int64_t u = 0; u < piece.num_units; u++, units += PANEL, x += Way::INPUTS) {
-        const uint32_t* next = piece.next + (u * piece.pace >> 16) * LINE;
-        for (int n = 0; n < LINES; n++) __builtin_prefetch(next + n * LINE, 0, 2);
+        const uint32_t* line = next + (u * pace >> 16) * LINE;
+        for (int n = 0; n < LINES; n++) __builtin_prefetch(line + n * LINE, 0, 2);
         Way::template add<R>(sum, x, step, units);
     }
-    for (int r = 0; r < R; r++)
-        for (int v = 0; v < VECTORS; v++) put_wide(sums + r * PANEL + v * WIDTH, sum[r][v]);
+    UNROLLED for (int r = 0; r < R; r++)
+        UNROLLED for (int v = 0; v < VECTORS; v++)
+            put_wide(sums + r * PANEL + v * WIDTH, sum[r][v]);
 }
 
 template <typename Way, int LINES>
@@ -119,29 +124,34 @@ constexpr decltype(&add_rows<Way, 1, LINES>) ADD_ROWS[] = {
     add_rows<Way, MOST_ROWS, LINES>,
 };
 
-// `num` rows, a few at a time, through a piece of a panel; sums are (num, PANEL).
-template <typename Way>
-void add_block(Piece piece, const typename Way::Number* x, int64_t num, int64_t step, float* sums) {
-    constexpr int MOST_LINES = PANEL / LINE;
-    const int64_t groups = (num + MOST_ROWS - 1) / MOST_ROWS;
-    const int64_t lines = piece.num_units * MOST_LINES;
-    const auto by_rows = groups == 1 ? ADD_ROWS<Way, MOST_LINES>
-                         : groups <= 3 ? ADD_ROWS<Way, (MOST_LINES + 1) / 2> : ADD_ROWS<Way, 1>;
-    const uint32_t* const next = piece.next;
-    piece.pace = (int64_t(MOST_LINES) << 16) / groups;
-    for (int64_t g = 0; g < groups; g++) {
-        const int64_t begin = num * g / groups, end = num * (g + 1) / groups;
-        piece.next = next + lines * g / groups * LINE;
-        by_rows[end - begin](piece, x + begin * step, step, sums + begin * PANEL);
-    }
-}
-
 inline void widen_units(const uint32_t* units, int64_t num, uint32_t* to) {
     for (int64_t u = 0; u < num; u++, units += PANEL, to += 2 * PANEL)
         for (int p = 0; p < PANEL; p++) {
             to[p] = units[p] << 16;
             to[PANEL + p] = units[p] & 0xFFFF0000;
         }
+}
+
+// `num` rows, a few at a time, through a piece of a panel. x: their inputs, from the piece's first
+// on, `step` apart. Calls use(row, sums) for those that are whole. Sums, (num, PANEL), wait for the
+// next piece, where there is one; or for good, if STAYS.
+template <typename Way, bool STAYS, typename Use>
+void add_piece(const Piece& piece, const typename Way::Number* x, int64_t num, int64_t step,
+               float* sums, const Use& use) {
+    constexpr int MOST_LINES = PANEL / LINE;
+    const int64_t groups = (num + MOST_ROWS - 1) / MOST_ROWS;
+    const int64_t pace = (piece.lines << 16) / (groups * piece.num_units);
+    const bool is_near = !STAYS && piece.is_first && piece.is_last;
+    const auto by_rows = groups == 1 ? ADD_ROWS<Way, MOST_LINES>
+                         : groups <= 3 ? ADD_ROWS<Way, (MOST_LINES + 1) / 2> : ADD_ROWS<Way, 1>;
+    for (int64_t g = 0; g < groups; g++) {
+        const int64_t begin = num * g / groups, end = num * (g + 1) / groups;
+        float* const own = is_near ? sums : sums + begin * PANEL;
+        by_rows[end - begin](piece, x + begin * step, step,
+                             piece.next + piece.lines * g / groups * LINE, pace, own);
+        if (!piece.is_last) continue;
+        for (int64_t r = begin; r < end; r++) use(r, own + (r - begin) * PANEL);
+    }
 }
 
 // What one thread works in.
@@ -151,38 +161,48 @@ struct Space {
 };
 thread_local Space space;
 
+// x, (num, inputs), times a panel, piece by piece; see add_piece. The thread probably multiplies
+// `behind` next.
+template <typename Way, bool STAYS, typename Use>
+void multiply_panel(const typename Way::Number* x, int64_t num, int64_t inputs,
+                    const uint32_t* panel, const uint32_t* behind, float* sums, const Use& use) {
+    const int64_t units = inputs / Way::INPUTS;
+    const bool is_one_group = num <= MOST_ROWS;
+    const bool is_widened_once = std::is_same<Way, Widened>::value && num > UNPACK_ROWS;
+    const int64_t most = is_widened_once ? PIECE_UNITS / 2 : PIECE_UNITS;
+    const int64_t pieces = is_one_group ? 1 : (units + most - 1) / most;
+    for (int64_t i = 0; i < pieces; i++) {
+        const int64_t first = units * i / pieces, count = units * (i + 1) / pieces - first;
+        const uint32_t* const from = panel + first * PANEL;
+        const uint32_t* const next = is_one_group     ? from + AHEAD
+                                     : i + 1 < pieces ? from + count * PANEL
+                                                      : behind;
+        Piece piece = {from, count, next, count * PANEL / LINE, i == 0, i + 1 == pieces};
+        const typename Way::Number* const rows = x + first * Way::INPUTS;
+        if (!is_widened_once) {
+            add_piece<Way, STAYS>(piece, rows, num, inputs, sums, use);
+            continue;
+        }
+        if constexpr (std::is_same<Way, Widened>::value) {
+            space.widened.resize(2 * most * PANEL);
+            widen_units(from, count, space.widened.data());
+            piece.units = space.widened.data();
+            piece.num_units = 2 * count;
+            add_piece<Floats, STAYS>(piece, rows, num, inputs, sums, use);
+        }
+    }
+}
+
 // Returns x, (num, inputs), times `panels` that lie side by side: (panels, num, PANEL), good until
-// the thread's next call. Pieces come one behind the other, panel by panel, so that rows are near.
-// `behind` is probably what this thread multiplies next.
+// the thread's next call.
 template <typename Way>
 const float* sum_panels(const typename Way::Number* x, int64_t num, int64_t inputs,
                         const uint32_t* weight, int64_t panels, const uint32_t* behind) {
-    const int64_t units = inputs / Way::INPUTS, size = units * PANEL;
-    const bool is_widened_once = Way::INPUTS == 2 && sizeof(typename Way::Number) == 4 &&
-                                 num > UNPACK_ROWS;
-    const int64_t most = num <= MOST_ROWS ? units : PIECE_UNITS / (is_widened_once ? 2 : 1);
+    const int64_t size = inputs / Way::INPUTS * PANEL;
     space.sums.resize(panels * num * PANEL);
-    if (is_widened_once) space.widened.resize(2 * most * PANEL);
-    for (int64_t u = 0; u < units; u += most)
-        for (int64_t p = 0; p < panels; p++) {
-            const int64_t count = std::min(most, units - u);
-            const uint32_t* from = weight + p * size + u * PANEL;
-            const uint32_t* next = p + 1 < panels     ? from + size
-                                   : u + most < units ? weight + (u + most) * PANEL
-                                                      : behind;
-            Piece piece = {from, count, next, 0, u == 0};
-            float* const sums = space.sums.data() + p * num * PANEL;
-            const typename Way::Number* rows = x + u * Way::INPUTS;
-            if (!is_widened_once) {
-                add_block<Way>(piece, rows, num, inputs, sums);
-                continue;
-            }
-            if constexpr (std::is_same<Way, Widened>::value) {
-                widen_units(from, count, space.widened.data());
-                piece = {space.widened.data(), 2 * count, next, 0, u == 0};
-                add_block<Floats>(piece, rows, num, inputs, sums);
-            }
-        }
+    for (int64_t p = 0; p < panels; p++, weight += size)
+        multiply_panel<Way, true>(x, num, inputs, weight, p + 1 < panels ? weight + size : behind,
+                                  space.sums.data() + p * num * PANEL, [](int64_t, float*) {});
     return space.sums.data();
 }
 

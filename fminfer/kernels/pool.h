@@ -4,6 +4,7 @@
 // Which thread computes a piece must not matter to what it gives.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <new>
 
@@ -27,6 +28,31 @@ inline void for_pieces(int64_t num_threads, int64_t pieces, const Work& work) {
         (*static_cast<const Work*>(work))(piece, thread);
     };
     pool::run(num_threads, pieces, call, &work);
+}
+
+// Calls work(piece, end) for all pieces as well. Each thread goes through a stretch of neighbours,
+// up to `end`, and then helps with the others': what neighbours read is read in its order.
+template <typename Work>
+inline void for_stretches(int64_t num_threads, int64_t pieces, const Work& work) {
+    constexpr int64_t MOST = 64;
+    struct alignas(64) Stretch {
+        std::atomic<int64_t> next;
+        int64_t end;
+    };
+    Stretch stretches[MOST];
+    const int64_t num = num_threads < MOST ? num_threads : MOST;
+    for (int64_t s = 0; s < num; s++) {
+        stretches[s].next.store(pieces * s / num, std::memory_order_relaxed);
+        stretches[s].end = pieces * (s + 1) / num;
+    }
+    for_pieces(num_threads, pieces, [&](int64_t, int thread) {
+        for (int64_t s = thread;; s++) {  // there is one: as many calls as pieces take one each
+            Stretch& stretch = stretches[s % num];
+            if (stretch.next.load(std::memory_order_relaxed) >= stretch.end) continue;
+            const int64_t piece = stretch.next.fetch_add(1, std::memory_order_relaxed);
+            if (piece < stretch.end) return work(piece, stretch.end);
+        }
+    });
 }
 
 // Calls work(first, last) for parts of [0, num) with `least` items or more, a few for each thread.

@@ -1,4 +1,5 @@
-// Products of rows with a weight that was packed once (panels.h), summed in float32.
+// Products of rows with a weight that was packed once (panels.h), summed in float32. Each thread
+// goes through neighbours among the panels.
 #include <algorithm>
 #include <vector>
 
@@ -8,7 +9,7 @@
 
 namespace {
 
-constexpr int64_t WIDENED_ROWS = 4 * BLOCK_ROWS;  // of 16 bits that become floats at a time
+constexpr int64_t WIDENED_ROWS = 2 * BLOCK_ROWS;  // of 16 bits that become floats at a time
 
 // Writes one row's sums of a panel that begins at output `first`.
 template <typename T>
@@ -28,33 +29,28 @@ void finish(const Product& a, int64_t row, int64_t first, const float* sums) {
     }
 }
 
-// Rows [row, row + num) times panels [panel, end). Panel `behind` is probably what this thread has
-// next.
-template <typename Way, typename T>
-void multiply_block(const Product& a, const typename Way::Number* x, int64_t row, int64_t num,
-                    int64_t panel, int64_t end, int64_t behind) {
-    const int64_t size = a.inputs / Way::INPUTS * PANEL;
-    const uint32_t* weight = static_cast<const uint32_t*>(a.weight);
-    const float* sums = sum_panels<Way>(x + row * a.inputs, num, a.inputs, weight + panel * size,
-                                        end - panel, weight + behind * size);
-    for (int64_t p = panel; p < end; p++)
-        for (int64_t r = 0; r < num; r++, sums += PANEL) finish<T>(a, row + r, p * PANEL, sums);
-}
-
 template <typename Way, typename T>
 void multiply(const Product& a, const typename Way::Number* x) {
     const int64_t panels = (a.outputs + PANEL - 1) / PANEL, size = a.inputs / Way::INPUTS * PANEL;
+    const uint32_t* const weight = static_cast<const uint32_t*>(a.weight);
     const int64_t blocks = (a.rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
     const int64_t fair = std::max<int64_t>(1, panels * blocks / (4 * a.num_threads));
     const int64_t least = std::max<int64_t>(1, TASK_UNITS / size);
     const int64_t at_once = std::min<int64_t>({fair, least, panels});
     const int64_t tasks = (panels + at_once - 1) / at_once;
-    for_pieces(a.num_threads, tasks * blocks, [&](int64_t i, int) {
-        const int64_t b = i / tasks, t = i % tasks;
-        const int64_t row = a.rows * b / blocks, end = a.rows * (b + 1) / blocks;
-        const int64_t later = t + a.num_threads < tasks ? t + a.num_threads : t;
-        multiply_block<Way, T>(a, x, row, end - row, panels * t / tasks, panels * (t + 1) / tasks,
-                               panels * later / tasks);
+    for_stretches(a.num_threads, tasks * blocks, [&](int64_t i, int64_t stretch_end) {
+        const int64_t b = i / tasks, t = i % tasks, end = panels * (t + 1) / tasks;
+        const int64_t row = a.rows * b / blocks, num = a.rows * (b + 1) / blocks - row;
+        const int64_t behind = i + 1 < stretch_end ? end % panels : end - 1;
+        space.sums.resize(num * PANEL);
+        for (int64_t p = panels * t / tasks; p < end; p++) {
+            const uint32_t* const next = weight + (p + 1 < end ? p + 1 : behind) * size;
+            const auto use = [&](int64_t r, const float* sums) {
+                finish<T>(a, row + r, p * PANEL, sums);
+            };
+            multiply_panel<Way, false>(x + row * a.inputs, num, a.inputs, weight + p * size, next,
+                                       space.sums.data(), use);
+        }
     });
 }
 
