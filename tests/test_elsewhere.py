@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from safetensors.torch import load_file
 
 import fminfer
 from fminfer.cli import main
@@ -286,3 +287,26 @@ def test_a_tokenizer_without_any_config_is_of_the_kind_that_the_config_says(
     shutil.copy(tokenizer / "tokenizer.json", weights)
     found = answer(str(weights), model_config=str(config))
     assert found == answer(str(llama_checkpoint[0]))
+
+
+def test_check_needs_no_weights(llama_checkpoint: tuple[Path, Any], tmp_path: Path) -> None:
+    """A config and an index tell before hundreds of gigabytes are fetched."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps(ROW) + "\n")
+    folder = tmp_path / "small"
+    shutil.copytree(llama_checkpoint[0], folder)
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+
+    def check(*flags: str) -> Any:
+        return CliRunner().invoke(main, ["check", str(rows), "--model", str(folder), *flags])
+
+    assert check().exit_code == 1 and "holds no .safetensors file" in check().output
+    found = check("--no-weights")
+    assert found.exit_code == 0, found.output
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "model-1.safetensors")}))
+    assert check("--no-weights").exit_code == 0
+    index.write_text(json.dumps({"weight_map": {"more.weight": "model-1.safetensors"}}))
+    found = check("--no-weights")
+    assert found.exit_code == 1 and "lacks 30 tensors" in found.output, found.output

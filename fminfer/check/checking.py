@@ -40,16 +40,17 @@ class Check:
 
     Args:
         layout: the processes of the run, and their memory.
+        has_weights: otherwise a folder needs no weights.
 
     Raises:
         FminferError: the model does not run, or not so.
     """
 
-    def __init__(self, config: EngineConfig, layout: Layout) -> None:
+    def __init__(self, config: EngineConfig, layout: Layout, *, has_weights: bool = True) -> None:
         self._config = config
         self._checkpoint: Checkpoint = open_model(config, has_weights=False)
         if config.model is None or Path(config.model).is_dir():  # else the hub still has them
-            check_tensors(self._checkpoint)
+            check_tensors(self._checkpoint, has_weights=has_weights)
         self._tokenizer: Tokenizer = load_tokenizer(config, self._checkpoint)
         self._limits: Limits = find_limits(config, self._checkpoint, self._tokenizer)
         self._forecast = forecast = make_forecast(config, self._checkpoint, layout)

@@ -33,6 +33,12 @@ EXIT_DOES_NOT_FIT, EXIT_SOME_WRONG = 1, 3
     help="Plan for another machine, on which each rank has a GPU with this much memory: 80G. With "
     "--device cpu, each rank has this much RAM.  [default: what is free here]",
 )
+@click.option(
+    "--no-weights",
+    is_flag=True,
+    help="Look for no weights: a folder may hold the small files alone. Names of tensors are "
+    "checked by an index, if there is one.",
+)
 @click.option("--json", "is_json", is_flag=True, help="Print one JSON object, all errors in it.")
 @click.option("--all", "is_all", is_flag=True, help=f"Print all errors, not the first {MAX_TOLD}.")
 def check(
@@ -42,6 +48,7 @@ def check(
     pipeline_group_size: int | None,
     data_group_size: int,
     device_bytes: int | None,
+    no_weights: bool,
     fp16: bool,
     is_json: bool,
     is_all: bool,
@@ -83,7 +90,9 @@ def check(
     layout = Layout(ranks.size or 1, data_group_size, device_bytes)
     with tempfile.TemporaryFile() as spool:
         errors = _Errors(inputs, spool, None if is_all or is_json else MAX_TOLD, is_json)
-        report = Check(config, layout).run(inputs, errors.add, is_quiet=is_json)
+        report = Check(config, layout, has_weights=not no_weights).run(
+            inputs, errors.add, is_quiet=is_json
+        )
         if is_json:
             _print_json(report.to_dict(), spool)
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from fminfer.models.shapes import (
 )
 from fminfer.models.stored.tensors import FLOATS
 from fminfer.models.tensor_files import TensorFiles
-from fminfer.models.weight_files import weight_files
+from fminfer.models.weight_files import indexed_names, weight_files
 from fminfer.partition import Part
 
 Tensors = dict[str, torch.Tensor]
@@ -125,14 +125,21 @@ class _Reader:
         return whole
 
 
-def check_tensors(checkpoint: Checkpoint) -> None:
+def check_tensors(checkpoint: Checkpoint, *, has_weights: bool = True) -> None:
     """Refuse what `load_tensors` would refuse, by the headers of the weight files alone.
+
+    Args:
+        has_weights: otherwise the names of an index are checked, if there is one.
 
     Raises:
         CheckpointError: a file is missing or broken; a tensor is missing, unexpected, or misshapen.
     """
-    if checkpoint.folder is not None:
+    if checkpoint.folder is None:
+        return
+    if has_weights:
         _find(checkpoint, _open(checkpoint, checkpoint.folder))
+    elif names := indexed_names(checkpoint.folder):
+        _find_origins(checkpoint, dict.fromkeys(names))
 
 
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype | None:
@@ -181,10 +188,14 @@ def _refuse_types(files: TensorFiles, left_out: str, name: str) -> None:
 
 def _find(checkpoint: Checkpoint, files: TensorFiles) -> ModelOrigins:
     _refuse_types(files, checkpoint.architecture.left_out, checkpoint.name)
+    return _find_origins(checkpoint, files.shapes)
+
+
+def _find_origins(
+    checkpoint: Checkpoint, stored: Mapping[str, tuple[int, ...] | None]
+) -> ModelOrigins:
     is_tied = bool(checkpoint.config.tie_word_embeddings)
-    return find_origins(
-        checkpoint.architecture, files.shapes, is_tied=is_tied, name=checkpoint.name
-    )
+    return find_origins(checkpoint.architecture, stored, is_tied=is_tied, name=checkpoint.name)
 
 
 def load_tensors(

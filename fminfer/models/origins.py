@@ -74,12 +74,12 @@ def is_left_out(name: str, others: str) -> bool:
 
 
 def find_origins(
-    architecture: Architecture, stored: Mapping[str, Shape], *, is_tied: bool, name: str
+    architecture: Architecture, stored: Mapping[str, Shape | None], *, is_tied: bool, name: str
 ) -> ModelOrigins:
     """Find every tensor of the model among the stored ones.
 
     Args:
-        stored: the shape of each tensor of the checkpoint.
+        stored: the shape of each tensor of the checkpoint; None: it is not known.
         is_tied: a model that stores no head uses the embedding as its head.
         name: of the checkpoint, for messages.
 
@@ -104,7 +104,9 @@ def find_origins(
 
 
 class _Search:
-    def __init__(self, architecture: Architecture, stored: Mapping[str, Shape], name: str) -> None:
+    def __init__(
+        self, architecture: Architecture, stored: Mapping[str, Shape | None], name: str
+    ) -> None:
         self._architecture = architecture
         self._stored = stored
         self._name = name
@@ -205,9 +207,9 @@ class _Search:
     def _take(self, piece: Piece, layout: Layout | None) -> None:
         self._used.add(piece.stored)
         found = self._stored.get(piece.stored)
-        if found is None:
+        if piece.stored not in self._stored:
             self._missing.append(piece.stored)
-        elif found != piece.shape:
+        elif found is not None and found != piece.shape:
             self._misshapen.append(
                 f"tensor {piece.stored!r} has shape {found}, and config.json asks for {piece.shape}"
                 + "; it seems to be transposed" * (found == piece.shape[::-1])

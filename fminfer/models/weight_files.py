@@ -59,6 +59,18 @@ def weight_files(folder: Path) -> list[Path]:
     return find_weights(folder).files
 
 
+def indexed_names(folder: Path) -> list[str]:
+    """Return the tensors that an index names; none where there is no index.
+
+    Raises:
+        CheckpointError: it is broken.
+    """
+    for one in ("model.safetensors", "pytorch_model.bin"):
+        if (index := folder / f"{one}.index.json").exists():
+            return list(_read_index(index))
+    return []
+
+
 def find_weight_files(name: str) -> dict[Path, int]:
     """Return the weight files of a folder, or of the hub's model in its cache, and their sizes.
 
