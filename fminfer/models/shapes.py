@@ -54,7 +54,7 @@ def may_stay_stored(name: str) -> bool:
 
 def is_precise(name: str) -> bool:
     """Tell whether a tensor is float32 in any dtype: a small one that decides between experts."""
-    return name.endswith("choice.bias")
+    return name.endswith(("choice.bias", "router.weight"))
 
 
 def _weighs(name: str) -> str:
