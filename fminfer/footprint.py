@@ -19,7 +19,13 @@ from fminfer.loading import kv_token_bytes, split_model
 from fminfer.models.architectures.naming import Architecture, source_of
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.load import stored_dtype, weight_dtype
-from fminfer.models.shapes import is_of_product, is_precise, may_stay_stored, part_shapes
+from fminfer.models.shapes import (
+    is_moved,
+    is_of_product,
+    is_precise,
+    may_stay_stored,
+    part_shapes,
+)
 from fminfer.packed_linear import can_pack_dtype
 from fminfer.partition import Part
 from fminfer.placement import choose_kv_dtype, is_fast_in_bfloat16
@@ -115,8 +121,8 @@ def measure_footprint(
     # Joined tensors are copies, which packing replaces; what they were joined of leaves memory.
     whole = {n for n in shapes if _is_mapped(checkpoint.architecture, n)}
     mapped = sum(sizes[name] for name in whole if dtypes[name] == stored)
-    if stored == held_in:
-        weights += sum(sizes[name] for name in packed.keys() & whole)
+    copied = {name for name in whole if name in packed or is_moved(name)}
+    weights += sum(sizes[name] for name in copied if dtypes[name] == stored)
     held = weights - mapped
     tables = _table_bytes(checkpoint, part)
     weights += len(packed) * HOLE_BYTES.get(held_in, 0)

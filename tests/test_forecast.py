@@ -183,6 +183,20 @@ def test_mapped_files_can_be_dropped(halves: Checkpoint, monkeypatch: pytest.Mon
     assert require_room(config, halves) == ""
 
 
+def test_what_latent_attention_moves_is_held(tmp_path: Path) -> None:
+    """Of `kv_up` a layer makes two tensors of its own; it counted as mapped."""
+    make_model("youtu").half().save_pretrained(tmp_path)
+    found = open_checkpoint(str(tmp_path))
+    config = EngineConfig(model=found.name, dtype="float16", device="cpu")
+    (of_run,) = measure_footprints(config, found, 1, CPU, torch.float16)
+    layer, hidden = found.model.layers[0], found.model.hidden_size
+    how, mlp = layer.attention, cast("Mlp", layer.mlp)
+    assert how.latent is not None
+    kv_up = how.heads * (how.latent.key_dim + how.latent.value_dim) * how.latent.rank
+    joined = 2 * mlp.size * hidden
+    assert of_run.held_weights == 2 * len(found.model.layers) * (joined + kv_up)
+
+
 def test_mapped_files_leave_room_for_the_cache(
     halves: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -135,6 +135,7 @@ class Moe:
     expert: Mlp
     is_normalized: bool = True  # the weights of those chosen sum up to 1
     scores: str = "softmax"  # or "sigmoid" (DeepSeek V3) or "sparsemixer" (Phi-3.5 MoE)
+    is_precise: bool = False  # scores are made in float32 in any dtype, as all of "sigmoid" are
     mixer_eps: float = 0.0  # of sparsemixer: how far below the best a score still counts
     has_router_bias: bool = False  # of the product that scores are made of
     has_choice_bias: bool = False  # added to scores, for the choice alone

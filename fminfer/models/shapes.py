@@ -52,9 +52,14 @@ def may_stay_stored(name: str) -> bool:
     return _weighs(name) in PRODUCTS | {"head", "embed"}
 
 
+def is_moved(name: str) -> bool:
+    """Tell whether a tensor becomes others when its layer is made: the `kv_up` of a latent."""
+    return _weighs(name) == "kv_up"
+
+
 def is_precise(name: str) -> bool:
     """Tell whether a tensor is float32 in any dtype: a small one that decides between experts."""
-    return name.endswith("choice.bias")
+    return name.endswith(("choice.bias", "router.weight"))
 
 
 def _weighs(name: str) -> str:

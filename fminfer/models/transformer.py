@@ -247,7 +247,7 @@ class MoeOf:
     def __init__(self, how: Moe, tensors: Tensors, bodies: Bodies) -> None:
         self._how = how
         # Not packed: with few outputs it is no faster, and its rounding could choose other experts.
-        self._router = tensors["router.weight"]
+        self._router = tensors["router.weight"]  # float32, until it is rounded as hidden states are
         self._router_bias = tensors["router.bias"] if how.has_router_bias else None
         self._bias = tensors["choice.bias"] if how.has_choice_bias else None
         self._shared = (
@@ -271,10 +271,10 @@ class MoeOf:
 
     def _choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the shares and numbers of each token's experts, (tokens, top_k)."""
-        if self._how.scores == "sigmoid":  # float32: scores beside 1 are near to each other
-            logits = nn.functional.linear(x.float(), self._router.float())
-        else:
-            logits = nn.functional.linear(x, self._router, self._router_bias).float()
+        if self._how.scores == "sigmoid" or self._how.is_precise:
+            x = x.float()  # scores that are near to each other stay apart
+        self._router = self._router.to(x.dtype)  # once
+        logits = nn.functional.linear(x, self._router, self._router_bias).float()
         return route(self._how, logits, self._bias)
 
     def _with_shared(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -34,7 +34,7 @@ def hunyuan_v1_moe(c: Any) -> Architecture:
         num, top_k = (
             each if isinstance(each, int) else each[number] for each in (c.num_experts, c.moe_topk)
         )
-        return Moe(num, top_k, expert, shared=expert)
+        return Moe(num, top_k, expert, is_precise=True, shared=expert)
 
     own = NAMES | shared_names("mlp.shared_mlp") | sources(router="mlp.gate.wg")
     return llama_like(c, inner=own, attention=_attention(c), mlp=mlp)

@@ -74,6 +74,7 @@ def deepseek_v2(c: Any) -> Architecture:
     moe = Moe(
         *(c.n_routed_experts, c.num_experts_per_tok, expert),
         is_normalized=False,
+        is_precise=True,
         groups=num_groups if has_groups else 1,
         top_groups=top_groups if has_groups else 1,
         rated_by=1,

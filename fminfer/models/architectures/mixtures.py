@@ -66,7 +66,12 @@ def ernie4_5_moe(c: Any) -> Architecture:
     bias, expert = c.use_bias, Mlp(c.hidden_act, c.moe_intermediate_size)
     size = expert.size * c.moe_num_shared_experts
     shared = replace(expert, size=size, has_bias=bias) if size else None
-    moe = Moe(c.num_experts, c.num_experts_per_tok, expert, has_choice_bias=True, shared=shared)
+    moe = Moe(
+        *(c.num_experts, c.num_experts_per_tok, expert),
+        is_precise=True,
+        has_choice_bias=True,
+        shared=shared,
+    )
     plain = gated_mlp(c, has_bias=bias)
     first, last, every = c.moe_layer_start_index, c.moe_layer_end_index, c.moe_layer_interval
 
