@@ -88,8 +88,8 @@ def load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer:
         if tokenizer.num_trained > num_rows:
             raise CheckpointError(
                 f"the tokenizer in {folder} has {tokenizer.num_trained} tokens, not "
-                f"counting added ones, and the model {num_rows}: it is another model's. Put the "
-                "model's own tokenizer files there, or name their folder by --tokenizer"
+                f"counting added ones, and the model {num_rows}: it is another model's. Name the "
+                "folder of the model's own by --tokenizer"
             )
         return tokenizer
     if num_rows < 256:

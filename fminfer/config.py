@@ -116,6 +116,7 @@ class EngineConfig:
         for name in ("model_config", "revision"):
             value = getattr(self, name)
             if value is not None and self.model is None:
-                raise UsageError(f"{name} is {value!r}, and no model is given to which it belongs")
+                flag = f"--{name.replace('_', '-')}"
+                raise UsageError(f"{flag} is {value!r}; give the model too, by --model-name")
         if self.tokenizer is not None and self.skip_tokenizer_init:
             raise UsageError("give either a tokenizer or skip_tokenizer_init, not both")

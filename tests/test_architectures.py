@@ -139,7 +139,7 @@ A_TENSOR = {"llama": DOWN, "gpt2": FC, "mixtral": EXPERT}
         (
             "llama",
             _rename("model.layers.1.mlp.up_proj.weight"),
-            "lacks 1 tensors, such as 'model.layers.1.mlp.up_proj.weight'",
+            "lacks 1 of the model's tensors, such as 'model.layers.1.mlp.up_proj.weight'",
         ),
         ("llama", lambda tensors: tensors.pop("model.norm.weight"), "model.norm.weight"),
         ("llama", lambda tensors: tensors.pop("lm_head.weight"), "lm_head.weight"),
@@ -148,7 +148,11 @@ A_TENSOR = {"llama": DOWN, "gpt2": FC, "mixtral": EXPERT}
         ("llama", _put("model.layers.0.x.weight", lambda t: t[Q]), "model.layers.0.x.weight"),
         ("llama", _put("model.layers.3.mlp.up_proj.weight", lambda t: t[Q]), "model.layers.3.mlp"),
         ("llama", _put(Q.replace("weight", "bias"), lambda t: t[Q][0]), "q_proj.bias"),
-        ("gpt2", lambda t: t.pop(FC), "lacks 1 tensors, such as .*h.1.mlp.c_fc.weight"),
+        (
+            "gpt2",
+            lambda t: t.pop(FC),
+            "lacks 1 of .*, such as .*h.1.mlp.c_fc.weight",
+        ),
         ("gpt2", _put(FC, lambda t: t[FC].t()), r"c_fc.weight.* \(256, 64\).*\(64, 256\)"),
         ("gpt2", _rename(FC), "h.1.mlp.c_fc.weight"),
         ("mixtral", _rename(EXPERT), EXPERT),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 from fnmatch import fnmatch
@@ -75,8 +76,8 @@ def test_the_refusals_name_the_flags(scattered: tuple[Path, Path, Path]) -> None
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"model_config": "bloom-560m"}, "no model is given"),
-        ({"revision": "main"}, "no model is given"),
+        ({"model_config": "bloom-560m"}, "--model-config is 'bloom-560m'; give the model too"),
+        ({"revision": "main"}, "--revision is 'main'; give the model too"),
         ({"model": "a", "tokenizer": "b", "skip_tokenizer_init": True}, "either a tokenizer"),
     ],
 )
@@ -128,22 +129,20 @@ def test_random_weights_with_a_real_tokenizer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("<!DOCTYPE html><html>", r"is a web page.*/resolve/"),
-        (
-            "version https://git-lfs.github.com/spec/v1\noid sha256:1",
-            r"is a pointer of git-LFS.*lfs pull",
-        ),
+        (b"<!DOCTYPE html><html>", r"is a web page.*/resolve/"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:1", r"is a pointer.*lfs pull"),
+        (gzip.compress(b"{}"), "is compressed by gzip; unpack it"),
     ],
 )
 def test_files_that_are_something_else_say_so(
-    content: str, says: str, scattered: tuple[Path, Path, Path]
+    content: bytes, says: str, scattered: tuple[Path, Path, Path]
 ) -> None:
     weights, config, tokenizer = scattered
     shutil.copy(config / "config.json", weights)
-    (tokenizer / "tokenizer.json").write_text(content)
+    (tokenizer / "tokenizer.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=rf"tokenizer.json {says}"):
         fminfer.Engine(str(weights), tokenizer=str(tokenizer))
-    (weights / "config.json").write_text(content)
+    (weights / "config.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=rf"config.json {says}"):
         fminfer.Engine(str(weights), tokenizer=str(tokenizer))
 
@@ -309,4 +308,4 @@ def test_check_needs_no_weights(llama_checkpoint: tuple[Path, Any], tmp_path: Pa
     assert check("--no-weights").exit_code == 0
     index.write_text(json.dumps({"weight_map": {"more.weight": "model-1.safetensors"}}))
     found = check("--no-weights")
-    assert found.exit_code == 1 and "lacks 30 tensors" in found.output, found.output
+    assert found.exit_code == 1 and "lacks 30 of the model's tensors" in found.output, found.output

@@ -19,7 +19,7 @@ from fminfer.config import EngineConfig
 from fminfer.fingerprint import digest_files, fingerprint_of, name_differences
 from fminfer.loading import open_model
 from fminfer.models.checkpoint import open_checkpoint
-from fminfer.models.load import PartTensors, load_tensors, stored_dtype
+from fminfer.models.load import PartTensors, check_tensors, load_tensors, stored_dtype
 from fminfer.models.tensor_files import TensorFiles
 from fminfer.models.weight_files import find_weight_files, weight_files
 from fminfer.partition import Part, parts_of
@@ -303,3 +303,14 @@ def test_a_rank_takes_its_share_and_one_tensor(
             peak, share, largest = mine.recv()
             process.join()
             assert peak <= 1.1 * share + largest, (part, peak / share, largest / share)
+
+
+@pytest.mark.parametrize("form", ["safetensors", *FORMS])
+def test_a_folder_may_be_named_from_where_one_is(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All its tensors were said to be missing."""
+    save(form, make_model("opt"), tmp_path / "here")
+    monkeypatch.chdir(tmp_path)
+    check_tensors(open_checkpoint("here"))
+    check_tensors(open_checkpoint("./here"))

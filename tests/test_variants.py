@@ -75,7 +75,10 @@ def test_a_config_that_transformers_refuses(tmp_path: Path) -> None:
     ("fields", "says"),
     [
         ({"model_type": "t5", "is_encoder_decoder": True}, "'t5' has an encoder and a decoder"),
-        ({"model_type": "qwen4"}, "'qwen4' is none of the .*nearest is 'qwen[23]'; docs/arch"),
+        (
+            {"model_type": "qwen4"},
+            r"'qwen4' is none of .*nearest is 'qwen[23]'\. If .*docs/arch",
+        ),
         # A name that tells nothing: the fields do.
         (
             {"model_type": "new", "q_lora_rank": 8, "kv_lora_rank": 8, "n_routed_experts": 2}

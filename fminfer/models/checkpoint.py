@@ -156,7 +156,12 @@ def _find_tokenizer(name: str) -> Path:
     """Return the folder of a tokenizer, by folder or hub id."""
     if Path(name).is_file():
         raise CheckpointError(f"--tokenizer {name} is a file; give the folder that holds it")
-    return Path(name) if Path(name).is_dir() else fetch(name, SMALL_FILES)
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        return fetch(name, SMALL_FILES)
+    except CheckpointError as error:
+        raise CheckpointError(f"--tokenizer {name}: {error}") from error
 
 
 def _read_config(path: Path) -> Any:

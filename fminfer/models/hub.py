@@ -77,7 +77,8 @@ def _ask(name: str, revision: str | None, download: Callable[[], Found]) -> Foun
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         at = "" if revision is None else f" at revision {revision!r}"
         raise CheckpointError(
-            f"the model {name!r}{at} is no local folder, and the hub did not give it: {error}"
+            f"{name!r}{at} is no local folder, and the hub did not give it: {error}\nWithout a "
+            "connection, copy its files into a folder here and give that"
         ) from error
 
 
@@ -86,5 +87,5 @@ def _not_found(name: str) -> CheckpointError:
     found = "is a file" if Path(name).is_file() else "is no folder here"
     return CheckpointError(
         f"the model {name!r} {found}, and no model of the hub can have that name. Give the folder "
-        "that holds its config.json, or a hub id such as facebook/opt-125m"
+        "that holds its files, or a hub id such as facebook/opt-125m"
     )

@@ -1,4 +1,4 @@
-"""Tells files that are not what their names say: web pages, pointers of git-LFS, broken ones."""
+"""Tells files that are not what their names say: web pages, pointers of git-LFS, others."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from fminfer.errors import CheckpointError
 
 _POINTER = b"version https://git-lfs"
+_GZIP = b"\x1f\x8b\x08"
 
 
 def refuse_impostor(path: Path) -> None:
@@ -31,6 +32,8 @@ def refuse_impostor(path: Path) -> None:
             f"{path} is a pointer of git-LFS, not the file that it stands for; fetch that with "
             "'git lfs pull' in its repository"
         )
+    if start.startswith(_GZIP):
+        raise CheckpointError(f"{path} is compressed by gzip; unpack it: gunzip")
 
 
 def broken(path: Path, why: object) -> CheckpointError:

@@ -132,13 +132,19 @@ class _Search:
     def refuse_what_is_wrong(self) -> None:
         for wrong in self._misshapen[:1]:
             raise CheckpointError(f"{self._name}: {wrong}")
-        for name in self._missing[:1]:
-            raise CheckpointError(
-                f"{self._name} lacks {len(self._missing)} tensors, such as {name!r}; the "
-                "checkpoint is incomplete, fetch it again"
-            )
         left_out = self._architecture.left_out
         left = [n for n in self._stored if n not in self._used and not is_left_out(n, left_out)]
+        for name in self._missing[:1]:
+            why = "the checkpoint is incomplete, fetch it again"
+            if left:
+                why = (
+                    f"it holds {left[0]!r}, which a model of this config does not have. Config and "
+                    "weights do not belong together, or names were changed"
+                )
+            raise CheckpointError(
+                f"{self._name} lacks {len(self._missing)} of the model's tensors, such as "
+                f"{name!r}; {why}"
+            )
         used = {self._core(each): each for each in self._used}
         for name in left:
             if other := used.get(self._core(name)):

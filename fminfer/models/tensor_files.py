@@ -172,7 +172,7 @@ def _one_table(
         prefix = layer_prefix.format(layer[1]) if layer else ""
         for name, tensor in file.tensors.items():
             whole = prefix + name
-            if folder / found.homes.get(name, file.path) != file.path:
+            if name in found.homes and folder / found.homes[name] != file.path:
                 continue
             if whole in homes:
                 more = "" if layer else f", and no {found.index} says which one counts"

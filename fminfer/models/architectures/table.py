@@ -58,8 +58,8 @@ def check_model_type(model_type: str, fields: dict[str, Any]) -> None:
     nearest = nearest_family(model_type, fields, ROWS)
     raise CheckpointError(
         f"the architecture {model_type!r} is none of the {len(ROWS)} that fminfer runs "
-        f"('fminfer families' lists them). The nearest is {nearest!r}; docs/architectures.md "
-        "tells how to add a row, which then often takes ten lines"
+        f"('fminfer families' lists them). By name and config the nearest is {nearest!r}. If it is "
+        "one of its kind, docs/architectures.md tells how to add it, often in ten lines"
     )
 
 

@@ -47,6 +47,8 @@ def read_torch_file(path: Path) -> StoredFile:
             f"{path} asks to load {error}, which no weights need, and nothing of it was run; take "
             "the model's safetensors, or save its weights alone: torch.save(model.state_dict(), …)"
         ) from error
+    except zipfile.BadZipFile as error:
+        raise broken(path, f"it is cut off: {error}") from error
     except WRONG_VALUES as error:
         raise broken(path, error or type(error).__name__) from error
 
