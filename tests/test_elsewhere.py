@@ -228,6 +228,7 @@ PARAMETERS = {
     "bloom-560m": 0.559,
     "bloom-7b1": 7.069,
     "bloom-176b": 176.247,
+    "deepseek-v3": 671.026,
     "gpt-j-6b": 6.051,
     "gpt-neox-20b": 20.555,
     "gpt3-175b": 174.6,

@@ -58,6 +58,7 @@ SIZES: dict[str, Fields] = {
     "bloom-560m": _bloom(1024, 24, 16),
     "bloom-7b1": _bloom(4096, 30, 32),
     "bloom-176b": _bloom(14336, 70, 112),
+    "deepseek-v3": {"model_type": "deepseek_v3"},
     "gpt-j-6b": {"model_type": "gptj"},
     "gpt-neox-20b": {"model_type": "gpt_neox"},
     "gpt3-175b": {
