@@ -53,7 +53,6 @@ def test_random_weights_in_bfloat16(name: str, tmp_path: Path) -> None:
         ("mpt", "norm_type", {"norm_type": "rmsnorm"}),
         ("mpt", "expansion_ratio", {"expansion_ratio": 2}),
         ("gemma3_text", "use_bidirectional_attention", {"use_bidirectional_attention": True}),
-        ("llama", "quantization_config", {"quantization_config": {"quant_method": "gptq"}}),
     ],
 )
 def test_a_setting_that_would_be_wrong_is_refused_by_name(

@@ -122,6 +122,12 @@ class ReadConfig:
             CheckpointError: the message names the field and its value.
         """
         for path, value, usual in self._unread():
+            if path.endswith("quantization_config"):
+                how = value.get("quant_method", value) if isinstance(value, dict) else value
+                raise CheckpointError(
+                    f"config.json sets {path}: its weights are quantized ({how}), which does not "
+                    "run yet; take a checkpoint in 16 or 32 bits"
+                )
             raise CheckpointError(
                 f"config.json sets {path} to {value!r}, and fminfer computes such a model only "
                 f"with {usual!r}; use a checkpoint that has that"
