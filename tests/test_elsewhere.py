@@ -21,6 +21,7 @@ from fminfer.errors import CheckpointError, UsageError
 from fminfer.fingerprint import fingerprint_of
 from fminfer.loading import open_model
 from fminfer.models.layer_count import check_split
+from fminfer.models.load import check_tensors
 from fminfer.models.shapes import part_shapes
 from fminfer.models.sizes import ALIASES, SIZES, size_fields
 from fminfer.partition import Part
@@ -131,8 +132,9 @@ def test_random_weights_with_a_real_tokenizer(tmp_path: Path) -> None:
     [
         (b"<!DOCTYPE html><html>", r"is a web page.*/resolve/"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:1", r"is a pointer.*lfs pull"),
-        (gzip.compress(b"{}"), "is compressed by gzip; unpack it"),
+        (gzip.compress(b"{}", mtime=0), "is compressed by gzip; unpack it"),
     ],
+    ids=["page", "pointer", "gzip"],
 )
 def test_files_that_are_something_else_say_so(
     content: bytes, says: str, scattered: tuple[Path, Path, Path]
@@ -310,3 +312,25 @@ def test_check_needs_no_weights(llama_checkpoint: tuple[Path, Any], tmp_path: Pa
     index.write_text(json.dumps({"weight_map": {"more.weight": "model-1.safetensors"}}))
     found = check("--no-weights")
     assert found.exit_code == 1 and "lacks 30 of the model's tensors" in found.output, found.output
+
+
+def test_a_folder_has_no_revisions(llama_checkpoint: tuple[Path, Any]) -> None:
+    with pytest.raises(CheckpointError, match=r"--revision is 'v2', and .* is a folder"):
+        open_model(EngineConfig(model=str(llama_checkpoint[0]), revision="v2"))
+
+
+def test_a_cut_config_is_named(scattered: tuple[Path, Path, Path]) -> None:
+    weights, config, _ = scattered
+    (weights / "config.json").write_text((config / "config.json").read_text()[:50])
+    with pytest.raises(CheckpointError, match=r"config.json is broken \(no JSON: .*fetch it again"):
+        open_model(EngineConfig(model=str(weights)))
+
+
+def test_a_part_that_its_neighbours_name_is_missed(
+    llama_checkpoint: tuple[Path, Any], tmp_path: Path
+) -> None:
+    folder = tmp_path / "one"
+    shutil.copytree(llama_checkpoint[0], folder)
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    with pytest.raises(CheckpointError, match=r"lacks model-00002-of-00002\.safetensors"):
+        check_tensors(open_model(EngineConfig(model=str(folder))))

@@ -20,7 +20,7 @@ from fminfer.models.architectures.table import architecture_of, check_model_type
 from fminfer.models.config_fields import TEXT_PART
 from fminfer.models.context import context_length
 from fminfer.models.hub import SMALL_FILES, fetch, fetch_weights
-from fminfer.models.impostors import refuse_impostor
+from fminfer.models.impostors import broken, refuse_impostor
 from fminfer.models.sizes import DEMO_MODEL, SIZES, size_fields
 
 GENERATION = "generation_config.json"
@@ -82,6 +82,10 @@ def open_checkpoint(
     """
     folder = DEMO_MODEL if name is None else Path(name)
     is_of_hub = not folder.is_dir()
+    if revision is not None and not is_of_hub:
+        raise CheckpointError(
+            f"--revision is {revision!r}, and {name} is a folder; models of the hub have revisions"
+        )
     config, where = None, None
     if model_config is not None:
         config, where = find_config(model_config)
@@ -176,9 +180,11 @@ def _read_config(path: Path) -> Any:
     try:
         fields = json.loads(file.read_text())
         model_type = fields["model_type"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except ValueError as error:
+        raise broken(file, f"no JSON: {error}") from error
+    except (OSError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{path} has no config.json that is a JSON object with a model_type: {error!r}"
+            f"{file} is no JSON object with a model_type ({error!r}); take the model's own"
         ) from error
     check_model_type(str(model_type), fields)
     try:

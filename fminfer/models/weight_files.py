@@ -17,6 +17,7 @@ LAYER = re.compile(r"pytorch_(\d+)\.pt")
 BEFORE, AFTER = "pytorch_embs.pt", "pytorch_lm_head.pt"  # of a folder with a file a layer
 PART = re.compile(r"reshard-model_part-(\d+)\.pt")  # of metaseq
 SHARD = re.compile(r".*-shard\d+\.pt")
+SHARD_OF = re.compile(r"(.*-)(\d+)-of-(\d+)(\.\w+)")
 OTHERS = (".h5", ".msgpack", ".gguf", ".pth", ".ckpt", ".onnx", ".nemo")
 
 
@@ -111,7 +112,22 @@ def _find_saved(folder: Path, form: Form, one: str, several: str) -> WeightFiles
             )
         return WeightFiles(form, files, homes, index.name)
     files = [folder / one] if (folder / one).exists() else sorted(folder.glob(several))
+    _refuse_gaps(folder, [file.name for file in files])
     return WeightFiles(form, files, {}, index.name) if files else None
+
+
+def _refuse_gaps(folder: Path, names: list[str]) -> None:
+    """Refuse files of which one is missing, by what their names say: model-00001-of-00002."""
+    for name in names:
+        if found := SHARD_OF.fullmatch(name):
+            numbers = range(1, int(found[3]) + 1)
+            all_names = [f"{found[1]}{n:0{len(found[2])}}-of-{found[3]}{found[4]}" for n in numbers]
+            missing = [other for other in all_names if other not in names]
+            # Some count from 0.
+            if missing and len(names) < len(all_names):
+                raise CheckpointError(
+                    f"{folder} lacks {missing[0]}, a part beside {name}; fetch it"
+                )
 
 
 def _read_index(index: Path) -> dict[str, str]:
