@@ -35,8 +35,8 @@ import torch
 from against_transformers import SIZE, gemm_gflops, make_workload
 
 import fminfer
-from fminfer import kv_cache
 from fminfer.attention import PagedAttention
+from fminfer.compute import kv_cache
 from fminfer.kernel_attention import KernelAttention
 from fminfer.models.shapes import layer_shapes
 from fminfer.whole_layers import Spent, WholeLayer

@@ -156,11 +156,10 @@ def _read(paths: Iterable[Path], is_over: threading.Event) -> None:
     with suppress(OSError):  # loading will say what is wrong
         for path in paths:
             with open(path, "rb", buffering=0) as file:
-                while left > 0 and not is_over.is_set():
+                num_bytes = 1
+                while num_bytes and left > 0 and not is_over.is_set():
                     num_bytes = os.readv(file.fileno(), pieces)
                     left -= num_bytes
-                    if not num_bytes:
-                        break
 
 
 def _most_at_hand() -> int:

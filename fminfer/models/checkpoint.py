@@ -55,7 +55,7 @@ class Checkpoint:
         if self.generation_folder is not None:
             path = self.generation_folder / GENERATION
             try:
-                eos = json.loads(path.read_text()).get("eos_token_id", eos)
+                eos = json.loads(path.read_bytes()).get("eos_token_id", eos)
             except (ValueError, AttributeError) as error:
                 raise CheckpointError(f"{path} is no JSON object: {error}") from error
         return frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
@@ -178,7 +178,7 @@ def _read_config(path: Path) -> Any:
         )
     refuse_impostor(file)
     try:
-        fields = json.loads(file.read_text())
+        fields = json.loads(file.read_bytes())
         model_type = fields["model_type"]
     except ValueError as error:
         raise broken(file, f"no JSON: {error}") from error

@@ -5,18 +5,14 @@ A machine without a connection uses what its cache holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TypeVar
 
 from fminfer.errors import CheckpointError
 
 SMALL_FILES = ["*.json", "*.model", "*.txt", "*.tiktoken", "*.jinja"]
 # Of weights the first form that a repository holds. Both would double the download.
 WEIGHT_FILES = (["model*.safetensors"], ["*.safetensors"], ["pytorch_model*.bin"])
-
-Found = TypeVar("Found")
 
 
 def fetch(name: str, files: list[str], revision: str | None = None) -> Path:
@@ -29,11 +25,20 @@ def fetch(name: str, files: list[str], revision: str | None = None) -> Path:
         CheckpointError: the hub has no such model or revision, or does not answer.
     """
     from huggingface_hub import snapshot_download  # only for models that are not local
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    def download() -> Path:
+    if name.count("/") > 1 or name.startswith(("/", ".", "~")) or Path(name).exists():
+        raise _not_found(name)
+    try:
         return Path(snapshot_download(name, allow_patterns=files, revision=revision))
-
-    return _ask(name, revision, download)
+    except HFValidationError as error:  # in the hub's own words it is about a "repo id"
+        raise _not_found(name) from error
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        at = "" if revision is None else f" at revision {revision!r}"
+        raise CheckpointError(
+            f"{name!r}{at} is no local folder, and the hub did not give it: {error}\nWithout a "
+            "connection, copy its files into a folder here and give that"
+        ) from error
 
 
 def fetch_weights(name: str, revision: str | None = None) -> Path:
@@ -63,23 +68,6 @@ def _list_files(name: str, revision: str | None) -> list[str] | None:
     except Exception:  # of whatever library the hub's client speaks HTTP with
         return None
     return [each.rfilename for each in siblings if "/" not in each.rfilename]
-
-
-def _ask(name: str, revision: str | None, download: Callable[[], Found]) -> Found:
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    if name.count("/") > 1 or name.startswith(("/", ".", "~")) or Path(name).exists():
-        raise _not_found(name)
-    try:
-        return download()
-    except HFValidationError as error:  # in the hub's own words it is about a "repo id"
-        raise _not_found(name) from error
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        at = "" if revision is None else f" at revision {revision!r}"
-        raise CheckpointError(
-            f"{name!r}{at} is no local folder, and the hub did not give it: {error}\nWithout a "
-            "connection, copy its files into a folder here and give that"
-        ) from error
 
 
 def _not_found(name: str) -> CheckpointError:

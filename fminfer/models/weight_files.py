@@ -133,7 +133,7 @@ def _refuse_gaps(folder: Path, names: list[str]) -> None:
 def _read_index(index: Path) -> dict[str, str]:
     try:
         refuse_impostor(index)
-        homes = json.loads(index.read_text())["weight_map"]
+        homes = json.loads(index.read_bytes())["weight_map"]
         names = {str(name) for name in homes.values()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise broken(index, f"no JSON object with a weight_map: {error!r}") from error
