@@ -79,7 +79,7 @@ def run_fminfer(workload: list[Row], dtype: str, attention: str, passes: int) ->
         times.append(time.perf_counter() - started)
         assert not [record.error for record in records if record.error]
     engine.close()
-    extra_mb = peak_mb() - engine.weight_bytes / 2**20
+    extra_mb = peak_mb() - engine.facts.weight_bytes / 2**20
     stats = engine.stats
     return {
         "first_s": times[0],
@@ -87,7 +87,7 @@ def run_fminfer(workload: list[Row], dtype: str, attention: str, passes: int) ->
         "ready_s": ready_s,
         "peak_mb": peak_mb(),
         "peak_less_weights_mb": extra_mb,
-        "kv_bytes_per_token": engine.kv_bytes_per_token,
+        "kv_bytes_per_token": engine.facts.kv_bytes_per_token,
         "saved_tokens": stats.num_counted_cached / passes,
         "savable_tokens": stats.num_counted_shareable / passes,
         "busy_s": sum(stage.busy_s for stage in stats.stages) / passes,

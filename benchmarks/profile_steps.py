@@ -73,7 +73,7 @@ class Clock:
 
 def clock_stage(engine: fminfer.Engine, clock: Clock) -> None:
     """Put the clock around the parts of an engine's only stage."""
-    stage: Any = engine._pipeline._run.__self__  # type: ignore[attr-defined]
+    stage: Any = engine.pipeline.stages._run.__self__  # type: ignore[attr-defined]
     for place, layer in enumerate(stage._network.layers):
         if isinstance(layer, WholeLayer):
             layer.step.spent = clock.spent
@@ -89,7 +89,7 @@ def clock_stage(engine: fminfer.Engine, clock: Clock) -> None:
         setattr(*where, clock.wrap("planning", getattr(*where)))
     stage._sample = clock.wrap("drawing", stage._sample)
     stage._score = clock.wrap("drawing", stage._score)
-    engine._pipeline._run = clock.wrap("rest", stage.run)  # type: ignore[attr-defined]
+    engine.pipeline.stages._run = clock.wrap("rest", stage.run)  # type: ignore[attr-defined]
 
 
 class CountedHead:

@@ -10,11 +10,11 @@ from pathlib import Path
 from fminfer.config import EngineConfig, StepSizes
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.blocks import BlockPool
-from fminfer.engine.equal_requests import EqualRequests
-from fminfer.engine.intake import Intake, Limits
+from fminfer.engine.intake import Limits
 from fminfer.engine.loop import EngineLoop, Pipeline
 from fminfer.engine.prefix import PrefixCache
 from fminfer.engine.scheduler import Scheduler
+from fminfer.engine.start import Starter
 from fminfer.errors import CheckpointError
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.no_tokenizer import NoTokenizer
@@ -37,7 +37,7 @@ def find_limits(config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokeniz
 
 def build_loop(
     config: EngineConfig,
-    intake: Intake,
+    starter: Starter,
     pipeline: Pipeline,
     form: AnswerForm,
     *,
@@ -62,15 +62,13 @@ def build_loop(
         cache=PrefixCache(pool) if config.prefix_cache else None,
     )
     return EngineLoop(
-        intake,
+        starter,
         scheduler,
         pipeline,
         form,
         micro_batches=micro_batches,
         kv_capacity=num_blocks * config.block_size,
         max_steps=config.max_steps,
-        is_only_run=config.is_only_run,
-        equal_requests=EqualRequests() if config.prefix_cache else None,
     )
 
 

@@ -96,7 +96,7 @@ def calibrate(config: EngineConfig, on_progress: OnProgress) -> Calibration:
         checkpoint = open_model(config)
         path = find_costs_path(
             *(config, checkpoint, engine.device, engine.dtype),
-            has_kernel=engine.has_kernel,
+            has_kernel=engine.facts.has_kernel,
             held_in=held_dtype(config, checkpoint, engine.device, engine.dtype),
         )
         if path is None:
@@ -186,7 +186,7 @@ def expected_s(elapsed_s: float, done: float, round_work: float, last_work: floa
 def _shorten(engine: Engine, trial: Trial) -> Trial | None:
     """Return a trial whose rows fit the model's context; None: they do not all run at once."""
     room = engine.context_length - trial.new_tokens
-    if room < 1 or trial.num_rows > engine.max_rows:
+    if room < 1 or trial.num_rows > engine.facts.max_rows:
         return None
     prompt_tokens = min(trial.prompt_tokens, room)
     size = engine.config.block_size
@@ -207,7 +207,7 @@ def _run(engine: Engine, trial: Trial, ids: random.Random) -> list[Sample]:
         samples.append((StepShape.of(step.step), span.end_s - since_s))
         ends_s.append(span.end_s)
 
-    engine.trace(on_step)
+    engine.follow(on_step=on_step)
     for record in engine.run(_requests(trial, ids, engine.vocab_size)):
         if record.error is not None:
             raise FminferError(f"a row of the measurement failed: {record.error.message}")

@@ -59,6 +59,11 @@ class Detokenizer:
         # the starts of those tokens before it whose place was not certain.
         self.starts: list[int] = []
 
+    @property
+    def num_open(self) -> int:
+        """How many of the newest tokens have a start that may yet change."""
+        return self._token_starts.num_open
+
     def add(self, token_id: int) -> str:
         """Take the next id and return the text that is now certain."""
         if not self._has_text(token_id):
@@ -156,6 +161,11 @@ class TokenStarts:
         self._num_held = num_held
         self._num_certain = 0  # code points
         self._open: list[_OpenStart] = []
+
+    @property
+    def num_open(self) -> int:
+        """Tokens whose place is open."""
+        return len(self._open)
 
     def add(self, new: str, num_held: int, *, is_inside: bool) -> list[int]:
         """Take the next token; return where it and those before it start whose place is open.

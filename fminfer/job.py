@@ -11,12 +11,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fminfer.engine.loop import LOOKAHEAD
-from fminfer.engine.planner import WINDOW
 from fminfer.engine.stats import EngineStats
 from fminfer.errors import InUseError, StoppedError, UsageError
 from fminfer.input.lines import Line
-from fminfer.messages import StepTrace
+from fminfer.line_run.runner import LOOKAHEAD, WINDOW, LineRunner
 from fminfer.other_work import OtherWork
 from fminfer.output.claims import Claim, Claims
 from fminfer.output.job_file import JobFile, JournaledInput, StreamedInput
@@ -29,9 +27,10 @@ from fminfer.output.stream import OrderedStream
 from fminfer.output.summary import JobSummary
 from fminfer.output.trace import TraceFile
 from fminfer.stopping import Stopper
-from fminfer.team.team import Team
 from fminfer.threads import affine_cores
 from fminfer.worker import Engine
+
+WAIT_S = 0.02  # for a line, where nothing else is to be done
 
 
 @dataclass(slots=True, frozen=True)
@@ -146,7 +145,7 @@ def share_files(
 
 
 def run_job(
-    engine: Engine | Team | None,
+    engine: Engine | None,
     inputs: NamedFiles | SharedFiles,
     summary: JobSummary,
     *,
@@ -173,7 +172,9 @@ def run_job(
     left = [file.num_left for file in inputs.files]
     # Whoever writes a stream may wait.
     read_ahead = LOOKAHEAD if None in left else WINDOW
-    other_work = OtherWork(engine.num_threads, affine_cores) if engine.is_alone else None
+    other_work = (
+        OtherWork(engine.facts.num_threads, affine_cores) if engine.facts.is_alone else None
+    )
     is_slowed = other_work.is_notable if other_work is not None else lambda: False
     bar = ProgressBar(inputs.num_rows, is_quiet=is_quiet, is_slowed=is_slowed)
     trace_file = None if trace is None else TraceFile(trace)
@@ -182,13 +183,17 @@ def run_job(
         bar.add_step(num_fed, num_drawn)
         _show(bar, summary, inputs, engine)
 
-    _follow_steps(engine, on_work, trace_file)
+    engine.follow(on_work, None if trace_file is None else trace_file.add)
+    runner = engine.start_run(read_ahead)
+    lines = _lines(inputs, runner, stopper)
     try:
         with stopper.telling(engine.stop, lambda: bar.drawing_s(engine.num_draws_left)):
-            for record in engine.run(_lines(inputs, engine, stopper), read_ahead):
-                if inputs.files[record.line.source].add(record):
-                    _count(summary, record)
-                _show(bar, summary, inputs, engine)
+            while runner.has_work:
+                _feed(runner, lines)
+                for record in runner.step():
+                    if inputs.files[record.line.source].add(record):
+                        _count(summary, record)
+                    _show(bar, summary, inputs, engine)
         if stopper.reason is not None and not inputs.is_finished:
             raise stopper.reason
         inputs.check_kept()
@@ -202,6 +207,7 @@ def run_job(
         raise
     finally:
         bar.close()
+        runner.close()
         if trace_file is not None:
             trace_file.close()
     summary.wall_s = time.perf_counter() - started
@@ -213,36 +219,38 @@ def run_job(
     return _sum_up(summary, inputs, engine.stats)
 
 
-def _follow_steps(
-    engine: Engine | Team, on_work: Callable[[int, int], None], trace_file: TraceFile | None
-) -> None:
-    """Have `on_work` told how many tokens were fed and drawn, and each step traced."""
-
-    def on_step(step: StepTrace) -> None:
-        on_work(step.num_prompt_tokens, len(step.step.sampling.token_index))
-        if trace_file is not None:
-            trace_file.add(step)
-
-    if isinstance(engine, Team):  # whose steps are its pipelines'
-        engine.on_work = on_work
-    else:
-        engine.trace(on_step)
-
-
 def abandon(inputs: NamedFiles | SharedFiles, error: BaseException) -> None:
     """Stop without finishing; each status file says why."""
     for file in inputs.files:
         file.abandon(error)
 
 
+def _feed(runner: LineRunner, lines: Iterator[Line | None]) -> None:
+    """Add lines as long as more are wanted, and are there."""
+    for _ in range(runner.num_wanted):
+        if not runner.wants_more:
+            return
+        try:
+            line = next(lines)
+        except StopIteration:
+            runner.end_input()
+            return
+        if line is None:  # not there yet
+            if not runner.is_busy:
+                time.sleep(WAIT_S)
+            return
+        runner.add(line)
+
+
 def _lines(
-    inputs: NamedFiles | SharedFiles, engine: Engine | Team, stopper: Stopper
+    inputs: NamedFiles | SharedFiles, runner: LineRunner, stopper: Stopper
 ) -> Iterator[Line | None]:
+    """Yield the lines that are left; None where none is there at the moment."""
     for file in inputs.turns():
         if file is None:
             yield None
             continue
-        lines = file.lines(engine.pass_over)
+        lines = file.lines(runner.pass_over)
         while True:
             try:
                 with stopper.reading():
@@ -298,7 +306,7 @@ def _show(
     bar: ProgressBar,
     summary: JobSummary,
     inputs: NamedFiles | SharedFiles,
-    engine: Engine | Team,
+    engine: Engine,
 ) -> None:
     bar.total_rows = inputs.num_rows
     bar.update(summary.num_rows + summary.num_errors, summary.num_errors, engine.stats)

@@ -1,13 +1,14 @@
-"""One input line becomes a Request, or a RequestError that says what is wrong with it.
+"""The fields of a request become a Request, or a RequestError that says what is wrong with it.
 
-The rules are those of the OpenAI completions API as docs/contract.md spells them out. This module
-knows nothing of tokenizers or models: lengths in tokens are checked later, by the worker.
+The rules are those of the OpenAI completions API as docs/contract.md spells them out. Lengths in
+tokens are checked later, once prompts are tokenized.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
@@ -76,9 +77,8 @@ DEFAULTS = SamplingParams()
 
 @dataclass(slots=True, frozen=True)
 class Request:
-    """A line that passed: its bytes, its prompts and its sampling params."""
+    """A request that passed: its prompts and its sampling params."""
 
-    raw: bytes  # the JSON object exactly as it came, without surrounding white space
     prompts: list[str | list[int]]
     params: SamplingParams
     warnings: tuple[RowWarning, ...] = field(default=())
@@ -88,36 +88,29 @@ class Request:
 # and refused otherwise, so that no answer ever ignores a wish in silence.
 _NEUTRAL: dict[str, tuple[object, ...]] = {"suffix": ("",), "stream": (False,)}
 _RECORDED = frozenset({"model", "engine", "request_type", "user"})
-_ACTED_ON = frozenset(field.name for field in fields(SamplingParams)) | {"prompt"}
+_ACTED_ON = frozenset(field.name for field in dataclasses.fields(SamplingParams)) | {"prompt"}
 
 
-def parse_request(
-    fields: dict[str, Any], raw: bytes, *, max_logprobs: int, is_strict: bool = False
-) -> Request:
+def parse_request(fields: dict[str, Any], *, max_logprobs: int, is_strict: bool = False) -> Request:
     """Check one request.
 
     Args:
         fields: the request's object, parsed.
-        raw: its bytes.
         max_logprobs: the largest `logprobs` that is allowed.
         is_strict: what is otherwise only warned of is an error.
 
     Raises:
         RequestError: with one of the codes of the contract's section 3.
     """
-    return _check(raw, fields, max_logprobs, is_strict)
-
-
-def _check(raw: bytes, obj: dict[str, Any], max_logprobs: int, is_strict: bool) -> Request:
-    reader = FieldReader(obj)
+    reader = FieldReader(fields)
     warnings = []
-    _refuse_unsupported(obj)
-    unknown = sorted(obj.keys() - _ACTED_ON - _RECORDED - _NEUTRAL.keys())
+    _refuse_unsupported(fields)
+    unknown = sorted(fields.keys() - _ACTED_ON - _RECORDED - _NEUTRAL.keys())
     if unknown and is_strict:
         name = cut_name(unknown[0])
         raise RequestError(
             "unsupported_parameter",
-            f"{name} is {show(obj[unknown[0]])}, and no parameter has that name"
+            f"{name} is {show(fields[unknown[0]])}, and no parameter has that name"
             f"{_meant(name)}; remove it, or run without --strict to keep it and not act on "
             "it",
             name,
@@ -127,7 +120,7 @@ def _check(raw: bytes, obj: dict[str, Any], max_logprobs: int, is_strict: bool) 
         warnings.append(RowWarning("unknown parameters are kept and not acted on", names))
     n = reader.integer("n", DEFAULTS.n, 1, MAX_CANDIDATES)
     best_of = reader.integer("best_of", n, 0, MAX_CANDIDATES)
-    is_below = best_of < n and obj.get("best_of") is not None
+    is_below = best_of < n and fields.get("best_of") is not None
     if is_below and is_strict:
         raise out_of_range(
             "best_of", best_of, f"at least n, which is {n}; without --strict it is taken as {n}"
@@ -158,9 +151,9 @@ def _check(raw: bytes, obj: dict[str, Any], max_logprobs: int, is_strict: bool) 
         seed=reader.optional_integer("seed", -INT64, INT64 - 1),
         **{name: reader.boolean(name, getattr(DEFAULTS, name)) for name in _SWITCHES},
     )
-    prompts = read_prompts(obj)
+    prompts = read_prompts(fields)
     check_choices(len(prompts), params.n, params.best_of)
-    return Request(raw=raw, prompts=prompts, params=params, warnings=tuple(warnings))
+    return Request(prompts=prompts, params=params, warnings=tuple(warnings))
 
 
 @lru_cache(1024)  # for files with a key of their own on each line

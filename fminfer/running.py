@@ -25,6 +25,7 @@ from fminfer.input.lines import Line
 from fminfer.job import NamedFiles, abandon, open_files, run_job, share_files
 from fminfer.loading import open_model
 from fminfer.models.checkpoint import Checkpoint
+from fminfer.one_pipeline import serve_rank
 from fminfer.output.job_file import JournaledInput
 from fminfer.output.places import Plan
 from fminfer.output.progress import LoadingBar, write_beside_bar
@@ -40,11 +41,11 @@ from fminfer.stopping import AGAIN, Stopper
 from fminfer.team.apart import Apart
 from fminfer.team.member import serve_pipeline
 from fminfer.team.place import Place
-from fminfer.team.process import start_pipelines
+from fminfer.team.process import Pipeline, start_pipelines
 from fminfer.team.team import Team
-from fminfer.worker import Engine, serve_rank
+from fminfer.worker import Engine
 
-MakeEngine = Callable[[Checkpoint, LoadingBar], Engine | Team]
+MakeEngine = Callable[[Checkpoint, LoadingBar], Engine]
 
 
 def run_process(
@@ -88,11 +89,11 @@ def run_process(
 
         num_pipelines = ranks.data_group_size
 
-        def make_engine(checkpoint: Checkpoint, loading: LoadingBar) -> Engine | Team:
+        def make_engine(checkpoint: Checkpoint, loading: LoadingBar) -> Engine:
             if num_pipelines == 1:
                 return Engine(config, on_progress=loading)
             require_room_for_all(config, checkpoint, Layout(ranks.size or 1, num_pipelines))
-            return Team(config, checkpoint, lambda: start_pipelines(num_pipelines, arguments), _say)
+            return _of_several(config, lambda: start_pipelines(num_pipelines, arguments))
 
         return _answer(job, plan or job.plan(), config, None, stopper, elapsed_s, make_engine)
 
@@ -177,8 +178,8 @@ def _be_one_of_several(
     )
     config = apart.part(config, fingerprint_of(config, open_model(config)))
 
-    def make_engine(checkpoint: Checkpoint, loading: LoadingBar) -> Team:
-        return Team(config, checkpoint, lambda: apart.start_pipelines(config, arguments), _say)
+    def make_engine(checkpoint: Checkpoint, loading: LoadingBar) -> Engine:
+        return _of_several(config, lambda: apart.start_pipelines(config, arguments))
 
     if apart.rank == 0:
         with apart.leading():
@@ -283,7 +284,10 @@ def _answer_files(
             engine = _start_engine(job, files, config, lambda bar: make_engine(checkpoint, bar))
             summary.device, summary.start_to_ready_s = str(engine.device), elapsed_s()
             summary.weight_dtype = name_held_dtype(config, checkpoint)  # now the build has ended
-            summary.why_slower, summary.num_threads = engine.why_slower, engine.num_threads
+            summary.why_slower, summary.num_threads = (
+                engine.facts.why_slower,
+                engine.facts.num_threads,
+            )
             summary.cpu_limit = chosen_name()
             if not job.is_quiet:
                 click.echo(_ready_text(summary, files), err=True)
@@ -354,12 +358,17 @@ def _telling_how_to_go_on(
         raise error from None
 
 
+def _of_several(config: EngineConfig, start: Callable[[], list[Pipeline]]) -> Engine:
+    """Return an engine for which several pipelines compute."""
+    return Engine(config, compute=lambda config, model, tokenizer: Team(model, start, _say))
+
+
 def _start_engine(
     job: JobPaths,
     files: NamedFiles | SharedFiles,
     config: EngineConfig,
-    make_engine: Callable[[LoadingBar], Engine | Team],
-) -> Engine | Team:
+    make_engine: Callable[[LoadingBar], Engine],
+) -> Engine:
     if config.model is None and config.random_init is None and not job.is_quiet:
         click.echo(
             "Using the demo model, which knows only the way between rooms; "
@@ -380,7 +389,7 @@ def _start_engine(
         click.echo("There is no GPU here: --cuda-id means nothing, the CPU computes.", err=True)
     if not job.is_quiet and (why := why_no_cache()):
         click.echo(f"Nothing is kept from run to run, which makes each slower: {why}.", err=True)
-    if why := engine.why_plain if job.is_quiet else engine.why_slower:
+    if why := engine.facts.why_plain if job.is_quiet else engine.facts.why_slower:
         click.echo(f"The run is slower than it could be: {why}.", err=True)
     return engine
 

@@ -5,6 +5,8 @@ It knows one token at a time; whole texts are the detokenizer's.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from fminfer.tokenizer import Tokenizer
 
 _PLAIN = range(0x20, 0x7F)
@@ -44,10 +46,10 @@ class Spelling:
         """Whether tokens have texts at all."""
         return self._tokenizer.has_words
 
-    def find_first(self, ids: list[int], *, skip_special_tokens: bool) -> int:
-        """Return the place of the first id that is text; with a beginning BOS it is 1."""
+    def find_first(self, ids: Iterable[int], *, skip_special_tokens: bool) -> int:
+        """Return the place of the first id that is text, -1 if none is; behind a BOS it is 1."""
         special_ids = self._tokenizer.special_ids if skip_special_tokens else frozenset()
-        return next((i for i, token_id in enumerate(ids) if token_id not in special_ids), len(ids))
+        return next((i for i, token_id in enumerate(ids) if token_id not in special_ids), -1)
 
 
 def _show(token: bytes) -> str:

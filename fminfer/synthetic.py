@@ -89,7 +89,7 @@ class Synthetic:
     def _check(self, context_length: int, max_logprobs: int) -> None:
         request = {"prompt": [0]} | self._fields
         try:
-            parse_request(request, json.dumps(request).encode(), max_logprobs=max_logprobs)
+            parse_request(request, max_logprobs=max_logprobs)
         except RequestError as error:
             raise UsageError(f"a synthetic run of such requests cannot be: {error}") from error
         num_tokens = self.prompt_tokens + request["max_tokens"]

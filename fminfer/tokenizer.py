@@ -32,6 +32,7 @@ class EncodedPrompt:
     text: str
     offsets: list[int]  # empty unless asked for
     num_cut: int = 0  # tokens that were taken away to make it fit
+    is_whole_text: bool = False  # it was given as text, all of it
 
 
 class Tokenizer:

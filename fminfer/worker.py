@@ -1,40 +1,57 @@
-"""One rank: it loads the model, builds the stage, and on rank 0 runs the engine.
-
-`Engine` is the public Python API; the command line stands on it too.
-"""
+"""`Engine`: the public Python API, on which the command line stands too."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from typing_extensions import Unpack
 
-from fminfer.assembly import build_loop, find_limits, load_tokenizer
+from fminfer.assembly import find_limits, load_tokenizer
 from fminfer.config import EngineConfig
-from fminfer.engine.answer import AnswerForm
+from fminfer.engine.core import EngineCore
+from fminfer.engine.events import Event
+from fminfer.engine.facts import Facts
 from fminfer.engine.intake import Intake
-from fminfer.engine.loop import LOOKAHEAD
 from fminfer.engine.stats import EngineStats
 from fminfer.engine_options import EngineOptions, make_config, shows_options
-from fminfer.errors import PipelineError
-from fminfer.forecast import require_room
+from fminfer.errors import UsageError
 from fminfer.input.lines import Line
-from fminfer.loading import LoadedPart, build_stage, count_blocks, load_part, open_model
+from fminfer.line_run.asked import RecordForm
+from fminfer.line_run.line_intake import LineIntake
+from fminfer.line_run.runner import LOOKAHEAD, LineRunner
+from fminfer.loading import open_model
 from fminfer.messages import StepTrace
+from fminfer.models.checkpoint import Checkpoint
+from fminfer.one_pipeline import OnePipeline
 from fminfer.output.records import Record
 from fminfer.pipeline.group import Group
-from fminfer.pipeline.local import LocalPipeline, QueuedPipeline
-from fminfer.pipeline.ring import RingPipeline, serve
-from fminfer.pipeline.stage import Stage
-from fminfer.pipeline.watch import Fault
-from fminfer.placement import end_openmp_threads
-from fminfer.step_memory import peak_bytes
+from fminfer.tokenizer import Tokenizer
 
-END_S = 3.0  # for rank 0 to end by itself once another rank has failed
+
+class Computing(Protocol):
+    """The processes that compute for an engine: one pipeline, or several."""
+
+    @property
+    def core(self) -> EngineCore: ...
+
+    @property
+    def facts(self) -> Facts: ...
+
+    @property
+    def gpu_memory(self) -> dict[str, int]: ...
+
+    def follow(
+        self, on_work: Callable[[int, int], None], on_step: Callable[[StepTrace], None] | None
+    ) -> None: ...
+
+    def close(self) -> None: ...
+
+
+Compute = Callable[[EngineConfig, Checkpoint, Tokenizer], Computing]
 
 
 class Engine:
@@ -44,12 +61,18 @@ class Engine:
         for record in engine.run([{"prompt": "Hello", "max_tokens": 5}]):
             print(record.to_dict())
 
+    or one by one, with their tokens as they come:
+
+        engine.add({"prompt": "Hello", "max_tokens": 5}, is_streamed=True)
+        while engine.has_work:
+            for event in engine.step():
+                print(event)
+
     Args:
         model: a folder or hub id, or a whole `EngineConfig`; None is the demo model of the package.
         on_progress: called with (bytes read, bytes in all) while weights load.
-        on_loaded: called when the weights are in memory, before the KV cache is, with a digest of
-            each of their files if others must have the same.
         group: the ranks among which this process is rank 0; None: it runs the model alone.
+        compute: starts what computes; None: one pipeline, of which this process is the first rank.
         options: fields of `EngineConfig`, which says what each means. Given with a config, they
             take the place of its own.
 
@@ -65,8 +88,8 @@ class Engine:
         model: str | EngineConfig | None = None,
         *,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
-        on_loaded: Callable[[dict[str, str]], None] = lambda digests: None,
         group: Group | None = None,
+        compute: Compute | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
         started = time.perf_counter()
@@ -74,84 +97,90 @@ class Engine:
         checkpoint = open_model(config)
         self.model_name = checkpoint.name
         self.tokenizer = load_tokenizer(config, checkpoint)
-        why_slow = require_room(config, checkpoint, group)
-        loaded = load_part(config, checkpoint, group, on_progress)
-        on_loaded(loaded.file_digests)
         self.context_length = checkpoint.context_length  # most tokens of prompt and completion
         self.vocab_size: int = checkpoint.config.vocab_size
-        self.device, self.dtype, self.kv_dtype = loaded.device, loaded.dtype, loaded.kv_dtype
-        self.weight_bytes = loaded.weight_bytes  # of this rank
-        self.kv_bytes_per_token = loaded.kv_bytes_per_token  # of this rank
-        num_blocks = count_blocks(config, loaded, group)
-        self.num_threads = torch.get_num_threads()  # that compute in each process
-        self.is_alone = group is None  # no other process has part in it
-        self._foreseen_bytes = loaded.weight_bytes + loaded.step_bytes(config)
-        self._foreseen_bytes += num_blocks * config.block_size * loaded.kv_bytes_per_token
-        stage = build_stage(config, loaded, num_blocks)
-        self.has_kernel = stage.has_kernel  # attention is compiled
-        self.why_plain = loaded.why_plain  # why a kernel that was to be used is not
-        self.why_slower = why_slow or loaded.why_slower  # why it is slower than it could be
-        end_openmp_threads()  # steps are another thread's work
-        self._group = group
-        self._pipeline = _build_pipeline(stage, loaded, group)
-        limits = find_limits(config, checkpoint, self.tokenizer)
-        sizes = config.step_sizes(self.device.type, loaded.part.num_stages)
-        self.max_rows = sizes.max_rows  # most sequences that run at once
-        self._intake = Intake(self.tokenizer, limits, config.seed)
-        self._loop = build_loop(
-            config,
-            self._intake,
-            self._pipeline,
-            AnswerForm(self.tokenizer, self.model_name, config.token_format),
-            sizes=sizes,
-            num_blocks=num_blocks,
-            num_stages=loaded.part.num_stages,
-        )
+        if compute is None:
+            self._computing: Computing = OnePipeline(
+                config, checkpoint, self.tokenizer, on_progress=on_progress, group=group
+            )
+        else:
+            self._computing = compute(config, checkpoint, self.tokenizer)
+        self._core = self._computing.core
+        self._intake = Intake(self.tokenizer, find_limits(config, checkpoint, self.tokenizer))
+        self._runner: LineRunner | None = None  # of the run that goes on
         self.load_s = time.perf_counter() - started
 
-    @property
-    def stats(self) -> EngineStats:
-        """What was counted since the engine was made."""
-        return self._loop.stats
+    def add(
+        self, request: Mapping[str, Any], *, priority: int = 0, is_streamed: bool = False
+    ) -> int:
+        """Queue a request; return the id by which events name it. Any thread may call it.
+
+        Args:
+            request: the fields of a completions request.
+            priority: requests of higher ones enter first, and may put back rows of lower ones.
+            is_streamed: tell its tokens as they come.
+
+        Raises:
+            RequestError: what is wrong with it.
+        """
+        parsed = self._intake.parse(request)
+        prepared = self._intake.prepare(parsed)
+        request_id = self._core.add(prepared, priority=priority, is_streamed=is_streamed)
+        self._intake.note(*parsed.warnings)
+        return request_id
+
+    def cancel(self, request_id: int) -> None:
+        """Forget a request, whatever has become of it. Any thread may call it."""
+        self._core.cancel(request_id)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until there is work, so long at most; return whether there is."""
+        return self._core.wait(timeout_s)
 
     @property
-    def num_draws_left(self) -> int:
-        """The most tokens that rows which run may still draw, all of them together."""
-        return self._loop.num_draws_left
+    def has_work(self) -> bool:
+        """Whether requests are without an answer."""
+        return self._core.has_work
 
-    @property
-    def gpu_memory(self) -> dict[str, int]:
-        """Bytes of this process's GPU: what was foreseen, and the peak so far; {} on a CPU."""
-        if self.device.type != "cuda":
-            return {}
-        return {"foreseen_bytes": self._foreseen_bytes, "peak_bytes": peak_bytes(self.device)}
+    def step(self) -> list[Event]:
+        """Let the work go on a little, and return what happened: always in the same thread.
 
-    @property
-    def warnings(self) -> dict[str, int]:
-        """What was strange about requests that were answered all the same, and how often."""
-        return self._intake.warnings.to_dict()
+        A `Delta` is new text of a streamed request, `Finished` an answer, `Failed` an error.
 
-    @property
-    def rows_by_warning(self) -> dict[str, int]:
-        """The same by kind, without the names that belong to it."""
-        return self._intake.warnings.rows
+        Raises:
+            PipelineError: a rank failed; all requests are dropped.
+        """
+        return self._core.step()
 
-    def tell_warnings(self, tell: Callable[[str], None]) -> None:
-        """Have a function told of each warning when it is first met."""
-        self._intake.on_warning = tell
+    def start_run(self, read_ahead: int = LOOKAHEAD) -> LineRunner:
+        """Start a run over lines: add them to what is returned, and step that.
 
-    def trace(self, on_step: Callable[[StepTrace], None]) -> None:
-        """Have a function told of every step that is finished."""
-        self._loop.on_step = on_step
+        Args:
+            read_ahead: lines that may be read before there is room for them.
+
+        Raises:
+            UsageError: an earlier run is not finished.
+        """
+        if self._runner is not None and self._runner.is_busy:
+            raise UsageError("the engine is in the middle of a run; finish or close that one first")
+        self._intake.warnings.clear()
+        self._runner = LineRunner(
+            self._core,
+            LineIntake(self._intake),
+            RecordForm(self.model_name, int(time.time())),
+            read_ahead=read_ahead,
+            joins_equal=self.config.prefix_cache,
+            is_only_run=self.config.is_only_run,
+        )
+        return self._runner
 
     def run(
-        self, requests: Iterable[Mapping[str, Any] | Line | None], read_ahead: int = LOOKAHEAD
+        self, requests: Iterable[Mapping[str, Any] | Line], read_ahead: int = LOOKAHEAD
     ) -> Generator[Record, None, None]:
         """Answer requests, reading them as room for them appears.
 
         Args:
-            requests: dicts with the fields of a completions request, or input lines; None where the
-                next one is not there yet, and is to be asked for later.
+            requests: dicts with the fields of a completions request, or input lines.
             read_ahead: prompts that may be read before there is room for them: more can be put in
                 better order, and an iterable that waits for answers must not be asked for more.
 
@@ -163,77 +192,87 @@ class Engine:
         Raises:
             UsageError: an earlier run is not finished.
         """
-        return self._loop.run(_as_lines(requests), read_ahead)
-
-    def pass_over(self, line: Line) -> None:
-        """Take note, in the middle of a run, of a line that is not to be answered again.
-
-        Its lines, and only they, decide what equal lines after it draw.
-        """
-        self._loop.pass_over(line)
+        yield from self.start_run(read_ahead).run(_as_lines(requests))
 
     def stop(self, grace_s: float) -> None:
         """End the run in good order: no more lines, and rows that run have so long to end.
 
-        The run's generator then raises StoppedError. It may be called from a signal handler.
+        The run then raises StoppedError. It may be called from a signal handler.
         """
-        self._loop.stop(grace_s)
+        if self._runner is not None:
+            self._runner.stop(grace_s)
+
+    @property
+    def stats(self) -> EngineStats:
+        """What was counted since the engine was made."""
+        return self._core.stats
+
+    @property
+    def num_draws_left(self) -> int:
+        """The most tokens that rows which run may still draw; 0: not known."""
+        return self._core.num_draws_left
+
+    @property
+    def facts(self) -> Facts:
+        """What is worth telling of the processes that compute."""
+        return self._computing.facts
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.facts.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and hidden states."""
+        dtype: torch.dtype = getattr(torch, self.facts.dtype)
+        return dtype
+
+    @property
+    def pipeline(self) -> OnePipeline:
+        """The pipeline that computes.
+
+        Raises:
+            UsageError: there are several, in processes of their own.
+        """
+        if isinstance(self._computing, OnePipeline):
+            return self._computing
+        raise UsageError("several pipelines compute for this engine")
+
+    @property
+    def gpu_memory(self) -> dict[str, int]:
+        """Bytes of this process's GPU: what was foreseen, and the peak so far; {} on a CPU."""
+        return self._computing.gpu_memory
+
+    @property
+    def warnings(self) -> dict[str, int]:
+        """What was strange about requests that were answered all the same, and how often."""
+        return self._intake.warnings.to_dict()
+
+    def tell_warnings(self, tell: Callable[[str], None]) -> None:
+        """Have a function told of each warning when it is first met."""
+        self._intake.on_warning = tell
+
+    def follow(
+        self,
+        on_work: Callable[[int, int], None] = lambda num_fed, num_drawn: None,
+        on_step: Callable[[StepTrace], None] | None = None,
+    ) -> None:
+        """Have functions told of what is computed.
+
+        Args:
+            on_work: told how many tokens were fed, and how many drawn.
+            on_step: told of every step that is finished, if one pipeline computes.
+        """
+        self._computing.follow(on_work, on_step)
 
     def close(self) -> None:
-        """End the stage's thread, and the other ranks. The engine cannot be used afterwards."""
-        group, self._group = self._group, None
-        if group is not None and not self._pipeline.is_broken:
-            group.watch.stop()
-        self._pipeline.close()
-        if group is not None and not self._pipeline.is_broken:
-            group.leave()
+        """End what computes. The engine cannot be used afterwards."""
+        self._computing.close()
 
 
-def serve_rank(group: Group, config: EngineConfig) -> None:
-    """Be a rank other than 0: load its layers, and compute until rank 0 says stop.
-
-    What goes wrong ends this process and the run.
-
-    Args:
-        config: as rank 0 has it.
-    """
-    try:
-        checkpoint = open_model(config)
-        require_room(config, checkpoint, group)
-        loaded = load_part(config, checkpoint, group)
-        stage = build_stage(config, loaded, count_blocks(config, loaded, group))
-        serve(stage, loaded.part, loaded.form, on_stop=group.watch.stop)
-    except Exception as error:
-        group.fail(error)
-    group.leave()
-
-
-def _build_pipeline(stage: Stage, loaded: LoadedPart, group: Group | None) -> QueuedPipeline:
-    if group is None:
-        return LocalPipeline(stage.run)
-
-    def explain(text: str) -> str:
-        return group.watch.report(Fault(text)).text
-
-    ring = RingPipeline(stage, loaded.part, loaded.form, explain)
-
-    def fail(fault: Fault) -> None:
-        ring.fail(PipelineError(fault.text))
-        time.sleep(END_S)
-        group.die(fault)  # whoever was to hear of it waits for something else, such as stdin
-
-    group.watch.on_fault = fail
-    return ring
-
-
-def _as_lines(requests: Iterable[Mapping[str, Any] | Line | None]) -> Iterator[Line | None]:
-    number = 0
-    for request in requests:
-        number += request is not None
-        if request is None or isinstance(request, Line):
-            yield request
-        else:
-            yield _as_line(number, request)
+def _as_lines(requests: Iterable[Mapping[str, Any] | Line]) -> Iterator[Line]:
+    for number, request in enumerate(requests, start=1):
+        yield request if isinstance(request, Line) else _as_line(number, request)
 
 
 def _as_line(number: int, request: object) -> Line:

@@ -44,7 +44,7 @@ def answer_part(part: Path) -> None:
         try:
             if envelope.error is not None:
                 raise envelope.error
-            parse_request(envelope.fields, envelope.request, max_logprobs=100)
+            parse_request(envelope.fields, max_logprobs=100)
         except RequestError as error:
             file.add(Record(line, envelope, error=error))
         else:

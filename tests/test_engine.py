@@ -122,7 +122,7 @@ def test_stages_work_while_records_are_handled(engine: fminfer.Engine) -> None:
     row = {"temperature": 0, "ignore_eos": True}
     run = engine.run([row | {"prompt": "a", "max_tokens": n} for n in (2, 90)])
     next(run)
-    assert engine._pipeline.num_in_flight > 0
+    assert engine.pipeline.stages.num_in_flight > 0
     run.close()
 
 
@@ -209,7 +209,7 @@ def test_16_bits_are_as_near_as_transformers_own(
     rows.append({"prompt": ids[:9], "max_tokens": 6, "temperature": 0, "logprobs": 0})
     with closing(fminfer.Engine(str(folder), dtype=dtype, attention=attention)) as engine:
         scored, drawn = (record.to_dict()["result"]["choices"][0] for record in engine.run(rows))
-        assert why_slow(engine.dtype, engine.device) in engine.why_slower
+        assert why_slow(engine.dtype, engine.device) in engine.facts.why_slower
     assert len(drawn["logprobs"]["tokens"]) == 6 and drawn["finish_reason"] == "length"
     found = torch.tensor(scored["logprobs"]["token_logprobs"][1:])
     exact = logprobs_of(model, ids)
@@ -328,14 +328,14 @@ def test_the_sum_of_row_shares_is_the_wall_time(
     On a clock on which each step takes a second and nothing else takes any.
     """
     now_s = 0.0
-    collect = engine._pipeline.collect
+    collect = engine.pipeline.stages.collect
 
     def collect_later() -> StepResult:
         nonlocal now_s
         now_s += 1.0
         return collect()
 
-    monkeypatch.setattr(engine._pipeline, "collect", collect_later)
+    monkeypatch.setattr(engine.pipeline.stages, "collect", collect_later)
     monkeypatch.setattr("time.perf_counter", lambda: now_s)
     requests = [sampled(i, max_tokens=1 + i * 5 % 30) for i in range(40)]
     list(engine.run(requests[:2]))  # the clock goes on between two runs

@@ -218,7 +218,7 @@ def test_a_model_has_them(dtype: str, family_checkpoint: tuple[Path, Any]) -> No
         engine = fminfer.Engine(
             str(family_checkpoint[0]), dtype=dtype, attention=attention, budget=256
         )
-        stage: Any = engine._pipeline._run.__self__  # type: ignore[attr-defined]
+        stage: Any = engine.pipeline.stages._run.__self__  # type: ignore[attr-defined]
         mlps = [layer.mlp for layer in stage._network.layers]
         bodies[attention] = {type(mlp.mix) for mlp in mlps if isinstance(mlp, MoeOf)}
         engine.close()

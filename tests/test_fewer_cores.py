@@ -39,7 +39,7 @@ def move(to):  # as `taskset -a -p` does
 
 def answer(rows, moves):
     engine = fminfer.Engine(max_rows=8)
-    run, numbers = engine._pipeline._run, []
+    run, numbers = engine.pipeline.stages._run, []
 
     def step(step):
         if len(numbers) in moves:
@@ -48,7 +48,7 @@ def answer(rows, moves):
         numbers.append(torch.get_num_threads())
         return result
 
-    engine._pipeline._run = step
+    engine.pipeline.stages._run = step
     records = sorted(engine.run(rows), key=lambda record: record.line.number)
     engine.close()
     return numbers, [record.to_dict()["result"]["choices"] for record in records]

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "fminfer"
 # From the lowest up. A sign of the house: a new module finds its place here or is in the wrong one.
 FLOORS = """
 cache cluster.job_names compute.spec control_groups detokenizer engine.blocks engine.expected \
-    engine.noise engine.stopping errors head_kernel hyperparameters input.pieces input.spans \
+    engine.noise engine.stop_strings errors head_kernel hyperparameters input.pieces input.spans \
     messages models.architectures.nearest models.context models.examples models.read_ahead \
     models.sizes models.stored.pickles models.stored.tensors output.names output.rows \
     pipeline.addresses row_warnings sampling sentencepieces shared_runs soft_cap split.folders \

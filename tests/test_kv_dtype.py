@@ -88,10 +88,10 @@ def test_it_takes_half_the_memory() -> None:
         config = EngineConfig(dtype="float32", kv_dtype=kv_dtype, device="cpu")  # type: ignore[arg-type]
         found = make_forecast(config, open_model(config), Layout(device_bytes=1 << 30))
         engine = fminfer.Engine(config)
-        assert engine.kv_bytes_per_token == found.footprints[0].kv_token
+        assert engine.facts.kv_bytes_per_token == found.footprints[0].kv_token
         assert engine.dtype == torch.float32
-        assert engine.kv_dtype == (torch.float32 if kv_dtype == "auto" else torch.bfloat16)
-        tokens.append(engine.kv_bytes_per_token)
+        assert engine.facts.kv_dtype == (torch.float32 if kv_dtype == "auto" else torch.bfloat16)
+        tokens.append(engine.facts.kv_bytes_per_token)
         engine.close()
     assert tokens[0] == 2 * tokens[1]
 

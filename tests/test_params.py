@@ -156,7 +156,7 @@ def test_min_tokens_holds_back_every_end(engine: fminfer.Engine) -> None:
 def test_min_tokens_holds_back_an_eos_that_is_ignored() -> None:
     """Under `ignore_eos` the EOS was drawn before `min_tokens`, as by no other engine."""
     engine = fminfer.Engine(dtype="float32")  # the demo model, which ends its answers
-    (eos,) = engine._intake._limits.eos_ids
+    (eos,) = engine._intake.limits.eos_ids
     way = {
         "prompt": "Question: How do you go from the den to the porch?\nAnswer:",
         "temperature": 0,

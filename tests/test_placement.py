@@ -56,9 +56,9 @@ def test_steps_are_as_large_as_suits_the_device() -> None:
 
 def test_an_engine_has_the_sizes_of_its_device() -> None:
     with closing(fminfer.Engine(budget=4096)) as engine:
-        assert engine.max_rows == 256
+        assert engine.facts.max_rows == 256
         most: list[int] = []
-        engine.trace(lambda trace: most.append(trace.step.num_tokens))
+        engine.follow(on_step=lambda trace: most.append(trace.step.num_tokens))
         ids = [3 + i % 20 for i in range(300)]
         rows = [{"prompt": [3 + n, *ids], "max_tokens": 1} for n in range(4)]
         assert not any(record.error for record in engine.run(rows))
@@ -164,6 +164,6 @@ def test_a_gpus_peak_is_told_beside_what_was_foreseen(monkeypatch: pytest.Monkey
         monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 12345)
         engine.device = torch.device("cuda")
         told = engine.gpu_memory
-        kv = 1024 * engine.kv_bytes_per_token
+        kv = 1024 * engine.facts.kv_bytes_per_token
         assert told["peak_bytes"] == 12345
-        assert told["foreseen_bytes"] > engine.weight_bytes + kv
+        assert told["foreseen_bytes"] > engine.facts.weight_bytes + kv

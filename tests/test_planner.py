@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from fminfer.engine.planner import WINDOW, plan_order
 
 from fminfer.engine.loop import LOOKAHEAD
-from fminfer.engine.planner import WINDOW, plan_order
 from fminfer.engine.sequence import PromptState
 from fminfer.errors import StoppedError
 from fminfer.input.lines import Line

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fminfer.engine.planner import WINDOW
 
 from fminfer.assembly import build_loop
 from fminfer.check.simulation import PretendPipeline
@@ -21,7 +22,6 @@ from fminfer.config import EngineConfig, StepSizes
 from fminfer.cost_model import CostModel, StepShape
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.intake import Intake, Limits
-from fminfer.engine.planner import WINDOW
 from fminfer.engine.stats import EngineStats
 from fminfer.input.lines import Line
 from fminfer.messages import Step, StepResult, StepTrace

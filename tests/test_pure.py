@@ -8,7 +8,7 @@ import pytest
 
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.noise import noise_key, uniform
-from fminfer.engine.stopping import find_stop
+from fminfer.engine.stop_strings import find_stop
 from fminfer.errors import UsageError
 from fminfer.input.files import find_inputs
 from fminfer.input.lines import read_lines

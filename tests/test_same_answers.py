@@ -55,7 +55,7 @@ def mixed_lines() -> list[dict[str, Any]]:
 def answers(folder: Path, chain: Chain | None = None, **options: Any) -> list[dict[str, Any]]:
     engine = fminfer.Engine(str(folder), **OPTIONS | options)
     if chain is not None:
-        engine._pipeline._run = chain.run
+        engine.pipeline.stages._run = chain.run
     records = sorted(engine.run(mixed_lines()), key=lambda record: record.line.number)
     engine.close()
     return [record.to_dict()["result"] for record in records]

@@ -59,7 +59,7 @@ class Chain:
 def answers(folder: Path, chain: Chain | None) -> list[dict[str, Any]]:
     engine = fminfer.Engine(str(folder), **OPTIONS)
     if chain is not None:
-        engine._pipeline._run = chain.run
+        engine.pipeline.stages._run = chain.run
     requests = mixed_requests()[::4]
     records = sorted(engine.run(requests), key=lambda record: record.line.number)
     engine.close()
@@ -99,7 +99,7 @@ def test_the_last_layer_runs_only_for_tokens_that_are_wanted(
     make_model(name, num_layers=3).save_pretrained(tmp_path)
     save_byte_tokenizer(tmp_path)
     engine = fminfer.Engine(str(tmp_path), **(OPTIONS | {"attention": body}))
-    stage: Any = engine._pipeline._run.__self__  # type: ignore[attr-defined]
+    stage: Any = engine.pipeline.stages._run.__self__  # type: ignore[attr-defined]
     rows = [0, 0, 0]
     for place, layer in enumerate(stage._network.layers):
 
@@ -115,7 +115,7 @@ def test_the_last_layer_runs_only_for_tokens_that_are_wanted(
         most["tokens"] += trace.step.num_tokens
         most["wanted"] += len(trace.step.wanted) or 1
 
-    engine.trace(take_note)
+    engine.follow(on_step=take_note)
     records = sorted(engine.run(mixed_requests()[::4]), key=lambda record: record.line.number)
     check_same([record.to_dict()["result"] for record in records], answers(tmp_path, None))
     assert rows == [most["tokens"], most["tokens"], most["wanted"]]

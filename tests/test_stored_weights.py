@@ -90,7 +90,7 @@ def test_answers_are_those_of_float32(folders: list[Path]) -> None:
     for folder in folders:
         engine = fminfer.Engine(str(folder), dtype="float32", budget=1024)
         records = sorted(engine.run(rows), key=lambda record: record.line.number)
-        assert not any(record.error for record in records) and not engine.why_plain
+        assert not any(record.error for record in records) and not engine.facts.why_plain
         engine.close()
         choices = [record.to_dict()["result"]["choices"][0] for record in records]
         found.append([choice["logprobs"] for choice in choices])
@@ -150,7 +150,7 @@ def test_the_forecast_is_of_what_is_held(tmp_path: Path) -> None:
         of_weights = torch.bfloat16 if attention == "auto" else torch.float32
         assert (forecast.dtype, forecast.held_in) == (torch.float32, of_weights)
         engine = fminfer.Engine(config)
-        held[attention] = engine.weight_bytes
+        held[attention] = engine.facts.weight_bytes
         engine.close()
         assert found.weights >= held[attention] >= found.held_weights
     assert 0.5 <= held["auto"] / held["eager"] < 0.55

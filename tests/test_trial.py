@@ -59,7 +59,7 @@ def test_a_wrong_kernel_of_the_cpu_costs_speed_alone(
     make_wrong(owner, name, monkeypatch)
     folder, model = llama_checkpoint
     engine = check_all(folder, Oracle(model), mixed_requests()[:12], {"block_size": 16})
-    assert "the kernel cannot be used (what it gives is off by" in engine.why_slower
+    assert "the kernel cannot be used (what it gives is off by" in engine.facts.why_slower
     with pytest.raises(UsageError, match=r"attention compiled cannot be: .* is off by"):
         fminfer.Engine(str(folder), attention="compiled")
 

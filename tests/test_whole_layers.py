@@ -139,7 +139,7 @@ def test_attention_of_another_form_is_left(change: dict[str, Any]) -> None:
 def answers(folder: Path, **options: Any) -> tuple[int, list[Any]]:
     """Return how many layers are whole, and the choices of mixed requests."""
     engine = fminfer.Engine(str(folder), **{"dtype": "bfloat16"} | options)
-    stage: Any = engine._pipeline._run.__self__  # type: ignore[attr-defined]
+    stage: Any = engine.pipeline.stages._run.__self__  # type: ignore[attr-defined]
     num_whole = sum(isinstance(layer, WholeLayer) for layer in stage._network.layers)
     records = sorted(engine.run(mixed_requests()), key=lambda record: record.line.number)
     engine.close()

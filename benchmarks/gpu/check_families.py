@@ -40,9 +40,9 @@ def check_family(setting: Setting, name: str, dtype: str) -> Figures:
     engine = fminfer.Engine(str(folder / name), dtype=dtype, device=setting.device, **OPTIONS)
     figures: Figures = {}
     try:
-        expect(engine.has_kernel, "attention is plain torch", figures)
-        is_slow = bool(engine.why_slower) and not (setting.is_tiny and dtype != "float32")
-        expect(not is_slow, engine.why_slower, figures)  # some CPUs are slow in 16 bits
+        expect(engine.facts.has_kernel, "attention is plain torch", figures)
+        is_slow = bool(engine.facts.why_slower) and not (setting.is_tiny and dtype != "float32")
+        expect(not is_slow, engine.facts.why_slower, figures)  # some CPUs are slow in 16 bits
         if dtype == "float32":
             return figures | check_greedy(engine, expected.answers)
         scored = run(engine, [score_request(answer) for answer in expected.answers])

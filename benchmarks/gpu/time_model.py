@@ -140,7 +140,10 @@ class Watch:
 def time_run(setting: Setting, run: Run) -> Figures:
     """Answer the rows and watch the steps."""
     engine = start_engine(setting)
-    expect(engine.has_kernel and not engine.why_slower, engine.why_slower or "plain torch")
+    expect(
+        engine.facts.has_kernel and not engine.facts.why_slower,
+        engine.facts.why_slower or "plain torch",
+    )
     rng = random.Random(run.rows)
     vocab = MODEL[setting.device]["vocab_size"]
     how = {"max_tokens": run.new_tokens, "temperature": 0, "ignore_eos": True}
@@ -148,7 +151,7 @@ def time_run(setting: Setting, run: Run) -> Figures:
         {"prompt": [rng.randrange(vocab) for _ in range(run.tokens)]} | how for _ in range(run.rows)
     ]
     watch = Watch(run.rows, setting.device)
-    engine.trace(watch.on_step)
+    engine.follow(on_step=watch.on_step)
     started = time.perf_counter()
     for record in engine.run(rows):
         expect(record.error is None, f"a row failed: {record.error}")
@@ -169,7 +172,7 @@ def _read_share(setting: Setting, engine: fminfer.Engine, run: Run, step_s: floa
     roof = results.find_roof(setting.results, "copy")
     if roof is None:
         return {}
-    keys = run.rows * (run.tokens + run.new_tokens) * engine.kv_bytes_per_token
+    keys = run.rows * (run.tokens + run.new_tokens) * engine.facts.kv_bytes_per_token
     least_s = (_used_bytes(setting, engine) + keys) / roof
     return {"roof ms": 1000 * least_s, "share of the roof": least_s / step_s}
 
@@ -186,7 +189,7 @@ def _used_bytes(setting: Setting, engine: fminfer.Engine) -> int:
     """Return the weights' bytes but for the embedding, of which a step reads a few rows."""
     config = MODEL[setting.device]
     embedding = config["vocab_size"] * config["hidden_size"] * engine.dtype.itemsize
-    used: int = engine.weight_bytes - embedding
+    used: int = engine.facts.weight_bytes - embedding
     return used
 
 

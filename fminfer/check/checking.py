@@ -22,11 +22,13 @@ from fminfer.cost_model import CostModel
 from fminfer.cost_store import find_costs_path, load_costs
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.intake import Intake, Limits
-from fminfer.engine.loop import LOOKAHEAD, EngineLoop
-from fminfer.engine.planner import WINDOW
+from fminfer.engine.loop import EngineLoop
+from fminfer.engine.start import Starter
 from fminfer.forecast import Layout, make_forecast, name_of
 from fminfer.input.lines import count_rows, read_lines
 from fminfer.kernel_choice import find_library
+from fminfer.line_run.line_intake import LineIntake
+from fminfer.line_run.runner import LOOKAHEAD, WINDOW
 from fminfer.loading import most_kv_tokens, open_model
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.load import check_tensors
@@ -70,9 +72,12 @@ class Check:
             is_quiet: show no bar.
         """
         config = self._config
-        intake = Intake(self._tokenizer, self._limits, config.seed)
+        intake = Intake(self._tokenizer, self._limits)
         checker = LineChecker(
-            self._build_loop(intake), has_prefix_cache=config.prefix_cache, on_wrong=on_wrong
+            LineIntake(intake),
+            self._build_loop(),
+            has_prefix_cache=config.prefix_cache,
+            on_wrong=on_wrong,
         )
         sizes = [count_rows(path) for path in inputs]
         total = None if None in sizes else sum(size or 0 for size in sizes)
@@ -98,12 +103,12 @@ class Check:
             self._predict(checker, LOOKAHEAD if total is None else WINDOW),
         )
 
-    def _build_loop(self, intake: Intake) -> EngineLoop:
+    def _build_loop(self) -> EngineLoop:
         return build_loop(
             self._config,
-            intake,
+            Starter(self._tokenizer, self._limits.eos_ids, self._config.seed),
             PretendPipeline(self._config.block_size),
-            AnswerForm(self._tokenizer, self._checkpoint.name, self._config.token_format),
+            AnswerForm(self._tokenizer, self._config.token_format),
             sizes=self._sizes,
             num_blocks=self._num_blocks,
             num_stages=self._forecast.layout.num_stages,
@@ -112,7 +117,7 @@ class Check:
     def _show_first(self, checker: LineChecker, inputs: Sequence[Path]) -> FirstPrompt | None:
         if checker.first is None:
             return None
-        ids, line = checker.first.ids, checker.first.owner.line
+        line, ids = checker.first[0], checker.first[1].ids
         text = self._tokenizer.decode(ids, skip_special_tokens=False)
         return FirstPrompt(str(inputs[line.source]), line.number, text, len(ids))
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fminfer.engine.equal_requests import EqualRequests
 from fminfer.engine.loop import EngineLoop
 from fminfer.engine.prefix import SharedTokens
 from fminfer.engine.sequence import PromptState, RequestState
+from fminfer.errors import RequestError
 from fminfer.input.lines import Line
+from fminfer.line_run.asked import Asked
+from fminfer.line_run.equal_requests import EqualRequests
+from fminfer.line_run.line_intake import LineIntake
 from fminfer.output.records import Record
 
 # What is kept of the beginning, to find its steps: some seconds of simulation.
@@ -64,21 +67,27 @@ class LineChecker:
     """Checks a run's lines in their order.
 
     Args:
-        loop: of an engine as the run would have it; it only opens lines.
+        intake: opens the lines.
+        loop: of an engine as the run would have it; it only opens requests.
         has_prefix_cache: whether the run shares prefixes and the answers of equal requests.
         on_wrong: told of each line that cannot be answered.
     """
 
     def __init__(
-        self, loop: EngineLoop, *, has_prefix_cache: bool, on_wrong: Callable[[Record], None]
+        self,
+        intake: LineIntake,
+        loop: EngineLoop,
+        *,
+        has_prefix_cache: bool,
+        on_wrong: Callable[[Record], None],
     ) -> None:
-        self._loop = loop
+        self._intake, self._loop = intake, loop
         self._on_wrong = on_wrong
         self._equal = EqualRequests() if has_prefix_cache else None
         self._shared = SharedTokens() if has_prefix_cache else None
         self._sample_bytes = 0
         self.counts = LineCounts()
-        self.first: PromptState | None = None
+        self.first: tuple[Line, PromptState] | None = None
         self.sample: list[Line] = []  # the first lines that can be answered
         self.num_sample_tokens = 0.0  # of those, as tokens_to_compute counts them
         self._is_full = False
@@ -87,23 +96,30 @@ class LineChecker:
         """Check the next line."""
         counts = self.counts
         counts.num_lines += 1
-        state = self._loop.open_line(line)
-        if isinstance(state, Record):
-            assert state.error is not None
-            counts.num_wrong += 1
-            code = state.error.code
-            counts.errors_by_code[code] = counts.errors_by_code.get(code, 0) + 1
-            self._on_wrong(state)
+        asked = self._intake.open(line)
+        if isinstance(asked, Record):
+            self._tell_wrong(asked)
             return
-        self._count(state)
+        try:
+            state = self._loop.open(asked.prepared)
+        except RequestError as error:
+            self._tell_wrong(Record(line, asked.envelope, error=error))
+            return
+        self.first = self.first or (line, state.prompts[0])
+        self._count(state, is_equal=self._is_equal(asked))
         self._keep(line)
 
-    def _count(self, state: RequestState) -> None:
+    def _tell_wrong(self, record: Record) -> None:
+        assert record.error is not None
+        counts, code = self.counts, record.error.code
+        counts.num_wrong += 1
+        counts.errors_by_code[code] = counts.errors_by_code.get(code, 0) + 1
+        self._on_wrong(record)
+
+    def _count(self, state: RequestState, *, is_equal: bool) -> None:
         counts = self.counts
-        is_equal = self._is_equal(state)
         counts.num_equal += is_equal
         for prompt in state.prompts:
-            self.first = self.first or prompt
             to_draw = prompt.params.max_tokens * len(prompt.sequences)
             counts.num_prompts += 1
             counts.num_sequences += len(prompt.sequences)
@@ -116,14 +132,12 @@ class LineChecker:
                 counts.tokens_to_draw += to_draw
                 self._count_shared(prompt)
 
-    def _is_equal(self, state: RequestState) -> bool:
+    def _is_equal(self, asked: Asked) -> bool:
         if self._equal is None:
             return False
-        prompts = state.prompts  # following another request puts that one's in their place
-        is_equal = self._equal.follow(state)
-        state.prompts = prompts
-        if not is_equal:
-            self._equal.finish(state)
+        is_equal = self._equal.follow(asked) is not None
+        if not is_equal:  # as if it were answered at once
+            self._equal.finish(asked)
         return is_equal
 
     def _count_shared(self, prompt: PromptState) -> None:

@@ -16,10 +16,13 @@ from fminfer.cost_model import COSTS, SPREAD_COSTS, StepShape
 from fminfer.detokenizer import Detokenizer
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.intake import Intake, Limits
-from fminfer.engine.sequence import RequestState
+from fminfer.engine.sequence import Prepared, RequestState
+from fminfer.engine.start import Starter
 from fminfer.engine.stats import EngineStats
-from fminfer.input.envelope import Envelope
 from fminfer.input.lines import Line
+from fminfer.line_run.asked import RecordForm
+from fminfer.line_run.line_intake import LineIntake
+from fminfer.line_run.runner import LineRunner
 from fminfer.messages import Step, StepResult, StepRow, TokenLogprobs
 from fminfer.tokenizer import Tokenizer
 
@@ -107,6 +110,8 @@ class PretendPipeline:
 class _Silent(Detokenizer):
     """Detokenizes nothing: no text is looked at."""
 
+    num_open = 0
+
     def __init__(self) -> None:
         self.starts = [0]  # the newest token's
 
@@ -117,13 +122,12 @@ class _Silent(Detokenizer):
         return ""
 
 
-class _LongestRows(Intake):
-    """Prepares requests so that nothing but max_tokens ends them."""
+class _LongestRows(Starter):
+    """Starts requests so that nothing but max_tokens ends them."""
 
-    def prepare(self, line: Line, envelope: Envelope) -> RequestState:
-        state = super().prepare(line, envelope)
-        params = replace(state.request.params, min_tokens=state.request.params.max_tokens)
-        state.request = replace(state.request, params=params)
+    def start(self, request_id: int, prepared: Prepared) -> RequestState:
+        params = replace(prepared.params, min_tokens=prepared.params.max_tokens)
+        state = super().start(request_id, replace(prepared, params=params))
         for prompt in state.prompts:
             prompt.end_ids = prompt.held_ids = frozenset()
             for sequence in prompt.sequences:
@@ -175,13 +179,21 @@ def simulate(
     pipeline = PretendPipeline(config.block_size)
     loop = build_loop(
         config,
-        _LongestRows(tokenizer, limits, config.seed),
+        _LongestRows(tokenizer, limits.eos_ids, config.seed),
         pipeline,
-        AnswerForm(tokenizer, "", config.token_format),
+        AnswerForm(tokenizer, config.token_format),
         sizes=sizes,
         num_blocks=num_blocks,
         num_stages=num_stages,
     )
-    for record in loop.run(lines, read_ahead):
+    runner = LineRunner(
+        loop,
+        LineIntake(Intake(tokenizer, limits)),
+        RecordForm("", 0),
+        read_ahead=read_ahead,
+        joins_equal=config.prefix_cache,
+        is_only_run=config.is_only_run,
+    )
+    for record in runner.run(lines):
         assert record.error is None, record.error
     return Simulation(pipeline.fed, pipeline.rest, pipeline.num_blocks_used, loop.stats)

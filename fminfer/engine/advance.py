@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fminfer.detokenizer import Detokenizer
 from fminfer.engine.sequence import Sequence, TokenReport
-from fminfer.engine.stopping import find_stop
+from fminfer.engine.stop_strings import find_stop
 
 
 def advance(sequence: Sequence, token: TokenReport) -> None:

@@ -1,36 +1,32 @@
-"""The engine's loop: take lines in, keep the pipeline full, hand records out.
+"""The engine's loop: take requests in, keep the pipeline full, tell what happened.
 
-It knows the pipeline as `submit` and `collect` only, and nothing of files.
+It sees the pipeline as `submit` and `collect` only.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable
 from typing import Protocol
 
-from fminfer.engine.advance import advance
-from fminfer.engine.answer import AnswerForm, build_record
-from fminfer.engine.equal_requests import EqualRequests
-from fminfer.engine.intake import Intake
+from fminfer.engine.answer import AnswerForm, build_answer
+from fminfer.engine.deltas import Deltas
+from fminfer.engine.events import Event
+from fminfer.engine.order import plan_order
 from fminfer.engine.packing import PlannedStep
-from fminfer.engine.planner import MAX_WINDOW_TOKENS, plan_order
 from fminfer.engine.prefix import SharedTokens
+from fminfer.engine.results import take_result
 from fminfer.engine.scheduler import Scheduler
-from fminfer.engine.sequence import PromptState, RequestState, Sequence, TokenReport
+from fminfer.engine.sequence import Prepared, PromptState, RequestState, Sequence
+from fminfer.engine.start import Starter
 from fminfer.engine.stats import EngineStats
-from fminfer.errors import RequestError, StepLimitError, StoppedError, UsageError, row_error
-from fminfer.input.envelope import Envelope, as_text, open_envelope
-from fminfer.input.lines import Line
-from fminfer.messages import Step, StepResult, StepTrace, TokenLogprobs
-from fminfer.output.records import Record
+from fminfer.errors import RequestError, StepLimitError
+from fminfer.messages import Step, StepResult, StepTrace
 from fminfer.timing import RowClock
-
-LOOKAHEAD = 64  # lines that are read between steps, and prompts that wait where no more is said
-WAIT_S = 0.02  # for a line, where nothing else is to be done
-MIN_WAITING = 32  # so few prompts wait, and those that were read join them
 
 
 class Pipeline(Protocol):
@@ -46,96 +42,182 @@ class Pipeline(Protocol):
 
 
 class EngineLoop:
-    """Answers lines with what it is given."""
+    """Answers requests over one pipeline.
+
+    `add`, `cancel` and `wait` may be called from any thread, the rest from one.
+
+    Args:
+        starter: makes the state of a request.
+        micro_batches: steps to keep in flight.
+        kv_capacity: tokens of KV cache.
+        max_steps: after which a run stops; None: no limit.
+    """
 
     def __init__(
         self,
-        intake: Intake,
+        starter: Starter,
         scheduler: Scheduler,
         pipeline: Pipeline,
         form: AnswerForm,
         *,
-        micro_batches: int,  # steps to keep in flight
+        micro_batches: int,
         kv_capacity: int,
         max_steps: int | None = None,
-        is_only_run: bool = False,
-        equal_requests: EqualRequests | None = None,
     ) -> None:
-        self._intake = intake
+        self._starter = starter
         self._scheduler = scheduler
         self._pipeline = pipeline
         self._form = form
         self._micro_batches = micro_batches
         self._max_steps = max_steps
-        self._is_only_run = is_only_run
-        self._equal_requests = equal_requests
         self.on_step: Callable[[StepTrace], None] | None = None  # told of every finished step
-        self._clock = RowClock()
-        self._in_flight: deque[PlannedStep] = deque()
-        self._done: deque[RequestState | Record] = deque()
-        self._is_running = False
-        self._num_steps_before = 0  # of earlier runs
-        self._has_ended = False  # every line was read
-        self._read_ahead = LOOKAHEAD
-        self._window: list[PromptState] = []  # read, and not yet waiting: to be put in order
-        self._num_window_tokens = 0
-        self._stop_at_s = math.inf
-        self._shared_tokens = SharedTokens()
         self.stats = EngineStats(num_kv_tokens=kv_capacity)
+        self._ids = itertools.count()
+        self._added: deque[RequestState] = deque()  # by other threads, to be taken in
+        self._cancelled: deque[int] = deque()
+        self._has_news = threading.Event()
+        self._num_steps_before = 0  # of earlier runs
+        self._shared_tokens = SharedTokens()
+        self._begin()
 
-    def run(
-        self, lines: Iterable[Line | None], read_ahead: int = LOOKAHEAD
-    ) -> Generator[Record, None, None]:
-        """Yield one record a line, as they finish. Lines are read as room for them appears.
+    def _begin(self) -> None:
+        self._clock = RowClock()
+        self._open: dict[int, RequestState] = {}  # requests without an answer
+        self._in_flight: deque[PlannedStep] = deque()
+        self._finished: list[RequestState] = []  # since the last step returned
+        self._streams: dict[int, Deltas] = {}
+        self._is_draining = False
+
+    def add(
+        self,
+        prepared: Prepared,
+        *,
+        priority: int = 0,
+        is_streamed: bool = False,
+        request_id: int | None = None,
+    ) -> int:
+        """Queue a request; return the id by which events name it.
 
         Args:
-            lines: None stands for a line that is not there yet; the next is asked for later.
-            read_ahead: prompts that are read before there is room for them, to be put in order.
+            priority: requests of higher ones enter first, and may put back rows of lower ones.
+            is_streamed: tell its tokens as they come.
+            request_id: its id, where others give ids to all requests; None: the next one.
 
         Raises:
-            UsageError: an earlier run is not finished.
+            RequestError: it can never run here.
         """
-        if self._is_running:
-            raise UsageError("the engine is in the middle of a run; finish or close that one first")
-        self._is_running = True
-        self._num_steps_before = self.stats.num_steps
-        self._stop_at_s = math.inf
-        self._has_ended = False
-        self._read_ahead = read_ahead
-        self._form.created = int(time.time())
+        state = self.open(prepared)
+        if request_id is not None:
+            state.id = request_id
+        state.priority, state.is_streamed = priority, is_streamed
+        self._added.append(state)
+        self._has_news.set()
+        return state.id
+
+    def open(self, prepared: Prepared) -> RequestState:
+        """Return the state of a request that could be added.
+
+        Raises:
+            RequestError: it can never run here.
+        """
+        state = self._starter.start(next(self._ids), prepared)
+        self._check_room(state)
+        return state
+
+    def cancel(self, request_id: int) -> None:
+        """Forget a request, whatever has become of it; the next step frees what it held."""
+        self._cancelled.append(request_id)
+        self._has_news.set()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until there is work, so long at most; return whether there is."""
+        if not self.has_work:
+            self._has_news.wait(timeout_s)
+            self._has_news.clear()
+        return self.has_work
+
+    def wake(self) -> None:
+        """End a `wait`."""
+        self._has_news.set()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        may_go_on = bool(self._open) and (not self._is_draining or self.has_begun)
+        return bool(self._added or self._cancelled or self._in_flight or may_go_on)
+
+    def step(self) -> list[Event]:
+        """Do one step, and return what happened.
+
+        Raises:
+            PipelineError: a rank failed. All requests are dropped.
+            StepLimitError: `max_steps` were done, and requests are left.
+        """
         try:
-            self._intake.start_run()
-            if self._equal_requests is not None:
-                self._equal_requests.clear()
-            yield from self._run(iter(lines))
-            self._scheduler.check_idle()
-        except BaseException:  # also when the caller wants no more records
-            self._drop_everything()
+            self._take_in()
+            self._schedule()
+            if self._in_flight:
+                result = self._pipeline.collect()
+                self._postprocess(self._in_flight.popleft(), result)
+                self._schedule()  # stages work while answers are built
+            elif self._is_at_limit and self._open:
+                raise StepLimitError(
+                    f"stopped after {self._max_steps} micro-batches, as --num-iters says; rows "
+                    "are left. Leave the flag out to answer all"
+                )
+            return self._tell()
+        except BaseException:
+            self.drop()
             raise
-        finally:
-            self._is_running = False
 
-    def pass_over(self, line: Line) -> None:
-        """Take note of a line of this run that is not to be answered again."""
-        self._intake.pass_over(line)
+    def drop(self) -> None:
+        """Forget every request; steps in flight are waited for."""
+        self._pipeline.drop()
+        self._scheduler.clear()
+        self._added.clear()
+        self._cancelled.clear()
+        self._begin()
 
-    def open_line(self, line: Line) -> RequestState | Record:
-        """Return a line's request, or the record that says why it cannot be answered."""
-        envelope = Envelope("bare", as_text(line.raw))  # until it is opened
-        try:
-            envelope = open_envelope(line)
-            state = self._intake.prepare(line, envelope)
-            self._check_memory(state)
-            return state
-        except Exception as error:
-            return Record(line, envelope, error=row_error(error, line.number))
+    def start_run(self) -> None:
+        """Count the steps of `max_steps` from here on; no longer drain."""
+        self._num_steps_before = self.stats.num_steps
+        self._is_draining = False
 
-    def stop(self, grace_s: float) -> None:
-        """Take no more lines in; rows that run may go on so long. It may be called at any moment.
+    def drain(self, until_s: float = math.inf) -> None:
+        """Let no more requests begin; those whose rows run go on."""
+        self._is_draining = True
 
-        The run then raises StoppedError, unless it is complete.
-        """
-        self._stop_at_s = min(self._stop_at_s, time.perf_counter() + grace_s)
+    def expect_no_more(self) -> None:
+        """Take note that no more requests come: prefixes that none of these shares can go."""
+        self._take_in()
+        self._scheduler.forget_unshared()
+
+    def check_idle(self) -> None:
+        """Prove the scheduler's books once nothing is left to do."""
+        if not (self._open or self._in_flight):
+            self._scheduler.check_idle()
+
+    def count_row(self, *, is_seeded: bool = False, is_copied: bool = False) -> None:
+        """Count a line that was read, for those who follow the progress."""
+        self.stats.read.num_rows += 1
+        self.stats.read.num_seeded += is_seeded
+        self.stats.num_copied_requests += is_copied
+
+    @property
+    def num_waiting(self) -> int:
+        """Prompts that have not begun."""
+        return self._scheduler.num_waiting + sum(len(state.prompts) for state in self._added)
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether a step is in flight."""
+        return bool(self._in_flight)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether rows run, or have run and are to run again."""
+        is_running = self._scheduler.num_running > 0 or self._scheduler.has_put_back
+        return is_running or bool(self._in_flight)
 
     @property
     def num_draws_left(self) -> int:
@@ -144,132 +226,16 @@ class EngineLoop:
         return sum(s.num_draws_left for s in (*self._scheduler.between_steps, *in_flight))
 
     @property
-    def _is_stopping(self) -> bool:
-        return self._stop_at_s < math.inf
-
-    def _run(self, source: Iterator[Line | None]) -> Iterator[Record]:
-        while True:
-            has_more = self._take_in(source)
-            self._fill_pipeline()
-            if self._in_flight:
-                result = self._pipeline.collect()
-                self._apply(self._in_flight.popleft(), result)
-                self._fill_pipeline()  # stages work while records are built and lines are read
-            while self._done:
-                done = self._done.popleft()
-                if isinstance(done, Record):
-                    yield done
-                else:
-                    yield build_record(done, self._form, time.perf_counter())
-            if not has_more and not self._in_flight and self._scheduler.is_idle:
-                return
-            is_late = time.perf_counter() > self._stop_at_s
-            is_running = self._scheduler.num_running > 0 or self._scheduler.has_put_back
-            is_drained = not self._in_flight and not is_running
-            if is_late or (self._is_stopping and is_drained):
-                raise StoppedError("stopped as told, and rows are left", "cancelled", 130)
-            if self._is_at_limit and not self._in_flight:
-                raise StepLimitError(
-                    f"stopped after {self._max_steps} micro-batches, as --num-iters says; rows "
-                    "are left. Leave the flag out to answer all"
-                )
-
-    @property
     def _is_at_limit(self) -> bool:
         num_steps = self.stats.num_steps - self._num_steps_before + self._pipeline.num_in_flight
         return self._max_steps is not None and num_steps >= self._max_steps
 
-    def _drop_everything(self) -> None:
-        self._pipeline.drop()
-        self._in_flight.clear()
-        self._done.clear()
-        self._window.clear()
-        self._num_window_tokens = 0
-        self._scheduler.clear()
-        self._clock = RowClock()
+    def _check_room(self, state: RequestState) -> None:
+        """See that the KV cache could hold each prompt of a request, were it alone.
 
-    def _take_in(self, source: Iterator[Line | None]) -> bool:
-        """Read some lines, and let them wait in good order; return False when all do."""
-        has_more = self._read(source)
-        if self._window and not self._is_stopping:
-            is_whole = not has_more or self._num_ahead >= self._window_size
-            if self._scheduler.num_waiting < (LOOKAHEAD if is_whole else MIN_WAITING):
-                for prompt in plan_order(self._window):
-                    self._scheduler.add(prompt)
-                self._window.clear()
-                self._num_window_tokens = 0
-        has_more = has_more or bool(self._window)
-        if self._is_only_run and not has_more:
-            self._scheduler.forget_unshared()
-        return has_more
-
-    @property
-    def _num_ahead(self) -> int:
-        return self._scheduler.num_waiting + len(self._window)
-
-    @property
-    def _window_size(self) -> int:
-        """Return how many prompts are read ahead: few once another file was opened."""
-        if self._window and self._window[0].owner.line.source != self._window[-1].owner.line.source:
-            return min(LOOKAHEAD, self._read_ahead)
-        return self._read_ahead
-
-    def _read(self, source: Iterator[Line | None]) -> bool:
-        """Read lines until enough are there for now; return False at the end of the input."""
-        if self._has_ended:
-            return False
-        # While nothing runs, nothing waits for the reading.
-        for _ in range(LOOKAHEAD if self._in_flight else self._read_ahead):
-            is_full = self._num_window_tokens >= MAX_WINDOW_TOKENS
-            if self._num_ahead >= self._window_size or is_full or self._is_stopping:
-                return True
-            if len(self._done) >= LOOKAHEAD:  # lines that need no step: hand them out first
-                return True
-            if self._equal_requests is not None and self._equal_requests.is_full:
-                return True
-            try:
-                line = next(source)
-            except StopIteration:
-                self._has_ended = True
-                return False
-            if line is None:  # not there yet
-                if not (self._in_flight or self._num_ahead or self._done):
-                    time.sleep(WAIT_S)
-                return True
-            self._take_line(line)
-        return True
-
-    def _take_line(self, line: Line) -> None:
-        state = self.open_line(line)
-        self.stats.read.num_rows += 1
-        if isinstance(state, Record):
-            self._done.append(state)
-            return
-        params = state.request.params
-        self.stats.read.num_seeded += params.seed is not None and not params.is_greedy
-        if self._equal_requests is not None and self._equal_requests.follow(state):
-            self._follow(state)
-            return
-        for prompt in state.prompts:
-            if prompt.num_to_feed > 0:
-                self._window.append(prompt)
-                self._num_window_tokens += len(prompt.ids)
-                max_tokens = prompt.params.max_tokens
-                self.stats.read.add(prompt.num_to_feed, len(prompt.sequences), max_tokens)
-                self._count_shared(prompt)
-            else:  # nothing to compute: max_tokens 0 without scores, or one token to score
-                for sequence in prompt.sequences:
-                    sequence.finish_reason = "length"
-        if state.is_finished:
-            self._finish(state)
-
-    def _follow(self, state: RequestState) -> None:
-        """Let a request wait for the answer of an equal one, or take it if it is there."""
-        state.times = self._clock.start(time.perf_counter())
-        if state.is_finished:
-            self._finish(state)
-
-    def _check_memory(self, state: RequestState) -> None:
+        Raises:
+            RequestError: it could not.
+        """
         for prompt in state.prompts:
             if len(prompt.sequences) > self._scheduler.max_rows:
                 raise RequestError(
@@ -289,18 +255,53 @@ class EngineLoop:
                     "max_tokens",
                 )
 
-    def _fill_pipeline(self) -> None:
+    def _take_in(self) -> None:
+        """Let what was added wait, and forget what was cancelled."""
+        while self._added:
+            state = self._added.popleft()
+            self._open[state.id] = state
+            if state.is_streamed:
+                self._streams[state.id] = Deltas(state, self._form)
+            for prompt in plan_order(state.prompts):
+                if prompt.num_to_feed > 0:
+                    self._let_wait(prompt)
+                else:  # nothing to compute: max_tokens 0 without scores, or one token to score
+                    for sequence in prompt.sequences:
+                        sequence.finish_reason = "length"
+            if state.is_finished:
+                self._finish(state)
+        while self._cancelled:
+            cancelled = self._open.get(self._cancelled.popleft())
+            if cancelled is not None:
+                self._forget(cancelled)
+
+    def _let_wait(self, prompt: PromptState) -> None:
+        stats = self.stats
+        stats.read.add(prompt.num_to_feed, len(prompt.sequences), prompt.params.max_tokens)
+        if not self._shared_tokens.is_full:
+            prompt.is_counted = True
+            num_shared = self._shared_tokens.add(prompt.ids[: prompt.num_to_feed])
+            stats.num_counted_tokens += prompt.num_to_feed
+            stats.num_counted_shareable += min(num_shared, prompt.num_to_feed - 1)
+        self._scheduler.add(prompt)
+
+    def _forget(self, state: RequestState) -> None:
+        """Free what a cancelled request holds; steps in flight still bring results of it."""
+        state.is_cancelled = True
+        for prompt in state.prompts:
+            if not prompt.is_finished:
+                self._scheduler.cancel(prompt)
+            for sequence in prompt.sequences:
+                if sequence.finish_reason is None:
+                    drawn = len(sequence.tokens)
+                    self.stats.read.end(drawn, prompt.params.max_tokens)
+        self._leave(state)
+
+    def _schedule(self) -> None:
+        """Send steps in until enough are in flight."""
         while self._pipeline.num_in_flight < self._micro_batches and not self._is_at_limit:
-            for prompt in self._scheduler.admit(is_stopping=self._is_stopping):
-                if prompt.again or prompt.is_apart:
-                    self.stats.num_put_back += not prompt.is_apart
-                    self.stats.num_apart += prompt.is_apart
-                    self.stats.num_again_tokens += prompt.num_to_feed - prompt.num_fed
-                else:
-                    self.stats.num_cached_tokens += prompt.num_cached
-                    self.stats.num_counted_cached += prompt.num_cached * prompt.is_counted
-                if prompt.owner.times is None:
-                    prompt.owner.times = self._clock.start(time.perf_counter())
+            for prompt in self._scheduler.admit(is_stopping=self._is_draining):
+                self._count_admitted(prompt)
             planned = self._scheduler.schedule()
             if planned is None:
                 return
@@ -309,116 +310,64 @@ class EngineLoop:
             running = self._scheduler.num_running
             self.stats.max_rows_running = max(self.stats.max_rows_running, running)
 
-    def _apply(self, planned: PlannedStep, result: StepResult) -> None:
+    def _count_admitted(self, prompt: PromptState) -> None:
+        if prompt.again or prompt.is_apart:
+            self.stats.num_put_back += not prompt.is_apart
+            self.stats.num_apart += prompt.is_apart
+            self.stats.num_again_tokens += prompt.num_to_feed - prompt.num_fed
+        else:
+            self.stats.num_cached_tokens += prompt.num_cached
+            self.stats.num_counted_cached += prompt.num_cached * prompt.is_counted
+        if prompt.owner.times is None:
+            prompt.owner.times = self._clock.start(time.perf_counter())
+            self.stats.num_begun += 1
+
+    def _postprocess(self, planned: PlannedStep, result: StepResult) -> None:
+        """Give each token of a step to its sequence, and end those that are done."""
         assert planned.step.step_id == result.step_id, "the pipeline changed the order of steps"
-        self.stats.num_steps += 1
-        self.stats.add_spans(result.spans)
+        stats = self.stats
+        stats.num_steps += 1
+        stats.add_spans(result.spans)
+        stats.num_prompt_tokens += planned.num_prompt_tokens
+        stats.num_generated_tokens += len(planned.sequences)
+        stats.read.max_open_draws -= len(planned.sequences)
         self._scheduler.collect(planned)
         if self.on_step is not None:
             counts = planned.num_prompt_tokens, planned.num_decode_rows
             self.on_step(StepTrace(result.step_id, *counts, result.spans, planned.step))
-        self.stats.num_prompt_tokens += planned.num_prompt_tokens
-        scores = _reports(result.scored)
-        for prompt, report in zip(planned.scored_prompts, scores, strict=True):
-            self._take_score(prompt, report)
-        self.stats.num_generated_tokens += len(planned.sequences)
-        self.stats.read.max_open_draws -= len(planned.sequences)
-        draws = _reports(result.sampled)
-        for sequence, report in zip(planned.sequences, draws, strict=True):
-            self._take_token(sequence, report)
-
-    def _count_shared(self, prompt: PromptState) -> None:
-        stats = self.stats
-        if not self._shared_tokens.is_full:
-            prompt.is_counted = True
-            num_shared = self._shared_tokens.add(prompt.ids[: prompt.num_to_feed])
-            stats.num_counted_tokens += prompt.num_to_feed
-            stats.num_counted_shareable += min(num_shared, prompt.num_to_feed - 1)
-
-    def _take_shared_scores(self, prompt: PromptState) -> None:
-        prompt.take_shared_scores()
-        for place, report in enumerate(prompt.reports, start=1):
-            if math.isnan(report.logprob):
-                prompt.nan_at = prompt.nan_at or f"prompt token {place}"
-
-    def _take_score(self, prompt: PromptState, report: TokenReport) -> None:
-        if prompt.shared_scores:
-            self._take_shared_scores(prompt)
-        prompt.reports.append(report)
-        if math.isnan(report.logprob):
-            prompt.nan_at = prompt.nan_at or f"prompt token {len(prompt.reports)}"
-        is_last = len(prompt.reports) == len(prompt.ids) - 1
-        if prompt.params.max_tokens == 0 and is_last and not self._feeds_again(prompt):
-            for sequence in prompt.sequences:
-                sequence.finish_reason = "length"
-                self._end(sequence)
-
-    def _take_token(self, sequence: Sequence, report: TokenReport) -> None:
-        prompt, state = sequence.prompt, sequence.prompt.owner
-        if prompt.num_fed == 0:  # its first sequence had it put back, just now
-            return
-        if prompt.shared_scores:
-            self._take_shared_scores(prompt)
-        if math.isnan(report.logprob):
-            prompt.nan_at = prompt.nan_at or f"generated token {len(sequence.tokens)}"
-        if self._feeds_again(prompt):
-            return
-        assert state.times is not None, "a row ran before it was admitted"
-        if state.times.first_token_s is None:
-            state.times.first_token_s = time.perf_counter()
-        if prompt.nan_at:
-            sequence.finish_reason = "stop"
-        else:
-            advance(sequence, report)
-        if sequence.finish_reason is None:
-            self._scheduler.resume(sequence)
-        else:
+        for sequence in take_result(planned, result, self._scheduler, stats):
             self._end(sequence)
-
-    def _feeds_again(self, prompt: PromptState) -> bool:
-        """Judge a prompt by its first result since it was admitted.
-
-        Of nan, blocks that it shares may be the cause, whatever the row that computed them gave:
-        then it is fed again, alone, and has a verdict of its own.
-        """
-        if prompt.is_unproven:
-            prompt.is_unproven = False
-            if not prompt.nan_at:
-                self._scheduler.vouch(prompt)
-            elif self._scheduler.put_apart(prompt):
-                num_draws = len(prompt.sequences) if prompt.params.max_tokens > 0 else 0
-                self.stats.read.max_open_draws += num_draws
-                return True
-        if prompt.nan_at and prompt.owner.error is None:
-            prompt.owner.error = _nan_error(prompt.nan_at)
-        return False
 
     def _end(self, sequence: Sequence) -> None:
         self._scheduler.release(sequence)
+        state = sequence.prompt.owner
+        if state.is_cancelled:
+            return
         self.stats.read.end(len(sequence.tokens), sequence.prompt.params.max_tokens)
-        if sequence.prompt.owner.is_finished:
-            self._finish(sequence.prompt.owner)
+        if state.is_finished:
+            self._finish(state)
 
     def _finish(self, state: RequestState) -> None:
-        if state.times is not None:
+        self._finished.append(state)
+        self._leave(state)
+
+    def _leave(self, state: RequestState) -> None:
+        """Take a request out of those that are open."""
+        del self._open[state.id]
+        if state.times is None:
+            self.stats.num_begun += 1
+        else:
             self._clock.stop(state.times, time.perf_counter())
-        self._done.append(state)
-        self.stats.num_copied_requests += state.leader is not None
-        if self._equal_requests is not None:
-            for follower in self._equal_requests.finish(state):
-                self._finish(follower)
+        if state.is_cancelled:
+            self._streams.pop(state.id, None)
 
-
-def _reports(columns: TokenLogprobs) -> Iterator[TokenReport]:
-    for token_id, logprob, top_ids, top_logprobs in zip(
-        columns.ids, columns.logprobs, columns.top_ids, columns.top_logprobs, strict=True
-    ):
-        yield TokenReport(token_id, logprob, list(zip(top_ids, top_logprobs, strict=True)))
-
-
-def _nan_error(where: str) -> RequestError:
-    return RequestError(
-        "nan_logits",
-        f"the model's logits for {where} are not numbers (nan); its weights or dtype overflow. "
-        "Try --dtype float32 or bfloat16",
-    )
+    def _tell(self) -> list[Event]:
+        """Return the tokens of streamed requests, and the answers of those that are done."""
+        events: list[Event] = []
+        for stream in self._streams.values():
+            events += stream.take()
+        finished, self._finished = self._finished, []
+        for state in finished:
+            self._streams.pop(state.id, None)
+            events.append(build_answer(state, self._form))
+        return events

@@ -6,24 +6,77 @@ Not to neighbours, order, batch, or how often the run was resumed (contract, sec
 from __future__ import annotations
 
 import hashlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import fields
+
+from fminfer.request import SamplingParams
+
+# What decides which token a draw takes, beside the logits. The rest of a request decides how many
+# are drawn, and what is told of them.
+DRAW_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "logit_bias",
+)
 
 
-def digest(raw: bytes) -> bytes:
-    """Return 16 bytes that stand for a request's own bytes."""
-    return hashlib.blake2b(raw, digest_size=16).digest()
+def meaning_of(prompts: Sequence[str | list[int]], params: SamplingParams) -> bytes:
+    """Return 16 bytes that stand for all that a request says, its seed left out.
+
+    Requests that say the same in other bytes (the order of keys, `stream`, 1 for 1.0) are equal.
+    """
+    values = {each.name: getattr(params, each.name) for each in fields(params)}
+    values["seed"] = None
+    values["logit_bias"] = sorted(params.logit_bias)
+    return _digest(repr((list(prompts), _canonical(values))).encode("utf-8", "surrogatepass"))
 
 
-def noise_key(seed: int, repeat: int, digest: bytes, prompt_index: int, candidate: int) -> bytes:
-    """Return the key of one sequence's draws.
+def draw_key(
+    prompts: Sequence[list[int]], params: SamplingParams, seed: int, repeat: int, meaning: bytes
+) -> bytes:
+    """Return what the draws of all sequences of a request have in common.
+
+    Of a request with a seed these are its prompts' ids, its seed, and how its tokens are drawn: so
+    it draws the same with more choices, a larger `max_tokens`, or `logprobs`. Of one without a
+    seed it is all that it says, and how many equal ones came before it.
 
     Args:
         seed: the request's own, or the run's.
-        repeat: how many equal lines without a seed came before; 0 where the seed is given.
-        digest: of the request's bytes.
+        repeat: how many equal requests without a seed came before; 0 where the seed is given.
+        meaning: of a request without a seed: see `meaning_of`.
     """
-    numbers = (seed, repeat, prompt_index, candidate)
-    head = b"".join(number.to_bytes(16, "little", signed=True) for number in numbers)
-    return hashlib.blake2b(head + digest, digest_size=16).digest()
+    values = {name: getattr(params, name) for name in DRAW_FIELDS}
+    values["logit_bias"] = sorted(params.logit_bias)
+    numbers = b"".join(n.to_bytes(16, "little", signed=True) for n in (seed, repeat))
+    ids = b"".join(_ids_digest(prompt) for prompt in prompts)
+    return _digest(numbers + meaning + _digest(repr(_canonical(values)).encode()) + ids)
+
+
+def noise_key(draw_key: bytes, prompt_index: int, candidate: int) -> bytes:
+    """Return the key of one sequence's draws."""
+    numbers = (prompt_index, candidate)
+    return _digest(draw_key + b"".join(number.to_bytes(8, "little") for number in numbers))
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def _ids_digest(ids: list[int]) -> bytes:
+    return _digest(array("q", ids).tobytes())
+
+
+def _canonical(values: dict[str, object]) -> list[tuple[str, object]]:
+    """Return values in an order of their own, and -0.0 as 0.0."""
+    return sorted(
+        (name, value + 0.0 if isinstance(value, float) else value) for name, value in values.items()
+    )
 
 
 def uniform(key: bytes, step: int) -> float:

@@ -1,7 +1,4 @@
-"""The nouns of the engine: a request being answered, its prompts, and their sequences.
-
-They hold state and know nothing of scheduling, tensors or output.
-"""
+"""The nouns of the engine: a request being answered, its prompts, and their sequences."""
 
 from __future__ import annotations
 
@@ -11,9 +8,7 @@ from typing import Literal
 from fminfer.detokenizer import Detokenizer
 from fminfer.engine.logit_edits import LogitEdits
 from fminfer.errors import RequestError
-from fminfer.input.envelope import Envelope
-from fminfer.input.lines import Line
-from fminfer.request import Request, SamplingParams
+from fminfer.request import SamplingParams
 from fminfer.timing import RowTimes
 from fminfer.tokenizer import EncodedPrompt
 
@@ -33,20 +28,30 @@ class TokenReport:
 ReportSlice = tuple[list[TokenReport], int, int]  # a list, often still growing, and [start, end)
 
 
+@dataclass(slots=True, frozen=True)
+class Prepared:
+    """A request that was checked and tokenized: all that its answer depends on."""
+
+    params: SamplingParams
+    prompts: list[EncodedPrompt]
+    repeat: int = 0  # equal requests without a seed before it, so that they draw differently
+    meaning: bytes = b""  # of one without a seed: a digest of its prompts and all of its params
+    is_openai: bool = True  # answered as the OpenAI API does: tokens as texts, logprobs or null
+
+
 @dataclass(slots=True)
 class RequestState:
-    """One line between reading and its record."""
+    """One request from `add` to its answer."""
 
-    line: Line
-    envelope: Envelope
-    request: Request
-    read_s: float
+    id: int
+    prepared: Prepared
+    added_s: float
+    priority: int = 0  # higher ones enter first
+    is_streamed: bool = False  # its tokens are told as they come
     prompts: list[PromptState] = field(default_factory=list)
     times: RowTimes | None = None  # once its first prompt was admitted
     error: RequestError | None = None
-    equal_key: bytes | None = None  # equal requests with the same answer have the same
-    leader: RequestState | None = None  # the equal request whose answer it takes
-    followers: list[RequestState] = field(default_factory=list)  # those that take its answer
+    is_cancelled: bool = False
 
     @property
     def is_finished(self) -> bool:
@@ -78,7 +83,11 @@ class PromptState:
 
     @property
     def params(self) -> SamplingParams:
-        return self.owner.request.params
+        return self.owner.prepared.params
+
+    @property
+    def priority(self) -> int:
+        return self.owner.priority
 
     @property
     def ids(self) -> list[int]:

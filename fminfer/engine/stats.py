@@ -28,9 +28,9 @@ class StageStats:
 
 @dataclass(slots=True)
 class ReadWork:
-    """What the lines that were read ask for; equal requests and wrong lines ask for nothing."""
+    """What requests ask for; equal ones and wrong lines ask for nothing."""
 
-    num_rows: int = 0  # lines, whatever they ask for
+    num_rows: int = 0  # lines that were read and handed on, whatever they ask for
     num_seeded: int = 0  # of them, those that draw with a seed of their own
     num_tokens: int = 0  # of prompts, to be computed or found in the prefix cache
     num_sequences: int = 0
@@ -70,6 +70,7 @@ class EngineStats:
     num_apart: int = 0  # rows that gave nan, and were fed again without the prefix cache
     num_again_tokens: int = 0  # of num_prompt_tokens, those that were fed for both
     num_copied_requests: int = 0  # that took the answer of an equal one
+    num_begun: int = 0  # requests that no longer wait: admitted, or ended without
     max_rows_running: int = 0
     num_kv_tokens: int = 0  # the size of the KV cache
     stages: list[StageStats] = field(default_factory=list)  # one a stage

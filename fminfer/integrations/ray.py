@@ -30,20 +30,22 @@ import torch
 from ray.data.expressions import monotonically_increasing_id
 
 from fminfer.config import EngineConfig
-from fminfer.engine.noise import digest
-from fminfer.engine.planner import WINDOW
-from fminfer.engine.seen import SeenCounts
-from fminfer.errors import UsageError
+from fminfer.engine.noise import meaning_of
+from fminfer.errors import RequestError, UsageError
 from fminfer.input.envelope import open_envelope
 from fminfer.input.files import find_inputs
 from fminfer.input.lines import Line
 from fminfer.input.lines import read_lines as read_file
 from fminfer.input.pieces import CutValue, cut_if_long
 from fminfer.input.streams import STDIN
+from fminfer.line_run.runner import WINDOW
+from fminfer.line_run.seen_counts import SeenCounts
 from fminfer.output.names import beside
 from fminfer.output.writer import ORDERED, errors_path
+from fminfer.request import parse_request
 from fminfer.worker import Engine
 
+MAX_LOGPROBS = 2**31  # whatever an engine allows; it refuses what it does not
 ROW = "fminfer_row"  # a column on the way to the actors: a number that no other row has
 log = logging.getLogger(__name__)
 LINES = pyarrow.schema(
@@ -239,14 +241,23 @@ def _read_files(batch: pyarrow.Table) -> Iterator[pyarrow.Table]:
     for path in batch["path"].to_pylist():
         seen, rows = SeenCounts(), []
         for line in read_file(Path(path), 0):
-            envelope = open_envelope(line)
-            num_equal = 0 if envelope.error is not None else seen.add(digest(envelope.request))
+            num_equal = _count_equal(line, seen)
             damage = line.damage or line.fault
             rows.append((path, line.number, line.raw, damage, line.is_cut, num_equal))
             if len(rows) == WINDOW:
                 yield _to_table(rows)
                 rows = []
         yield _to_table(rows)
+
+
+def _count_equal(line: Line, seen: SeenCounts) -> int:
+    """Return how many lines before this one say the same."""
+    try:
+        fields = open_envelope(line).fields
+        request = parse_request(fields, max_logprobs=MAX_LOGPROBS)
+    except RequestError:
+        return 0
+    return seen.add(meaning_of(request.prompts, request.params))
 
 
 def _to_table(rows: list[tuple[Any, ...]]) -> pyarrow.Table:

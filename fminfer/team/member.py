@@ -1,4 +1,4 @@
-"""One pipeline of several that answer one input: an engine, told of lines, telling of records."""
+"""One pipeline of several that answer one input: told of requests, it tells what happens."""
 
 from __future__ import annotations
 
@@ -7,36 +7,35 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import replace
 from multiprocessing.connection import Connection
 
+from fminfer.assembly import load_tokenizer
 from fminfer.config import EngineConfig
-from fminfer.engine.loop import LOOKAHEAD
-from fminfer.errors import FminferError, StoppedError
-from fminfer.input.lines import Line
-from fminfer.output.records import Record
+from fminfer.engine.events import Event, Failed
+from fminfer.errors import FminferError, RequestError
+from fminfer.loading import open_model
+from fminfer.one_pipeline import OnePipeline
 from fminfer.pipeline.group import Group
 from fminfer.team.place import Place
 from fminfer.team.wire import (
     END,
     GO_ON,
-    Answered,
-    Ended,
-    Failed,
+    Ask,
+    Broken,
+    Cancel,
     Loaded,
+    Order,
     Ready,
-    Taken,
+    Told,
     receive,
     send,
 )
-from fminfer.worker import Engine
 
 STATS_EVERY_S = 0.5
 
 
 def serve_pipeline(config: EngineConfig, group: Group | None, place: Place) -> None:
-    """Answer the lines that the run sends until it says that there are no more.
+    """Answer what the run asks until it says that there is no more.
 
     Args:
         group: the ranks of this pipeline, of which this process is the first.
@@ -52,7 +51,7 @@ def serve_pipeline(config: EngineConfig, group: Group | None, place: Place) -> N
     except Exception as error:
         is_plain = isinstance(error, FminferError)
         text = str(error) if is_plain else f"{type(error).__name__}: {error}"
-        send(connection, Failed(text, type(error).__name__ if is_plain else "FminferError"))
+        send(connection, Broken(text, type(error).__name__ if is_plain else "FminferError"))
         raise
 
 
@@ -61,59 +60,74 @@ class Member:
 
     def __init__(self, config: EngineConfig, group: Group | None, connection: Connection) -> None:
         self._connection = connection
-        self._lines: deque[Line] = deque()
+        self._refused: deque[Event] = deque()  # what was asked and can never run
+        self._orders: deque[Order] = deque()
         self._has_ended = False
+        self._told_s = 0.0
+        self._told = (0, False)  # what was said of how it stands
 
         def wait_for_others(file_digests: dict[str, str]) -> None:
             send(connection, Loaded(file_digests))
             assert receive(connection) == GO_ON
 
-        self._engine = Engine(config, group=group, on_loaded=wait_for_others)
+        checkpoint = open_model(config)
+        tokenizer = load_tokenizer(config, checkpoint)
+        self._computing = OnePipeline(
+            config, checkpoint, tokenizer, group=group, on_loaded=wait_for_others
+        )
+        self._core = self._computing.core
 
     def serve(self) -> None:
-        """Answer until there are no more lines."""
-        engine = self._engine
+        """Answer until no more is asked."""
+        computing, core = self._computing, self._core
         threading.Thread(target=self._listen, name="listener", daemon=True).start()
-        reasons = engine.why_plain, engine.why_slower
-        send(self._connection, Ready(str(engine.device), engine.num_threads, *reasons))
-        is_stopped, told_s = False, 0.0
-        try:
-            for record in engine.run(self._take(), LOOKAHEAD):
-                now_s = time.monotonic()
-                stats = engine.stats if now_s - told_s > STATS_EVERY_S else None
-                told_s = told_s if stats is None else now_s
-                send(self._connection, Answered(_light(record), stats))
-        except StoppedError:
-            is_stopped = True
-        send(self._connection, Ended(engine.stats, engine.rows_by_warning, is_stopped))
-        engine.close()
+        send(self._connection, Ready(computing.facts))
+        while not self._has_ended:
+            core.wait()
+            while self._orders:
+                self._orders.popleft().obey(core)
+            self._tell(core.step() if core.has_work else [])
+        computing.close()
 
-    def _take(self) -> Iterator[Line | None]:
-        while True:
-            if self._lines:
-                send(self._connection, Taken())
-                yield self._lines.popleft()
-            elif self._has_ended:
-                return
-            else:
-                yield None
+    def _tell(self, events: list[Event]) -> None:
+        """Say what happened, and now and then what was counted."""
+        core, now_s = self._core, time.monotonic()
+        while self._refused:
+            events.append(self._refused.popleft())
+        stands = core.stats.num_begun, core.has_begun
+        is_due = now_s - self._told_s > STATS_EVERY_S or not core.has_work
+        if events or is_due or stands != self._told:
+            stats = core.stats if is_due else None
+            send(self._connection, Told(events, *stands, core.num_draws_left, stats))
+            self._told = stands
+            self._told_s = now_s if is_due else self._told_s
 
     def _listen(self) -> None:
         """Hear what the run says; it may end without a word."""
+        core = self._core
         while True:
             try:
-                told = receive(self._connection)
+                said = receive(self._connection)
             except (EOFError, OSError):
                 sys.stderr.flush()
                 os._exit(1)
-            if told is END:
+            if isinstance(said, Ask):
+                self._take(said)
+            elif isinstance(said, Cancel):
+                core.cancel(said.request_id)
+            elif isinstance(said, Order):
+                self._orders.append(said)
+            elif said == END:
                 self._has_ended = True
-            elif isinstance(told, float):
-                self._engine.stop(told)
-            else:
-                self._lines += told
+            core.wake()
 
-
-def _light(record: Record) -> Record:
-    """Leave out what was parsed: the record's bytes are made of the line's own."""
-    return replace(record, envelope=replace(record.envelope, fields={}))
+    def _take(self, ask: Ask) -> None:
+        try:
+            self._core.add(
+                ask.prepared,
+                priority=ask.priority,
+                is_streamed=ask.is_streamed,
+                request_id=ask.request_id,
+            )
+        except RequestError as error:
+            self._refused.append(Failed(ask.request_id, error))

@@ -1,4 +1,4 @@
-"""One pipeline of several, as the run sees it: the way to it, and the lines that it has."""
+"""One pipeline of several, as the team sees it: the way to it, and the requests that it has."""
 
 from __future__ import annotations
 
@@ -10,16 +10,30 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from types import MappingProxyType
 
 from fminfer.engine.stats import EngineStats
-from fminfer.input.lines import Line
-from fminfer.output.records import Record
+from fminfer.team.heard import Heard
 from fminfer.team.place import PLACE, Place
-from fminfer.team.wire import Ended, Failed, Loaded, Ready, send
+from fminfer.team.wire import Ask, Broken, Loaded, Ready, send
 
-Key = tuple[int, int]  # a line's source and number
+
+@dataclass(slots=True, eq=False)
+class Asking:
+    """A request that the team has, and what was told of its choices."""
+
+    ask: Ask
+    told: dict[int, Heard] = field(default_factory=dict)  # by choice
+
+    @property
+    def cost(self) -> int:
+        """Tokens to feed and to draw, at most."""
+        prepared = self.ask.prepared
+        num_sequences = len(prepared.prompts) * prepared.params.num_candidates
+        num_fed = sum(len(prompt.ids) for prompt in prepared.prompts)
+        return num_fed + num_sequences * prepared.params.max_tokens
 
 
 class Pipeline(ABC):
@@ -28,32 +42,37 @@ class Pipeline(ABC):
     def __init__(self, number: int, connection: Connection) -> None:
         self.number, self.connection = number, connection
         self.is_alive = True
-        self.failure: Failed | None = None
+        self.failure: Broken | None = None
         self.loaded: Loaded | None = None
         self.ready: Ready | None = None
-        self.ended: Ended | None = None
         self.stats = EngineStats()
-        self.lines: dict[Key, Line] = {}  # that it has, and has not answered
-        self.num_untaken = 0
-        self.cost = 0  # of its lines
+        self.asked: dict[int, Asking] = {}  # that it has, and has not answered
+        self.num_sent = self.num_begun = 0  # requests so far
+        self.has_begun = False
+        self.num_draws_left = 0
+        self.cost = 0  # of its requests
 
-    def send(self, lines: list[Line]) -> None:
-        """Give it lines to answer."""
-        self.lines.update(((line.source, line.number), line) for line in lines)
-        self.num_untaken += len(lines)
-        self.cost += sum(len(line.raw) for line in lines)
-        self.tell(lines)
+    @property
+    def num_waiting(self) -> int:
+        """Requests that it has not begun."""
+        return self.num_sent - self.num_begun
+
+    def ask(self, asking: Asking) -> None:
+        """Give it a request to answer."""
+        self.asked[asking.ask.request_id] = asking
+        self.num_sent += 1
+        self.cost += asking.cost
+        self.tell(asking.ask)
 
     def tell(self, what: object) -> None:
         """Say something; one that died meanwhile is noticed when it is listened to."""
         with contextlib.suppress(OSError):
             send(self.connection, what)
 
-    def finish(self, record: Record) -> bool:
-        """Take note that a line is answered; return False if it is not this one's."""
-        line = self.lines.pop((record.line.source, record.line.number), None)
-        self.cost -= 0 if line is None else len(line.raw)
-        return line is not None
+    def leave(self, request_id: int) -> None:
+        """Take note that a request is answered, or is forgotten."""
+        asking = self.asked.pop(request_id, None)
+        self.cost -= 0 if asking is None else asking.cost
 
     def close(self) -> None:
         """Hang up, at which a process that has not ended ends; nothing in it is worth keeping."""

@@ -1,56 +1,51 @@
-"""Several pipelines for one input: each takes rows as it gets free, and one that dies loses none.
-
-To a run it is an engine; the engines are in processes of their own. It knows processes and lines,
-nothing of steps.
-"""
+"""Several pipelines for one engine: each takes requests as it gets free; a dead one loses none."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import math
+import os
+import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.connection import wait
 
-import torch
-
 from fminfer import errors
-from fminfer.assembly import find_limits
-from fminfer.config import EngineConfig
-from fminfer.engine.intake import Intake
-from fminfer.engine.loop import LOOKAHEAD
-from fminfer.engine.stats import EngineStats
-from fminfer.errors import FminferError, PipelineError, RequestError, StoppedError, row_error
+from fminfer.engine.events import Delta, Event
+from fminfer.engine.sequence import Prepared
+from fminfer.engine.stats import EngineStats, ReadWork
+from fminfer.errors import FminferError, PipelineError, RequestError
 from fminfer.fingerprint import digest_files, name_differences
-from fminfer.input.envelope import Envelope, as_text, open_envelope
-from fminfer.input.lines import Line
+from fminfer.messages import StepTrace
 from fminfer.models.checkpoint import Checkpoint
-from fminfer.output.records import Record
-from fminfer.team.process import Pipeline
+from fminfer.team.heard import Heard
+from fminfer.team.process import Asking, Pipeline
 from fminfer.team.wire import (
     END,
     GO_ON,
-    Answered,
-    Ended,
-    Failed,
+    Ask,
+    Broken,
+    Cancel,
     Loaded,
+    Order,
     Ready,
     Report,
-    Taken,
+    Told,
     receive,
 )
-from fminfer.tokenizer import Tokenizer
 
-MOST_UNTAKEN = 16  # lines that wait at a pipeline's door
-LINES_AT_ONCE = 4  # neighbours, which may share a prefix, go to the same one
-POLL_S = 0.02
+MOST_WAITING = 80  # requests that a pipeline has and has not begun
+ASKED_AT_ONCE = 4  # neighbours, which may share a prefix, go to the same one
 END_S = 4.0  # for pipelines to end by themselves
 
 
 class Team:
     """Several pipelines that answer together.
 
-    `on_work` is told now and then how many tokens were fed, and how many drawn.
+    `add`, `cancel` and `wait` may be called from any thread, the rest from one.
 
     Args:
         start: starts the pipelines.
@@ -62,19 +57,24 @@ class Team:
 
     def __init__(
         self,
-        config: EngineConfig,
         checkpoint: Checkpoint,
         start: Callable[[], list[Pipeline]],
         say: Callable[[str], None],
     ) -> None:
         self._say = say
-        # Lines are checked and counted here, in the order of the input; each pipeline sees a part.
-        no_words = Tokenizer(None)  # their tokens are the pipelines' work
-        limits = find_limits(config, checkpoint, no_words)
-        self._intake = Intake(no_words, limits, config.seed)
-        self.on_work: Callable[[int, int], None] = lambda num_fed, num_drawn: None
-        self._returned: deque[Line] = deque()  # of pipelines that died
-        self._grace_s: float | None = None
+        self._on_work: Callable[[int, int], None] = lambda num_fed, num_drawn: None
+        self._ids = itertools.count()
+        self._added: deque[Asking] = deque()  # by other threads
+        self._cancelled: deque[int] = deque()
+        self._waiting: deque[Asking] = deque()  # for a pipeline
+        self._has_news = threading.Event()
+        self._wake_out, self._wake_in = os.pipe()
+        os.set_blocking(self._wake_in, False)
+        self._read = ReadWork()  # rows, which pipelines do not see
+        self._num_copied = 0
+        self._is_draining = False
+        self._until_s: float | None = None  # when a step is over at the latest
+        self._expects_more = True
         self._file_digests = digest_files(checkpoint)
         self._pipelines = start()
         try:
@@ -82,13 +82,28 @@ class Team:
         except BaseException:
             self.close()
             raise
-        ready = [p.ready for p in self._pipelines if p.ready is not None]
-        self.device = torch.device(ready[0].device)
-        self.num_threads = ready[0].num_threads  # that compute in each process
-        self.is_alone = False  # other processes compute
-        self.num_draws_left = 0  # of rows that run: only the pipelines know
-        self.why_plain = next((r.why_plain for r in ready if r.why_plain), "")
-        self.why_slower = next((r.why_slower for r in ready if r.why_slower), "")
+        all_facts = [p.ready.facts for p in self._pipelines if p.ready is not None]
+        self.facts = replace(
+            all_facts[0],
+            is_alone=False,
+            why_plain=next((facts.why_plain for facts in all_facts if facts.why_plain), ""),
+            why_slower=next((facts.why_slower for facts in all_facts if facts.why_slower), ""),
+        )
+
+    @property
+    def core(self) -> Team:
+        return self
+
+    @property
+    def gpu_memory(self) -> dict[str, int]:
+        """Nothing: each pipeline has GPUs of its own."""
+        return {}
+
+    def follow(
+        self, on_work: Callable[[int, int], None], on_step: Callable[[StepTrace], None] | None
+    ) -> None:
+        """Have a function told now and then how many tokens were fed and drawn."""
+        self._on_work = on_work
 
     @property
     def stats(self) -> EngineStats:
@@ -96,82 +111,136 @@ class Team:
         total = EngineStats()
         for pipeline in self._pipelines:
             total.add(pipeline.stats)
+        total.read.num_rows, total.read.num_seeded = self._read.num_rows, self._read.num_seeded
+        total.num_copied_requests += self._num_copied
         return total
 
-    @property
-    def gpu_memory(self) -> dict[str, int]:
-        """Nothing: each pipeline has GPUs of its own."""
-        return {}
+    def add(self, prepared: Prepared, *, priority: int = 0, is_streamed: bool = False) -> int:
+        """Queue a request; return the id by which events name it."""
+        request_id = next(self._ids)
+        self._added.append(Asking(Ask(request_id, prepared, priority, is_streamed)))
+        self._wake()
+        return request_id
 
-    @property
-    def warnings(self) -> dict[str, int]:
-        """What was strange about requests that were answered all the same, and how often."""
-        total: Counter[str] = Counter()
-        for pipeline in self._pipelines:
-            total.update({} if pipeline.ended is None else pipeline.ended.warnings)
-        return self._intake.warnings.to_dict(total)
+    def cancel(self, request_id: int) -> None:
+        """Forget a request."""
+        self._cancelled.append(request_id)
+        self._wake()
 
-    def tell_warnings(self, tell: Callable[[str], None]) -> None:
-        """Have a function told of each warning when it is first met."""
-        self._intake.on_warning = tell
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until there is work, so long at most; return whether there is."""
+        if not self.has_work:
+            self._has_news.wait(timeout_s)
+            self._has_news.clear()
+        return self.has_work
 
-    def pass_over(self, line: Line) -> None:
-        """Take note of a line that is not to be answered again."""
-        self._intake.pass_over(line)
-
-    def stop(self, grace_s: float) -> None:
-        """End in good order; rows that run have so long. It may be called from a signal handler."""
-        self._grace_s = grace_s
-
-    def run(
-        self, lines: Iterator[Line | None], read_ahead: int = LOOKAHEAD
-    ) -> Generator[Record, None, None]:
-        """Answer lines, as `Engine.run` does; once.
+    def step(self) -> list[Event]:
+        """Hand out what waits, and return what the pipelines tell next.
 
         Raises:
-            StoppedError: as told.
             PipelineError: no pipeline is left.
         """
-        self._intake.start_run()
-        has_more, is_told = True, False
-        while has_more or self._returned or any(pipeline.lines for pipeline in self._living):
-            self._check_any_lives()
-            if self._grace_s is not None and not is_told:
-                has_more, is_told = False, True
-                for pipeline in self._living:
-                    pipeline.tell(float(self._grace_s))
-            if not is_told:
-                has_more = yield from self._feed(lines)
-            yield from self._listen(POLL_S)
-            if is_told and all(p.ended is not None for p in self._living):
-                break
-        if is_told:
-            raise StoppedError("stopped as told, and rows are left", "cancelled", 130)
-        for pipeline in self._living:
-            pipeline.tell(END)
-        while any(pipeline.ended is None for pipeline in self._living):
-            yield from self._listen(POLL_S)
+        self._take_in()
+        self._hand_out()
+        self._check_any_lives()
+        timeout_s = None
+        if self._until_s is not None:
+            timeout_s = max(0.0, self._until_s - time.perf_counter())
+        return list(self._listen(timeout_s))
+
+    def start_run(self) -> None:
+        """Count the steps of a run anew; no longer drain."""
+        self._is_draining, self._until_s, self._expects_more = False, None, True
+        self._order(Order("start_run"))
+
+    def drain(self, until_s: float = math.inf) -> None:
+        """Let no more requests begin; those whose rows run go on. `step` returns by then."""
+        if not self._is_draining:
+            self._is_draining = True
+            self._order(Order("drain"))
+        self._until_s = until_s if until_s < math.inf else None
+
+    def expect_no_more(self) -> None:
+        """Take note that no more requests come: what none of these shares can go."""
+        self._take_in()
+        if self._expects_more and not self._waiting:
+            self._expects_more = False
+            self._order(Order("expect_no_more"))
+
+    def check_idle(self) -> None:
+        """Nothing: the books are the pipelines'."""
+
+    def count_row(self, *, is_seeded: bool = False, is_copied: bool = False) -> None:
+        """Count a line that was read, for those who follow the progress."""
+        self._read.num_rows += 1
+        self._read.num_seeded += is_seeded
+        self._num_copied += is_copied
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        if self._added or self._cancelled:
+            return True
+        if self._is_draining:
+            return self.has_begun
+        return bool(self._waiting) or self.is_computing
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have not begun."""
+        at_pipelines = sum(pipeline.num_waiting for pipeline in self._living)
+        return len(self._added) + len(self._waiting) + at_pipelines
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether a pipeline has requests."""
+        return any(pipeline.asked for pipeline in self._living)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether rows run, as the pipelines last said it."""
+        return any(pipeline.has_begun and pipeline.asked for pipeline in self._living)
+
+    @property
+    def num_draws_left(self) -> int:
+        """The most tokens that running rows may still draw, as the pipelines last said it."""
+        return sum(pipeline.num_draws_left for pipeline in self._living)
 
     def close(self) -> None:
-        """End all pipelines: those that have said so in peace, the others soon."""
+        """End all pipelines: those that have nothing to do in peace, the others at once."""
         for pipeline in self._pipelines:
-            if pipeline.ended is None:
+            if pipeline.asked or pipeline.ready is None:
                 pipeline.close()
+            else:
+                pipeline.tell(END)
         deadline_s = time.monotonic() + END_S
         for pipeline in self._pipelines:
             pipeline.end(max(0.0, deadline_s - time.monotonic()))
             pipeline.close()
+        for end in (self._wake_out, self._wake_in):
+            with contextlib.suppress(OSError):
+                os.close(end)
 
     @property
     def _living(self) -> list[Pipeline]:
         return [pipeline for pipeline in self._pipelines if pipeline.is_alive]
+
+    def _wake(self) -> None:
+        """End a `wait`, or a `step` that listens."""
+        self._has_news.set()
+        with contextlib.suppress(OSError):  # it is full, or closed
+            os.write(self._wake_in, b".")
+
+    def _order(self, order: Order) -> None:
+        for pipeline in self._living:
+            pipeline.tell(order)
 
     def _start(self) -> None:
         """Wait until every pipeline has loaded, then until each has its KV cache."""
         waiting = {pipeline.number for pipeline in self._pipelines}
         while waiting:
             self._check_any_lives()
-            for pipeline, report in self._reports(1.0):
+            for pipeline, report in self._reports(None):
                 if isinstance(report, Loaded):
                     waiting.discard(pipeline.number)
                     pipeline.loaded = report
@@ -180,7 +249,7 @@ class Team:
         for pipeline in self._living:
             pipeline.tell(GO_ON)
         while any(pipeline.ready is None for pipeline in self._living):
-            list(self._listen(1.0))
+            list(self._listen(None))
         self._check_any_lives()
 
     def _compare_weights(self) -> None:
@@ -194,69 +263,68 @@ class Team:
                     "starts"
                 )
 
-    def _feed(self, lines: Iterator[Line | None]) -> Generator[Record, None, bool]:
-        """Give lines to those who have room; return False when there are no more."""
-        while True:
-            free = [p for p in self._living if p.num_untaken < MOST_UNTAKEN]
+    def _take_in(self) -> None:
+        """Queue what was added, the higher priorities first, and forget what was cancelled."""
+        while self._added:
+            asking = self._added.popleft()
+            place = len(self._waiting)
+            while place and self._waiting[place - 1].ask.priority < asking.ask.priority:
+                place -= 1
+            self._waiting.insert(place, asking)
+        while self._cancelled:
+            request_id = self._cancelled.popleft()
+            kept = [each for each in self._waiting if each.ask.request_id != request_id]
+            self._waiting = deque(kept)
+            for pipeline in self._living:
+                if request_id in pipeline.asked:
+                    pipeline.leave(request_id)
+                    pipeline.tell(Cancel(request_id))
+
+    def _hand_out(self) -> None:
+        """Give requests to those who have room."""
+        while self._waiting and not self._is_draining:
+            urgent = self._waiting[0].ask.priority > 0
+            free = [p for p in self._living if urgent or p.num_waiting < MOST_WAITING]
             if not free:
-                return True
-            chosen: list[Line] = []
-            has_more = True
-            while len(chosen) < LINES_AT_ONCE and has_more:
-                if self._returned:
-                    chosen.append(self._returned.popleft())
-                    continue
-                try:
-                    line = next(lines)
-                except StopIteration:
-                    has_more = False
-                    break
-                if line is None:
-                    break
-                checked = self._check(line)
-                if isinstance(checked, Record):
-                    yield checked
-                else:
-                    chosen.append(checked)
-            if chosen:
-                min(free, key=lambda pipeline: pipeline.cost).send(chosen)
-            if not has_more or not chosen:
-                return has_more
+                return
+            pipeline = min(free, key=lambda pipeline: pipeline.cost)
+            for _ in range(min(ASKED_AT_ONCE, len(self._waiting))):
+                pipeline.ask(self._waiting.popleft())
 
-    def _check(self, line: Line) -> Line | Record:
-        """Return the line with its number among equal ones, or the record of what is wrong."""
-        envelope = Envelope("bare", as_text(line.raw))
-        try:
-            envelope = open_envelope(line)
-            request, _, num_equal = self._intake.identify(line, envelope)
-            self._intake.note(line, *envelope.warnings, *request.warnings)
-            return replace(line, num_equal=num_equal)
-        except Exception as error:
-            return Record(line, envelope, error=row_error(error, line.number))
-
-    def _listen(self, timeout_s: float) -> Iterator[Record]:
-        """Take note of what the pipelines say; yield the records that are among it."""
+    def _listen(self, timeout_s: float | None) -> Iterator[Event]:
+        """Take note of what the pipelines say; yield the events that are among it."""
         for pipeline, report in self._reports(timeout_s):
             if isinstance(report, Ready):
                 pipeline.ready = report
-            elif isinstance(report, Taken):
-                pipeline.num_untaken -= 1
-            elif isinstance(report, Ended):
-                pipeline.ended = report
-            if isinstance(report, Answered | Ended) and report.stats is not None:
-                self._take_stats(pipeline, report.stats)
-            if isinstance(report, Answered) and pipeline.finish(report.record):
-                yield report.record
+            elif isinstance(report, Told):
+                pipeline.num_begun, pipeline.has_begun = report.num_begun, report.has_begun
+                pipeline.num_draws_left = report.num_draws_left
+                if report.stats is not None:
+                    self._take_stats(pipeline, report.stats)
+                for event in report.events:
+                    yield from self._take_event(pipeline, event)
+
+    def _take_event(self, pipeline: Pipeline, event: Event) -> Iterator[Event]:
+        asking = pipeline.asked.get(event.request_id)
+        if asking is None:  # it was cancelled
+            return
+        if not isinstance(event, Delta):
+            pipeline.leave(event.request_id)
+            yield event
+        elif (new := asking.told.setdefault(event.index, Heard()).take(event)) is not None:
+            yield new
 
     def _take_stats(self, pipeline: Pipeline, stats: EngineStats) -> None:
         before, pipeline.stats = pipeline.stats, stats
         num_fed = stats.num_prompt_tokens - before.num_prompt_tokens
-        self.on_work(num_fed, stats.num_generated_tokens - before.num_generated_tokens)
+        self._on_work(num_fed, stats.num_generated_tokens - before.num_generated_tokens)
 
-    def _reports(self, timeout_s: float) -> Iterator[tuple[Pipeline, Report]]:
+    def _reports(self, timeout_s: float | None) -> Iterator[tuple[Pipeline, Report]]:
         """Yield what the pipelines say, and bury those that say no more."""
-        living = [pipeline for pipeline in self._living if pipeline.ended is None]
-        ready = wait([pipeline.connection for pipeline in living], timeout_s)
+        living = self._living
+        ready = wait([self._wake_out, *(each.connection for each in living)], timeout_s)
+        if self._wake_out in ready:
+            os.read(self._wake_out, 4096)
         for pipeline in living:
             if pipeline.connection not in ready:
                 continue
@@ -265,21 +333,24 @@ class Team:
             except (EOFError, OSError):
                 self._bury(pipeline)
                 continue
-            if isinstance(report, Failed):
+            if isinstance(report, Broken):
                 pipeline.failure = report
             else:
                 yield pipeline, report
 
     def _bury(self, pipeline: Pipeline) -> None:
-        """Give a dead pipeline's lines to the others."""
+        """Give a dead pipeline's requests to the others."""
         pipeline.is_alive = False
-        lines = sorted(pipeline.lines.values(), key=lambda line: (line.source, line.number))
-        pipeline.lines.clear()
-        self._returned.extendleft(reversed(lines))
+        left = sorted(pipeline.asked.values(), key=lambda asking: asking.ask.request_id)
+        pipeline.asked.clear()
+        for asking in left:
+            for heard in asking.told.values():
+                heard.begin_anew()
+        self._waiting.extendleft(reversed(left))
         why = "ended" if pipeline.failure is None else f"failed: {pipeline.failure.text}"
         self._say(
             f"Pipeline {pipeline.number} {why}; the others go on"
-            + (f", and answer its {len(lines)} rows." if lines else ".")
+            + (f", and answer its {len(left)} rows." if left else ".")
         )
 
     def _check_any_lives(self) -> None:

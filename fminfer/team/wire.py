@@ -1,7 +1,6 @@
 """What travels between a run and its pipelines, each of which is a process with an engine.
 
-Down go lists of lines, END, and the seconds of grace of a stop; up what is defined here. A message
-is JSON that says what it is, and after it the bytes that it holds, as they are.
+A message is JSON that says what it is, and after it the bytes that it holds, as they are.
 """
 
 from __future__ import annotations
@@ -11,19 +10,56 @@ import math
 import struct
 from dataclasses import dataclass, fields, is_dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 
+from fminfer.engine.events import Delta, Event, Failed, Finished
+from fminfer.engine.facts import Facts
+from fminfer.engine.loop import EngineLoop
+from fminfer.engine.sequence import Prepared
 from fminfer.engine.stats import EngineStats, ReadWork, StageStats
 from fminfer.errors import RequestError
-from fminfer.input.envelope import Envelope
-from fminfer.input.lines import Line
-from fminfer.output.records import Record
-from fminfer.row_warnings import RowWarning
+from fminfer.request import SamplingParams
+from fminfer.tokenizer import EncodedPrompt
 
-END = None  # no more lines
+# Down go what is defined first, and two words:
 GO_ON = "go on"  # all pipelines have their weights: the memory that is left can be shared out
+END = "end"  # no more is asked
+
+
+@dataclass(slots=True, frozen=True)
+class Ask:
+    """A request to answer."""
+
+    request_id: int
+    prepared: Prepared
+    priority: int
+    is_streamed: bool
+
+
+@dataclass(slots=True, frozen=True)
+class Cancel:
+    """A request to forget."""
+
+    request_id: int
+
+
+@dataclass(slots=True, frozen=True)
+class Order:
+    """What is to be done with the requests as a whole."""
+
+    verb: Literal["start_run", "drain", "expect_no_more"]
+
+    def obey(self, core: EngineLoop) -> None:
+        """Do it."""
+        match self.verb:
+            case "start_run":
+                core.start_run()
+            case "drain":
+                core.drain()
+            case "expect_no_more":
+                core.expect_no_more()
 
 
 @dataclass(slots=True, frozen=True)
@@ -37,49 +73,35 @@ class Loaded:
 class Ready:
     """The pipeline can answer."""
 
-    device: str
-    num_threads: int  # that compute in each of its processes
-    why_plain: str  # why a kernel that was to be used is not
-    why_slower: str  # why it is slower than it could be
+    facts: Facts
 
 
 @dataclass(slots=True, frozen=True)
-class Taken:
-    """One line was taken in: there is room for another."""
+class Told:
+    """What happened, and how the pipeline stands."""
+
+    events: list[Event]
+    num_begun: int  # requests so far that no longer wait
+    has_begun: bool  # rows run
+    num_draws_left: int
+    stats: EngineStats | None  # now and then, and when nothing is left to do
 
 
 @dataclass(slots=True, frozen=True)
-class Answered:
-    """A line's record, and now and then what was counted so far."""
-
-    record: Record
-    stats: EngineStats | None
-
-
-@dataclass(slots=True, frozen=True)
-class Ended:
-    """All is answered, or what could be in the grace of a stop."""
-
-    stats: EngineStats
-    warnings: dict[str, int]  # rows by kind
-    is_stopped: bool
-
-
-@dataclass(slots=True, frozen=True)
-class Failed:
+class Broken:
     """The pipeline cannot go on."""
 
     text: str
     kind: str  # the name of one of fminfer's errors
 
 
-Report = Loaded | Ready | Taken | Answered | Ended | Failed
+Report = Loaded | Ready | Told | Broken
 
 _CLASSES = {
     each.__name__: each
     for each in (
-        *(Loaded, Ready, Taken, Answered, Ended, Failed),
-        *(Line, Envelope, RowWarning, Record, EngineStats, StageStats, ReadWork),
+        *(Ask, Cancel, Order, Loaded, Ready, Told, Broken, Prepared, SamplingParams, EncodedPrompt),
+        *(Delta, Finished, Failed, Facts, EngineStats, StageStats, ReadWork),
     )
 }
 
@@ -133,6 +155,9 @@ def _plain(value: object, parts: list[bytes]) -> object:
         return ["bytes", len(parts) - 1]
     if isinstance(value, RequestError):
         return ["error", *value.__reduce__()[1]]
+    if isinstance(value, list) and len(value) > 8 and all(type(each) is int for each in value):
+        parts.append(_dumps(value))  # token ids
+        return ["json", len(parts) - 1]
     if isinstance(value, list | tuple):
         kind = "list" if isinstance(value, list) else "tuple"
         return [kind, *[_plain(each, parts) for each in value]]

@@ -18,3 +18,12 @@ def find_stop(text: str, stops: tuple[str, ...], num_new: int) -> tuple[int, str
         if at >= 0:
             found.append((at, stop))
     return min(found, key=lambda place: place[0], default=None)
+
+
+def len_of_possible_stop(text: str, stops: tuple[str, ...]) -> int:
+    """Return how many characters at a text's end may be the beginning of a stop string."""
+    longest = max(map(len, stops), default=1) - 1
+    for start in range(max(0, len(text) - longest), len(text)):
+        if any(stop.startswith(text[start:]) for stop in stops):
+            return len(text) - start
+    return 0

@@ -1,0 +1,70 @@
+"""What answers requests, whoever computes: one pipeline, or several."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from fminfer.engine.events import Event
+from fminfer.engine.sequence import Prepared
+from fminfer.engine.stats import EngineStats
+
+
+class EngineCore(Protocol):
+    """Takes prepared requests, and tells events.
+
+    `add`, `cancel` and `wait` may be called from any thread, the rest from one.
+    """
+
+    @property
+    def stats(self) -> EngineStats: ...
+
+    def add(self, prepared: Prepared, *, priority: int = 0, is_streamed: bool = False) -> int:
+        """Queue a request; return the id by which events name it."""
+
+    def cancel(self, request_id: int) -> None:
+        """Forget a request."""
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until there is work, so long at most; return whether there is."""
+
+    def step(self) -> list[Event]:
+        """Let the work go on a little, and return what happened."""
+
+    def start_run(self) -> None:
+        """Count the steps of a run anew; no longer drain."""
+
+    def drain(self, until_s: float) -> None:
+        """Let no more requests begin; those whose rows run go on. `step` may be asked until then.
+
+        Args:
+            until_s: a time of `time.perf_counter`.
+        """
+
+    def expect_no_more(self) -> None:
+        """Take note that no more requests come: what none of these shares can go."""
+
+    def check_idle(self) -> None:
+        """Prove the books once nothing is left to do."""
+
+    def count_row(self, *, is_seeded: bool = False, is_copied: bool = False) -> None:
+        """Count a line that was read, for those who follow the progress."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Prompts that have not begun."""
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether computing goes on while the caller does other things."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether rows run, or have run and are to run again."""
+
+    @property
+    def num_draws_left(self) -> int:
+        """The most tokens that running rows may still draw; 0: not known."""

@@ -1,0 +1,97 @@
+"""What is new of a request's choices, and certain: no later token takes it back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fminfer.engine.answer import AnswerForm, chosen, list_logprobs
+from fminfer.engine.events import Delta
+from fminfer.engine.sequence import PromptState, RequestState, Sequence
+from fminfer.engine.stop_strings import len_of_possible_stop
+
+
+@dataclass(slots=True)
+class _Told:
+    """What was told of a sequence."""
+
+    num_chars: int = 0
+    num_listed: int = 0  # tokens in the logprobs arrays
+    num_drawn: int = 0  # tokens in all
+    has_prompt: bool = False  # the echoed prompt
+    is_over: bool = False
+
+
+class Deltas:
+    """Tells a request's tokens as they come."""
+
+    def __init__(self, state: RequestState, form: AnswerForm) -> None:
+        self._state = state
+        self._spelling = form.spelling(is_openai=state.prepared.is_openai)
+        self._told: dict[int, _Told] = {}  # by the sequence's id()
+
+    def take(self) -> Iterator[Delta]:
+        """Return what is new since the last call."""
+        if self._state.error is not None:
+            return
+        for prompt in self._state.prompts:
+            first = prompt.index * prompt.params.n
+            for place, sequence in enumerate(_tellable(prompt)):
+                copies = prompt.params.n if len(prompt.sequences) == 1 else 1
+                yield from self._news(sequence, range(first + place, first + place + copies))
+
+    def _news(self, sequence: Sequence, indices: range) -> Iterator[Delta]:
+        told = self._told.setdefault(id(sequence), _Told())
+        prompt, params = sequence.prompt, sequence.prompt.params
+        is_over = sequence.finish_reason is not None
+        if told.is_over or not (sequence.tokens or is_over):
+            return  # before the first token the echoed prompt's scores are not all there
+        num_chars, num_listed = _certain(sequence)
+        text = sequence.text[told.num_chars : num_chars]
+        tells_prompt = params.echo and not told.has_prompt
+        if tells_prompt:
+            text = prompt.encoded.text + text
+        new_ids = [token.token_id for token in sequence.tokens[told.num_drawn :]]
+        if not (text or num_listed > told.num_listed or is_over):
+            return
+        logprobs = None
+        if params.logprobs is not None:
+            logprobs = list_logprobs(
+                *(sequence, self._spelling, told.num_listed, num_listed), with_prompt=tells_prompt
+            )
+        for index in indices:
+            yield Delta(
+                self._state.id,
+                index,
+                text,
+                new_ids,
+                logprobs,
+                sequence.finish_reason,
+                sequence.stop_reason,
+            )
+        self._told[id(sequence)] = _Told(
+            num_chars, num_listed, len(sequence.tokens), told.has_prompt or tells_prompt, is_over
+        )
+
+
+def _tellable(prompt: PromptState) -> list[Sequence]:
+    """Return the sequences that are choices; with best_of above n only the end shows which."""
+    if len(prompt.sequences) == 1 or prompt.params.best_of == prompt.params.n:
+        return prompt.sequences
+    return chosen(prompt) if prompt.is_finished else []
+
+
+def _certain(sequence: Sequence) -> tuple[int, int]:
+    """Return how many characters and listed tokens of a sequence no later token takes back."""
+    if sequence.finish_reason is not None:
+        return len(sequence.text), len(sequence.listed_tokens)
+    detokenizer, params = sequence.detokenizer, sequence.prompt.params
+    num_tokens = len(sequence.tokens)
+    if detokenizer is None or not num_tokens:
+        return 0, 0
+    num_chars = len(sequence.text) - len_of_possible_stop(sequence.text, params.stop)
+    num_listed = num_tokens - detokenizer.num_open
+    if params.stop:  # a stop's cut drops the tokens that start behind it
+        while num_listed and sequence.tokens[num_listed - 1].offset >= num_chars:
+            num_listed -= 1
+    return num_chars, num_listed

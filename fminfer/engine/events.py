@@ -1,0 +1,51 @@
+"""What an engine tells of its requests: tokens as they come, answers, and errors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fminfer.engine.sequence import FinishReason
+from fminfer.errors import RequestError
+
+
+@dataclass(slots=True, frozen=True)
+class Delta:
+    """What is new of one choice. All deltas of a choice, joined, are the choice of the answer.
+
+    Text that may become a stop string, or half a character, comes with a later delta.
+    """
+
+    request_id: int
+    index: int  # of the choice
+    text: str
+    token_ids: list[int]  # all that were drawn, also an EOS that the text does not show
+    logprobs: dict[str, Any] | None = None  # of these tokens, as in a choice; None: not asked for
+    finish_reason: FinishReason | None = None  # of the last delta of a choice
+    stop_reason: str | int | None = None  # the stop string or the stop token's id
+
+
+@dataclass(slots=True, frozen=True)
+class Finished:
+    """A request's answer."""
+
+    request_id: int
+    choices: list[dict[str, Any]]
+    usage: dict[str, Any]
+    times: dict[str, float]  # `request_time` of a record, seconds
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """Return what an answer of the completions API has in it."""
+        return {"choices": self.choices, "usage": self.usage}
+
+
+@dataclass(slots=True, frozen=True)
+class Failed:
+    """Why a request has no answer."""
+
+    request_id: int
+    error: RequestError
+
+
+Event = Delta | Finished | Failed

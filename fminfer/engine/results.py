@@ -1,0 +1,111 @@
+"""What a step's results mean for its prompts and sequences: scores, tokens, nan, the end."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+
+from fminfer.engine.advance import advance
+from fminfer.engine.packing import PlannedStep
+from fminfer.engine.scheduler import Scheduler
+from fminfer.engine.sequence import PromptState, Sequence, TokenReport
+from fminfer.engine.stats import EngineStats
+from fminfer.errors import RequestError
+from fminfer.messages import StepResult, TokenLogprobs
+
+
+def take_result(
+    planned: PlannedStep, result: StepResult, scheduler: Scheduler, stats: EngineStats
+) -> Iterator[Sequence]:
+    """Give a step's scores and tokens to whom they belong; yield the sequences that are done."""
+    scores = _reports(result.scored)
+    for prompt, report in zip(planned.scored_prompts, scores, strict=True):
+        yield from _take_score(prompt, report, scheduler, stats)
+    draws = _reports(result.sampled)
+    for sequence, report in zip(planned.sequences, draws, strict=True):
+        if sequence.prompt.owner.is_cancelled:
+            yield sequence
+        elif sequence.prompt.num_fed > 0:  # else its first sequence had it fed again, just now
+            yield from _take_token(sequence, report, scheduler, stats)
+
+
+def _take_score(
+    prompt: PromptState, report: TokenReport, scheduler: Scheduler, stats: EngineStats
+) -> Iterator[Sequence]:
+    if prompt.shared_scores:
+        _take_shared_scores(prompt)
+    prompt.reports.append(report)
+    if math.isnan(report.logprob):
+        prompt.nan_at = prompt.nan_at or f"prompt token {len(prompt.reports)}"
+    is_last = len(prompt.reports) == len(prompt.ids) - 1
+    if prompt.params.max_tokens > 0 or not is_last:
+        return
+    if prompt.owner.is_cancelled or not _feeds_again(prompt, scheduler, stats):
+        for sequence in prompt.sequences:
+            sequence.finish_reason = "length"
+            yield sequence
+
+
+def _take_token(
+    sequence: Sequence, report: TokenReport, scheduler: Scheduler, stats: EngineStats
+) -> Iterator[Sequence]:
+    prompt, state = sequence.prompt, sequence.prompt.owner
+    if prompt.shared_scores:
+        _take_shared_scores(prompt)
+    if math.isnan(report.logprob):
+        prompt.nan_at = prompt.nan_at or f"generated token {len(sequence.tokens)}"
+    if _feeds_again(prompt, scheduler, stats):
+        return
+    assert state.times is not None, "a row ran before it was admitted"
+    if state.times.first_token_s is None:
+        state.times.first_token_s = time.perf_counter()
+    if prompt.nan_at:
+        sequence.finish_reason = "stop"
+    else:
+        advance(sequence, report)
+    if sequence.finish_reason is None:
+        scheduler.resume(sequence)
+    else:
+        yield sequence
+
+
+def _take_shared_scores(prompt: PromptState) -> None:
+    prompt.take_shared_scores()
+    for place, report in enumerate(prompt.reports, start=1):
+        if math.isnan(report.logprob):
+            prompt.nan_at = prompt.nan_at or f"prompt token {place}"
+
+
+def _feeds_again(prompt: PromptState, scheduler: Scheduler, stats: EngineStats) -> bool:
+    """Judge a prompt by its first result since it was admitted.
+
+    Of nan, blocks that it shares may be the cause, whatever the row that computed them gave:
+    then it is fed again, alone, and has a verdict of its own.
+    """
+    if prompt.is_unproven:
+        prompt.is_unproven = False
+        if not prompt.nan_at:
+            scheduler.vouch(prompt)
+        elif scheduler.put_apart(prompt):
+            num_draws = len(prompt.sequences) if prompt.params.max_tokens > 0 else 0
+            stats.read.max_open_draws += num_draws
+            return True
+    if prompt.nan_at and prompt.owner.error is None:
+        prompt.owner.error = _nan_error(prompt.nan_at)
+    return False
+
+
+def _reports(columns: TokenLogprobs) -> Iterator[TokenReport]:
+    for token_id, logprob, top_ids, top_logprobs in zip(
+        columns.ids, columns.logprobs, columns.top_ids, columns.top_logprobs, strict=True
+    ):
+        yield TokenReport(token_id, logprob, list(zip(top_ids, top_logprobs, strict=True)))
+
+
+def _nan_error(where: str) -> RequestError:
+    return RequestError(
+        "nan_logits",
+        f"the model's logits for {where} are not numbers (nan); its weights or dtype overflow. "
+        "Try --dtype float32 or bfloat16",
+    )

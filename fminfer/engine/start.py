@@ -1,0 +1,57 @@
+"""Makes the state of a request: its prompts, and a sequence for each candidate."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from fminfer.detokenizer import Detokenizer
+from fminfer.engine.logit_edits import LogitEdits
+from fminfer.engine.noise import draw_key, noise_key
+from fminfer.engine.sequence import Prepared, PromptState, RequestState, Sequence
+from fminfer.tokenizer import Tokenizer
+
+
+@dataclass(slots=True, frozen=True)
+class Starter:
+    """Starts requests.
+
+    Args:
+        eos_ids: tokens that end a sequence.
+        seed: for requests without one of their own.
+    """
+
+    tokenizer: Tokenizer
+    eos_ids: frozenset[int]
+    seed: int
+
+    def start(self, request_id: int, prepared: Prepared) -> RequestState:
+        """Return the state of a request of which nothing is computed yet."""
+        state = RequestState(request_id, prepared, added_s=time.perf_counter())
+        params = prepared.params
+        seed = self.seed if params.seed is None else params.seed
+        ids = [encoded.ids for encoded in prepared.prompts]
+        key = b""
+        if not params.is_greedy:
+            key = draw_key(ids, params, seed, prepared.repeat, prepared.meaning)
+        state.prompts = [self._start(state, index, key) for index in range(len(ids))]
+        return state
+
+    def _start(self, state: RequestState, index: int, key: bytes) -> PromptState:
+        params, encoded = state.prepared.params, state.prepared.prompts[index]
+        held_ids = self.eos_ids.union(params.stop_token_ids)
+        end_ids = frozenset(params.stop_token_ids) if params.ignore_eos else held_ids
+        prompt = PromptState(state, index, encoded, end_ids=end_ids, held_ids=held_ids)
+        for candidate in range(params.num_candidates):
+            sequence = Sequence(prompt, noise_key(key, index, candidate) if key else b"", None)
+            if params.max_tokens > 0:
+                sequence.detokenizer = Detokenizer(
+                    self.tokenizer,
+                    encoded.ids,
+                    is_whole_text=encoded.is_whole_text,
+                    skip_special_tokens=params.skip_special_tokens,
+                )
+            if params.logit_bias or params.has_penalties:
+                sequence.edits = LogitEdits(params, encoded.ids)
+            prompt.sequences.append(sequence)
+        return prompt

@@ -1,0 +1,43 @@
+"""Streams that go on after a pipeline died: another one begins anew, and says nothing twice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from fminfer.engine.events import Delta
+
+
+@dataclass(slots=True)
+class Heard:
+    """How much of a choice was told, and how much of that the pipeline that begins anew repeats."""
+
+    num_chars: int = 0
+    num_ids: int = 0
+    num_listed: int = 0  # tokens in the logprobs arrays
+    chars_again: int = 0
+    ids_again: int = 0
+    listed_again: int = 0
+
+    def begin_anew(self) -> None:
+        """Expect all that was told once more."""
+        self.chars_again, self.ids_again = self.num_chars, self.num_ids
+        self.listed_again = self.num_listed
+
+    def take(self, delta: Delta) -> Delta | None:
+        """Return what of a delta is new; None: nothing."""
+        num_listed = len(delta.logprobs["tokens"]) if delta.logprobs is not None else 0
+        text = delta.text[self.chars_again :]
+        ids = delta.token_ids[self.ids_again :]
+        logprobs = delta.logprobs
+        if logprobs is not None:
+            skip = self.listed_again
+            logprobs = {k: v if v is None else v[skip:] for k, v in logprobs.items()}
+        self.chars_again = max(0, self.chars_again - len(delta.text))
+        self.ids_again = max(0, self.ids_again - len(delta.token_ids))
+        self.listed_again = max(0, self.listed_again - num_listed)
+        self.num_chars += len(text)
+        self.num_ids += len(ids)
+        self.num_listed += len(logprobs["tokens"]) if logprobs is not None else 0
+        if not (text or ids or delta.finish_reason):
+            return None
+        return replace(delta, text=text, token_ids=ids, logprobs=logprobs)
