@@ -11,11 +11,12 @@ PACKAGE = Path(__file__).parent.parent / "fminfer"
 # From the lowest up. A sign of the house: a new module finds its place here or is in the wrong one.
 FLOORS = """
 cache cluster.job_names compute.spec control_groups detokenizer engine.blocks engine.expected \
-    engine.noise engine.stopping errors head_kernel hyperparameters input.pieces input.spans \
-    messages models.architectures.nearest models.context models.examples models.read_ahead \
-    models.sizes models.stored.pickles models.stored.tensors output.names output.rows \
-    pipeline.addresses row_warnings sampling sentencepieces shared_runs soft_cap split.folders \
-    team.place timing token_lengths triton_kernels urls weighed_values workspace
+    engine.noise engine.step_shape engine.stopping errors head_kernel hyperparameters \
+    input.pieces input.spans messages models.architectures.nearest models.context \
+    models.examples models.read_ahead models.sizes models.stored.pickles models.stored.tensors \
+    output.names output.rows pipeline.addresses row_warnings sampling sentencepieces shared_runs \
+    soft_cap split.folders team.place timing token_lengths triton_kernels urls weighed_values \
+    workspace
 cluster.schedulers cluster.scripts commands.families compute.plain compute.routing config \
     cost_model decode_attention draw_kernel engine.seen engine.stats fields host_memory imports \
     input.spread input.streams input.values integrations.generation kernel_attention layer_kernels \
@@ -42,12 +43,14 @@ compute.experts compute.products engine.logit_edits models.architectures.cohere_
 engine.sequence models.architectures.table output.places output.reopening pipeline.rendezvous \
     split.index split.manifest storage team.wire
 cluster.resources engine.advance engine.answer engine.equal_requests engine.intake engine.packing \
-    engine.planner engine.prefix models.checkpoint output.job_file output.overview output.summary \
-    paths pipeline.meeting split.answers split.summary team.process
-commands.status commands.submit cost_store engine.scheduler fingerprint models.load \
-    output.shared_files pipeline.group split.merging split.parts team.apart
-agreement commands.merge commands.split engine.loop models.transformer
-assembly check.lines head whole_layers
+    engine.planner engine.preemption engine.prefix models.checkpoint output.job_file \
+    output.overview output.summary paths pipeline.meeting split.answers split.summary team.process
+commands.status commands.submit cost_store engine.in_flight engine.prefill engine.reservation \
+    engine.waiting fingerprint models.load output.shared_files pipeline.group split.merging \
+    split.parts team.apart
+agreement commands.merge commands.split engine.scheduler models.transformer
+engine.loop head whole_layers
+assembly check.lines
 check.simulation pipeline.stage team.team
 pipeline.ring step_memory
 loading

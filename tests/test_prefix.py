@@ -15,8 +15,9 @@ from fminfer.engine.answer import AnswerForm
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.intake import Intake, Limits
 from fminfer.engine.loop import EngineLoop
-from fminfer.engine.prefix import PrefixCache, SharedTokens, WaitingPrompts
+from fminfer.engine.prefix import PrefixCache, SharedTokens
 from fminfer.engine.scheduler import Scheduler
+from fminfer.engine.waiting import WaitingPrompts
 from fminfer.input.lines import Line
 from fminfer.messages import Step, StepResult, TokenLogprobs
 from fminfer.output.records import Record

@@ -33,7 +33,7 @@ class TokenReport:
 ReportSlice = tuple[list[TokenReport], int, int]  # a list, often still growing, and [start, end)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)  # one of two equal requests is not the other
 class RequestState:
     """One line between reading and its record."""
 
@@ -41,6 +41,8 @@ class RequestState:
     envelope: Envelope
     request: Request
     read_s: float
+    priority: int = 0  # its prompts are admitted before those of a lower one
+    is_cancelled: bool = False  # nobody wants its answer any more
     prompts: list[PromptState] = field(default_factory=list)
     times: RowTimes | None = None  # once its first prompt was admitted
     error: RequestError | None = None
@@ -53,7 +55,7 @@ class RequestState:
         return all(prompt.is_finished for prompt in self.prompts)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class PromptState:
     """One prompt of a request, prefilled once whatever its number of candidates."""
 
@@ -73,12 +75,16 @@ class PromptState:
     num_taken: int = 0  # tokens that it took from the prefix cache when it was admitted last
     nan_at: str = ""  # where its logits are nan
     is_apart: bool = False  # fed without the prefix cache, as what it took from that gave nan
-    # Of a prompt that lost its blocks when they ran out: all tokens that are to be fed once more.
+    # Of a prompt that was preempted: all tokens that are to be fed once more.
     again: list[int] = field(default_factory=list)
 
     @property
     def params(self) -> SamplingParams:
         return self.owner.request.params
+
+    @property
+    def priority(self) -> int:
+        return self.owner.priority
 
     @property
     def ids(self) -> list[int]:
@@ -97,6 +103,16 @@ class PromptState:
         if self.params.max_tokens > 0:
             return len(self.ids)
         return len(self.ids) - 1 if self.wants_scores else 0
+
+    @property
+    def num_unfed(self) -> int:
+        """Tokens that are still to be fed."""
+        return self.num_to_feed - self.num_fed
+
+    @property
+    def has_run(self) -> bool:
+        """Whether it was admitted before, and lost its blocks since."""
+        return bool(self.again) or self.is_apart
 
     @property
     def num_kv_tokens(self) -> int:
@@ -147,7 +163,7 @@ class PromptState:
         return all(sequence.finish_reason is not None for sequence in self.sequences)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Sequence:
     """One choice being made."""
 
