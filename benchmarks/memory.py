@@ -20,18 +20,17 @@ from pathlib import Path
 
 import click
 
-from fminfer.config import EngineConfig
+from fminfer.assembly import build_loop
+from fminfer.config import EngineConfig, StepSizes
 from fminfer.engine.answer import AnswerForm
-from fminfer.engine.blocks import BlockPool
-from fminfer.engine.intake import Intake, Limits
-from fminfer.engine.loop import EngineLoop
-from fminfer.engine.prefix import PrefixCache
-from fminfer.engine.scheduler import Scheduler
-from fminfer.engine.stats import EngineStats
+from fminfer.engine.facts import Facts
+from fminfer.engine.start import Starter
 from fminfer.job import open_files, run_job
 from fminfer.messages import StageSpan, Step, StepResult, StepTrace, TokenLogprobs
+from fminfer.models.checkpoint import Checkpoint
 from fminfer.output.summary import JobSummary
 from fminfer.tokenizer import Tokenizer
+from fminfer.worker import Engine
 
 TOKEN_ID = 65
 
@@ -62,42 +61,29 @@ class StubPipeline:
         self.num_in_flight = 0
 
 
-class StubEngine:
-    """An engine whose model is a stub; it has what `run_job` uses of `fminfer.Engine`."""
+class StubComputing:
+    """What computes for an engine: nothing."""
 
-    model_name = "stub"
-
-    def __init__(self) -> None:
-        config, tokenizer = EngineConfig(), Tokenizer(None)
-        pool = BlockPool(4096, config.block_size)
-        self._intake = Intake(tokenizer, Limits(2048, 300, 100), config.seed)
-        self._loop = EngineLoop(
-            self._intake,
-            Scheduler(
-                pool,
-                chunk_size=512,
-                max_rows=256,
-                micro_batches=2,
-                cache=PrefixCache(pool),
-            ),
+    def __init__(self, config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
+        self.gpu_memory: dict[str, int] = {}
+        self.facts = Facts("cpu", "float32", "float32", 1, True, 256, 0, 1, False, "", "")
+        self.core = build_loop(
+            config,
+            Starter(tokenizer, checkpoint.eos_ids, config.seed),
             StubPipeline(),
-            AnswerForm(tokenizer, "stub", "auto"),
-            micro_batches=2,
-            kv_capacity=4096 * config.block_size,
+            AnswerForm(tokenizer, config.token_format),
+            sizes=StepSizes(chunk_size=512, max_rows=256),
+            num_blocks=4096,
+            num_stages=1,
         )
-        self.run, self.stop = self._loop.run, self._loop.stop
-        self.pass_over = self._loop.pass_over
 
-    def trace(self, on_step: Callable[[StepTrace], None]) -> None:
-        self._loop.on_step = on_step
+    def follow(
+        self, on_work: Callable[[int, int], None], on_step: Callable[[StepTrace], None] | None
+    ) -> None:
+        """Tell nobody."""
 
-    @property
-    def stats(self) -> EngineStats:
-        return self._loop.stats
-
-    @property
-    def warnings(self) -> dict[str, int]:
-        return dict(self._intake.warnings)
+    def close(self) -> None:
+        """End nothing."""
 
 
 def write_rows(path: Path, num_rows: int) -> None:
@@ -116,7 +102,7 @@ def answer(num_rows: int, folder: Path) -> None:
     started = time.perf_counter()
     files = open_files([source], [output], {}, model="stub", restart=False)
     summary = JobSummary("stub", "none", [source], [output])
-    run_job(StubEngine(), files, summary, is_quiet=True)  # type: ignore[arg-type]
+    run_job(Engine(compute=StubComputing), files, summary, is_quiet=True)
     assert summary.num_rows == num_rows, summary
     status = Path("/proc/self/status").read_text()
     peak_kb = int(status.partition("VmHWM:")[2].split()[0])

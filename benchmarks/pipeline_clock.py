@@ -19,13 +19,17 @@ from unittest import mock
 from pipeline_costs import Link, Work
 
 from fminfer.config import EngineConfig
-from fminfer.engine import scheduler as scheduling
+from fminfer.engine import step_shape
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.intake import Intake, Limits
 from fminfer.engine.loop import EngineLoop
 from fminfer.engine.scheduler import Scheduler
+from fminfer.engine.start import Starter
 from fminfer.input.lines import Line
+from fminfer.line_run.asked import RecordForm
+from fminfer.line_run.line_intake import LineIntake
+from fminfer.line_run.runner import LineRunner
 from fminfer.messages import Step, StepResult, TokenLogprobs
 from fminfer.tokenizer import Tokenizer
 
@@ -209,19 +213,21 @@ def run_engine(pipeline: SimulatedPipeline, engine: Engine, workload: Workload) 
     sizes: dict[str, Any] = {"chunk_size": engine.chunk_size, "max_rows": engine.max_rows}
     sizes["num_stages"] = pipeline.num_stages
     tokenizer = Tokenizer(None)
-    min_share = scheduling.MIN_SHARE if engine.min_share is None else engine.min_share
+    min_share = step_shape.MIN_SHARE if engine.min_share is None else engine.min_share
     # To see what the scheduler's threshold is worth, it is set for the length of the run.
-    with mock.patch.object(scheduling, "MIN_SHARE", min_share):
+    with mock.patch.object(step_shape, "MIN_SHARE", min_share):
         loop = EngineLoop(
-            Intake(tokenizer, Limits(MAX_CONTEXT, 256, 0), seed=1),
+            Starter(tokenizer, frozenset(), seed=1),
             Scheduler(pool, micro_batches=engine.micro_batches, **sizes),
             pipeline,
-            AnswerForm(tokenizer, "simulated", "auto"),
+            AnswerForm(tokenizer, "auto"),
             micro_batches=engine.micro_batches,
             kv_capacity=engine.kv_tokens,
         )
         started = time.perf_counter()
-        errors = [record.error for record in loop.run(workload.lines()) if record.error]
+        lines = LineIntake(Intake(tokenizer, Limits(MAX_CONTEXT, 256, 0)))
+        runner = LineRunner(loop, lines, RecordForm("simulated", 0), joins_equal=False)
+        errors = [record.error for record in runner.run(workload.lines()) if record.error]
         loop_s = time.perf_counter() - started
     assert not errors, errors[0]
     return sum_up(pipeline, loop.stats.max_rows_running, loop_s)

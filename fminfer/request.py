@@ -66,6 +66,12 @@ class SamplingParams:
         """Tell whether a drawn token changes the logits of those after it."""
         return (self.frequency_penalty, self.presence_penalty, self.repetition_penalty) != (0, 0, 1)
 
+    def num_to_feed(self, num_prompt_tokens: int) -> int:
+        """Prompt tokens the model must see; one that is only scored is never fed."""
+        if self.max_tokens > 0:
+            return num_prompt_tokens
+        return num_prompt_tokens - 1 if self.echo and self.logprobs is not None else 0
+
     @property
     def num_candidates(self) -> int:
         """Sequences to compute for each prompt: greedy ones are equal, so one is enough."""

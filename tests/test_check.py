@@ -14,7 +14,6 @@ import tokenizers
 import torch
 import transformers
 from click.testing import CliRunner, Result
-from fminfer.engine.planner import WINDOW
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,6 +25,7 @@ from fminfer.config import EngineConfig
 from fminfer.cost_model import COSTS, SPREAD_COSTS, CostModel, StepShape, fit
 from fminfer.cost_store import find_costs_path, keep_costs, load_costs
 from fminfer.input.lines import read_lines
+from fminfer.line_run.runner import WINDOW
 from fminfer.loading import open_model
 from fminfer.messages import SamplingRows, ScoringRows, Step, StepRow
 from fminfer.models.sizes import DEMO_MODEL

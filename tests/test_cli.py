@@ -19,6 +19,7 @@ from fminfer.models.checkpoint import DEMO_MODEL
 from scripts.train_demo_model import HOUSE, all_examples
 from tests.conftest import run_files
 from tests.forked import run_forked
+from tests.line_bench import before_each_record
 
 QUERIES = Path(__file__).parent.parent / "examples" / "queries"
 
@@ -286,15 +287,12 @@ def test_a_run_that_fails_keeps_what_was_answered(
     path, output = tmp_path / "a.jsonl", tmp_path / "output_a.jsonl"
     path.write_text('{"prompt": "x", "max_tokens": 1}\n' * 200)
     engine = fminfer.Engine(max_rows=4)
-    answer = engine.run
 
-    def fail_later(lines: Any, *rest: Any) -> Any:
-        for count, record in enumerate(answer(lines, *rest)):
-            if count == 50:
-                raise RuntimeError("the machine caught fire")
-            yield record
+    def fail_later(count: int) -> None:
+        if count == 50:
+            raise RuntimeError("the machine caught fire")
 
-    monkeypatch.setattr(engine, "run", fail_later)
+    before_each_record(monkeypatch, fail_later)
     with pytest.raises(RuntimeError, match="fire"):
         run_files(engine, [path], [output])
     engine.close()

@@ -13,17 +13,15 @@ from typing import Any
 
 import pytest
 
-from fminfer.engine.answer import AnswerForm
 from fminfer.engine.blocks import BlockPool
-from fminfer.engine.intake import Intake, Limits
-from fminfer.engine.loop import LOOKAHEAD, EngineLoop
+from fminfer.engine.intake import Limits
 from fminfer.engine.prefix import PrefixCache
 from fminfer.engine.scheduler import Scheduler
-from fminfer.errors import UsageError
 from fminfer.input.lines import Line
+from fminfer.line_run.runner import LOOKAHEAD
 from fminfer.messages import Step, StepResult, TokenLogprobs
 from fminfer.output.records import Record
-from fminfer.tokenizer import Tokenizer
+from tests.line_bench import LineBench
 
 EOS = 0
 CONTEXT = 40
@@ -98,15 +96,14 @@ def usage(num_prompt: int, num_completion: int, num_cached: int = 0) -> dict[str
     }
 
 
-class Bench:
+class Bench(LineBench):
     """An engine loop over the scripted pipeline. The script is read from the prompt's end on."""
 
     def __init__(self, script: bytes = b"abcdefgh", **options: int) -> None:
         block_size = options.get("block_size", 4)
         num_blocks = options.get("num_blocks", 64)
-        self.tokenizer = Tokenizer(None)
         pool = BlockPool(num_blocks, block_size)
-        self.scheduler = Scheduler(
+        scheduler = Scheduler(
             pool,
             chunk_size=options.get("chunk_size", 16),
             max_rows=options.get("max_rows", 8),
@@ -114,22 +111,17 @@ class Bench:
             cache=PrefixCache(pool) if options.get("prefix_cache", True) else None,
         )
         self.pipeline = ScriptedPipeline(script, block_size)
-        self.loop = EngineLoop(
-            Intake(
-                self.tokenizer,
-                Limits(options.get("context", CONTEXT), VOCAB, 100, frozenset({EOS})),
-                seed=1,
-            ),
-            self.scheduler,
+        super().__init__(
+            Limits(options.get("context", CONTEXT), VOCAB, 100, frozenset({EOS})),
+            scheduler,
             self.pipeline,
-            AnswerForm(self.tokenizer, "scripted", "auto"),
             micro_batches=2,
             kv_capacity=num_blocks * block_size,
         )
 
     def run(self, *requests: dict[str, Any], read_ahead: int = LOOKAHEAD) -> list[Record]:
         lines = [Line(0, i, json.dumps(r).encode()) for i, r in enumerate(requests, start=1)]
-        return sorted(self.loop.run(lines, read_ahead), key=lambda record: record.line.number)
+        return sorted(self.run_lines(lines, read_ahead), key=lambda record: record.line.number)
 
     def result(self, **request: Any) -> dict[str, Any]:
         (record,) = self.run({"prompt": ">", "temperature": 0} | request)
@@ -312,7 +304,7 @@ def test_greedy_candidates_are_computed_once_and_counted() -> None:
 
 def test_request_is_verbatim_and_order_of_lines_is_known() -> None:
     raw = b'{"engine":"e", "prompt" : ">","temperature":0.0, "x":{"y":[1.0,null]}, "max_tokens":1}'
-    (record,) = Bench().loop.run([Line(3, 7, raw + b"\n")])
+    (record,) = Bench().run_lines([Line(3, 7, raw + b"\n")])
     assert record.to_json().startswith(b'{"request":' + raw + b',"result":{"choices":[')
     assert (record.line.source, record.line.number) == (3, 7)
 
@@ -401,10 +393,8 @@ def test_a_run_that_is_left_early_leaves_nothing_behind() -> None:
     """The next run used to yield the old run's records, or never end."""
     bench = Bench()
     lines = [Line(0, i, b'{"prompt": ">", "max_tokens": 9}') for i in range(1, 40)]
-    left = bench.loop.run(lines)
+    left = bench.run_lines(lines)
     next(left)
-    with pytest.raises(UsageError, match="in the middle of a run"):
-        next(bench.loop.run(lines))
     left.close()
     assert [r.line.number for r in bench.run({"prompt": ">", "max_tokens": 3})] == [1]
 
@@ -429,7 +419,7 @@ def test_reading_is_lazy() -> None:
             num_read += 1
             yield Line(0, number, b'{"prompt": ">", "max_tokens": 5, "temperature": 0}')
 
-    records = Bench().loop.run(lines())
+    records = Bench().run_lines(lines())
     next(records)
     assert num_read < 200
     assert sum(1 for _ in records) == 1999

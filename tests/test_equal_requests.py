@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import fminfer
-from fminfer.engine import equal_requests
 from fminfer.head import Head
 from fminfer.input.lines import Line
+from fminfer.line_run import equal_requests
 
 GREEDY: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0}
 
@@ -81,7 +81,7 @@ def test_draws_are_copied_only_with_a_seed_of_their_own(engine: fminfer.Engine) 
     assert engine.stats.num_copied_requests == copied
     assert len({choices(answer)[0]["text"] for answer in unseeded}) == 4
     seeded = answers(engine, [draw | {"seed": 3}] * 4 + [draw | {"seed": 3, "user": "me"}])
-    assert engine.stats.num_copied_requests == copied + 3, "the bytes of the last differ"
+    assert engine.stats.num_copied_requests == copied + 4, "the last says the same"
     assert len({choices(answer)[0]["text"] for answer in seeded[:4]}) == 1
 
 
@@ -106,7 +106,7 @@ def test_what_is_kept_is_bounded(engine: fminfer.Engine, monkeypatch: pytest.Mon
     monkeypatch.setattr(equal_requests, "MAX_KEPT_ENTRIES", 300)
     requests = [GREEDY | {"prompt": f"{i} more"} for i in range(200)]
     list(engine.run(requests))
-    kept = engine._loop._equal_requests
+    kept = engine._runner._equal
     assert kept is not None
     assert 0 < kept._num_kept <= 300 and len(kept._finished) < 10 and not kept._leaders
     assert kept._followers.total() == kept._follower_bytes == 0

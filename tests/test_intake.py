@@ -10,10 +10,9 @@ import pytest
 
 from fminfer.engine import intake as intake_module
 from fminfer.engine.intake import Intake, Limits
-from fminfer.engine.sequence import RequestState
+from fminfer.engine.sequence import Prepared
 from fminfer.errors import RequestError
-from fminfer.input.envelope import MAX_QUOTED_BYTES, open_envelope
-from fminfer.input.lines import Line
+from fminfer.input.envelope import MAX_QUOTED_BYTES
 from fminfer.models.sizes import DEMO_MODEL
 from fminfer.tokenizer import Tokenizer
 from tests.test_contract import Bench
@@ -27,10 +26,9 @@ def demo() -> Tokenizer:
     return Tokenizer.load(DEMO_MODEL)
 
 
-def prepare(tokenizer: Tokenizer, prompt: Any, on_too_long: Any = "error") -> RequestState:
-    limits = Limits(512, 407, 100, on_too_long=on_too_long)
-    line = Line(0, 1, json.dumps({"prompt": prompt, "echo": True}).encode())
-    return Intake(tokenizer, limits, 1).prepare(line, open_envelope(line))
+def prepare(tokenizer: Tokenizer, prompt: Any, on_too_long: Any = "error") -> Prepared:
+    intake = Intake(tokenizer, Limits(512, 407, 100, on_too_long=on_too_long))
+    return intake.prepare(intake.parse({"prompt": prompt, "echo": True}))
 
 
 def refused(tokenizer: Tokenizer, prompt: Any, on_too_long: Any = "error") -> RequestError:
@@ -107,9 +105,9 @@ def test_logprobs_of_a_line_have_a_joint_limit(
 ) -> None:
     """100 bytes that ask for n 128, max_tokens 100,000 and logprobs 20 could take 40 GB."""
 
-    def ask(**fields: Any) -> RequestState:
-        line = Line(0, 1, json.dumps({"prompt": [5] * 10} | fields).encode())
-        return Intake(demo, Limits(200_000, 407, 100), 1).prepare(line, open_envelope(line))
+    def ask(**fields: Any) -> Prepared:
+        intake = Intake(demo, Limits(200_000, 407, 100))
+        return intake.prepare(intake.parse({"prompt": [5] * 10} | fields))
 
     large = {"n": 128, "max_tokens": 100_000}
     with pytest.raises(RequestError, match=r"268,800,000 .*128 choices .* at most 16,777,216") as e:
@@ -134,11 +132,11 @@ def test_warnings_do_not_grow_with_the_file() -> None:
     """20,000 lines with different unknown keys printed 20,000 lines, in --stats too."""
     told: list[str] = []
     bench = Bench()
-    bench.loop._intake.on_warning = told.append
+    bench.intake.on_warning = told.append
     rows = [{"prompt": ">", "max_tokens": 1, f"key_{i}": i} for i in range(50)]
     rows += [{"prompt": ">", "max_tokens": 1, "n": i, "best_of": 1} for i in (2, 3, 4)]
     assert not [record.error for record in run(*rows, bench=bench) if record.error]
-    assert bench.loop._intake.warnings.to_dict() == {
+    assert bench.intake.warnings.to_dict() == {
         "unknown parameters are kept and not acted on: key_0, key_1, key_2, key_3, key_4 and "
         "others": 50,
         "best_of is below n and is taken as n: best_of 1 with n 2, best_of 1 with n 3, "

@@ -13,6 +13,7 @@ import pytest
 import fminfer
 from fminfer.engine.intake import Intake
 from fminfer.errors import MachineError
+from fminfer.line_run.runner import LOOKAHEAD
 from fminfer.output.journal import journal_path
 from fminfer.output.writer import errors_path
 from tests.conftest import run_files
@@ -36,7 +37,7 @@ def shrink_temporary_disk(patch: pytest.MonkeyPatch) -> None:
         database.execute("PRAGMA max_page_count = 4")
         return database
 
-    patch.setattr("fminfer.engine.seen.sqlite3.connect", connect_small)
+    patch.setattr("fminfer.line_run.seen_counts.sqlite3.connect", connect_small)
 
 
 def write_batch(path: Path) -> Path:
@@ -56,6 +57,7 @@ def test_a_full_temporary_disk_ends_the_run_and_keeps_its_rows(
     source, output = write_batch(tmp_path / "a.jsonl"), tmp_path / "out.jsonl"
     with pytest.MonkeyPatch.context() as patch:
         shrink_temporary_disk(patch)
+        patch.setattr("fminfer.job.WINDOW", LOOKAHEAD)  # rows are answered before it is full
         with pytest.raises(MachineError, match=r"temporary .* full.*TMPDIR.*same command"):
             run_files(engine, [source], [output])
         assert not output.exists() and journal_path(output).stat().st_size > 100

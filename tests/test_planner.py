@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fminfer.engine.planner import WINDOW, plan_order
 
-from fminfer.engine.loop import LOOKAHEAD
-from fminfer.engine.sequence import PromptState
+from fminfer.engine.order import plan_order
 from fminfer.errors import StoppedError
 from fminfer.input.lines import Line
+from fminfer.line_run.asked import Asked
+from fminfer.line_run.line_intake import LineIntake
+from fminfer.line_run.runner import LOOKAHEAD, WINDOW, _in_order
 from tests.test_contract import Bench
 
 
@@ -61,14 +62,13 @@ def test_long_rows_do_not_run_alone_at_the_end() -> None:
     assert steps[0] == pytest.approx(steps[1], abs=4) and steps[0] < 80
 
 
-def states(rows: list[dict[str, Any]], source: int = 0) -> list[PromptState]:
-    intake, prompts = Bench(context=200).loop._intake, []
-    from fminfer.input.envelope import open_envelope
-
+def asked(rows: list[dict[str, Any]], source: int = 0) -> list[Asked]:
+    intake, found = LineIntake(Bench(context=200).intake), []
     for number, row in enumerate(rows, start=1):
-        line = Line(source, number, json.dumps(row).encode())
-        prompts += intake.prepare(line, open_envelope(line)).prompts
-    return prompts
+        line = intake.open(Line(source, number, json.dumps(row).encode()))
+        assert isinstance(line, Asked)
+        found.append(line)
+    return found
 
 
 def test_the_order() -> None:
@@ -82,10 +82,10 @@ def test_the_order() -> None:
         {"prompt": [*b, 2], "max_tokens": 9},
         {"prompt": [*c, 1], "max_tokens": 6, "user": "too short a prefix to matter"},
     ]
-    prompts = states(rows)
-    assert [prompts.index(prompt) for prompt in plan_order(prompts)] == [4, 2, 1, 5, 3, 0]
-    others = states(rows, source=1)
-    assert plan_order(prompts + others) == plan_order(prompts) + plan_order(others)
+    lines = asked(rows)
+    assert [lines.index(line) for line in plan_order(lines)] == [4, 2, 1, 5, 3, 0]
+    others = asked(rows, source=1)
+    assert _in_order(lines + others) == plan_order(lines) + plan_order(others)
     assert plan_order([]) == []
 
 
@@ -115,12 +115,14 @@ def test_no_more_is_read_than_allowed(read_ahead: int) -> None:
             yield Line(0, number, json.dumps(row).encode())
 
     bench = Bench(context=200)
-    run = bench.loop.run(lines(), read_ahead)
+    run = bench.run_lines(lines(), read_ahead)
     seen = {next(run).line.number for _ in range(200)}
     assert len(seen) == 200
     assert next(num_read) <= 200 + read_ahead + 2 * LOOKAHEAD + 10
     run.close()
-    assert not bench.loop._window and bench.scheduler.is_idle
+    while bench.loop.has_work:  # steps in flight
+        bench.loop.step()
+    assert bench.scheduler.is_idle
 
 
 def test_a_run_that_is_told_to_stop_does_not_call_itself_complete() -> None:
@@ -128,10 +130,11 @@ def test_a_run_that_is_told_to_stop_does_not_call_itself_complete() -> None:
     rows = [{"prompt": prefix(i, 20), "max_tokens": 2, "ignore_eos": True} for i in range(1300)]
     bench = Bench(context=200)
     lines = [Line(0, i, json.dumps(row).encode()) for i, row in enumerate(rows, start=1)]
-    run = bench.loop.run(lines, WINDOW)
+    runner = bench.start_run(WINDOW)
+    run = runner.run(lines)
     next(run)
-    while not (bench.loop._has_ended and bench.loop._window):
+    while not (runner._has_all and runner._window):
         next(run)
-    bench.loop.stop(60.0)
+    runner.stop(60.0)
     with pytest.raises(StoppedError):
         list(run)

@@ -11,17 +11,16 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from fminfer.engine.answer import AnswerForm
 from fminfer.engine.blocks import BlockPool
-from fminfer.engine.intake import Intake, Limits
-from fminfer.engine.loop import EngineLoop
-from fminfer.engine.prefix import PrefixCache, SharedTokens, WaitingPrompts
+from fminfer.engine.intake import Limits
+from fminfer.engine.prefix import PrefixCache, SharedTokens
 from fminfer.engine.scheduler import Scheduler
+from fminfer.engine.waiting import WaitingPrompts
 from fminfer.input.lines import Line
 from fminfer.messages import Step, StepResult, TokenLogprobs
 from fminfer.output.records import Record
-from fminfer.tokenizer import Tokenizer
 from tests.conftest import num_examples
+from tests.line_bench import LineBench
 
 VOCAB = 256
 
@@ -94,7 +93,7 @@ class RememberingPipeline:
         )
 
 
-class Bench:
+class Bench(LineBench):
     """An engine loop over the remembering pipeline."""
 
     def __init__(
@@ -118,12 +117,10 @@ class Bench:
             num_stages=num_stages,
             cache=self.cache,
         )
-        tokenizer = Tokenizer(None)
-        self.loop = EngineLoop(
-            Intake(tokenizer, Limits(200, VOCAB, 100), seed=1),
+        super().__init__(
+            Limits(200, VOCAB, 100),
             scheduler,
             RememberingPipeline(block_size),
-            AnswerForm(tokenizer, "scripted", "auto"),
             micro_batches=num_stages + 1,
             kv_capacity=num_blocks * block_size,
             is_only_run=is_only_run,
@@ -131,7 +128,7 @@ class Bench:
 
     def answers(self, requests: list[dict[str, Any]]) -> list[Any]:
         lines = [Line(0, i, json.dumps(r).encode()) for i, r in enumerate(requests, start=1)]
-        records = sorted(self.loop.run(lines), key=lambda record: record.line.number)
+        records = sorted(self.run_lines(lines), key=lambda record: record.line.number)
         assert [record.line.number for record in records] == list(range(1, len(requests) + 1))
         return [_shown(record) for record in records]
 
@@ -335,7 +332,7 @@ def test_cached_tokens_are_told(has_cache: bool) -> None:
     line = Line(0, 1, json.dumps({"prompt": list(range(30)), "max_tokens": 2, "n": 2}).encode())
     told = []
     for _ in range(2):
-        (record,) = bench.loop.run([line])
+        (record,) = bench.run_lines([line])
         told.append(record.to_dict()["result"]["usage"]["prompt_tokens_details"]["cached_tokens"])
     assert told == ([0, 29] if has_cache else [0, 0])
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fminfer.engine.planner import WINDOW
 
 from fminfer.assembly import build_loop
 from fminfer.check.simulation import PretendPipeline
@@ -22,12 +21,15 @@ from fminfer.config import EngineConfig, StepSizes
 from fminfer.cost_model import CostModel, StepShape
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.intake import Intake, Limits
+from fminfer.engine.start import Starter
 from fminfer.engine.stats import EngineStats
 from fminfer.input.lines import Line
+from fminfer.line_run.runner import WINDOW
 from fminfer.messages import Step, StepResult, StepTrace
 from fminfer.output.progress import Pace, ProgressBar, work_left
 from fminfer.tokenizer import Tokenizer
 from tests.forked import Forked
+from tests.line_bench import over_lines
 
 END_ID = 7
 # About a llama of 12 × 768 on two cores, in bfloat16 and in float32; and a GPU, which takes about
@@ -95,9 +97,9 @@ def run(
     limits = Limits(2048, 256, 100, eos_ids=frozenset({END_ID}))
     loop = build_loop(
         EngineConfig(),
-        Intake(tokenizer, limits, seed=1),
+        Starter(tokenizer, limits.eos_ids, seed=1),
         DrawingPipeline(how.get("stop_rate", 0.0)),
-        AnswerForm(tokenizer, "", "auto"),
+        AnswerForm(tokenizer, "auto"),
         sizes=EngineConfig().step_sizes("cpu", 1),
         num_blocks=how.get("num_blocks", 4096),
         num_stages=1,
@@ -114,7 +116,7 @@ def run(
     loop.on_step = on_step
     base = {"temperature": 0, "user": ""}
     lines = (Line(0, i, json.dumps(base | row).encode()) for i, row in enumerate(rows, 1))
-    for record in loop.run(lines, WINDOW):
+    for record in over_lines(loop, Intake(tokenizer, limits), read_ahead=WINDOW).run(lines):
         assert record.error is None
     return told
 
@@ -206,11 +208,12 @@ def test_what_running_rows_may_still_draw_is_counted() -> None:
             return super().collect()
 
     tokenizer = Tokenizer(None)
+    limits = Limits(2048, 256, 100, eos_ids=frozenset({END_ID}))
     loop = build_loop(
         EngineConfig(),
-        Intake(tokenizer, Limits(2048, 256, 100, eos_ids=frozenset({END_ID})), seed=1),
+        Starter(tokenizer, limits.eos_ids, seed=1),
         Asked(32),
-        AnswerForm(tokenizer, "", "auto"),
+        AnswerForm(tokenizer, "auto"),
         sizes=StepSizes(chunk_size=512, max_rows=2),
         num_blocks=4096,
         num_stages=1,
@@ -218,7 +221,7 @@ def test_what_running_rows_may_still_draw_is_counted() -> None:
     rows = [{"prompt": [9, 10, 11 + i], "max_tokens": n} for i, n in enumerate((5, 9, 30))]
     lines = (Line(0, i, json.dumps(row).encode()) for i, row in enumerate(rows, 1))
     assert loop.num_draws_left == 0
-    assert len(list(loop.run(lines))) == 3
+    assert len(list(over_lines(loop, Intake(tokenizer, limits)).run(lines))) == 3
     # While each step is computed: long rows first, two at once, the third when one has ended.
     assert told[:10] == [39, 37, 35, 33, 31, 29, 27, 25, 23, 21 + 5] and told[-1] == 1, told
     bar = ProgressBar(None, is_quiet=True)

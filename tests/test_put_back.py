@@ -109,16 +109,17 @@ def test_a_row_that_is_put_back_has_the_grace_like_those_that_run(
     bench = Bench(has_cache=True, block_size=4, num_blocks=100, chunk=64, max_rows=64)
     lines = [Line(0, i, json.dumps(r).encode()) for i, r in enumerate(requests, start=1)]
     scheduler, victims, found = bench.loop._scheduler, list[int](), list[int]()
-    put_back = scheduler._put_back
+    preempt = scheduler._preempt
 
     def stop_then(sequence: Sequence) -> None:
-        put_back(sequence)
-        victims.append(sequence.prompt.owner.line.number)
-        bench.loop.stop(60)
+        preempt(sequence)
+        victims.append(sequence.prompt.owner.id + 1)  # lines of one length keep their order
+        runner.stop(60)
 
-    monkeypatch.setattr(scheduler, "_put_back", stop_then)
+    monkeypatch.setattr(scheduler, "_preempt", stop_then)
+    runner = bench.start_run()
     with pytest.raises(StoppedError):
-        for record in bench.loop.run(iter(lines)):
+        for record in runner.run(iter(lines)):
             found.append(record.line.number)
     assert victims and set(victims) <= set(found) and len(found) < len(lines)
 

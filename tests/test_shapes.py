@@ -22,7 +22,7 @@ BATCH = {"custom_id": "a", "method": "POST", "url": "/v1/completions"}
 
 def run(*lines: bytes | dict[str, Any], bench: Bench | None = None) -> list[Record]:
     raws = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
-    records = (bench or Bench()).loop.run(
+    records = (bench or Bench()).run_lines(
         [Line(0, number, raw) for number, raw in enumerate(raws, start=1)]
     )
     return sorted(records, key=lambda record: record.line.number)
@@ -34,7 +34,7 @@ def batch(**fields: Any) -> dict[str, Any]:
 
 def strict_bench(**limits: Any) -> Bench:
     bench = Bench()
-    bench.loop._intake._limits = Limits(CONTEXT, VOCAB, 100, frozenset({EOS}), **limits)
+    bench.intake.limits = Limits(CONTEXT, VOCAB, 100, frozenset({EOS}), **limits)
     return bench
 
 
@@ -82,7 +82,7 @@ def test_an_old_result_gives_way_to_the_new_one_with_a_warning() -> None:
     answer = record.to_dict()
     assert list(answer) == ["request", "result", "x"] and "choices" in answer["result"]
     assert record.to_json().count(b'"result"') == 1
-    assert [*bench.loop._intake.warnings.to_dict()] == [
+    assert [*bench.intake.warnings.to_dict()] == [
         "the line's own result is left out, and the new one stands in its place"
     ]
 
@@ -174,7 +174,7 @@ def test_a_custom_id_may_come_once_in_a_file() -> None:
     numbered = [Line(0, number, raw) for number, raw in enumerate(lines, start=1)]
     other_file = [Line(1, 1, lines[0])]
     for _ in range(2):  # a run forgets the one before it
-        records = list(bench.loop.run(numbered + other_file))
+        records = list(bench.run_lines(numbered + other_file))
         codes = {
             (record.line.source, record.line.number): record.error.code
             for record in records
@@ -264,7 +264,7 @@ def test_strict_makes_warnings_errors() -> None:
     assert all(error is None or "--strict" in error.message for error in errors)
     bench = Bench()
     assert not [record.error for record in run(*lines, bench=bench) if record.error]
-    assert len(bench.loop._intake.warnings.to_dict()) == 4
+    assert len(bench.intake.warnings.to_dict()) == 4
 
 
 def test_request_args_replace_each_lines_own() -> None:

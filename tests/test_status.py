@@ -7,7 +7,6 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import openai.types
 import pytest
@@ -17,6 +16,7 @@ from fminfer.errors import OutputError
 from fminfer.input.lines import read_lines
 from fminfer.output.status import Counts, StatusFile, status_path
 from tests.conftest import run_files
+from tests.line_bench import before_each_record
 
 GOOD = '{"prompt":"x","max_tokens":2,"temperature":0,"ignore_eos":true}\n'
 DIFFERENT = '{"prompt":"x","max_tokens":2,"ignore_eos":true}\n'  # equal ones draw differently
@@ -92,17 +92,14 @@ def test_a_run_that_does_not_end(
     path, waiting = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     path.write_text(DIFFERENT * 2000)  # more than are read ahead
     waiting.write_text(GOOD * 7)
-    answer = engine.run
     seen: list[openai.types.Batch] = []
 
-    def fail_later(lines: Any, *rest: Any) -> Iterator[Any]:
-        for count, record in enumerate(answer(lines, *rest)):
-            if count == 10:
-                seen.extend(read(tmp_path / f"{name}.status.json") for name in "xy")
-                raise fault
-            yield record
+    def fail_later(count: int) -> None:
+        if count == 10:
+            seen.extend(read(tmp_path / f"{name}.status.json") for name in "xy")
+            raise fault
 
-    monkeypatch.setattr(engine, "run", fail_later)
+    before_each_record(monkeypatch, fail_later)
     outputs = [tmp_path / "x.jsonl", tmp_path / "y.jsonl"]
     with pytest.raises(type(fault)):
         run_files(engine, [path, waiting], outputs)
@@ -153,16 +150,15 @@ def test_a_file_of_unknown_length_counts_what_was_read(
     path = tmp_path / "a.json"
     path.write_text("[" + ",".join([DIFFERENT.strip()] * 300) + "]")
     totals: list[int] = []
-    answer = engine.run
 
-    def watch(lines: Any, *rest: Any) -> Iterator[Any]:
-        for record in answer(lines, *rest):
-            yield record
-            counts = read(tmp_path / "x.status.json").request_counts
-            assert counts is not None
-            totals.append(counts.total)
+    def watch(count: int) -> None:
+        if not count:  # nothing is written yet
+            return
+        counts = read(tmp_path / "x.status.json").request_counts
+        assert counts is not None
+        totals.append(counts.total)
 
-    monkeypatch.setattr(engine, "run", watch)
+    before_each_record(monkeypatch, watch)
     monkeypatch.setattr("fminfer.output.status.WRITE_EVERY_S", 0.0)
     run_files(engine, [path], [tmp_path / "x.jsonl"])
     assert 0 < totals[0] < 300 and totals[-1] == 300 and totals == sorted(totals)

@@ -18,25 +18,27 @@ from typing import Any
 
 import pytest
 
+from fminfer.engine.events import Delta, Failed, Finished
+from fminfer.engine.facts import Facts
+from fminfer.engine.sequence import Prepared
 from fminfer.engine.stats import EngineStats, ReadWork, StageStats
 from fminfer.errors import RequestError, UsageError
-from fminfer.input.envelope import Envelope
-from fminfer.input.lines import Line
-from fminfer.output.records import Record
 from fminfer.output.status import read_status
 from fminfer.ranks import RankConfig
-from fminfer.row_warnings import RowWarning
+from fminfer.request import SamplingParams
 from fminfer.team.wire import (
-    Answered,
-    Ended,
-    Failed,
+    Ask,
+    Broken,
+    Cancel,
     Loaded,
+    Order,
     Ready,
-    Taken,
+    Told,
     decode,
     encode,
     receive,
 )
+from fminfer.tokenizer import EncodedPrompt
 from tests.forked import Forked
 
 QUERIES = Path(__file__).parent.parent / "examples" / "queries"
@@ -233,43 +235,35 @@ def test_numbers_that_do_not_fit_are_refused() -> None:
 
 
 MESSAGES = [
-    None,
-    10.5,
     "go on",
-    [Line(0, 1, b'{"prompt": "\xff\x00"}', num_equal=2), Line(1, 2, b"", damage="torn \ud800")],
+    Ask(
+        7,
+        Prepared(
+            SamplingParams(stop=("\ud800", "x"), logit_bias=((5, -1.5),), seed=-(2**63)),
+            [EncodedPrompt([*range(20)], "text", [0, 1]), EncodedPrompt([1], "", [])],
+            repeat=2,
+            meaning=b"\xff\x00",
+        ),
+        priority=-1,
+        is_streamed=True,
+        is_counted=False,
+    ),
+    Cancel(7),
+    Order("drain"),
     Loaded({"a.safetensors": "digest"}),
-    Taken(),
-    Ready("cpu", 2, "", "no compiler"),
-    Failed("no\nroom", "OutOfMemoryError"),
-    Ended(
+    Ready(Facts("cpu", "float32", "bfloat16", 2, True, 256, 5, 6, False, "", "no compiler")),
+    Broken("no\nroom", "OutOfMemoryError"),
+    Told(
+        [
+            Delta(7, 1, "\ud800", [5], {"tokens": ["list"], "top_logprobs": None}, "stop", 5),
+            Finished(7, [{"list": {"bytes": -0.1}, "text": "\ud800", "big": 2**70}], {"n": 1}, {}),
+        ],
+        3,
+        True,
+        4,
         EngineStats(num_steps=3, stages=[StageStats(0.1, 1e-300, math.inf)], read=ReadWork(4, 5)),
-        {"list": 1, "object": 2},
-        is_stopped=True,
     ),
-    Answered(
-        Record(
-            Line(0, 3, b"raw"),
-            Envelope(
-                "wrapped",
-                b'{"a":1}',
-                {},
-                b'"id"',
-                {"bytes": b'"x":2'},
-                warnings=(RowWarning("odd", ("list",)),),
-            ),
-            {"choices": [["list", {"bytes": -0.1}]], "text": "\ud800", "big": 2**70},
-            num_prompt_tokens=7,
-        ),
-        None,
-    ),
-    Answered(
-        Record(
-            Line(0, 3, b"raw"),
-            Envelope("batch", b"{}"),
-            error=RequestError("out_of_range", "n is 0", "n"),
-        ),
-        EngineStats(),
-    ),
+    Told([Failed(7, RequestError("out_of_range", "n is 0", "n"))], 0, False, 0, None),
 ]
 
 
@@ -277,12 +271,10 @@ MESSAGES = [
 def test_what_travels_between_processes_arrives_as_it_was(message: Any) -> None:
     again = decode(encode(message))
     assert repr(again) == repr(message) and type(again) is type(message)
-    if not isinstance(message, Answered):
-        assert again == message
-    elif message.record.error is not None:
-        assert vars(again.record.error) == vars(message.record.error)
+    if isinstance(message, Told) and isinstance(message.events[0], Failed):
+        assert vars(again.events[0].error) == vars(message.events[0].error)
     else:
-        assert again.record == message.record and again.record.to_json()
+        assert again == message
 
 
 def test_no_process_unpickles_what_another_sends() -> None:

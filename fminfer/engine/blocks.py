@@ -5,6 +5,9 @@ It knows no tensor: the ids it hands out are the same on every stage.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+
 
 class BlockPool:
     """Blocks 0 … num_blocks-1 with two counts: sequences that hold them, and keeps of the cache.
@@ -36,6 +39,11 @@ class BlockPool:
     def is_held(self, block: int) -> bool:
         """Tell whether a sequence holds the block."""
         return self._num_holders[block] > 0
+
+    def num_held_only_by(self, tables: Iterable[list[int]]) -> int:
+        """Count the blocks that would lose their last holder if the holders of `tables` left."""
+        counts = Counter(block for table in tables for block in table)
+        return sum(self._num_holders[block] == count for block, count in counts.items())
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` free blocks, each with one holder."""

@@ -18,7 +18,14 @@ class EngineCore(Protocol):
     @property
     def stats(self) -> EngineStats: ...
 
-    def add(self, prepared: Prepared, *, priority: int = 0, is_streamed: bool = False) -> int:
+    def add(
+        self,
+        prepared: Prepared,
+        *,
+        priority: int = 0,
+        is_streamed: bool = False,
+        is_counted: bool = False,
+    ) -> int:
         """Queue a request; return the id by which events name it."""
 
     def cancel(self, request_id: int) -> None:
@@ -46,8 +53,13 @@ class EngineCore(Protocol):
     def check_idle(self) -> None:
         """Prove the books once nothing is left to do."""
 
-    def count_row(self, *, is_seeded: bool = False, is_copied: bool = False) -> None:
-        """Count a line that was read, for those who follow the progress."""
+    def count_row(self, prepared: Prepared | None, *, is_copied: bool = False) -> None:
+        """Count a line that was read, for those who follow the progress.
+
+        Args:
+            prepared: its request; None: it is wrong.
+            is_copied: it takes the answer of an equal one.
+        """
 
     @property
     def has_work(self) -> bool:

@@ -84,6 +84,7 @@ class EngineLoop:
         self._clock = RowClock()
         self._open: dict[int, RequestState] = {}  # requests without an answer
         self._in_flight: deque[PlannedStep] = deque()
+        self._leaving: list[Sequence] = []  # of cancelled requests, in a step in flight
         self._finished: list[RequestState] = []  # since the last step returned
         self._streams: dict[int, Deltas] = {}
         self._is_draining = False
@@ -94,6 +95,7 @@ class EngineLoop:
         *,
         priority: int = 0,
         is_streamed: bool = False,
+        is_counted: bool = False,
         request_id: int | None = None,
     ) -> int:
         """Queue a request; return the id by which events name it.
@@ -101,6 +103,7 @@ class EngineLoop:
         Args:
             priority: requests of higher ones enter first, and may put back rows of lower ones.
             is_streamed: tell its tokens as they come.
+            is_counted: `count_row` has counted it.
             request_id: its id, where others give ids to all requests; None: the next one.
 
         Raises:
@@ -109,7 +112,7 @@ class EngineLoop:
         state = self.open(prepared)
         if request_id is not None:
             state.id = request_id
-        state.priority, state.is_streamed = priority, is_streamed
+        state.priority, state.is_streamed, state.is_counted = priority, is_streamed, is_counted
         self._added.append(state)
         self._has_news.set()
         return state.id
@@ -197,10 +200,9 @@ class EngineLoop:
         if not (self._open or self._in_flight):
             self._scheduler.check_idle()
 
-    def count_row(self, *, is_seeded: bool = False, is_copied: bool = False) -> None:
+    def count_row(self, prepared: Prepared | None, *, is_copied: bool = False) -> None:
         """Count a line that was read, for those who follow the progress."""
-        self.stats.read.num_rows += 1
-        self.stats.read.num_seeded += is_seeded
+        self.stats.read.add_row(prepared, is_copied=is_copied)
         self.stats.num_copied_requests += is_copied
 
     @property
@@ -262,6 +264,8 @@ class EngineLoop:
             self._open[state.id] = state
             if state.is_streamed:
                 self._streams[state.id] = Deltas(state, self._form)
+            if not state.is_counted:
+                self.stats.read.add(state.prepared)
             for prompt in plan_order(state.prompts):
                 if prompt.num_to_feed > 0:
                     self._let_wait(prompt)
@@ -277,7 +281,6 @@ class EngineLoop:
 
     def _let_wait(self, prompt: PromptState) -> None:
         stats = self.stats
-        stats.read.add(prompt.num_to_feed, len(prompt.sequences), prompt.params.max_tokens)
         if not self._shared_tokens.is_full:
             prompt.is_counted = True
             num_shared = self._shared_tokens.add(prompt.ids[: prompt.num_to_feed])
@@ -289,8 +292,7 @@ class EngineLoop:
         """Free what a cancelled request holds; steps in flight still bring results of it."""
         state.is_cancelled = True
         for prompt in state.prompts:
-            if not prompt.is_finished:
-                self._scheduler.cancel(prompt)
+            self._leaving += self._scheduler.cancel(prompt)
             for sequence in prompt.sequences:
                 if sequence.finish_reason is None:
                     drawn = len(sequence.tokens)
@@ -328,21 +330,22 @@ class EngineLoop:
         stats = self.stats
         stats.num_steps += 1
         stats.add_spans(result.spans)
-        stats.num_prompt_tokens += planned.num_prompt_tokens
-        stats.num_generated_tokens += len(planned.sequences)
-        stats.read.max_open_draws -= len(planned.sequences)
         self._scheduler.collect(planned)
         if self.on_step is not None:
             counts = planned.num_prompt_tokens, planned.num_decode_rows
             self.on_step(StepTrace(result.step_id, *counts, result.spans, planned.step))
+        stats.num_prompt_tokens += planned.num_prompt_tokens
+        stats.num_generated_tokens += len(planned.sequences)
+        stats.read.max_open_draws -= len(planned.sequences)
         for sequence in take_result(planned, result, self._scheduler, stats):
             self._end(sequence)
+        for sequence in [s for s in self._leaving if not self._scheduler.has_in_flight(s)]:
+            self._leaving.remove(sequence)
+            self._scheduler.release(sequence)
 
     def _end(self, sequence: Sequence) -> None:
         self._scheduler.release(sequence)
         state = sequence.prompt.owner
-        if state.is_cancelled:
-            return
         self.stats.read.end(len(sequence.tokens), sequence.prompt.params.max_tokens)
         if state.is_finished:
             self._finish(state)

@@ -8,8 +8,7 @@ knows no tensor and no request.
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -82,7 +81,7 @@ class PrefixCache:
             if child is None or not _has_scores(child, num_top):
                 break
             end = min(child.end, limit)
-            num_equal = _num_equal(child.tokens, ids, found.length, end)
+            num_equal = count_equal(child.tokens, ids, found.length, end)
             first = found.length // self._pool.block_size
             last = self._pool.blocks_for(found.length + num_equal)
             found.blocks[first:] = child.blocks[: last - first]
@@ -117,7 +116,7 @@ class PrefixCache:
                 blocks = block_table[depth // self._pool.block_size : self._pool.blocks_for(end)]
                 self._add_leaf(node, ids[depth:end], blocks, reports, num_top)
                 return
-            num_equal = _num_equal(child.tokens, ids, depth, min(child.end, end))
+            num_equal = count_equal(child.tokens, ids, depth, min(child.end, end))
             if num_equal < len(child.tokens):
                 if depth + num_equal == end:
                     return
@@ -162,7 +161,7 @@ class PrefixCache:
             child = node.children.get(ids[depth])
             if child is None:
                 return
-            depth += _num_equal(child.tokens, ids, depth, min(child.end, len(ids)))
+            depth += count_equal(child.tokens, ids, depth, min(child.end, len(ids)))
             if depth > start:
                 if child.start < start:
                     self._split(child, start - child.start)  # leaves it the lower part
@@ -171,6 +170,11 @@ class PrefixCache:
             if depth < child.end:
                 return
             node = child
+
+    def drop_all(self) -> None:
+        """Forget every prefix. Rows that hold their blocks keep them."""
+        for child in list(self._root.children.values()):
+            self._remove_with_all_below(child)
 
     def _remove_with_all_below(self, node: _Node) -> None:
         nodes = [node]
@@ -258,35 +262,12 @@ def _has_scores(node: _Node, num_top: int | None) -> bool:
     return num_top is None or (node.reports is not None and node.num_top >= num_top)
 
 
-def _num_equal(tokens: list[int], ids: list[int], start: int, end: int) -> int:
+def count_equal(tokens: list[int], ids: list[int], start: int, end: int) -> int:
     """Count how many of `tokens` equal those of ids[start:end], from the first on."""
     others = ids[start:end]
     if tokens[: len(others)] == others:
         return len(others)
     return next(i for i, (a, b) in enumerate(zip(tokens, others, strict=False)) if a != b)
-
-
-class WaitingPrompts:
-    """The ids of prompts that wait, by which can be told what prefix one of them will look for."""
-
-    def __init__(self, prompts: Iterable[list[int]]) -> None:
-        self._sorted = sorted(prompts)
-
-    def add(self, ids: list[int]) -> None:
-        """Take note of a prompt that waits."""
-        insort(self._sorted, ids)
-
-    def remove(self, ids: list[int]) -> None:
-        """Take note that one of such ids waits no longer."""
-        place = bisect_left(self._sorted, ids)
-        assert self._sorted[place] == ids, "a prompt that did not wait"
-        del self._sorted[place]
-
-    def num_shared(self, ids: list[int]) -> int:
-        """Return how many first tokens of a prompt one that waits has as well, at most."""
-        place = bisect_left(self._sorted, ids)  # none has more in common than its neighbours
-        neighbours = self._sorted[max(0, place - 1) : place + 1]
-        return max((_num_equal(o, ids, 0, min(len(o), len(ids))) for o in neighbours), default=0)
 
 
 class SharedTokens:

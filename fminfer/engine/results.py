@@ -24,9 +24,8 @@ def take_result(
         yield from _take_score(prompt, report, scheduler, stats)
     draws = _reports(result.sampled)
     for sequence, report in zip(planned.sequences, draws, strict=True):
-        if sequence.prompt.owner.is_cancelled:
-            yield sequence
-        elif sequence.prompt.num_fed > 0:  # else its first sequence had it fed again, just now
+        # One that is not fed at all: its first sequence had it fed again, just now.
+        if not sequence.prompt.owner.is_cancelled and sequence.prompt.num_fed > 0:
             yield from _take_token(sequence, report, scheduler, stats)
 
 
@@ -39,9 +38,9 @@ def _take_score(
     if math.isnan(report.logprob):
         prompt.nan_at = prompt.nan_at or f"prompt token {len(prompt.reports)}"
     is_last = len(prompt.reports) == len(prompt.ids) - 1
-    if prompt.params.max_tokens > 0 or not is_last:
+    if prompt.params.max_tokens > 0 or not is_last or prompt.owner.is_cancelled:
         return
-    if prompt.owner.is_cancelled or not _feeds_again(prompt, scheduler, stats):
+    if not _feeds_again(prompt, scheduler, stats):
         for sequence in prompt.sequences:
             sequence.finish_reason = "length"
             yield sequence

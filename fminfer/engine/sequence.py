@@ -39,7 +39,7 @@ class Prepared:
     is_openai: bool = True  # answered as the OpenAI API does: tokens as texts, logprobs or null
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)  # one of two equal requests is not the other
 class RequestState:
     """One request from `add` to its answer."""
 
@@ -48,6 +48,7 @@ class RequestState:
     added_s: float
     priority: int = 0  # higher ones enter first
     is_streamed: bool = False  # its tokens are told as they come
+    is_counted: bool = False  # among what was read
     prompts: list[PromptState] = field(default_factory=list)
     times: RowTimes | None = None  # once its first prompt was admitted
     error: RequestError | None = None
@@ -58,7 +59,7 @@ class RequestState:
         return all(prompt.is_finished for prompt in self.prompts)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class PromptState:
     """One prompt of a request, prefilled once whatever its number of candidates."""
 
@@ -78,7 +79,7 @@ class PromptState:
     num_taken: int = 0  # tokens that it took from the prefix cache when it was admitted last
     nan_at: str = ""  # where its logits are nan
     is_apart: bool = False  # fed without the prefix cache, as what it took from that gave nan
-    # Of a prompt that lost its blocks when they ran out: all tokens that are to be fed once more.
+    # Of a prompt that was preempted: all tokens that are to be fed once more.
     again: list[int] = field(default_factory=list)
 
     @property
@@ -103,9 +104,17 @@ class PromptState:
         """Tokens the model must see before the next draw; one that is only scored is never fed."""
         if self.again:
             return len(self.again)
-        if self.params.max_tokens > 0:
-            return len(self.ids)
-        return len(self.ids) - 1 if self.wants_scores else 0
+        return self.params.num_to_feed(len(self.ids))
+
+    @property
+    def num_unfed(self) -> int:
+        """Tokens that are still to be fed."""
+        return self.num_to_feed - self.num_fed
+
+    @property
+    def has_run(self) -> bool:
+        """Whether it was admitted before, and lost its blocks since."""
+        return bool(self.again) or self.is_apart
 
     @property
     def num_kv_tokens(self) -> int:
@@ -156,7 +165,7 @@ class PromptState:
         return all(sequence.finish_reason is not None for sequence in self.sequences)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Sequence:
     """One choice being made."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
+from fminfer.engine.sequence import Prepared
 from fminfer.messages import StageSpan
 
 
@@ -39,13 +40,26 @@ class ReadWork:
     max_open_draws: int = 0  # that those may still draw
     num_stopped: int = 0  # sequences that ended before max_tokens
 
-    def add(self, num_tokens: int, num_sequences: int, max_tokens: int) -> None:
-        """Count a prompt."""
-        self.num_tokens += num_tokens
-        self.num_sequences += num_sequences
-        self.max_draws += num_sequences * max_tokens
-        self.num_open += num_sequences
-        self.max_open_draws += num_sequences * max_tokens
+    def add_row(self, prepared: Prepared | None, *, is_copied: bool) -> None:
+        """Count a line, and what it asks for; None: it is wrong."""
+        self.num_rows += 1
+        if prepared is not None:
+            params = prepared.params
+            self.num_seeded += params.seed is not None and not params.is_greedy
+            if not is_copied:
+                self.add(prepared)
+
+    def add(self, prepared: Prepared) -> None:
+        """Count what a request asks for."""
+        params = prepared.params
+        for prompt in prepared.prompts:
+            num_to_feed = params.num_to_feed(len(prompt.ids))
+            if num_to_feed:
+                self.num_tokens += num_to_feed
+                self.num_sequences += params.num_candidates
+                self.max_draws += params.num_candidates * params.max_tokens
+                self.num_open += params.num_candidates
+                self.max_open_draws += params.num_candidates * params.max_tokens
 
     def end(self, num_drawn: int, max_tokens: int) -> None:
         """Count a sequence that ended; its draws were counted one by one."""

@@ -116,18 +116,16 @@ class LineRunner:
         """Take the next line."""
         asked = self._intake.open(line)
         if isinstance(asked, Record):
-            self._core.count_row()
+            self._core.count_row(None)
             self._done.append(asked)
             return
-        params = asked.params
         leader = None if self._equal is None else self._equal.follow(asked)
+        self._core.count_row(asked.prepared, is_copied=leader is not None)
         if leader is None:
             self._window.append(asked)
             self._num_window_prompts += asked.num_prompts
             self._num_window_tokens += asked.num_prompt_tokens
             return
-        is_seeded = params.seed is not None and not params.is_greedy
-        self._core.count_row(is_seeded=is_seeded, is_copied=True)
         if leader.answer is not None:
             self._done.append(self._form.build(asked, answer_of(asked, leader)))
 
@@ -191,6 +189,7 @@ class LineRunner:
             self._core.cancel(request_id)
         self._asked.clear()
         self._window.clear()
+        self._done.clear()
 
     @property
     def _is_stopping(self) -> bool:
@@ -208,11 +207,9 @@ class LineRunner:
         return self._read_ahead
 
     def _give(self, asked: Asked) -> None:
-        params = asked.params
-        self._core.count_row(is_seeded=params.seed is not None and not params.is_greedy)
         asked.added_s = time.perf_counter()
         try:
-            self._asked[self._core.add(asked.prepared)] = asked
+            self._asked[self._core.add(asked.prepared, is_counted=True)] = asked
         except RequestError as error:  # it can never run here
             self._finish(asked, Failed(-1, error))
 

@@ -127,6 +127,7 @@ class Member:
                 ask.prepared,
                 priority=ask.priority,
                 is_streamed=ask.is_streamed,
+                is_counted=ask.is_counted,
                 request_id=ask.request_id,
             )
         except RequestError as error:

@@ -16,7 +16,7 @@ from multiprocessing.connection import wait
 from fminfer import errors
 from fminfer.engine.events import Delta, Event
 from fminfer.engine.sequence import Prepared
-from fminfer.engine.stats import EngineStats, ReadWork
+from fminfer.engine.stats import EngineStats
 from fminfer.errors import FminferError, PipelineError, RequestError
 from fminfer.fingerprint import digest_files, name_differences
 from fminfer.messages import StepTrace
@@ -70,8 +70,7 @@ class Team:
         self._has_news = threading.Event()
         self._wake_out, self._wake_in = os.pipe()
         os.set_blocking(self._wake_in, False)
-        self._read = ReadWork()  # rows, which pipelines do not see
-        self._num_copied = 0
+        self._own = EngineStats()  # rows, which pipelines do not see
         self._is_draining = False
         self._until_s: float | None = None  # when a step is over at the latest
         self._expects_more = True
@@ -111,14 +110,21 @@ class Team:
         total = EngineStats()
         for pipeline in self._pipelines:
             total.add(pipeline.stats)
-        total.read.num_rows, total.read.num_seeded = self._read.num_rows, self._read.num_seeded
-        total.num_copied_requests += self._num_copied
+        total.add(self._own)
         return total
 
-    def add(self, prepared: Prepared, *, priority: int = 0, is_streamed: bool = False) -> int:
+    def add(
+        self,
+        prepared: Prepared,
+        *,
+        priority: int = 0,
+        is_streamed: bool = False,
+        is_counted: bool = False,
+    ) -> int:
         """Queue a request; return the id by which events name it."""
         request_id = next(self._ids)
-        self._added.append(Asking(Ask(request_id, prepared, priority, is_streamed)))
+        ask = Ask(request_id, prepared, priority, is_streamed, is_counted)
+        self._added.append(Asking(ask))
         self._wake()
         return request_id
 
@@ -170,11 +176,10 @@ class Team:
     def check_idle(self) -> None:
         """Nothing: the books are the pipelines'."""
 
-    def count_row(self, *, is_seeded: bool = False, is_copied: bool = False) -> None:
+    def count_row(self, prepared: Prepared | None, *, is_copied: bool = False) -> None:
         """Count a line that was read, for those who follow the progress."""
-        self._read.num_rows += 1
-        self._read.num_seeded += is_seeded
-        self._num_copied += is_copied
+        self._own.read.add_row(prepared, is_copied=is_copied)
+        self._own.num_copied_requests += is_copied
 
     @property
     def has_work(self) -> bool:

@@ -36,6 +36,7 @@ class Ask:
     prepared: Prepared
     priority: int
     is_streamed: bool
+    is_counted: bool
 
 
 @dataclass(slots=True, frozen=True)

@@ -1,0 +1,201 @@
+"""The KV blocks of sequences: reserved when a prompt is admitted, shared, copied, given back.
+
+It also asks and feeds the prefix cache, whose prefixes lie in the same blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fminfer.engine.blocks import BlockPool
+from fminfer.engine.expected import ExpectedLengths
+from fminfer.engine.packing import PackedRow
+from fminfer.engine.prefix import Match, PrefixCache
+from fminfer.engine.sequence import PromptState, Sequence
+
+
+class KvReservation:
+    """Gives sequences their blocks and takes them back.
+
+    Blocks may be given back while a step in flight still reads or writes them. Whoever gets them
+    next uses them in later steps, and every stage computes its steps in order. Copies are no
+    exception: a step makes them before its rows, and reads all sources before it writes.
+
+    Args:
+        pool: the KV blocks.
+        cache: of prompts' prefixes; None: every prompt is fed whole.
+    """
+
+    def __init__(self, pool: BlockPool, cache: PrefixCache | None) -> None:
+        self._pool = pool
+        self._cache = cache
+        self._expected = ExpectedLengths()
+        self.clear()
+
+    def clear(self) -> None:
+        """Free every block, whoever holds it, and empty the prefix cache."""
+        self._pool.clear()
+        if self._cache is not None:
+            self._cache.clear()
+        self._copies: list[tuple[int, int]] = []  # (from, to), to be made by the next step
+        self.num_sequences = 0  # that hold blocks
+
+    @property
+    def has_cache(self) -> bool:
+        return self._cache is not None
+
+    def fits(self, prompt: PromptState) -> bool:
+        """Tell whether the pool could hold the prompt if it were alone."""
+        return self._num_blocks(prompt, prompt.num_kv_tokens) <= self._pool.num_blocks
+
+    def find_prefix(self, prompt: PromptState) -> Match:
+        """Find what need not be fed; of a scored prompt, the scores of those tokens as well."""
+        if self._cache is None or prompt.is_apart:
+            return Match()
+        if not prompt.wants_scores:  # the last token is fed to draw from it
+            return self._cache.match(prompt.ids_to_feed, prompt.num_to_feed - 1, None)
+        match = self._cache.match(prompt.ids, prompt.num_to_feed, prompt.num_top)
+        # The last token of the prefix is fed again: what follows it is scored from it.
+        match.length = max(0, match.length - 1)
+        return match
+
+    def reserve(self, prompt: PromptState, match: Match, *, at_all_costs: bool = False) -> bool:
+        """Give a prompt its blocks, the cached ones first; False if there is no room.
+
+        Args:
+            match: what `find_prefix` has just found; after a False it holds no longer.
+            at_all_costs: succeed if `would_fit` says so, even if the prefix cache must be emptied.
+        """
+        num_full, num_rest = divmod(match.length, self._pool.block_size)
+        shared = match.blocks[:num_full]
+        self._pool.share(shared)
+        num_expected = self._num_expected(prompt)
+        num_needed = self._num_blocks(prompt, num_expected) - num_full
+        if not self._make_room(num_needed, at_all_costs=at_all_costs):
+            self._pool.release(shared)
+            if self.num_sequences > 0 or self._cache is None or not match.length:
+                return False
+            # Nothing runs, and what is in the way is the prefix's own: feed the prompt whole.
+            self._cache.evict(self._pool.num_blocks)
+            return self.reserve(prompt, Match())
+        self._hand_out(prompt, shared, self._pool.blocks_for(num_expected))
+        if num_rest:  # the next block is used in part: this prompt goes on in a copy
+            copy = prompt.sequences[0].block_table[num_full]
+            self._copies.append((match.blocks[num_full], copy))
+        prompt.num_fed = prompt.num_taken = match.length
+        if not prompt.again:
+            prompt.num_cached = match.length
+            prompt.shared_scores = match.scores
+        return True
+
+    def would_fit(self, prompt: PromptState, match: Match, leaving: Iterable[Sequence]) -> bool:
+        """Tell whether the prompt would have room if those sequences gave back their blocks."""
+        num_full = match.length // self._pool.block_size
+        shared = match.blocks[:num_full]
+        num_needed = self._num_blocks(prompt, self._num_expected(prompt)) - num_full
+        self._pool.share(shared)
+        num_left = self._pool.num_held_only_by(sequence.block_table for sequence in leaving)
+        num_free = self._pool.num_free + self._pool.num_idle
+        self._pool.release(shared)
+        return num_needed <= num_free + num_left
+
+    def grow(self, sequence: Sequence) -> bool:
+        """See that a sequence has a block for its newest token; False: none is left."""
+        while sequence.position >= len(sequence.block_table) * self._pool.block_size:
+            if not self._make_room(1):
+                return False
+            sequence.block_table += self._pool.allocate(1)
+        return True
+
+    def give_back(self, sequence: Sequence) -> None:
+        """Take a sequence's blocks."""
+        if self._copies:  # one that was to fill a block of it must not fill the next owner's
+            own = set(sequence.block_table)
+            self._copies = [copy for copy in self._copies if copy[1] not in own]
+        self._pool.release(sequence.block_table)
+        sequence.block_table = []
+        self.num_sequences -= 1
+
+    def learn(self, max_tokens: int, num_drawn: int) -> None:
+        """Take note of how many tokens a finished sequence drew."""
+        self._expected.learn(max_tokens, num_drawn)
+
+    def take_copies(self, rows: list[PackedRow]) -> list[tuple[int, int]]:
+        """Return the copies that a step of `rows` makes; those that it calls for come next."""
+        copies = self._copies
+        self._copies = [copy for row in rows for copy in row.copies_after(self._pool.block_size)]
+        return copies
+
+    def keep_prefix(self, prompt: PromptState, num_fed: int) -> None:
+        """Let later prompts share what was fed, or is fed by the step being formed."""
+        if self._cache is None or prompt.is_apart:
+            return
+        reports = prompt.reports if prompt.wants_scores else None
+        table = prompt.sequences[0].block_table
+        num_tokens = min(num_fed, len(prompt.ids))
+        self._cache.insert(prompt.ids, num_tokens, table, reports, prompt.num_top)
+
+    def forget_prefix(self, prompt: PromptState, num_wanted: int) -> None:
+        """Evict what is kept of a prompt behind the tokens that others wait for."""
+        if self._cache is not None:
+            self._cache.forget(prompt.ids, num_wanted)
+
+    def withdraw_prefix(self, prompt: PromptState) -> bool:
+        """Let nobody share what a prompt computed, as it may be spoiled; whoever does keeps it.
+
+        Returns:
+            whether the prompt had itself taken blocks from the cache.
+        """
+        if self._cache is None or prompt.is_apart:
+            return False
+        # The last token of a scored prefix was fed again.
+        num_taken = prompt.num_taken + prompt.wants_scores if prompt.num_taken else 0
+        self._cache.withdraw(prompt.ids, num_taken)
+        return num_taken > 0
+
+    def replace_prefix(self, prompt: PromptState) -> None:
+        """Let a prompt that was fed apart, and is sound, take the place of the spoiled prefix."""
+        prompt.is_apart = False
+        if self._cache is not None:
+            self._cache.withdraw(prompt.ids, 0)
+            self.keep_prefix(prompt, prompt.num_fed)
+
+    def check_idle(self) -> None:
+        """Prove the books: nothing runs, so every block is free."""
+        assert self.num_sequences == 0, "a sequence was forgotten"
+        assert not self._copies, "a copy is left over"
+        self._pool.check_idle()
+
+    def _num_blocks(self, prompt: PromptState, num_kv_tokens: int) -> int:
+        each = self._pool.blocks_for(num_kv_tokens)
+        return each + (len(prompt.sequences) - 1) * (each - self._num_common(prompt))
+
+    def _num_common(self, prompt: PromptState) -> int:
+        """Return how many full blocks of the prompt all its sequences share."""
+        return prompt.num_to_feed // self._pool.block_size
+
+    def _num_expected(self, prompt: PromptState) -> int:
+        """Return the tokens of KV cache that each sequence of it is admitted with."""
+        if prompt.again or len(prompt.sequences) > 1:  # candidates run together, or not at all
+            return prompt.num_kv_tokens
+        return prompt.kv_tokens_for(self._expected.expect(prompt.params.max_tokens))
+
+    def _make_room(self, num_blocks: int, *, at_all_costs: bool = False) -> bool:
+        """See that so many blocks are free, at the cost of the prefix cache; False: cannot be."""
+        if self._pool.num_free + self._pool.num_idle < num_blocks:
+            return False
+        if self._cache is not None:
+            self._cache.evict(num_blocks)
+            # A prefix that goes on in blocks that are held is not evicted, though itself idle.
+            if at_all_costs and self._pool.num_free < num_blocks:
+                self._cache.drop_all()
+        return self._pool.num_free >= num_blocks
+
+    def _hand_out(self, prompt: PromptState, shared: list[int], each: int) -> None:
+        first, *others = prompt.sequences
+        first.block_table = shared + self._pool.allocate(each - len(shared))
+        common = first.block_table[: self._num_common(prompt)]
+        for sequence in others:
+            self._pool.share(common)
+            sequence.block_table = common + self._pool.allocate(each - len(common))
+        self.num_sequences += len(prompt.sequences)

@@ -1,0 +1,84 @@
+"""Runs over lines on an engine's loop whose pipeline a test has made."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Generator, Iterable
+
+import pytest
+
+from fminfer.engine.answer import AnswerForm
+from fminfer.engine.intake import Intake, Limits
+from fminfer.engine.loop import EngineLoop, Pipeline
+from fminfer.engine.scheduler import Scheduler
+from fminfer.engine.start import Starter
+from fminfer.input.lines import Line
+from fminfer.line_run.asked import RecordForm
+from fminfer.line_run.line_intake import LineIntake
+from fminfer.line_run.runner import LOOKAHEAD, LineRunner
+from fminfer.output.job_file import JournaledInput
+from fminfer.output.records import Record
+from fminfer.tokenizer import Tokenizer
+
+
+class LineBench:
+    """A loop over a pipeline, and runs over lines."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        scheduler: Scheduler,
+        pipeline: Pipeline,
+        *,
+        micro_batches: int,
+        kv_capacity: int,
+        is_only_run: bool = False,
+    ) -> None:
+        self.tokenizer = Tokenizer(None)
+        self.scheduler = scheduler
+        self.intake = Intake(self.tokenizer, limits)
+        self.loop = EngineLoop(
+            Starter(self.tokenizer, limits.eos_ids, seed=1),
+            scheduler,
+            pipeline,
+            AnswerForm(self.tokenizer, "auto"),
+            micro_batches=micro_batches,
+            kv_capacity=kv_capacity,
+        )
+        self._is_only_run = is_only_run
+
+    def start_run(self, read_ahead: int = LOOKAHEAD) -> LineRunner:
+        return over_lines(
+            self.loop, self.intake, read_ahead=read_ahead, is_only_run=self._is_only_run
+        )
+
+    def run_lines(
+        self, lines: Iterable[Line], read_ahead: int = LOOKAHEAD
+    ) -> Generator[Record, None, None]:
+        return self.start_run(read_ahead).run(lines)
+
+
+def over_lines(
+    loop: EngineLoop, intake: Intake, *, read_ahead: int = LOOKAHEAD, is_only_run: bool = False
+) -> LineRunner:
+    """Start a run over lines, in which equal ones are all computed."""
+    return LineRunner(
+        loop,
+        LineIntake(intake),
+        RecordForm("scripted", int(time.time())),
+        read_ahead=read_ahead,
+        joins_equal=False,
+        is_only_run=is_only_run,
+    )
+
+
+def before_each_record(monkeypatch: pytest.MonkeyPatch, call: Callable[[int], None]) -> None:
+    """Have a function called before each record of a run over files is written, with its number."""
+    add, numbers = JournaledInput.add, itertools.count()
+
+    def add_later(file: JournaledInput, record: Record) -> bool:
+        call(next(numbers))
+        return add(file, record)
+
+    monkeypatch.setattr(JournaledInput, "add", add_later)
