@@ -28,8 +28,9 @@ from fminfer.engine.loop import EngineLoop
 from fminfer.engine.prefix import PrefixCache
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.stats import EngineStats
-from fminfer.job import open_files, run_job
+from fminfer.job import run_job
 from fminfer.messages import StageSpan, Step, StepResult, StepTrace, TokenLogprobs
+from fminfer.output.named_files import open_files
 from fminfer.output.summary import JobSummary
 from fminfer.tokenizer import Tokenizer
 

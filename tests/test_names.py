@@ -64,7 +64,7 @@ def test_a_long_name_goes_on_after_a_kill_and_shows_in_another_folder(tmp_path: 
     assert [(state.state, state.num_answered) for state in overview.files] == [("stopped", 1)]
     again = share(tmp_path, tmp_path / "out")
     for file in filter(None, again.turns()):
-        assert file.num_kept_rows == 1
+        assert file.kept.num_rows == 1
         answer_all(file)
     (overview,) = look_over(tmp_path / "out")
     (state,) = overview.files

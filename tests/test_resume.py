@@ -22,9 +22,10 @@ from fminfer.config import EngineConfig
 from fminfer.errors import StoppedError, UsageError
 from fminfer.fingerprint import fingerprint_of
 from fminfer.input.streams import STDIN
-from fminfer.job import open_files, run_job
+from fminfer.job import run_job
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.output.journal import Journal, journal_path
+from fminfer.output.named_files import open_files
 from fminfer.output.rows import Row
 from fminfer.output.summary import JobSummary
 from fminfer.stopping import (

@@ -15,7 +15,8 @@ import pytest
 import fminfer
 from fminfer.errors import OutputError
 from fminfer.input.lines import read_lines
-from fminfer.output.status import Counts, StatusFile, status_path
+from fminfer.output.counts import Counts
+from fminfer.output.status import StatusFile, status_path
 from tests.conftest import run_files
 
 GOOD = '{"prompt":"x","max_tokens":2,"temperature":0,"ignore_eos":true}\n'
