@@ -266,7 +266,7 @@ def test_rows_that_were_damaged_are_told_and_answered_again(
     journal.write_bytes(b"".join([head, first.replace(b'"text"', b'"test"'), *rest]))
     summary = run_files(engine, [source], [output])
     assert (summary.num_rows, summary.num_kept_rows, summary.num_damaged_rows) == (5, 4, 1)
-    assert "1 rows of earlier runs were damaged" in summary.to_text()
+    assert "answered again: 1 row of earlier runs" in summary.to_text()
     assert len(output.read_bytes().splitlines()) == 9
 
 

@@ -27,7 +27,7 @@ from fminfer.output.job_file import JournaledInput
 from fminfer.output.named_files import open_files
 from fminfer.output.places import Plan, plan_outputs
 from fminfer.output.records import Record
-from fminfer.output.shared_files import share_files
+from fminfer.output.shared_files import SharedFiles, share_files
 from fminfer.output.status import read_status
 from fminfer.output.summary import JobSummary
 
@@ -343,6 +343,62 @@ def test_a_named_file_that_another_run_has_completed_is_done(tmp_path: Path, fai
     assert summary.has_errors == fails and summary.num_kept_rows == 2
     assert f"{output} was completed by another run" in summary.to_text()
     assert b"late" not in output.read_bytes()
+
+
+def sum_up(inputs: SharedFiles, num_rows: int) -> JobSummary:
+    """Return the summary of a run that has answered so many rows."""
+    summary = JobSummary("m", "d", [], [], num_rows=num_rows)
+    inputs.add_to(summary)
+    return summary
+
+
+def test_rows_of_a_file_that_another_run_has_completed_are_counted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run that lost it counted them as its own, and again as those of the other run."""
+    monkeypatch.setattr(shared_files, "SCAN_EVERY_S", 0.01)
+    write_shards(tmp_path / "in", 2, 5)
+    mine = share(tmp_path / "in")
+    assert mine.look()
+    turns = mine.turns()
+    file = open_next(turns)
+    lines = list(file.lines(lambda line: None))
+    for line in lines[:2]:
+        assert file.add(Record(line, open_envelope(line), result={"said": 1}))
+    take_over(file)
+    assert not file.add(Record(lines[2], open_envelope(lines[2]), result={"said": "late"}))
+    for other in turns:
+        if other is not None:
+            answer(other)
+    summary = sum_up(mine, 2 + 5)
+    assert (summary.num_rows, summary.num_kept_rows) == (7, 3)
+    assert mine.num_saved_rows is not None and mine.num_rows == 7
+
+
+def test_rows_of_a_file_that_is_taken_again_are_counted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a run had answered before it lost the file counted as kept when it had it again."""
+    monkeypatch.setattr(shared_files, "SCAN_EVERY_S", 0.01)
+    write_shards(tmp_path / "in", 1, 5)
+    mine = share(tmp_path / "in")
+    assert mine.look()
+    turns = mine.turns()
+    file = open_next(turns)
+    lines = list(file.lines(lambda line: None))
+    for line in lines[:2]:
+        assert file.add(Record(line, open_envelope(line), result={"said": 1}))
+    lose(file)
+    assert not file.add(Record(lines[2], open_envelope(lines[2]), result={"said": "late"}))
+    other = open_first(tmp_path / "in")  # it answers one, and ends
+    line = next(other.lines(lambda line: None))
+    assert line.number == 3 and other.add(Record(line, open_envelope(line), result={"said": 1}))
+    other.abandon(StoppedError("Interrupted.", "cancelled", 130))
+    again = open_next(turns)
+    answer(again)
+    assert list(turns) == [] and mine.num_saved_rows == 5 and mine.num_rows == 4
+    summary = sum_up(mine, 2 + 2)
+    assert (summary.num_rows, summary.num_kept_rows) == (4, 1)
 
 
 def test_a_named_file_that_was_lost_is_told(tmp_path: Path) -> None:

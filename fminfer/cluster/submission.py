@@ -210,8 +210,8 @@ class Submission:
         while (room := self.max_queued - self._num_queued) < least:
             if not is_told:
                 self.tell(
-                    f"Queued: {counted(self._num_queued, 'job')}; waiting for room: "
-                    f"{counted(num_left, 'file')} (after Ctrl-C the same command goes on)."
+                    f"{counted(self._num_queued, 'job')} queued; {counted(num_left, 'file')} waiting "
+                    "for room (after Ctrl-C the same command goes on)."
                 )
                 is_told = True
             time.sleep(self.poll_s)
