@@ -85,7 +85,7 @@ def test_the_command_takes_names_that_are_no_utf_8(tmp_path: Path) -> None:
         found = CliRunner().invoke(
             main, ["status", str(tmp_path / json.loads(status.read_text())["input_file_id"])]
         )
-        assert found.exit_code == 0 and "1 of 1 files done" in found.output
+        assert found.exit_code == 0 and "1 of 1 file done" in found.output
 
 
 def test_a_link_to_a_file_of_the_same_folder_is_left_out(tmp_path: Path) -> None:

@@ -397,8 +397,10 @@ def test_rows_of_a_file_that_is_taken_again_are_counted_once(
     again = open_next(turns)
     answer(again)
     assert list(turns) == [] and mine.num_saved_rows == 5 and mine.num_rows == 4
+    file.num_damaged_rows = again.num_damaged_rows = file.num_tried_rows = 1
     summary = sum_up(mine, 2 + 2)
     assert (summary.num_rows, summary.num_kept_rows) == (4, 1)
+    assert summary.num_damaged_rows == summary.num_tried_rows == 1, "the same, found twice"
 
 
 def test_a_named_file_that_was_lost_is_told(tmp_path: Path) -> None:

@@ -209,9 +209,10 @@ class Submission:
         is_told = False
         while (room := self.max_queued - self._num_queued) < least:
             if not is_told:
+                jobs, files = counted(self._num_queued, "job"), counted(num_left, "file")
                 self.tell(
-                    f"{counted(self._num_queued, 'job')} queued; {counted(num_left, 'file')} waiting "
-                    "for room (after Ctrl-C the same command goes on)."
+                    f"{jobs} queued; {files} waiting for room (after Ctrl-C the same command goes "
+                    "on)."
                 )
                 is_told = True
             time.sleep(self.poll_s)

@@ -117,10 +117,16 @@ def sum_saved(files: Sequence[RunInput]) -> int | None:
 
 
 def add_files(files: Sequence[RunInput], kept: Tally, summary: JobSummary) -> None:
-    """Add to a summary what it counts file by file, and the rows of other runs."""
+    """Add to a summary what it counts file by file, and the rows of other runs.
+
+    What a run finds in a file counts once, also if it lost that file and took it again.
+    """
     summary.num_kept_rows, summary.num_kept_errors = kept.num_rows, kept.num_errors
+    damaged: dict[Path, int] = {}
+    tried: dict[Path, int] = {}
     for file in files:
         if file.is_lost and file.is_finished:
             summary.completed_elsewhere.append(str(file.output))
-        summary.num_damaged_rows += file.num_damaged_rows
-        summary.num_tried_rows += file.num_tried_rows
+        damaged[file.path] = max(damaged.get(file.path, 0), file.num_damaged_rows)
+        tried[file.path] = max(tried.get(file.path, 0), file.num_tried_rows)
+    summary.num_damaged_rows, summary.num_tried_rows = sum(damaged.values()), sum(tried.values())
