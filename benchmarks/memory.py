@@ -25,9 +25,10 @@ from fminfer.config import EngineConfig, StepSizes
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.facts import Facts
 from fminfer.engine.start import Starter
-from fminfer.job import open_files, run_job
+from fminfer.job import run_job
 from fminfer.messages import StageSpan, Step, StepResult, StepTrace, TokenLogprobs
 from fminfer.models.checkpoint import Checkpoint
+from fminfer.output.named_files import open_files
 from fminfer.output.summary import JobSummary
 from fminfer.tokenizer import Tokenizer
 from fminfer.worker import Engine

@@ -22,6 +22,7 @@ from fminfer.errors import FminferError, UsageError
 from fminfer.footprint import held_dtype
 from fminfer.loading import open_model
 from fminfer.messages import StepTrace
+from fminfer.wording import counted
 from fminfer.worker import Engine
 
 MIN_ROUNDS, MAX_ROUNDS = 2, 50
@@ -42,7 +43,7 @@ class Trial:
         """Say what is timed."""
         after = f"{self.new_tokens} drawn" if self.new_tokens else "scored"
         after += " at random" * (self.temperature > 0)
-        return f"{self.num_rows} rows of {self.prompt_tokens} tokens, {after}"
+        return f"{counted(self.num_rows, 'row')} of {self.prompt_tokens} tokens, {after}"
 
     @property
     def work(self) -> float:

@@ -22,14 +22,15 @@ from fminfer.fingerprint import KV_DTYPE, fingerprint_of
 from fminfer.forecast import Layout, name_held_dtype, require_room_for_all
 from fminfer.input.files import MOST_NAMED
 from fminfer.input.lines import Line
-from fminfer.job import NamedFiles, abandon, open_files, run_job, share_files
+from fminfer.job import run_job
 from fminfer.loading import open_model
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.one_pipeline import serve_rank
-from fminfer.output.job_file import JournaledInput
+from fminfer.output.named_files import NamedFiles, open_files
 from fminfer.output.places import Plan
 from fminfer.output.progress import LoadingBar, write_beside_bar
-from fminfer.output.shared_files import SharedFiles
+from fminfer.output.run_inputs import RunInputs
+from fminfer.output.shared_files import share_files
 from fminfer.output.summary import JobSummary
 from fminfer.paths import JobPaths
 from fminfer.pipeline.group import Group
@@ -43,6 +44,7 @@ from fminfer.team.member import serve_pipeline
 from fminfer.team.place import Place
 from fminfer.team.process import Pipeline, start_pipelines
 from fminfer.team.team import Team
+from fminfer.wording import counted
 from fminfer.worker import Engine
 
 MakeEngine = Callable[[Checkpoint, LoadingBar], Engine]
@@ -253,9 +255,9 @@ def _answer_files(
     if not job.is_quiet:
         _tell_left_out(job, plan)
     fingerprint = fingerprint_of(config, checkpoint)
-    files: NamedFiles | SharedFiles
+    files: RunInputs
     if job.is_shared:
-        files = share_files(
+        files = shared = share_files(
             job.plan if job.is_watching else lambda: plan,
             fingerprint,
             model=checkpoint.name,
@@ -263,7 +265,7 @@ def _answer_files(
             is_watching=job.is_watching,
             limit=job.limit,
         )
-        is_done = not files.look()
+        is_done = not shared.look()
     else:
         files = open_files(
             *(inputs, outputs, fingerprint),
@@ -322,8 +324,8 @@ def _answer_prompt(
     return JobSummary(checkpoint.name, str(engine.device), [], [])
 
 
-def _ready_text(summary: JobSummary, files: NamedFiles | SharedFiles) -> str:
-    num_rows = "rows" if files.num_rows is None else f"{files.num_rows:,} rows"
+def _ready_text(summary: JobSummary, files: RunInputs) -> str:
+    num_rows = "rows" if files.num_rows is None else counted(files.num_rows, "row")
     return f"Ready after {summary.start_to_ready_s:.1f} s; answering {num_rows}."
 
 
@@ -337,9 +339,7 @@ def _tell_left_out(job: JobPaths, plan: Plan) -> None:
 
 
 @contextmanager
-def _telling_how_to_go_on(
-    job: JobPaths, files: NamedFiles | SharedFiles, stopper: Stopper
-) -> Iterator[None]:
+def _telling_how_to_go_on(job: JobPaths, files: RunInputs, stopper: Stopper) -> Iterator[None]:
     try:
         yield
     except (StoppedError, PipelineError, KeyboardInterrupt) as caught:
@@ -348,11 +348,10 @@ def _telling_how_to_go_on(
             if stopper.reason is None:
                 raise
             error = stopper.reason
-        journaled = [file for file in files.files if isinstance(file, JournaledInput)]
-        if journaled and job.keeps_output:
-            num_done = sum(file.num_done for file in journaled)
+        num_saved = files.num_saved_rows
+        if num_saved is not None and job.keeps_output:
             text = str(error).rstrip(".")
-            error.args = (f"{text}. Rows that are finished and kept: {num_done:,}. {AGAIN}",)
+            error.args = (f"{text}. Rows that are finished and kept: {num_saved:,}. {AGAIN}",)
         if error is caught:
             raise
         raise error from None
@@ -365,7 +364,7 @@ def _of_several(config: EngineConfig, start: Callable[[], list[Pipeline]]) -> En
 
 def _start_engine(
     job: JobPaths,
-    files: NamedFiles | SharedFiles,
+    files: RunInputs,
     config: EngineConfig,
     make_engine: Callable[[LoadingBar], Engine],
 ) -> Engine:
@@ -379,7 +378,7 @@ def _start_engine(
     try:
         engine = make_engine(loading)
     except BaseException as error:
-        abandon(files, error)
+        files.abandon(error)
         raise
     finally:
         loading.close()

@@ -11,6 +11,7 @@ from typing import Any
 from fminfer.errors import RequestError, UsageError
 from fminfer.hyperparameters import Hyperparameters
 from fminfer.request import parse_request
+from fminfer.wording import counted
 
 # What a user of the ancestor, which ran five batches, leaves out.
 PROMPT_TOKENS, NEW_TOKENS, BATCH_SIZE, NUM_BATCHES = 128, 32, 8, 5
@@ -60,8 +61,8 @@ class Synthetic:
         """Say what ran, and how fast: a batch's share of the seconds."""
         new_tokens = self._fields["max_tokens"]
         return (
-            f"{self.num_batches:,} batch{'es' * (self.num_batches != 1)} of "
-            f"{self.batch_size:,} request{'s' * (self.batch_size != 1)}, each a prompt of "
+            f"{counted(self.num_batches, 'batch', 'batches')} of "
+            f"{counted(self.batch_size, 'request')}, each a prompt of "
             f"{self.prompt_tokens:,} random tokens and {new_tokens:,} new ones; "
             f"{wall_s / self.num_batches:.2f} s a batch"
         )

@@ -297,7 +297,8 @@ def restored_signals() -> Iterator[None]:
 
 def run_files(engine: Any, inputs: list[Path], outputs: list[Path]) -> Any:
     """Answer files with an engine, as the command does."""
-    from fminfer.job import open_files, run_job
+    from fminfer.job import run_job
+    from fminfer.output.named_files import open_files
     from fminfer.output.summary import JobSummary
 
     files = open_files(inputs, outputs, {}, model=engine.model_name, restart=False)

@@ -9,10 +9,10 @@ from typing import Any
 
 from fminfer.errors import RequestError
 from fminfer.input.envelope import open_envelope
-from fminfer.output.claims import Claims
 from fminfer.output.job_file import JournaledInput
 from fminfer.output.places import answers_path
 from fminfer.output.records import Record
+from fminfer.output.terms import RunTerms
 from fminfer.request import parse_request
 
 ENGINES = ["gpt-j-6b", "org/模型", "a b", "..", None, "default", "%", "org"]
@@ -35,9 +35,7 @@ def make_lines(count: int, source: random.Random) -> list[bytes]:
 
 def answer_part(part: Path) -> None:
     """Answer a part as a run does: through its journal, with errors and a status file."""
-    file = JournaledInput(
-        part, 0, answers_path(part), "stub", {}, claims=Claims(), restart=False, started_s=0.0
-    )
+    file = JournaledInput(part, 0, answers_path(part), RunTerms("stub", {}, started_s=0.0))
     file.begin()
     for line in file.lines(lambda _: None):
         envelope = open_envelope(line)

@@ -17,14 +17,14 @@ from fminfer.errors import UsageError
 from fminfer.input.envelope import open_envelope
 from fminfer.input.lines import Line
 from fminfer.input.streams import digest_of, find_zstd
-from fminfer.job import _lines, share_files
-from fminfer.output.claims import Claims
+from fminfer.job import _lines
 from fminfer.output.job_file import JournaledInput
 from fminfer.output.journal import journal_path
 from fminfer.output.places import Plan
 from fminfer.output.records import Record
-from fminfer.output.shared_files import SharedFiles
+from fminfer.output.shared_files import SharedFiles, share_files
 from fminfer.output.status import read_status
+from fminfer.output.terms import RunTerms
 from fminfer.stopping import Stopper
 from tests.shards.answer_shards import share
 
@@ -45,9 +45,7 @@ def rows(name: str, count: int = 3) -> bytes:
 
 def opened(path: Path) -> JournaledInput:
     output = path.with_name("out.jsonl")
-    file = JournaledInput(
-        *(path, 0, output, "m", {"seed": "1"}), claims=Claims(), restart=False, started_s=0.0
-    )
+    file = JournaledInput(path, 0, output, RunTerms("m", {"seed": "1"}, started_s=0.0))
     file.begin()
     return file
 

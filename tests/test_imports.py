@@ -13,25 +13,26 @@ FLOORS = """
 cache cluster.job_names compute.spec control_groups detokenizer engine.blocks engine.expected \
     engine.noise engine.stop_strings errors head_kernel hyperparameters input.pieces input.spans \
     messages models.architectures.nearest models.context models.examples models.read_ahead \
-    models.sizes models.stored.pickles models.stored.tensors output.names output.rows \
-    pipeline.addresses row_warnings sampling sentencepieces shared_runs soft_cap split.folders \
-    team.place timing token_lengths triton_kernels urls weighed_values workspace
+    models.sizes models.stored.pickles models.stored.tensors output.counts output.names \
+    output.owners output.rows pipeline.addresses row_warnings sampling sentencepieces \
+    shared_runs soft_cap split.folders team.place timing token_lengths triton_kernels urls \
+    weighed_values wording workspace
 cluster.schedulers cluster.scripts commands.families compute.plain compute.routing config \
     cost_model decode_attention draw_kernel engine.seen engine.stats fields host_memory imports \
-    input.spread input.streams input.values integrations.generation kernel_attention layer_kernels \
-    memory models.architectures.naming models.config_fields models.hub models.impostors \
-    models.stored.metaseq other_work output.disk output.stream output.trace partition \
-    pipeline.handshake pipeline.local pipeline.step_clock pipeline.transport pipeline.wire \
-    processor ranks score_kernel stopping threads
+    input.spread input.streams input.values integrations.generation kernel_attention \
+    layer_kernels memory models.architectures.naming models.config_fields models.hub \
+    models.impostors models.stored.metaseq other_work output.disk output.journal_head \
+    output.stream output.trace partition pipeline.handshake pipeline.local pipeline.step_clock \
+    pipeline.transport pipeline.wire processor ranks score_kernel stopping threads
 attention compute.parts compute.trial engine_options input.lines kernel_build launcher \
-    models.architectures.expert_parts models.architectures.parts models.layer_count models.shapes \
-    models.stored.safetensors_file models.stored.torch_file models.weight_files output.claims \
-    output.journal output.progress pipeline.secret pipeline.store placement product_kernel prompts \
-    run_options tokenizer triton_attention triton_layers
-cluster.submission compute.kv_cache expert_kernel input.envelope input.files kernel_choice \
-    models.architectures.gpt_like models.architectures.llama_like models.origins \
-    models.stored.weight_file no_tokenizer output.writer packed_linear pipeline.store_place \
-    pipeline.watch remote_files request spelling
+    models.architectures.expert_parts models.architectures.parts models.layer_count \
+    models.shapes models.stored.safetensors_file models.stored.torch_file models.weight_files \
+    output.claims output.journal output.progress pipeline.secret pipeline.store placement \
+    product_kernel prompts run_options tokenizer triton_attention triton_layers
+cluster.submission compute.kv_cache expert_kernel input.envelope input.files input.input_file \
+    kernel_choice models.architectures.gpt_like models.architectures.llama_like models.origins \
+    models.stored.weight_file no_tokenizer output.hold output.terms output.writer packed_linear \
+    pipeline.store_place pipeline.watch remote_files request spelling
 compute.experts compute.products engine.logit_edits models.architectures.cohere_like \
     models.architectures.exaone_like models.architectures.granite_like \
     models.architectures.hunyuan_like models.architectures.latent_like \
@@ -41,12 +42,15 @@ compute.experts compute.products engine.logit_edits models.architectures.cohere_
     pipeline.meeting_folder split.grouping synthetic
 engine.sequence models.architectures.table output.places output.reopening pipeline.rendezvous \
     split.index split.manifest storage team.wire
-cluster.resources engine.advance engine.answer engine.equal_requests engine.intake engine.packing \
-    engine.planner engine.prefix models.checkpoint output.job_file output.overview output.summary \
-    paths pipeline.meeting split.answers split.summary team.process
+cluster.resources engine.advance engine.answer engine.equal_requests engine.intake \
+    engine.packing engine.planner engine.prefix models.checkpoint output.completed \
+    output.overview output.streamed_input output.summary paths pipeline.meeting split.answers \
+    split.summary team.process
 commands.status commands.submit cost_store engine.scheduler fingerprint models.load \
-    output.shared_files pipeline.group split.merging split.parts team.apart
-agreement commands.merge commands.split engine.loop models.transformer
+    output.free_files output.job_file output.run_inputs pipeline.group split.merging split.parts \
+    team.apart
+agreement commands.merge commands.split engine.loop models.transformer output.named_files \
+    output.shared_files
 assembly check.lines head whole_layers
 check.simulation pipeline.stage team.team
 pipeline.ring step_memory

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from fminfer.errors import UsageError
-from fminfer.job import open_files, share_files
 from fminfer.output.job_file import JournaledInput
+from fminfer.output.named_files import open_files
 from fminfer.output.places import Plan
+from fminfer.output.shared_files import share_files
 from fminfer.output.status import read_status
 
 from .test_try_again import ALL, LASTING, answer, read, record_of, write_input

@@ -64,7 +64,7 @@ def test_a_long_name_goes_on_after_a_kill_and_shows_in_another_folder(tmp_path: 
     assert [(state.state, state.num_answered) for state in overview.files] == [("stopped", 1)]
     again = share(tmp_path, tmp_path / "out")
     for file in filter(None, again.turns()):
-        assert file.num_kept_rows == 1
+        assert file.kept.num_rows == 1
         answer_all(file)
     (overview,) = look_over(tmp_path / "out")
     (state,) = overview.files
@@ -85,7 +85,7 @@ def test_the_command_takes_names_that_are_no_utf_8(tmp_path: Path) -> None:
         found = CliRunner().invoke(
             main, ["status", str(tmp_path / json.loads(status.read_text())["input_file_id"])]
         )
-        assert found.exit_code == 0 and "1 of 1 files done" in found.output
+        assert found.exit_code == 0 and "1 of 1 file done" in found.output
 
 
 def test_a_link_to_a_file_of_the_same_folder_is_left_out(tmp_path: Path) -> None:

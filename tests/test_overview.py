@@ -42,7 +42,7 @@ def answer(file: JournaledInput, num: int, num_bad: int = 0) -> None:
         if line.number <= num:
             error = RequestError("out_of_range", "too much") if line.number <= num_bad else None
             file.add(Record(line, open_envelope(line), result=None if error else {}, error=error))
-    file._status._write()
+    file.status._write()
 
 
 def by_name(files: list[FileState]) -> dict[str, FileState]:

@@ -22,9 +22,10 @@ from fminfer.config import EngineConfig
 from fminfer.errors import StoppedError, UsageError
 from fminfer.fingerprint import fingerprint_of
 from fminfer.input.streams import STDIN
-from fminfer.job import open_files, run_job
+from fminfer.job import run_job
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.output.journal import Journal, journal_path
+from fminfer.output.named_files import open_files
 from fminfer.output.rows import Row
 from fminfer.output.summary import JobSummary
 from fminfer.stopping import (
@@ -265,7 +266,7 @@ def test_rows_that_were_damaged_are_told_and_answered_again(
     journal.write_bytes(b"".join([head, first.replace(b'"text"', b'"test"'), *rest]))
     summary = run_files(engine, [source], [output])
     assert (summary.num_rows, summary.num_kept_rows, summary.num_damaged_rows) == (5, 4, 1)
-    assert "1 rows of earlier runs were damaged" in summary.to_text()
+    assert "answered again: 1 row of earlier runs" in summary.to_text()
     assert len(output.read_bytes().splitlines()) == 9
 
 

@@ -18,13 +18,16 @@ import pytest
 import fminfer
 from fminfer.errors import InUseError, RequestError, StoppedError, UsageError
 from fminfer.input.envelope import open_envelope
-from fminfer.job import open_files, run_job, share_files
+from fminfer.job import run_job
 from fminfer.output import claims as claims_module
-from fminfer.output import shared_files
+from fminfer.output import owners, shared_files
 from fminfer.output.claims import BEAT_S, STALE_S, TRUSTED_S, Claims, look_at, remove_dead
+from fminfer.output.counts import Tally
 from fminfer.output.job_file import JournaledInput
+from fminfer.output.named_files import open_files
 from fminfer.output.places import Plan, plan_outputs
 from fminfer.output.records import Record
+from fminfer.output.shared_files import SharedFiles, share_files
 from fminfer.output.status import read_status
 from fminfer.output.summary import JobSummary
 
@@ -131,7 +134,7 @@ def test_another_machines_claim_is_judged_by_its_age(
     output = tmp_path / "out.jsonl"
     first = Claims().take(output)
     assert first is not None
-    monkeypatch.setattr(claims_module, "_machine", lambda: "another")
+    monkeypatch.setattr(owners, "_machine", lambda: "another")
     os.utime(first.path, (time.time() - STALE_S + 5,) * 2)
     assert Claims().take(output) is None
     os.utime(first.path, (time.time() - STALE_S - 5,) * 2)
@@ -174,7 +177,7 @@ def test_a_process_that_is_not_shown_lives(tmp_path: Path, monkeypatch: pytest.M
     """Where /proc shows a user only what is theirs, others' processes are not dead."""
     output = tmp_path / "out.jsonl"
     assert Claims().take(output) is not None
-    monkeypatch.setattr(claims_module, "_start", lambda pid: None)
+    monkeypatch.setattr(owners, "_start", lambda pid: None)
     assert Claims().take(output) is None
 
 
@@ -219,33 +222,33 @@ def test_rows_that_come_after_a_take_over_are_not_written(tmp_path: Path) -> Non
     first = open_first(tmp_path / "in")
     lines = list(first.lines(lambda line: None))
     first.add(Record(lines[0], open_envelope(lines[0]), result={"said": 1}))
-    assert first._claim is not None and first._journal is not None
-    sleeper = first._claim.path
+    assert first.hold.claim is not None and first.journal is not None
+    sleeper = first.hold.claim.path
     os.utime(sleeper, (time.time() - 2 * STALE_S,) * 2)
-    os.close(first._journal._fd)  # and its lock, as where there are none
-    first._journal._fd = os.open(os.devnull, os.O_RDWR)
+    os.close(first.journal._fd)  # and its lock, as where there are none
+    first.journal._fd = os.open(os.devnull, os.O_RDWR)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(claims_module, "_machine", lambda: "another")
+        patch.setattr(owners, "_machine", lambda: "another")
         second = open_first(tmp_path / "in")
         answer(second)
     before = second.output.read_bytes()
-    first._claim._beat_s -= 2 * TRUSTED_S
+    first.hold.claim._beat_s -= 2 * TRUSTED_S
     for line in lines[1:]:
         first.add(Record(line, open_envelope(line), result={"said": "late"}))
     assert first.is_lost and first.is_settled and not first.is_finished
     assert second.is_finished and second.output.read_bytes() == before
     assert b"late" not in before and before.count(b"\n") == 3
-    assert second.num_kept_rows == 1
+    assert second.kept.num_rows == 1
     status = read_status(second.output)
     assert status is not None and status["status"] == "completed"
 
 
 def lose(file: JournaledInput) -> None:
     """Let another machine take a file over from a run that sleeps."""
-    assert file._claim is not None
-    file._claim.path.unlink()
-    file._claim.beat()
-    assert not file._claim.holds()
+    assert file.hold.claim is not None
+    file.hold.claim.path.unlink()
+    file.hold.claim.beat()
+    assert not file.hold.claim.holds()
 
 
 def test_a_file_that_was_lost_is_taken_again_when_it_comes_free(
@@ -292,10 +295,10 @@ def test_each_file_that_was_lost_is_taken_again(
 def take_over(file: JournaledInput, *, fails: bool = False) -> JournaledInput:
     """Let a run on another machine take a file over from one that sleeps, and answer it."""
     lose(file)
-    if file._journal is not None:  # which has no lock, as on a file system without them
-        fcntl.flock(file._journal._fd, fcntl.LOCK_UN)
+    if file.journal is not None:  # which has no lock, as on a file system without them
+        fcntl.flock(file.journal._fd, fcntl.LOCK_UN)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(claims_module, "_machine", lambda: "another")
+        patch.setattr(owners, "_machine", lambda: "another")
         other = open_first(file.path.parent)
         for line in other.lines(lambda line: None):
             error = RequestError("out_of_range", "no") if fails else None
@@ -320,7 +323,7 @@ def test_what_another_run_has_finished_is_not_refused(
     assert bool(mine.refused) == (type(error) is UsageError), "one in use may come free"
     answer(open_first(tmp_path / "in"))
     assert list(turns) == [] and mine.is_finished
-    assert mine.refused == {} and (mine.num_kept_rows, mine.num_kept_errors) == (3, 0)
+    assert mine.refused == {} and mine.kept == Tally(3, 0)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -340,6 +343,64 @@ def test_a_named_file_that_another_run_has_completed_is_done(tmp_path: Path, fai
     assert summary.has_errors == fails and summary.num_kept_rows == 2
     assert f"{output} was completed by another run" in summary.to_text()
     assert b"late" not in output.read_bytes()
+
+
+def sum_up(inputs: SharedFiles, num_rows: int) -> JobSummary:
+    """Return the summary of a run that has answered so many rows."""
+    summary = JobSummary("m", "d", [], [], num_rows=num_rows)
+    inputs.add_to(summary)
+    return summary
+
+
+def test_rows_of_a_file_that_another_run_has_completed_are_counted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run that lost it counted them as its own, and again as those of the other run."""
+    monkeypatch.setattr(shared_files, "SCAN_EVERY_S", 0.01)
+    write_shards(tmp_path / "in", 2, 5)
+    mine = share(tmp_path / "in")
+    assert mine.look()
+    turns = mine.turns()
+    file = open_next(turns)
+    lines = list(file.lines(lambda line: None))
+    for line in lines[:2]:
+        assert file.add(Record(line, open_envelope(line), result={"said": 1}))
+    take_over(file)
+    assert not file.add(Record(lines[2], open_envelope(lines[2]), result={"said": "late"}))
+    for other in turns:
+        if other is not None:
+            answer(other)
+    summary = sum_up(mine, 2 + 5)
+    assert (summary.num_rows, summary.num_kept_rows) == (7, 3)
+    assert mine.num_saved_rows is not None and mine.num_rows == 7
+
+
+def test_rows_of_a_file_that_is_taken_again_are_counted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a run had answered before it lost the file counted as kept when it had it again."""
+    monkeypatch.setattr(shared_files, "SCAN_EVERY_S", 0.01)
+    write_shards(tmp_path / "in", 1, 5)
+    mine = share(tmp_path / "in")
+    assert mine.look()
+    turns = mine.turns()
+    file = open_next(turns)
+    lines = list(file.lines(lambda line: None))
+    for line in lines[:2]:
+        assert file.add(Record(line, open_envelope(line), result={"said": 1}))
+    lose(file)
+    assert not file.add(Record(lines[2], open_envelope(lines[2]), result={"said": "late"}))
+    other = open_first(tmp_path / "in")  # it answers one, and ends
+    line = next(other.lines(lambda line: None))
+    assert line.number == 3 and other.add(Record(line, open_envelope(line), result={"said": 1}))
+    other.abandon(StoppedError("Interrupted.", "cancelled", 130))
+    again = open_next(turns)
+    answer(again)
+    assert list(turns) == [] and mine.num_saved_rows == 5 and mine.num_rows == 4
+    file.num_damaged_rows = again.num_damaged_rows = file.num_tried_rows = 1
+    summary = sum_up(mine, 2 + 2)
+    assert (summary.num_rows, summary.num_kept_rows) == (4, 1)
+    assert summary.num_damaged_rows == summary.num_tried_rows == 1, "the same, found twice"
 
 
 def test_a_named_file_that_was_lost_is_told(tmp_path: Path) -> None:
@@ -407,7 +468,7 @@ def test_errors_of_complete_files_are_counted(tmp_path: Path) -> None:
     for line in file.lines(lambda line: None):
         file.add(Record(line, open_envelope(line), error=RequestError("out_of_range", "no")))
     again = share(tmp_path / "in")
-    assert not again.look() and (again.num_kept_rows, again.num_kept_errors) == (3, 3)
+    assert not again.look() and again.kept == Tally(3, 3)
 
 
 def test_a_file_that_goes_ends_nothing(tmp_path: Path) -> None:
@@ -464,7 +525,7 @@ def test_a_run_with_an_engine(tmp_path: Path) -> None:
     summary = run()
     assert summary.num_rows == 15 and summary.num_files_elsewhere == 1
     assert summary.outputs == [outputs[0], outputs[1], outputs[3]]
-    assert "1 files are being answered by other runs" in summary.to_text()
+    assert "other runs are answering 1 file\n" in summary.to_text()
     other.release()
     summary = run()
     assert summary.num_rows == 5 and summary.outputs == [outputs[2]]

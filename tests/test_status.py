@@ -14,7 +14,8 @@ import pytest
 import fminfer
 from fminfer.errors import OutputError
 from fminfer.input.lines import read_lines
-from fminfer.output.status import Counts, StatusFile, status_path
+from fminfer.output.counts import Counts
+from fminfer.output.status import StatusFile, status_path
 from tests.conftest import run_files
 from tests.line_bench import before_each_record
 

@@ -210,7 +210,7 @@ def test_submit_waits_for_room(
     result = submit("--scheduler", scheduler, "--infer-data", shards, *options)
     cluster.run_queue()
     assert len(ran(queue)) == 10 and max(most) == 4, "three, and another one of this user"
-    assert "files wait for room" in result.stderr
+    assert "waiting for room" in result.stderr
     assert len(set(names(queue))) == 0
 
 

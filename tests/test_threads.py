@@ -22,6 +22,7 @@ from fminfer.threads import (
     count_cores,
     wait_briefly,
 )
+from fminfer.wording import counted
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -136,7 +137,7 @@ def test_speed_counts_the_tokens_that_were_computed(tmp_path: Path) -> None:
     assert "Loading fminfer-demo (" in found.output and "\nReady after" in found.output
     assert "answering 3 rows." in found.output
     assert stats["num_threads"] == torch.get_num_threads() > 0
-    assert f", {stats['num_threads']} threads" in found.output
+    assert f", {counted(stats['num_threads'], 'thread')}" in found.output
     assert stats["cpu_limit"] == processor.chosen_name()
 
 

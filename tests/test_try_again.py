@@ -17,13 +17,15 @@ import fminfer
 from fminfer.errors import ErrorCode, RequestError, UsageError
 from fminfer.input.envelope import open_envelope
 from fminfer.input.lines import Line
-from fminfer.job import NamedFiles, open_files, share_files
+from fminfer.output.counts import Tally
 from fminfer.output.job_file import JournaledInput
 from fminfer.output.journal import journal_path
+from fminfer.output.named_files import NamedFiles, open_files
 from fminfer.output.overview import look_over
 from fminfer.output.places import Plan
 from fminfer.output.records import Record
 from fminfer.output.reopening import is_retryable
+from fminfer.output.shared_files import share_files
 from fminfer.output.status import read_status, status_path
 from fminfer.output.writer import errors_path
 
@@ -110,7 +112,7 @@ def test_the_same_command_answers_them_in_place(
     assert not journal_path(output).exists(), "a refusal changes nothing"
     file = open_one(source, output)
     assert not file.is_finished
-    assert (file.num_kept_rows, file.num_kept_errors, file.num_tried_rows) == (4, 2, 3)
+    assert (file.kept, file.num_tried_rows) == (Tally(4, 2), 3)
     (overview,) = look_over(output)
     assert overview.files[0].state == "stopped"
     assert answer(file, {4: "nan_logits"} | LASTING) == sorted(FAULTS)
@@ -231,7 +233,7 @@ def test_a_status_of_an_older_version_knows_no_digests(tmp_path: Path) -> None:
     del status["fminfer"]["written"]
     status_path(output).write_text(json.dumps(status))
     output.write_bytes(output.read_bytes().replace(b'"said":1', b'"said":9'))
-    assert open_one(source, output).num_kept_rows == 4
+    assert open_one(source, output).kept.num_rows == 4
 
 
 def test_runs_over_one_folder_try_them_once_each(tmp_path: Path) -> None:
@@ -249,12 +251,12 @@ def test_runs_over_one_folder_try_them_once_each(tmp_path: Path) -> None:
     for file in first.turns():
         answer(file, FAULTS | LASTING)
     assert first.is_finished
-    assert not beside.look() and beside.num_kept_errors == 5
+    assert not beside.look() and beside.kept.num_errors == 5
     time.sleep(0.02)
     later = share()
     assert later.look()
     assert [answer(file, FAULTS | LASTING) for file in later.turns()] == [sorted(FAULTS)]
-    assert later.is_finished and later.num_kept_rows == 0
+    assert later.is_finished and later.kept == Tally(4, 2)
 
 
 def test_a_larger_budget_answers_what_did_not_fit(tmp_path: Path) -> None:
@@ -268,7 +270,7 @@ def test_a_larger_budget_answers_what_did_not_fit(tmp_path: Path) -> None:
         engine.close()
         found = summary.num_rows, summary.num_errors, summary.num_kept_rows, summary.num_tried_rows
         assert found == numbers
-        is_hopeful = "the same command tries 1 failed rows again" in summary.to_text()
+        is_hopeful = "the same command tries 1 failed row again" in summary.to_text()
         assert is_hopeful == (summary.num_errors > 0)
     prompts = [json.loads(line)["request"]["prompt"] for line in output.open()]
     assert prompts == [row["prompt"] for row in rows] and not errors_path(output).exists()

@@ -8,6 +8,7 @@ from typing import Any
 from fminfer.check.lines import LineCounts
 from fminfer.forecast import Forecast, show_bytes
 from fminfer.output.progress import show_dtypes, show_seconds
+from fminfer.wording import counted
 
 MAX_SHOWN = 1000  # characters of the first prompt
 
@@ -100,7 +101,8 @@ class CheckReport:
             *self._time_lines(),
             *self._first_lines(),
         ]
-        return "\n".join([*lines, *(f"warning   {t} ({n} rows)" for t, n in self.warnings.items())])
+        lines += [f"warning   {text} ({counted(n, 'row')})" for text, n in self.warnings.items()]
+        return "\n".join(lines)
 
     def _prefix_lines(self) -> list[str]:
         counts = self.counts
@@ -115,7 +117,7 @@ class CheckReport:
     @property
     def _sample_text(self) -> str:
         num_lines = self.work.sample_lines
-        return f", estimated from the first {num_lines:,} lines" * bool(num_lines)
+        return f", estimated from the first {counted(num_lines, 'line')}" * bool(num_lines)
 
     def _step_lines(self) -> list[str]:
         work = self.work

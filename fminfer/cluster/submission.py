@@ -19,6 +19,7 @@ from fminfer.cluster.scripts import ScriptTemplate
 from fminfer.errors import SchedulerError
 from fminfer.output.disk import told
 from fminfer.output.journal import journal_path
+from fminfer.wording import counted
 
 Mode = Literal["each", "array", "ranks"]
 MAX_ARRAY = 1000  # tasks: what Slurm (MaxArraySize) and LSF (MAX_JOB_ARRAY_SIZE) allow by default
@@ -196,7 +197,7 @@ class Submission:
             ) from None
         self.sent.append(number)
         self._num_queued += len(files) if job.is_array else 1
-        size = f", {len(files)} files" if job.list_path is not None else ""
+        size = f", {counted(len(files), 'file')}" if job.list_path is not None else ""
         self.tell(f"Submitted {number}: {job.name}{size}")
 
     def _wait_for_room(self, num_left: int) -> int:
@@ -208,9 +209,10 @@ class Submission:
         is_told = False
         while (room := self.max_queued - self._num_queued) < least:
             if not is_told:
+                jobs, files = counted(self._num_queued, "job"), counted(num_left, "file")
                 self.tell(
-                    f"{self._num_queued} jobs are queued; {num_left} files wait for room "
-                    "(after Ctrl-C the same command goes on)."
+                    f"{jobs} queued; {files} waiting for room (after Ctrl-C the same command goes "
+                    "on)."
                 )
                 is_told = True
             time.sleep(self.poll_s)

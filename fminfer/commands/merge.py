@@ -42,12 +42,16 @@ def merge(input_dir: Path, output: Path) -> None:
     """
     from fminfer.output.writer import errors_path
     from fminfer.split.merging import merge_parts
+    from fminfer.wording import counted
 
     summary = merge_parts(input_dir, output)
     click.echo(
-        f"merged    {summary.num_answers:,} answers of {summary.num_parts:,} parts: {output}",
+        f"merged    {counted(summary.num_answers, 'answer')} of "
+        f"{counted(summary.num_parts, 'part')}: {output}",
         err=True,
     )
     if summary.num_errors:
-        click.echo(f"errors    {summary.num_errors:,} lines: {errors_path(output)}", err=True)
+        click.echo(
+            f"errors    {counted(summary.num_errors, 'line')}: {errors_path(output)}", err=True
+        )
         sys.exit(EXIT_SOME_ERRORS)

@@ -11,6 +11,7 @@ import click
 from fminfer.errors import RETRYABLE
 from fminfer.output.overview import STATES, FileState, Overview, look_over
 from fminfer.output.progress import show_seconds
+from fminfer.wording import counted
 
 MOST_LISTED = 20
 
@@ -54,11 +55,10 @@ def _to_dict(overview: Overview) -> dict[str, object]:
 def _to_text(overview: Overview) -> str:
     answered = sum(file.num_answered for file in overview.files)
     failed = sum(file.num_failed for file in overview.files)
-    counts = [f"{overview.count('done'):,} of {len(overview.files):,} files done"]
+    counts = [f"{overview.count('done'):,} of {counted(len(overview.files), 'file')} done"]
     numbers = [(state, overview.count(state)) for state in STATES[1:]]
     counts += [f"{number:,} {state}" for state, number in numbers if number]
-    total = "?" if overview.num_rows is None else f"{overview.num_rows:,}"
-    rows = f"{answered + failed:,} of {total} rows"
+    rows = f"{answered + failed:,} of {_rows(overview.num_rows)}"
     if failed:
         codes = ", ".join(f"{count:,} {code}" for code, count in overview.failed_by_code.items())
         rows += f", {failed:,} of them in error ({codes})"
@@ -87,11 +87,14 @@ def _left(overview: Overview) -> str:
 
 def _line(file: FileState) -> str:
     name = Path(file.output if file.input is None else file.input).name
-    total = "?" if file.num_rows is None else f"{file.num_rows:,}"
-    rows = f"{file.num_answered + file.num_failed:,} of {total} rows"
+    rows = f"{file.num_answered + file.num_failed:,} of {_rows(file.num_rows)}"
     if file.state == "stopped":
         return f"{name}: stopped ({file.why}), {rows}"
     if file.state == "waiting":
         return f"{name}: {file.why}"
     left = "" if file.left_s is None else f", {show_seconds(file.left_s)} left"
     return f"{name}: {rows}, by {file.owner}{left}"
+
+
+def _rows(number: int | None) -> str:
+    return "? rows" if number is None else counted(number, "row")

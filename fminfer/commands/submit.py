@@ -18,6 +18,7 @@ from fminfer.input.files import describe_left_out, find_inputs
 from fminfer.output.places import plan_outputs
 from fminfer.run_options import Duration
 from fminfer.stopping import EXIT_INTERRUPTED
+from fminfer.wording import counted
 
 DEFAULT_MAX_QUEUED, DEFAULT_MAX_REQUEUES = 300, 20
 NAME = re.compile(r"\w[\w.@+=-]*")
@@ -178,11 +179,13 @@ def submit(
     try:
         submission.run()
     except KeyboardInterrupt:
-        _say(f"Interrupted; {len(submission.sent)} jobs were submitted. The same command goes on.")
+        sent = counted(len(submission.sent), "job")
+        _say(f"Interrupted; submitted: {sent}. The same command goes on.")
         sys.exit(EXIT_INTERRUPTED)
     _say(
-        f"{len(inputs)} files: {submission.num_finished} finished, {submission.num_taken} already "
-        f"queued or running, {len(submission.sent)} jobs "
+        f"{counted(len(inputs), 'file')}: {submission.num_finished} finished, "
+        f"{submission.num_taken} already queued or running, "
+        f"{counted(len(submission.sent), 'job')} "
         + ("to send (a dry run sends none and does not ask the queue)." if dry_run else "sent.")
     )
 

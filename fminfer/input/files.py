@@ -17,6 +17,7 @@ import orjson
 from fminfer.errors import FminferError, UsageError
 from fminfer.input.lines import ENDINGS, is_input_name, read_lines
 from fminfer.input.streams import STDIN, changed_ns, check_readable
+from fminfer.wording import counted
 
 MANIFEST = "manifest.json"  # of `fminfer split`: the folder's parts may stand below it
 PART_NAME = re.compile(r"request_(0|[1-9][0-9]{0,17})\.jsonl")
@@ -209,7 +210,7 @@ def _below(folder: Path) -> list[Path]:
             engines[below] = [path for path in files if PART_NAME.fullmatch(path.name)]
     if len(engines) > 1:
         listed = [
-            f"\n  {below} ({len(files):,} file{'s' * (len(files) > 1)})"
+            f"\n  {below} ({counted(len(files), 'file')})"
             for below, files in list(engines.items())[:MOST_NAMED]
         ]
         more = f"\n  … and {len(engines) - MOST_NAMED:,} more" if len(engines) > MOST_NAMED else ""

@@ -77,7 +77,6 @@ class LineRunner:
                     self.add(line)
                 yield from self.step()
                 if not self.has_work:
-                    self._core.check_idle()
                     return
         finally:
             self.close()
@@ -152,7 +151,10 @@ class LineRunner:
             FminferError: the engine cannot go on.
         """
         self.hand_over()
-        return self.take(self._core.step() if self._core.has_work else [])
+        records = self.take(self._core.step() if self._core.has_work else [])
+        if not self.has_work:
+            self._core.check_idle()
+        return records
 
     def hand_over(self) -> None:
         """Give the engine lines, if few wait there."""

@@ -2,49 +2,30 @@
 
 Runs on one machine or many share a folder by them. The claim of a process of this machine can be
 taken over once that has ended, any other once it has not been touched for a minute. Claims stand in
-a folder of their own, `<output>.claim`, by numbers: a later owner's is higher. It knows nothing of
-what is answered.
+a folder of their own, `<output>.claim`, by numbers: a later owner's is higher.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
-import socket
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from fminfer.output.disk import told
 from fminfer.output.names import beside
+from fminfer.output.owners import Owner, describe_me, read_owner
 
 CLAIM = ".claim"  # added to the output's name
 NUMBER = re.compile("[1-9][0-9]{0,17}")  # a claim's name
 BEAT_S = 5.0
 STALE_S = 60.0  # without a beat: its owner is dead, or cannot reach the disk
 TRUSTED_S = 20.0  # so long after its own last beat an owner need not look
-
-
-@dataclass(slots=True, frozen=True)
-class Owner:
-    """A process; where two differ in `machine`, nothing is known of each other's processes."""
-
-    host: str
-    pid: int
-    started: str  # a process id is used again
-    machine: str  # this boot of this machine, as seen from this container
-    since: float  # time.time() of its host
-    token: str  # of this very claim: a number is used again, too
-
-    @property
-    def is_near(self) -> bool:
-        """Tell whether this machine's processes are the owner's as well."""
-        return self.machine != "" and self.machine == _machine()
 
 
 @dataclass(slots=True, frozen=True)
@@ -59,7 +40,7 @@ class Found:
     @property
     def is_dead(self) -> bool:
         if self.owner is not None and self.owner.is_near:
-            return not _is_alive(self.owner)  # also one that sleeps lives
+            return not self.owner.is_alive()  # also one that sleeps lives
         return self.age_s > STALE_S
 
 
@@ -132,7 +113,7 @@ class Claims:
         if any(not claim.is_dead for claim in found):
             return None
         number = 1 + max((claim.number for claim in found), default=0)
-        path, data = _folder_of(output) / str(number), _describe_me()
+        path, data = _folder_of(output) / str(number), describe_me()
         with told(path):
             if not _create(path, data):
                 return None
@@ -176,7 +157,7 @@ def look_at(output: Path, now_s: float | None = None) -> list[Found]:
     for number in _numbers(folder):
         path = folder / str(number)
         with contextlib.suppress(FileNotFoundError):  # given back just now
-            owner, beat_s = _read_owner(path), path.stat().st_mtime
+            owner, beat_s = read_owner(path), path.stat().st_mtime
             if now_s is None and not (owner and owner.is_near):
                 now_s = _disk_time(output.parent)
             found.append(Found(path, number, owner, (now_s or beat_s) - beat_s))
@@ -233,21 +214,6 @@ def _create(path: Path, data: bytes) -> bool:
     return True
 
 
-def _describe_me() -> bytes:
-    pid, token = os.getpid(), uuid.uuid4().hex
-    me = Owner(socket.gethostname(), pid, _start(pid) or "", _machine(), time.time(), token)
-    return json.dumps(asdict(me)).encode() + b"\n"
-
-
-def _read_owner(path: Path) -> Owner | None:
-    try:
-        owner = Owner(**json.loads(path.read_bytes()))
-        types = (str, int, str, str, float, str)
-        return owner if all(map(isinstance, asdict(owner).values(), types)) else None
-    except (ValueError, TypeError, RecursionError):
-        return None
-
-
 def _disk_time(folder: Path) -> float:
     """Return the time by the clock that dates the folder's files."""
     probe = folder / f".fminfer-{uuid.uuid4().hex}"
@@ -259,35 +225,3 @@ def _disk_time(folder: Path) -> float:
     finally:
         with contextlib.suppress(OSError):
             probe.unlink(missing_ok=True)
-
-
-def _machine() -> str:
-    """Name this boot of this machine and this container's processes; "": that is not known."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
-
-
-def _is_alive(owner: Owner) -> bool:
-    """Tell whether a process of this machine has not ended."""
-    started = _start(owner.pid)
-    if started is not None:
-        return started == owner.started
-    try:  # it may be another user's, and not be shown
-        os.kill(owner.pid, 0)
-    except PermissionError:
-        return True
-    except (ProcessLookupError, OverflowError):
-        return False
-    return True
-
-
-def _start(pid: int) -> str | None:
-    """Return when a process began, in the kernel's ticks; "": it has ended; None: not known."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return "" if fields[0] in "ZX" else fields[19]

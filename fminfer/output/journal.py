@@ -8,7 +8,6 @@ counts as not written. It knows nothing of what records say.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import threading
 from array import array
@@ -17,15 +16,20 @@ from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
-from fminfer.errors import InUseError, OutputError, UsageError
+from fminfer.errors import InUseError, OutputError
 from fminfer.output.disk import lock, sync_folder, told, write_all
+from fminfer.output.journal_head import (
+    Fingerprint,
+    check_fingerprint,
+    head_line,
+    read_fingerprint,
+)
 from fminfer.output.names import beside
 from fminfer.output.rows import Row, read_input_crc, read_row
 
 JOURNAL = ".journal"  # added to the output's name
 TRIED = -1  # in the place of a row
 SYNC_EVERY_S = 0.5  # a power cut costs at most a second's rows
-Fingerprint = dict[str, str]  # what must be the same for rows to be kept; names are for people
 
 
 @dataclass(slots=True)
@@ -240,50 +244,6 @@ class Journal:
                 except OSError as error:  # told with the next row: the disk may have lost some
                     self._failure = error
                     return
-
-
-def head_line(fingerprint: Fingerprint) -> bytes:
-    """Return a journal's first line."""
-    return json.dumps({"fminfer_journal": 1, "fingerprint": fingerprint}).encode() + b"\n"
-
-
-def read_fingerprint(path: Path, head: bytes) -> Fingerprint:
-    """Read a journal's first line.
-
-    Raises:
-        UsageError: it is none.
-    """
-    try:
-        fields = json.loads(head)
-        found = fields["fingerprint"]
-        is_known = fields["fminfer_journal"] == 1 and isinstance(found, dict)
-    except (ValueError, KeyError, TypeError, RecursionError):
-        is_known = False
-    if not is_known:
-        raise UsageError(
-            f"{path}: its first line is damaged, or another version's; what run its rows are of is "
-            "not known. Give --restart to answer from the start, or another --output"
-        )
-    return {str(name): str(value) for name, value in found.items()}
-
-
-def check_fingerprint(path: Path, old: Fingerprint, new: Fingerprint) -> None:
-    """Refuse rows of another run.
-
-    Raises:
-        UsageError: what differs.
-    """
-    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-    if names:
-        changes = "; ".join(
-            f"{name} was {old.get(name, 'not given')}, is {new.get(name, 'not given')}"
-            for name in names
-        )
-        raise UsageError(
-            f"{path} belongs to a run that differs: {changes}. Repeat that run's command to go on "
-            "with it; or answer from the start: move that file away, or give --restart (for all "
-            "inputs), or another --output"
-        )
 
 
 def _holds_nothing(first: bytes, output: Path) -> bool:

@@ -1,7 +1,8 @@
-"""Where each input's answers go, and that no two go to one place. It opens no file."""
+"""Where each input's answers go, and that no two go to one place."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from fminfer.output.status import status_path
 from fminfer.output.writer import traces
 
 STDOUT = Path("-")
+DEVICES = (Path("/dev"), Path("/dev/fd"))  # what stands there is no place for files
 
 
 def answers_path(source: Path) -> Path:
@@ -98,6 +100,7 @@ def _name_outputs(inputs: list[Path], output: Path | None) -> list[Path]:
         return [STDOUT] * len(inputs)
     if output is None:
         return [STDOUT if path == STDIN else answers_path(path) for path in inputs]
+    _refuse_device(output)
     if output.is_file() or output.suffix == ".jsonl":
         if len(inputs) > 1:
             raise UsageError(
@@ -110,6 +113,17 @@ def _name_outputs(inputs: list[Path], output: Path | None) -> list[Path]:
             ".jsonl (and compress the file afterwards), or a folder"
         )
     return [output / _answers_name(path) for path in inputs]
+
+
+def _refuse_device(output: Path) -> None:
+    """Refuse what is there and is neither a file nor a folder: a pipe, /dev/null, /dev/stdout."""
+    is_other = output.exists() and not (output.is_file() or output.is_dir())
+    if is_other or (output.parent in DEVICES and not output.is_dir()):
+        raise UsageError(
+            f"--output {output} is no regular file, and a run keeps its journal beside its output. "
+            f"Give --output - for stdout (to drop the answers: --output - > {os.devnull}), the "
+            "name of a .jsonl file, or a folder"
+        )
 
 
 def _answers_name(source: Path) -> str:

@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from fminfer.engine.stats import EngineStats
+from fminfer.wording import counted
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -170,7 +171,7 @@ class ProgressBar:
         postfix = f"{self._pace.num_tokens:,} tokens, {self._pace.tokens_per_s:,.0f} tok/s"
         postfix += f", left {left}"
         if num_errors:
-            postfix += f", {num_errors} errors"
+            postfix += f", {counted(num_errors, 'error')}"
         if self._is_slowed():
             postfix += ", slowed by other work"
         if self._is_terminal:

@@ -20,7 +20,8 @@ from fminfer.errors import RETRYABLE, UsageError
 from fminfer.input.envelope import Envelope, open_envelope
 from fminfer.input.lines import Line, read_lines
 from fminfer.output.disk import explain, sync_folder
-from fminfer.output.journal import Fingerprint, head_line, journal_path
+from fminfer.output.journal import journal_path
+from fminfer.output.journal_head import Fingerprint, head_line
 from fminfer.output.records import make_id
 from fminfer.output.rows import Row
 from fminfer.output.writer import Seals, draft_path, errors_path, read_seals

@@ -10,11 +10,11 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from fminfer.errors import StoppedError
+from fminfer.output.counts import Counts
 from fminfer.output.disk import explain, sync_folder
 from fminfer.output.names import beside
 from fminfer.output.writer import Seals, errors_path
@@ -32,31 +32,6 @@ NEW = ".new"  # added to its name while it is being written
 def status_path(output: Path) -> Path:
     """Return where an output's status stands: `answers.status.json` for `answers.jsonl`."""
     return beside(output, STATUS, without=".jsonl")
-
-
-@dataclass(slots=True)
-class Counts:
-    """What was done of one input. Tokens are those of answered lines, as in `usage`."""
-
-    num_rows: int = 0  # known so far: all of them once the input is read
-    num_completed: int = 0
-    num_failed: int = 0
-    input_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    num_kept: int = 0  # of those, answered or refused by earlier runs
-
-    def add(self, *, is_error: bool, tokens: Sequence[int]) -> None:
-        """Count a record; tokens: of the prompt, those not computed again, drawn ones."""
-        self.keep(int(not is_error), int(is_error), tokens)
-
-    def keep(self, num_completed: int, num_failed: int, tokens: Sequence[int]) -> None:
-        """Count what an earlier run has done."""
-        self.num_completed += num_completed
-        self.num_failed += num_failed
-        self.input_tokens += tokens[0]
-        self.cached_tokens += tokens[1]
-        self.output_tokens += tokens[2]
 
 
 def read_status(output: Path) -> dict[str, Any] | None:
@@ -141,6 +116,15 @@ class StatusFile:
             self._errors.append(failure)
         self._write()
 
+    def break_off(self, error: BaseException) -> None:
+        """Say why the run ends before the output is complete."""
+        if isinstance(error, StoppedError):
+            self.move(error.status)
+        elif isinstance(error, KeyboardInterrupt):
+            self.move("cancelled")
+        else:
+            self.move("failed", f"{type(error).__name__}: {error}")
+
     def update(self) -> None:
         """Write the newest counts, at most once a second."""
         if time.perf_counter() - self._written_s >= WRITE_EVERY_S:
@@ -214,7 +198,7 @@ class StatusFile:
             "metadata": self._fingerprint,
             "fminfer": {
                 "output": self._output.name,
-                "kept_rows": counts.num_kept,
+                "kept_rows": counts.kept.num_rows,
                 "limit": self._limit,
                 "input_changed_ns": self.input_changed_ns,
                 "written": self.seals,

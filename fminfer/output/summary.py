@@ -10,6 +10,7 @@ from fminfer.errors import RETRYABLE
 from fminfer.output.places import STDOUT
 from fminfer.output.progress import show_dtypes, show_seconds
 from fminfer.output.writer import errors_path
+from fminfer.wording import counted
 
 
 @dataclass(slots=True)
@@ -104,8 +105,9 @@ class JobSummary:
             (self.engine["num_put_back"], "lost their KV cache to others"),
             (self.engine["num_apart"], "gave nan after a shared prefix"),
         ]
-        rows = " and ".join(f"{num:,} rows {reason}" for num, reason in reasons if num)
-        return f"put back  {rows}; they were fed again, {self.engine['num_again_tokens']:,} tokens"
+        rows = " and ".join(f"{counted(num, 'row')} {reason}" for num, reason in reasons if num)
+        again = counted(self.engine["num_again_tokens"], "token")
+        return f"put back  {rows}; fed again: {again}"
 
     def _busy_text(self) -> str:
         """Tell what part of the run each stage was computing."""
@@ -127,7 +129,7 @@ class JobSummary:
     def _place(self) -> str:
         if not self.device:
             return ""
-        threads = f", {self.num_threads} threads" if self.num_threads else ""
+        threads = f", {counted(self.num_threads, 'thread')}" if self.num_threads else ""
         limit = f", FMINFER_CPU={self.cpu_limit}" if self.cpu_limit else ""
         return f" on {self.device}{threads}{limit}"
 
@@ -150,11 +152,9 @@ class JobSummary:
             f"time      ready after {self.start_to_ready_s:.1f} s, then {took}",
         ]
         if self.engine["num_copied_requests"]:
-            lines.insert(
-                1,
-                f"copied    {self.engine['num_copied_requests']:,} requests had the answer of an "
-                "equal one, which was computed once",
-            )
+            copied = counted(self.engine["num_copied_requests"], "request")
+            text = f"copied    {copied} had the answer of an equal one, which was computed once"
+            lines.insert(1, text)
         if self.engine["num_put_back"] or self.engine["num_apart"]:
             lines.insert(1, self._again_line())
         if self.engine["num_cached_tokens"]:
@@ -176,8 +176,8 @@ class JobSummary:
             )
         if self.num_damaged_rows:
             lines.append(
-                f"warning   {self.num_damaged_rows} rows of earlier runs were damaged on the disk, "
-                "and are answered again"
+                "warning   damaged on the disk, and answered again: "
+                f"{counted(self.num_damaged_rows, 'row')} of earlier runs"
             )
         flags = {"--dtype": self.dtype, "--kv-dtype": self.kv_dtype}
         rounding = {flag: name for flag, name in flags.items() if name not in ("", "float32")}
@@ -188,7 +188,9 @@ class JobSummary:
                 f"note      {where} a seed repeats its draws only beside the same rows and with "
                 f"the same options; in float32 ({' and '.join(rounding)}) it does so nearly always"
             )
-        return lines + [f"warning   {text} ({n} rows)" for text, n in self.warnings.items()]
+        return lines + [
+            f"warning   {text} ({counted(n, 'row')})" for text, n in self.warnings.items()
+        ]
 
     def to_text(self) -> str:
         """Return the summary for people."""
@@ -206,15 +208,14 @@ class JobSummary:
             lines += self._work_lines()
         lines += self._warning_lines()
         if self.num_files_elsewhere:
-            lines.append(
-                f"elsewhere {self.num_files_elsewhere:,} files are being answered by other runs"
-            )
+            files_elsewhere = counted(self.num_files_elsewhere, "file")
+            lines.append(f"elsewhere other runs are answering {files_elsewhere}")
         for path in self.completed_elsewhere:
             lines.append(f"elsewhere {path} was completed by another run, which took it over")
         if self.limit is not None:
             lines.append(
-                f"limit     only the first {self.limit:,} requests of each input (--limit); the "
-                "same command without it answers the others and keeps these"
+                f"limit     only the first {counted(self.limit, 'request')} of each input "
+                "(--limit); the same command without it answers the others and keeps these"
             )
         lines += [f"refused   {path}: {text}" for path, text in self.refused.items()]
         files = list(dict.fromkeys(self.outputs))
@@ -224,5 +225,7 @@ class JobSummary:
             lines += [f"errors    {path}" for path in errors if path.exists()]
         num_retryable = sum(self.errors_by_code.get(code, 0) for code in RETRYABLE)
         if num_retryable and STDOUT not in files:
-            lines.append(f"again     the same command tries {num_retryable:,} failed rows again")
+            lines.append(
+                f"again     the same command tries {counted(num_retryable, 'failed row')} again"
+            )
         return "\n".join(lines)

@@ -19,9 +19,10 @@ import json
 import os
 from array import array
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 import orjson
 
@@ -164,19 +165,14 @@ class _Reader:
     def entries(self) -> Iterator[Any]:
         """Yield the head, then what stands for each part."""
         check = hashlib.blake2b(digest_size=8)
-        try:
-            with self._path.open("rb") as file:
-                for self._number, line in enumerate(file, start=1):
-                    if self._number == 1:
-                        yield self._head(line)
-                    elif line.startswith(_END):
-                        self._check_end(line, check.hexdigest(), file.read(1))
-                        return
-                    else:
-                        yield self._load(line.rstrip(b",\n"))
-                    check.update(line)
-        except OSError as error:
-            raise UsageError(f"{self._path} cannot be read: {error.strerror or error}") from error
+        with self._opened() as file:
+            for self._number, line in enumerate(file, start=1):
+                is_head = self._number == 1
+                if line.startswith(_END) and not is_head:
+                    self._check_end(line, check.hexdigest(), file.read(1))
+                    return
+                yield self._head(line) if is_head else self._load(line.rstrip(b",\n"))
+                check.update(line)
         self._refuse("it breaks off here")
 
     def part(self, entry: Any) -> Part:
@@ -213,6 +209,14 @@ class _Reader:
             self._refuse(f"num_lines is {head['num_lines']}, and the parts hold {num_lines}")
         if has_doubles([part.lines for part in parts]):
             self._refuse("a line of the source is in two places")
+
+    @contextmanager
+    def _opened(self) -> Iterator[BinaryIO]:
+        try:
+            with self._path.open("rb") as file:
+                yield file
+        except OSError as error:
+            raise UsageError(f"{self._path} cannot be read: {error.strerror or error}") from error
 
     def _head(self, line: bytes) -> dict[str, Any]:
         text = line.rstrip(b"\n")

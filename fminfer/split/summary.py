@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fminfer.split.grouping import Group, find_most_varied
 from fminfer.split.manifest import Manifest
+from fminfer.wording import counted
 
 MAX_NAMED = 10  # folders
 MANY_GROUPS, FEW_ROWS = 100, 10  # more groups than that, with fewer rows each, are told
@@ -27,9 +28,9 @@ class SplitSummary:
         num_lines, num_groups = self.manifest.num_lines, len(self.groups)
         bad = f", {self.num_bad:,} of them no requests" if self.num_bad else ""
         lines = [
-            f"split     {num_lines:,} lines{bad}",
-            f"parts     {len(self.manifest.parts):,} of {num_groups:,} sets of hyperparameters, in "
-            + self._folders(),
+            f"split     {counted(num_lines, 'line')}{bad}",
+            f"parts     {len(self.manifest.parts):,} of {counted(num_groups, 'set')} of "
+            f"hyperparameters, in {self._folders()}",
         ]
         if num_groups > max(MANY_GROUPS, num_lines / FEW_ROWS):
             name, count = find_most_varied(self.groups)
@@ -44,4 +45,6 @@ class SplitSummary:
         parts = self.manifest.parts
         found = list(dict.fromkeys(str((self.folder / part.path).parent) for part in parts))
         more = len(found) - MAX_NAMED
-        return ", ".join(found[:MAX_NAMED]) + (f" and {more:,} more folders" if more > 0 else "")
+        return ", ".join(found[:MAX_NAMED]) + (
+            f" and {counted(more, 'more folder')}" if more > 0 else ""
+        )

@@ -15,11 +15,10 @@ from fminfer.errors import StoppedError
 from fminfer.input.envelope import open_envelope
 from fminfer.input.files import find_inputs
 from fminfer.input.lines import Line
-from fminfer.output.claims import Claim, Claims
 from fminfer.output.job_file import JournaledInput
 from fminfer.output.places import Plan, plan_each
 from fminfer.output.records import Record
-from fminfer.output.shared_files import SharedFiles
+from fminfer.output.shared_files import SharedFiles, share_files
 
 PAUSE_S = 0.03  # at most, before a row
 
@@ -31,26 +30,10 @@ def share(
     is_watching: bool = False,
     restart: bool = False,
 ) -> SharedFiles:
-    claims, started_s = Claims(), time.time()
-
     def find() -> Plan:
         return plan_each(find_inputs([folder], may_be_empty=True), output)
 
-    def open_file(path: Path, source: int, output: Path, claim: Claim) -> JournaledInput:
-        return JournaledInput(
-            *(path, source, output, "none", {}),
-            claims=claims,
-            claim=claim,
-            restart=restart,
-            started_s=started_s,
-        )
-
-    return SharedFiles(
-        *(find, open_file, claims, {}),
-        restart=restart,
-        is_watching=is_watching,
-        started_s=started_s,
-    )
+    return share_files(find, {}, model="none", restart=restart, is_watching=is_watching)
 
 
 def answer_all(file: JournaledInput, lines: Iterable[Line] | None = None) -> None:
