@@ -14,8 +14,9 @@ cache cluster.job_names compute.spec control_groups detokenizer engine.blocks en
     engine.noise engine.stopping errors head_kernel hyperparameters input.pieces input.spans \
     line messages models.architectures.nearest models.context models.examples models.read_ahead \
     models.sizes models.stored.pickles models.stored.tensors output.names output.rows \
-    pipeline.addresses quantities row_warnings sampling sentencepieces shared_runs soft_cap split.folders \
-    team.place timing token_lengths triton_kernels urls version weighed_values workspace
+    pipeline.addresses quantities row_warnings sampling sentencepieces shared_runs soft_cap \
+    split.folders team.place timing token_lengths triton_kernels urls version \
+    weighed_values workspace
 cluster.schedulers cluster.scripts commands.families compute.plain compute.routing config \
     cost_model decode_attention draw_kernel engine.seen engine.stats fields host_memory imports \
     input.spread input.streams input.values integrations.generation kernel_attention layer_kernels \
@@ -28,8 +29,8 @@ attention compute.parts compute.trial engine_options input.lines kernel_build la
     models.stored.safetensors_file models.stored.torch_file models.weight_files output.claims \
     output.journal output.progress pipeline.secret pipeline.store placement product_kernel prompts \
     run_options tokenizer triton_attention triton_layers
-cluster.submission commands.run_stand_in compute.kv_cache expert_kernel input.envelope input.files kernel_choice \
-    models.architectures.gpt_like models.architectures.llama_like models.origins \
+cluster.submission commands.run_stand_in compute.kv_cache expert_kernel input.envelope input.files \
+    kernel_choice models.architectures.gpt_like models.architectures.llama_like models.origins \
     models.stored.weight_file no_tokenizer output.writer packed_linear pipeline.store_place \
     pipeline.watch remote_files request spelling
 compute.experts compute.products engine.logit_edits models.architectures.cohere_like \
