@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from fminfer.errors import CheckpointError, FminferError, RequestError, UsageError
+from fminfer.version import __version__
 
-__version__ = "0.1.0"
 __all__ = [
     "CheckpointError",
     "Engine",
@@ -17,6 +17,7 @@ __all__ = [
     "FminferError",
     "RequestError",
     "UsageError",
+    "__version__",
 ]
 
 

@@ -27,6 +27,7 @@ from fminfer.loading import most_kv_tokens, split_model
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.pipeline.group import Group
 from fminfer.placement import choose_device, choose_dtype, free_bytes, memory_name
+from fminfer.quantities import show_bytes as show_bytes
 from fminfer.step_memory import auto_budget
 
 END_S = 3.0  # for rank 0 to tell of a shortage and end the others
@@ -288,8 +289,3 @@ def _why_slow(footprint: Footprint, free: int) -> str:
 
 def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def show_bytes(count: int) -> str:
-    """Write 1610612736 as 1.50 GiB."""
-    return f"{count / 2**30:.2f} GiB" if count >= 1 << 30 else f"{count / 2**20:.0f} MiB"

@@ -12,7 +12,7 @@ import click
 import pytest
 
 from fminfer.cli import main
-from fminfer.cluster.resources import _run
+from fminfer.commands.run_stand_in import run_stand_in
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "docs" / "coming_from.md").read_text()
@@ -26,7 +26,7 @@ def test_its_flags_are_taken(command: str) -> None:
     assert ours is not None, name
     found = ours.make_context(name, words)
     if name == "submit":
-        _run.make_context("run", list(found.params["run_flags"]))
+        run_stand_in.make_context("run", list(found.params["run_flags"]))
 
 
 def test_there_are_rows_of_every_command() -> None:

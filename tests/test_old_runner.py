@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fminfer.cluster.resources import _run
+from fminfer.commands.run_stand_in import run_stand_in
 from fminfer.config import EngineConfig
 from fminfer.errors import UsageError
 
@@ -39,7 +39,7 @@ def runner() -> Any:
 def test_the_loops_flags_are_those_of_run(runner: Any) -> None:
     flags, unused = runner.translate(LOOP.split())
     assert flags == LOOP.split() and not unused
-    found = _run.make_context("run", flags).params
+    found = run_stand_in.make_context("run", flags).params
     assert found["max_steps"] == 99999999999999 and found["rank"] == 3 and found["fp16"]
 
 
@@ -84,10 +84,10 @@ def test_models_without_a_public_config_are_refused_by_name(model_type: str) -> 
 
 
 def test_any_old_schedule_is_the_one_there_is() -> None:
-    found = _run.make_context("run", ["--pp-mode", "pipe_of_tomorrow"])
+    found = run_stand_in.make_context("run", ["--pp-mode", "pipe_of_tomorrow"])
     assert found.params["pp_mode"] == "pipe_of_tomorrow"
     with pytest.raises(Exception, match="does not begin with pipe_"):
-        _run.make_context("run", ["--pp-mode", "gpipe"])
+        run_stand_in.make_context("run", ["--pp-mode", "gpipe"])
 
 
 def test_it_answers(tmp_path: Path) -> None:

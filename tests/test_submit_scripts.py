@@ -127,7 +127,7 @@ def test_a_template_of_ones_own(tmp_path: Path) -> None:
 
 def test_templates_are_installed_with_the_package() -> None:
     """They are data, which setuptools leaves out unless it is told."""
-    assert "templates/*.j2" in (ROOT / "setup.cfg").read_text()
+    assert "cluster/templates/*.j2" in (ROOT / "setup.cfg").read_text()
     assert len(list(TEMPLATES.glob("*.sh.j2"))) == 2
 
 

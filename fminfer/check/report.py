@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fminfer.check.lines import LineCounts
-from fminfer.forecast import Forecast, show_bytes
-from fminfer.output.progress import show_dtypes, show_seconds
+from fminfer.forecast import Forecast
+from fminfer.quantities import show_bytes, show_dtypes, show_seconds
 from fminfer.wording import counted
 
 MAX_SHOWN = 1000  # characters of the first prompt

@@ -19,30 +19,25 @@ from fminfer.errors import UsageError
 from fminfer.models.layer_count import check_split
 from fminfer.output.places import STDOUT
 from fminfer.ranks import RankConfig
-from fminfer.run_options import run_options
 from fminfer.stopping import check_times
 
 # Of the time limit: what the job's start takes before `fminfer run` counts, and its end after.
 MIN_SPARE_S, MAX_SPARE_S, SPARE_SHARE = 15.0, 120.0, 0.05
 
 
-@click.command("fminfer run")
-@click.argument("paths", nargs=-1)
-@run_options
-def _run(**flags: Any) -> None:
-    """Stand in for `fminfer run`, so that its flags are checked before they wait in a queue."""
-
-
-def parse_flags(run_flags: Sequence[str], gpus: int | None = None) -> dict[str, Any]:
+def parse_flags(
+    run: click.Command, run_flags: Sequence[str], gpus: int | None = None
+) -> dict[str, Any]:
     """Return the flags of `fminfer run`, by name.
 
     Args:
+        run: a command that takes them.
         gpus: of a job, a rank on each unless the flags say how many ranks there are.
 
     Raises:
         UsageError: a flag that is wrong, or that makes no sense in these jobs.
     """
-    flags = _run.make_context("fminfer run", list(run_flags)).params
+    flags = run.make_context("fminfer run", list(run_flags)).params
     if flags["paths"] or flags["infer_data"] or "--" in run_flags:
         raise UsageError("files are given by fminfer submit's own --infer-data, before the --")
     if flags["restart"]:

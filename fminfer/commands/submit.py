@@ -13,6 +13,7 @@ import click
 from fminfer.cluster.job_names import parts_of
 from fminfer.cluster.resources import check_mode, check_shared_files, job_values, parse_flags
 from fminfer.cluster.schedulers import SCHEDULERS
+from fminfer.commands.run_stand_in import run_stand_in
 from fminfer.errors import UsageError
 from fminfer.input.files import describe_left_out, find_inputs
 from fminfer.output.places import plan_outputs
@@ -148,7 +149,7 @@ def submit(
     if scheduler is None or not infer_data:
         missing = "--infer-data FOLDER" if scheduler else "--scheduler slurm or --scheduler lsf"
         raise UsageError(f"submit needs {missing}")
-    flags = parse_flags(run_flags, resources["gpus"])
+    flags = parse_flags(run_stand_in, run_flags, resources["gpus"])
     check_mode(mode, max_running, resources)
     paths = tuple(Path(os.path.abspath(path)) for path in infer_data)
     inputs = find_inputs(list(paths))

@@ -13,8 +13,8 @@ import orjson
 
 from fminfer.errors import RequestError
 from fminfer.fields import json_type, show, wrong_type
-from fminfer.input.lines import Line
 from fminfer.input.spans import find_members, on_one_line
+from fminfer.line import Line
 from fminfer.prompts import CHAT_REMEDY
 from fminfer.row_warnings import MAX_NAMES, RowWarning, cut_name
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 
@@ -17,28 +16,11 @@ from fminfer.input.pieces import CutValue, ValueBytes
 from fminfer.input.spread import explain_spread
 from fminfer.input.streams import COMPRESSED, STDIN, Digest, read_chunks
 from fminfer.input.values import split_values
+from fminfer.line import Line as Line
 
 UTF8_BOM = b"\xef\xbb\xbf"
 HEAD_LINES, MAX_HEAD_BYTES = 100, 2**20  # of a .json file, by which its layout is told
 ENDINGS = tuple(f".{kind}{how}" for kind in ("jsonl", "json") for how in ("", *COMPRESSED))
-
-
-@dataclass(slots=True, frozen=True)
-class Line:
-    """One line that is not blank; `source` counts the files of a run, `number` starts at 1.
-
-    In a `.json` file `number` counts the values, which may spread over many lines. A line whose
-    `num_equal` is set may be answered apart from the rest of its file. Of a line that is too long
-    to be held (`is_cut`), `raw` is the beginning.
-    """
-
-    source: int
-    number: int
-    raw: bytes
-    damage: str = ""  # why this line and the rest of its file cannot be read
-    num_equal: int | None = None  # equal ones before it that count, where that is known already
-    fault: str = ""  # why this line, and only it, cannot be answered
-    is_cut: bool = False
 
 
 def is_input_name(name: str) -> bool:

@@ -11,13 +11,12 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fminfer.engine.stats import EngineStats
+from fminfer.quantities import show_dtypes as show_dtypes
+from fminfer.quantities import show_seconds as show_seconds
 from fminfer.wording import counted
-
-if TYPE_CHECKING:
-    from tqdm import tqdm
 
 BAR_EVERY_S = 0.2
 FIRST_LINE_S, LINE_EVERY_S = 5.0, 30.0  # without a terminal: twice as long from line to line
@@ -95,18 +94,6 @@ def _expected_draws(num_sequences: int, max_draws: int, stop_rate: float) -> flo
         return max_draws
     ends_share: float = 1 - (1 - stop_rate) ** (max_draws / num_sequences)
     return num_sequences * ends_share / stop_rate
-
-
-def show_dtypes(dtype: str, of_weights: str) -> str:
-    """Name the dtype of the arithmetic, and that of weights where it is another one."""
-    return f"{dtype} with {of_weights} weights" if of_weights not in ("", dtype) else dtype
-
-
-def show_seconds(seconds: float) -> str:
-    """Write 3725.0 as 1:02:05."""
-    minutes, second = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{second:02}" if hours else f"{minutes}:{second:02}"
 
 
 class ProgressBar:
@@ -246,8 +233,8 @@ class LoadingBar:
         self._bar.close()
 
 
-def _make_bar(**how: Any) -> tqdm[Any]:
-    """Return a bar; its library takes a third of the start of commands that show none."""
+def _make_bar(**how: Any) -> Any:
+    """Return a tqdm bar; its library takes a third of the start of commands that show none."""
     from tqdm import tqdm
 
     return tqdm(**how, **_size())

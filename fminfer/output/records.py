@@ -11,7 +11,7 @@ import orjson
 
 from fminfer.errors import RequestError
 from fminfer.input.envelope import MAX_QUOTED_BYTES, Envelope, quote
-from fminfer.input.lines import Line
+from fminfer.line import Line
 
 
 @dataclass(slots=True, frozen=True)

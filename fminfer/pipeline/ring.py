@@ -9,14 +9,14 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
 from fminfer.errors import PipelineError
-from fminfer.messages import Step
+from fminfer.messages import StageSpan, Step, TokenLogprobs
 from fminfer.partition import Part
 from fminfer.pipeline.local import Mark, QueuedPipeline
-from fminfer.pipeline.stage import Stage
 from fminfer.pipeline.transport import HiddenForm, Message, receive, send, use_own_stream
 from fminfer.pipeline.wire import (
     decode_result,
@@ -28,6 +28,34 @@ from fminfer.pipeline.wire import (
 )
 
 CLOSE_TIMEOUT_S = 10.0  # for the word that ends every rank to come round
+
+
+class StageClock(Protocol):
+    """Times a stage's steps, one after another."""
+
+    def start(self) -> None:
+        """Begin a step."""
+
+    def stop(self, *, is_awaited: bool, sent_bytes: int = 0, max_tokens: int = 0) -> StageSpan:
+        """End it; `is_awaited`: somebody has read what it gave."""
+
+
+class StageWork(Protocol):
+    """What a pipeline asks of one rank's stage."""
+
+    @property
+    def clock(self) -> StageClock:
+        """What times its steps."""
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens it computes at once since memory ran out; 0: it has not."""
+
+    def forward(self, step: Step, hidden: torch.Tensor | None) -> torch.Tensor:
+        """Compute its layers; `hidden` comes from the stage before, None in the first stage."""
+
+    def finish(self, step: Step, hidden: torch.Tensor) -> tuple[TokenLogprobs, TokenLogprobs]:
+        """Return what was drawn and what was scored; in the last stage only."""
 
 
 class _Sender:
@@ -94,7 +122,7 @@ def _explain(error: BaseException, rank: int) -> BaseException:
 class _Computer:
     """One stage's work on a message: the message for the next rank."""
 
-    def __init__(self, stage: Stage, part: Part) -> None:
+    def __init__(self, stage: StageWork, part: Part) -> None:
         self._stage, self._part = stage, part
 
     def run(self, step: Step, body: bytes, spans: bytes, hidden: torch.Tensor | None) -> Message:
@@ -124,7 +152,7 @@ class _Computer:
         return out
 
 
-def serve(stage: Stage, part: Part, form: HiddenForm, on_stop: Callable[[], None]) -> None:
+def serve(stage: StageWork, part: Part, form: HiddenForm, on_stop: Callable[[], None]) -> None:
     """Do a rank's part of every step until rank 0 says stop; for all ranks but that one.
 
     Args:
@@ -163,7 +191,7 @@ class RingPipeline(QueuedPipeline):
     """
 
     def __init__(
-        self, stage: Stage, part: Part, form: HiddenForm, explain: Callable[[str], str]
+        self, stage: StageWork, part: Part, form: HiddenForm, explain: Callable[[str], str]
     ) -> None:
         super().__init__()
         self._explain = explain

@@ -1,0 +1,23 @@
+"""One line of an input: what a request is read from, and what its record is known by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True, frozen=True)
+class Line:
+    """One line that is not blank; `source` counts the files of a run, `number` starts at 1.
+
+    In a `.json` file `number` counts the values, which may spread over many lines. A line whose
+    `num_equal` is set may be answered apart from the rest of its file. Of a line that is too long
+    to be held (`is_cut`), `raw` is the beginning.
+    """
+
+    source: int
+    number: int
+    raw: bytes
+    damage: str = ""  # why this line and the rest of its file cannot be read
+    num_equal: int | None = None  # equal ones before it that count, where that is known already
+    fault: str = ""  # why this line, and only it, cannot be answered
+    is_cut: bool = False

@@ -1,0 +1,20 @@
+"""Quantities as people read them: bytes, seconds, dtypes."""
+
+from __future__ import annotations
+
+
+def show_bytes(count: int) -> str:
+    """Write 1610612736 as 1.50 GiB."""
+    return f"{count / 2**30:.2f} GiB" if count >= 1 << 30 else f"{count / 2**20:.0f} MiB"
+
+
+def show_dtypes(dtype: str, of_weights: str) -> str:
+    """Name the dtype of the arithmetic, and that of weights where it is another one."""
+    return f"{dtype} with {of_weights} weights" if of_weights not in ("", dtype) else dtype
+
+
+def show_seconds(seconds: float) -> str:
+    """Write 3725.0 as 1:02:05."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{second:02}" if hours else f"{minutes}:{second:02}"

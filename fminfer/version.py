@@ -1,0 +1,3 @@
+"""The version of the package, which reports, journals and ranks tell each other."""
+
+__version__ = "0.1.0"
