@@ -31,7 +31,7 @@ ROW: dict[str, Any] = {"prompt": "north", "max_tokens": 5, "temperature": 0, "lo
 
 
 def answer(model: str | None, **options: Any) -> Any:
-    engine = fminfer.Engine(model, dtype="float32", attention="eager", **options)
+    engine = fminfer.Engine(model, dtype="float32", kernels="off", **options)
     (record,) = engine.run([ROW])
     engine.close()
     assert record.error is None, record.error

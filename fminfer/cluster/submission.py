@@ -163,6 +163,14 @@ class Submission:
     sent: list[str] = field(default_factory=list)  # jobs' numbers
     _num_queued: int = 0
 
+    @property
+    def summary(self) -> str:
+        """Say what became of the files, up to the number of jobs."""
+        return (
+            f"{len(self.outputs)} files: {self.num_finished} finished, {self.num_taken} already "
+            f"queued or running, {len(self.sent)} jobs"
+        )
+
     def run(self) -> None:
         """Submit a job for each file that is neither finished nor under way.
 

@@ -164,7 +164,7 @@ def evaluate(model: str, folder: Path, **model_args: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def both(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    return evaluate("fminfer", folder, attention="eager"), evaluate("hf", folder)
+    return evaluate("fminfer", folder, kernels="off"), evaluate("hf", folder)
 
 
 def responses(results: dict[str, Any], name: str) -> list[Any]:
@@ -216,7 +216,7 @@ def test_the_demo_model_answers_its_questions(both: Any, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def demo() -> Iterator[FminferLM]:
-    model = FminferLM(dtype="float32", attention="eager", max_length=64)
+    model = FminferLM(dtype="float32", kernels="off", max_length=64)
     yield model
     model.engine.close()
 
@@ -302,7 +302,7 @@ def test_lm_evals_cache_holds_the_answers(tmp_path: Path) -> None:
     def run() -> dict[str, Any]:
         results: dict[str, Any] = lm_eval.simple_evaluate(
             model="fminfer",
-            model_args="dtype=float32,attention=eager",
+            model_args="dtype=float32,kernels=off",
             tasks=tasks()[:3],
             use_cache=str(tmp_path / "cache"),
             bootstrap_iters=0,
@@ -347,7 +347,7 @@ metric_list: [{{metric: exact_match}}]
 """
     )
     command = [sys.executable, "-c", RUN_COMMAND, "run", "--model", "fminfer"]
-    command += ["--model_args", "dtype=float32,attention=eager", "--limit", "4", "--log_samples"]
+    command += ["--model_args", "dtype=float32,kernels=off", "--limit", "4", "--log_samples"]
     command += ["--tasks", str(tmp_path / "rooms.yaml"), "--output_path", str(tmp_path / "out")]
     environ = os.environ | {"HF_HOME": str(tmp_path / "home")}
     done = subprocess.run(command, capture_output=True, text=True, env=environ)
