@@ -115,7 +115,7 @@ class EngineConfig:
         for name, place in PLACES.items():
             value = getattr(self, name)
             if value is not None and not isinstance(value, str | PathLike):
-                raise UsageError(f"{name} is a {type(value).__name__}; give {place}")
+                raise UsageError(f"{name} is of type {type(value).__name__}; give {place}")
         if self.model_type in NO_CONFIG:
             raise UsageError(
                 f"--model-type {self.model_type}: transformers has no public config of it, so that "

@@ -13,9 +13,10 @@ FLOORS = """
 cache cluster.job_names compute.spec control_groups detokenizer engine.blocks engine.expected \
     engine.noise engine.stopping errors head_kernel hyperparameters input.pieces input.spans \
     messages models.architectures.nearest models.context models.examples models.read_ahead \
-    models.sizes models.stored.pickles models.stored.tensors output.names output.rows \
-    pipeline.addresses row_warnings sampling sentencepieces shared_runs soft_cap split.folders \
-    team.place timing token_lengths triton_kernels urls weighed_values workspace
+    models.sizes models.stored.pickles models.stored.tensors options.groups \
+    output.names output.rows pipeline.addresses row_warnings sampling sentencepieces shared_runs \
+    soft_cap split.folders team.place timing token_lengths triton_kernels urls weighed_values \
+    workspace
 cluster.schedulers cluster.scripts commands.families compute.plain compute.routing config \
     cost_model decode_attention draw_kernel engine.seen engine.stats fields host_memory imports \
     input.spread input.streams input.values integrations.generation kernel_attention layer_kernels \
@@ -27,20 +28,22 @@ attention compute.parts compute.trial engine_options input.lines kernel_build la
     models.architectures.expert_parts models.architectures.parts models.layer_count models.shapes \
     models.stored.safetensors_file models.stored.torch_file models.weight_files output.claims \
     output.journal output.progress pipeline.secret pipeline.store placement product_kernel prompts \
-    run_options tokenizer triton_attention triton_layers
+    options.model_options options.request_options options.value_types tokenizer triton_attention \
+    triton_layers
 cluster.submission compute.kv_cache expert_kernel input.envelope input.files kernel_choice \
     models.architectures.gpt_like models.architectures.llama_like models.origins \
-    models.stored.weight_file no_tokenizer output.writer packed_linear pipeline.store_place \
+    models.stored.weight_file no_tokenizer options.file_options options.old_options \
+    options.rank_options options.submit_options output.writer packed_linear pipeline.store_place \
     pipeline.watch remote_files request spelling
 compute.experts compute.products engine.logit_edits models.architectures.cohere_like \
     models.architectures.exaone_like models.architectures.granite_like \
     models.architectures.hunyuan_like models.architectures.latent_like \
     models.architectures.llama_variants models.architectures.mixtures \
     models.architectures.neox_like models.architectures.olmo_like models.architectures.opt_like \
-    models.architectures.squared_relu models.tensor_files output.records output.status \
-    pipeline.meeting_folder split.grouping synthetic
+    models.architectures.squared_relu models.tensor_files options.speed_options output.records \
+    output.status    pipeline.meeting_folder split.grouping synthetic
 engine.sequence models.architectures.table output.places output.reopening pipeline.rendezvous \
-    split.index split.manifest storage team.wire
+    run_options split.index split.manifest storage team.wire
 cluster.resources engine.advance engine.answer engine.equal_requests engine.intake engine.packing \
     engine.planner engine.prefix models.checkpoint output.job_file output.overview output.summary \
     paths pipeline.meeting split.answers split.summary team.process
