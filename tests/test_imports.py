@@ -21,15 +21,14 @@ cluster.schedulers cluster.scripts commands.families compute.plain compute.routi
     cost_model decode_attention draw_kernel engine.seen engine.stats fields host_memory imports \
     input.spread input.streams input.values integrations.generation kernel_attention layer_kernels \
     memory models.architectures.naming models.config_fields models.hub models.impostors \
-    models.stored.metaseq other_work output.disk output.stream output.trace partition \
-    pipeline.handshake pipeline.local pipeline.step_clock pipeline.transport pipeline.wire \
-    processor ranks score_kernel stopping threads
+    models.stored.metaseq options.model_options other_work output.disk output.stream output.trace \
+    partition pipeline.handshake pipeline.local pipeline.step_clock pipeline.transport \
+    pipeline.wire processor ranks score_kernel stopping threads
 attention compute.parts compute.trial engine_options input.lines kernel_build launcher \
     models.architectures.expert_parts models.architectures.parts models.layer_count models.shapes \
     models.stored.safetensors_file models.stored.torch_file models.weight_files output.claims \
     output.journal output.progress pipeline.secret pipeline.store placement product_kernel prompts \
-    options.model_options options.request_options options.value_types tokenizer triton_attention \
-    triton_layers
+    options.request_options options.value_types tokenizer triton_attention triton_layers
 cluster.submission compute.kv_cache expert_kernel input.envelope input.files kernel_choice \
     models.architectures.gpt_like models.architectures.llama_like models.origins \
     models.stored.weight_file no_tokenizer options.file_options options.old_options \

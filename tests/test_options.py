@@ -73,6 +73,10 @@ def test_the_groups_of_a_run() -> None:
         assert flag in sections[group], group
 
 
+def test_a_bench_needs_a_tokenizer() -> None:
+    assert not [each for each in options_of(GROUPED["bench"]) if each.name == "skip_tokenizer_init"]
+
+
 def test_defaults_are_those_of_the_configs() -> None:
     context = main.commands["run"].make_context("run", [])
     compared = 0

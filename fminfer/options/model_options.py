@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from fminfer.config import EngineConfig
 from fminfer.options.groups import MODEL, in_group
 
-DEFAULTS = EngineConfig()
 _option = in_group(MODEL)
 
 MODEL_OPTIONS = [
@@ -25,12 +23,6 @@ MODEL_OPTIONS = [
         "--tokenizer",
         metavar="FOLDER_OR_ID",
         help="A tokenizer from elsewhere: a local folder or hub id.  [default: the model's own]",
-    ),
-    _option(
-        "--skip-tokenizer-init",
-        is_flag=True,
-        default=DEFAULTS.skip_tokenizer_init,
-        help="Load no tokenizer: prompts must be token ids, and so are answers.",
     ),
     _option(
         "--model-config",

@@ -57,6 +57,12 @@ REQUEST_OPTIONS = [
         default=DEFAULTS.check_model,
         help="Refuse lines whose model or engine is neither --model-name nor its last part.",
     ),
+    _option(
+        "--skip-tokenizer-init",
+        is_flag=True,
+        default=DEFAULTS.skip_tokenizer_init,
+        help="Load no tokenizer: prompts must be token ids, and so are answers.",
+    ),
 ]
 # Of a synthetic run or a first try; Hyperparameters has a field for each of the later ones.
 MADE_UP_OPTIONS = [

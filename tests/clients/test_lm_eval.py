@@ -285,6 +285,8 @@ def test_what_lm_eval_cannot_have(demo: FminferLM) -> None:
         demo.apply_chat_template([{"role": "user", "content": "hello"}])
     with pytest.raises(fminfer.UsageError, match="no chat template"):
         demo.chat_template(True)
+    with pytest.raises(fminfer.UsageError, match="attention is called kernels now"):
+        FminferLM(attention="eager")
     with pytest.raises(fminfer.UsageError, match="peft, which fminfer does not know; it knows pre"):
         FminferLM(peft="adapter")
     with pytest.raises(
