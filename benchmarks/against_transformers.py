@@ -61,12 +61,12 @@ def make_workload(name: str, scale: float) -> list[Row]:
     return [row | {"temperature": 0} for row in rows[: max(1, round(len(rows) * scale))]]
 
 
-def run_fminfer(workload: list[Row], dtype: str, attention: str, passes: int) -> dict[str, Any]:
+def run_fminfer(workload: list[Row], dtype: str, kernels: str, passes: int) -> dict[str, Any]:
     """Answer the workload `passes` times with one engine; the last pass is the steady state."""
     import fminfer
 
     started = time.perf_counter()
-    engine = fminfer.Engine(random_init=SIZE, dtype=dtype, attention=attention)
+    engine = fminfer.Engine(random_init=SIZE, dtype=dtype, kernels=kernels)
     ready_s = time.perf_counter() - started
     times = []
     for number in range(passes):
@@ -175,7 +175,9 @@ def call_side(side: str, arguments: list[str]) -> dict[str, Any]:
 @click.command()
 @click.option("--workload", type=click.Choice(["a", "b", "c"]), default="a", show_default=True)
 @click.option("--dtype", default="bfloat16", show_default=True)
-@click.option("--attention", default="eager", show_default=True, help="fminfer's decode attention.")
+@click.option(
+    "--kernels", default="off", show_default=True, help="Of fminfer: auto, off or require."
+)
 @click.option("--passes", default=1, show_default=True, help="fminfer's; the last one counts.")
 @click.option("--repeats", default=1, show_default=True, help="Turns of both sides.")
 @click.option("--scale", default=1.0, show_default=True, help="Share of the rows.")
@@ -183,7 +185,7 @@ def call_side(side: str, arguments: list[str]) -> dict[str, Any]:
 def main(
     workload: str,
     dtype: str,
-    attention: str,
+    kernels: str,
     passes: int,
     repeats: int,
     scale: float,
@@ -192,13 +194,13 @@ def main(
     """Time both sides and print their ratio."""
     rows = make_workload(workload, scale)
     if side == "fminfer":
-        print(json.dumps(run_fminfer(rows, dtype, attention, passes)))
+        print(json.dumps(run_fminfer(rows, dtype, kernels, passes)))
         return
     if side == "transformers":
         print(json.dumps(run_transformers(rows, dtype)))
         return
     arguments = ["--workload", workload, "--dtype", dtype, "--scale", str(scale)]
-    arguments += ["--attention", attention, "--passes", str(passes)]
+    arguments += ["--kernels", kernels, "--passes", str(passes)]
     found: dict[str, list[dict[str, Any]]] = {"fminfer": [], "transformers": []}
     for _ in range(repeats):
         for name, results in found.items():
@@ -210,13 +212,13 @@ def main(
     }
     ratio = median["transformers"]["run_s"] / median["fminfer"]["run_s"]
     tokens = sum(len(row["prompt"]) + row["max_tokens"] for row in rows)
-    print(f"\nworkload {workload}: {len(rows)} rows, {tokens:,} tokens, {dtype}, {attention}")
+    print(f"\nworkload {workload}: {len(rows)} rows, {tokens:,} tokens, {dtype}, kernels {kernels}")
     print(f"{'':<14}{'run s':>8}{'tokens/s':>10}{'ready s':>9}{'peak MB':>9}")
     for name, m in median.items():
         rate = tokens / m["run_s"]
         print(f"{name:<14}{m['run_s']:8.1f}{rate:10.0f}{m['ready_s']:9.1f}{m['peak_mb']:9.0f}")
     print(f"{'ratio':<14}{ratio:8.2f}")
-    summary = {"workload": workload, "dtype": dtype, "attention": attention, "ratio": ratio}
+    summary = {"workload": workload, "dtype": dtype, "kernels": kernels, "ratio": ratio}
     print(json.dumps(summary | median | {"gemm_gflops": gemm_gflops(dtype)}))
 
 

@@ -48,10 +48,10 @@ def build(model: Any, held: Any, dtype: Any, *, in_one_call: bool) -> Any:
     from fminfer.models.shapes import layer_shapes
     from fminfer.models.transformer import Transformer
 
-    cpu, library = torch.device("cpu"), find_library("compiled", torch.device("cpu"))
-    parts, _ = find_layers("compiled", library, dtype=dtype, device=cpu)
+    cpu, library = torch.device("cpu"), find_library("require", torch.device("cpu"))
+    parts, _ = find_layers("require", library, dtype=dtype, device=cpu)
     checkpoint: Any = type("Any", (), {"context_length": 4096})
-    bodies, _ = loading._find_bodies("compiled", checkpoint, library, parts, dtype, cpu)
+    bodies, _ = loading._find_bodies("require", checkpoint, library, parts, dtype, cpu)
     if not in_one_call:
         bodies.experts = None
         bodies.join = lambda layer, tensors: layer
@@ -79,7 +79,7 @@ def time_step(network: Any, model: Any, dtype: Any, rows: int, tokens: int) -> f
     from fminfer.models.transformer import LayerStep
 
     each = (CONTEXT + tokens) // BLOCK + 1
-    library = find_library("compiled", torch.device("cpu"))
+    library = find_library("require", torch.device("cpu"))
     assert library is not None
     cache = KvCache(
         [layer.attention for layer in model.layers],

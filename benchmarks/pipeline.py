@@ -41,7 +41,7 @@ def run_once(folder: Path, num_ranks: int, threads: int, more: list[str]) -> Any
     command = [sys.executable, "-m", "fminfer", "run", str(folder / "rows.jsonl"), "--restart"]
     command += ["--random-init", str(folder / "config.json"), "--stats", str(stats)]
     command += ["--output", str(folder / "out.jsonl"), "--world-size", str(num_ranks)]
-    command += ["--dtype", "float32", "--attention", "eager", "-q"]
+    command += ["--dtype", "float32", "--kernels", "off", "-q"]
     environ = os.environ | {"OMP_NUM_THREADS": str(threads)}
     subprocess.run(command + more, env=environ, check=True)
     return json.loads(stats.read_text())

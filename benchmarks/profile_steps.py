@@ -188,20 +188,20 @@ def draw(runs: list[dict[str, Any]], title: str) -> str:
 @click.option("--workload", "workloads", multiple=True, default=["a"], show_default=True)
 @click.option("--model", help=f"A folder or a hub id; random {SIZE} without.")
 @click.option("--dtype", default="float32", show_default=True)
-@click.option("--attention", default="auto", show_default=True)
+@click.option("--kernels", default="auto", show_default=True)
 @click.option("--scale", default=1.0, show_default=True, help="Share of the rows.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw it, as SVG.")
 def main(
     workloads: tuple[str, ...],
     model: str | None,
     dtype: str,
-    attention: str,
+    kernels: str,
     scale: float,
     plot: Path | None,
 ) -> None:
     """Print where the time goes."""
     of_model = {"model": model} if model else {"random_init": SIZE}
-    options = {**of_model, "dtype": dtype, "attention": attention}
+    options = {**of_model, "dtype": dtype, "kernels": kernels}
     places: list[tuple[Any, str]] = [(PagedAttention, "__call__"), *PLANNING]
     originals = [getattr(*place) for place in places]
     runs = []
@@ -216,9 +216,7 @@ def main(
         print(f"{run['name']:12}{run['wall_s']:8.1f}{run['steps']:7}{shares}")
         print(f"{'':12}products at {run['product_gflops']:.0f} of {roof:.0f} GFLOP/s")
     if plot is not None:
-        plot.write_text(
-            draw(runs, f"{model or SIZE}, {dtype}, attention {attention}: seconds by part")
-        )
+        plot.write_text(draw(runs, f"{model or SIZE}, {dtype}, kernels {kernels}: seconds by part"))
     print(json.dumps({"dtype": dtype, "roof_gflops": roof, "runs": runs}))
 
 

@@ -35,11 +35,13 @@ from fminfer.kernel_build import abandon_build, start_build
 from fminfer.launcher import end_after, launch
 from fminfer.models.layer_count import check_split
 from fminfer.models.weight_files import find_weight_files
+from fminfer.options.groups import GroupedCommand
+from fminfer.options.value_types import PathOrUrl
 from fminfer.output.progress import TimeBar
 from fminfer.paths import JobPaths
 from fminfer.processor import cap_libraries
 from fminfer.ranks import RankConfig, RankFacts, find_facts, is_spawned
-from fminfer.run_options import PathOrUrl, bench_options, dtype_name, run_options
+from fminfer.run_options import bench_options, dtype_name, run_options
 from fminfer.stopping import Stopper, check_times
 from fminfer.storage import Location, RemoteFolders, default_work_dir
 from fminfer.synthetic import NUM_BATCHES, Synthetic
@@ -89,7 +91,7 @@ for command in (check, split, merge, submit, status, families):
     main.add_command(command)
 
 
-class _KeepsArguments(click.Command):
+class _KeepsArguments(GroupedCommand):
     """Remembers what it was called with, for the ranks that it may start."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -135,8 +137,8 @@ def run(
     <output>.errors.jsonl with what is wrong and what to do, and costs no other line. The output's
     name appears when it is complete; <output>.status.json says how far it is.
 
-    Without input but with one of the last flags, from --input-seq-length on, the run is synthetic:
-    it makes prompts up, tells how fast it answered them, and keeps the answers only with --output.
+    Without input but with a flag of made-up requests, such as --batch-size, the run is synthetic.
+    It makes prompts up, tells how fast it answered them, and keeps answers only with --output.
 
     \b
     Exit status: 0 every line answered; 1 the run failed; 2 wrong usage;
@@ -216,7 +218,7 @@ def _make_up(
     return replace(job, synthetic=synthetic), replace(config, max_steps=None, max_rows=max_rows)
 
 
-@main.command()
+@main.command(cls=GroupedCommand)
 @bench_options
 def bench(
     batch_sizes: tuple[int, ...],
@@ -238,7 +240,7 @@ def bench(
     """
     options["dtype"] = dtype_name(fp16, options["dtype"])
     _prepare_torch()
-    if options["attention"] != "eager":
+    if options["kernels"] != "off":
         start_build()
     if is_calibration:
         return _calibrate(EngineConfig(**options))
@@ -337,7 +339,7 @@ def _run(
         if facts.parent is not None:
             end_after(facts.parent)
     _prepare_torch()
-    if config.attention != "eager":
+    if config.kernels != "off":
         start_build()  # it runs beside the imports
     is_alone = facts is None and place is None and ranks.data_group_size == 1
     files: dict[Path, int] = {}

@@ -6,13 +6,20 @@ The command line reads its defaults from here. It knows nothing of files or of t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any, Literal, get_args
 
 from fminfer.errors import UsageError
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 TokenFormat = Literal["auto", "vocab", "text"]
-AttentionBody = Literal["auto", "eager", "compiled"]
+Kernels = Literal["auto", "off", "require"]
+PLACES = {  # what the fields that say where a model comes from may hold
+    "model": "a path or hub id",
+    "random_init": "a path, hub id or size",
+    "tokenizer": "a path or hub id",
+    "model_config": "a path, hub id or size",
+}
 NO_CONFIG = ("glm", "yalm")  # model types of the old tool: GLM-130B and YaLM-100B
 OnTooLong = Literal["error", "truncate-left", "truncate-right"]
 
@@ -57,7 +64,7 @@ class EngineConfig:
     strict: bool = False  # what is otherwise only warned of is the line's error
     request_args: dict[str, Any] | None = None  # fields that replace each line's own
     check_model: bool = False  # a line that names another model is an error
-    attention: AttentionBody = "auto"
+    kernels: Kernels = "auto"  # our own; off: plain torch; require: an error where auto falls back
     threads: int | None = None  # that compute in each rank; None: its share of the cores
     max_steps: int | None = None  # micro-batches after which a run stops; None: no limit
     is_only_run: bool = False  # prefixes need not be kept for another run of the engine
@@ -102,21 +109,28 @@ class EngineConfig:
             raise UsageError(
                 f"budget is {self.budget} tokens; it must hold one block, {self.block_size} tokens"
             )
-        if self.kv_dtype not in get_args(DType):
-            raise UsageError(
-                f"kv_dtype is {self.kv_dtype!r}; it must be one of {', '.join(get_args(DType))}"
-            )
+        for name, allowed in (("kv_dtype", get_args(DType)), ("kernels", get_args(Kernels))):
+            if (value := getattr(self, name)) not in allowed:
+                raise UsageError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
+        for name, place in PLACES.items():
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str | PathLike):
+                raise UsageError(f"{name} is of type {type(value).__name__}; give {place}")
         if self.model_type in NO_CONFIG:
             raise UsageError(
                 f"--model-type {self.model_type}: transformers has no public config of it, so that "
                 "it does not run. glm4 does (zai-org/GLM-4-9B-0414, for one)"
             )
         if self.model is not None and self.random_init is not None:
-            raise UsageError("give either a model or random_init, not both")
+            raise UsageError(
+                "--model-name and --random-init contradict each other; give one of them"
+            )
         for name in ("model_config", "revision"):
             value = getattr(self, name)
             if value is not None and self.model is None:
                 flag = f"--{name.replace('_', '-')}"
                 raise UsageError(f"{flag} is {value!r}; give the model too, by --model-name")
         if self.tokenizer is not None and self.skip_tokenizer_init:
-            raise UsageError("give either a tokenizer or skip_tokenizer_init, not both")
+            raise UsageError(
+                "--tokenizer and --skip-tokenizer-init contradict each other; give one of them"
+            )

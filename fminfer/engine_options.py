@@ -6,13 +6,13 @@ Their meanings and defaults stand in `EngineConfig`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from typing import Any, TypedDict, TypeVar
 
 from typing_extensions import Unpack
 
-from fminfer.config import AttentionBody, DType, EngineConfig, OnTooLong, TokenFormat
+from fminfer.config import DType, EngineConfig, Kernels, OnTooLong, TokenFormat
 from fminfer.errors import UsageError
 
 Init = TypeVar("Init", bound=Callable[..., None])
@@ -44,7 +44,7 @@ class EngineOptions(TypedDict, total=False):
     request_args: dict[str, Any] | None
     check_model: bool
     skip_tokenizer_init: bool
-    attention: AttentionBody
+    kernels: Kernels
     threads: int | None
     max_steps: int | None
     is_only_run: bool
@@ -63,12 +63,26 @@ def make_config(model: str | EngineConfig | None, **options: Unpack[EngineOption
         UsageError: an option that does not exist, or cannot be.
     """
     known = [field.name for field in fields(EngineConfig)]
+    refuse_old_names(options)
     for name in options:
         if name not in known:
             raise UsageError(f"there is no option {name}; the options are {', '.join(known)}")
     if isinstance(model, EngineConfig):
         return replace(model, **options)
     return EngineConfig(model=model, **options)
+
+
+def refuse_old_names(options: Iterable[str]) -> None:
+    """Refuse options under names that they had in earlier versions.
+
+    Raises:
+        UsageError: it says the new name, and what the old values are called there.
+    """
+    if "attention" in options:
+        raise UsageError(
+            "the option attention is called kernels now; give kernels='auto', 'off' (it was "
+            "'eager') or 'require' (it was 'compiled')"
+        )
 
 
 def shows_options(init: Init) -> Init:

@@ -90,7 +90,7 @@ def held_dtype(
     config: EngineConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
 ) -> torch.dtype:
     """Return the dtype in which a run will hold most weights, of arithmetic in `dtype`."""
-    keeps = keeps_bfloat16(config.attention, dtype, device)
+    keeps = keeps_bfloat16(config.kernels, dtype, device)
     return weight_dtype(checkpoint, dtype, keeps_bfloat16=keeps)
 
 
@@ -173,5 +173,5 @@ def _packs(
 
 def _has_kernels(config: EngineConfig, held_in: torch.dtype) -> bool:
     """Tell whether the kernels pack weights of a type."""
-    has_library = config.attention != "eager" and may_have_library()
+    has_library = config.kernels != "off" and may_have_library()
     return has_library and held_in in (torch.float32, torch.bfloat16)

@@ -23,7 +23,7 @@ from fminfer.footprint import (
     own_bytes,
 )
 from fminfer.host_memory import free_swap_bytes
-from fminfer.loading import most_kv_tokens, split_model
+from fminfer.loading import most_kv_tokens, require_cache, split_model
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.pipeline.group import Group
 from fminfer.placement import choose_device, choose_dtype, free_bytes, memory_name
@@ -91,7 +91,7 @@ def make_forecast(config: EngineConfig, checkpoint: Checkpoint, layout: Layout) 
 
 
 def require_room(config: EngineConfig, checkpoint: Checkpoint, group: Group | None = None) -> str:
-    """Refuse a run whose weights its memory cannot hold, before any is read.
+    """Refuse a run whose weights or --budget its memory cannot hold, before any is read.
 
     Args:
         group: the ranks of the pipeline; None: this process alone runs the model.
@@ -106,6 +106,8 @@ def require_room(config: EngineConfig, checkpoint: Checkpoint, group: Group | No
         found = make_forecast(config, checkpoint, Layout())
         if found.shortage:
             raise UsageError(found.shortage)
+        if found.device.type == "cpu":
+            require_cache(config, checkpoint, split_model(config, checkpoint, 1)[0], found.dtype)
         return _why_slow(found.footprints[0], found.room_bytes)
     device = choose_device(
         config.device, config.cuda_ids, group.local_rank + config.engine_number * group.local_size
@@ -135,6 +137,8 @@ def require_room(config: EngineConfig, checkpoint: Checkpoint, group: Group | No
             f"weights in {name_of(held_in)}, and {show_bytes(room)} are free. "
             f"{_remedy(held_in, device.type)}"
         )
+    if device.type == "cpu":
+        require_cache(config, checkpoint, part, dtype)
     return _why_slow(footprint, free)
 
 

@@ -16,7 +16,7 @@ from fminfer.attention import AttentionKernel, PagedAttention, plan_attention
 from fminfer.compute.parts import PartKernels, part_pairs
 from fminfer.compute.spec import Attention, Model
 from fminfer.compute.trial import Limits, Pair, try_body
-from fminfer.config import AttentionBody
+from fminfer.config import Kernels
 from fminfer.errors import UsageError
 from fminfer.head_kernel import HeadKernel, head_pairs
 from fminfer.kernel_attention import KernelAttention
@@ -35,34 +35,34 @@ TRIED_KEYS = {"cpu": 67, "cuda": 327}
 
 
 def find_library(
-    body: AttentionBody, device: torch.device, build: KernelBuild | None = None
+    kernels: Kernels, device: torch.device, build: KernelBuild | None = None
 ) -> ctypes.CDLL | None:
     """Return the CPU's kernels, waiting for their build; None: not the CPU, or all in plain torch.
 
     Raises:
-        UsageError: it is asked for by name and cannot be.
+        UsageError: --kernels require, and there is none or its trial fails.
     """
-    if body == "eager" or device.type != "cpu":
+    if kernels == "off" or device.type != "cpu":
         return None
     build = build or start_build()
     library = build.library()
     start_openmp_threads()
-    if library is None and body == "compiled":
-        raise UsageError(f"attention compiled cannot be: {build.error}; or use auto")
+    if library is None and kernels == "require":
+        raise UsageError(f"--kernels require: {build.error}. Use --kernels auto")
     return library
 
 
-def keeps_bfloat16(body: AttentionBody, dtype: torch.dtype, device: torch.device) -> bool:
+def keeps_bfloat16(kernels: Kernels, dtype: torch.dtype, device: torch.device) -> bool:
     """Tell whether weights that are stored in bfloat16 stay so while `dtype` is computed.
 
     It does not wait for the kernels' build, and takes for granted that it succeeds.
     """
-    has_library = body != "eager" and device.type == "cpu" and may_have_library()
+    has_library = kernels != "off" and device.type == "cpu" and may_have_library()
     return has_library and dtype == torch.float32
 
 
 def find_attention(
-    body: AttentionBody,
+    kernels: Kernels,
     library: ctypes.CDLL | None,
     model: Model,
     block_size: int,
@@ -83,9 +83,9 @@ def find_attention(
         kv_dtype: of the KV cache; None: the same.
 
     Raises:
-        UsageError: it is asked for by name and cannot be.
+        UsageError: --kernels require, and there is none or its trial fails.
     """
-    if body == "eager":
+    if kernels == "off":
         return None, ""
     if library is None and device.type == "cpu":
         return None, start_build().error
@@ -105,11 +105,11 @@ def find_attention(
         num_keys = TRIED_KEYS[device.type]
         return attention_pairs(kernel, how, block_size, num_keys, **where, kv_dtype=kv_dtype)
 
-    return try_body("attention", body, make, pairs, ATTENTION_ERRORS[dtype])
+    return try_body("attention", kernels, make, pairs, ATTENTION_ERRORS[dtype])
 
 
 def find_layers(
-    body: AttentionBody,
+    kernels: Kernels,
     library: ctypes.CDLL | None,
     *,
     dtype: torch.dtype,
@@ -121,9 +121,9 @@ def find_layers(
         library: the CPU's kernels, as `find_library` gave them.
 
     Raises:
-        UsageError: they are asked for by name and cannot be.
+        UsageError: --kernels require, and their trial fails.
     """
-    if body == "eager" or (library is None and device.type == "cpu"):
+    if kernels == "off" or (library is None and device.type == "cpu"):
         return None, ""  # `find_attention` says why
     if library is not None and dtype not in LayerKernels.types:
         return None, ""
@@ -135,24 +135,24 @@ def find_layers(
 
         return triton_layers.TritonLayers(device)
 
-    def pairs(kernels: PartKernels) -> Iterator[Pair]:
-        return part_pairs(kernels, dtype, device)
+    def pairs(parts: PartKernels) -> Iterator[Pair]:
+        return part_pairs(parts, dtype, device)
 
-    return try_body("norms and activations", body, make, pairs, PART_ERRORS[dtype])
+    return try_body("norms and activations", kernels, make, pairs, PART_ERRORS[dtype])
 
 
 def find_head(
-    body: AttentionBody, library: ctypes.CDLL | None, dtype: torch.dtype
+    kernels: Kernels, library: ctypes.CDLL | None, dtype: torch.dtype
 ) -> tuple[HeadKernel | None, str]:
     """Return the CPU's head, or None and why it is slower than it could be.
 
     Raises:
-        UsageError: it is asked for by name and cannot be.
+        UsageError: --kernels require, and there is none or its trial fails.
     """
     if library is None or dtype not in HeadKernel.types:
         return None, ""
     pairs = partial(head_pairs, dtype=dtype)
-    return try_body("head", body, lambda: HeadKernel(library), pairs, HEAD_ERROR)
+    return try_body("head", kernels, lambda: HeadKernel(library), pairs, HEAD_ERROR)
 
 
 def attention_pairs(

@@ -19,7 +19,7 @@ from fminfer.attention import AttentionKernel
 from fminfer.compute.experts import KernelExperts
 from fminfer.compute.parts import KernelParts, PartKernels, Parts
 from fminfer.compute.products import PackedProducts, Products
-from fminfer.config import AttentionBody, EngineConfig
+from fminfer.config import EngineConfig, Kernels
 from fminfer.draw_kernel import DrawKernel
 from fminfer.errors import UsageError
 from fminfer.expert_kernel import ExpertKernel
@@ -162,7 +162,7 @@ def load_part(
         agree(group, config, checkpoint, dtype, kv_dtype, parts)
         compare_weights(group, digests)
         hidden_group = connect_gpus(group, device)
-    library = find_library(config.attention, device)
+    library = find_library(config.kernels, device)
     tensors = load_tensors(
         checkpoint,
         part,
@@ -209,12 +209,12 @@ def _build_network(
     device: torch.device,
 ) -> tuple[Transformer, AttentionKernel | None, HeadKernel | None, str]:
     """Choose bodies, build a part of them, and say why kernels are not used."""
-    layers, no_layers = find_layers(config.attention, library, dtype=dtype, device=device)
-    head, no_head = find_head(config.attention, library, dtype)
-    bodies, whole = _find_bodies(config.attention, checkpoint, library, layers, dtype, device)
+    layers, no_layers = find_layers(config.kernels, library, dtype=dtype, device=device)
+    head, no_head = find_head(config.kernels, library, dtype)
+    bodies, whole = _find_bodies(config.kernels, checkpoint, library, layers, dtype, device)
     network = Transformer(checkpoint.model, tensors, first=part.first, bodies=bodies)
     attention, no_attention = find_attention(
-        config.attention,
+        config.kernels,
         library,
         checkpoint.model,
         config.block_size,
@@ -229,7 +229,7 @@ def _build_network(
 
 
 def _find_bodies(
-    asked: AttentionBody,
+    asked: Kernels,
     checkpoint: Checkpoint,
     library: ctypes.CDLL | None,
     layers: PartKernels | None,
@@ -307,12 +307,42 @@ def build_stage(config: EngineConfig, loaded: LoadedPart, num_blocks: int) -> St
             raise
         num_tokens = num_blocks * config.block_size
         size = num_tokens * loaded.kv_bytes_per_token
-        narrower = ", or --kv-dtype bfloat16" * (loaded.kv_dtype == torch.float32)
-        raise UsageError(
-            f"a KV cache of {num_tokens} tokens takes {size / 2**30:.1f} GiB beside the weights, "
-            f"and {free_bytes(loaded.device) / 2**30:.1f} GiB are free; give a smaller --budget"
-            f"{narrower}"
-        ) from error
+        raise _no_cache(num_tokens, size, loaded.kv_dtype, loaded.device) from error
+
+
+def require_cache(
+    config: EngineConfig, checkpoint: Checkpoint, part: Part, dtype: torch.dtype
+) -> None:
+    """Refuse a --budget for which the CPU's system gives no memory, before weights are read.
+
+    It asks for that memory and gives it back. Nothing touches it, so that this costs no time.
+
+    Raises:
+        UsageError: there is no memory for it.
+    """
+    if config.budget is None:
+        return
+    num_tokens = -(-config.budget // config.block_size) * config.block_size
+    kv_dtype = choose_kv_dtype(config.kv_dtype, dtype)
+    size = num_tokens * kv_token_bytes(checkpoint, part, kv_dtype)
+    cpu = torch.device("cpu")
+    try:
+        torch.empty(size, dtype=torch.uint8, device=cpu)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise _no_cache(num_tokens, size, kv_dtype, cpu) from error
+
+
+def _no_cache(
+    num_tokens: int, size: int, kv_dtype: torch.dtype, device: torch.device
+) -> UsageError:
+    """Return the error of a KV cache for which there is no memory."""
+    narrower = ", or --kv-dtype bfloat16" * (kv_dtype == torch.float32)
+    return UsageError(
+        f"a KV cache of {num_tokens} tokens takes {size / 2**30:.1f} GiB beside the weights, "
+        f"and {free_bytes(device) / 2**30:.1f} GiB are free; give a smaller --budget{narrower}"
+    )
 
 
 def _build_stage(config: EngineConfig, loaded: LoadedPart, num_blocks: int) -> Stage:

@@ -5,6 +5,7 @@ It wraps transformers' tokenizers (fast ones and sentencepiece ones) and knows n
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from itertools import groupby
@@ -16,7 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from fminfer.detokenizer import BROKEN, Detokenizer
 from fminfer.errors import CheckpointError
-from fminfer.models.impostors import refuse_impostor
+from fminfer.models.impostors import broken, refuse_impostor
 from fminfer.sentencepieces import follow_model_file
 from fminfer.token_lengths import LongestToken, find_longest, least_tokens
 
@@ -98,6 +99,7 @@ class Tokenizer:
                 config = None
             hf = AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False)
         except (OSError, ValueError, KeyError, TypeError) as error:
+            _refuse_cut_files(folder)
             raise CheckpointError(f"{folder} has no usable tokenizer: {error}") from error
         if (backend := getattr(hf, "backend_tokenizer", None)) is not None:
             follow_model_file(backend, folder)
@@ -238,6 +240,22 @@ class Tokenizer:
             offsets[len(offsets) + 1 - len(detokenizer.starts) :] = detokenizer.starts
         parts.append(detokenizer.flush())
         return offsets, "".join(parts)
+
+
+def _refuse_cut_files(folder: Path) -> None:
+    """Name a file that ends too early, as one does whose download was broken off.
+
+    It is asked once loading has failed: to parse 30 MB twice would slow every start.
+
+    Raises:
+        CheckpointError: there is one; it says to fetch it again.
+    """
+    for file in sorted(folder.glob("*.json")):
+        if is_vocabulary(file.name) or file.name == "tokenizer_config.json":
+            try:
+                json.loads(file.read_bytes())
+            except (OSError, ValueError) as error:
+                raise broken(file, f"no JSON: {error}") from error
 
 
 def is_vocabulary(file_name: str) -> bool:

@@ -17,7 +17,7 @@ from fminfer.compute import spec
 from fminfer.compute.kv_cache import KvCache
 from fminfer.compute.parts import GATES, PLAIN
 from fminfer.compute.trial import Limits, Pair, try_body
-from fminfer.config import AttentionBody
+from fminfer.config import Kernels
 from fminfer.kernel_attention import Arguments, KernelAttention, KernelRows, step_arguments
 from fminfer.messages import StepRow
 from fminfer.models.load import Tensors
@@ -217,12 +217,10 @@ class WholeLayers:
     Args:
         library: the CPU's kernels.
         dtype: of hidden states and norms: float32 or bfloat16.
-        asked: "compiled": one that gives something else is refused.
+        asked: "require": a kernel that gives something else is refused.
     """
 
-    def __init__(
-        self, library: ctypes.CDLL, dtype: torch.dtype, asked: AttentionBody = "auto"
-    ) -> None:
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, asked: Kernels = "auto") -> None:
         self._dtype, self._asked, self.why_plain = dtype, asked, ""  # why some are left as they are
         self._tried: dict[spec.Layer, bool] = {}
         pointer, number = ctypes.c_void_p, ctypes.c_int64

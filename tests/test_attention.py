@@ -23,7 +23,7 @@ from .conftest import built_library, triton_device
 
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 16, 8
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
-BODIES: list[Any] = ["eager", pytest.param("compiled", marks=needs_compiler)]
+BODIES: list[Any] = ["plain", pytest.param("compiled", marks=needs_compiler)]
 CPU = torch.device("cpu")
 
 
@@ -40,7 +40,7 @@ def make_kernel(
 
         device = triton_device()
         return TritonAttention(heads, kv_heads, dim, dtype=dtype, device=device), device
-    return (None if body == "eager" else compiled_kernel()), CPU
+    return (None if body == "plain" else compiled_kernel()), CPU
 
 
 def plain(

@@ -33,8 +33,8 @@ from fminfer.tokenizer import Tokenizer
 from tests.conftest import num_examples
 
 QUERIES = Path(__file__).parent.parent / "examples" / "queries"
-FLAGS = ["--dtype", "float32", "--attention", "eager"]
-OPTIONS: dict[str, Any] = {"dtype": "float32", "attention": "eager"}
+FLAGS = ["--dtype", "float32", "--kernels", "off"]
+OPTIONS: dict[str, Any] = {"dtype": "float32", "kernels": "off"}
 ROW: dict[str, Any] = {"prompt": "Question: How do you go from the porch to the den?\nAnswer:"}
 
 
@@ -99,7 +99,7 @@ def test_exit_status_and_what_is_told(tmp_path: Path) -> None:
     found = check(good)
     assert found.exit_code == 0 and "2 right; 1 have the answer of an equal one" in found.output
     told = "time      not predicted: time its steps on this machine once: "
-    assert f"{told}fminfer bench --calibrate --dtype float32 --attention eager" in found.output
+    assert f"{told}fminfer bench --calibrate --dtype float32 --kernels off" in found.output
     assert "good.jsonl:1, 16 tokens:\n    Question: How do" in found.output
     bad = write(tmp_path / "bad.jsonl", [ROW, *([{"prompt": 5}] * 25)])
     found = check(good, bad)

@@ -150,7 +150,7 @@ def test_draws_through_the_engine(llama_checkpoint: tuple[Path, Any]) -> None:
         "logprobs": 0,
         "ignore_eos": True,
     }
-    engine = fminfer.Engine(str(folder), dtype="float32", attention="eager")
+    engine = fminfer.Engine(str(folder), dtype="float32", kernels="off")
     ids_of = {engine.tokenizer.piece(i): i for i in range(model.config.vocab_size)}
     drawn = [
         ids_of[choice["logprobs"]["tokens"][0]]
@@ -176,7 +176,7 @@ def test_draws_through_the_engine_are_unrelated(
 
     monkeypatch.setattr("fminfer.loading.load_tensors", load_flat)
     folder, model = llama_checkpoint
-    engine = fminfer.Engine(str(folder), dtype="float32", attention="eager")
+    engine = fminfer.Engine(str(folder), dtype="float32", kernels="off")
     vocab = model.config.vocab_size
     requests = [
         {"prompt": [i], "n": 32, "max_tokens": 8, "temperature": 1, "ignore_eos": True}

@@ -31,7 +31,7 @@ ROW: dict[str, Any] = {"prompt": "north", "max_tokens": 5, "temperature": 0, "lo
 
 
 def answer(model: str | None, **options: Any) -> Any:
-    engine = fminfer.Engine(model, dtype="float32", attention="eager", **options)
+    engine = fminfer.Engine(model, dtype="float32", kernels="off", **options)
     (record,) = engine.run([ROW])
     engine.close()
     assert record.error is None, record.error
@@ -79,7 +79,7 @@ def test_the_refusals_name_the_flags(scattered: tuple[Path, Path, Path]) -> None
     [
         ({"model_config": "bloom-560m"}, "--model-config is 'bloom-560m'; give the model too"),
         ({"revision": "main"}, "--revision is 'main'; give the model too"),
-        ({"model": "a", "tokenizer": "b", "skip_tokenizer_init": True}, "either a tokenizer"),
+        ({"model": "a", "tokenizer": "b", "skip_tokenizer_init": True}, "give one of them"),
     ],
 )
 def test_options_that_do_not_go_together(options: dict[str, Any], says: str) -> None:
@@ -133,8 +133,9 @@ def test_random_weights_with_a_real_tokenizer(tmp_path: Path) -> None:
         (b"<!DOCTYPE html><html>", r"is a web page.*/resolve/"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:1", r"is a pointer.*lfs pull"),
         (gzip.compress(b"{}", mtime=0), "is compressed by gzip; unpack it"),
+        (b'{"version": "1.0", "added_', r"is broken \(no JSON.*; fetch it again"),
     ],
-    ids=["page", "pointer", "gzip"],
+    ids=["page", "pointer", "gzip", "cut"],
 )
 def test_files_that_are_something_else_say_so(
     content: bytes, says: str, scattered: tuple[Path, Path, Path]

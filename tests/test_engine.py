@@ -34,7 +34,7 @@ Options = dict[str, Any]
 
 @pytest.fixture
 def engine(llama_checkpoint: tuple[Path, Any]) -> Iterator[fminfer.Engine]:
-    engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="float32", attention="eager")
+    engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="float32", kernels="off")
     yield engine
     engine.close()
 
@@ -71,7 +71,7 @@ def test_equal_lines_differ_without_a_seed_and_agree_with_one(
 ) -> None:
     runs = []
     for _ in range(2):
-        engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="float32", attention="eager")
+        engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="float32", kernels="off")
         unseeded, seeded = sampled(3), sampled(3, seed=9)
         runs.append(texts(engine, [unseeded] * 4 + [seeded] * 3))
         engine.close()
@@ -140,7 +140,7 @@ def test_nan_weights_cost_each_row_an_error_and_not_the_run(
     engine = fminfer.Engine(
         str(llama_checkpoint[0]),
         dtype="float32",
-        attention="eager",
+        kernels="off",
         budget=512,
         prefix_cache=False,  # a prefix from the cache may round the last digit otherwise
     )
@@ -170,7 +170,7 @@ def test_a_nan_score_is_shared_with_nobody(
         return draws
 
     monkeypatch.setattr("fminfer.pipeline.stage.score", score_damaged)
-    engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="float32", attention="eager")
+    engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="float32", kernels="off")
     asked = {"prompt": [5, 77, *range(30)], "max_tokens": 0, "echo": True, "logprobs": 0}
     codes = []
     for _ in range(2):
@@ -186,7 +186,7 @@ def test_a_cut_inside_a_character_loses_nothing_that_is_drawn(
 ) -> None:
     """The cut prompt ends in half an emoji, and the model draws the other half."""
     engine = fminfer.Engine(
-        str(llama_checkpoint[0]), dtype="float32", attention="eager", on_too_long="truncate-right"
+        str(llama_checkpoint[0]), dtype="float32", kernels="off", on_too_long="truncate-right"
     )
     emoji = list("🙂".encode())
     prompt = "x" * 252 + "🙂"
@@ -197,17 +197,17 @@ def test_a_cut_inside_a_character_loses_nothing_that_is_drawn(
     assert record.to_dict()["result"]["choices"][0]["text"] == "🙂"
 
 
-@pytest.mark.parametrize("attention", ["eager", "auto"])
+@pytest.mark.parametrize("kernels", ["off", "auto"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_16_bits_are_as_near_as_transformers_own(
-    dtype: Any, attention: Any, llama_checkpoint: tuple[Path, Any]
+    dtype: Any, kernels: Any, llama_checkpoint: tuple[Path, Any]
 ) -> None:
     """On a processor without units for them they are slow, which the run says, and right."""
     folder, model = llama_checkpoint
     ids = list(range(40, 90))
     rows = [{"prompt": ids, "max_tokens": 0, "echo": True, "logprobs": 0}]
     rows.append({"prompt": ids[:9], "max_tokens": 6, "temperature": 0, "logprobs": 0})
-    with closing(fminfer.Engine(str(folder), dtype=dtype, attention=attention)) as engine:
+    with closing(fminfer.Engine(str(folder), dtype=dtype, kernels=kernels)) as engine:
         scored, drawn = (record.to_dict()["result"]["choices"][0] for record in engine.run(rows))
         assert why_slow(engine.dtype, engine.device) in engine.facts.why_slower
     assert len(drawn["logprobs"]["tokens"]) == 6 and drawn["finish_reason"] == "length"
@@ -351,7 +351,7 @@ def test_the_sum_of_row_shares_is_the_wall_time(
 def test_a_shorter_context(llama_checkpoint: tuple[Path, Any]) -> None:
     config = EngineConfig(model=str(llama_checkpoint[0]), max_model_len=20, dtype="float32")
     assert open_model(config).context_length == 20
-    engine = fminfer.Engine(config, attention="eager")
+    engine = fminfer.Engine(config, kernels="off")
     whole, long = (next(engine.run([{"prompt": [5] * n, "max_tokens": 4}])) for n in (16, 17))
     engine.close()
     assert whole.error is None and long.error is not None
@@ -368,7 +368,7 @@ def test_prompts_are_cut_when_asked_and_it_is_told(
     llama_checkpoint: tuple[Path, Any], on_too_long: str, echoed: str
 ) -> None:
     engine = fminfer.Engine(
-        str(llama_checkpoint[0]), dtype="float32", attention="eager", on_too_long=on_too_long
+        str(llama_checkpoint[0]), dtype="float32", kernels="off", on_too_long=on_too_long
     )
     asked = {"echo": True, "max_tokens": 246, "ignore_eos": True, "logprobs": 0}
     requests = [
@@ -388,7 +388,7 @@ def test_prompts_are_cut_when_asked_and_it_is_told(
 
 def test_a_cut_prompt_keeps_its_bos(llama_checkpoint: tuple[Path, Any]) -> None:
     engine = fminfer.Engine(
-        str(llama_checkpoint[0]), dtype="float32", attention="eager", on_too_long="truncate-left"
+        str(llama_checkpoint[0]), dtype="float32", kernels="off", on_too_long="truncate-left"
     )
     engine.tokenizer.bos_id = 1
     asked = {"max_tokens": 200, "return_token_ids": True}

@@ -20,7 +20,7 @@ GREEDY: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 12, "tempe
 
 @pytest.fixture(scope="module")
 def engine(llama_checkpoint: tuple[Path, Any]) -> Iterator[fminfer.Engine]:
-    engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="float32", attention="eager")
+    engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="float32", kernels="off")
     yield engine
     engine.close()
 
@@ -158,7 +158,7 @@ def test_an_error_is_each_lines_own(
 
 def test_it_can_be_turned_off(llama_checkpoint: tuple[Path, Any]) -> None:
     engine = fminfer.Engine(
-        str(llama_checkpoint[0]), dtype="float32", attention="eager", prefix_cache=False
+        str(llama_checkpoint[0]), dtype="float32", kernels="off", prefix_cache=False
     )
     found = answers(engine, [GREEDY] * 3)
     assert engine.stats.num_generated_tokens == 36 and engine.stats.num_copied_requests == 0

@@ -13,7 +13,7 @@ from tests.faults.torture import is_alive
 OPEN_RUN = """
 import fminfer
 
-engine = fminfer.Engine(dtype="float32", attention="eager")
+engine = fminfer.Engine(dtype="float32", kernels="off")
 records = engine.run([{"prompt": "north", "max_tokens": 40, "ignore_eos": True}] * 300)
 
 def first():

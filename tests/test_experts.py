@@ -199,7 +199,7 @@ def test_each_shape_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
         assert bool(made.why_plain) == bool(off)
     assert len(calls) == 3, "the first that is wrong ends a trial"
     with pytest.raises(UsageError, match=r"4 experts of 48: .* is off by"):
-        make(FLOATS, "compiled").make(how, up, down)
+        make(FLOATS, "require").make(how, up, down)
 
 
 def test_packed_experts_take_what_the_plain_ones_took() -> None:
@@ -214,15 +214,13 @@ def test_packed_experts_take_what_the_plain_ones_took() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_model_has_them(dtype: str, family_checkpoint: tuple[Path, Any]) -> None:
     bodies = {}
-    for attention in ("compiled", "eager"):
-        engine = fminfer.Engine(
-            str(family_checkpoint[0]), dtype=dtype, attention=attention, budget=256
-        )
+    for kernels in ("require", "off"):
+        engine = fminfer.Engine(str(family_checkpoint[0]), dtype=dtype, kernels=kernels, budget=256)
         stage: Any = engine.pipeline.stages._run.__self__  # type: ignore[attr-defined]
         mlps = [layer.mlp for layer in stage._network.layers]
-        bodies[attention] = {type(mlp.mix) for mlp in mlps if isinstance(mlp, MoeOf)}
+        bodies[kernels] = {type(mlp.mix) for mlp in mlps if isinstance(mlp, MoeOf)}
         engine.close()
-    assert bodies["compiled"] == {PackedExperts} and PackedExperts not in bodies["eager"]
+    assert bodies["require"] == {PackedExperts} and PackedExperts not in bodies["off"]
 
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch without MKL")
@@ -230,11 +228,11 @@ def test_a_forecast_counts_no_holes_for_them(tmp_path: Path) -> None:
     """Packed one by one, as MKL does, they leave holes in memory: 1 MiB for each product."""
     make_model("mixtral").save_pretrained(tmp_path)
     checkpoint, weights = open_checkpoint(str(tmp_path)), {}
-    for attention in ("compiled", "eager"):
+    for kernels in ("require", "off"):
         config = EngineConfig(
-            model=str(tmp_path), dtype="float32", device="cpu", attention=attention, budget=1024
+            model=str(tmp_path), dtype="float32", device="cpu", kernels=kernels, budget=1024
         )
         cpu = torch.device("cpu")
         (found,) = measure_footprints(config, checkpoint, 1, cpu, torch.float32)
-        weights[attention] = found.weights
-    assert weights["eager"] - weights["compiled"] == (3 * 4 * 2) << 20
+        weights[kernels] = found.weights
+    assert weights["off"] - weights["require"] == (3 * 4 * 2) << 20

@@ -60,7 +60,7 @@ def only(lines: Iterator[Line]) -> tuple[list[Line], Line]:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[fminfer.Engine]:
-    engine = fminfer.Engine(dtype="float32", attention="eager")
+    engine = fminfer.Engine(dtype="float32", kernels="off")
     yield engine
     engine.close()
 

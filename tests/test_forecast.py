@@ -29,7 +29,7 @@ from fminfer.step_memory import auto_budget
 from tests.conftest import make_model
 
 CPU = torch.device("cpu")
-SMALL = EngineConfig(random_init="llama-160m", dtype="float32", attention="eager", device="cpu")
+SMALL = EngineConfig(random_init="llama-160m", dtype="float32", kernels="off", device="cpu")
 GIB = 1 << 30
 
 
@@ -66,7 +66,7 @@ def let_be_free(monkeypatch: pytest.MonkeyPatch, num_bytes: int, swap: int = 0) 
 
 
 def check(*arguments: object) -> Result:
-    flags = ["--dtype", "float32", "--attention", "eager"]
+    flags = ["--dtype", "float32", "--kernels", "off"]
     return CliRunner().invoke(main, ["check", *flags, *map(str, arguments)])
 
 

@@ -200,16 +200,16 @@ def certain_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return folder, model
 
 
-@pytest.mark.parametrize("attention", ["eager", "auto"])
+@pytest.mark.parametrize("kernels", ["off", "auto"])
 def test_logprobs_in_bfloat16_are_finer_than_transformers(
-    attention: Any, certain_model: tuple[Path, Any]
+    kernels: Any, certain_model: tuple[Path, Any]
 ) -> None:
     """The head gave 16-bit logits: gaps were multiples of 1/8 nat, and the best ones tied."""
     folder, model = certain_model
     prompts = [[(7 * i + 31 * row) % 300 for i in range(12)] for row in range(6)]
     exact = torch.log_softmax(model.float()(torch.tensor(prompts)).logits.double(), -1)
     theirs = torch.log_softmax(model.bfloat16()(torch.tensor(prompts)).logits.float(), -1)
-    engine = fminfer.Engine(str(folder), dtype="bfloat16", attention=attention)
+    engine = fminfer.Engine(str(folder), dtype="bfloat16", kernels=kernels)
     rows = [{"prompt": p, "echo": True, "max_tokens": 0, "logprobs": 5} for p in prompts]
     records = sorted(engine.run(rows), key=lambda record: record.line.number)
     engine.close()

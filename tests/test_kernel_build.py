@@ -45,19 +45,19 @@ def answers(build: KernelBuild) -> bool:
     ("compiler", "message"),
     [("no-such-compiler", "is no C"), ("false", "failed"), ("'", "is no C")],
 )
-def test_without_a_compiler_auto_is_eager_and_compiled_an_error(
+def test_without_a_compiler_auto_is_plain_torch_and_require_an_error(
     compiler: str, message: str, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", compiler)
     assert find_library("auto", CPU, KernelBuild()) is None
     with pytest.raises(UsageError, match=message):
-        find_library("compiled", CPU, KernelBuild())
+        find_library("require", CPU, KernelBuild())
     assert not cache.exists() or not list(cache.iterdir()), "nothing is left behind"
 
 
 def test_other_devices_have_no_library() -> None:
-    assert find_library("eager", CPU) is None
-    for body in ("auto", "compiled"):
+    assert find_library("off", CPU) is None
+    for body in ("auto", "require"):
         assert find_library(body, torch.device("cuda")) is None
 
 

@@ -19,7 +19,7 @@ from fminfer.kernel_build import find_compiler
 from fminfer.loading import open_model
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
-BODIES: list[Any] = ["eager", pytest.param("compiled", marks=needs_compiler)]
+BODIES: list[Any] = ["off", pytest.param("require", marks=needs_compiler)]
 ROOMS = ("den", "porch", "office", "bathroom", "kitchen")
 SHARED = "".join(
     f"Question: How do you go from the {a} to the {b}?\nAnswer: north east\n"
@@ -62,16 +62,16 @@ def test_logprobs_are_close_to_those_of_a_cache_of_float32(
     body: str, kv_dtype: str, mean: float, largest: float
 ) -> None:
     """Computing all in bfloat16 is off by 0.24 at most, and by 0.036 on average."""
-    exact = torch.tensor(scores(attention=body))
+    exact = torch.tensor(scores(kernels=body))
     for more in ({}, {"prefix_cache": False}):
-        found = torch.tensor(scores(attention=body, kv_dtype=kv_dtype, **more))
+        found = torch.tensor(scores(kernels=body, kv_dtype=kv_dtype, **more))
         error = (found - exact).abs()
         assert 0 < error.mean() < mean and error.max() < largest, "near, and yet rounded"
 
 
 @pytest.mark.parametrize("body", BODIES)
 def test_auto_is_the_type_of_hidden_states(body: str) -> None:
-    assert scores(attention=body) == scores(attention=body, kv_dtype="float32")
+    assert scores(kernels=body) == scores(kernels=body, kv_dtype="float32")
 
 
 @needs_compiler
@@ -109,7 +109,7 @@ def test_the_command_shows_it_and_goes_on_only_with_the_same(tmp_path: Path) -> 
     path, stats = tmp_path / "a.jsonl", tmp_path / "stats.json"
     lines = [{"prompt": "Question: How", "max_tokens": 3, "seed": 1}] * 2
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    flags = [str(path), "--dtype", "float32", "--attention", "eager", "--device", "cpu"]
+    flags = [str(path), "--dtype", "float32", "--kernels", "off", "--device", "cpu"]
     narrow = [*flags, "--kv-dtype", "bfloat16"]
 
     checked = CliRunner().invoke(main, ["check", *narrow])

@@ -23,7 +23,7 @@ NUM_ROWS = 2_000
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[fminfer.Engine]:
-    engine = fminfer.Engine(dtype="float32", attention="eager")
+    engine = fminfer.Engine(dtype="float32", kernels="off")
     yield engine
     engine.close()
 

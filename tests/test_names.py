@@ -73,7 +73,7 @@ def test_a_long_name_goes_on_after_a_kill_and_shows_in_another_folder(tmp_path: 
 
 def test_the_command_takes_names_that_are_no_utf_8(tmp_path: Path) -> None:
     paths = make_odd(tmp_path)
-    found = CliRunner().invoke(main, ["run", str(tmp_path), "--attention", "eager"])
+    found = CliRunner().invoke(main, ["run", str(tmp_path), "--kernels", "off"])
     assert found.exit_code == 0, found.output
     found = CliRunner().invoke(main, ["status", str(tmp_path)])
     assert found.exit_code == 0 and f"{len(paths)} of {len(paths)} files done" in found.output

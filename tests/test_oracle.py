@@ -109,7 +109,7 @@ def check_greedy(request: Request, result: dict[str, Any], answer: Answer, engin
 
 
 SMALL = {"chunk_size": 24, "block_size": 16, "budget": 256}  # with the kernel, if it can be built
-ODD = {"chunk_size": 13, "block_size": 5, "micro_batches": 1, "attention": "eager"}
+ODD = {"chunk_size": 13, "block_size": 5, "micro_batches": 1, "kernels": "off"}
 
 
 @pytest.mark.parametrize("family_checkpoint", sorted(FIELDS), indirect=True)
@@ -154,7 +154,7 @@ def test_a_small_budget_makes_rows_wait(llama_checkpoint: tuple[Path, Any]) -> N
     peaks = []
     for budget in (256, 16384):
         engine = fminfer.Engine(
-            str(folder), dtype="float32", attention="eager", block_size=16, budget=budget
+            str(folder), dtype="float32", kernels="off", block_size=16, budget=budget
         )
         list(engine.run(mixed_requests()))
         engine.close()
@@ -165,7 +165,7 @@ def test_a_small_budget_makes_rows_wait(llama_checkpoint: tuple[Path, Any]) -> N
 def test_sampled_logprobs_equal_transformers(llama_checkpoint: tuple[Path, Any]) -> None:
     """Whatever is drawn, with whatever filters, its logprob is that of the raw logits."""
     folder, model = llama_checkpoint
-    engine = fminfer.Engine(str(folder), dtype="float32", attention="eager")
+    engine = fminfer.Engine(str(folder), dtype="float32", kernels="off")
     prompt = [5, 17, 80, 33, 200]
     request = {"prompt": prompt, "max_tokens": 9, "n": 3, "logprobs": 0, "temperature": 1.5}
     (record,) = engine.run([request | {"echo": True, "top_k": 50}])

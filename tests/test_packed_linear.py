@@ -116,8 +116,8 @@ def test_what_packs_wrong_is_left_plain(monkeypatch: pytest.MonkeyPatch) -> None
     packed = PackedProducts(is_fast_in_bfloat16=False, kernel=None)
     torch.testing.assert_close(packed.make(weight, None)(x), linear(x))
     assert "products of 16 × 16: the kernel cannot be used (what it gives is" in packed.why_plain
-    packed = PackedProducts(is_fast_in_bfloat16=False, kernel=None, asked="compiled")
-    with pytest.raises(UsageError, match="attention compiled cannot be: products of 16 × 16"):
+    packed = PackedProducts(is_fast_in_bfloat16=False, kernel=None, asked="require")
+    with pytest.raises(UsageError, match="--kernels require: products of 16 × 16"):
         packed.make(weight, None)
 
 
@@ -145,7 +145,7 @@ def test_weights_are_only_once_in_memory(
         return own(self, weight, bias)
 
     monkeypatch.setattr(PackedProducts, "make", make)
-    engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="float32", attention="eager")
+    engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="float32", kernels="off")
     gc.collect()
     assert len(seen) == 3 * 4 and all(weight() is None for weight in seen)
     engine.close()

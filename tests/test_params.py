@@ -21,7 +21,7 @@ Options = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def engine(llama_checkpoint: tuple[Path, Any]) -> Iterator[fminfer.Engine]:
-    engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="float32", attention="eager")
+    engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="float32", kernels="off")
     yield engine
     engine.close()
 
@@ -209,7 +209,7 @@ def test_special_tokens_are_added_and_shown_as_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("fminfer.worker.load_tokenizer", lambda *_: special_tokenizer)
-    engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="float32", attention="eager")
+    engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="float32", kernels="off")
     to_bos = {"prompt": "two three", "logit_bias": {"0": 100}, "max_tokens": 2}
     with_bos, without, shown, echoed = choices(
         engine,

@@ -159,7 +159,7 @@ def test_gloo_and_nccl_meet_on_one_interface(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_gpus_peak_is_told_beside_what_was_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
-    with closing(fminfer.Engine(budget=1024, attention="eager")) as engine:
+    with closing(fminfer.Engine(budget=1024, kernels="off")) as engine:
         assert engine.gpu_memory == {}
         monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 12345)
         engine.device = torch.device("cuda")

@@ -163,7 +163,7 @@ def test_answers_do_not_depend_on_the_room(
     assert tight.loop.stats.num_put_back <= len(requests)
 
 
-@pytest.mark.parametrize("options", [{}, {"attention": "eager", "prefix_cache": False}])
+@pytest.mark.parametrize("options", [{}, {"kernels": "off", "prefix_cache": False}])
 def test_a_row_that_is_fed_again_goes_on_where_it_was(
     llama_checkpoint: tuple[Path, Any], options: dict[str, Any]
 ) -> None:

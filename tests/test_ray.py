@@ -186,6 +186,8 @@ def test_what_is_wrong_is_told_before_actors_start(stage: Answer, tmp_path: Path
         stage(pyarrow.Table.from_pylist([{"prompt": "A", "record": "x"}]))
     with pytest.raises(UsageError, match="at least 1"):
         answer(None, max_rows=0)
+    with pytest.raises(UsageError, match="attention is called kernels now"):
+        answer(None, attention="eager")
     with pytest.raises(UsageError, match="does not exist"):
         read_lines(tmp_path / "none.jsonl")
     with pytest.raises(UsageError, match="no stdin"):

@@ -115,7 +115,7 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     row = {"prompt": "x", "max_tokens": 400, "ignore_eos": True}
     short = json.dumps(row | {"max_tokens": 1}) + "\n"  # once it is done, others run
     rows.write_text(short + (json.dumps(row) + "\n") * 500)
-    flags = ["--grace", "1h", "--max-rows", "64", "--attention", "eager"]
+    flags = ["--grace", "1h", "--max-rows", "64", "--kernels", "off"]
     run = start(rows, output, *flags)
     while run.poll() is None and not kept_records(output):
         time.sleep(0.02)
@@ -173,7 +173,7 @@ def test_a_run_that_waits_for_stdin_can_be_stopped(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[fminfer.Engine]:
-    engine = fminfer.Engine(dtype="float32", attention="eager", max_rows=4)
+    engine = fminfer.Engine(dtype="float32", kernels="off", max_rows=4)
     yield engine
     engine.close()
 

@@ -36,7 +36,7 @@ HOW: dict[str, dict[str, Any]] = {
     "little room": {"budget": 160, "block_size": 16},
     "few rows": {"max_rows": 4, "micro_batches": 3},
     "no prefix cache": {"prefix_cache": False},
-    "compiled": {"attention": "compiled"},
+    "kernels": {"kernels": "require"},
 }
 
 
@@ -73,7 +73,7 @@ def test_however_the_work_is_cut_up(
     name: str, llama_checkpoint: tuple[Path, Any], expected: str
 ) -> None:
     """Sampled, scored and greedy lines, with penalties, stops, candidates and equal ones."""
-    if name == "compiled" and find_compiler() is None:
+    if name == "kernels" and find_compiler() is None:
         pytest.skip("there is no C++ compiler")
     check_same(answers(llama_checkpoint[0], **HOW[name]), json.loads(expected))
 

@@ -53,7 +53,7 @@ def folders(llama_checkpoint: tuple[Path, Any], tmp_path_factory: Any) -> tuple[
 
 
 def load_as_rank_1(folder: Path, of_rank_0: Path) -> Any:
-    config = EngineConfig(model=str(folder), dtype="float32", attention="eager")
+    config = EngineConfig(model=str(folder), dtype="float32", kernels="off")
     digests = digest_files(open_model(EngineConfig(model=str(of_rank_0))))
     num_threads = torch.get_num_threads()
     try:

@@ -20,7 +20,7 @@ ARRAYS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[fminfer.Engine]:
-    engine = fminfer.Engine(dtype="float32", attention="eager")
+    engine = fminfer.Engine(dtype="float32", kernels="off")
     yield engine
     engine.close()
 
@@ -149,7 +149,7 @@ def test_a_prompt_of_context_and_of_context_and_1_tokens(
 def test_ids_that_already_start_with_bos_get_no_other(
     llama_checkpoint: tuple[Any, Any],
 ) -> None:
-    engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="float32", attention="eager")
+    engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="float32", kernels="off")
     engine.tokenizer.bos_id = 1  # whatever BOS is: ids are used as they are
     result = answer(engine, prompt=[1, 70, 71], max_tokens=1, return_token_ids=True)
     engine.close()

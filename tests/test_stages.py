@@ -25,7 +25,7 @@ from tests.test_oracle import mixed_requests
 CPU = torch.device("cpu")
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
-    "attention": "eager",
+    "kernels": "off",
     "chunk_size": 60,
     "block_size": 16,
     "budget": 1024,
@@ -89,7 +89,7 @@ def test_stages_give_what_one_gives(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
-@pytest.mark.parametrize("body", ["compiled", "eager"])
+@pytest.mark.parametrize("body", ["require", "off"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gptj", "bloom", "falcon-alibi"])
 def test_the_last_layer_runs_only_for_tokens_that_are_wanted(
     name: str, body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -98,7 +98,7 @@ def test_the_last_layer_runs_only_for_tokens_that_are_wanted(
     monkeypatch.setattr(WholeLayers, "join", lambda self, parts, tensors: parts)  # to see its parts
     make_model(name, num_layers=3).save_pretrained(tmp_path)
     save_byte_tokenizer(tmp_path)
-    engine = fminfer.Engine(str(tmp_path), **(OPTIONS | {"attention": body}))
+    engine = fminfer.Engine(str(tmp_path), **(OPTIONS | {"kernels": body}))
     stage: Any = engine.pipeline.stages._run.__self__  # type: ignore[attr-defined]
     rows = [0, 0, 0]
     for place, layer in enumerate(stage._network.layers):

@@ -25,7 +25,7 @@ DIFFERENT = '{"prompt":"x","max_tokens":2,"ignore_eos":true}\n'  # equal ones dr
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[fminfer.Engine]:
-    engine = fminfer.Engine(dtype="float32", attention="eager", max_rows=4)
+    engine = fminfer.Engine(dtype="float32", kernels="off", max_rows=4)
     yield engine
     engine.close()
 

@@ -84,7 +84,7 @@ def names(url: str) -> list[str]:
 
 
 def run(work: Path, *arguments: str) -> Result:
-    options = ["run", "--work-dir", str(work), "--attention", "eager", *arguments]
+    options = ["run", "--work-dir", str(work), "--kernels", "off", *arguments]
     return CliRunner().invoke(main, options)
 
 

@@ -141,19 +141,19 @@ def test_a_head_that_is_stored_twice_is_kept_once(tmp_path: Path) -> None:
 def test_the_forecast_is_of_what_is_held(tmp_path: Path) -> None:
     folder, _ = save_both("llama", tmp_path)
     checkpoint, held = open_checkpoint(str(folder)), {}
-    for attention in ("auto", "eager"):
+    for kernels in ("auto", "off"):
         config = EngineConfig(
-            model=str(folder), dtype="float32", device="cpu", attention=attention, budget=1024
+            model=str(folder), dtype="float32", device="cpu", kernels=kernels, budget=1024
         )
         (found,) = measure_footprints(config, checkpoint, 1, CPU, torch.float32)
         forecast = make_forecast(config, checkpoint, Layout())
-        of_weights = torch.bfloat16 if attention == "auto" else torch.float32
+        of_weights = torch.bfloat16 if kernels == "auto" else torch.float32
         assert (forecast.dtype, forecast.held_in) == (torch.float32, of_weights)
         engine = fminfer.Engine(config)
-        held[attention] = engine.facts.weight_bytes
+        held[kernels] = engine.facts.weight_bytes
         engine.close()
-        assert found.weights >= held[attention] >= found.held_weights
-    assert 0.5 <= held["auto"] / held["eager"] < 0.55
+        assert found.weights >= held[kernels] >= found.held_weights
+    assert 0.5 <= held["auto"] / held["off"] < 0.55
 
 
 @needs_compiler
@@ -176,15 +176,15 @@ def test_the_forecast_counts_mapped_files_beside_packed_weights(
 
 
 @needs_compiler
-@pytest.mark.parametrize("attention", ["auto", "eager"])
-def test_a_run_says_how_weights_are_held(attention: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernels", ["auto", "off"])
+def test_a_run_says_how_weights_are_held(kernels: str, tmp_path: Path) -> None:
     folder, _ = save_both("llama", tmp_path)
     rows = tmp_path / "a.jsonl"
     rows.write_text('{"prompt": "a", "max_tokens": 2}\n')
     flags = [str(rows), "--model-name", str(folder), "--dtype", "float32", "--budget", "1024"]
     for command in ("check", "run"):
-        found = CliRunner().invoke(main, [command, *flags, "--attention", attention])
-        says = "float32 with bfloat16 weights" if attention == "auto" else "(float32 on cpu"
+        found = CliRunner().invoke(main, [command, *flags, "--kernels", kernels])
+        says = "float32 with bfloat16 weights" if kernels == "auto" else "(float32 on cpu"
         assert found.exit_code == 0 and says in found.output, found.output
 
 

@@ -419,7 +419,7 @@ def test_run_finds_its_file_in_the_jobs_name(tmp_path: Path) -> None:
     path = tmp_path / "a#1.jsonl"
     path.write_text("".join(QUERIES.read_text().splitlines(keepends=True)[:2]))
     environ = os.environ | {"LSB_JOBNAME": f"lsf_demo#{path}"}
-    done = run_forked(["run", "--attention", "eager"], environ=environ)
+    done = run_forked(["run", "--kernels", "off"], environ=environ)
     assert done.returncode == 0, done.stderr
     assert f"Answering {path}, which is in this job's name." in done.stderr
     assert len((tmp_path / "output_a#1.jsonl").read_text().splitlines()) == 2
@@ -432,7 +432,7 @@ def test_ranks_of_a_job_answer_for_real(
     monkeypatch.setenv("PATH", programs(tmp_path / "programs"))
     monkeypatch.setattr("fminfer.commands.submit._program", lambda: ["fminfer"])
     shutil.copy(QUERIES, tmp_path / "plain.jsonl")
-    options = ["--mode", "ranks", "--", "--world-size", "2", "--attention", "eager"]
+    options = ["--mode", "ranks", "--", "--world-size", "2", "--kernels", "off"]
     submit("--scheduler", "slurm", "--infer-data", tmp_path / "plain.jsonl", *options)
     assert cluster.run_queue() == [0], (tmp_path / "jobs" / "101.log").read_text()
     assert len((tmp_path / "output_plain.jsonl").read_text().splitlines()) == 8

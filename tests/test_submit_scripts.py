@@ -221,7 +221,7 @@ def test_the_docs_way_from_one_file_to_one_file(
             for text in (queue / "ran.jsonl").read_text().splitlines():
                 arguments = json.loads(text)
                 assert arguments[1:3] == ["--world-size", "4"]
-                run("run", *arguments[3:], "--quiet", "--attention", "eager")
+                run("run", *arguments[3:], "--quiet", "--kernels", "off")
     answers = [json.loads(line) for line in Path("answers.jsonl").read_text().splitlines()]
     assert [answer["request"] for answer in answers] == requests
     assert "4 of 4 files done" in said["status"] and "shards/llama-70b" in said["check"]

@@ -16,7 +16,7 @@ from fminfer.hyperparameters import Hyperparameters
 from fminfer.synthetic import Synthetic
 from tests.forked import run_forked
 
-FLAGS = ["--dtype", "float32", "--attention", "eager", "--device", "cpu"]
+FLAGS = ["--dtype", "float32", "--kernels", "off", "--device", "cpu"]
 BATCHES = ["--batch-size", "3", "--num-iters", "2", "--input-seq-length", "20"]
 BATCHES += ["--generate-seq-length", "4"]
 

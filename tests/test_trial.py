@@ -60,8 +60,8 @@ def test_a_wrong_kernel_of_the_cpu_costs_speed_alone(
     folder, model = llama_checkpoint
     engine = check_all(folder, Oracle(model), mixed_requests()[:12], {"block_size": 16})
     assert "the kernel cannot be used (what it gives is off by" in engine.facts.why_slower
-    with pytest.raises(UsageError, match=r"attention compiled cannot be: .* is off by"):
-        fminfer.Engine(str(folder), attention="compiled")
+    with pytest.raises(UsageError, match=r"--kernels require: .* is off by"):
+        fminfer.Engine(str(folder), kernels="require")
 
 
 @needs_compiler
@@ -120,7 +120,7 @@ def test_a_whole_layer_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
             joined = whole.join(layer, tensors)
             assert isinstance(joined, Whole if off == 0.0 else LayerOf)
         assert bool(whole.why_plain) == bool(off)
-    whole = WholeLayers(built_library(), torch.bfloat16, "compiled")
+    whole = WholeLayers(built_library(), torch.bfloat16, "require")
     with pytest.raises(UsageError, match=r"whole layers: .* is off by"):
         whole.join(layer, tensors)
 
@@ -141,8 +141,8 @@ def test_what_is_compared() -> None:
 def test_a_quiet_run_says_that_a_kernel_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """With -q nobody was told but --stats."""
     make_wrong(LayerKernels, "norm", monkeypatch)
-    given = ["run", "--prompt", "How do I get", "-q", "--attention"]
+    given = ["run", "--prompt", "How do I get", "-q", "--kernels"]
     found = CliRunner().invoke(main, [*given, "auto"])
     assert "slower than it could be: norms and activations: the kernel cannot" in found.stderr
-    found = CliRunner().invoke(main, [*given, "eager"])
+    found = CliRunner().invoke(main, [*given, "off"])
     assert found.stderr == ""

@@ -140,7 +140,7 @@ def test_greedy_equals_transformers_alone(
     if DEVICE.type == "cpu":
         _interpret(monkeypatch)
         requests = [each for number, each in enumerate(requests) if number not in (5, 6, 11)]
-    options = {"block_size": 16, "attention": "compiled", "device": DEVICE.type}
+    options = {"block_size": 16, "kernels": "require", "device": DEVICE.type}
     engine = check_all(tmp_path, Oracle(model), requests, options)
     # Plain torch answers as well, and in silence: the kernels must have been at work.
     assert engine.facts.has_kernel and not engine.facts.why_slower
@@ -255,14 +255,14 @@ def test_where_the_kernel_cannot_be_tried_plain_torch_attends() -> None:
     where: Any = {"dtype": torch.float16, "device": torch.device("cuda")}
     kernel, problem = find_attention("auto", None, model, 32, **where)
     assert kernel is None and re.search(NO_GPU, problem)
-    assert find_attention("eager", None, model, 32, **where) == (None, "")
-    with pytest.raises(UsageError, match=f"attention compiled cannot be: .*({NO_GPU})"):
-        find_attention("compiled", None, model, 32, **where)
+    assert find_attention("off", None, model, 32, **where) == (None, "")
+    with pytest.raises(UsageError, match=f"--kernels require: .*({NO_GPU})"):
+        find_attention("require", None, model, 32, **where)
     layers, problem = find_layers("auto", None, **where)
     assert layers is None and re.search(NO_GPU, problem)
-    assert find_layers("eager", None, **where) == (None, "")
+    assert find_layers("off", None, **where) == (None, "")
     with pytest.raises(UsageError, match=f"norms and activations: .*({NO_GPU})"):
-        find_layers("compiled", None, **where)
+        find_layers("require", None, **where)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -274,7 +274,7 @@ def test_a_trial_that_breaks_the_gpu_is_told(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", fail)
-    with pytest.raises(UsageError, match=r"norms and activations: .* use --attention eager"):
+    with pytest.raises(UsageError, match=r"norms and activations: .* Use --kernels off"):
         find_layers("auto", None, dtype=torch.float16, device=torch.device("cuda"))
 
 
@@ -306,7 +306,7 @@ def test_why_a_kernel_is_not_used_is_told(
     layers, problem = find_layers("auto", None, **how)
     assert layers is None and re.search(told, problem)
     with pytest.raises(UsageError, match=told):
-        find_layers("compiled", None, **how)
+        find_layers("require", None, **how)
 
 
 COMPILE = """

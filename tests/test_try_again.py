@@ -265,7 +265,7 @@ def test_a_larger_budget_answers_what_did_not_fit(tmp_path: Path) -> None:
     rows = [{"prompt": "x" * n, "max_tokens": 4, "temperature": 0} for n in (5, 200, 9)]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     for budget, numbers in ((64, (2, 1, 0, 0)), (2048, (1, 0, 2, 1)), (2048, (0, 0, 3, 0))):
-        engine = fminfer.Engine(dtype="float32", attention="eager", budget=budget)
+        engine = fminfer.Engine(dtype="float32", kernels="off", budget=budget)
         summary = run_files(engine, [source], [output])
         engine.close()
         found = summary.num_rows, summary.num_errors, summary.num_kept_rows, summary.num_tried_rows

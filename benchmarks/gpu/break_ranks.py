@@ -58,7 +58,7 @@ def command(setting: Setting, rows: list[dict[str, Any]], name: str, *flags: str
     start += ["--output", str(folder / "out.jsonl"), "--device", setting.device, "-q"]
     if "--random-init" not in flags:
         start += ["--random-init", str(folder / "config.json")]
-    return [*start, "--attention", "compiled", "--stats", str(folder / "stats.json"), *flags]
+    return [*start, "--kernels", "require", "--stats", str(folder / "stats.json"), *flags]
 
 
 def make_rows(count: int, prompt: int, **fields: Any) -> list[dict[str, Any]]:

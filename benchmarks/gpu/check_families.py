@@ -24,7 +24,7 @@ TYPES = {"cuda": ("float32", "bfloat16", "float16"), "cpu": ("float32", "bfloat1
 TOLERANCE = 1e-4
 OF_TRANSFORMERS = 1.1
 # A budget, as several processes share the device: each would take most of its memory.
-OPTIONS = {"attention": "compiled", "block_size": 16, "chunk_size": 48, "budget": 4096}
+OPTIONS = {"kernels": "require", "block_size": 16, "chunk_size": 48, "budget": 4096}
 
 
 def cases(setting: Setting) -> Iterator[Case]:

@@ -34,8 +34,8 @@ import torch
 from fminfer.kernel_choice import find_attention, find_layers
 from fminfer.models.checkpoint import open_random
 where = {"dtype": torch.float16, "device": torch.device("cuda")}
-find_attention("compiled", None, open_random("llama-160m").model, 16, **where)
-find_layers("compiled", None, **where)
+find_attention("require", None, open_random("llama-160m").model, 16, **where)
+find_layers("require", None, **where)
 """
 
 

@@ -90,7 +90,7 @@ def options(setting: Setting) -> dict[str, Any]:
         "random_init": str(path),
         "dtype": DTYPE[setting.device],
         "device": setting.device,
-        "attention": "compiled",
+        "kernels": "require",
         "budget": budget,
         "max_rows": max(run.rows for run in runs),
         "prefix_cache": False,

@@ -162,13 +162,13 @@ class Check:
             return None, "steps are timed on the machine that runs them"
         if layout.num_stages * layout.num_pipelines > 1:
             return None, "that of several processes cannot be yet"
-        body, device = self._config.attention, self._forecast.device
-        is_compiled = find_library(body, device) is not None
+        kernels, device = self._config.kernels, self._forecast.device
+        has_kernel = find_library(kernels, device) is not None
         if device.type != "cpu":  # as a run will find it, but that a GPU refuses the kernel
-            is_compiled = body != "eager"
+            has_kernel = kernels != "off"
         path = find_costs_path(
             *(self._config, self._checkpoint, device, self._forecast.dtype),
-            has_kernel=is_compiled,
+            has_kernel=has_kernel,
             held_in=self._forecast.held_in,
         )
         costs = None if path is None else load_costs(path)
@@ -184,7 +184,7 @@ def _how_to_calibrate(config: EngineConfig) -> str:
         "--dtype": None if config.dtype == "auto" else config.dtype,
         "--kv-dtype": None if config.kv_dtype == "auto" else config.kv_dtype,
         "--device": None if config.device == "auto" else config.device,
-        "--attention": None if config.attention == "auto" else config.attention,
+        "--kernels": None if config.kernels == "auto" else config.kernels,
         "--threads": config.threads,
     }
     given = [f" {flag} {shlex.quote(str(value))}" for flag, value in flags.items() if value]

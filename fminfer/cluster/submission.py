@@ -164,6 +164,14 @@ class Submission:
     sent: list[str] = field(default_factory=list)  # jobs' numbers
     _num_queued: int = 0
 
+    @property
+    def summary(self) -> str:
+        """Say what became of the files, up to the number of jobs."""
+        return (
+            f"{counted(len(self.outputs), 'file')}: {self.num_finished} finished, "
+            f"{self.num_taken} already queued or running, {counted(len(self.sent), 'job')}"
+        )
+
     def run(self) -> None:
         """Submit a job for each file that is neither finished nor under way.
 

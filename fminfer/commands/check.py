@@ -15,32 +15,18 @@ from fminfer.config import EngineConfig
 from fminfer.errors import UsageError
 from fminfer.imports import import_transformers
 from fminfer.input.files import describe_left_out, find_inputs
+from fminfer.options.groups import GroupedCommand
+from fminfer.options.value_types import PathOrUrl
 from fminfer.ranks import RankConfig
-from fminfer.run_options import ByteSize, PathOrUrl, check_options, dtype_name
+from fminfer.run_options import MAX_TOLD, check_options, dtype_name
 from fminfer.storage import Location, RemoteFolders, default_work_dir
 
-MAX_TOLD = 20  # wrong lines, unless all are asked for
 EXIT_DOES_NOT_FIT, EXIT_SOME_WRONG = 1, 3
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.argument("paths", nargs=-1, type=PathOrUrl(path_type=Path))
 @check_options
-@click.option(
-    "--device-memory",
-    "device_bytes",
-    type=ByteSize(),
-    help="Plan for another machine, on which each rank has a GPU with this much memory: 80G. With "
-    "--device cpu, each rank has this much RAM.  [default: what is free here]",
-)
-@click.option(
-    "--no-weights",
-    is_flag=True,
-    help="Look for no weights: a folder may hold the small files alone. Names of tensors are "
-    "checked by an index, if there is one.",
-)
-@click.option("--json", "is_json", is_flag=True, help="Print one JSON object, all errors in it.")
-@click.option("--all", "is_all", is_flag=True, help=f"Print all errors, not the first {MAX_TOLD}.")
 def check(
     paths: tuple[Location, ...],
     infer_data: tuple[Location, ...],

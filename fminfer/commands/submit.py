@@ -16,103 +16,17 @@ from fminfer.cluster.schedulers import SCHEDULERS
 from fminfer.commands.run_stand_in import run_stand_in
 from fminfer.errors import UsageError
 from fminfer.input.files import describe_left_out, find_inputs
+from fminfer.options.groups import GroupedCommand
+from fminfer.options.submit_options import submit_options
 from fminfer.output.places import plan_outputs
-from fminfer.run_options import Duration
 from fminfer.stopping import EXIT_INTERRUPTED
 from fminfer.wording import counted
 
-DEFAULT_MAX_QUEUED, DEFAULT_MAX_REQUEUES = 300, 20
 NAME = re.compile(r"\w[\w.@+=-]*")
 
 
-@click.command()
-@click.option("--scheduler", type=click.Choice(["lsf", "slurm"]), help="bsub or sbatch.")
-@click.option(
-    "--infer-data",
-    multiple=True,
-    type=click.Path(path_type=Path),
-    help="A folder of input files, or a file. May be repeated.",
-)
-@click.option(
-    "--job-name",
-    metavar="lsf_NAME#PATH",
-    help="A job's name in FM Inference. It means --name NAME --infer-data PATH --scheduler lsf.",
-)
-@click.option(
-    "--mode",
-    type=click.Choice(["each", "array", "ranks"]),
-    default="each",
-    show_default=True,
-    help="each: a job a file. array: job arrays, a task a file. ranks: one job for all files, a "
-    "rank a task.",
-)
-@click.option(
-    "--time",
-    "time_s",
-    type=Duration(),
-    help="The jobs' wall-time limit. They end in good order a little before it, and go on in "
-    "another turn.  [default: the queue's limit, which the jobs do not know]",
-)
-@click.option("--queue", "--partition", help="LSF's queue or Slurm's partition.")
-@click.option(
-    "--gpus",
-    type=click.IntRange(min=1),
-    help="GPUs of a job, a rank of the model on each.  [default: none]",
-)
-@click.option(
-    "--nodes",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    help="With --mode ranks: machines, over which ranks and GPUs are spread evenly.",
-)
-@click.option(
-    "--launcher",
-    help="With --mode ranks: the command that starts the ranks.  [default: srun; mpirun -n RANKS]",
-)
-@click.option(
-    "--directive",
-    "directives",
-    multiple=True,
-    help="One more #SBATCH or #BSUB line: --directive=--account=lab. May be repeated.",
-)
-@click.option(
-    "--template",
-    type=click.Path(path_type=Path),
-    help="Your own Jinja2 template of the script (docs/clusters.md).",
-)
-@click.option(
-    "--name",
-    help="Stands in the jobs' names. By it submit knows which jobs of the queue are its own.  "
-    "[default: the last part of the model's]",
-)
-@click.option(
-    "--job-dir",
-    type=click.Path(path_type=Path),
-    help="For logs and lists of files.  [default: jobs/ beside the answers, or above a folder "
-    "whose name holds a %]",
-)
-@click.option(
-    "--max-queued",
-    type=click.IntRange(min=1),
-    default=DEFAULT_MAX_QUEUED,
-    show_default=True,
-    help="Most jobs of this name in the queue, waiting or running, each task of an array counted; "
-    "submit waits for room.",
-)
-@click.option(
-    "--max-running",
-    type=click.IntRange(min=1),
-    help="With --mode array: most tasks of an array that run at once.  [default: no limit]",
-)
-@click.option(
-    "--max-requeues",
-    type=click.IntRange(min=0),
-    default=DEFAULT_MAX_REQUEUES,
-    show_default=True,
-    help="How often a job that is out of time goes back into the queue by itself.",
-)
-@click.option("--dry-run", is_flag=True, help="Print what would be sent, and send nothing.")
+@click.command(cls=GroupedCommand)
+@submit_options
 @click.argument("run_flags", nargs=-1, type=click.UNPROCESSED, metavar="[-- FLAGS OF FMINFER RUN]")
 def submit(
     scheduler: Literal["lsf", "slurm"] | None,
@@ -141,7 +55,7 @@ def submit(
     the same command again submits what is missing. docs/clusters.md goes through it.
     """
     from fminfer.cluster.scripts import TEMPLATES, ScriptTemplate
-    from fminfer.cluster.submission import POLL_S, Cluster, DryRun, JobForm, Submission
+    from fminfer.cluster.submission import Cluster, DryRun, JobForm, Submission
 
     if job_name is not None:
         name, infer_data = _of_old_name(job_name, name, infer_data)
@@ -149,46 +63,43 @@ def submit(
     if scheduler is None or not infer_data:
         missing = "--infer-data FOLDER" if scheduler else "--scheduler slurm or --scheduler lsf"
         raise UsageError(f"submit needs {missing}")
+    chosen = SCHEDULERS[scheduler]
     flags = parse_flags(run_stand_in, run_flags, resources["gpus"])
     check_mode(mode, max_running, resources)
     paths = tuple(Path(os.path.abspath(path)) for path in infer_data)
-    inputs = find_inputs(list(paths))
-    for text in describe_left_out([path for path in paths if path.is_dir()], has_lost=True):
-        _say(f"Left out: {text}.")
-    outputs = plan_outputs(inputs, flags["output"])
-    check_shared_files(mode, flags, len(inputs))
-    chosen = SCHEDULERS[scheduler]
+    outputs = _plan(paths, flags["output"])
+    check_shared_files(mode, flags, len(outputs))
     values, more_flags = job_values(chosen, mode, flags, **resources)
     form = JobForm(
         mode,
         _name(name, flags),
-        _job_dir(job_dir, outputs[0]),
+        _job_dir(job_dir, next(iter(outputs.values()))),
         paths,
         ScriptTemplate(template or TEMPLATES / chosen.template),
         values,
         (*_program(), "run", *more_flags, *run_flags),
         max_running,
     )
-    submission = Submission(
-        DryRun(chosen, _show) if dry_run else Cluster(chosen),
-        form,
-        dict(zip(inputs, outputs, strict=True)),
-        max_queued,
-        (lambda text: None) if dry_run else _say,
-        0.0 if dry_run else POLL_S,
-    )
+    if dry_run:
+        submission = Submission(DryRun(chosen, _show), form, outputs, max_queued, _ignore, 0.0)
+    else:
+        submission = Submission(Cluster(chosen), form, outputs, max_queued, _say)
     try:
         submission.run()
     except KeyboardInterrupt:
         sent = counted(len(submission.sent), "job")
         _say(f"Interrupted; submitted: {sent}. The same command goes on.")
         sys.exit(EXIT_INTERRUPTED)
-    _say(
-        f"{counted(len(inputs), 'file')}: {submission.num_finished} finished, "
-        f"{submission.num_taken} already queued or running, "
-        f"{counted(len(submission.sent), 'job')} "
-        + ("to send (a dry run sends none and does not ask the queue)." if dry_run else "sent.")
-    )
+    sent = "to send (a dry run sends none and does not ask the queue)" if dry_run else "sent"
+    _say(f"{submission.summary} {sent}.")
+
+
+def _plan(paths: tuple[Path, ...], output: Any) -> dict[Path, Path]:
+    """Return each input file with its output, and say what was left out."""
+    inputs = find_inputs(list(paths))
+    for text in describe_left_out([path for path in paths if path.is_dir()], has_lost=True):
+        _say(f"Left out: {text}.")
+    return dict(zip(inputs, plan_outputs(inputs, output), strict=True))
 
 
 def _of_old_name(
@@ -249,3 +160,7 @@ def _show(text: str) -> None:
 
 def _say(text: str) -> None:
     click.echo(os.fsencode(text), err=True)
+
+
+def _ignore(text: str) -> None:
+    """Say nothing: a dry run shows its commands alone."""

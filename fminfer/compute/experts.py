@@ -13,7 +13,7 @@ from fminfer.compute import plain
 from fminfer.compute.parts import GATES, PLAIN
 from fminfer.compute.spec import Moe
 from fminfer.compute.trial import Limits, Pair, try_body
-from fminfer.config import AttentionBody
+from fminfer.config import Kernels
 from fminfer.expert_kernel import ExpertKernel
 from fminfer.product_kernel import ProductKernel
 
@@ -57,13 +57,13 @@ class KernelExperts:
     Args:
         products: tells for which weights the kernels are best.
         dtype: of hidden states.
-        asked: "compiled": one that gives something else is refused.
+        asked: "require": a kernel that gives something else is refused.
     """
 
     kernel: ExpertKernel
     products: ProductKernel
     dtype: torch.dtype
-    asked: AttentionBody = "auto"
+    asked: Kernels = "auto"
     why_plain: str = ""  # why some are, though they could be packed
     _tried: dict[tuple[Moe, torch.Size], bool] = field(default_factory=dict)
 

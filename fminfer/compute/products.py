@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fminfer.compute.trial import try_body
-from fminfer.config import AttentionBody
+from fminfer.config import Kernels
 from fminfer.packed_linear import MAX_ERROR, can_pack, pack, product_pairs
 from fminfer.product_kernel import ProductKernel
 
@@ -37,7 +37,7 @@ class PackedProducts(Products):
         is_fast_in_bfloat16: whether the machine has units for it; otherwise that is not packed.
         dtype: of x; None: as the weight's.
         kernel: the CPU's, if it could be built.
-        asked: "compiled": one that gives something else is refused.
+        asked: "require": a kernel that gives something else is refused.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class PackedProducts(Products):
         *,
         is_fast_in_bfloat16: bool,
         kernel: ProductKernel | None,
-        asked: AttentionBody = "auto",
+        asked: Kernels = "auto",
         dtype: torch.dtype | None = None,
     ) -> None:
         self._is_fast, self._kernel, self._asked = is_fast_in_bfloat16, kernel, asked

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from fminfer.config import AttentionBody
+from fminfer.config import Kernels
 from fminfer.errors import UsageError
 from fminfer.memory import is_out_of_memory
 
@@ -48,7 +48,7 @@ def compare(pairs: Iterable[Pair], limit: float) -> None:
 
 def try_body(
     what: str,
-    asked: AttentionBody,
+    asked: Kernels,
     make: Callable[[], Body],
     pairs: Callable[[Body], Iterable[Pair]],
     limit: float,
@@ -56,7 +56,7 @@ def try_body(
     """Make a body and compare what it gives; return it, or None and why it is not used.
 
     Raises:
-        UsageError: it is asked for by name, or the GPU's context is broken.
+        UsageError: --kernels require, or the GPU's context is broken.
     """
     try:
         body = make()
@@ -69,22 +69,20 @@ def try_body(
     return body, ""
 
 
-def why_plain(body: AttentionBody, what: str, error: BaseException) -> str:
+def why_plain(asked: Kernels, what: str, error: BaseException) -> str:
     """Return why plain torch computes something, or raise it if no other body will do.
 
     Raises:
-        UsageError: the kernel is asked for by name, or the GPU's context is broken.
+        UsageError: --kernels require, or the GPU's context is broken.
     """
     problem = f"{what}: the kernel cannot be used ({_reason(error)})"
-    if body == "compiled":
-        raise UsageError(f"attention compiled cannot be: {problem}; or use auto") from error
+    if asked == "require":
+        raise UsageError(f"--kernels require: {problem}. Use --kernels auto") from error
     try:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
     except RuntimeError as broken:  # after a wrong access nothing works in this process any more
-        raise UsageError(
-            f"{problem}, and broke the GPU's context; use --attention eager"
-        ) from broken
+        raise UsageError(f"{problem}, and broke the GPU's context. Use --kernels off") from broken
     return problem
 
 

@@ -25,6 +25,7 @@ from lm_eval.models.utils import has_bos_prefix
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from fminfer.config import EngineConfig
+from fminfer.engine_options import refuse_old_names
 from fminfer.errors import UsageError
 from fminfer.integrations.batch import answer_all, score, shown
 from fminfer.integrations.generation import Generation, plan_generation
@@ -233,6 +234,7 @@ def _checked_length(asked: int | None, context_length: int) -> int:
 
 
 def _check_options(options: dict[str, Any]) -> None:
+    refuse_old_names(options)
     known = {field.name for field in fields(EngineConfig)} - {"model", "device"}
     unknown = sorted(options.keys() - known)
     if unknown:

@@ -29,8 +29,8 @@ import ray.data
 import torch
 from ray.data.expressions import monotonically_increasing_id
 
-from fminfer.config import EngineConfig
 from fminfer.engine.noise import meaning_of
+from fminfer.engine_options import make_config
 from fminfer.errors import RequestError, UsageError
 from fminfer.input.envelope import open_envelope
 from fminfer.input.files import find_inputs
@@ -112,7 +112,7 @@ def answer(
     Raises:
         UsageError: an option that cannot be.
     """
-    EngineConfig(model=model, **options)  # what is wrong is told here, not by an actor
+    make_config(model, **options)  # what is wrong is told here, not by an actor
     _warn_of_waiting(concurrency * num_cpus)
     numbered = dataset.with_column(ROW, monotonically_increasing_id())
     # A file may be one block, and actors take whole blocks.

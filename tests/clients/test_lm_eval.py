@@ -164,7 +164,7 @@ def evaluate(model: str, folder: Path, **model_args: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def both(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    return evaluate("fminfer", folder, attention="eager"), evaluate("hf", folder)
+    return evaluate("fminfer", folder, kernels="off"), evaluate("hf", folder)
 
 
 def responses(results: dict[str, Any], name: str) -> list[Any]:
@@ -216,7 +216,7 @@ def test_the_demo_model_answers_its_questions(both: Any, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def demo() -> Iterator[FminferLM]:
-    model = FminferLM(dtype="float32", attention="eager", max_length=64)
+    model = FminferLM(dtype="float32", kernels="off", max_length=64)
     yield model
     model.engine.close()
 
@@ -285,6 +285,8 @@ def test_what_lm_eval_cannot_have(demo: FminferLM) -> None:
         demo.apply_chat_template([{"role": "user", "content": "hello"}])
     with pytest.raises(fminfer.UsageError, match="no chat template"):
         demo.chat_template(True)
+    with pytest.raises(fminfer.UsageError, match="attention is called kernels now"):
+        FminferLM(attention="eager")
     with pytest.raises(fminfer.UsageError, match="peft, which fminfer does not know; it knows pre"):
         FminferLM(peft="adapter")
     with pytest.raises(
@@ -302,7 +304,7 @@ def test_lm_evals_cache_holds_the_answers(tmp_path: Path) -> None:
     def run() -> dict[str, Any]:
         results: dict[str, Any] = lm_eval.simple_evaluate(
             model="fminfer",
-            model_args="dtype=float32,attention=eager",
+            model_args="dtype=float32,kernels=off",
             tasks=tasks()[:3],
             use_cache=str(tmp_path / "cache"),
             bootstrap_iters=0,
@@ -347,7 +349,7 @@ metric_list: [{{metric: exact_match}}]
 """
     )
     command = [sys.executable, "-c", RUN_COMMAND, "run", "--model", "fminfer"]
-    command += ["--model_args", "dtype=float32,attention=eager", "--limit", "4", "--log_samples"]
+    command += ["--model_args", "dtype=float32,kernels=off", "--limit", "4", "--log_samples"]
     command += ["--tasks", str(tmp_path / "rooms.yaml"), "--output_path", str(tmp_path / "out")]
     environ = os.environ | {"HF_HOME": str(tmp_path / "home")}
     done = subprocess.run(command, capture_output=True, text=True, env=environ)

@@ -55,7 +55,7 @@ def oracle(model: Any, context: list[int], continuation: list[int]) -> tuple[flo
 
 @pytest.fixture
 def engine(llama_checkpoint: tuple[Path, Any]) -> Iterator[fminfer.Engine]:
-    engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="float32", attention="eager")
+    engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="float32", kernels="off")
     yield engine
     engine.close()
 
@@ -109,7 +109,7 @@ def test_the_slice_when_the_generated_token_is_eos(
         (tmp_path / path.name).symlink_to(path)
     (tmp_path / "generation_config.json").unlink()
     (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {sorted(ends)}}}')
-    engine = fminfer.Engine(str(tmp_path), dtype="float32", attention="eager")
+    engine = fminfer.Engine(str(tmp_path), dtype="float32", kernels="off")
     for context, continuation in pairs:
         request = {"prompt": context + continuation, "max_tokens": 1, "temperature": 0}
         (record,) = engine.run([request])
