@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -107,6 +108,7 @@ class Engine:
             self._computing = compute(config, checkpoint, self.tokenizer)
         self._core = self._computing.core
         self._intake = Intake(self.tokenizer, find_limits(config, checkpoint, self.tokenizer))
+        self._numbers = itertools.count()  # of added requests
         self._runner: LineRunner | None = None  # of the run that goes on
         self.load_s = time.perf_counter() - started
 
@@ -114,6 +116,8 @@ class Engine:
         self, request: Mapping[str, Any], *, priority: int = 0, is_streamed: bool = False
     ) -> int:
         """Queue a request; return the id by which events name it. Any thread may call it.
+
+        Requests without a seed of their own draw differently, also those that say the same.
 
         Args:
             request: the fields of a completions request.
@@ -124,7 +128,7 @@ class Engine:
             RequestError: what is wrong with it.
         """
         parsed = self._intake.parse(request)
-        prepared = self._intake.prepare(parsed)
+        prepared = self._intake.prepare(parsed, repeat=next(self._numbers))
         request_id = self._core.add(prepared, priority=priority, is_streamed=is_streamed)
         self._intake.note(*parsed.warnings)
         return request_id

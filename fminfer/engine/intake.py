@@ -74,7 +74,7 @@ class Intake:
         _check_logprobs(prompts, params)
         draws_unseeded = params.seed is None and not params.is_greedy
         meaning = meaning_of(request.prompts, params) if draws_unseeded else b""
-        return Prepared(params, prompts, repeat, meaning, is_openai)
+        return Prepared(params, prompts, repeat if meaning else 0, meaning, is_openai)
 
     def note(self, *warnings: RowWarning, where: str = "") -> None:
         """Count what is strange about a request, and tell what is new of it.
