@@ -20,18 +20,23 @@ from fminfer.engine.intake import Intake
 from fminfer.engine.loop import LOOKAHEAD
 from fminfer.engine.stats import EngineStats
 from fminfer.engine_options import EngineOptions, make_config, shows_options
-from fminfer.errors import PipelineError
+from fminfer.errors import PipelineError, UsageError
 from fminfer.forecast import require_room
 from fminfer.input.lines import Line
 from fminfer.loading import LoadedPart, build_stage, count_blocks, load_part, open_model
 from fminfer.messages import StepTrace
+from fminfer.models.checkpoint import Checkpoint
+from fminfer.models.layer_count import check_split
 from fminfer.output.records import Record
 from fminfer.pipeline.group import Group
 from fminfer.pipeline.local import LocalPipeline, QueuedPipeline
+from fminfer.pipeline.meeting import End
 from fminfer.pipeline.ring import RingPipeline, serve
 from fminfer.pipeline.stage import Stage
 from fminfer.pipeline.watch import Fault
 from fminfer.placement import end_openmp_threads
+from fminfer.processes import Processes, start_ranks
+from fminfer.role import Manners, Spread
 from fminfer.step_memory import peak_bytes
 
 END_S = 3.0  # for rank 0 to end by itself once another rank has failed
@@ -49,13 +54,17 @@ class Engine:
         on_progress: called with (bytes read, bytes in all) while weights load.
         on_loaded: called when the weights are in memory, before the KV cache is, with a digest of
             each of their files if others must have the same.
-        group: the ranks among which this process is rank 0; None: it runs the model alone.
+        group: the ranks among which this process is rank 0, if they are started already.
+        checkpoint: the model, if it is opened already.
         options: fields of `EngineConfig`, which says what each means. Given with a config, they
             take the place of its own.
 
+    With `world_size` the model's layers are spread over so many processes on this machine. They are
+    started here, and end with the engine or with this process.
+
     Raises:
         CheckpointError: the model cannot be loaded.
-        PipelineError: the ranks were started with different options.
+        PipelineError: a rank failed, or the ranks were started with different options.
         UsageError: an option that cannot be.
     """
 
@@ -67,11 +76,36 @@ class Engine:
         on_progress: Callable[[int, int], None] = lambda done, total: None,
         on_loaded: Callable[[dict[str, str]], None] = lambda digests: None,
         group: Group | None = None,
+        checkpoint: Checkpoint | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
         started = time.perf_counter()
         self.config = config = make_config(model, **options)
-        checkpoint = open_model(config)
+        if config.data_group_size > 1:
+            raise UsageError(
+                f"data_group_size is {config.data_group_size}; an engine is one pipeline. Make "
+                "several engines, or use: fminfer run --data-group-size"
+            )
+        own = None
+        if group is None and config.num_stages > 1:
+            own = group = _start_ranks(config)
+        try:
+            checkpoint = (checkpoint or open_model(config)).with_weights()
+            self._load(config, checkpoint, group, on_progress, on_loaded)
+        except BaseException:
+            if own is not None:
+                own.abandon()
+            raise
+        self.load_s = time.perf_counter() - started
+
+    def _load(
+        self,
+        config: EngineConfig,
+        checkpoint: Checkpoint,
+        group: Group | None,
+        on_progress: Callable[[int, int], None],
+        on_loaded: Callable[[dict[str, str]], None],
+    ) -> None:
         self.model_name = checkpoint.name
         self.tokenizer = load_tokenizer(config, checkpoint)
         why_slow = require_room(config, checkpoint, group)
@@ -107,7 +141,6 @@ class Engine:
             num_blocks=num_blocks,
             num_stages=loaded.part.num_stages,
         )
-        self.load_s = time.perf_counter() - started
 
     @property
     def stats(self) -> EngineStats:
@@ -185,20 +218,52 @@ class Engine:
         if group is not None and not self._pipeline.is_broken:
             group.watch.stop()
         self._pipeline.close()
-        if group is not None and not self._pipeline.is_broken:
+        if group is None:
+            return
+        if self._pipeline.is_broken:
+            group.abandon()
+        else:
             group.leave()
 
 
-def serve_rank(group: Group, config: EngineConfig) -> None:
+def lead_ranks(
+    config: EngineConfig, ranks: Processes, spread: Spread, manners: Manners, end: End | None
+) -> Group:
+    """Be rank 0 of processes that this one has started.
+
+    Args:
+        end: ends this process at once; None: it is not ours to end.
+    """
+    return Group(
+        ranks.become_ranks(config, spread, manners),
+        join_timeout_s=spread.join_timeout_s,
+        rank_timeout_s=spread.rank_timeout_s,
+        end=end,
+        children=ranks,
+    )
+
+
+def _start_ranks(config: EngineConfig) -> Group:
+    """Start the other ranks of an engine, in somebody's program."""
+    check_split(config, config.num_stages)
+    ranks = start_ranks(config.num_stages)
+    try:
+        return lead_ranks(config, ranks, Spread(config.num_stages), Manners(), None)
+    except BaseException:
+        ranks.end()
+        raise
+
+
+def serve_rank(group: Group, config: EngineConfig, checkpoint: Checkpoint) -> None:
     """Be a rank other than 0: load its layers, and compute until rank 0 says stop.
 
     What goes wrong ends this process and the run.
 
     Args:
-        config: as rank 0 has it.
+        config, checkpoint: as rank 0 has them.
     """
     try:
-        checkpoint = open_model(config)
+        checkpoint = checkpoint.with_weights()
         require_room(config, checkpoint, group)
         loaded = load_part(config, checkpoint, group)
         stage = build_stage(config, loaded, count_blocks(config, loaded, group))
@@ -213,11 +278,12 @@ def _build_pipeline(stage: Stage, loaded: LoadedPart, group: Group | None) -> Qu
         return LocalPipeline(stage.run)
 
     def explain(text: str) -> str:
-        return group.watch.report(Fault(text)).text
+        return group.explain(group.watch.report(Fault(text))).text
 
     ring = RingPipeline(stage, loaded.part, loaded.form, explain)
 
     def fail(fault: Fault) -> None:
+        group.fault = fault
         ring.fail(PipelineError(fault.text))
         time.sleep(END_S)
         group.die(fault)  # whoever was to hear of it waits for something else, such as stdin

@@ -17,22 +17,22 @@ cache cluster.job_names compute.spec control_groups detokenizer engine.blocks en
     pipeline.addresses row_warnings sampling sentencepieces shared_runs soft_cap split.folders \
     team.place timing token_lengths triton_kernels urls weighed_values workspace
 cluster.schedulers cluster.scripts commands.families compute.plain compute.routing config \
-    cost_model decode_attention draw_kernel engine.seen engine.stats fields host_memory imports \
-    input.spread input.streams input.values integrations.generation kernel_attention layer_kernels \
-    memory models.architectures.naming models.config_fields models.hub models.impostors \
+    cost_model decode_attention draw_kernel engine.seen engine.stats exit_status fields \
+    host_memory imports input.spread input.streams input.values integrations.generation \
+    kernel_attention layer_kernels memory models.architectures.naming models.config_fields models.hub models.impostors \
     models.stored.metaseq other_work output.disk output.stream output.trace partition \
     pipeline.handshake pipeline.local pipeline.step_clock pipeline.transport pipeline.wire \
     processor ranks score_kernel stopping threads
-attention compute.parts compute.trial engine_options input.lines kernel_build launcher \
+attention compute.parts compute.trial engine_options input.lines kernel_build \
     models.architectures.expert_parts models.architectures.parts models.layer_count models.shapes \
     models.stored.safetensors_file models.stored.torch_file models.weight_files output.claims \
     output.journal output.progress pipeline.secret pipeline.store placement product_kernel prompts \
-    run_options tokenizer triton_attention triton_layers
+    role run_options start_up tokenizer triton_attention triton_layers
 cluster.submission compute.kv_cache expert_kernel input.envelope input.files kernel_choice \
     models.architectures.gpt_like models.architectures.llama_like models.origins \
     models.stored.weight_file no_tokenizer output.writer packed_linear pipeline.store_place \
-    pipeline.watch remote_files request spelling
-compute.experts compute.products engine.logit_edits models.architectures.cohere_like \
+    pipeline.watch processes remote_files request spelling
+compute.experts compute.products ending engine.logit_edits models.architectures.cohere_like \
     models.architectures.exaone_like models.architectures.granite_like \
     models.architectures.hunyuan_like models.architectures.latent_like \
     models.architectures.llama_variants models.architectures.mixtures \
@@ -44,7 +44,7 @@ engine.sequence models.architectures.table output.places output.reopening pipeli
 cluster.resources engine.advance engine.answer engine.equal_requests engine.intake engine.packing \
     engine.planner engine.prefix models.checkpoint output.job_file output.overview output.summary \
     paths pipeline.meeting split.answers split.summary team.process
-commands.status commands.submit cost_store engine.scheduler fingerprint models.load \
+commands.status commands.submit cost_store run_context engine.scheduler fingerprint models.load \
     output.shared_files pipeline.group split.merging split.parts team.apart
 agreement commands.merge commands.split engine.loop models.transformer
 assembly check.lines head whole_layers
@@ -54,8 +54,10 @@ loading
 footprint
 forecast
 check.report worker
-bench calibration check.checking integrations.batch integrations.ray job team.member
-commands.check integrations.lm_eval running
+bench calibration check.checking integrations.batch integrations.ray job run_engine team.member
+answering commands.check integrations.lm_eval serving
+commands.serve_part ranks_apart
+running
 cli
 __main__
 """

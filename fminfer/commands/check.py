@@ -13,6 +13,7 @@ import click
 
 from fminfer.config import EngineConfig
 from fminfer.errors import UsageError
+from fminfer.exit_status import EXIT_FAILED, EXIT_SOME_ERRORS
 from fminfer.imports import import_transformers
 from fminfer.input.files import describe_left_out, find_inputs
 from fminfer.ranks import RankConfig
@@ -20,7 +21,6 @@ from fminfer.run_options import ByteSize, PathOrUrl, check_options, dtype_name
 from fminfer.storage import Location, RemoteFolders, default_work_dir
 
 MAX_TOLD = 20  # wrong lines, unless all are asked for
-EXIT_DOES_NOT_FIT, EXIT_SOME_WRONG = 1, 3
 
 
 @click.command()
@@ -99,8 +99,8 @@ def check(
             errors.tell_rest()
             click.echo(report.to_text())
     if report.forecast.shortage:
-        sys.exit(EXIT_DOES_NOT_FIT)
-    sys.exit(EXIT_SOME_WRONG if report.counts.num_wrong else 0)
+        sys.exit(EXIT_FAILED)
+    sys.exit(EXIT_SOME_ERRORS if report.counts.num_wrong else 0)
 
 
 class _Errors:

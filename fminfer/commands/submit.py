@@ -14,10 +14,10 @@ from fminfer.cluster.job_names import parts_of
 from fminfer.cluster.resources import check_mode, check_shared_files, job_values, parse_flags
 from fminfer.cluster.schedulers import SCHEDULERS
 from fminfer.errors import UsageError
+from fminfer.exit_status import EXIT_STOPPED
 from fminfer.input.files import describe_left_out, find_inputs
 from fminfer.output.places import plan_outputs
 from fminfer.run_options import Duration
-from fminfer.stopping import EXIT_INTERRUPTED
 
 DEFAULT_MAX_QUEUED, DEFAULT_MAX_REQUEUES = 300, 20
 NAME = re.compile(r"\w[\w.@+=-]*")
@@ -179,7 +179,7 @@ def submit(
         submission.run()
     except KeyboardInterrupt:
         _say(f"Interrupted; {len(submission.sent)} jobs were submitted. The same command goes on.")
-        sys.exit(EXIT_INTERRUPTED)
+        sys.exit(EXIT_STOPPED["interrupted"])
     _say(
         f"{len(inputs)} files: {submission.num_finished} finished, {submission.num_taken} already "
         f"queued or running, {len(submission.sent)} jobs "

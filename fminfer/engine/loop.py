@@ -167,7 +167,7 @@ class EngineLoop:
             is_running = self._scheduler.num_running > 0 or self._scheduler.has_put_back
             is_drained = not self._in_flight and not is_running
             if is_late or (self._is_stopping and is_drained):
-                raise StoppedError("stopped as told, and rows are left", "cancelled", 130)
+                raise StoppedError("stopped as told, and rows are left")
             if self._is_at_limit and not self._in_flight:
                 raise StepLimitError(
                     f"stopped after {self._max_steps} micro-batches, as --num-iters says; rows "

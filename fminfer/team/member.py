@@ -15,6 +15,7 @@ from fminfer.config import EngineConfig
 from fminfer.engine.loop import LOOKAHEAD
 from fminfer.errors import FminferError, StoppedError
 from fminfer.input.lines import Line
+from fminfer.models.checkpoint import Checkpoint
 from fminfer.output.records import Record
 from fminfer.pipeline.group import Group
 from fminfer.team.place import Place
@@ -35,31 +36,41 @@ from fminfer.worker import Engine
 STATS_EVERY_S = 0.5
 
 
-def serve_pipeline(config: EngineConfig, group: Group | None, place: Place) -> None:
+def serve_pipeline(
+    config: EngineConfig, group: Group | None, place: Place, checkpoint: Checkpoint | None = None
+) -> None:
     """Answer the lines that the run sends until it says that there are no more.
 
     Args:
         group: the ranks of this pipeline, of which this process is the first.
+        checkpoint: the model, if it was opened before.
 
     Raises:
         FminferError: the pipeline cannot go on; the run has been told.
     """
     connection = place.connect()
     try:
-        Member(config, group, connection).serve()
+        Member(config, group, connection, checkpoint).serve()
     except (EOFError, ConnectionError, TimeoutError):
         os._exit(1)  # the run is gone, or the network to it
     except Exception as error:
-        is_plain = isinstance(error, FminferError)
-        text = str(error) if is_plain else f"{type(error).__name__}: {error}"
-        send(connection, Failed(text, type(error).__name__ if is_plain else "FminferError"))
+        told = FminferError(f"{type(error).__name__}: {error}")
+        if isinstance(error, FminferError):
+            told = error
+        send(connection, Failed(str(told), told.kind))
         raise
 
 
 class Member:
     """Keeps an engine busy with what comes over a connection."""
 
-    def __init__(self, config: EngineConfig, group: Group | None, connection: Connection) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        group: Group | None,
+        connection: Connection,
+        checkpoint: Checkpoint | None,
+    ) -> None:
         self._connection = connection
         self._lines: deque[Line] = deque()
         self._has_ended = False
@@ -68,7 +79,7 @@ class Member:
             send(connection, Loaded(file_digests))
             assert receive(connection) == GO_ON
 
-        self._engine = Engine(config, group=group, on_loaded=wait_for_others)
+        self._engine = Engine(config, group=group, checkpoint=checkpoint, on_loaded=wait_for_others)
 
     def serve(self) -> None:
         """Answer until there are no more lines."""

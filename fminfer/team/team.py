@@ -14,13 +14,12 @@ from multiprocessing.connection import wait
 
 import torch
 
-from fminfer import errors
 from fminfer.assembly import find_limits
 from fminfer.config import EngineConfig
 from fminfer.engine.intake import Intake
 from fminfer.engine.loop import LOOKAHEAD
 from fminfer.engine.stats import EngineStats
-from fminfer.errors import FminferError, PipelineError, RequestError, StoppedError, row_error
+from fminfer.errors import PipelineError, StoppedError, error_of, row_error
 from fminfer.fingerprint import digest_files, name_differences
 from fminfer.input.envelope import Envelope, as_text, open_envelope
 from fminfer.input.lines import Line
@@ -146,7 +145,7 @@ class Team:
             if is_told and all(p.ended is not None for p in self._living):
                 break
         if is_told:
-            raise StoppedError("stopped as told, and rows are left", "cancelled", 130)
+            raise StoppedError("stopped as told, and rows are left")
         for pipeline in self._living:
             pipeline.tell(END)
         while any(pipeline.ended is None for pipeline in self._living):
@@ -291,6 +290,4 @@ class Team:
                 "every pipeline has ended (the system kills processes when memory runs out). "
                 "Finished rows are kept"
             )
-        kind = getattr(errors, failures[0].kind, FminferError)
-        is_plain = isinstance(kind, type) and issubclass(kind, FminferError)
-        raise (kind if is_plain and kind is not RequestError else FminferError)(failures[0].text)
+        raise error_of(failures[0].kind, failures[0].text)
