@@ -28,7 +28,7 @@ from fminfer.messages import StepTrace
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.layer_count import check_split
 from fminfer.output.records import Record
-from fminfer.pipeline.group import Group
+from fminfer.pipeline.group import Group, require_no_group
 from fminfer.pipeline.local import LocalPipeline, QueuedPipeline
 from fminfer.pipeline.meeting import End
 from fminfer.pipeline.ring import RingPipeline, serve
@@ -245,6 +245,7 @@ def lead_ranks(
 
 def _start_ranks(config: EngineConfig) -> Group:
     """Start the other ranks of an engine, in somebody's program."""
+    require_no_group()
     check_split(config, config.num_stages)
     ranks = start_ranks(config.num_stages)
     try:

@@ -19,10 +19,10 @@ cache cluster.job_names compute.spec control_groups detokenizer engine.blocks en
 cluster.schedulers cluster.scripts commands.families compute.plain compute.routing config \
     cost_model decode_attention draw_kernel engine.seen engine.stats exit_status fields \
     host_memory imports input.spread input.streams input.values integrations.generation \
-    kernel_attention layer_kernels memory models.architectures.naming models.config_fields models.hub models.impostors \
-    models.stored.metaseq other_work output.disk output.stream output.trace partition \
-    pipeline.handshake pipeline.local pipeline.step_clock pipeline.transport pipeline.wire \
-    processor ranks score_kernel stopping threads
+    kernel_attention layer_kernels memory models.architectures.naming models.config_fields \
+    models.hub models.impostors models.stored.metaseq other_work output.disk output.stream \
+    output.trace partition pipeline.handshake pipeline.local pipeline.step_clock \
+    pipeline.transport pipeline.wire processor ranks score_kernel stopping threads
 attention compute.parts compute.trial engine_options input.lines kernel_build \
     models.architectures.expert_parts models.architectures.parts models.layer_count models.shapes \
     models.stored.safetensors_file models.stored.torch_file models.weight_files output.claims \

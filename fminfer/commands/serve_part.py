@@ -57,6 +57,8 @@ def _serve(ending: Ending, stopper: Stopper, parent: int) -> None:
         return
     task = Task.from_json(line)
     stopper.grace_s, ending.is_verbose = task.manners.grace_s, task.manners.is_verbose
+    if not task.manners.is_of_command:  # a program may hear SIGTERM and go on
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if not task.manners.is_verbose:
         import transformers
 

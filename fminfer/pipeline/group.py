@@ -30,11 +30,6 @@ class Group(Meeting):
 
     def _connect(self) -> None:
         """Have torch connect the ranks; it would hear neither signals nor faults meanwhile."""
-        if dist.is_initialized():
-            raise UsageError(
-                "this process has a torch.distributed group, and an engine of several ranks needs "
-                "one of its own. Close the other engine, or run this one in a process of its own"
-            )
         thread = _Connecting(self._place.store, self.rank, self.world_size)
         thread.start()
         while thread.is_alive():
@@ -95,6 +90,19 @@ class Group(Meeting):
             self._children.end(wait_s)
         if self._place.holder is not None:
             self._place.holder.close()
+
+
+def require_no_group() -> None:
+    """Refuse several ranks in a process that has torch's group of another engine or program.
+
+    Raises:
+        UsageError: it has.
+    """
+    if dist.is_initialized():
+        raise UsageError(
+            "this process has a torch.distributed group, and an engine of several ranks needs one "
+            "of its own. Close the other engine, or make this one in another process"
+        )
 
 
 class _Connecting(threading.Thread):

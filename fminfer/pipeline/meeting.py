@@ -87,6 +87,7 @@ class Meeting:
             self.forget()
             if isinstance(error, Exception):
                 self.warn(error)
+            self.watch.stop()
             raise
 
     def warn(self, error: Exception) -> None:
