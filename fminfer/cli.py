@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import io
 import json
 import os
 import sys
 import time
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -22,37 +18,37 @@ from fminfer.cluster.job_names import infer_data_of
 from fminfer.commands.check import check
 from fminfer.commands.families import families
 from fminfer.commands.merge import merge
+from fminfer.commands.serve_part import serve_part
 from fminfer.commands.split import split
 from fminfer.commands.status import status
 from fminfer.commands.submit import submit
 from fminfer.config import EngineConfig
 from fminfer.cost_model import COSTS
-from fminfer.errors import FminferError, StoppedError, UsageError, printable
+from fminfer.ending import Ending, tell
+from fminfer.errors import FminferError, UsageError
+from fminfer.exit_status import EXIT_SOME_ERRORS, EXIT_USAGE
 from fminfer.host_memory import reading_files, touching_memory
 from fminfer.hyperparameters import Hyperparameters
-from fminfer.imports import import_transformers
-from fminfer.kernel_build import abandon_build, start_build
-from fminfer.launcher import end_after, launch
+from fminfer.kernel_build import start_build
 from fminfer.models.layer_count import check_split
 from fminfer.models.weight_files import find_weight_files
 from fminfer.options.groups import GroupedCommand
 from fminfer.options.value_types import PathOrUrl
 from fminfer.output.progress import TimeBar
 from fminfer.paths import JobPaths
+from fminfer.processes import Processes
 from fminfer.processor import cap_libraries
-from fminfer.ranks import RankConfig, RankFacts, find_facts, is_spawned
+from fminfer.ranks import RankConfig
+from fminfer.role import Role, find_role
 from fminfer.run_options import bench_options, dtype_name, run_options
+from fminfer.start_up import importing, prepare_torch
 from fminfer.stopping import Stopper, check_times
 from fminfer.storage import Location, RemoteFolders, default_work_dir
 from fminfer.synthetic import NUM_BATCHES, Synthetic
-from fminfer.team.place import find_place
-from fminfer.threads import wait_briefly
-from fminfer.urls import hide_secrets
 
 STARTED_S = time.perf_counter()
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd")
 _HYPERPARAMETERS = fields(Hyperparameters)
-EXIT_FAILED, EXIT_USAGE, EXIT_SOME_ERRORS = 1, 2, 3
 
 
 class _Commands(click.Group):
@@ -66,7 +62,7 @@ class _Commands(click.Group):
             cap_libraries()
             return super().invoke(ctx)
         except FminferError as error:
-            sys.exit(_tell(error, Stopper(0.0), False))
+            sys.exit(tell(error))
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -87,19 +83,11 @@ def main() -> None:
     """
 
 
-for command in (check, split, merge, submit, status, families):
+for command in (check, split, merge, submit, status, families, serve_part):
     main.add_command(command)
 
 
-class _KeepsArguments(GroupedCommand):
-    """Remembers what it was called with, for the ranks that it may start."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.meta["arguments"] = list(args)
-        return super().parse_args(ctx, args)
-
-
-@main.command(cls=_KeepsArguments)
+@main.command(cls=GroupedCommand)
 @click.argument("paths", nargs=-1, type=PathOrUrl(path_type=Path))
 @run_options
 def run(
@@ -152,7 +140,8 @@ def run(
     options["dtype"] = dtype_name(fp16, options["dtype"])
     rank_options = {field.name: options.pop(field.name) for field in fields(RankConfig)}
     hyperparameters = Hyperparameters(**{f.name: options.pop(f.name) for f in _HYPERPARAMETERS})
-    is_rank, stopper = False, Stopper(grace_s, is_quiet=quiet)
+    ending = Ending(is_verbose=verbose)
+    stopper = Stopper(grace_s, is_quiet=quiet, end=ending.stop)
     given, named = [*infer_data, *paths], infer_data_of(os.environ)
     files = given or [named] if named is not None else given
     remote = RemoteFolders(work_dir or default_work_dir(), is_quiet=quiet)
@@ -160,7 +149,8 @@ def run(
     request = None if prompt is None else {"prompt": prompt} | hyperparameters.request_fields
     job = replace(job, limit=limit, prompt=request)
     try:
-        ranks, config = RankConfig(**rank_options), EngineConfig(**options, is_only_run=True)
+        ranks = RankConfig(**rank_options)
+        config = EngineConfig(**options, is_only_run=True)
         if prompt is not None and (hyperparameters.input_seq_length or hyperparameters.batch_size):
             raise UsageError(
                 "--input-seq-length and --batch-size are of prompts that are made up; leave them "
@@ -173,18 +163,14 @@ def run(
         check_times(grace_s, deadline_s)
         if deadline_s is not None:
             stopper.set_deadline(time.monotonic() + deadline_s - _elapsed_s())
-        # A pipeline's first process may be told to start ranks; the flags speak of the run's own.
-        is_first_process = find_place() is not None and not is_spawned()
-        facts = None if is_first_process else find_facts(ranks, os.environ)
-        is_rank = facts is not None
-        is_first = not is_spawned() and (facts is None or not facts.rank)
-        if files != given and is_first and not quiet:
+        role = find_role(ranks, os.environ)
+        if files != given and role.is_first and not quiet:
             click.echo(f"Answering {named}, which is in this job's name.", err=True)
-        if files and is_first and not quiet:
+        if files and role.is_first and not quiet:
             _tell_ignored(hyperparameters, is_overwriting)
-        status = _run(job, config, ranks, facts, stopper)
+        status = _run(job, config, role, stopper, ending)
     except (Exception, KeyboardInterrupt) as error:
-        _end(_tell(error, stopper, verbose), is_rank)
+        ending.fail(error, stopper.reason)
     sys.exit(status)
 
 
@@ -239,12 +225,12 @@ def bench(
     comes last.
     """
     options["dtype"] = dtype_name(fp16, options["dtype"])
-    _prepare_torch()
+    prepare_torch()
     if options["kernels"] != "off":
         start_build()
     if is_calibration:
         return _calibrate(EngineConfig(**options))
-    with _importing():
+    with importing():
         from fminfer.bench import run_bench
 
     rows = []
@@ -257,7 +243,7 @@ def bench(
 
 
 def _calibrate(config: EngineConfig) -> None:
-    with _importing():
+    with importing():
         from fminfer.calibration import calibrate
 
     click.echo(
@@ -279,77 +265,40 @@ def _calibrate(config: EngineConfig) -> None:
     click.echo(json.dumps({"path": str(found.path), "median_error": error, "whole_runs": runs}))
 
 
-# What comes and goes in a few steps of hundreds of rows. Python's own 700 had the collector look at
-# all rows' tokens so often that it took a third of the time between steps.
-MOST_NEW_OBJECTS = 10_000
-
-
-def _prepare_torch() -> None:
-    """Settle how torch, which is not imported yet, asks for memory and waits for work.
-
-    It takes pages of 2 MB for what is larger than that: weights and KV cache are read from end to
-    end at each step. docs/performance.md has the figures.
-    """
-    wait_briefly()
-    if os.path.exists("/sys/kernel/mm/transparent_hugepage"):
-        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-
-
-@contextmanager
-def _importing() -> Iterator[None]:
-    """Keep the collector of garbage away from half a million objects that stay to the end.
-
-    It would look at all of them again and again: that takes a third of the imports' time.
-    """
-    gc.disable()
-    try:
-        import_transformers()
-        yield
-    finally:
-        gc.freeze()
-        gc.set_threshold(MOST_NEW_OBJECTS)
-        gc.enable()
-
-
-def _run(
-    job: JobPaths,
-    config: EngineConfig,
-    ranks: RankConfig,
-    facts: RankFacts | None,
-    stopper: Stopper,
-) -> int:
-    """Start ranks, be one of them, or do all alone; return the exit status."""
-    arguments = click.get_current_context().meta["arguments"]
-    place = find_place()
-    if place is not None:  # one of several pipelines
-        config = replace(config, num_engines=place.num_engines, engine_number=place.number)
-    # Mistakes in the plan are told before anything is started or loaded; a rank's are told to all.
-    plan = job.plan() if facts is None and place is None else None
-    if job.trace is not None and ranks.data_group_size > 1:
+def _run(job: JobPaths, config: EngineConfig, role: Role, stopper: Stopper, ending: Ending) -> int:
+    """Do this process's part of a run; return the exit status."""
+    spread = role.spread
+    if job.trace is not None and spread.num_pipelines > 1:
         raise UsageError("--trace shows one pipeline; leave out --trace or --data-group-size")
-    num_stages = ranks.size or 1
-    if facts is None and num_stages > 1:
-        check_split(config, num_stages)
-        if place is not None:
-            return launch(["run", *arguments], num_stages, (place.descriptor,))
-        if ranks.data_group_size == 1:
-            return launch(["run", *arguments], num_stages)
-    if facts is not None:  # torch's own words on broken connections say less than ours, at length
+    # Mistakes in the plan are told before anything is started or loaded; a rank's are told to all.
+    plan = job.plan() if role.kind != "apart" else None
+    if role.kind == "starter":
+        check_split(config, spread.num_stages)
+    is_team = spread.num_pipelines > 1
+    children = Processes(
+        role.children, num_ranks=spread.num_stages - 1 if is_team else 0, has_line=is_team
+    )
+    ending.children = children
+    stopper.on_second = children.kill
+    ending.is_alone = role.kind == "alone"
+    if role.kind != "alone":  # torch's own words on broken connections say less than ours
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        if facts.parent is not None:
-            end_after(facts.parent)
-    _prepare_torch()
+    prepare_torch()
     if config.kernels != "off":
         start_build()  # it runs beside the imports
-    is_alone = facts is None and place is None and ranks.data_group_size == 1
     files: dict[Path, int] = {}
-    if is_alone and config.model is not None and _is_for_cpu(config.device):
+    if role.kind == "alone" and config.model is not None and _is_for_cpu(config.device):
         files = find_weight_files(config.model)
     num_bytes = 2 * sum(files.values())  # packed, and as much for the KV cache
-    with reading_files(files), touching_memory(num_bytes), _importing():
+    with reading_files(files), touching_memory(num_bytes), importing():
+        from fminfer.run_context import RunContext
         from fminfer.running import run_process
 
-    summary = run_process(job, plan, config, ranks, facts, stopper, _elapsed_s, place, arguments)
+    run = RunContext(job, config, role, plan, children, stopper, ending.at_once, _elapsed_s)
+    try:
+        summary = run_process(run)
+    finally:
+        children.end()
     if summary is not None and summary.refused:
         return EXIT_USAGE
     return EXIT_SOME_ERRORS if summary is not None and summary.has_errors else 0
@@ -362,30 +311,3 @@ def _is_for_cpu(device: str) -> bool:
 
 def _elapsed_s() -> float:
     return time.perf_counter() - STARTED_S
-
-
-def _tell(error: BaseException, stopper: Stopper, verbose: bool) -> int:
-    """Say what ended the run; return the exit status."""
-    if isinstance(error, KeyboardInterrupt):  # told twice
-        error = stopper.reason or StoppedError("Interrupted.", "cancelled", 130)
-    if isinstance(error, StoppedError):
-        click.echo(str(error), err=True)
-        return error.exit_status
-    if isinstance(error, BrokenPipeError):
-        error = FminferError("whoever read the answers stopped reading")
-    if verbose or not isinstance(error, FminferError):
-        click.echo(hide_secrets("".join(traceback.format_exception(error))), err=True, nl=False)
-    click.echo(f"Error: {printable(hide_secrets(str(error)))}", err=True)
-    return EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILED
-
-
-def _end(status: int, is_rank: bool) -> None:
-    """Exit; a rank at once, for its threads may wait for others that are gone."""
-    try:
-        sys.stdout.flush()
-    except OSError:  # told before; Python is not to try again
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if is_rank:
-        abandon_build()
-        os._exit(status)
-    sys.exit(status)

@@ -5,9 +5,11 @@ The command line reads its defaults from here. It knows nothing of files or of t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from os import PathLike
 from typing import Any, Literal, get_args
+
+from typing_extensions import Self
 
 from fminfer.errors import UsageError
 
@@ -72,6 +74,8 @@ class EngineConfig:
     num_layers: int | None = None  # a rank; None: balanced by cost
     max_layers: int | None = None  # of the model, counted from its first; the others are left out
     stage_layers: tuple[int, ...] | None = None  # of each rank
+    world_size: int | None = None  # processes, of all pipelines; None: one each
+    data_group_size: int = 1  # pipelines, each with the whole model
     num_engines: int = 1  # on this machine, which share its cores, memory and GPUs
     engine_number: int = 0  # of this one among them
 
@@ -89,6 +93,21 @@ class EngineConfig:
         chunk_size = max(512, 4096 // num_stages) if on_gpu else 512
         return StepSizes(self.chunk_size or chunk_size, self.max_rows or (1024 if on_gpu else 256))
 
+    @property
+    def num_stages(self) -> int:
+        """Processes of each pipeline."""
+        return (self.world_size or self.data_group_size) // self.data_group_size
+
+    def to_fields(self) -> dict[str, Any]:
+        """Return the options as JSON has them."""
+        return asdict(self)
+
+    @classmethod
+    def from_fields(cls, told: dict[str, Any]) -> Self:
+        """Return the options that another process has told."""
+        lists = {name: tuple(value) for name, value in told.items() if isinstance(value, list)}
+        return cls(**told | lists)
+
     def __post_init__(self) -> None:
         at_least_1 = ("block_size", "chunk_size", "max_rows", "micro_batches", "max_model_len")
         for field in (
@@ -97,10 +116,17 @@ class EngineConfig:
             "max_layers",
             "max_steps",
             "threads",
+            "world_size",
+            "data_group_size",
         ):
             value = getattr(self, field)
             if value is not None and value < 1:
                 raise UsageError(f"{field} is {value}; it must be at least 1")
+        if (self.world_size or self.data_group_size) % self.data_group_size:
+            raise UsageError(
+                f"world_size is {self.world_size}, which data_group_size {self.data_group_size} "
+                "does not divide"
+            )
         if not -(2**63) <= self.seed < 2**63:
             raise UsageError(f"seed is {self.seed}; it must fit 64 bits, with a sign")
         if self.max_logprobs < 0:

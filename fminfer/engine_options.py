@@ -52,6 +52,8 @@ class EngineOptions(TypedDict, total=False):
     num_layers: int | None
     max_layers: int | None
     stage_layers: tuple[int, ...] | None
+    world_size: int | None
+    data_group_size: int
     num_engines: int
     engine_number: int
 

@@ -1,7 +1,7 @@
-"""Every error that fminfer raises on purpose. It knows nothing of where they end up.
+"""Every error that fminfer raises on purpose. Its class is its kind, which also travels.
 
 FminferError                 the run cannot go on; the message says what to do
-├── UsageError               a flag, a path or an argument is wrong (exit status 2)
+├── UsageError               a flag, a path or an argument is wrong
 │   └── InUseError           another run is answering into an output
 ├── CheckpointError          the model cannot be loaded or run
 ├── PipelineError            a rank failed, died, fell silent or never came
@@ -41,8 +41,17 @@ ErrorCode = Literal[
 RETRYABLE: tuple[ErrorCode, ...] = ("out_of_memory", "nan_logits", "internal_error")
 
 
+# What told a run to stop: Ctrl-C, SIGTERM, a closed terminal, a deadline or a scheduler's warning.
+StopReason = Literal["interrupted", "terminated", "hung_up", "out_of_time"]
+
+
 class FminferError(Exception):
     """Base of all errors of this package; its text is meant for the user."""
+
+    @property
+    def kind(self) -> str:
+        """The name of its class, by which `error_of` makes it again in another process."""
+        return type(self).__name__
 
 
 class UsageError(FminferError):
@@ -78,17 +87,16 @@ class OutOfMemoryError(FminferError):
 
 
 class StoppedError(FminferError):
-    """The run was told to stop, and rows are left.
+    """The run was told to stop, and rows are left."""
 
-    `status` is what the status file then says, and `exit_status` the command's.
-    """
-
-    def __init__(
-        self, message: str, status: Literal["cancelled", "expired"], exit_status: int
-    ) -> None:
+    def __init__(self, message: str, reason: StopReason = "interrupted") -> None:
         super().__init__(message)
-        self.status: Literal["cancelled", "expired"] = status
-        self.exit_status = exit_status
+        self.reason: StopReason = reason
+
+    @property
+    def status(self) -> Literal["cancelled", "expired"]:
+        """What the status file says of a run that stopped so."""
+        return "expired" if self.reason == "out_of_time" else "cancelled"
 
 
 class StepLimitError(FminferError):
@@ -125,6 +133,20 @@ class RequestError(FminferError):
     def type(self) -> str:
         """The OpenAI error object's `type`: whose fault it is."""
         return "server_error" if self.is_ours else "invalid_request_error"
+
+
+PLAIN_KINDS: dict[str, type[FminferError]] = {
+    each.__name__: each
+    for each in (
+        *(UsageError, InUseError, CheckpointError, PipelineError, OutputError, MachineError),
+        *(SchedulerError, OutOfMemoryError, StepLimitError),
+    )
+}
+
+
+def error_of(kind: str, text: str) -> FminferError:
+    """Return the error that another process told of, by its kind and its text."""
+    return PLAIN_KINDS.get(kind, FminferError)(text)
 
 
 def row_error(error: Exception, number: int) -> RequestError:

@@ -14,15 +14,19 @@ from fminfer.engine.facts import Facts
 from fminfer.engine.start import Starter
 from fminfer.errors import PipelineError
 from fminfer.forecast import name_of, require_room
-from fminfer.loading import LoadedPart, build_stage, count_blocks, load_part, open_model
+from fminfer.loading import LoadedPart, build_stage, count_blocks, load_part
 from fminfer.messages import StepTrace
 from fminfer.models.checkpoint import Checkpoint
-from fminfer.pipeline.group import Group
+from fminfer.models.layer_count import check_split
+from fminfer.pipeline.group import Group, require_no_group
 from fminfer.pipeline.local import LocalPipeline, QueuedPipeline
+from fminfer.pipeline.meeting import End
 from fminfer.pipeline.ring import RingPipeline, serve
 from fminfer.pipeline.stage import Stage
 from fminfer.pipeline.watch import Fault
 from fminfer.placement import end_openmp_threads
+from fminfer.processes import Processes, start_ranks
+from fminfer.role import Manners, Spread
 from fminfer.step_memory import peak_bytes
 from fminfer.tokenizer import Tokenizer
 
@@ -116,20 +120,53 @@ class OnePipeline:
         if group is not None and not self.stages.is_broken:
             group.watch.stop()
         self.stages.close()
-        if group is not None and not self.stages.is_broken:
+        if group is None:
+            return
+        if self.stages.is_broken:
+            group.abandon()
+        else:
             group.leave()
 
 
-def serve_rank(group: Group, config: EngineConfig) -> None:
+def lead_ranks(
+    config: EngineConfig, ranks: Processes, spread: Spread, manners: Manners, end: End | None
+) -> Group:
+    """Be rank 0 of processes that this one has started.
+
+    Args:
+        end: ends this process at once; None: it is not ours to end.
+    """
+    return Group(
+        ranks.become_ranks(config, spread, manners),
+        join_timeout_s=spread.join_timeout_s,
+        rank_timeout_s=spread.rank_timeout_s,
+        end=end,
+        children=ranks,
+    )
+
+
+def start_own_ranks(config: EngineConfig) -> Group:
+    """Start the other ranks of an engine, in somebody's program."""
+    require_no_group()
+    check_split(config, config.num_stages)
+    ranks = start_ranks(config.num_stages)
+    try:
+        return lead_ranks(config, ranks, Spread(config.num_stages), Manners(), None)
+    except BaseException:
+        ranks.end()
+        raise
+
+
+def serve_rank(group: Group, config: EngineConfig, checkpoint: Checkpoint) -> None:
     """Be a rank other than 0: load its layers, and compute until rank 0 says stop.
 
     What goes wrong ends this process and the run.
 
     Args:
-        config: as rank 0 has it.
+        config, checkpoint: as rank 0 has them.
     """
     try:
-        checkpoint = open_model(config)
+        checkpoint = checkpoint.with_weights()
         require_room(config, checkpoint, group)
         loaded = load_part(config, checkpoint, group)
         stage = build_stage(config, loaded, count_blocks(config, loaded, group))
@@ -144,11 +181,12 @@ def _build_pipeline(stage: Stage, loaded: LoadedPart, group: Group | None) -> Qu
         return LocalPipeline(stage.run)
 
     def explain(text: str) -> str:
-        return group.watch.report(Fault(text)).text
+        return group.explain(group.watch.report(Fault(text))).text
 
     ring = RingPipeline(stage, loaded.part, loaded.form, explain)
 
     def fail(fault: Fault) -> None:
+        group.fault = fault
         ring.fail(PipelineError(fault.text))
         time.sleep(END_S)
         group.die(fault)  # whoever was to hear of it waits for something else, such as stdin

@@ -1,12 +1,10 @@
-"""Who this process is among the ranks of a run: from flags, or from what a launcher has set.
+"""Who this process is among ranks that were started apart: by flags, or by a launcher's variables.
 
-Understood are fminfer's own launcher and torchrun (RANK, WORLD_SIZE, …), Slurm's srun, and LSF's
-jsrun and mpirun. It knows environment variables and needs no torch.
+Understood are torchrun (RANK, WORLD_SIZE, …), Slurm's srun, and LSF's jsrun and mpirun.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -14,9 +12,7 @@ from pathlib import Path
 
 from fminfer.errors import UsageError
 
-LISTEN_FD, PARENT = "FMINFER_LISTEN_FD", "FMINFER_PARENT"  # set by fminfer's own launcher
-PREFIX = "FMINFER_PREFIX"  # set for a rank that the run's own process starts beside others
-SECRET = "FMINFER_SECRET"  # which every rank of a run has; the launcher makes one, users may
+SECRET = "FMINFER_SECRET"  # which every rank of a run that is started apart has
 HOW_TO_SHARE = (
     f"Ranks on machines that share no home folder need the same {SECRET} in their environment, "
     "for example of: openssl rand -hex 32"
@@ -95,8 +91,8 @@ class RankFacts:
     port: int = 0
     folder: Path | None = None  # of the rendezvous, in the place of host and port
     holds_store: bool | None = False  # this process opens the store; None: whoever comes first
-    listen_fd: int | None = None  # the store's socket, opened by the launcher
-    parent: int | None = None  # the launcher's process id
+    listen_fd: int | None = None  # the store's socket, if rank 0 has opened it already
+    parent: int | None = None  # the process of the run that started this one; None: another did
     source: str = "--rank"
     agent: str | None = None  # of torchrun: its store is at host and port, our keys under this
     is_one_machine: bool = False  # all ranks are on this one
@@ -115,8 +111,6 @@ def find_facts(config: RankConfig, environ: Mapping[str, str]) -> RankFacts | No
 
 
 def _find_place(config: RankConfig, environ: Mapping[str, str]) -> RankFacts | None:
-    if PARENT in environ:
-        return _from_torchrun(_number(environ, "RANK"), _number(environ, "WORLD_SIZE"), environ)
     if config.rank is not None or config.dist_url is not None:
         return _by_hand(config)
     for launcher, (rank_name, size_name) in LAUNCHERS.items():
@@ -192,13 +186,11 @@ def _by_rendezvous(where: str, rank: int | None, size: int, source: str) -> Rank
 
 
 def _from_torchrun(rank: int, size: int, environ: Mapping[str, str]) -> RankFacts:
-    """Also fminfer's own launcher, which sets the same variables."""
     if not (environ.get("MASTER_ADDR") and environ.get("MASTER_PORT")):
         raise UsageError(
             "RANK and WORLD_SIZE are set, but not MASTER_ADDR and MASTER_PORT; start the ranks "
             "with torchrun, or unset them"
         )
-    fd, parent = environ.get(LISTEN_FD), environ.get(PARENT)
     has_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     turn = f"{environ.get('TORCHELASTIC_RUN_ID')}/{environ.get('TORCHELASTIC_RESTART_COUNT')}"
     return RankFacts(
@@ -206,13 +198,10 @@ def _from_torchrun(rank: int, size: int, environ: Mapping[str, str]) -> RankFact
         size,
         environ["MASTER_ADDR"],
         _number(environ, "MASTER_PORT"),
-        holds_store=rank == 0 and not environ.get(PREFIX),
-        listen_fd=_number(environ, LISTEN_FD) if fd and rank == 0 else None,
-        parent=_number(environ, PARENT) if parent else None,
-        source="the launcher" if parent else "torchrun",
-        agent=turn if has_agent and not parent else None,
+        holds_store=rank == 0,
+        source="torchrun",
+        agent=turn if has_agent else None,
         is_one_machine=is_one_machine("torchrun", environ),
-        prefix=environ.get(PREFIX, ""),
     )
 
 
@@ -268,8 +257,3 @@ def parse_address(text: str, flag: str) -> tuple[str, int]:
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise UsageError(f"{flag}: {text!r} is not host:port, with a port from 1 to 65535")
     return host.strip("[]"), int(port)
-
-
-def is_spawned(environ: Mapping[str, str] = os.environ) -> bool:
-    """Tell whether fminfer's own launcher started this process, and speaks for it."""
-    return PARENT in environ

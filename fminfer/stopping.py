@@ -1,7 +1,4 @@
-"""Ends a run in good order: Ctrl-C, SIGTERM, a scheduler's warning, a wall-time limit.
-
-It knows signals and clocks, not rows.
-"""
+"""Ends a run in good order: Ctrl-C, SIGTERM, a scheduler's warning, a wall-time limit."""
 
 from __future__ import annotations
 
@@ -18,8 +15,6 @@ from types import FrameType
 
 from fminfer.errors import StoppedError, UsageError
 
-EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_TERMINATED = 129, 130, 143
-EXIT_OUT_OF_TIME = 75  # sysexits' EX_TEMPFAIL: run it again
 # Slurm's --signal and LSF's -wa send one of the user's choice; LSF's run limit sends SIGUSR2.
 WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 SPARE_S = 5.0  # from the end of the grace to that of the processes
@@ -59,17 +54,32 @@ def is_repeat(number: int, since_s: float) -> bool:
     return number in WARNINGS or since_s < least_s
 
 
+def _end_process(reason: StoppedError) -> None:
+    os._exit(1)
+
+
 class Stopper:
     """Hears that a run is to stop, and tells it.
 
     Args:
         grace_s: how long rows that run may go on.
         is_quiet: say nothing when Ctrl-C is heard.
+        end: ends this process at once, for a reason. The command gives it an exit status.
+
+    `on_second` is called when a second signal ends the run at once.
     """
 
-    def __init__(self, grace_s: float, *, is_quiet: bool = True) -> None:
-        self._grace_s = grace_s
+    def __init__(
+        self,
+        grace_s: float,
+        *,
+        is_quiet: bool = True,
+        end: Callable[[StoppedError], None] = _end_process,
+    ) -> None:
+        self.grace_s = grace_s
         self._is_quiet = is_quiet
+        self._end = end
+        self.on_second: Callable[[], None] = lambda: None
         self._deadline_s: float | None = None
         self._stop: Callable[[float], None] | None = None  # the engine's, while it runs
         self._needed_s: Callable[[], float | None] = lambda: None
@@ -142,30 +152,31 @@ class Stopper:
         """
         for number in (signal.SIGINT, signal.SIGHUP, *WARNINGS):
             signal.signal(number, signal.SIG_IGN)
-        timer = threading.Timer(self._grace_s + SPARE_S, os._exit, (EXIT_TERMINATED,))
+        reason = StoppedError("Terminated.", "terminated")
+        timer = threading.Timer(self.grace_s + SPARE_S, self._end, (reason,))
         timer.daemon = True
         signal.signal(signal.SIGTERM, lambda number, frame: _start_once(timer))
 
     def _last_call_s(self, deadline_s: float) -> float:
         """Return when rows are told to end, so that the processes end by the deadline, too."""
-        return deadline_s - self._grace_s - SPARE_S
+        return deadline_s - self.grace_s - SPARE_S
 
     def _reason(self, number: signal.Signals) -> StoppedError:
         if number == signal.SIGINT:
-            return StoppedError("Interrupted.", "cancelled", EXIT_INTERRUPTED)
+            return StoppedError("Interrupted.", "interrupted")
         if number == signal.SIGTERM:
-            return StoppedError("Terminated.", "cancelled", EXIT_TERMINATED)
+            return StoppedError("Terminated.", "terminated")
         if number == signal.SIGHUP:
-            return StoppedError("Hung up.", "cancelled", EXIT_HUNG_UP)
+            return StoppedError("Hung up.", "hung_up")
         last_call_s = math.inf if self._deadline_s is None else self._last_call_s(self._deadline_s)
         is_deadline = number == DEADLINE and time.monotonic() >= last_call_s
         name = "--deadline" if is_deadline else number.name
-        return StoppedError(f"Out of time ({name}).", "expired", EXIT_OUT_OF_TIME)
+        return StoppedError(f"Out of time ({name}).", "out_of_time")
 
     def _give_up(self) -> None:
         assert self.reason is not None
         print(f"{self.reason} (It did not end within --grace.)", file=sys.stderr, flush=True)
-        os._exit(self.reason.exit_status)
+        self._end(self.reason)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         now_s = time.monotonic()
@@ -173,17 +184,18 @@ class Stopper:
             if is_repeat(number, now_s - self._heard_s):
                 return
             self.reason = self._reason(signal.Signals(number))
+            self.on_second()
             raise KeyboardInterrupt  # asked twice: at once
         self.reason, self._heard_s = self._reason(signal.Signals(number)), now_s
         # Steps may be long, and ranks may hang: what is on disk is good in any case.
-        self._watchdog = threading.Timer(self._grace_s + SPARE_S, self._give_up)
+        self._watchdog = threading.Timer(self.grace_s + SPARE_S, self._give_up)
         self._watchdog.daemon = True
         self._watchdog.start()
         if self._stop is None:  # nothing runs yet
             raise self.reason
         if number == signal.SIGINT and not self._is_quiet:
             self._tell_of_grace()
-        self._stop(self._grace_s)
+        self._stop(self.grace_s)
         if self._is_reading:
             raise self.reason
 
@@ -192,7 +204,7 @@ class Stopper:
         needed_s = self._needed_s()
         needs = "" if needed_s is None else f"; all of them may need {needed_s:.0f} s"
         text = (
-            f"\nEnding: rows that run have {self._grace_s:g} s to finish (--grace){needs}. What is "
+            f"\nEnding: rows that run have {self.grace_s:g} s to finish (--grace){needs}. What is "
             "finished is kept. Ctrl-C again ends at once.\n"
         )
         with suppress(OSError):

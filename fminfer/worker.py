@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ from fminfer.engine.intake import Intake
 from fminfer.engine.stats import EngineStats
 from fminfer.engine_options import EngineOptions, make_config, shows_options
 from fminfer.errors import UsageError
+from fminfer.forecast import Layout, require_room_for_all
 from fminfer.input.lines import Line
 from fminfer.line_run.asked import RecordForm
 from fminfer.line_run.line_intake import LineIntake
@@ -27,10 +29,16 @@ from fminfer.line_run.runner import LOOKAHEAD, LineRunner
 from fminfer.loading import open_model
 from fminfer.messages import StepTrace
 from fminfer.models.checkpoint import Checkpoint
-from fminfer.one_pipeline import OnePipeline
+from fminfer.one_pipeline import OnePipeline, start_own_ranks
 from fminfer.output.records import Record
 from fminfer.pipeline.group import Group
+from fminfer.processes import Processes
+from fminfer.role import Manners, Spread, pipeline_names
+from fminfer.team.process import start_pipelines
+from fminfer.team.team import Team
 from fminfer.tokenizer import Tokenizer
+
+log = logging.getLogger("fminfer")
 
 
 class Computing(Protocol):
@@ -72,14 +80,19 @@ class Engine:
     Args:
         model: a folder or hub id, or a whole `EngineConfig`; None is the demo model of the package.
         on_progress: called with (bytes read, bytes in all) while weights load.
-        group: the ranks among which this process is rank 0; None: it runs the model alone.
-        compute: starts what computes; None: one pipeline, of which this process is the first rank.
+        group: the ranks among which this process is rank 0, if they are started already.
+        checkpoint: the model, if it is opened already.
+        compute: starts what computes; None: the processes of which the options speak.
         options: fields of `EngineConfig`, which says what each means. Given with a config, they
             take the place of its own.
 
+    With `world_size` the model's layers are spread over so many processes on this machine; with
+    `data_group_size` these are so many pipelines, which answer together. They are started here, and
+    end with the engine or with this process.
+
     Raises:
         CheckpointError: the model cannot be loaded.
-        PipelineError: the ranks were started with different options.
+        PipelineError: a rank failed, or the ranks were started with different options.
         UsageError: an option that cannot be.
     """
 
@@ -90,22 +103,23 @@ class Engine:
         *,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
         group: Group | None = None,
+        checkpoint: Checkpoint | None = None,
         compute: Compute | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
         started = time.perf_counter()
         self.config = config = make_config(model, **options)
-        checkpoint = open_model(config)
+        checkpoint = (checkpoint or open_model(config)).with_weights()
         self.model_name = checkpoint.name
         self.tokenizer = load_tokenizer(config, checkpoint)
         self.context_length = checkpoint.context_length  # most tokens of prompt and completion
         self.vocab_size: int = checkpoint.config.vocab_size
-        if compute is None:
-            self._computing: Computing = OnePipeline(
-                config, checkpoint, self.tokenizer, on_progress=on_progress, group=group
-            )
+        if compute is not None:
+            self._computing: Computing = compute(config, checkpoint, self.tokenizer)
+        elif config.data_group_size > 1:
+            self._computing = _start_team(config, checkpoint)
         else:
-            self._computing = compute(config, checkpoint, self.tokenizer)
+            self._computing = _load_pipeline(config, checkpoint, self.tokenizer, group, on_progress)
         self._core = self._computing.core
         self._intake = Intake(self.tokenizer, find_limits(config, checkpoint, self.tokenizer))
         self._numbers = itertools.count()  # of added requests
@@ -272,6 +286,40 @@ class Engine:
     def close(self) -> None:
         """End what computes. The engine cannot be used afterwards."""
         self._computing.close()
+
+
+def _load_pipeline(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer,
+    group: Group | None,
+    on_progress: Callable[[int, int], None],
+) -> OnePipeline:
+    """Load the model here, and in the processes of other ranks, which this may have to start."""
+    own = start_own_ranks(config) if group is None and config.num_stages > 1 else None
+    try:
+        return OnePipeline(
+            config, checkpoint, tokenizer, on_progress=on_progress, group=group or own
+        )
+    except BaseException:
+        if own is not None:
+            own.abandon()
+        raise
+
+
+def _start_team(config: EngineConfig, checkpoint: Checkpoint) -> Team:
+    """Start several pipelines, in somebody's program."""
+    spread = Spread(config.num_stages, config.data_group_size)
+    require_room_for_all(config, checkpoint, Layout(spread.num_stages, spread.num_pipelines))
+    names = pipeline_names(spread.num_pipelines)
+    members = Processes(names, num_ranks=spread.num_stages - 1, has_line=True)
+    try:
+        return Team(
+            checkpoint, lambda: start_pipelines(members, config, spread, Manners()), log.warning
+        )
+    except BaseException:
+        members.end()
+        raise
 
 
 def _as_lines(requests: Iterable[Mapping[str, Any] | Line]) -> Iterator[Line]:

@@ -133,7 +133,7 @@ def _server() -> ForkServerContext:
     global _context
     if _context is None:
         _context = multiprocessing.get_context("forkserver")
-        _context.set_forkserver_preload(["fminfer.cli", "fminfer.running"])
+        _context.set_forkserver_preload(["fminfer.cli", "fminfer.running", "fminfer.serving"])
     return _context
 
 

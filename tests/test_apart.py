@@ -131,12 +131,6 @@ def test_places_among_all_ranks() -> None:
         find_facts(RankConfig(data_group_size=4), srun)
     with pytest.raises(UsageError, match="--world-size is 4, but srun started 6"):
         find_facts(RankConfig(pipeline_group_size=2, data_group_size=2), srun)
-    # Stage 0 of pipeline 0 is a process of rank 0's, whose flags are those of all ranks.
-    child = {"FMINFER_PARENT": "7", "FMINFER_PREFIX": "pipeline 0/", "RANK": "0"}
-    child |= {"WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
-    found = find_facts(config, child)
-    assert found is not None and (found.rank, found.world_size, found.port) == (0, 2, 1)
-    assert found.prefix == "pipeline 0/" and not found.holds_store
 
 
 def test_a_store_of_several_groups_and_its_lines() -> None:

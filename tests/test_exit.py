@@ -36,9 +36,9 @@ def test_a_run_that_is_open_at_exit_does_not_hang_or_crash(last: str, status: in
     assert ("ValueError: boom" in done.stderr) == bool(last)
 
 
-def test_a_rank_ends_after_its_launcher() -> None:
+def test_a_rank_ends_after_who_started_it() -> None:
     """Also while it imports, when nothing else watches."""
-    rank = "import os, time; from fminfer.launcher import end_after; end_after(os.getppid()); "
+    rank = "import os, time; from fminfer.processes import end_after; end_after(os.getppid()); "
     rank += "print(os.getpid(), flush=True); time.sleep(100)"
     launcher = "import subprocess as s, sys; r = s.Popen([sys.executable, '-c', sys.argv[1]], "
     launcher += "stdout=s.PIPE, text=True); print(r.stdout.readline())"

@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
     answer(done, NUM_LINES, num_bad=2)
     answer(running, 3, num_bad=1)
     answer(stopped, 2)
-    stopped.abandon(StoppedError("Out of time.", "expired", 75))
+    stopped.abandon(StoppedError("Out of time.", "out_of_time"))
     return tmp_path
 
 

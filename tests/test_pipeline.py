@@ -88,7 +88,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
     return read(folder)
 
 
-def test_the_launcher(alone: dict[str, Any], tmp_path: Path) -> None:
+def test_ranks_that_the_run_starts(alone: dict[str, Any], tmp_path: Path) -> None:
     more = ["--stats", tmp_path / "stats.json", "--trace", tmp_path / "trace.json"]
     run = start(*inputs(), "--output", tmp_path, "--world-size", 2, *more)
     [(status, err)] = finish(run)
@@ -326,7 +326,7 @@ def test_a_signal_while_rank_0_prepares() -> None:
     meeting._place = SimpleNamespace(is_holder=True)  # type: ignore[assignment]
 
     def prepare(rank: int) -> None:
-        raise StoppedError("Terminated.", "cancelled", 143)
+        raise StoppedError("Terminated.", "terminated")
 
     with pytest.raises(StoppedError, match="Terminated"):
         meeting._prepare(prepare)
@@ -344,7 +344,7 @@ def test_a_rank_that_dies_while_rank_0_waits_for_stdin() -> None:
             assert time.monotonic() < until_s, run.said()
             time.sleep(0.05)
         children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
-        os.kill(int(children[1]), signal.SIGSTOP)
+        os.kill(int(children[0]), signal.SIGSTOP)
         assert run.wait(20) == 1
         assert "rank 1 has not answered" in run.said()
     finally:

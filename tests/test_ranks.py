@@ -73,16 +73,12 @@ def test_the_seeds_flags() -> None:
     assert facts({}, rank=0, world_size=1, dist_url="tcp://127.0.0.1:9031") is None
 
 
-def test_torchrun_and_our_own_launcher() -> None:
+def test_torchrun() -> None:
     environ = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
     found = facts(environ)
     assert found == RankFacts(2, 4, "node1", 29500, source="torchrun")
     agent = facts(environ | {"RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"})
     assert agent is not None and agent.agent == "None/None", "its agent has the port already"
-    own = environ | {"RANK": "0", "FMINFER_PARENT": "77", "FMINFER_LISTEN_FD": "5"}
-    spawned = facts(own, world_size=4)
-    assert spawned is not None
-    assert (spawned.parent, spawned.listen_fd, spawned.holds_store) == (77, 5, True)
 
 
 def test_slurm_and_lsf(tmp_path: Path) -> None:

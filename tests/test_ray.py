@@ -115,6 +115,14 @@ def test_parquet_in_batches(cluster: None, stage: Answer, tmp_path: Path) -> Non
     ]
 
 
+def test_an_actor_of_two_ranks(cluster: None, stage: Answer) -> None:
+    """An engine of several ranks could not be made in somebody's process."""
+    rows = [SAMPLED | {"number": i} for i in range(1, 9)]
+    found = answer(ray.data.from_items(rows), world_size=2, **EXACT).take_all()
+    alone = stage(pyarrow.Table.from_pylist(rows))
+    assert sorted(texts_of(found)) == sorted(texts_of(alone.to_pylist()))
+
+
 def texts_of(rows: list[dict[str, Any]]) -> set[str]:
     records = [json.loads(row["record"]) for row in rows if not row["is_error"]]
     return {record["result"]["choices"][0]["text"] for record in records}

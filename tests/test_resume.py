@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 import fminfer
 from fminfer.config import EngineConfig
 from fminfer.errors import StoppedError, UsageError
+from fminfer.exit_status import status_of
 from fminfer.fingerprint import fingerprint_of
 from fminfer.input.streams import STDIN
 from fminfer.job import run_job
@@ -188,7 +189,7 @@ def stop_after(engine: fminfer.Engine, count: int, inputs: list[Path], outputs: 
     def stop_early(lines: Any, *rest: Any) -> Any:
         for number, record in enumerate(answer(lines, *rest)):
             if number == count:
-                raise StoppedError("enough", "cancelled", 130)
+                raise StoppedError("enough")
             yield record
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(StoppedError):
@@ -385,6 +386,6 @@ def test_a_signal_while_the_model_loads_ends_it(
     with pytest.raises(StoppedError, match=word) as stopped, stopper.listening():
         os.kill(os.getpid(), number)
         time.sleep(1)
-    assert stopped.value.exit_status == status
+    assert status_of(stopped.value) == status
     assert signal.getsignal(number) == signal.SIG_IGN, "the process ends"
     assert signal.SIGHUP not in signals_to_hear(), "as under nohup"

@@ -536,5 +536,5 @@ def test_an_interrupted_run_gives_its_claims_back(tmp_path: Path) -> None:
     write_shards(tmp_path / "in", 2)
     file = open_first(tmp_path / "in")
     assert look_at(file.output)
-    file.abandon(StoppedError("Interrupted.", "cancelled", 130))
+    file.abandon(StoppedError("Interrupted."))
     assert not look_at(file.output)

@@ -193,8 +193,8 @@ def test_the_collector_looks_at_rows_now_and_then() -> None:
     """Rows' tokens stay until their row ends: to look at them every 700 costs a third of a step."""
     code = """
 import gc
-from fminfer import cli
-with cli._importing():
+from fminfer.start_up import importing
+with importing():
     assert not gc.isenabled()
 print(gc.isenabled(), gc.get_threshold()[0], gc.get_freeze_count() > 100_000)
 """

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fminfer.errors import PipelineError, UsageError, printable
+from fminfer.errors import FminferError, PipelineError, UsageError, printable
 from fminfer.pipeline import meeting_folder, store
 from fminfer.pipeline import secret as secret_module
 from fminfer.pipeline.addresses import machine_id
@@ -366,6 +366,8 @@ def test_an_address_is_listened_on_alone(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_words_of_others_are_only_shown() -> None:
     """A fault's text reached the terminal with its control sequences."""
-    told = Fault.from_json(json.dumps({"text": "\x1b[2Jgone\n", "status": 257}).encode())
-    assert printable(told.text) == "\\x1b[2Jgone\n" and told.status == 1
+    told = Fault.from_json(
+        json.dumps({"text": "\x1b[2Jgone\n", "kind": "a kind that is not"}).encode()
+    )
+    assert printable(told.text) == "\\x1b[2Jgone\n" and type(told.to_error()) is FminferError
     assert printable("é ✓\tü\u202e") == "é ✓\tü\\u202e"

@@ -13,6 +13,7 @@ import click
 
 from fminfer.config import EngineConfig
 from fminfer.errors import UsageError
+from fminfer.exit_status import EXIT_FAILED, EXIT_SOME_ERRORS
 from fminfer.imports import import_transformers
 from fminfer.input.files import describe_left_out, find_inputs
 from fminfer.options.groups import GroupedCommand
@@ -20,8 +21,6 @@ from fminfer.options.value_types import PathOrUrl
 from fminfer.ranks import RankConfig
 from fminfer.run_options import MAX_TOLD, check_options, dtype_name
 from fminfer.storage import Location, RemoteFolders, default_work_dir
-
-EXIT_DOES_NOT_FIT, EXIT_SOME_WRONG = 1, 3
 
 
 @click.command(cls=GroupedCommand)
@@ -85,8 +84,8 @@ def check(
             errors.tell_rest()
             click.echo(report.to_text())
     if report.forecast.shortage:
-        sys.exit(EXIT_DOES_NOT_FIT)
-    sys.exit(EXIT_SOME_WRONG if report.counts.num_wrong else 0)
+        sys.exit(EXIT_FAILED)
+    sys.exit(EXIT_SOME_ERRORS if report.counts.num_wrong else 0)
 
 
 class _Errors:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-EXIT_SOME_ERRORS = 3
+from fminfer.exit_status import EXIT_SOME_ERRORS
 
 
 @click.command()

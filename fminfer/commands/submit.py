@@ -15,11 +15,11 @@ from fminfer.cluster.resources import check_mode, check_shared_files, job_values
 from fminfer.cluster.schedulers import SCHEDULERS
 from fminfer.commands.run_stand_in import run_stand_in
 from fminfer.errors import UsageError
+from fminfer.exit_status import EXIT_STOPPED
 from fminfer.input.files import describe_left_out, find_inputs
 from fminfer.options.groups import GroupedCommand
 from fminfer.options.submit_options import submit_options
 from fminfer.output.places import plan_outputs
-from fminfer.stopping import EXIT_INTERRUPTED
 from fminfer.wording import counted
 
 NAME = re.compile(r"\w[\w.@+=-]*")
@@ -89,7 +89,7 @@ def submit(
     except KeyboardInterrupt:
         sent = counted(len(submission.sent), "job")
         _say(f"Interrupted; submitted: {sent}. The same command goes on.")
-        sys.exit(EXIT_INTERRUPTED)
+        sys.exit(EXIT_STOPPED["interrupted"])
     sent = "to send (a dry run sends none and does not ask the queue)" if dry_run else "sent"
     _say(f"{submission.summary} {sent}.")
 

@@ -227,7 +227,7 @@ class LineRunner:
             return
         is_late = time.perf_counter() > self._stop_at_s
         if is_late or not self._core.has_begun:
-            raise StoppedError("stopped as told, and rows are left", "cancelled", 130)
+            raise StoppedError("stopped as told, and rows are left")
 
 
 def _in_order(window: list[Asked]) -> list[Asked]:

@@ -6,7 +6,7 @@ A model that does not run is refused here, before any weight is read.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,26 @@ class Checkpoint:
     tokenizer_folder: Path | None = None  # None: a tokenizer of bytes
     generation_folder: Path | None = None  # of generation_config.json; None: there is none
     max_model_len: int | None = None  # a context shorter than the model's
+    unfetched: tuple[str, str | None] | None = None  # name and revision, if weights are at the hub
+
+    def with_weights(self) -> Checkpoint:
+        """Return the same with its weights on this machine, fetched if they are not.
+
+        Raises:
+            CheckpointError: the hub does not give them.
+        """
+        if self.unfetched is None:
+            return self
+        folder = fetch_weights(*self.unfetched)
+        own = (self.tokenizer_folder, self.generation_folder)
+        tokenizer, generation = (folder if each == self.folder else each for each in own)
+        return replace(
+            self,
+            folder=folder,
+            tokenizer_folder=tokenizer,
+            generation_folder=generation,
+            unfetched=None,
+        )
 
     @property
     def model(self) -> Model:
@@ -105,6 +125,7 @@ def open_checkpoint(
         architecture_of(config),
         folder if tokenizer is None else _find_tokenizer(tokenizer),
         next((f for f in (folder, where) if f and (f / GENERATION).exists()), None),
+        unfetched=(str(name), revision) if is_of_hub and not has_weights else None,
     )
 
 

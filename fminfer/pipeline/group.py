@@ -1,21 +1,22 @@
-"""The ranks of one pipeline: they join, exchange messages and end together.
-
-It knows processes and machines, not layers or steps.
-"""
+"""The ranks of one pipeline: they join, exchange messages and end together."""
 
 from __future__ import annotations
 
 import os
+import threading
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from fminfer.errors import FminferError
+from fminfer.errors import FminferError, PipelineError, StoppedError, UsageError
 from fminfer.pipeline.addresses import interfaces
-from fminfer.pipeline.meeting import Meeting, status_of
+from fminfer.pipeline.meeting import POLL_S, Meeting
 from fminfer.pipeline.watch import Fault
 
+END_S = 10.0  # for ranks that were told to stop to end
 FOREVER = timedelta(days=365)  # a rank may wait for work as long as it likes; the watch sees deaths
 
 
@@ -25,13 +26,18 @@ class Group(Meeting):
     def _meet(self, deadline: float, join_timeout_s: float) -> None:
         super()._meet(deadline, join_timeout_s)
         _choose_interface(self._where, self._joined)
-        dist.init_process_group(
-            "gloo",
-            store=dist.PrefixStore("gloo", self._place.store),
-            rank=self.rank,
-            world_size=self.world_size,
-            timeout=FOREVER,
-        )
+        self._connect()
+
+    def _connect(self) -> None:
+        """Have torch connect the ranks; it would hear neither signals nor faults meanwhile."""
+        thread = _Connecting(self._place.store, self.rank, self.world_size)
+        thread.start()
+        while thread.is_alive():
+            if self.fault is not None:
+                raise self.fault.to_error()
+            thread.join(POLL_S)
+        if thread.error is not None:
+            raise thread.error
 
     def fail(self, error: BaseException) -> None:
         """Tell every rank that this one failed, and end it."""
@@ -39,7 +45,28 @@ class Group(Meeting):
         if not isinstance(error, FminferError):
             text = f"rank {self.rank} failed: {error}\n"
             text += "".join(traceback.format_exception(error)).rstrip()
-        self.die(self.watch.report(Fault(text, status_of(error))))
+        kind = error.kind if isinstance(error, FminferError) else FminferError.__name__
+        self.die(self.watch.report(Fault(text, kind)))
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Tell the other ranks what ends rank 0's work, for they wait for it."""
+        try:
+            yield
+        except (PipelineError, StoppedError):
+            raise
+        except BrokenPipeError:
+            self.watch.warn(Fault("whoever read the answers stopped reading"))
+            raise
+        except FminferError as error:
+            self.watch.warn(Fault.of(error))
+            raise
+        except Exception as error:
+            text = f"rank 0 failed: {error}"
+            self.watch.warn(Fault(text))
+            raise RuntimeError(text) from error
+        finally:
+            self.forget()
 
     def leave(self) -> None:
         """End in peace: every rank has heard that the run is over."""
@@ -47,6 +74,57 @@ class Group(Meeting):
         self.forget()
         if dist.is_initialized():
             dist.destroy_process_group()
+        self._close(END_S)
+
+    def abandon(self) -> None:
+        """End the ranks that this process has started, whatever they do; it goes on by itself."""
+        self.watch.stop()
+        self.forget()
+        self._close(0.0)
+        if self._end is None and dist.is_initialized():
+            with suppress(Exception):  # its connections are broken
+                dist.destroy_process_group()
+
+    def _close(self, wait_s: float) -> None:
+        if self._children is not None:
+            self._children.end(wait_s)
+        if self._place.holder is not None:
+            self._place.holder.close()
+
+
+def require_no_group() -> None:
+    """Refuse several ranks in a process that has torch's group of another engine or program.
+
+    Raises:
+        UsageError: it has.
+    """
+    if dist.is_initialized():
+        raise UsageError(
+            "this process has a torch.distributed group, and an engine of several ranks needs one "
+            "of its own. Close the other engine, or make this one in another process"
+        )
+
+
+class _Connecting(threading.Thread):
+    """Makes torch's group of all ranks."""
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+        super().__init__(name="connecting", daemon=True)
+        self._store, self._rank, self._world_size = store, rank, world_size
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        """Connect, or keep the error."""
+        try:
+            dist.init_process_group(
+                "gloo",
+                store=dist.PrefixStore("gloo", self._store),
+                rank=self._rank,
+                world_size=self._world_size,
+                timeout=FOREVER,
+            )
+        except Exception as error:
+            self.error = error
 
 
 def _choose_interface(mine: dict[str, str], joined: list[dict[str, str]]) -> None:

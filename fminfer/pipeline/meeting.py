@@ -1,27 +1,39 @@
-"""Where the ranks of one run, or of one of its pipelines, come together and learn of each other.
-
-It knows processes and machines, not layers or steps.
-"""
+"""Where the ranks of one run, or of one of its pipelines, come together and learn of each other."""
 
 from __future__ import annotations
 
 import json
-import os
 import socket
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, Protocol
 
-from fminfer.errors import FminferError, PipelineError, StoppedError, UsageError, printable
+from fminfer.errors import FminferError, PipelineError, StoppedError, printable
 from fminfer.pipeline.addresses import address_of, own_address
 from fminfer.pipeline.rendezvous import open_store
 from fminfer.pipeline.store_place import TELL_AFTER_S
 from fminfer.pipeline.watch import Fault, Watch
-from fminfer.ranks import RankFacts, is_spawned
+from fminfer.ranks import RankFacts
 
+End = Callable[[str], None]  # ends this process at once; it is told the kind of an error
 POLL_S = 0.05
+SEE_S = 1.0  # for a child to be seen dead whose connection broke
 STAY_S = 60.0  # for ranks that come to hear why there is no run
+
+
+class Children(Protocol):
+    """The other ranks, as the processes that rank 0 has started."""
+
+    def why_ended(self) -> str:
+        """Say which one has ended unasked, and how; "": none."""
+
+    def why_killed(self, wait_s: float) -> str:
+        """Say which one a signal has ended, if one does within this time; "": none."""
+
+    def end(self, wait_s: float) -> None:
+        """End all; those that end by themselves have so long for it."""
 
 
 class Meeting:
@@ -29,6 +41,8 @@ class Meeting:
 
     Args:
         facts: its place.
+        end: ends this process at once; None: it is not ours to end, and an error is raised.
+        children: the other ranks, if this process has started them.
         join_timeout_s: how long the others may take to come.
         rank_timeout_s: how long one of them may be silent.
         prepare: called with this process's rank before it waits for the others; what it raises
@@ -45,8 +59,13 @@ class Meeting:
         join_timeout_s: float,
         rank_timeout_s: float,
         prepare: Callable[[int], None] = lambda rank: None,
+        end: End | None = None,
+        children: Children | None = None,
     ) -> None:
         deadline = time.monotonic() + join_timeout_s
+        self._end, self._children = end, children
+        self._is_spawned = facts.parent is not None  # whoever started it speaks for it
+        self.fault: Fault | None = None  # what has ended the run, if the process goes on
         self.world_size = facts.world_size
         self._pipeline = facts.prefix.rstrip("/")  # its name, where there are several
         self._place = open_store(facts, join_timeout_s)
@@ -59,6 +78,7 @@ class Meeting:
             timeout_s=rank_timeout_s,
             parent=facts.parent,
             on_fault=self.die,
+            look=lambda: "" if children is None else children.why_ended(),
         )
         try:
             self._prepare(prepare)
@@ -67,13 +87,14 @@ class Meeting:
             self.forget()
             if isinstance(error, Exception):
                 self.warn(error)
+            self.watch.stop()
             raise
 
     def warn(self, error: Exception) -> None:
         """Tell the others what ends this rank, and give them time to hear it."""
         is_told = isinstance(error, FminferError)
         text = str(error) if is_told else f"rank {self.rank} failed: {error}"
-        self.watch.warn(Fault(text, status_of(error)))
+        self.watch.warn(_fault(error, text))
 
     def _prepare(self, prepare: Callable[[int], None]) -> None:
         """Do what needs no other rank; what is wrong with it is said now, and to all who come."""
@@ -82,9 +103,9 @@ class Meeting:
         except StoppedError:  # a signal: the process ends now, with the signal's status
             raise
         except FminferError as error:
-            if is_spawned() or not self._place.is_holder:
+            if self._is_spawned or not self._place.is_holder or self._end is None:
                 raise
-            fault = Fault(str(error), status_of(error))
+            fault = Fault.of(error)
             print(f"Error: {printable(fault.text)}", file=sys.stderr, flush=True)
             self.watch.report(fault)
             until_s = time.monotonic() + STAY_S
@@ -92,7 +113,7 @@ class Meeting:
                 time.sleep(POLL_S)
             self.watch.warn(fault)  # which gives the last one time to hear it
             self.forget()
-            os._exit(fault.status)
+            self._end(fault.kind)
 
     def _have_claimed_all(self) -> bool:
         return bool(self._store.check([f"claim/{rank}" for rank in range(self.world_size)]))
@@ -154,7 +175,7 @@ class Meeting:
         return rank
 
     def _await_all(self, deadline: float, shown_s: float) -> None:
-        tell_at, is_told = time.monotonic() + TELL_AFTER_S, is_spawned() and self.rank > 0
+        tell_at, is_told = time.monotonic() + TELL_AFTER_S, self._is_spawned
         while missing := [r for r in range(self.world_size) if not self._has_joined(r)]:
             if time.monotonic() > deadline:
                 raise PipelineError(
@@ -172,18 +193,31 @@ class Meeting:
     def _has_joined(self, rank: int) -> bool:
         return bool(self._store.check([f"joined/{rank}"]))
 
+    def explain(self, fault: Fault) -> Fault:
+        """Add that the system, or somebody, has killed a rank, if this process can see it."""
+        killed = "" if self._children is None else self._children.why_killed(SEE_S)
+        return replace(fault, text=f"{fault.text}; {killed}") if killed else fault
+
     def die(self, fault: Fault) -> None:
-        """End this rank at once: its threads wait for messages that will not come."""
-        # One voice is enough: rank 0's under the launcher, and that of the rank to blame.
+        """End this rank at once: its threads wait for messages that will not come.
+
+        If the process is not ours to end, whoever waits for the others is told by an error.
+        """
+        fault = self.explain(fault)
+        if self._end is None:
+            self.fault = fault
+            self._store.close(fault.to_error())
+            return
+        # One voice is enough: that of a rank 0 that has started the others, and of who is to blame.
         is_own = fault.text.startswith((f"rank {self.rank} failed", f"rank {self.rank}:"))
         is_of_0 = fault.text.startswith("rank 0 ") and not fault.text.startswith("rank 0 failed")
-        if self.rank == 0 or is_own or is_of_0 or not is_spawned():
+        if self.rank == 0 or is_own or is_of_0 or not self._is_spawned:
             name = f"{self._pipeline}: " if self._pipeline else ""
             print(f"Error: {name}{printable(fault.text)}", file=sys.stderr, flush=True)
         self.forget()
-        os._exit(fault.status)
+        self._end(fault.kind)
 
 
-def status_of(error: BaseException) -> int:
-    """Return the exit status that an error ends a run with."""
-    return 2 if isinstance(error, UsageError) else 1
+def _fault(error: BaseException, text: str) -> Fault:
+    """Return what the other ranks are told of an error."""
+    return Fault.of(error, text) if isinstance(error, FminferError) else Fault(text)

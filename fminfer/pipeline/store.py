@@ -15,7 +15,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from fminfer.errors import PipelineError
+from fminfer.errors import FminferError, PipelineError
 from fminfer.pipeline.handshake import greet, introduce, receive_exactly
 
 POLL_S = 0.05
@@ -30,7 +30,7 @@ class StoreHolder:
     """Answers every connection that shows the secret, on a thread of its own; drops others.
 
     Args:
-        listener: where ranks connect; it is closed with the process.
+        listener: where ranks connect.
         secret: of this run.
     """
 
@@ -49,14 +49,25 @@ class StoreHolder:
             b"drop": self._drop,
             b"count": self._count,
         }
+        self._listeners: list[socket.socket] = []
+        self._is_closed = False
         self.listen_at(listener)
+
+    def close(self) -> None:
+        """Take no more connections; those that are there end with their peers."""
+        self._is_closed = True
+        for listener in self._listeners:
+            with suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # which ends an accept() that waits
+            listener.close()
 
     def listen_at(self, listener: socket.socket) -> None:
         """Take connections there, too."""
+        self._listeners.append(listener)
         threading.Thread(target=self._accept, args=(listener,), name="door", daemon=True).start()
 
     def _accept(self, listener: socket.socket) -> None:
-        while True:
+        while not self._is_closed:
             try:
                 peer, _ = listener.accept()
             except OSError:
@@ -141,6 +152,7 @@ class Store(dist.Store):
     ) -> None:
         super().__init__()
         self._prefix = prefix.encode()
+        self._why_closed: FminferError | None = None
         self._lock = threading.Lock()
         self._socket = socket.create_connection((host, port), min(CONNECT_S, timeout_s))
         try:
@@ -151,6 +163,12 @@ class Store(dist.Store):
         except BaseException:
             self._socket.close()
             raise
+
+    def close(self, why: FminferError) -> None:
+        """Hang up; whoever waits for an answer, or asks later, meets this error."""
+        self._why_closed = why
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def set(self, key: str, value: str | bytes) -> None:
         self._ask(b"set", self._full(key), value)
@@ -224,6 +242,8 @@ class Store(dist.Store):
                 _send(self._socket, [name, *texts])
                 return _receive(self._socket)
         except (OSError, EOFError, ValueError) as error:
+            if self._why_closed is not None:
+                raise self._why_closed from None
             raise PipelineError(STORE_IS_GONE) from error
 
 

@@ -16,24 +16,37 @@ from dataclasses import asdict, dataclass
 
 from typing_extensions import Self
 
+from fminfer.errors import FminferError, PipelineError, error_of
 from fminfer.pipeline.store import Store
 
 TURN_S = 0.5
 FAULT = "fault"
+PARENT_IS_GONE = (
+    "rank 0, which started this rank, is gone (the system ends processes when memory runs out)"
+)
 
 
 @dataclass(slots=True, frozen=True)
 class Fault:
-    """What ends a run, and the exit status of all its ranks."""
+    """What ends a run: told to all its ranks."""
 
     text: str
-    status: int = 1
+    kind: str = PipelineError.__name__  # of an error
+
+    @classmethod
+    def of(cls, error: FminferError, text: str | None = None) -> Self:
+        """Return the fault that an error is, in other words than its own if there are any."""
+        return cls(str(error) if text is None else text, error.kind)
 
     @classmethod
     def from_json(cls, data: bytes) -> Self:
         """Read what another rank has told."""
         fields = json.loads(data)
-        return cls(str(fields["text"]), int(fields["status"]) & 0xFF)
+        return cls(str(fields["text"]), str(fields["kind"]))
+
+    def to_error(self) -> FminferError:
+        """Return the error again."""
+        return error_of(self.kind, self.text)
 
 
 class Watch:
@@ -43,8 +56,9 @@ class Watch:
         store: a connection that nobody else uses.
         rank, world_size: this rank's place.
         timeout_s: silence that counts as death.
-        parent: process id of the launcher; its death ends this rank. None: there is none.
+        parent: process id of rank 0, if it started this rank; its death ends this one.
         on_fault: told what happened, once; it may end the process.
+        look: asked in each turn what is wrong that no rank says; "": nothing.
     """
 
     def __init__(
@@ -56,12 +70,13 @@ class Watch:
         timeout_s: float,
         parent: int | None,
         on_fault: Callable[[Fault], None],
+        look: Callable[[], str] = lambda: "",
     ) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
         self._max_turns = max(2, round(timeout_s / TURN_S))
         self._timeout_s = timeout_s
         self._parent = parent
-        self.on_fault = on_fault
+        self.on_fault, self._look = on_fault, look
         self._stop = threading.Event()
         self._told = threading.Lock()  # held for good once a fault was handed on
         self._lock = threading.Lock()  # of the store's connection
@@ -115,6 +130,8 @@ class Watch:
         self._store.set(f"beat/{self._rank}", str(self._num_beats))
         if self._store.check([FAULT]):
             return Fault.from_json(self._store.get(FAULT))
+        if why := self._look():
+            return self._publish(Fault(why))
         if not self.all_joined.is_set():
             return None
         watched = range(1, self._world_size) if self._rank == 0 else [0]
@@ -129,11 +146,11 @@ class Watch:
         return None
 
     def _guard(self) -> None:
-        """Notice a store that does not even answer, and a launcher that is gone."""
+        """Notice a store that does not even answer, and a parent that is gone."""
         while not self._stop.wait(TURN_S):
             self._turns_since_answer += 1
             if self._parent is not None and os.getppid() != self._parent:
-                self._tell(Fault("the launcher of the ranks is gone"))
+                self._tell(Fault(PARENT_IS_GONE))
             elif self._turns_since_answer > self._max_turns + 2:
                 text = (
                     f"rank 0 has not answered for {self._timeout_s:g} s (--rank-timeout): the "

@@ -17,11 +17,13 @@ from multiprocessing.connection import Connection
 from fminfer.config import EngineConfig
 from fminfer.errors import FminferError, PipelineError, UsageError
 from fminfer.pipeline.addresses import end_when_silent
-from fminfer.pipeline.meeting import POLL_S, Meeting, status_of
+from fminfer.pipeline.meeting import POLL_S, End, Meeting
 from fminfer.pipeline.watch import Fault
-from fminfer.ranks import PARENT, PREFIX, SECRET, RankFacts
+from fminfer.processes import Processes
+from fminfer.ranks import RankFacts
+from fminfer.role import Manners, Spread
 from fminfer.team.place import Place
-from fminfer.team.process import DistantPipeline, Pipeline, PipelineProcess
+from fminfer.team.process import DistantPipeline, Pipeline, start_pipeline
 
 HEAR_S = 5.0  # for the other ranks to hear that there is nothing to do
 
@@ -31,7 +33,8 @@ class Apart(Meeting):
 
     Args:
         facts: its place among all ranks.
-        num_pipelines: to which they belong, in their order.
+        spread: the pipelines to which they belong, in their order.
+        end: ends this process at once.
 
     Raises:
         PipelineError: a rank did not come.
@@ -40,18 +43,19 @@ class Apart(Meeting):
     def __init__(
         self,
         facts: RankFacts,
-        num_pipelines: int,
+        spread: Spread,
         *,
-        join_timeout_s: float,
-        rank_timeout_s: float,
         prepare: Callable[[int], None],
+        end: End,
     ) -> None:
         super().__init__(
-            facts, join_timeout_s=join_timeout_s, rank_timeout_s=rank_timeout_s, prepare=prepare
+            facts,
+            join_timeout_s=spread.join_timeout_s,
+            rank_timeout_s=spread.rank_timeout_s,
+            prepare=prepare,
+            end=end,
         )
-        self._num_pipelines = num_pipelines
-        self._num_stages = facts.world_size // num_pipelines
-        self._join_timeout_s, self._rank_timeout_s = join_timeout_s, rank_timeout_s
+        self._spread, self._num_stages = spread, spread.num_stages
         self._number, self._stage = divmod(self.rank, self._num_stages)
         self._is_over = False  # each pipeline goes its own way, or none is needed
         # Of this pipeline's own meeting, which is in the same store.
@@ -81,7 +85,7 @@ class Apart(Meeting):
             self._compare(fingerprint, theirs)
             numbers = self._pipelines_here()
         except FminferError as error:
-            self.die(self.watch.report(Fault(str(error), status_of(error))))
+            self.die(self.watch.report(Fault.of(error)))
         self.gather("agreed", True)
         self.forget()
         index = numbers.index(self._number)
@@ -119,30 +123,31 @@ class Apart(Meeting):
         self._store.set("start", str(int(is_needed)))
         self.watch.stop()
 
-    def start_pipelines(self, config: EngineConfig, arguments: list[str]) -> list[Pipeline]:
+    def start_pipelines(self, config: EngineConfig, manners: Manners) -> list[Pipeline]:
         """Start rank 0's own stage, and wait for the lines of the other pipelines.
 
         Raises:
             PipelineError: one did not come.
         """
         self._end_meeting(is_needed=True)
-        place = (config.engine_number, config.num_engines)
-        first = PipelineProcess(0, place, arguments, self._environ())
+        member = Processes([self.pipeline_name], has_line=True).all[0]
+        facts = replace(self._facts, parent=os.getpid()) if self._num_stages > 1 else None
+        first = start_pipeline(0, member, config, self._spread, manners, facts)
         try:
-            return [first, *map(self._await_line, range(1, self._num_pipelines))]
+            return [first, *map(self._await_line, range(1, self._spread.num_pipelines))]
         except BaseException:
             first.close()
             first.end(0)
             raise
 
-    def take_stage(self, config: EngineConfig) -> tuple[RankFacts | None, Place | None]:
+    def take_stage(self) -> tuple[RankFacts | None, Place | None]:
         """Return another rank's place in its pipeline, and its line to rank 0 if it has one."""
         facts = self._facts if self._num_stages > 1 else None
         if self._stage > 0:
             return facts, None
         peer = self._place.connect().become_line(self._number)
-        end_when_silent(peer, self._rank_timeout_s, is_always_read=False)
-        return facts, Place(peer.detach(), config.engine_number, config.num_engines)
+        end_when_silent(peer, self._spread.rank_timeout_s, is_always_read=False)
+        return facts, Place(peer.detach())
 
     def _compare(self, mine: dict[str, str], theirs: dict[str, str]) -> None:
         names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
@@ -165,30 +170,16 @@ class Apart(Meeting):
             )
         return sorted(counts)
 
-    def _environ(self) -> dict[str, str]:
-        """Return what makes a process of ours stage 0 of pipeline 0."""
-        if self._num_stages == 1:
-            return {}
-        return {
-            PARENT: str(os.getpid()),
-            PREFIX: self._facts.prefix,
-            SECRET: self._place.secret,
-            "RANK": "0",
-            "WORLD_SIZE": str(self._num_stages),
-            "MASTER_ADDR": self._place.host,
-            "MASTER_PORT": str(self._place.port),
-        }
-
     def _await_line(self, number: int) -> DistantPipeline:
         assert self._place.holder is not None
-        until_s = time.monotonic() + self._join_timeout_s
+        until_s = time.monotonic() + self._spread.join_timeout_s
         while number not in self._place.holder.lines:
             if time.monotonic() > until_s:
                 raise PipelineError(
                     f"rank {number * self._num_stages}, the first of pipeline {number}, did not "
-                    f"connect within {self._join_timeout_s:g} s (--join-timeout)"
+                    f"connect within {self._spread.join_timeout_s:g} s (--join-timeout)"
                 )
             time.sleep(POLL_S)
         peer = self._place.holder.lines.pop(number)
-        end_when_silent(peer, self._rank_timeout_s, is_always_read=True)
+        end_when_silent(peer, self._spread.rank_timeout_s, is_always_read=True)
         return DistantPipeline(number, Connection(peer.detach()))

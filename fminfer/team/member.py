@@ -14,6 +14,7 @@ from fminfer.config import EngineConfig
 from fminfer.engine.events import Event, Failed
 from fminfer.errors import FminferError, RequestError
 from fminfer.loading import open_model
+from fminfer.models.checkpoint import Checkpoint
 from fminfer.one_pipeline import OnePipeline
 from fminfer.pipeline.group import Group
 from fminfer.team.place import Place
@@ -34,31 +35,41 @@ from fminfer.team.wire import (
 STATS_EVERY_S = 0.5
 
 
-def serve_pipeline(config: EngineConfig, group: Group | None, place: Place) -> None:
+def serve_pipeline(
+    config: EngineConfig, group: Group | None, place: Place, checkpoint: Checkpoint | None = None
+) -> None:
     """Answer what the run asks until it says that there is no more.
 
     Args:
         group: the ranks of this pipeline, of which this process is the first.
+        checkpoint: the model, if it was opened before.
 
     Raises:
         FminferError: the pipeline cannot go on; the run has been told.
     """
     connection = place.connect()
     try:
-        Member(config, group, connection).serve()
+        Member(config, group, connection, checkpoint).serve()
     except (EOFError, ConnectionError, TimeoutError):
         os._exit(1)  # the run is gone, or the network to it
     except Exception as error:
-        is_plain = isinstance(error, FminferError)
-        text = str(error) if is_plain else f"{type(error).__name__}: {error}"
-        send(connection, Broken(text, type(error).__name__ if is_plain else "FminferError"))
+        told = FminferError(f"{type(error).__name__}: {error}")
+        if isinstance(error, FminferError):
+            told = error
+        send(connection, Broken(str(told), told.kind))
         raise
 
 
 class Member:
     """Keeps an engine busy with what comes over a connection."""
 
-    def __init__(self, config: EngineConfig, group: Group | None, connection: Connection) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        group: Group | None,
+        connection: Connection,
+        checkpoint: Checkpoint | None,
+    ) -> None:
         self._connection = connection
         self._refused: deque[Event] = deque()  # what was asked and can never run
         self._orders: deque[Order] = deque()
@@ -70,7 +81,7 @@ class Member:
             send(connection, Loaded(file_digests))
             assert receive(connection) == GO_ON
 
-        checkpoint = open_model(config)
+        checkpoint = (checkpoint or open_model(config)).with_weights()
         tokenizer = load_tokenizer(config, checkpoint)
         self._computing = OnePipeline(
             config, checkpoint, tokenizer, group=group, on_loaded=wait_for_others

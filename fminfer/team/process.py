@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
-import subprocess
-import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
-from types import MappingProxyType
 
+from fminfer.config import EngineConfig
 from fminfer.engine.stats import EngineStats
+from fminfer.processes import Process, Processes
+from fminfer.ranks import RankFacts
+from fminfer.role import Manners, Role, Spread, Task
 from fminfer.team.heard import Heard
-from fminfer.team.place import PLACE, Place
+from fminfer.team.place import Place
 from fminfer.team.wire import Ask, Broken, Loaded, Ready, send
 
 
@@ -84,40 +82,16 @@ class Pipeline(ABC):
 
 
 class PipelineProcess(Pipeline):
-    """A pipeline whose first process is this one's child.
+    """A pipeline whose first process is this one's child."""
 
-    Args:
-        share: which of the engines on this machine it is, and how many there are.
-        arguments: of `fminfer run`.
-        environ: variables that it has beside those of this process.
-    """
-
-    def __init__(
-        self,
-        number: int,
-        share: tuple[int, int],
-        arguments: list[str],
-        environ: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            place = Place(theirs.fileno(), *share)
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "fminfer", "run", *arguments],
-                env={**os.environ, **environ, PLACE: place.to_text()},
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for the run, which tells it
-            )
-        super().__init__(number, Connection(ours.detach()))
+    def __init__(self, number: int, process: Process) -> None:
+        assert process.line is not None, "a member has a line"
+        super().__init__(number, Connection(process.line.detach()))
+        self._process = process
 
     def end(self, wait_s: float) -> None:
         """Wait for the process, and then end it in any case."""
-        try:
-            self.process.wait(wait_s)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        self._process.end(wait_s)
 
 
 class DistantPipeline(Pipeline):
@@ -131,6 +105,32 @@ class DistantPipeline(Pipeline):
                 self.connection.recv_bytes()
 
 
-def start_pipelines(count: int, arguments: list[str]) -> list[Pipeline]:
-    """Start so many pipelines on this machine."""
-    return [PipelineProcess(number, (number, count), arguments) for number in range(count)]
+def start_pipelines(
+    members: Processes, config: EngineConfig, spread: Spread, manners: Manners
+) -> list[Pipeline]:
+    """Give each process its pipeline, all of them on this machine."""
+    count = len(members.all)
+    return [
+        start_pipeline(number, process, replace(config, num_engines=count), spread, manners)
+        for number, process in enumerate(members.all)
+    ]
+
+
+def start_pipeline(
+    number: int,
+    process: Process,
+    config: EngineConfig,
+    spread: Spread,
+    manners: Manners,
+    facts: RankFacts | None = None,
+) -> Pipeline:
+    """Give a process its pipeline.
+
+    Args:
+        config: with the number of engines on this machine.
+        facts: its place among the pipeline's ranks, if these were started apart.
+    """
+    config = replace(config, world_size=spread.num_stages, data_group_size=1, engine_number=number)
+    role = Role("member", spread, facts, Place(process.descriptor))
+    process.give(Task(role, config, manners))
+    return PipelineProcess(number, process)

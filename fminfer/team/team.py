@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.connection import wait
 
-from fminfer import errors
 from fminfer.engine.events import Delta, Event
 from fminfer.engine.sequence import Prepared
 from fminfer.engine.stats import EngineStats
-from fminfer.errors import FminferError, PipelineError, RequestError
+from fminfer.errors import PipelineError, error_of
 from fminfer.fingerprint import digest_files, name_differences
 from fminfer.messages import StepTrace
 from fminfer.models.checkpoint import Checkpoint
@@ -367,6 +366,4 @@ class Team:
                 "every pipeline has ended (the system kills processes when memory runs out). "
                 "Finished rows are kept"
             )
-        kind = getattr(errors, failures[0].kind, FminferError)
-        is_plain = isinstance(kind, type) and issubclass(kind, FminferError)
-        raise (kind if is_plain and kind is not RequestError else FminferError)(failures[0].text)
+        raise error_of(failures[0].kind, failures[0].text)

@@ -22,14 +22,18 @@ def _fail() -> None:
     os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
 
 
-if kind and rank == os.environ.get("RANK") and "-m" in sys.orig_argv:
+def _is_here() -> bool:  # asked late: a rank may be a fork of the one that imported this
+    return rank == ("1" if "rank 1" in sys.orig_argv else "0")
+
+
+if kind and "-m" in sys.orig_argv:
     import fminfer.loading
     from fminfer.pipeline.stage import Stage
 
     load_tensors, forward = fminfer.loading.load_tensors, Stage.forward
 
     def load_or_fail(*args, **options):
-        if phase == "load":
+        if phase == "load" and _is_here():
             _fail()
         return load_tensors(*args, **options)
 
@@ -37,7 +41,8 @@ if kind and rank == os.environ.get("RANK") and "-m" in sys.orig_argv:
         is_prefill = any(len(row.token_ids) > 1 for row in step.rows)
         rows = Path(os.environ["FAULT_ROWS"])
         is_late = rows.exists() and rows.read_bytes().count(b"\n") > 1  # the first is no row
-        if (phase == "prefill" and is_prefill) or (phase == "decode" and is_late):
+        is_now = (phase == "prefill" and is_prefill) or (phase == "decode" and is_late)
+        if is_now and _is_here():
             _fail()
         return forward(self, step, hidden)
 

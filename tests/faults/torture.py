@@ -1,6 +1,6 @@
 """Kills runs at random moments, and sees that nothing is lost: `scripts/torture`.
 
-Each round repeats one command. Three times it is killed with SIGKILL: the launcher, one of its
+Each round repeats one command. Three times it is killed with SIGKILL: rank 0, one of its
 ranks, or all of them; while it loads, after some rows, or about when it finishes. The fourth is
 left alone, and then every row must be there once, in the order of the input, with the text of a run
 that was never disturbed; and every record that was on disk at a kill must be in the output in the
@@ -26,7 +26,7 @@ from typing import Any
 import click
 
 NUM_ROWS, NUM_KILLS = 60, 3
-VICTIMS = ("launcher", "rank", "all")
+VICTIMS = ("first", "rank", "all")
 
 
 def write_rows(path: Path) -> None:
@@ -107,7 +107,7 @@ def is_alive(pid: int) -> bool:
 def kill(run: subprocess.Popen[bytes], victim: str, source: random.Random) -> None:
     """Kill a run's processes, and wait until none is left, as a machine that starts anew has."""
     ranks = children_of(run.pid)
-    victims = {"launcher": [run.pid], "all": [*ranks, run.pid]}.get(victim, [run.pid])
+    victims = {"first": [run.pid], "all": [*ranks, run.pid]}.get(victim, [run.pid])
     if victim == "rank" and ranks:
         victims = [source.choice(ranks)]
     for pid in victims:
@@ -118,7 +118,7 @@ def kill(run: subprocess.Popen[bytes], victim: str, source: random.Random) -> No
     run.wait(timeout=30)
     deadline = time.monotonic() + 30
     while any(map(is_alive, ranks)):
-        assert time.monotonic() < deadline, f"a rank outlives its launcher: {ranks}"
+        assert time.monotonic() < deadline, f"a rank outlives rank 0: {ranks}"
         time.sleep(0.05)
 
 

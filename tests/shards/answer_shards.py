@@ -55,7 +55,7 @@ def main(folder: Path, log: Path) -> None:
                 file.add(Record(line, open_envelope(line), result={"said": line.number}))
                 if not file.is_lost:
                     notes.write(f"{file.path.name} {line.number}\n")
-            file.abandon(StoppedError("the end", "cancelled", 1))
+            file.abandon(StoppedError("the end"))
 
 
 if __name__ == "__main__":
