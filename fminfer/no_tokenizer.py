@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fminfer.tokenizer import EncodedPrompt, Tokenizer
+from fminfer.encoded_prompt import EncodedPrompt
+from fminfer.tokenizer import Tokenizer
 
 
 class NoTokenizer(Tokenizer):

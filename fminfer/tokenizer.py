@@ -6,7 +6,6 @@ It wraps transformers' tokenizers (fast ones and sentencepiece ones) and knows n
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from itertools import groupby
 from pathlib import Path
@@ -16,6 +15,7 @@ from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from fminfer.detokenizer import BROKEN, Detokenizer
+from fminfer.encoded_prompt import EncodedPrompt
 from fminfer.errors import CheckpointError
 from fminfer.models.impostors import broken, refuse_impostor
 from fminfer.sentencepieces import follow_model_file
@@ -23,17 +23,6 @@ from fminfer.token_lengths import LongestToken, find_longest, least_tokens
 
 # Files of vocabularies, beside those whose names end in .model or .tiktoken.
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt")
-
-
-@dataclass(slots=True, frozen=True)
-class EncodedPrompt:
-    """A prompt in ids. `offsets[i]` is the code point of `text` at which id i starts."""
-
-    ids: list[int]
-    text: str
-    offsets: list[int]  # empty unless asked for
-    num_cut: int = 0  # tokens that were taken away to make it fit
-    is_whole_text: bool = False  # it was given as text, all of it
 
 
 class Tokenizer:

@@ -19,6 +19,7 @@ import torch
 
 import fminfer
 from fminfer.config import EngineConfig
+from fminfer.encoded_prompt import EncodedPrompt
 from fminfer.engine_options import EngineOptions, make_config
 from fminfer.errors import StepLimitError
 from fminfer.loading import open_model
@@ -27,7 +28,6 @@ from fminfer.models.load import load_tensors
 from fminfer.pipeline.local import LocalPipeline
 from fminfer.placement import why_slow
 from fminfer.sampling import score
-from fminfer.tokenizer import EncodedPrompt
 
 Options = dict[str, Any]
 

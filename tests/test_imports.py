@@ -10,56 +10,64 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "fminfer"
 # From the lowest up. A sign of the house: a new module finds its place here or is in the wrong one.
 FLOORS = """
-cache cluster.job_names compute.spec control_groups detokenizer engine.blocks engine.expected \
-    engine.noise engine.stop_strings errors head_kernel hyperparameters input.pieces input.spans \
-    messages models.architectures.nearest models.context models.examples models.read_ahead \
-    models.sizes models.stored.pickles models.stored.tensors output.counts output.names \
-    output.owners output.rows pipeline.addresses row_warnings sampling sentencepieces \
-    shared_runs soft_cap split.folders team.place timing token_lengths triton_kernels urls \
-    weighed_values wording workspace
+cache cluster.job_names compute.spec control_groups detokenizer encoded_prompt engine.blocks \
+    engine.expected engine.facts engine.step_shape engine.stop_strings errors head_kernel \
+    hyperparameters input.pieces input.spans line messages models.architectures.nearest \
+    models.context models.examples models.read_ahead models.sizes models.stored.pickles \
+    models.stored.tensors options.groups output.counts output.names output.owners output.rows \
+    pipeline.addresses quantities row_warnings sampling sentencepieces shared_runs soft_cap \
+    split.folders team.place timing token_lengths triton_kernels urls version weighed_values \
+    wording workspace
 cluster.schedulers cluster.scripts commands.families compute.plain compute.routing config \
-    cost_model decode_attention draw_kernel engine.seen engine.stats fields host_memory imports \
-    input.spread input.streams input.values integrations.generation kernel_attention \
-    layer_kernels memory models.architectures.naming models.config_fields models.hub \
-    models.impostors models.stored.metaseq other_work output.disk output.journal_head \
-    output.stream output.trace partition pipeline.handshake pipeline.local pipeline.step_clock \
-    pipeline.transport pipeline.wire processor ranks score_kernel stopping threads
-attention compute.parts compute.trial engine_options input.lines kernel_build launcher \
-    models.architectures.expert_parts models.architectures.parts models.layer_count \
-    models.shapes models.stored.safetensors_file models.stored.torch_file models.weight_files \
-    output.claims output.journal output.progress pipeline.secret pipeline.store placement \
-    product_kernel prompts run_options tokenizer triton_attention triton_layers
+    cost_model decode_attention draw_kernel exit_status fields host_memory imports input.spread \
+    input.streams input.values integrations.generation kernel_attention layer_kernels \
+    line_run.seen_counts memory models.architectures.naming models.config_fields models.hub \
+    models.impostors models.stored.metaseq options.model_options other_work output.disk \
+    output.journal_head output.stream output.trace partition pipeline.handshake pipeline.local \
+    pipeline.step_clock pipeline.transport pipeline.wire processor ranks score_kernel stopping \
+    threads
+attention compute.parts compute.trial engine_options input.lines kernel_build \
+    models.architectures.expert_parts models.architectures.parts models.layer_count models.shapes \
+    models.stored.safetensors_file models.stored.torch_file models.weight_files \
+    options.request_options options.value_types output.claims output.journal pipeline.ring \
+    pipeline.secret pipeline.store placement product_kernel prompts role start_up tokenizer \
+    triton_attention triton_layers
 cluster.submission compute.kv_cache expert_kernel input.envelope input.files input.input_file \
     kernel_choice models.architectures.gpt_like models.architectures.llama_like models.origins \
-    models.stored.weight_file no_tokenizer output.hold output.terms output.writer packed_linear \
-    pipeline.store_place pipeline.watch remote_files request spelling
-compute.experts compute.products engine.logit_edits models.architectures.cohere_like \
-    models.architectures.exaone_like models.architectures.granite_like \
-    models.architectures.hunyuan_like models.architectures.latent_like \
-    models.architectures.llama_variants models.architectures.mixtures \
-    models.architectures.neox_like models.architectures.olmo_like models.architectures.opt_like \
-    models.architectures.squared_relu models.tensor_files output.records output.status \
-    pipeline.meeting_folder split.grouping synthetic
+    models.stored.weight_file no_tokenizer options.file_options options.old_options \
+    options.rank_options options.submit_options output.hold output.terms output.writer \
+    packed_linear pipeline.store_place pipeline.watch processes remote_files request spelling
+compute.experts compute.products ending engine.logit_edits engine.noise engine.order \
+    models.architectures.cohere_like models.architectures.exaone_like \
+    models.architectures.granite_like models.architectures.hunyuan_like \
+    models.architectures.latent_like models.architectures.llama_variants \
+    models.architectures.mixtures models.architectures.neox_like models.architectures.olmo_like \
+    models.architectures.opt_like models.architectures.squared_relu models.tensor_files \
+    options.speed_options output.records output.status pipeline.meeting_folder split.grouping \
+    synthetic
 engine.sequence models.architectures.table output.places output.reopening pipeline.rendezvous \
-    split.index split.manifest storage team.wire
-cluster.resources engine.advance engine.answer engine.equal_requests engine.intake \
-    engine.packing engine.planner engine.prefix models.checkpoint output.completed \
-    output.overview output.streamed_input output.summary paths pipeline.meeting split.answers \
-    split.summary team.process
-commands.status commands.submit cost_store engine.scheduler fingerprint models.load \
-    output.free_files output.job_file output.run_inputs pipeline.group split.merging split.parts \
-    team.apart
-agreement commands.merge commands.split engine.loop models.transformer output.named_files \
-    output.shared_files
-assembly check.lines head whole_layers
-check.simulation pipeline.stage team.team
-pipeline.ring step_memory
-loading
-footprint
+    run_options split.index split.manifest storage
+cluster.resources commands.run_stand_in engine.advance engine.events engine.intake engine.packing \
+    engine.preemption engine.prefix engine.start engine.stats models.checkpoint output.completed \
+    output.overview output.streamed_input paths pipeline.meeting split.answers split.summary
+commands.submit cost_store engine.answer engine.core engine.in_flight engine.prefill \
+    engine.reservation engine.waiting fingerprint line_run.asked models.load output.free_files \
+    output.job_file output.progress pipeline.group run_context split.merging split.parts \
+    team.heard
+agreement commands.merge commands.split commands.status engine.deltas engine.scheduler \
+    line_run.equal_requests line_run.line_intake models.transformer output.summary
+engine.results head line_run.runner output.run_inputs whole_layers
+engine.loop output.named_files output.shared_files pipeline.stage
+assembly check.lines step_memory team.wire
+check.simulation loading team.process
+footprint team.apart team.team
 forecast
-check.report worker
-bench calibration check.checking integrations.batch integrations.ray job team.member
-commands.check integrations.lm_eval running
+check.report one_pipeline
+check.checking team.member worker
+bench calibration commands.check integrations.batch integrations.ray job run_engine serving
+answering commands.serve_part integrations.lm_eval
+ranks_apart
+running
 cli
 __main__
 """

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import fminfer
+from fminfer.encoded_prompt import EncodedPrompt
 from fminfer.engine.sequence import PromptState, RequestState, TokenReport
 from fminfer.kernel_build import find_compiler
 from fminfer.messages import Step, StepResult
 from fminfer.models.load import load_tensors
 from fminfer.output.records import Record
-from fminfer.tokenizer import EncodedPrompt
 
 from .test_contract import Bench, ScriptedPipeline
 

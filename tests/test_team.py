@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from fminfer.encoded_prompt import EncodedPrompt
 from fminfer.engine.events import Delta, Failed, Finished
 from fminfer.engine.facts import Facts
 from fminfer.engine.sequence import Prepared
@@ -38,7 +39,6 @@ from fminfer.team.wire import (
     encode,
     receive,
 )
-from fminfer.tokenizer import EncodedPrompt
 from tests.forked import Forked
 
 QUERIES = Path(__file__).parent.parent / "examples" / "queries"

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fminfer.detokenizer import Detokenizer
+from fminfer.encoded_prompt import EncodedPrompt
 from fminfer.engine.logit_edits import LogitEdits
 from fminfer.errors import RequestError
 from fminfer.request import SamplingParams
 from fminfer.timing import RowTimes
-from fminfer.tokenizer import EncodedPrompt
 
 FinishReason = Literal["stop", "length"]
 

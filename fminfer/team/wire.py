@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import orjson
 
+from fminfer.encoded_prompt import EncodedPrompt
 from fminfer.engine.events import Delta, Event, Failed, Finished
 from fminfer.engine.facts import Facts
 from fminfer.engine.loop import EngineLoop
@@ -21,7 +22,6 @@ from fminfer.engine.sequence import Prepared
 from fminfer.engine.stats import EngineStats, ReadWork, StageStats
 from fminfer.errors import RequestError
 from fminfer.request import SamplingParams
-from fminfer.tokenizer import EncodedPrompt
 
 # Down go what is defined first, and two words:
 GO_ON = "go on"  # all pipelines have their weights: the memory that is left can be shared out
