@@ -15,6 +15,7 @@ from fminfer.errors import CheckpointError
 from fminfer.models.checkpoint import GENERATION, Checkpoint
 from fminfer.models.stored.weight_file import read_weight_file
 from fminfer.models.weight_files import weight_files
+from fminfer.output.journal import DRAWING
 from fminfer.placement import choose_device, choose_dtype, choose_kv_dtype
 
 # Of a weight file what names its tensors, and of each of them this much in its middle and at its
@@ -41,6 +42,7 @@ def fingerprint_of(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, st
     dtype = choose_dtype(config.dtype, checkpoint.config.dtype, device)
     found = {
         "fminfer's version": __version__,
+        DRAWING: "Gumbel-max",
         "the model": _model_digest(config, checkpoint),
         "the tokenizer": _files_digest(checkpoint),
         "the dtype": str(dtype).removeprefix("torch."),

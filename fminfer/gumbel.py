@@ -37,9 +37,9 @@ def gumbel(noise: torch.Tensor, vocab: int) -> torch.Tensor:
     Args:
         noise: (rows,) int64, 64 random bits each.
     """
-    bits = token_bits(noise, vocab).double()
-    # 1 - u, where u = (bits + 0.5) / 2^32 and the signed bits count from -2^31 on if they are large.
-    rest = torch.where(bits < 0, -0.5 - bits, 2.0**32 - 0.5 - bits).mul_(2.0**-32)
+    # 1 - u, where u is (bits + 0.5) / 2^32. Flipped like this, signed bits are 2^31 - 1 - unsigned.
+    flipped = token_bits(noise, vocab).bitwise_xor_(0x7FFFFFFF)
+    rest = flipped.double().add_(2.0**31 + 0.5).mul_(2.0**-32)
     return rest.log_().neg_().log_().neg_()
 
 

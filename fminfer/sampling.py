@@ -164,7 +164,7 @@ def draw(
     if (how.top_p < 1).any():
         probs = _keep_top_p(torch.softmax(scaled, -1), how.top_p)
         scaled = scaled.masked_fill(probs == 0, float("-inf"))
-    ids = (gumbel(how.noise, logits.shape[-1]) + scaled).argmax(-1)
+    ids = gumbel(how.noise, logits.shape[-1]).add_(scaled).argmax(-1)
     # Of a row with nan or +inf the first such token: its logprob is nan, whichever is drawn.
     return torch.where(largest.isfinite(), ids[:, None], first)[:, 0]
 

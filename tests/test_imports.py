@@ -11,23 +11,23 @@ PACKAGE = Path(__file__).parent.parent / "fminfer"
 # From the lowest up. A sign of the house: a new module finds its place here or is in the wrong one.
 FLOORS = """
 cache cluster.job_names compute.spec control_groups detokenizer engine.blocks engine.expected \
-    engine.noise engine.stopping errors head_kernel hyperparameters input.pieces input.spans \
-    messages models.architectures.nearest models.context models.examples models.read_ahead \
-    models.sizes models.stored.pickles models.stored.tensors output.names output.rows \
-    pipeline.addresses row_warnings sampling sentencepieces shared_runs soft_cap split.folders \
+    engine.noise engine.stopping errors gumbel head_kernel hyperparameters input.pieces \
+    input.spans messages models.architectures.nearest models.context models.examples \
+    models.read_ahead models.sizes models.stored.pickles models.stored.tensors output.names \
+    output.rows pipeline.addresses row_warnings sentencepieces shared_runs soft_cap split.folders \
     team.place timing token_lengths triton_kernels urls weighed_values workspace
 cluster.schedulers cluster.scripts commands.families compute.plain compute.routing config \
-    cost_model decode_attention draw_kernel engine.seen engine.stats fields host_memory imports \
-    input.spread input.streams input.values integrations.generation kernel_attention layer_kernels \
-    memory models.architectures.naming models.config_fields models.hub models.impostors \
+    cost_model decode_attention engine.seen engine.stats fields host_memory imports input.spread \
+    input.streams input.values integrations.generation kernel_attention layer_kernels memory \
+    models.architectures.naming models.config_fields models.hub models.impostors \
     models.stored.metaseq other_work output.disk output.stream output.trace partition \
     pipeline.handshake pipeline.local pipeline.step_clock pipeline.transport pipeline.wire \
-    processor ranks score_kernel stopping threads
-attention compute.parts compute.trial engine_options input.lines kernel_build launcher \
-    models.architectures.expert_parts models.architectures.parts models.layer_count models.shapes \
-    models.stored.safetensors_file models.stored.torch_file models.weight_files output.claims \
-    output.journal output.progress pipeline.secret pipeline.store placement product_kernel prompts \
-    run_options tokenizer triton_attention triton_layers
+    processor ranks sampling stopping threads
+attention compute.parts compute.trial draw_kernel engine_options input.lines kernel_build \
+    launcher models.architectures.expert_parts models.architectures.parts models.layer_count \
+    models.shapes models.stored.safetensors_file models.stored.torch_file models.weight_files \
+    output.claims output.journal output.progress pipeline.secret pipeline.store placement \
+    product_kernel prompts run_options score_kernel tokenizer triton_attention triton_layers
 cluster.submission compute.kv_cache expert_kernel input.envelope input.files kernel_choice \
     models.architectures.gpt_like models.architectures.llama_like models.origins \
     models.stored.weight_file no_tokenizer output.writer packed_linear pipeline.store_place \
@@ -41,9 +41,9 @@ compute.experts compute.products engine.logit_edits models.architectures.cohere_
     pipeline.meeting_folder split.grouping synthetic
 engine.sequence models.architectures.table output.places output.reopening pipeline.rendezvous \
     split.index split.manifest storage team.wire
-cluster.resources engine.advance engine.answer engine.equal_requests engine.intake engine.packing \
-    engine.planner engine.prefix models.checkpoint output.job_file output.overview output.summary \
-    paths pipeline.meeting split.answers split.summary team.process
+cluster.resources engine.advance engine.answer engine.equal_requests engine.intake \
+    engine.packing engine.planner engine.prefix models.checkpoint output.job_file output.overview \
+    output.summary paths pipeline.meeting split.answers split.summary team.process
 commands.status commands.submit cost_store engine.scheduler fingerprint models.load \
     output.shared_files pipeline.group split.merging split.parts team.apart
 agreement commands.merge commands.split engine.loop models.transformer

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fminfer.engine.blocks import BlockPool
-from fminfer.engine.noise import noise_key, uniform
+from fminfer.engine.noise import noise_key, step_noise
 from fminfer.engine.stopping import find_stop
 from fminfer.errors import UsageError
 from fminfer.input.files import find_inputs
@@ -65,7 +65,7 @@ def test_row_times_add_up_to_the_wall_time() -> None:
 
 def test_noise_belongs_to_the_request() -> None:
     key = noise_key(1, 0, b"{}", 0, 0)
-    assert uniform(key, 3) == uniform(noise_key(1, 0, b"{}", 0, 0), 3)
+    assert step_noise(key, 3) == step_noise(noise_key(1, 0, b"{}", 0, 0), 3)
     others = [
         noise_key(2, 0, b"{}", 0, 0),
         noise_key(1, 1, b"{}", 0, 0),
@@ -73,16 +73,16 @@ def test_noise_belongs_to_the_request() -> None:
         noise_key(1, 0, b"{}", 1, 0),
         noise_key(1, 0, b"{}", 0, 1),
     ]
-    draws = [uniform(key, 3), uniform(key, 4), *(uniform(other, 3) for other in others)]
+    draws = [step_noise(each, 3) for each in (key, *others)] + [step_noise(key, 4)]
     assert len(set(draws)) == len(draws)
     assert noise_key(-(2**63), 0, b"", 0, 0) != noise_key(2**63 - 1, 0, b"", 0, 0)
 
 
-def test_noise_is_uniform() -> None:
+def test_the_noise_of_steps_is_uniform_over_64_bits() -> None:
     key = noise_key(1, 0, b"{}", 0, 0)
     tenths = [0] * 10
     for step in range(20_000):
-        tenths[int(uniform(key, step) * 10)] += 1
+        tenths[int((step_noise(key, step) + 2**63) * 10 >> 64)] += 1
     chi_square = sum((count - 2000) ** 2 / 2000 for count in tenths)
     assert chi_square < 27.9, "p < 0.001 with 9 degrees of freedom"
 

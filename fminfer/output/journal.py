@@ -26,6 +26,7 @@ JOURNAL = ".journal"  # added to the output's name
 TRIED = -1  # in the place of a row
 SYNC_EVERY_S = 0.5  # a power cut costs at most a second's rows
 Fingerprint = dict[str, str]  # what must be the same for rows to be kept; names are for people
+DRAWING = "the way of drawing"  # in a fingerprint; versions before Gumbel-max name none
 
 
 @dataclass(slots=True)
@@ -273,6 +274,12 @@ def check_fingerprint(path: Path, old: Fingerprint, new: Fingerprint) -> None:
     Raises:
         UsageError: what differs.
     """
+    if old.get(DRAWING) != new.get(DRAWING):
+        raise UsageError(
+            f"{path} belongs to a run of another version of fminfer: sampled answers are drawn in "
+            "another way now. Finish that run with its own version; or answer from the start: give "
+            "--restart (for all inputs), or another --output"
+        )
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     if names:
         changes = "; ".join(
