@@ -39,8 +39,11 @@ void check_drawn(const float* row, int64_t vocab, int64_t id, float temperature,
                  float min_p) {
     check(id >= 0 && id < vocab, "a token that is not there");
     float largest = -INFINITY;
-    for (int64_t i = 0; i < vocab; i++) largest = row[i] > largest ? row[i] : largest;
-    if (std::isinf(largest)) return;
+    for (int64_t i = 0; i < vocab; i++) {
+        if (std::isnan(row[i])) return check(id == i, "a row of nan does not draw the first");
+        largest = row[i] > largest ? row[i] : largest;
+    }
+    if (std::isinf(largest)) return check(row[id] == largest, "a row draws no infinite token");
     int64_t higher = 0;
     for (int64_t i = 0; i < vocab; i++) higher += row[i] > row[id];
     check(std::isfinite(row[id]), "a hidden token is drawn");
@@ -58,13 +61,11 @@ uint32_t mix(uint32_t bits) {
 // Without filters: noise for every token, and the best one.
 void check_winner(const float* row, int64_t vocab, int64_t id, float temperature, int64_t noise) {
     float largest = -INFINITY;
-    for (int64_t i = 0; i < vocab; i++) {
-        if (std::isnan(row[i])) return check(id == i, "a row of nan does not draw the first");
-        largest = row[i] > largest ? row[i] : largest;
-    }
+    for (int64_t i = 0; i < vocab; i++) largest = row[i] > largest ? row[i] : largest;
+    if (std::isnan(row[id]) || std::isinf(largest)) return;
     int64_t best = 0;
     double most = -INFINITY;
-    for (int64_t i = 0; i < vocab && std::isfinite(largest); i++) {
+    for (int64_t i = 0; i < vocab; i++) {
         const uint32_t bits = mix(mix(uint32_t(i) ^ uint32_t(noise)) ^ uint32_t(noise >> 32));
         const double uniform = (bits + 0.5) / 0x1p32;
         const double score = (row[i] - largest) / temperature - std::log(-std::log(1 - uniform));
@@ -73,8 +74,6 @@ void check_winner(const float* row, int64_t vocab, int64_t id, float temperature
             best = i;
         }
     }
-    for (int64_t i = vocab - 1; i >= 0 && std::isinf(largest); i--)
-        if (row[i] == largest) best = i;
     check(id == best, "a token that is not the winner is drawn");
 }
 
