@@ -93,6 +93,8 @@ class SamplingTensors:
         )
 
 
+# Of (rows, vocab) scaled logits, and of the rows' noise: the tokens that win, int64.
+Racer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 # Of (rows, vocab) logits, and which rows draw: their tokens, int64.
 Drawer = Callable[[torch.Tensor, SamplingTensors, torch.Tensor], torch.Tensor]
 
@@ -144,8 +146,13 @@ class LogitEditTensors:
         return changed
 
 
+def race(scaled: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Return the ids of the highest sums of scaled logit and noise, in plain torch."""
+    return gumbel(noise, scaled.shape[-1]).add_(scaled).argmax(-1)
+
+
 def draw(
-    logits: torch.Tensor, how: SamplingTensors, rows: torch.Tensor
+    logits: torch.Tensor, how: SamplingTensors, rows: torch.Tensor, racer: Racer = race
 ) -> torch.Tensor:  # as many ids as rows, int64
     """Draw by Gumbel-max from what top_k, min_p and top_p leave.
 
@@ -153,6 +160,7 @@ def draw(
         logits: (rows, vocab), of any floating dtype.
         how: of all rows; temperature and top_p above 0 in those that draw.
         rows: (rows that draw,) int64.
+        racer: `race`, or a compiled body of it.
     """
     logits, how = logits[rows].float(), how.rows(rows)
     largest, first = logits.max(-1, keepdim=True)
@@ -164,7 +172,7 @@ def draw(
     if (how.top_p < 1).any():
         probs = _keep_top_p(torch.softmax(scaled, -1), how.top_p)
         scaled = scaled.masked_fill(probs == 0, float("-inf"))
-    ids = gumbel(how.noise, logits.shape[-1]).add_(scaled).argmax(-1)
+    ids = racer(scaled, how.noise)
     # Of a row with nan or +inf the first such token: its logprob is nan, whichever is drawn.
     return torch.where(largest.isfinite(), ids[:, None], first)[:, 0]
 

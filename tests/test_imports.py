@@ -27,7 +27,8 @@ attention compute.parts compute.trial draw_kernel engine_options input.lines ker
     launcher models.architectures.expert_parts models.architectures.parts models.layer_count \
     models.shapes models.stored.safetensors_file models.stored.torch_file models.weight_files \
     output.claims output.journal output.progress pipeline.secret pipeline.store placement \
-    product_kernel prompts run_options score_kernel tokenizer triton_attention triton_layers
+    product_kernel prompts run_options score_kernel tokenizer triton_attention \
+    triton_draws triton_layers
 cluster.submission compute.kv_cache expert_kernel input.envelope input.files kernel_choice \
     models.architectures.gpt_like models.architectures.llama_like models.origins \
     models.stored.weight_file no_tokenizer output.writer packed_linear pipeline.store_place \

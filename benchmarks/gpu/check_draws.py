@@ -13,8 +13,7 @@ import torch
 
 from benchmarks.gpu.cases import Case, Figures, Setting, expect
 from fminfer import sampling
-from fminfer.draw_kernel import DrawKernel
-from fminfer.kernel_choice import find_library
+from fminfer.kernel_choice import find_drawer, find_library
 from fminfer.sampling import Drawer, Ranker, Ranking, SamplingTensors
 from fminfer.score_kernel import ScoreKernel
 
@@ -141,8 +140,6 @@ def _differ(right: Ranking, found: Ranking) -> torch.Tensor:  # (rows,) bool
 
 def _bodies(device: str) -> tuple[Drawer, Ranker]:
     """Return what is compared with plain torch on the CPU."""
-    if device == "cuda":
-        return sampling.draw, sampling.rank
-    library = find_library("compiled", torch.device("cpu"))
-    assert library is not None, "asked for by name"
-    return DrawKernel(library), ScoreKernel(library)
+    library = find_library("compiled", torch.device(device))
+    drawer, _ = find_drawer("compiled", library, torch.device(device))
+    return drawer, sampling.rank if library is None else ScoreKernel(library)
