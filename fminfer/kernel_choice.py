@@ -25,7 +25,7 @@ from fminfer.kernel_build import KernelBuild, may_have_library, start_build
 from fminfer.layer_kernels import LayerKernels
 from fminfer.messages import StepRow
 from fminfer.placement import start_openmp_threads
-from fminfer.sampling import Drawer, draw
+from fminfer.sampling import Drawer, Racer, draw
 
 CPU = torch.device("cpu")
 # Of the largest expected number. 16 bits round weights and results.
@@ -172,10 +172,11 @@ def find_drawer(
         return draw, ""
     from fminfer import triton_draws
 
-    racer, problem = try_body(
-        *("draws", body, lambda: triton_draws.TritonRace(device)),
-        *(triton_draws.race_pairs, TOKEN_ERROR),
-    )
+    def make() -> Racer:
+        return triton_draws.triton_race
+
+    pairs = partial(triton_draws.race_pairs, device=device)
+    racer, problem = try_body("draws", body, make, pairs, TOKEN_ERROR)
     return draw if racer is None else partial(draw, racer=racer), problem
 
 

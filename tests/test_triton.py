@@ -34,7 +34,7 @@ from fminfer.messages import StepRow
 from fminfer.models.checkpoint import open_random
 from fminfer.sampling import SamplingTensors, draw
 from fminfer.triton_attention import TritonAttention
-from fminfer.triton_draws import TOKENS, TritonRace, race_pairs
+from fminfer.triton_draws import TOKENS, race_pairs, triton_race
 from fminfer.triton_layers import TritonLayers
 from tests.conftest import make_model, more, save_byte_tokenizer, triton_device, try_triton
 from tests.test_attention import (
@@ -192,7 +192,7 @@ def test_triton_is_tested_on_a_gpu_where_there_is_one(monkeypatch: pytest.Monkey
 @interpreted
 def test_draws_are_those_of_the_cpu() -> None:
     """The same tokens, also beside what is hidden or no number."""
-    draws = partial(draw, racer=TritonRace(DEVICE))
+    draws = partial(draw, racer=triton_race)
     count = 12
     for vocab in (1, 700, TOKENS, 2 * TOKENS + 3):
         logits = torch.randn(count, vocab) * 3
@@ -217,12 +217,10 @@ def test_draws_are_those_of_the_cpu() -> None:
 
 
 @interpreted
-def test_a_race_that_gives_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    compare(race_pairs(TritonRace(DEVICE)), TOKEN_ERROR)
-    run = TritonRace.__call__
-    monkeypatch.setattr(TritonRace, "__call__", lambda *given: run(*given) ^ 1)
+def test_a_race_that_gives_something_else_is_refused() -> None:
+    compare(race_pairs(triton_race, DEVICE), TOKEN_ERROR)
     with pytest.raises(ValueError, match="off by"):
-        compare(race_pairs(TritonRace(DEVICE)), TOKEN_ERROR)
+        compare(race_pairs(lambda *given: triton_race(*given) ^ 1, DEVICE), TOKEN_ERROR)
 
 
 @interpreted
@@ -366,9 +364,9 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from fminfer.triton_attention import TritonAttention
-from fminfer.triton_draws import TOKENS, race_kernel
+from fminfer.triton_draws import TOKENS
 from fminfer.triton_kernels import (
-    attend_kernel, gate_kernel, norm_kernel, rotate_kernel, store_kernel,
+    attend_kernel, gate_kernel, norm_kernel, race_kernel, rotate_kernel, store_kernel,
 )
 
 STRIDES = ["query_head", "query_token", "key_head", "key_token", "value_head", "value_token"]
