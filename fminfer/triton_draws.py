@@ -11,7 +11,6 @@ from collections.abc import Iterator
 import torch
 import triton
 
-from fminfer.compute.trial import Pair
 from fminfer.sampling import Racer, race
 from fminfer.triton_kernels import race_kernel
 
@@ -33,7 +32,7 @@ def triton_race(scaled: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     return winners.gather(-1, scores.argmax(-1, keepdim=True))[:, 0]
 
 
-def race_pairs(racer: Racer, device: torch.device) -> Iterator[Pair]:
+def race_pairs(racer: Racer, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Let some rows race on a device, and in plain torch on the CPU."""
     generator = torch.Generator().manual_seed(0)
     scaled = -3 * torch.rand((8, 5000), generator=generator)
