@@ -33,7 +33,7 @@ class DrawKernel:
             (how.top_p, torch.float32),
             (how.top_k, torch.int64),
             (how.min_p, torch.float32),
-            (how.noise, torch.float64),
+            (how.noise, torch.int64),
         )
         assert logits.device.type == "cpu" and vocab > 0, "logits"
         for tensor, dtype in tensors:  # the kernel trusts what it is given

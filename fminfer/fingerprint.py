@@ -16,6 +16,7 @@ from fminfer.models.checkpoint import GENERATION, Checkpoint
 from fminfer.models.stored.weight_file import read_weight_file
 from fminfer.models.weight_files import weight_files
 from fminfer.placement import choose_device, choose_dtype, choose_kv_dtype
+from fminfer.version import DRAWING
 
 # Of a weight file what names its tensors, and of each of them this much in its middle and at its
 # end: training changes a tensor everywhere, new tokens its end. To read 350 GB would take minutes.
@@ -41,6 +42,7 @@ def fingerprint_of(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, st
     dtype = choose_dtype(config.dtype, checkpoint.config.dtype, device)
     found = {
         "fminfer's version": __version__,
+        DRAWING: "Gumbel-max",
         "the model": _model_digest(config, checkpoint),
         "the tokenizer": _files_digest(checkpoint),
         "the dtype": str(dtype).removeprefix("torch."),

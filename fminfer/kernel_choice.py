@@ -17,6 +17,7 @@ from fminfer.compute.parts import PartKernels, part_pairs
 from fminfer.compute.spec import Attention, Model
 from fminfer.compute.trial import Limits, Pair, try_body
 from fminfer.config import Kernels
+from fminfer.draw_kernel import DrawKernel
 from fminfer.errors import UsageError
 from fminfer.head_kernel import HeadKernel, head_pairs
 from fminfer.kernel_attention import KernelAttention
@@ -24,12 +25,14 @@ from fminfer.kernel_build import KernelBuild, may_have_library, start_build
 from fminfer.layer_kernels import LayerKernels
 from fminfer.messages import StepRow
 from fminfer.placement import start_openmp_threads
+from fminfer.sampling import Drawer, Racer, draw
 
 CPU = torch.device("cpu")
 # Of the largest expected number. 16 bits round weights and results.
 ATTENTION_ERRORS: Limits = {torch.float32: 2e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
 PART_ERRORS: Limits = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 0.016}
 HEAD_ERROR = 1e-4
+TOKEN_ERROR = 1e-9  # none: the ids must be the same
 # Of the longer row of a trial. The GPU's kernel has 64 keys on the way at once.
 TRIED_KEYS = {"cpu": 67, "cuda": 327}
 
@@ -153,6 +156,28 @@ def find_head(
         return None, ""
     pairs = partial(head_pairs, dtype=dtype)
     return try_body("head", kernels, lambda: HeadKernel(library), pairs, HEAD_ERROR)
+
+
+def find_drawer(
+    kernels: Kernels, library: ctypes.CDLL | None, device: torch.device
+) -> tuple[Drawer, str]:
+    """Return what draws tokens, and why it is slower than it could be.
+
+    Raises:
+        UsageError: a kernel is asked for by name and cannot be.
+    """
+    if library is not None:
+        return DrawKernel(library), ""
+    if kernels == "off" or device.type == "cpu":
+        return draw, ""
+    from fminfer import triton_draws
+
+    def make() -> Racer:
+        return triton_draws.triton_race
+
+    pairs = partial(triton_draws.race_pairs, device=device)
+    racer, problem = try_body("draws", kernels, make, pairs, TOKEN_ERROR)
+    return draw if racer is None else partial(draw, racer=racer), problem
 
 
 def attention_pairs(

@@ -20,12 +20,17 @@ from fminfer.compute.experts import KernelExperts
 from fminfer.compute.parts import KernelParts, PartKernels, Parts
 from fminfer.compute.products import PackedProducts, Products
 from fminfer.config import EngineConfig, Kernels
-from fminfer.draw_kernel import DrawKernel
 from fminfer.errors import UsageError
 from fminfer.expert_kernel import ExpertKernel
 from fminfer.fingerprint import digest_files
 from fminfer.head_kernel import HeadKernel
-from fminfer.kernel_choice import find_attention, find_head, find_layers, find_library
+from fminfer.kernel_choice import (
+    find_attention,
+    find_drawer,
+    find_head,
+    find_layers,
+    find_library,
+)
 from fminfer.memory import is_out_of_memory
 from fminfer.models.checkpoint import Checkpoint, open_checkpoint, open_random
 from fminfer.models.load import PartTensors, load_tensors
@@ -46,7 +51,7 @@ from fminfer.placement import (
     why_slow,
 )
 from fminfer.product_kernel import ProductKernel
-from fminfer.sampling import draw, rank
+from fminfer.sampling import Drawer, rank
 from fminfer.score_kernel import ScoreKernel
 from fminfer.step_memory import auto_budget, step_bytes
 from fminfer.threads import ThreadCount
@@ -68,6 +73,7 @@ class LoadedPart:
     library: ctypes.CDLL | None  # the CPU's kernels
     attention: AttentionKernel | None  # None: plain torch
     head: HeadKernel | None  # None: plain torch
+    drawer: Drawer
     why_plain: str  # why a kernel that was to be used is not
     why_slower: str  # that, and why else it is slower than it could be
     threads: ThreadCount
@@ -172,7 +178,7 @@ def load_part(
         keeps_bfloat16=dtype == torch.float32 and library is not None,
         on_progress=on_progress,
     )
-    network, attention, head, why_plain = _build_network(
+    network, attention, head, drawer, why_plain = _build_network(
         config, checkpoint, part, tensors, library, dtype, device
     )
     form = HiddenForm(checkpoint.config.hidden_size, dtype, device, hidden_group)
@@ -192,6 +198,7 @@ def load_part(
         library,
         attention,
         head,
+        drawer,
         why_plain,
         why_slower,
         threads,
@@ -207,10 +214,11 @@ def _build_network(
     library: ctypes.CDLL | None,
     dtype: torch.dtype,
     device: torch.device,
-) -> tuple[Transformer, AttentionKernel | None, HeadKernel | None, str]:
+) -> tuple[Transformer, AttentionKernel | None, HeadKernel | None, Drawer, str]:
     """Choose bodies, build a part of them, and say why kernels are not used."""
     layers, no_layers = find_layers(config.kernels, library, dtype=dtype, device=device)
     head, no_head = find_head(config.kernels, library, dtype)
+    drawer, no_drawer = find_drawer(config.kernels, library, device)
     bodies, whole = _find_bodies(config.kernels, checkpoint, library, layers, dtype, device)
     network = Transformer(checkpoint.model, tensors, first=part.first, bodies=bodies)
     attention, no_attention = find_attention(
@@ -222,10 +230,10 @@ def _build_network(
         kv_dtype=choose_kv_dtype(config.kv_dtype, dtype),
         device=device,
     )
-    reasons = [no_attention, no_layers, no_head, bodies.products.why_plain]
+    reasons = [no_attention, no_layers, no_head, no_drawer, bodies.products.why_plain]
     reasons += [each.why_plain for each in (bodies.experts, whole) if each is not None]
     why_plain = "; ".join(filter(None, reasons))
-    return network, attention, head, why_plain
+    return network, attention, head, drawer, why_plain
 
 
 def _find_bodies(
@@ -354,7 +362,7 @@ def _build_stage(config: EngineConfig, loaded: LoadedPart, num_blocks: int) -> S
         block_size=config.block_size,
         kernel=loaded.attention,
         ranker=rank if loaded.library is None else ScoreKernel(loaded.library),
-        drawer=draw if loaded.library is None else DrawKernel(loaded.library),
+        drawer=loaded.drawer,
         head_kernel=loaded.head,
         threads=loaded.threads,
     )

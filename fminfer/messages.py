@@ -57,7 +57,7 @@ class SamplingRows:
     top_p: list[float] = field(default_factory=list)
     top_k: list[int] = field(default_factory=list)  # 0: off
     min_p: list[float] = field(default_factory=list)
-    noise: list[float] = field(default_factory=list)  # uniform in [0, 1)
+    noise: list[int] = field(default_factory=list)  # 64 random bits, signed; 0: greedy
     edits: EditColumns = field(default_factory=EditColumns)  # of all rows, row after row
     num_edits: list[int] = field(default_factory=list)
     banned_ids: list[int] = field(default_factory=list)  # of all rows, row after row

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fminfer.gumbel import gumbel
+
 TOP_P_CANDIDATES = 256  # tried before the whole vocabulary is sorted
 
 
@@ -79,7 +81,7 @@ class SamplingTensors:
     top_p: torch.Tensor  # (rows,) float32; 0: greedy
     top_k: torch.Tensor  # (rows,) int64; 0: off
     min_p: torch.Tensor  # (rows,) float32; 0: off
-    noise: torch.Tensor  # (rows,) float64, uniform in [0, 1)
+    noise: torch.Tensor  # (rows,) int64, 64 random bits
 
     def rows(self, rows: slice | torch.Tensor) -> SamplingTensors:
         return SamplingTensors(
@@ -91,6 +93,8 @@ class SamplingTensors:
         )
 
 
+# Of (rows, vocab) scaled logits, and of the rows' noise: the tokens that win, int64.
+Racer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 # Of (rows, vocab) logits, and which rows draw: their tokens, int64.
 Drawer = Callable[[torch.Tensor, SamplingTensors, torch.Tensor], torch.Tensor]
 
@@ -142,32 +146,35 @@ class LogitEditTensors:
         return changed
 
 
+def race(scaled: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Return the ids of the highest sums of scaled logit and noise, in plain torch."""
+    return gumbel(noise, scaled.shape[-1]).add_(scaled).argmax(-1)
+
+
 def draw(
-    logits: torch.Tensor, how: SamplingTensors, rows: torch.Tensor
+    logits: torch.Tensor, how: SamplingTensors, rows: torch.Tensor, racer: Racer = race
 ) -> torch.Tensor:  # as many ids as rows, int64
-    """Draw by inverting the cumulated probabilities in id order, after top_k, min_p and top_p.
+    """Draw by Gumbel-max from what top_k, min_p and top_p leave.
 
     Args:
         logits: (rows, vocab), of any floating dtype.
         how: of all rows; temperature and top_p above 0 in those that draw.
         rows: (rows that draw,) int64.
+        racer: `race`, or a compiled body of it.
     """
     logits, how = logits[rows].float(), how.rows(rows)
-    largest = logits.amax(-1, keepdim=True)
+    largest, first = logits.max(-1, keepdim=True)
     scaled = (logits - largest) / how.temperature[:, None]
     if (how.top_k > 0).any():
         scaled = _keep_top_k(scaled, how.top_k)
     if (how.min_p > 0).any():  # the likeliest token stands at 0 here; log(0) keeps all
         scaled = scaled.masked_fill(scaled < how.min_p.log()[:, None], float("-inf"))
-    probs = torch.softmax(scaled, -1)
     if (how.top_p < 1).any():
-        probs = _keep_top_p(probs, how.top_p)
-    cumulated = probs.double().cumsum(-1)
-    threshold = how.noise[:, None] * cumulated[:, -1:]
-    ids = torch.searchsorted(cumulated, threshold, right=True)[:, 0]
-    # Rounding could point past the last token that has any mass; a row of nan has none.
-    last = probs.shape[-1] - 1 - (probs > 0).flip(-1).to(torch.uint8).argmax(-1)
-    return torch.minimum(ids, last)
+        probs = _keep_top_p(torch.softmax(scaled, -1), how.top_p)
+        scaled = scaled.masked_fill(probs == 0, float("-inf"))
+    ids = racer(scaled, how.noise)
+    # Of a row with nan or +inf the first such token: its logprob is nan, whichever is drawn.
+    return torch.where(largest.isfinite(), ids[:, None], first)[:, 0]
 
 
 def _keep_top_k(scaled: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:

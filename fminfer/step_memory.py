@@ -10,7 +10,7 @@ from fminfer.partition import Part
 from fminfer.pipeline.stage import MAX_LOGITS
 
 # Of one logit, all copies that exist at once. Float32 logits, edited and ranked on the CPU; on a
-# GPU torch draws from them with cumulated probabilities in float64 (not measured there).
+# GPU torch draws from them with scores in float64 (not measured there).
 LOGIT_BYTES = {"cpu": 3 * 4, "cuda": 40}
 HIDDEN_COPIES, WIDE_COPIES = 8, 3  # of a step's hidden states, and of what is inside an MLP
 EXPERT_COPIES = 6  # for each expert of a token: four in the dtype, and a sum in float32

@@ -1,4 +1,4 @@
-"""The GPU's kernels, in Triton. Only `triton_attention` and `triton_layers` call them.
+"""The GPU's kernels, in Triton. `triton_attention`, `triton_layers` and `triton_draws` call them.
 
 In attention a tile is a few consecutive tokens of one row, with all query heads that share a KV
 head: one program attends from it to all of the row's keys before it, block by block, with the
@@ -233,3 +233,36 @@ def gate_kernel(
     if GATES:
         value *= tl.load(second + row * step + columns, mask=is_used, other=0.0).to(tl.float32)
     tl.store(out + row * width + columns, value.to(out.dtype.element_ty), is_used)
+
+
+@triton.jit
+def mixed(bits):
+    """Mix as `gumbel.token_bits` does."""
+    bits = (bits ^ (bits >> 16)) * 0x7FEB352D
+    bits = (bits ^ (bits >> 15)) * 0x846CA68B
+    return bits ^ (bits >> 16)
+
+
+@triton.jit
+def race_kernel(
+    scaled,  # (rows, vocab) float32
+    noise,  # (rows,) int64
+    scores,  # (rows, parts) float64
+    winners,  # (rows, parts) int64
+    vocab,
+    SIZE: tl.constexpr,
+):
+    """Find the winner of some tokens of one row. Grid: (rows, parts)."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    ids = part * SIZE + tl.arange(0, SIZE)
+    logits = tl.load(scaled + row * vocab + ids, mask=ids < vocab, other=float("-inf"))
+    words = tl.load(noise + row)
+    lower, upper = words.to(tl.uint32), (words >> 32).to(tl.uint32)
+    bits = mixed(mixed(ids.to(tl.uint32) ^ lower) ^ upper)
+    # Constants are float32, which has no 2^32 - 0.5.
+    rest = (4294967296.0 - bits.to(tl.float64) - 0.5) * 2.3283064365386963e-10  # 2^-32
+    score, place = tl.max(logits.to(tl.float64) - tl.log(-tl.log(rest)), 0, return_indices=True)
+    here = row * tl.num_programs(1) + part
+    tl.store(scores + here, score)
+    tl.store(winners + here, (part * SIZE + place).to(tl.int64))

@@ -1,11 +1,11 @@
-"""That draws have the right probabilities: chi-square over the engine's own noise and sampler.
+"""That draws have the right probabilities: chi-square over the engine's own noise and samplers.
 
 The seeds are fixed, so a right sampler always passes; a wrong one is far over the limits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,18 @@ import pytest
 import torch
 
 import fminfer
-from fminfer.engine.noise import digest, noise_key, uniform
+from fminfer.draw_kernel import DrawKernel
+from fminfer.engine.noise import draw_key, noise_key, step_noise
+from fminfer.gumbel import token_bits
+from fminfer.kernel_build import find_compiler
 from fminfer.models.load import load_tensors
-from fminfer.sampling import SamplingTensors, sample
+from fminfer.request import SamplingParams
+from fminfer.sampling import Drawer, LogitEditTensors, SamplingTensors, draw, sample
+
+from .conftest import built_library
 
 VOCAB = 60
-NUM_DRAWS = 24_000  # of each setting
+NUM_DRAWS = 6_400  # of each setting
 NORMAL_QUANTILE = 3.719  # one right sampler in 10,000 is beyond it
 
 
@@ -30,6 +36,9 @@ class Setting:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    bias: float = 0.0  # of each third token
+    repetition: float = 1.0  # of each fourth
+    minus: float = 0.0  # of each fifth: penalties of frequency and presence
 
 
 SETTINGS = [
@@ -43,12 +52,37 @@ SETTINGS = [
     Setting(temperature=1.2, top_k=20, top_p=0.8),
     Setting(temperature=1.3, min_p=0.1),
     Setting(temperature=1.5, top_k=12, top_p=0.9, min_p=0.05),
+    Setting(temperature=0.3),
+    Setting(temperature=5.0),
+    Setting(top_k=2),
+    Setting(top_k=59),
+    Setting(temperature=2.0, top_p=0.3),
+    Setting(temperature=2.0, top_p=0.99),
+    Setting(temperature=0.7, min_p=0.02),
+    Setting(temperature=3.0, min_p=0.3),
+    Setting(temperature=0.7, top_p=0.9, min_p=0.01),
+    Setting(temperature=1.1, top_k=30, min_p=0.05),
+    Setting(bias=1.0),
+    Setting(temperature=0.8, bias=-2.0),
+    Setting(bias=3.0, top_k=10),
+    Setting(repetition=1.5),
+    Setting(temperature=1.3, repetition=0.7, top_p=0.9),
+    Setting(repetition=2.0, min_p=0.05),
+    Setting(minus=1.5),
+    Setting(temperature=0.6, minus=-0.8, top_k=15),
+    Setting(bias=0.7, repetition=1.2, minus=0.4),
+    Setting(1.2, 25, 0.95, 0.01, bias=-1.0, repetition=1.3, minus=0.5),
 ]
 
 
 def exact_probs(logits: np.ndarray, how: Setting) -> np.ndarray:
     """Return each id's probability by the definition: temperature, top_k, min_p, top_p in turn."""
-    scaled = logits.astype(np.float64) / how.temperature
+    edited = logits.astype(np.float64)
+    edited[::3] += how.bias
+    fourth = edited[::4]
+    edited[::4] = np.where(fourth > 0, fourth / how.repetition, fourth * how.repetition)
+    edited[::5] -= how.minus
+    scaled = edited / how.temperature
     probs = np.exp(scaled - scaled.max())
     best_first = np.argsort(-probs, kind="stable")
     if how.top_k:
@@ -79,32 +113,68 @@ def check_counts(counts: np.ndarray, probs: np.ndarray, what: object) -> None:
     assert chi_square < limit, f"{what}: {chi_square:.1f} is over {limit:.1f}"
 
 
-def rows_of(settings: list[Setting], noise: list[float]) -> SamplingTensors:
+def key_of(
+    *,
+    seed: int = 1,
+    repeat: int = 0,
+    prompt: Sequence[int] = (5,),
+    index: int = 0,
+    candidate: int = 0,
+) -> bytes:
+    """Return the key of a sequence's draws."""
+    key = draw_key([list(prompt)], SamplingParams(), seed, repeat, b"")
+    return noise_key(key, index, candidate)
+
+
+def rows_of(settings: list[Setting], noise: list[int]) -> SamplingTensors:
     return SamplingTensors(
         temperature=torch.tensor([s.temperature for s in settings]),
         top_p=torch.tensor([s.top_p for s in settings]),
         top_k=torch.tensor([s.top_k for s in settings]),
         min_p=torch.tensor([s.min_p for s in settings]),
-        noise=torch.tensor(noise, dtype=torch.float64),
+        noise=torch.tensor(noise),
     )
 
 
-@pytest.fixture(scope="module")
-def counts() -> tuple[np.ndarray, list[np.ndarray]]:
+def edits_of(settings: list[Setting]) -> LogitEditTensors:
+    """Return an entry for each row and token; most of them change nothing."""
+    ids = torch.arange(VOCAB)
+
+    def column(values: list[float], every: int, otherwise: float) -> torch.Tensor:
+        return torch.where(ids % every == 0, torch.tensor(values)[:, None], otherwise).flatten()
+
+    return LogitEditTensors(
+        torch.arange(len(settings)).repeat_interleave(VOCAB),
+        ids.repeat(len(settings)),
+        column([s.bias for s in settings], 3, 0.0),
+        column([s.repetition for s in settings], 4, 1.0),
+        column([s.minus for s in settings], 5, 0.0),
+        *(torch.empty(0, dtype=torch.int64) for _ in range(2)),
+    )
+
+
+@pytest.fixture(scope="module", params=["plain", "compiled"])
+def counts(request: pytest.FixtureRequest) -> tuple[np.ndarray, list[np.ndarray]]:
     """Draw for all settings, mixed in each batch; return the logits and each setting's counts."""
+    drawer: Drawer = draw
+    if request.param == "compiled":
+        if find_compiler() is None:
+            pytest.skip("there is no C++ compiler")
+        drawer = DrawKernel(built_library())
     generator = np.random.default_rng(5)
     logits = generator.normal(0, 1.5, VOCAB).astype(np.float32)
     found = [np.zeros(VOCAB, dtype=np.int64) for _ in SETTINGS]
-    requests = [digest(b'{"prompt": "%d"}' % i) for i in range(NUM_DRAWS)]
-    for start in range(0, NUM_DRAWS, 2000):
-        noise = [
-            uniform(noise_key(1, 0, request, 0, place), 0)
-            for request in requests[start : start + 2000]
-            for place in range(len(SETTINGS))
-        ]
-        rows = rows_of(SETTINGS * 2000, noise)
-        ids = sample(torch.from_numpy(logits).expand(len(noise), -1), rows, 0).ids
-        for place, column in enumerate(ids.view(2000, -1).numpy().T):
+    keys = [
+        key_of(prompt=[i], candidate=place)
+        for i in range(NUM_DRAWS // 8)
+        for place in range(len(SETTINGS))
+    ]
+    settings = SETTINGS * (NUM_DRAWS // 8)
+    for step in range(8):
+        rows = rows_of(settings, [step_noise(key, step) for key in keys])
+        expanded = torch.from_numpy(logits).expand(len(keys), -1)
+        ids = sample(expanded, rows, 0, edits_of(settings), drawer=drawer).ids
+        for place, column in enumerate(ids.view(-1, len(SETTINGS)).numpy().T):
             found[place] += np.bincount(column, minlength=VOCAB)
     return logits, found
 
@@ -203,26 +273,27 @@ def test_draws_through_the_engine_are_unrelated(
         )
 
 
-SAME = digest(b'{"prompt": "north"}')
-STREAMS: dict[str, Callable[[int], float]] = {
-    "steps": lambda i: uniform(noise_key(1, 0, SAME, 0, 0), i),
-    "candidates": lambda i: uniform(noise_key(1, 0, SAME, 0, i), 0),
-    "prompts": lambda i: uniform(noise_key(1, 0, SAME, i, 0), 0),
-    "repeats": lambda i: uniform(noise_key(1, i, SAME, 0, 0), 0),
-    "seeds": lambda i: uniform(noise_key(i - NUM_DRAWS // 2, 0, SAME, 0, 0), 0),
-    "requests": lambda i: uniform(noise_key(1, 0, digest(b"%d" % i), 0, 0), 0),
+STREAMS: dict[str, Callable[[int], int]] = {
+    "steps": lambda i: step_noise(key_of(), i),
+    "candidates": lambda i: step_noise(key_of(candidate=i), 0),
+    "prompts": lambda i: step_noise(key_of(index=i), 0),
+    "repeats": lambda i: step_noise(key_of(repeat=i), 0),
+    "seeds": lambda i: step_noise(key_of(seed=i - 12_000), 0),
+    "requests": lambda i: step_noise(key_of(prompt=[i]), 0),
 }
 
 
 @pytest.mark.parametrize("name", STREAMS)
 def test_noise_is_uniform_and_neighbours_are_unrelated(name: str) -> None:
     """Whichever of its numbers counts up: values, pairs of neighbours, and their correlation."""
-    values = np.array([STREAMS[name](i) for i in range(NUM_DRAWS)])
-    assert values.min() >= 0 and values.max() < 1
-    bins = (values * 200).astype(int)
-    check_counts(np.bincount(bins, minlength=200), np.full(200, 1 / 200), name)
-    pairs = (values[::2] * 20).astype(int) * 20 + (values[1::2] * 20).astype(int)
-    check_counts(np.bincount(pairs, minlength=400), np.full(400, 1 / 400), f"pairs of {name}")
-    for lag in (1, 2, 3):
-        correlation = np.corrcoef(values[:-lag], values[lag:])[0, 1]
-        assert abs(correlation) < NORMAL_QUANTILE / NUM_DRAWS**0.5, (name, lag)
+    count = 24_000
+    noise = torch.tensor([STREAMS[name](i) for i in range(count)])
+    for token in (0, 41):
+        values = (token_bits(noise, 42)[:, token].numpy().astype(np.int64) % 2**32) / 2**32
+        bins = (values * 200).astype(int)
+        check_counts(np.bincount(bins, minlength=200), np.full(200, 1 / 200), name)
+        pairs = (values[::2] * 20).astype(int) * 20 + (values[1::2] * 20).astype(int)
+        check_counts(np.bincount(pairs, minlength=400), np.full(400, 1 / 400), f"pairs of {name}")
+        for lag in (1, 2, 3):
+            correlation = np.corrcoef(values[:-lag], values[lag:])[0, 1]
+            assert abs(correlation) < NORMAL_QUANTILE / count**0.5, (name, lag)

@@ -11,27 +11,25 @@ PACKAGE = Path(__file__).parent.parent / "fminfer"
 # From the lowest up. A sign of the house: a new module finds its place here or is in the wrong one.
 FLOORS = """
 cache cluster.job_names compute.spec control_groups detokenizer encoded_prompt engine.blocks \
-    engine.expected engine.facts engine.step_shape engine.stop_strings errors head_kernel \
+    engine.expected engine.facts engine.step_shape engine.stop_strings errors gumbel head_kernel \
     hyperparameters input.pieces input.spans line messages models.architectures.nearest \
     models.context models.examples models.read_ahead models.sizes models.stored.pickles \
     models.stored.tensors options.groups output.counts output.names output.owners output.rows \
-    pipeline.addresses quantities row_warnings sampling sentencepieces shared_runs soft_cap \
-    split.folders team.place timing token_lengths triton_kernels urls version weighed_values \
-    wording workspace
+    pipeline.addresses quantities row_warnings sentencepieces shared_runs soft_cap split.folders \
+    team.place timing token_lengths triton_kernels urls version weighed_values wording workspace
 cluster.schedulers cluster.scripts commands.families compute.plain compute.routing config \
-    cost_model decode_attention draw_kernel exit_status fields host_memory imports input.spread \
-    input.streams input.values integrations.generation kernel_attention layer_kernels \
-    line_run.seen_counts memory models.architectures.naming models.config_fields models.hub \
-    models.impostors models.stored.metaseq options.model_options other_work output.disk \
-    output.journal_head output.stream output.trace partition pipeline.handshake pipeline.local \
-    pipeline.step_clock pipeline.transport pipeline.wire processor ranks score_kernel stopping \
-    threads
-attention compute.parts compute.trial engine_options input.lines kernel_build \
+    cost_model decode_attention exit_status fields host_memory imports input.spread input.streams \
+    input.values integrations.generation kernel_attention layer_kernels line_run.seen_counts \
+    memory models.architectures.naming models.config_fields models.hub models.impostors \
+    models.stored.metaseq options.model_options other_work output.disk output.journal_head \
+    output.stream output.trace partition pipeline.handshake pipeline.local pipeline.step_clock \
+    pipeline.transport pipeline.wire processor ranks sampling stopping threads
+attention compute.parts compute.trial draw_kernel engine_options input.lines kernel_build \
     models.architectures.expert_parts models.architectures.parts models.layer_count models.shapes \
     models.stored.safetensors_file models.stored.torch_file models.weight_files \
     options.request_options options.value_types output.claims output.journal pipeline.ring \
-    pipeline.secret pipeline.store placement product_kernel prompts role start_up tokenizer \
-    triton_attention triton_layers
+    pipeline.secret pipeline.store placement product_kernel prompts role score_kernel start_up \
+    tokenizer triton_attention triton_draws triton_layers
 cluster.submission compute.kv_cache expert_kernel input.envelope input.files input.input_file \
     kernel_choice models.architectures.gpt_like models.architectures.llama_like models.origins \
     models.stored.weight_file no_tokenizer options.file_options options.old_options \

@@ -23,6 +23,7 @@ from fminfer.output import writer
 from fminfer.output.journal import Journal, journal_path, peek
 from fminfer.output.rows import Row, read_row
 from fminfer.output.writer import errors_path, put_in_order
+from fminfer.version import DRAWING
 
 MODEL = {"the model": "a"}
 
@@ -172,6 +173,18 @@ def test_another_runs_rows_are_refused_by_what_differs(tmp_path: Path) -> None:
     journal_path(output).write_text('{"some": "file"}\n')
     with pytest.raises(UsageError, match="its first line is damaged"):
         Journal(output, MODEL)
+
+
+def test_answers_that_were_drawn_another_way_are_not_gone_on_with(tmp_path: Path) -> None:
+    """A journal of a version that inverted cumulated weights says nothing of drawing."""
+    output = written(tmp_path, [row(1)])
+    new = MODEL | {DRAWING: "Gumbel-max"}
+    for read in (lambda: peek(output, new, restart=False), lambda: Journal(output, new)):
+        with pytest.raises(UsageError, match=r"drawn in another way now\. Finish .* --restart"):
+            read()
+    assert len(journal_path(output).read_bytes().splitlines()) == 2
+    Journal(output, new, restart=True).close()
+    Journal(output, new).close()
 
 
 def test_a_run_that_finished_no_row_refuses_none_after_it(tmp_path: Path) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fminfer.engine.blocks import BlockPool
-from fminfer.engine.noise import noise_key, uniform
+from fminfer.engine.noise import draw_key, meaning_of, noise_key, step_noise
 from fminfer.engine.stop_strings import find_stop
 from fminfer.errors import UsageError
 from fminfer.input.files import find_inputs
 from fminfer.input.lines import read_lines
 from fminfer.output.progress import show_seconds
+from fminfer.request import SamplingParams
 from fminfer.timing import RowClock
 
 
@@ -63,26 +65,64 @@ def test_row_times_add_up_to_the_wall_time() -> None:
     assert first.batch_time_s == 4.0 and 1 < first.batch_size < 2
 
 
+def key_of(
+    seed: int = 1,
+    repeat: int = 0,
+    ids: list[list[int]] | None = None,
+    place: tuple[int, int] = (0, 0),
+    meaning: bytes = b"",
+    **fields: Any,
+) -> bytes:
+    """Return the key of a sequence's draws."""
+    key = draw_key(ids or [[5, 6]], SamplingParams(**fields), seed, repeat, meaning)
+    return noise_key(key, *place)
+
+
 def test_noise_belongs_to_the_request() -> None:
-    key = noise_key(1, 0, b"{}", 0, 0)
-    assert uniform(key, 3) == uniform(noise_key(1, 0, b"{}", 0, 0), 3)
     others = [
-        noise_key(2, 0, b"{}", 0, 0),
-        noise_key(1, 1, b"{}", 0, 0),
-        noise_key(1, 0, b"{ }", 0, 0),
-        noise_key(1, 0, b"{}", 1, 0),
-        noise_key(1, 0, b"{}", 0, 1),
+        key_of(seed=2),
+        key_of(seed=-(2**63)),
+        key_of(seed=2**63 - 1),
+        key_of(repeat=1),
+        key_of(ids=[[5, 7]]),
+        key_of(ids=[[5], [6]]),
+        key_of(ids=[[5, 6], [7]]),
+        key_of(place=(1, 0)),
+        key_of(place=(0, 1)),
+        key_of(meaning=b"x"),
+        key_of(temperature=0.5),
+        key_of(logit_bias=((5, 1.0),)),
     ]
-    draws = [uniform(key, 3), uniform(key, 4), *(uniform(other, 3) for other in others)]
+    draws = [step_noise(each, 3) for each in (key_of(), *others)] + [step_noise(key_of(), 4)]
     assert len(set(draws)) == len(draws)
-    assert noise_key(-(2**63), 0, b"", 0, 0) != noise_key(2**63 - 1, 0, b"", 0, 0)
 
 
-def test_noise_is_uniform() -> None:
-    key = noise_key(1, 0, b"{}", 0, 0)
+def test_what_only_shows_or_ends_an_answer_changes_no_draw() -> None:
+    """`logprobs` or another `n` gave a seeded request other texts."""
+    for fields in (
+        {"n": 3, "best_of": 3},
+        {"max_tokens": 99},
+        {"logprobs": 5, "echo": True},
+        {"stop": ("x",), "stop_token_ids": (7,)},
+        {"frequency_penalty": -0.0},
+    ):
+        assert key_of(**fields) == key_of()
+    biases = ((5, 1.0), (6, 2.0))
+    assert key_of(logit_bias=biases) == key_of(logit_bias=biases[::-1])
+
+
+def test_requests_of_one_meaning() -> None:
+    same = meaning_of(["x"], SamplingParams(seed=1))
+    assert meaning_of(["x"], SamplingParams(seed=2, presence_penalty=-0.0)) == same
+    assert meaning_of(["x"], SamplingParams(max_tokens=17)) != same
+    assert meaning_of([[120]], SamplingParams()) != same and len(same) == 16
+
+
+def test_the_noise_of_steps_is_uniform_over_64_bits() -> None:
+    key = key_of()
     tenths = [0] * 10
     for step in range(20_000):
-        tenths[int(uniform(key, step) * 10)] += 1
+        tenths[int((step_noise(key, step) + 2**63) * 10 >> 64)] += 1
     chi_square = sum((count - 2000) ** 2 / 2000 for count in tenths)
     assert chi_square < 27.9, "p < 0.001 with 9 degrees of freedom"
 

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from fminfer.draw_kernel import DrawKernel
+from fminfer.engine.noise import step_noise
+from fminfer.gumbel import gumbel
 from fminfer.kernel_build import find_compiler
 from fminfer.sampling import (
     Drawer,
@@ -37,14 +39,15 @@ def drawer(request: pytest.FixtureRequest) -> Drawer:
     return DrawKernel(built_library())
 
 
-def how(rows: list[tuple[float, float, int, float]]) -> SamplingTensors:
-    temperature, top_p, top_k, noise = zip(*rows, strict=True)
+def how(rows: list[tuple[float, float, int, int]]) -> SamplingTensors:
+    """Return rows' temperature, top_p, top_k, and the number of their noise."""
+    temperature, top_p, top_k, number = zip(*rows, strict=True)
     return SamplingTensors(
         torch.tensor(temperature),
         torch.tensor(top_p),
         torch.tensor(top_k),
         torch.zeros(len(rows)),
-        torch.tensor(noise, dtype=torch.float64),
+        torch.tensor([step_noise(b"rows", each) for each in number]),
     )
 
 
@@ -70,10 +73,8 @@ def test_every_row_has_its_own_parameters_and_the_right_distribution(drawer: Dra
     logits = torch.randn(VOCAB) * 2
     settings = [(1.0, 1.0, 0), (0.7, 1.0, 5), (1.3, 0.8, 0), (1.0, 0.6, 20), (0.5, 0.95, 3)]
     counts = torch.zeros(len(settings), VOCAB)
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(40):
-        noise = torch.rand(100, len(settings), dtype=torch.float64, generator=generator)
-        rows = [(*s, noise[i, j].item()) for i in range(100) for j, s in enumerate(settings)]
+    for start in range(0, 20_000, 500):
+        rows = [(*s, start + 5 * i + j) for i in range(100) for j, s in enumerate(settings)]
         ids = sample(logits.expand(len(rows), -1), how(rows), 0, drawer=drawer).ids.view(100, -1)
         for j in range(len(settings)):
             counts[j] += torch.bincount(ids[:, j], minlength=VOCAB)
@@ -89,7 +90,7 @@ def test_every_row_has_its_own_parameters_and_the_right_distribution(drawer: Dra
 def test_a_row_does_not_depend_on_its_neighbours(drawer: Drawer) -> None:
     torch.manual_seed(0)
     logits = torch.randn(8, VOCAB)
-    rows = [(0.1 * i, 1 - 0.1 * i, i, 0.12 * i) for i in range(8)]
+    rows = [(0.1 * i, 1 - 0.1 * i, i, i) for i in range(8)]
     together = sample(logits, how(rows), 3, drawer=drawer)
     for i, row in enumerate(rows):
         alone = sample(logits[i : i + 1], how([row]), 3, drawer=drawer)
@@ -100,17 +101,18 @@ def test_a_row_does_not_depend_on_its_neighbours(drawer: Drawer) -> None:
 def test_greedy_by_temperature_top_p_or_top_k_and_ties_to_the_lowest_id(drawer: Drawer) -> None:
     logits = torch.zeros(4, VOCAB)
     logits[:, [7, 30]] = 5.0
-    rows = [(0.0, 1.0, 0, 0.9), (1.0, 0.0, 0, 0.9), (1.0, 1.0, 1, 0.9), (1e-6, 1.0, 0, 0.2)]
+    rows = [(0.0, 1.0, 0, 9), (1.0, 0.0, 0, 9), (1.0, 1.0, 1, 9), (0.0, 1.0, 5, 2)]
     assert sample(logits, how(rows), 0, drawer=drawer).ids.tolist() == [7, 7, 7, 7]
-    last = sample(logits[:1], how([(1e-6, 1.0, 0, 0.9)]), 0, drawer=drawer)
-    assert last.ids.tolist() == [30]
+    rows = [(1e-6, 1.0, 0, i) for i in range(100)]
+    equals = sample(logits[:1].expand(100, -1), how(rows), 0, drawer=drawer)
+    assert set(equals.ids.tolist()) == {7, 30}
 
 
 def test_ties_at_the_edge_of_top_k_and_top_p_go_to_the_lowest_ids(drawer: Drawer) -> None:
     logits = torch.full((1, VOCAB), -20.0)
     logits[0, [3, 9, 21, 40]] = 1.0
     for top_p, top_k, expected in ((1.0, 2, {3, 9}), (0.7, 0, {3, 9, 21}), (0.3, 3, {3})):
-        rows = how([(1.0, top_p, top_k, u / 100) for u in range(100)])
+        rows = how([(1.0, top_p, top_k, u) for u in range(100)])
         assert set(drawer(logits.expand(100, -1), rows, torch.arange(100)).tolist()) == expected
 
 
@@ -119,30 +121,23 @@ def test_zeros_of_either_sign_are_equals(dtype: torch.dtype, drawer: Drawer) -> 
     for zeros in ((-0.0, 0.0), (0.0, -0.0)):
         logits = torch.full((100, 32), -1.0, dtype=dtype)
         logits[:, [0, 16]] = torch.tensor(zeros, dtype=dtype)
-        rows = how([(1.0, 1.0, 2, u / 100) for u in range(100)])
+        rows = how([(1.0, 1.0, 2, u) for u in range(100)])
         assert set(drawer(logits, rows, torch.arange(100)).tolist()) == {0, 16}
 
 
 def test_top_p_over_a_flat_vocabulary_larger_than_the_candidates(drawer: Drawer) -> None:
     """With more tokens than are tried first, plain torch sorts the whole row."""
-    logits = torch.zeros(51, 4000)
-    logits[50, 7] = 30.0  # a row that needs no sorting
-    rows = how([(1.0, 0.5, 0, u / 50) for u in range(50)] + [(1.0, 0.5, 0, 0.9)])
-    *draws, peaked = drawer(logits, rows, torch.arange(51)).tolist()
+    logits = torch.zeros(201, 4000)
+    logits[200, 7] = 30.0  # a row that needs no sorting
+    rows = how([(1.0, 0.5, 0, u) for u in range(201)])
+    *draws, peaked = drawer(logits, rows, torch.arange(201)).tolist()
     assert max(draws) < 2000 and max(draws) >= 1900
     assert peaked == 7
 
 
-def test_noise_at_its_ends_never_draws_what_has_no_mass(drawer: Drawer) -> None:
-    logits = torch.full((2, VOCAB), float("-inf"))
-    logits[:, 5:8] = 0.0
-    ends = [(1.0, 1.0, 0, 0.0), (1.0, 1.0, 0, 1.0 - 2**-53)]
-    assert sample(logits, how(ends), 0, drawer=drawer).ids.tolist() == [5, 7]
-
-
 @pytest.mark.parametrize("vocab", [1, 5, 16, 33, 2048, 2049, 32003])
 def test_draws_lie_where_the_definition_in_float64_puts_them(vocab: int, drawer: Drawer) -> None:
-    """The mass of the tokens before the drawn one, of those that are kept, meets the noise."""
+    """Of the tokens that are kept, the drawn one has the highest log-probability + noise."""
     generator = torch.Generator().manual_seed(vocab)
 
     def random(*shape: int) -> torch.Tensor:
@@ -163,8 +158,9 @@ def test_draws_lie_where_the_definition_in_float64_puts_them(vocab: int, drawer:
             torch.where(random(count) < 0.5, 1.0, 0.05 + 0.94 * random(count)),
             torch.where(random(count) < 0.5, 0, (random(count) * 60).long() + 2),
             torch.where(random(count) < 0.5, 0.0, random(count) * 0.2),
-            random(count).double(),
+            torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator),
         )
+        noise = gumbel(settings.noise, vocab)
         rows = torch.arange(count)[random(count) < 0.8]
         with torch.inference_mode():
             ids = drawer(logits, settings, rows).tolist()
@@ -172,8 +168,8 @@ def test_draws_lie_where_the_definition_in_float64_puts_them(vocab: int, drawer:
             if logits[row].isfinite().any():
                 probs = kept_probs(logits[row].double(), settings, row)
                 assert probs[drawn] > 0
-                before, noise = probs[:drawn].sum().item(), settings.noise[row].item()
-                assert before - 1e-5 <= noise <= before + probs[drawn].item() + 1e-5
+                scores = probs.log() + noise[row]
+                assert scores[drawn] >= scores.max() - 1e-4
 
 
 def kept_probs(logits: torch.Tensor, how: SamplingTensors, row: int) -> torch.Tensor:
@@ -189,18 +185,60 @@ def kept_probs(logits: torch.Tensor, how: SamplingTensors, row: int) -> torch.Te
     return torch.zeros_like(ordered).scatter(0, ids, ordered / ordered.sum())
 
 
-def test_the_compiled_draw_of_equal_weights_is_the_plain_one() -> None:
-    """Weights are exactly equal here, so nothing may differ by rounding."""
-    if find_compiler() is None:
-        pytest.skip("there is no C++ compiler")
+@NEEDS_COMPILER
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["flat", "normal", "steep", "ascending", "hidden", "odd"])
+def test_the_compiled_draw_is_the_plain_one(kind: str, dtype: torch.dtype) -> None:
+    """The same tokens of equal logits, whatever vectors the processor has."""
     kernel = DrawKernel(built_library())
     generator = torch.Generator().manual_seed(2)
-    logits = torch.where(torch.rand((200, 700), generator=generator) < 0.3, 3.0, float("-inf"))
-    rows = [
-        (0.5 + i / 100, 1.0 - i % 7 / 8, i % 5 * 40, (i * 0.618) % 1) for i in range(len(logits))
+    count = 96
+    for vocab in (1, 15, 64, 700, 5003):
+        rows = how([(0.3 + i / 60, 1.0, 0, i) for i in range(count)])
+        drawn = torch.rand((3, count), generator=generator)
+        rows.top_p[drawn[0] < 0.4] = 0.9
+        rows.top_k[drawn[1] < 0.4] = 40
+        rows.min_p[drawn[2] < 0.4] = 0.07
+        logits = torch.randn((count, vocab), generator=generator)
+        if kind == "flat":
+            logits = torch.where(logits < -1, float("-inf"), 3.0)
+        elif kind == "steep":
+            logits *= 30
+        elif kind == "ascending":
+            logits = logits.sort(-1)[0]
+        elif kind == "hidden":
+            logits[logits < 0.5] = float("-inf")
+        elif kind == "odd":
+            for i, value in enumerate((float("nan"), float("inf"), float("-inf"))):
+                logits[i] = value
+                logits[3 + i, vocab // 2 :] = value
+                logits[6 + i, vocab // 2] = value
+        every = torch.arange(count)
+        logits = logits.to(dtype)
+        assert torch.equal(kernel(logits, rows, every), draw(logits, rows, every)), vocab
+
+
+def test_a_draw_is_hard_to_tip(drawer: Drawer) -> None:
+    """Rounding to bfloat16 changed 19 % of draws, where the distributions differed by 0.3 %.
+
+    With the same noise, another token has a probability of 2 t / (1 + t) at most, where t is the
+    total variation between the distributions before and after.
+    """
+    generator = torch.Generator().manual_seed(6)
+    count = 2000
+    rows, every = how([(1.0, 1.0, 0, i) for i in range(count)]), torch.arange(count)
+    before = torch.randn((40, 1000), generator=generator).repeat(count // 40, 1) * 2
+    tokens = drawer(before, rows, every)
+    rounded = before.bfloat16().float()
+    nudged = [
+        before + step * torch.randn(before[:40].shape, generator=generator).repeat(count // 40, 1)
+        for step in (0.003, 0.03, 0.3)
     ]
-    every = torch.arange(len(logits))
-    assert torch.equal(kernel(logits, how(rows), every), draw(logits, how(rows), every))
+    for after in (rounded, *nudged):
+        changed = (drawer(after, rows, every) != tokens).double().mean().item()
+        variation = (before.softmax(-1) - after.softmax(-1)).abs().sum(-1).mean().item() / 2
+        assert changed <= 2 * variation + 3 * (2 * variation / count) ** 0.5
+    assert changed > 0, "the test looks at nothing"
 
 
 def test_a_draw_without_memory_is_a_memory_error() -> None:
@@ -208,7 +246,7 @@ def test_a_draw_without_memory_is_a_memory_error() -> None:
     library = SimpleNamespace(fminfer_draw=lambda *given: 1)
     kernel = DrawKernel(cast(ctypes.CDLL, library))
     with pytest.raises(MemoryError, match="no memory"):
-        kernel(torch.zeros(1, 9), how([(1.0, 1.0, 0, 0.5)]), torch.arange(1))
+        kernel(torch.zeros(1, 9), how([(1.0, 1.0, 0, 5)]), torch.arange(1))
 
 
 def test_the_compiled_draw_does_not_depend_on_threads_and_survives_any_logits() -> None:
@@ -222,7 +260,7 @@ def test_the_compiled_draw_does_not_depend_on_threads_and_survives_any_logits() 
         logits[i] = value
         logits[3 + i, ::2] = value
         logits[6 + i, 5:] = value
-    rows = how([(1.0, 1 - i % 3 / 4, i % 4 * 9, (i * 0.618) % 1) for i in range(40)])
+    rows = how([(1.0, 1 - i % 3 / 4, i % 4 * 9, i) for i in range(40)])
     every = torch.arange(40)
     num_threads = torch.get_num_threads()
     found = []
@@ -320,7 +358,7 @@ def test_a_logit_of_plus_infinity_makes_every_logprob_nan(
     )
     for temperature in (0.0, 1.0):
         for changes in (None, edits):  # the overflown logit may be banned from the draw
-            rows = how([(temperature, 1.0, 0, 0.5)] * 4)
+            rows = how([(temperature, 1.0, 0, 5)] * 4)
             draws = sample(logits, rows, 1, changes, ranker, drawer)
             assert draws.logprobs.isnan().tolist() == [False, True, False, False]
 
@@ -330,7 +368,7 @@ def test_logits_of_16_bits_are_drawn_from_in_float32(dtype: torch.dtype) -> None
     torch.manual_seed(1)
     logits = (torch.randn(4, VOCAB) * 3).to(dtype)
     wide = logits.float()
-    rows = [(0.0, 1.0, 0, 0.5), (1.0, 0.9, 0, 0.3), (0.7, 1.0, 9, 0.8), (1.3, 0.5, 4, 0.1)]
+    rows = [(0.0, 1.0, 0, 5), (1.0, 0.9, 0, 3), (0.7, 1.0, 9, 8), (1.3, 0.5, 4, 1)]
     edits = LogitEditTensors(
         torch.tensor([0, 2]),
         torch.tensor([5, 6]),
@@ -350,7 +388,7 @@ def test_logits_of_16_bits_are_drawn_from_in_float32(dtype: torch.dtype) -> None
 def test_a_row_of_nan_leaves_its_neighbours_alone() -> None:
     logits = torch.randn(3, VOCAB)
     logits[1] = float("nan")
-    rows = [(1.0, 0.9, 10, 0.5)] * 3
+    rows = [(1.0, 0.9, 10, 5)] * 3
     draws = sample(logits, how(rows), 2)
     assert draws.logprobs.isnan().tolist() == [False, True, False]
     alone = sample(logits[[0, 2]], how(rows[:2]), 2)

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,20 @@ from fminfer import loading, triton_attention, triton_layers
 from fminfer.compute.parts import part_pairs
 from fminfer.compute.spec import Model
 from fminfer.compute.trial import compare
+from fminfer.engine.noise import step_noise
 from fminfer.errors import UsageError
-from fminfer.kernel_choice import PART_ERRORS, find_attention, find_layers
+from fminfer.kernel_choice import (
+    PART_ERRORS,
+    TOKEN_ERROR,
+    find_attention,
+    find_drawer,
+    find_layers,
+)
 from fminfer.messages import StepRow
 from fminfer.models.checkpoint import open_random
+from fminfer.sampling import SamplingTensors, draw
 from fminfer.triton_attention import TritonAttention
+from fminfer.triton_draws import TOKENS, race_pairs, triton_race
 from fminfer.triton_layers import TritonLayers
 from tests.conftest import make_model, more, save_byte_tokenizer, triton_device, try_triton
 from tests.test_attention import (
@@ -180,6 +190,40 @@ def test_triton_is_tested_on_a_gpu_where_there_is_one(monkeypatch: pytest.Monkey
 
 
 @interpreted
+def test_draws_are_those_of_the_cpu() -> None:
+    """The same tokens, also beside what is hidden or no number."""
+    draws = partial(draw, racer=triton_race)
+    count = 12
+    for vocab in (1, 700, TOKENS, 2 * TOKENS + 3):
+        logits = torch.randn(count, vocab) * 3
+        logits[1, ::2] = float("-inf")
+        logits[2, vocab // 2] = float("nan")
+        logits[3] = 1.0
+        noise = torch.tensor(
+            [-1, 0, 2**63 - 1, *(step_noise(b"rows", i) for i in range(count - 3))]
+        )
+        how = SamplingTensors(
+            torch.linspace(0.3, 2, count),
+            torch.tensor([1.0, 0.9, 0.5] * 4),
+            torch.tensor([0, 0, 0, 30] * 3),
+            torch.tensor([0.0] * 10 + [0.1] * 2),
+            noise,
+        )
+        columns = (how.temperature, how.top_p, how.top_k, how.min_p, how.noise)
+        moved = SamplingTensors(*(column.to(DEVICE) for column in columns))
+        rows = torch.arange(count)
+        found = draws(logits.to(DEVICE), moved, rows.to(DEVICE)).cpu()
+        assert torch.equal(found, draw(logits, how, rows)), vocab
+
+
+@interpreted
+def test_a_race_that_gives_something_else_is_refused() -> None:
+    compare(race_pairs(triton_race, DEVICE), TOKEN_ERROR)
+    with pytest.raises(ValueError, match="off by"):
+        compare(race_pairs(lambda *given: triton_race(*given) ^ 1, DEVICE), TOKEN_ERROR)
+
+
+@interpreted
 def test_blocks_behind_2_to_31_elements() -> None:
     """70,000 blocks of llama-8B's keys have 2.3 thousand million elements: too many for 32 bits."""
     pool, kv_heads, block, dim = 70_000, 8, 32, 128
@@ -263,6 +307,11 @@ def test_where_the_kernel_cannot_be_tried_plain_torch_attends() -> None:
     assert find_layers("off", None, **where) == (None, "")
     with pytest.raises(UsageError, match=f"norms and activations: .*({NO_GPU})"):
         find_layers("require", None, **where)
+    drawer, problem = find_drawer("auto", None, where["device"])
+    assert drawer is draw and re.search(NO_GPU, problem)
+    assert find_drawer("off", None, where["device"]) == (draw, "")
+    with pytest.raises(UsageError, match=f"draws: .*({NO_GPU})"):
+        find_drawer("require", None, where["device"])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -315,8 +364,9 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from fminfer.triton_attention import TritonAttention
+from fminfer.triton_draws import TOKENS
 from fminfer.triton_kernels import (
-    attend_kernel, gate_kernel, norm_kernel, rotate_kernel, store_kernel,
+    attend_kernel, gate_kernel, norm_kernel, race_kernel, rotate_kernel, store_kernel,
 )
 
 STRIDES = ["query_head", "query_token", "key_head", "key_token", "value_head", "value_token"]
@@ -373,6 +423,11 @@ for name in ("*bf16", "*fp16", "*fp32"):
         for capability in capabilities:
             made = compile(source, GPUTarget("cuda", capability, 32), {"num_warps": 4})
             found.append([capability, len(made.asm["cubin"]), made.metadata.shared])
+types = {"scaled": "*fp32", "noise": "*i64", "scores": "*fp64", "winners": "*i64", "vocab": "i32"}
+source = ASTSource(race_kernel, types | {"SIZE": "constexpr"}, {"SIZE": TOKENS}, {})
+for capability in capabilities:
+    made = compile(source, GPUTarget("cuda", capability, 32), {"num_warps": 8})
+    found.append([capability, len(made.asm["cubin"]), made.metadata.shared])
 print(json.dumps(found))
 """
 
@@ -385,5 +440,5 @@ def test_the_kernels_compile_for_gpus(capability: int, tmp_path: Path) -> None:
     said = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert said.returncode == 0, said.stderr[-2000:]
     found = json.loads(said.stdout)
-    assert len(found) == 18 + 18 and {each for each, _, _ in found} == {capability}
+    assert len(found) == 18 + 18 + 1 and {each for each, _, _ in found} == {capability}
     assert all(size > 1000 and shared <= 99 << 10 for _, size, shared in found)

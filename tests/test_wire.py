@@ -30,7 +30,7 @@ NAN, INF = float("nan"), float("inf")
 def test_a_step() -> None:
     edits = EditColumns(array("q", [7]), array("f", [0.1]), array("f", [1.2]), array("f", [0.3]))
     sampling = SamplingRows(
-        [1, 2], [0.0, 0.7], [1.0, 0.9], [0, 40], [0.0, 0.05], [0.0, 0.1 + 0.2], edits, [0, 1],
+        [1, 2], [0.0, 0.7], [1.0, 0.9], [0, 40], [0.0, 0.05], [0, -(2**63)], edits, [0, 1],
         [5, 6], [2, 0], 3,
     )  # fmt: skip
     rows = [StepRow([4, 5], 0, [1, 2]), StepRow([9], 31, [3])]

@@ -79,7 +79,7 @@ def _canonical(values: dict[str, object]) -> list[tuple[str, object]]:
     )
 
 
-def uniform(key: bytes, step: int) -> float:
-    """Return the draw of one step, uniform in [0, 1) with 53 bits."""
+def step_noise(key: bytes, step: int) -> int:
+    """Return the 64 random bits of one step, signed; its tokens' noise is made of them."""
     drawn = hashlib.blake2b(step.to_bytes(8, "little"), key=key, digest_size=8).digest()
-    return (int.from_bytes(drawn, "little") >> 11) * 2.0**-53
+    return int.from_bytes(drawn, "little", signed=True)

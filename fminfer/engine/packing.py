@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fminfer.engine.noise import uniform
+from fminfer.engine.noise import step_noise
 from fminfer.engine.sequence import PromptState, Sequence
 from fminfer.messages import SamplingRows, ScoringRows, Step, StepRow
 
@@ -84,13 +84,13 @@ def _add_samples(sampling: SamplingRows, sequences: list[Sequence]) -> None:
     sampling.top_k = [each.top_k for each in params]
     sampling.min_p = [each.min_p for each in params]
     sampling.num_top_logprobs = max((each.logprobs or 0 for each in params), default=0)
-    sampling.noise = [0.0] * len(params)
+    sampling.noise = [0] * len(params)
     sampling.num_edits = [0] * len(params)
     sampling.num_banned = [0] * len(params)
     for place, (sequence, each) in enumerate(zip(sequences, params, strict=True)):
         num_drawn = len(sequence.tokens)
         if not each.is_greedy:
-            sampling.noise[place] = uniform(sequence.noise_key, num_drawn)
+            sampling.noise[place] = step_noise(sequence.noise_key, num_drawn)
         if sequence.edits is not None:
             sampling.edits.extend(sequence.edits.columns)
             sampling.num_edits[place] = len(sequence.edits.columns.token_id)

@@ -1,5 +1,5 @@
 // From logits to drawn tokens, on the CPU: temperature, top_k, min_p, top_p, and the draw by
-// inverting the cumulated weights in id order. Each row is one thread's, in one order of sums.
+// Gumbel-max (gumbel.h). Each row is one thread's, in one order of sums.
 //
 // Nothing is sorted. What a filter keeps is all above a value and the first of its equals; that
 // value is found by halving the floats between the lowest and the highest, which as bits are whole
@@ -9,14 +9,16 @@
 #include <cmath>
 #include <vector>
 
+#include "gumbel.h"
 #include "pool.h"
-#include "vectors.h"
 
 namespace {
 
 constexpr int64_t BLOCK = 128 * LANES;  // weights, of one sum in float32
 constexpr int32_t INFINITE = 0x7F800000;  // as bits of a float
 constexpr float SMALLEST = -87.0f;  // of an exponent; what is less likely is never drawn
+constexpr int64_t GROUP = 4 * LANES;  // tokens whose chances are looked at together
+constexpr float NO_CHANCE = 0x1p-9f;  // a limit of 24 bits that half of the lowest 32 is not below
 constexpr int32_t NARROW = 1 << 20;  // an eighth of an octave, in which few numbers lie
 
 inline int32_t bits_of(float value) {
@@ -29,20 +31,6 @@ inline float float_of(int32_t bits) {
     float value;
     std::memcpy(&value, &bits, sizeof value);
     return value;
-}
-
-// 16 logits, of which the row may have fewer left.
-inline Vec load_some(const float* from, int64_t count) {
-    if (count >= LANES) return load(from);
-    Vec values = all(-INFINITY);
-    for (int lane = 0; lane < count; lane++) values[lane] = from[lane];
-    return values;
-}
-
-inline float largest_of(Vec values) {
-    float largest = values[0];
-    for (int lane = 1; lane < LANES; lane++) largest = std::fmax(largest, values[lane]);
-    return largest;
 }
 
 // The lanes that are chosen, one after another; returns how many. It may write 16.
@@ -148,94 +136,129 @@ struct Numbers {
         const float limit = float_of(low);
         cut(limit, std::ceil((wanted - above) / (COUNTS ? 1 : limit)));
     }
-
-    // The first at which the sum from the start on exceeds `noise`, in [0, 1), of the whole.
-    int64_t draw(double noise) const {
-        const double point = noise * sum();
-        double reached = 0;
-        int64_t last = 0;  // that is not zero
-        for (int64_t start = 0; start < count; start += BLOCK) {
-            const int64_t end = start + BLOCK < count ? start + BLOCK : count;
-            const double of_block = Numbers{values + start, end - start}.sum();
-            if (of_block == 0) continue;
-            if (reached + of_block <= point && end < count) {
-                reached += of_block;
-                for (last = end - 1; values[last] == 0;) last--;
-                continue;
-            }
-            double inside = reached;
-            for (int64_t i = start; i < end; i++) {
-                if (values[i] == 0) continue;
-                last = i;
-                inside += values[i];
-                if (inside > point) return i;
-            }
-            reached += of_block;
-            if (reached > point) return last;  // but for rounding it was reached inside
-        }
-        return last;
-    }
 };
 
-// How far 16 logits lie below the largest one; infinitely far where the row has ended.
-inline Vec distances(const float* row, int64_t i, int64_t vocab, float largest) {
+// A vector of logits, of which the row may have fewer left.
+inline Wide load_some(const float* from, int64_t count) {
+    if (count >= WIDTH) return wide_at(from);
+    Wide values = Wide{} - INFINITY;
+    for (int lane = 0; lane < count; lane++) values[lane] = from[lane];
+    return values;
+}
+
+// How far logits lie below the largest one; infinitely far where the row has ended.
+inline Wide distances(const float* row, int64_t i, int64_t vocab, float largest) {
     return largest - load_some(row + i, vocab - i);
 }
 
-int64_t draw(const float* row, int64_t vocab, float temperature, float top_p, int64_t top_k,
-             float min_p, double noise, float* values, float* space) {
-    Vec most = all(-INFINITY);
-    for (int64_t i = 0; i < vocab; i += LANES) {
-        const Vec some = load_some(row + i, vocab - i);
-        most = some > most ? some : most;  // which a nan is not
+// The largest logit; nan where one is.
+float largest_of(const float* row, int64_t vocab) {
+    Wide most = Wide{} - INFINITY;
+    IWide is_nan = {};
+    for (int64_t i = 0; i < vocab; i += WIDTH) {
+        const Wide some = load_some(row + i, vocab - i);
+        most = some > most ? some : most;
+        is_nan |= some != some;
     }
-    const float largest = largest_of(most) + 0.0f;  // of -0 it makes 0, so that no distance is -0
-    if (!std::isfinite(largest)) {  // its logprob is nan, whichever is drawn
-        for (int64_t i = 0; i < vocab; i++)
-            if (row[i] == largest) return i;
-        return 0;
-    }
-    Numbers numbers{values, (vocab + LANES - 1) / LANES * LANES};
-    const bool has_top_k = top_k > 0 && top_k < vocab;
-    if (has_top_k) {  // of logits, not of weights: the lowest of those may be equal, or zero
-        // As bits, the further the less; what is infinitely far becomes nan, and is not kept.
-        for (int64_t i = 0; i < vocab; i += LANES)
-            store(values + i, (Vec)(INFINITE - 1 - (IVec)distances(row, i, vocab, largest)));
-        numbers.keep_highest<true>(top_k, 0, INFINITE, space);
-    }
-    const Vec lowest = all(min_p), zero = {};
-    for (int64_t i = 0; i < vocab; i += LANES) {
-        const Vec power = -distances(row, i, vocab, largest) / temperature;
-        Vec weight = power > all(SMALLEST) ? exp_of(power) : zero;  // nan: zero
-        weight = weight >= lowest ? weight : zero;                  // the largest is 1
-        if (has_top_k) weight = load(values + i) > zero ? weight : zero;
-        store(values + i, weight);
-    }
-    if (top_p < 1) {
-        const double sum = numbers.sum(), wanted = top_p * sum;
-        // All that are lower than this are together less than what is not wanted.
-        const float low = 0.5 * (sum - wanted) / vocab;
-        numbers.keep_highest<false>(wanted, bits_of(low), bits_of(1.0f) + 1, space);
-    }
-    return numbers.draw(noise);
+    return any(is_nan) ? NAN : largest_of(most) + 0.0f;  // no -0, so that no distance is -0
 }
+
+// One row, and how it draws.
+struct Row {
+    const float* logits;
+    int64_t vocab;
+    float temperature, top_p, min_p;
+    int64_t top_k;
+    uint64_t noise;
+
+    bool has_top_k() const { return top_k > 0 && top_k < vocab; }
+    bool has_filter() const { return has_top_k() || top_p < 1 || min_p > 0; }
+
+    // Writes numbers of all tokens, above 0 of those that top_k, min_p and top_p leave.
+    void filter(float largest, float* values, float* space) const {
+        Numbers numbers{values, (vocab + LANES - 1) / LANES * LANES};
+        if (has_top_k()) {  // of logits, not of weights: the lowest of those may be equal, or zero
+            // As bits, the further the less; what is infinitely far becomes nan, and is not kept.
+            for (int64_t i = 0; i < numbers.count; i += WIDTH) {
+                const IWide far = (IWide)distances(logits, i, vocab, largest);
+                put_wide(values + i, (Wide)(INFINITE - 1 - far));
+            }
+            numbers.keep_highest<true>(top_k, 0, INFINITE, space);
+        }
+        const Wide lowest = Wide{} + std::log(min_p), smallest = Wide{} + SMALLEST, zero = {};
+        for (int64_t i = 0; i < numbers.count; i += WIDTH) {
+            const Wide power = -distances(logits, i, vocab, largest) / temperature;
+            Wide weight = power > smallest ? exp_of(power) : zero;
+            weight = power >= lowest ? weight : zero;
+            if (has_top_k()) weight = wide_at(values + i) > zero ? weight : zero;
+            put_wide(values + i, weight);
+        }
+        if (top_p < 1) {
+            const double sum = numbers.sum(), wanted = top_p * sum;
+            // All that are lower than this are together less than what is not wanted.
+            const float low = 0.5 * (sum - wanted) / vocab;
+            numbers.keep_highest<false>(wanted, bits_of(low), bits_of(1.0f) + 1, space);
+        }
+    }
+
+    // The winner of those whose values are above 0.
+    template <bool IS_FILTERED>
+    int64_t race(float largest, const float* values) const {
+        Race race(temperature, noise);
+        UWide lanes;
+        for (int lane = 0; lane < WIDTH; lane++) lanes[lane] = lane;
+        for (int64_t start = 0; start < vocab; start += GROUP) {
+            Wide limits[GROUP / WIDTH];
+            IWide may_win = {}, is_near[GROUP / WIDTH], is_any_near = {};
+            const int64_t left = vocab - start, count = left < GROUP ? left : GROUP;
+            for (int64_t i = 0, v = 0; i < count; i += WIDTH, v++) {
+                Wide far = distances(logits, start + i, vocab, largest);
+                if (IS_FILTERED) far = wide_at(values + start + i) > Wide{} ? far : Wide{} + INFINITY;
+                limits[v] = race.limits_of(far);
+                may_win |= limits[v] > Wide{} + NO_CHANCE;
+            }
+            if (!any(may_win)) continue;
+            for (int64_t i = 0, v = 0; i < count; i += WIDTH, v++) {
+                const UWide bits = token_bits(lanes + uint32_t(start + i), noise);
+                is_near[v] = __builtin_convertvector((IWide)(bits >> 8), Wide) < limits[v];
+                is_any_near |= is_near[v];
+            }
+            if (!any(is_any_near)) continue;
+            for (int64_t i = 0; i < count; i++)
+                if (is_near[i / WIDTH][i % WIDTH])
+                    race.enter(start + i, largest - logits[start + i]);
+        }
+        return race.winner;
+    }
+
+    int64_t draw(std::vector<float>& space) const {
+        const float largest = largest_of(logits, vocab);
+        if (!std::isfinite(largest)) {  // its logprob is nan, whichever is drawn
+            for (int64_t i = 0; i < vocab; i++)
+                if (logits[i] == largest || std::isnan(logits[i])) return i;
+        }
+        if (!has_filter()) return race<false>(largest, nullptr);
+        space.resize(2 * vocab + 3 * LANES);  // by the thread that uses it
+        filter(largest, space.data(), space.data() + vocab + LANES);
+        return race<true>(largest, space.data());
+    }
+};
 
 }  // namespace
 
 // logits: (rows, vocab); rows: (count,), those to draw for; each row's temperature > 0, top_p > 0,
-// top_k (0: off), min_p and noise in [0, 1); ids: (count,). Nonzero: there was no memory.
+// top_k (0: off), min_p and 64 bits of noise; ids: (count,). Nonzero: there was no memory.
 extern "C" int fminfer_draw(const float* logits, int64_t vocab, int64_t count,
                             const int64_t* rows, const float* temperature, const float* top_p,
-                            const int64_t* top_k, const float* min_p, const double* noise,
+                            const int64_t* top_k, const float* min_p, const int64_t* noise,
                             int64_t* ids, int num_threads) {
     return lacks_memory([&] {
         std::vector<std::vector<float>> spaces(num_threads);
         for_pieces(num_threads, count, [&](int64_t i, int thread) {
             const int64_t r = rows[i];
-            std::vector<float>& space = spaces[thread];
-            space.resize(2 * vocab + 3 * LANES);  // by the thread that uses it
-            ids[i] = draw(logits + r * vocab, vocab, temperature[r], top_p[r], top_k[r], min_p[r],
-                          noise[r], space.data(), space.data() + vocab + LANES);
+            const Row row{logits + r * vocab, vocab,    temperature[r],    top_p[r],
+                          min_p[r],           top_k[r], uint64_t(noise[r])};
+            ids[i] = row.draw(spaces[thread]);
         });
     });
 }

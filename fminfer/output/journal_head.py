@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from fminfer.errors import UsageError
+from fminfer.version import DRAWING
 
 Fingerprint = dict[str, str]  # what must be the same for rows to be kept; names are for people
 
@@ -41,6 +42,12 @@ def check_fingerprint(path: Path, old: Fingerprint, new: Fingerprint) -> None:
     Raises:
         UsageError: what differs.
     """
+    if old.get(DRAWING) != new.get(DRAWING):
+        raise UsageError(
+            f"{path} belongs to a run of another version of fminfer: sampled answers are drawn in "
+            "another way now. Finish that run with its own version; or answer from the start: give "
+            "--restart (for all inputs), or another --output"
+        )
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     if names:
         changes = "; ".join(

@@ -165,7 +165,7 @@ class Stage:
             torch.tensor(rows.top_p, dtype=torch.float32, device=self._device),
             torch.tensor(rows.top_k, dtype=torch.int64, device=self._device),
             torch.tensor(rows.min_p, dtype=torch.float32, device=self._device),
-            torch.tensor(rows.noise, dtype=torch.float64, device=self._device),
+            torch.tensor(rows.noise, dtype=torch.int64, device=self._device),
         )
 
         edits = _edit_tensors(rows, self._device)

@@ -6,7 +6,7 @@
 extern "C" {
 int fminfer_draw(const float* logits, int64_t vocab, int64_t count, const int64_t* rows,
                  const float* temperature, const float* top_p, const int64_t* top_k,
-                 const float* min_p, const double* noise, int64_t* ids, int num_threads);
+                 const float* min_p, const int64_t* noise, int64_t* ids, int num_threads);
 void fminfer_score(const float* logits, int64_t rows, int64_t vocab, int64_t num_top,
                    float* normalizers, float* best, int64_t* best_ids, int num_threads);
 }
@@ -39,8 +39,11 @@ void check_drawn(const float* row, int64_t vocab, int64_t id, float temperature,
                  float min_p) {
     check(id >= 0 && id < vocab, "a token that is not there");
     float largest = -INFINITY;
-    for (int64_t i = 0; i < vocab; i++) largest = row[i] > largest ? row[i] : largest;
-    if (std::isinf(largest)) return;
+    for (int64_t i = 0; i < vocab; i++) {
+        if (std::isnan(row[i])) return check(id == i, "a row of nan does not draw the first");
+        largest = row[i] > largest ? row[i] : largest;
+    }
+    if (std::isinf(largest)) return check(row[id] == largest, "a row draws no infinite token");
     int64_t higher = 0;
     for (int64_t i = 0; i < vocab; i++) higher += row[i] > row[id];
     check(std::isfinite(row[id]), "a hidden token is drawn");
@@ -49,19 +52,42 @@ void check_drawn(const float* row, int64_t vocab, int64_t id, float temperature,
     check(weight > 0.999 * min_p, "a token below min_p is drawn");
 }
 
+uint32_t mix(uint32_t bits) {
+    bits = (bits ^ bits >> 16) * 0x7FEB352Du;
+    bits = (bits ^ bits >> 15) * 0x846CA68Bu;
+    return bits ^ bits >> 16;
+}
+
+// Without filters: noise for every token, and the best one.
+void check_winner(const float* row, int64_t vocab, int64_t id, float temperature, int64_t noise) {
+    float largest = -INFINITY;
+    for (int64_t i = 0; i < vocab; i++) largest = row[i] > largest ? row[i] : largest;
+    if (std::isnan(row[id]) || std::isinf(largest)) return;
+    int64_t best = 0;
+    double most = -INFINITY;
+    for (int64_t i = 0; i < vocab; i++) {
+        const uint32_t bits = mix(mix(uint32_t(i) ^ uint32_t(noise)) ^ uint32_t(noise >> 32));
+        const double uniform = (bits + 0.5) / 0x1p32;
+        const double score = (row[i] - largest) / temperature - std::log(-std::log(1 - uniform));
+        if (score > most) {
+            most = score;
+            best = i;
+        }
+    }
+    check(id == best, "a token that is not the winner is drawn");
+}
+
 void draw(Random& random, bool is_without_memory) {
     Logits logits(random);
-    std::vector<int64_t> chosen, top_k;
+    std::vector<int64_t> chosen, top_k, noise;
     std::vector<float> temperature, top_p, min_p;
-    std::vector<double> noise;
     for (int64_t r = 0; r < logits.rows; r++) {
         if (r == 0 || random.is_so()) chosen.push_back(r);
         temperature.push_back(random.from(1, 200) / 100.0f);
         top_p.push_back(random.is_so() ? 1 : random.from(1, 100) / 100.0f);
         top_k.push_back(random.is_so() ? 0 : random.from(1, logits.vocab + 1));
         min_p.push_back(random.is_so() ? 0 : random.from(0, 100) / 100.0f);
-        noise.push_back(random.from(0, 3) == 0 ? random.from(0, 1) * (1 - 0x1p-53)
-                                               : double(random.from(0, 999)) / 1000);
+        noise.push_back(int64_t(uint64_t(random()) << 32 | random()));
     }
     std::vector<int64_t> ids(chosen.size(), -1), alone = ids;
     const auto run = [&](int num_threads, std::vector<int64_t>& to) {
@@ -77,9 +103,13 @@ void draw(Random& random, bool is_without_memory) {
     }
     check(run(MANY, ids) == 0 && run(FEW, alone) == 0, "there is no memory for a draw");
     check(ids == alone, "threads change a draw");
-    for (size_t i = 0; i < chosen.size(); i++)
-        check_drawn(logits.row(chosen[i]), logits.vocab, ids[i], temperature[chosen[i]],
-                    top_k[chosen[i]], min_p[chosen[i]]);
+    for (size_t i = 0; i < chosen.size(); i++) {
+        const int64_t r = chosen[i];
+        const float* row = logits.row(r);
+        check_drawn(row, logits.vocab, ids[i], temperature[r], top_k[r], min_p[r]);
+        if (top_p[r] == 1 && (top_k[r] == 0 || top_k[r] >= logits.vocab) && min_p[r] == 0)
+            check_winner(row, logits.vocab, ids[i], temperature[r], noise[r]);
+    }
 }
 
 void check_scored(const float* row, int64_t vocab, float normalizer, const float* best,
