@@ -194,7 +194,7 @@ def test_a_neighbouring_setting_would_be_noticed(
     """The limits are worth something: draws of one setting fail those of one close by."""
     logits, found = counts
     near = [
-        (1, Setting(temperature=0.63)),
+        (1, Setting(temperature=0.65)),
         (3, Setting(temperature=0.8, top_k=8)),
         (3, Setting(temperature=0.8, top_k=6)),
         (5, Setting(temperature=0.9, top_p=0.7)),

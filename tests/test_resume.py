@@ -49,6 +49,7 @@ from tests.faults.torture import (
     texts,
 )
 from tests.forked import COMMAND, Forked
+from tests.line_bench import before_each_record
 
 
 @pytest.fixture(scope="module")
@@ -184,16 +185,13 @@ ROW = '{"prompt":"x","max_tokens":2,"temperature":0,"user":"%d"}\n'
 
 def stop_after(engine: fminfer.Engine, count: int, inputs: list[Path], outputs: list[Path]) -> None:
     """Answer files up to so many records."""
-    answer = engine.run
 
-    def stop_early(lines: Any, *rest: Any) -> Any:
-        for number, record in enumerate(answer(lines, *rest)):
-            if number == count:
-                raise StoppedError("enough")
-            yield record
+    def stop_early(number: int) -> None:
+        if number == count:
+            raise StoppedError("enough")
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(StoppedError):
-        patch.setattr(engine, "run", stop_early)
+        before_each_record(patch, stop_early)
         run_files(engine, inputs, outputs)
 
 
