@@ -88,6 +88,8 @@ def test_tokens_come_one_by_one() -> None:
 def test_what_may_become_a_stop_string_is_held_back_and_no_more() -> None:
     assert texts(stream(Bench(), stop=["bcd!", "ef?"])) == ["a", "bcd", "efg", "h"]
     assert texts(stream(Bench(), stop=["bcd"])) == ["a"]
+    late = stream(Bench(), stop=["bc", "xyz"], min_tokens=8)
+    assert texts(late) == ["a", "bc", *"defgh"], "a whole one that does not count is none"
     assert texts(stream(Bench(b"aab"), stop=["aax"], max_tokens=3)) == ["aab"]
 
 
