@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Generator, Iterable
+from typing import Any
 
 import pytest
 
@@ -34,8 +35,9 @@ class LineBench:
         micro_batches: int,
         kv_capacity: int,
         is_only_run: bool = False,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
-        self.tokenizer = Tokenizer(None)
+        self.tokenizer = tokenizer or Tokenizer(None)
         self.scheduler = scheduler
         self.intake = Intake(self.tokenizer, limits)
         self.loop = EngineLoop(
@@ -47,6 +49,11 @@ class LineBench:
             kv_capacity=kv_capacity,
         )
         self._is_only_run = is_only_run
+
+    def add(self, priority: int = 0, *, is_streamed: bool = False, **request: Any) -> int:
+        """Add a request to the loop, as the engine does."""
+        prepared = self.intake.prepare(self.intake.parse(request))
+        return self.loop.add(prepared, priority=priority, is_streamed=is_streamed)
 
     def start_run(self, read_ahead: int = LOOKAHEAD) -> LineRunner:
         return over_lines(

@@ -75,7 +75,8 @@ class EngineLoop:
         self._ids = itertools.count()
         self._added: deque[RequestState] = deque()  # by other threads, to be taken in
         self._cancelled: deque[int] = deque()
-        self._has_news = threading.Event()
+        self._news = threading.Condition()
+        self._is_woken = False
         self._num_steps_before = 0  # of earlier runs
         self._shared_tokens = SharedTokens()
         self._begin()
@@ -114,7 +115,7 @@ class EngineLoop:
             state.id = request_id
         state.priority, state.is_streamed, state.is_counted = priority, is_streamed, is_counted
         self._added.append(state)
-        self._has_news.set()
+        self._notify()
         return state.id
 
     def open(self, prepared: Prepared) -> RequestState:
@@ -130,24 +131,30 @@ class EngineLoop:
     def cancel(self, request_id: int) -> None:
         """Forget a request, whatever has become of it; the next step frees what it held."""
         self._cancelled.append(request_id)
-        self._has_news.set()
+        self._notify()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until there is work, so long at most; return whether there is."""
-        if not self.has_work:
-            self._has_news.wait(timeout_s)
-            self._has_news.clear()
+        """Wait until there is work or somebody calls `wake`; return whether there is work."""
+        with self._news:
+            self._news.wait_for(lambda: self.has_work or self._is_woken, timeout_s)
+            self._is_woken = False
         return self.has_work
 
     def wake(self) -> None:
-        """End a `wait`."""
-        self._has_news.set()
+        """End a `wait`, or the next one if none goes on."""
+        self._is_woken = True
+        self._notify()
+
+    def _notify(self) -> None:
+        with self._news:
+            self._news.notify_all()
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
         may_go_on = bool(self._open) and (not self._is_draining or self.has_begun)
-        return bool(self._added or self._cancelled or self._in_flight or may_go_on)
+        has_news = self._added or self._cancelled or self._finished
+        return bool(has_news or self._in_flight or may_go_on)
 
     def step(self) -> list[Event]:
         """Do one step, and return what happened.
@@ -208,7 +215,7 @@ class EngineLoop:
     @property
     def num_waiting(self) -> int:
         """Prompts that have not begun."""
-        return self._scheduler.num_waiting + sum(len(state.prompts) for state in self._added)
+        return self._scheduler.num_waiting + sum(len(s.prompts) for s in tuple(self._added))
 
     @property
     def is_computing(self) -> bool:
@@ -259,6 +266,7 @@ class EngineLoop:
 
     def _take_in(self) -> None:
         """Let what was added wait, and forget what was cancelled."""
+        num_cancelled = len(self._cancelled)  # counted first: all of these were added by now
         while self._added:
             state = self._added.popleft()
             self._open[state.id] = state
@@ -274,7 +282,7 @@ class EngineLoop:
                         sequence.finish_reason = "length"
             if state.is_finished:
                 self._finish(state)
-        while self._cancelled:
+        for _ in range(num_cancelled):
             cancelled = self._open.get(self._cancelled.popleft())
             if cancelled is not None:
                 self._forget(cancelled)
@@ -336,7 +344,8 @@ class EngineLoop:
             self.on_step(StepTrace(result.step_id, *counts, result.spans, planned.step))
         stats.num_prompt_tokens += planned.num_prompt_tokens
         stats.num_generated_tokens += len(planned.sequences)
-        stats.read.max_open_draws -= len(planned.sequences)
+        is_open = [not sequence.prompt.owner.is_cancelled for sequence in planned.sequences]
+        stats.read.max_open_draws -= sum(is_open)  # those of a cancelled one were taken off
         for sequence in take_result(planned, result, self._scheduler, stats):
             self._end(sequence)
         for sequence in [s for s in self._leaving if not self._scheduler.has_in_flight(s)]:

@@ -21,9 +21,13 @@ def find_stop(text: str, stops: tuple[str, ...], num_new: int) -> tuple[int, str
 
 
 def len_of_possible_stop(text: str, stops: tuple[str, ...]) -> int:
-    """Return how many characters at a text's end may be the beginning of a stop string."""
+    """Return how many characters at a text's end may be the beginning of a stop string.
+
+    A whole one that is there already did not count, under `min_tokens`, and will not.
+    """
     longest = max(map(len, stops), default=1) - 1
     for start in range(max(0, len(text) - longest), len(text)):
-        if any(stop.startswith(text[start:]) for stop in stops):
-            return len(text) - start
+        length = len(text) - start
+        if any(len(stop) > length and stop.startswith(text[start:]) for stop in stops):
+            return length
     return 0

@@ -197,6 +197,7 @@ class RingPipeline(QueuedPipeline):
         self._explain = explain
         assert part.is_first and not part.is_last, "a ring has at least two ranks"
         self._computer = _Computer(stage, part)
+        self._failure = ""
         self._marks: queue.SimpleQueue[Mark] = queue.SimpleQueue()
         self._sender = _Sender(1, form, self.fail)
         self._receiver = _Receiver(part.num_stages - 1, form, self._take)
@@ -206,8 +207,20 @@ class RingPipeline(QueuedPipeline):
         """Raise an error in whoever waits for a result; nothing more comes."""
         if isinstance(error, PipelineError):
             error = PipelineError(self._explain(str(error)))
+        self._failure = self._failure or str(error) or type(error).__name__
         self.is_broken = True
         self._results.put(error)
+
+    def submit(self, step: Step) -> None:
+        """Send a step in.
+
+        Raises:
+            PipelineError: a rank has failed; no result would come.
+            UsageError: the pipeline was closed.
+        """
+        if self.is_broken:
+            raise PipelineError(self._failure)
+        super().submit(step)
 
     def close(self) -> None:
         """Tell every rank to stop, and wait until the word has come round."""

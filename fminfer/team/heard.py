@@ -17,6 +17,7 @@ class Heard:
     chars_again: int = 0
     ids_again: int = 0
     listed_again: int = 0
+    is_over: bool = False  # its end was told
 
     def begin_anew(self) -> None:
         """Expect all that was told once more."""
@@ -38,6 +39,9 @@ class Heard:
         self.num_chars += len(text)
         self.num_ids += len(ids)
         self.num_listed += len(logprobs["tokens"]) if logprobs is not None else 0
-        if not (text or ids or delta.finish_reason):
+        has_listed = logprobs is not None and len(logprobs["tokens"]) > 0
+        is_end = delta.finish_reason is not None and not self.is_over
+        if not (text or ids or has_listed or is_end):
             return None
+        self.is_over = is_end
         return replace(delta, text=text, token_ids=ids, logprobs=logprobs)

@@ -105,6 +105,7 @@ class Member:
         core, now_s = self._core, time.monotonic()
         while self._refused:
             events.append(self._refused.popleft())
+            core.stats.num_begun += 1  # it waits no longer
         stands = core.stats.num_begun, core.has_begun
         is_due = now_s - self._told_s > STATS_EVERY_S or not core.has_work
         if events or is_due or stands != self._told:

@@ -16,7 +16,7 @@ from multiprocessing.connection import wait
 from fminfer.engine.events import Delta, Event
 from fminfer.engine.sequence import Prepared
 from fminfer.engine.stats import EngineStats
-from fminfer.errors import PipelineError, error_of
+from fminfer.errors import FminferError, PipelineError, UsageError, error_of
 from fminfer.fingerprint import digest_files, name_differences
 from fminfer.messages import StepTrace
 from fminfer.models.checkpoint import Checkpoint
@@ -66,7 +66,8 @@ class Team:
         self._added: deque[Asking] = deque()  # by other threads
         self._cancelled: deque[int] = deque()
         self._waiting: deque[Asking] = deque()  # for a pipeline
-        self._has_news = threading.Event()
+        self._news = threading.Condition()
+        self._is_closed = False
         self._wake_out, self._wake_in = os.pipe()
         os.set_blocking(self._wake_in, False)
         self._own = EngineStats()  # rows, which pipelines do not see
@@ -134,22 +135,27 @@ class Team:
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until there is work, so long at most; return whether there is."""
-        if not self.has_work:
-            self._has_news.wait(timeout_s)
-            self._has_news.clear()
-        return self.has_work
+        with self._news:
+            return self._news.wait_for(lambda: self.has_work, timeout_s)
 
     def step(self) -> list[Event]:
         """Hand out what waits, and return what the pipelines tell next.
 
         Raises:
-            PipelineError: no pipeline is left.
+            PipelineError: no pipeline is left. All requests are dropped.
+            UsageError: the engine was closed.
         """
         self._take_in()
         self._hand_out()
-        self._check_any_lives()
-        timeout_s = None
-        if self._until_s is not None:
+        try:
+            self._check_any_lives()
+        except FminferError:
+            self._waiting.clear()
+            for pipeline in self._pipelines:
+                pipeline.asked.clear()
+            raise
+        timeout_s = None if self.is_computing else 0.0  # nobody would say anything
+        if self.is_computing and self._until_s is not None:
             timeout_s = max(0.0, self._until_s - time.perf_counter())
         return list(self._listen(timeout_s))
 
@@ -221,9 +227,11 @@ class Team:
         for pipeline in self._pipelines:
             pipeline.end(max(0.0, deadline_s - time.monotonic()))
             pipeline.close()
-        for end in (self._wake_out, self._wake_in):
-            with contextlib.suppress(OSError):
-                os.close(end)
+        with self._news:  # nobody writes to what another file's number may be soon
+            is_closed, self._is_closed = self._is_closed, True
+        if not is_closed:
+            os.close(self._wake_out)
+            os.close(self._wake_in)
 
     @property
     def _living(self) -> list[Pipeline]:
@@ -231,9 +239,11 @@ class Team:
 
     def _wake(self) -> None:
         """End a `wait`, or a `step` that listens."""
-        self._has_news.set()
-        with contextlib.suppress(OSError):  # it is full, or closed
-            os.write(self._wake_in, b".")
+        with self._news:
+            self._news.notify_all()
+            if not self._is_closed:
+                with contextlib.suppress(BlockingIOError):  # it is full
+                    os.write(self._wake_in, b".")
 
     def _order(self, order: Order) -> None:
         for pipeline in self._living:
@@ -269,13 +279,14 @@ class Team:
 
     def _take_in(self) -> None:
         """Queue what was added, the higher priorities first, and forget what was cancelled."""
+        num_cancelled = len(self._cancelled)  # counted first: all of these were added by now
         while self._added:
             asking = self._added.popleft()
             place = len(self._waiting)
             while place and self._waiting[place - 1].ask.priority < asking.ask.priority:
                 place -= 1
             self._waiting.insert(place, asking)
-        while self._cancelled:
+        for _ in range(num_cancelled):
             request_id = self._cancelled.popleft()
             kept = [each for each in self._waiting if each.ask.request_id != request_id]
             self._waiting = deque(kept)
@@ -350,7 +361,8 @@ class Team:
         for asking in left:
             for heard in asking.told.values():
                 heard.begin_anew()
-        self._waiting.extendleft(reversed(left))
+        left_first = sorted([*left, *self._waiting], key=lambda asking: -asking.ask.priority)
+        self._waiting = deque(left_first)
         why = "ended" if pipeline.failure is None else f"failed: {pipeline.failure.text}"
         self._say(
             f"Pipeline {pipeline.number} {why}; the others go on"
@@ -358,6 +370,8 @@ class Team:
         )
 
     def _check_any_lives(self) -> None:
+        if self._is_closed:
+            raise UsageError("the engine is closed; make a new one")
         if self._living:
             return
         failures = [p.failure for p in self._pipelines if p.failure is not None]

@@ -1,0 +1,119 @@
+"""Streams of deltas, joined and compared with the answer that they belong to."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from fminfer.engine.events import Delta, Event, Failed, Finished
+
+
+class Steps(Protocol):
+    """What has requests to answer: a loop, an engine, a team."""
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def step(self) -> list[Event]: ...
+
+
+def events_of(core: Steps) -> list[Event]:
+    """Step until nothing is left to do."""
+    events: list[Event] = []
+    while core.has_work:
+        events += core.step()
+    return events
+
+
+def of_request(events: Iterable[Event], request_id: int) -> list[Event]:
+    return [event for event in events if event.request_id == request_id]
+
+
+def answer_in(events: Iterable[Event], request_id: int) -> list[dict[str, Any]]:
+    """Return the choices of a request that has one answer and no error."""
+    ends = [each for each in of_request(events, request_id) if not isinstance(each, Delta)]
+    assert len(ends) == 1 and isinstance(ends[0], Finished), ends
+    return ends[0].choices
+
+
+def check_stream(
+    events: Iterable[Event], request_id: int, *, is_exact: bool = True
+) -> list[dict[str, Any]]:
+    """See that the deltas of a request, joined, are its answer; return its choices.
+
+    Args:
+        request_id: of a request with `return_token_ids`.
+        is_exact: to the last bit of the logprobs, which may differ between pipelines.
+    """
+    *deltas, last = of_request(events, request_id)
+    assert isinstance(last, Finished), "nothing comes behind the answer"
+    joined: dict[int, list[Delta]] = {}
+    for delta in deltas:
+        assert isinstance(delta, Delta)
+        joined.setdefault(delta.index, []).append(delta)
+    choices = [_join(joined[index]) for index in sorted(joined)]
+    expected = [
+        {name: value for name, value in choice.items() if name != "prompt_token_ids"}
+        for choice in last.choices
+    ]
+    assert choices == expected if is_exact else rounded(choices) == rounded(expected)
+    return last.choices
+
+
+def _join(deltas: list[Delta]) -> dict[str, Any]:
+    assert all(delta.finish_reason is None for delta in deltas[:-1]), "its end is told once"
+    assert all(delta.stop_reason is None for delta in deltas[:-1])
+    end = deltas[-1]
+    choice: dict[str, Any] = {
+        "text": "".join(delta.text for delta in deltas),
+        "index": end.index,
+        "logprobs": _join_logprobs([delta.logprobs for delta in deltas]),
+        "finish_reason": end.finish_reason,
+        "token_ids": [token_id for delta in deltas for token_id in delta.token_ids],
+    }
+    return choice | ({} if end.stop_reason is None else {"stop_reason": end.stop_reason})
+
+
+def _join_logprobs(parts: list[dict[str, Any] | None]) -> dict[str, Any] | None:
+    if None in parts:
+        assert set(map(type, parts)) == {type(None)}, "all of them have logprobs, or none"
+        return None
+    names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    assert all(part is not None and tuple(part) == names for part in parts)
+    columns: dict[str, Any] = {}
+    for name in names:
+        values = [part[name] for part in parts if part is not None]
+        columns[name] = None if None in values else [each for value in values for each in value]
+    return columns
+
+
+def rounded(value: Any) -> Any:
+    """Return a value whose numbers have three digits behind the point."""
+    if isinstance(value, dict):
+        return {name: rounded(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [rounded(each) for each in value]
+    return round(value, 3) if isinstance(value, float) else value
+
+
+def failed(events: Iterable[Event]) -> list[Failed]:
+    return [event for event in events if isinstance(event, Failed)]
+
+
+def within(seconds: float, work: Callable[[], object]) -> None:
+    """Have a thread do something that must not hang; raise what it raises."""
+    caught: list[BaseException] = []
+
+    def do() -> None:
+        try:
+            work()
+        except BaseException as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=do, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert not thread.is_alive(), f"it has not ended within {seconds:g} s"
+    if caught:
+        raise caught[0]

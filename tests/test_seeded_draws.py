@@ -1,0 +1,144 @@
+"""What a seeded answer depends on, and what not: spelling, further wishes, the way it came."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fminfer
+from tests.conftest import run_files
+from tests.streams import answer_in, events_of
+
+SEEDED: dict[str, Any] = {
+    "prompt": "Question: How do you go",
+    "max_tokens": 12,
+    "temperature": 1,
+    "top_p": 1,
+    "frequency_penalty": 1,
+    "logit_bias": {"70": 1, "71": -1},
+    "return_token_ids": True,
+    "seed": 7,
+}
+UNSEEDED = {name: value for name, value in SEEDED.items() if name != "seed"}
+
+
+Answer = list[list[int]]  # the ids of each choice
+
+
+@pytest.fixture(scope="module")
+def engine(llama_checkpoint: tuple[Path, Any]) -> Iterator[fminfer.Engine]:
+    """Give a model that has no end of its own."""
+    engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="float32")
+    yield engine
+    engine.close()
+
+
+def by_add(engine: fminfer.Engine, **request: Any) -> Answer:
+    request_id = engine.add(request)
+    return [choice["token_ids"] for choice in answer_in(events_of(engine), request_id)]
+
+
+def by_run(engine: fminfer.Engine, *requests: dict[str, Any]) -> list[Answer]:
+    records = sorted(engine.run(requests), key=lambda record: record.line.number)
+    return [[c["token_ids"] for c in record.to_dict()["result"]["choices"]] for record in records]
+
+
+def by_file(engine: fminfer.Engine, folder: Path, *lines: str) -> list[Answer]:
+    source, output = folder / "in.jsonl", folder / "out.jsonl"
+    source.write_text("".join(line + "\n" for line in lines))
+    run_files(engine, [source], [output])
+    records = [json.loads(line) for line in output.read_text().splitlines()]
+    return [[c["token_ids"] for c in record["result"]["choices"]] for record in records]
+
+
+def num_different(answers: Answer) -> int:
+    return len(set(map(tuple, answers)))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stream": False},
+        {"user": "somebody", "tag": 5},
+        {"logprobs": 3},
+        {"echo": False, "ignore_eos": True},
+        {"temperature": 1.0, "top_p": 1.0, "frequency_penalty": 1.0, "max_tokens": 12.0},
+        {"presence_penalty": -0.0, "min_p": 0, "top_k": 0, "suffix": None},
+        {"logit_bias": {"71": -1.0, "70": 1.0}},
+        {"prompt": [SEEDED["prompt"]]},
+        {"stop": "never said", "min_tokens": 2},
+        {"best_of": 1, "n": 1},
+    ],
+)
+def test_a_seeded_answer_is_the_same(engine: fminfer.Engine, fields: dict[str, Any]) -> None:
+    expected = by_add(engine, **SEEDED)
+    assert by_add(engine, **SEEDED | fields) == expected
+    reversed_keys = dict(reversed((SEEDED | fields).items()))
+    assert by_run(engine, reversed_keys) == [expected]
+
+
+def test_larger_n_and_max_tokens_begin_the_same(engine: fminfer.Engine) -> None:
+    (ids,) = by_add(engine, **SEEDED)
+    several = by_add(engine, **SEEDED | {"n": 4})
+    assert several[0] == ids and num_different(several) == 4
+    assert by_add(engine, **SEEDED | {"n": 6})[:4] == several
+    (longer,) = by_add(engine, **SEEDED | {"max_tokens": 30})
+    assert longer[:12] == ids and len(longer) == 30
+    both = by_add(engine, **SEEDED | {"max_tokens": 30, "n": 2})
+    assert both[0] == longer and both[1][:12] == several[1]
+
+
+def test_prompts_of_one_request_draw_by_their_place(engine: fminfer.Engine) -> None:
+    prompt = SEEDED["prompt"]
+    assert num_different(by_add(engine, **SEEDED | {"prompt": [prompt] * 3})) == 3
+    ids = engine.tokenizer.encode(prompt).ids
+    assert by_add(engine, **SEEDED | {"prompt": ids}) == by_add(engine, **SEEDED)
+    assert by_add(engine, **SEEDED | {"prompt": [ids]}) == by_add(engine, **SEEDED)
+
+
+@pytest.mark.parametrize("fields", [{"seed": 8}, {"temperature": 1.1}, {"prompt": "Question: How"}])
+def test_what_changes_a_seeded_answer(engine: fminfer.Engine, fields: dict[str, Any]) -> None:
+    assert by_add(engine, **SEEDED | fields) != by_add(engine, **SEEDED)
+
+
+def test_every_way_gives_the_seeded_answer(engine: fminfer.Engine, tmp_path: Path) -> None:
+    expected = by_add(engine, **SEEDED)
+    wrapped = {"custom_id": "a", "method": "POST", "url": "/v1/completions"}
+    lines = (
+        json.dumps(SEEDED),
+        json.dumps(SEEDED | {"stream": False}, indent=None, separators=(" , ", " : ")),
+        json.dumps({"request": dict(sorted(SEEDED.items()))}),
+    )
+    assert by_file(engine, tmp_path, *lines) == [expected] * 3
+    batch = json.dumps(wrapped | {"body": SEEDED | {"model": "x"}})
+    output = tmp_path / "batch.jsonl"
+    (tmp_path / "b.jsonl").write_text(batch + "\n")
+    run_files(engine, [tmp_path / "b.jsonl"], [output])
+    record = json.loads(output.read_text())
+    assert [c["token_ids"] for c in record["response"]["body"]["choices"]] == expected
+    assert by_run(engine, SEEDED, SEEDED | {"user": "x"}) == [expected] * 2
+
+
+def test_equal_ones_without_a_seed_differ(engine: fminfer.Engine, tmp_path: Path) -> None:
+    added = [by_add(engine, **UNSEEDED)[0] for _ in range(4)]
+    assert num_different(added) == 4
+    listed = [UNSEEDED, UNSEEDED | {"prompt": [UNSEEDED["prompt"]]}, UNSEEDED | {"user": "x"}]
+    ran = by_run(engine, *listed)
+    assert num_different([ids for (ids,) in ran]) == 3
+    lines = [json.dumps(dict(reversed(each.items()))) for each in listed]
+    assert by_file(engine, tmp_path, *lines) == ran, "they are counted, whatever their spelling"
+
+
+def test_a_list_of_one_prompt_draws_as_the_prompt(engine: fminfer.Engine) -> None:
+    """Also without a seed, where it is the first of its kind."""
+    as_list = UNSEEDED | {"prompt": [UNSEEDED["prompt"]]}
+    assert by_run(engine, as_list) == by_run(engine, UNSEEDED)
+
+
+def test_greedy_answers_have_no_seed(engine: fminfer.Engine) -> None:
+    greedy = SEEDED | {"temperature": 0}
+    assert by_add(engine, **greedy) == by_add(engine, **greedy | {"seed": 8})
