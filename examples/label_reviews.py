@@ -85,13 +85,15 @@ def option_logprob(answer: dict[str, Any]) -> float:
 
 def count(answers: list[dict[str, Any]]) -> tuple[int, int]:
     """Return how many labels are right, and how many reviews there are."""
-    found = [(each["label"], each["result"]["choices"][0]["text"].strip()) for each in answers]
     if answers and "option" in answers[0]:
         groups: dict[str, list[dict[str, Any]]] = {}
         for answer in answers:
             groups.setdefault(answer["review"], []).append(answer)
         best = [max(group, key=option_logprob) for group in groups.values()]
         found = [(answer["label"], answer["option"]) for answer in best]
+    else:
+        texts = [answer["result"]["choices"][0]["text"].strip() for answer in answers]
+        found = [(answer["label"], text) for answer, text in zip(answers, texts, strict=True)]
     return sum(label == answer for label, answer in found), len(found)
 
 
