@@ -6,6 +6,9 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
 
 TESTS = Path(__file__).parent
 CONTRACT = TESTS.parent / "docs" / "contract.md"
@@ -21,6 +24,32 @@ def test_the_contract_names_tests_that_exist() -> None:
             assert f"def {name}(" in (TESTS / file).read_text(), (file, name)
             named += 1
     assert named > 40
+
+
+def test_the_python_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """But for the one of a server, whose `serving` and `hand_out` are the reader's own."""
+    text = (TESTS.parent / "docs" / "python.md").read_text()
+    examples = re.findall(r"```python\n(.*?)```", text, flags=re.S)
+    run = [code for code in examples if "while serving" not in code]
+    assert len(run) >= 2
+    for code in run:
+        exec(compile(code, "python.md", "exec"), {})
+    printed = capsys.readouterr().out
+    assert "'choices'" in printed and "Finished(" in printed
+
+
+def test_a_picture_shows_a_terminal_half_way_and_at_the_end(tmp_path: Path) -> None:
+    """Progress that is overwritten is not seen at the end; letters of XML are."""
+    says = "import time\nfor part in range(9): print(f'\\r{part} <of> 9', end='', flush=True)"
+    says += "; time.sleep(0.05)\nprint('\\r\\x1b[Kdone')"
+    picture = tmp_path / "run.svg"
+    script = TESTS.parent / "scripts" / "picture_run.py"
+    command = [sys.executable, script, picture, "--", sys.executable, "-c", says]
+    subprocess.run(command, check=True, timeout=60)
+    lines = [each.text for each in ElementTree.parse(picture).iter() if each.tag.endswith("}text")]
+    half = [line for line in lines if line and line.endswith("<of> 9")]
+    assert len(half) == 1 and half[0][0] in "2345678"
+    assert lines[-1] == "done"
 
 
 def test_the_ray_example_tells_how_it_is_called() -> None:
