@@ -8,40 +8,31 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from fminfer.encoded_prompt import EncodedPrompt
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.packing import PlannedStep
 from fminfer.engine.preemption import first_to_go
 from fminfer.engine.prefix import PrefixCache
 from fminfer.engine.scheduler import Scheduler
-from fminfer.engine.sequence import PromptState, RequestState, Sequence, TokenReport
-from fminfer.request import Request, SamplingParams
-from fminfer.tokenizer import EncodedPrompt
+from fminfer.engine.sequence import Prepared, PromptState, RequestState, Sequence, TokenReport
+from fminfer.request import SamplingParams
 from tests.conftest import num_examples
 
 from .test_prefix import VOCAB, RememberingPipeline
 
 
-@dataclass(slots=True)
-class Owner:
-    """What prompts ask of their request."""
-
-    request: Request
-    priority: int = 0
-    is_cancelled: bool = False
-
-
 def make_prompt(ids: list[int], priority: int = 0, n: int = 1, **fields: Any) -> PromptState:
     params = SamplingParams(**({"temperature": 0.0, "max_tokens": 8} | fields))
-    owner = cast(RequestState, Owner(Request(b"", [ids], params), priority))
+    encoded = EncodedPrompt(ids, "", [])
+    owner = RequestState(0, Prepared(params, [encoded]), added_s=0.0, priority=priority)
     ends = frozenset(params.stop_token_ids)
-    prompt = PromptState(owner, 0, EncodedPrompt(ids, "", []), end_ids=ends, held_ids=ends)
+    prompt = PromptState(owner, 0, encoded, end_ids=ends, held_ids=ends)
     prompt.sequences = [Sequence(prompt, noise_key=b"", detokenizer=None) for _ in range(n)]
     return prompt
 
