@@ -295,7 +295,7 @@ def test_random_weights_from_a_size_a_file_or_a_folder(tmp_path: Path) -> None:
     assert open_random("bloom-560m").config.num_hidden_layers == 24
     with pytest.raises(CheckpointError, match="llama-160m"):
         open_random("no-such-size")
-    with pytest.raises(UsageError, match="either a model or random_init"):
+    with pytest.raises(UsageError, match="--model-name and --random-init contradict"):
         fminfer.Engine("x", random_init="y")
 
 

@@ -116,7 +116,9 @@ def test_a_run_refuses_with_the_figures_before_it_reads_weights(
 ) -> None:
     """Such a run met the system's killer after it had read for minutes."""
     let_be_free(monkeypatch, GIB // 4)
-    monkeypatch.setattr("fminfer.worker.load_part", lambda *_: pytest.fail("weights are read"))
+    monkeypatch.setattr(
+        "fminfer.one_pipeline.load_part", lambda *_: pytest.fail("weights are read")
+    )
     with pytest.raises(UsageError, match=r"would take .*iB.* weights in float32.* are free"):
         fminfer.Engine(**asdict(SMALL))
 

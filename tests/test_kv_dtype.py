@@ -90,7 +90,7 @@ def test_it_takes_half_the_memory() -> None:
         engine = fminfer.Engine(config)
         assert engine.facts.kv_bytes_per_token == found.footprints[0].kv_token
         assert engine.dtype == torch.float32
-        assert engine.facts.kv_dtype == (torch.float32 if kv_dtype == "auto" else torch.bfloat16)
+        assert engine.facts.kv_dtype == ("float32" if kv_dtype == "auto" else "bfloat16")
         tokens.append(engine.facts.kv_bytes_per_token)
         engine.close()
     assert tokens[0] == 2 * tokens[1]

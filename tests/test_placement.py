@@ -162,7 +162,7 @@ def test_a_gpus_peak_is_told_beside_what_was_foreseen(monkeypatch: pytest.Monkey
     with closing(fminfer.Engine(budget=1024, kernels="off")) as engine:
         assert engine.gpu_memory == {}
         monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 12345)
-        engine.device = torch.device("cuda")
+        engine.pipeline._device = torch.device("cuda")
         told = engine.gpu_memory
         kv = 1024 * engine.facts.kv_bytes_per_token
         assert told["peak_bytes"] == 12345

@@ -103,7 +103,7 @@ def test_counts_tell_own_rows_from_those_of_others() -> None:
 @pytest.mark.parametrize(
     "error, status, says",
     [
-        (StoppedError("Out of time.", "expired", 75), "expired", None),
+        (StoppedError("Out of time.", "out_of_time"), "expired", None),
         (KeyboardInterrupt(), "cancelled", None),
         (ValueError("it burns"), "failed", "ValueError: it burns"),
     ],

@@ -393,7 +393,7 @@ def test_rows_of_a_file_that_is_taken_again_are_counted_once(
     other = open_first(tmp_path / "in")  # it answers one, and ends
     line = next(other.lines(lambda line: None))
     assert line.number == 3 and other.add(Record(line, open_envelope(line), result={"said": 1}))
-    other.abandon(StoppedError("Interrupted.", "cancelled", 130))
+    other.abandon(StoppedError("Interrupted."))
     again = open_next(turns)
     answer(again)
     assert list(turns) == [] and mine.num_saved_rows == 5 and mine.num_rows == 4

@@ -14,7 +14,8 @@ import torch
 from click.testing import CliRunner
 
 import fminfer
-from fminfer import cli, control_groups, processor, threads
+from fminfer import control_groups, processor, start_up, threads
+from fminfer.cli import main
 from fminfer.errors import UsageError
 from fminfer.threads import (
     ThreadCount,
@@ -97,11 +98,11 @@ def test_threads_are_settled_before_openmp_is_loaded(command: str) -> None:
     """OpenMP reads its settings once, when torch is imported."""
     code = f"""
 import os, sys
-from fminfer import cli
+from fminfer import cli, start_up
 def look():
     print(os.environ.get("GOMP_SPINCOUNT"), "torch" in sys.modules, flush=True)
     os._exit(0)
-cli.import_transformers = look
+start_up.import_transformers = look
 cli.main(["{command}", "-"] if "{command}" == "run" else ["{command}"])
 """
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("GOMP_", "OMP_WAIT"))}
@@ -114,7 +115,7 @@ cli.main(["{command}", "-"] if "{command}" == "run" else ["{command}"])
         timeout=60,
     )
     assert done.stdout.split() == [str(threads.SPINS), "False"], done.stderr
-    assert cli.wait_briefly is wait_briefly
+    assert start_up.wait_briefly is wait_briefly
 
 
 def test_speed_counts_the_tokens_that_were_computed(tmp_path: Path) -> None:
@@ -124,7 +125,7 @@ def test_speed_counts_the_tokens_that_were_computed(tmp_path: Path) -> None:
     rows = [{"prompt": head * 3 + f"{i}", "max_tokens": 2, "temperature": 0} for i in (1, 2, 2)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = ["run", str(path), "--stats", str(tmp_path / "stats.json")]
-    found = CliRunner().invoke(cli.main, flags)
+    found = CliRunner().invoke(main, flags)
     assert found.exit_code == 0, found.output
     stats = json.loads((tmp_path / "stats.json").read_text())
     engine, wall_s = stats["engine"], stats["wall_s"]

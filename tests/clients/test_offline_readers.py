@@ -38,7 +38,7 @@ def helm_request(**changes: Any) -> dict[str, Any]:
 
 
 # The prompt is one that the demo model is unsure of; best_of below n is what HELM writes.
-SAMPLED = helm_request(prompt="Answer: north", temperature=1.9, n=3, stop=None)
+SAMPLED = helm_request(prompt="Answer: north", temperature=1.9, n=12, stop=None)
 SCORED = helm_request(logprobs=1)
 NO_ROOM = helm_request(max_tokens=2000)
 ECHOED = helm_request(echo=True, max_tokens=0, logprobs=1, stop=None)
