@@ -99,7 +99,7 @@ def run_transformers(workload: list[Row], dtype: str) -> dict[str, Any]:
     import torch
     import transformers
 
-    from fminfer.models.sizes import SIZES
+    from fminfer.models.known_sizes import SIZES
 
     transformers.logging.set_verbosity_error()
     started = time.perf_counter()

@@ -42,11 +42,11 @@ def build(model: Any, held: Any, dtype: Any, *, in_one_call: bool) -> Any:
     """Return a model's layers; both sides have the same weights."""
     import torch
 
-    from fminfer import loading
-    from fminfer.kernel_choice import find_layers, find_library
-    from fminfer.models.load import PartTensors
-    from fminfer.models.shapes import layer_shapes
+    from fminfer.compute.kernel_choice import find_layers, find_library
+    from fminfer.models.part_tensors import PartTensors
+    from fminfer.models.tensor_shapes import layer_shapes
     from fminfer.models.transformer import Transformer
+    from fminfer.worker import loading
 
     cpu, library = torch.device("cpu"), find_library("require", torch.device("cpu"))
     parts, _ = find_layers("require", library, dtype=dtype, device=cpu)
@@ -72,10 +72,10 @@ def time_step(network: Any, model: Any, dtype: Any, rows: int, tokens: int) -> f
     """Return the seconds of a step: so many rows, with so many new tokens each."""
     import torch
 
-    from fminfer.compute.kv_cache import KvCache
-    from fminfer.kernel_attention import KernelAttention
-    from fminfer.kernel_choice import find_library
-    from fminfer.messages import StepRow
+    from fminfer.compute.attention.kernel_attention import KernelAttention
+    from fminfer.compute.attention.kv_cache import KvCache
+    from fminfer.compute.kernel_choice import find_library
+    from fminfer.core.messages import StepRow
     from fminfer.models.transformer import LayerStep
 
     each = (CONTEXT + tokens) // BLOCK + 1
@@ -110,14 +110,14 @@ def time_step(network: Any, model: Any, dtype: Any, rows: int, tokens: int) -> f
 @click.option("--layers", default=12)
 @click.option("--turns", default=7)
 def main(held: str, dtype: str, names: tuple[str, ...], layers: int, turns: int) -> None:
-    from fminfer import processor
+    from fminfer.machine import processor
 
     processor.cap_libraries()
     import torch
     from transformers import AutoConfig
 
-    from fminfer.models.architectures.table import architecture_of
-    from fminfer.models.shapes import layer_shapes
+    from fminfer.models.families.table import architecture_of
+    from fminfer.models.tensor_shapes import layer_shapes
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     results = []

@@ -21,9 +21,9 @@ from pathlib import Path
 import click
 from against_transformers import SIZE, make_workload
 
-from fminfer.output.journal import Journal
-from fminfer.output.rows import Row
-from fminfer.output.writer import put_in_order
+from fminfer.files.journal import Journal
+from fminfer.files.journal_rows import Row
+from fminfer.files.ordered_output import put_in_order
 
 NUM_ROWS = 100_000
 

@@ -18,7 +18,7 @@ import torch
 
 from fminfer.compute.spec import Model, Moe
 from fminfer.models.checkpoint import open_checkpoint
-from fminfer.models.shapes import exit_shapes, layer_shapes
+from fminfer.models.tensor_shapes import exit_shapes, layer_shapes
 
 # Tokens, in and out: one that suits two cores and a small model, one that fills a GPU.
 GEMM = {"cpu": (512, 768, 3072), "cuda": (8192, 4096, 14336)}

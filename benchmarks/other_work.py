@@ -19,8 +19,8 @@ from pathlib import Path
 HERE = Path(__file__).parent.resolve()
 sys.path.insert(0, str(HERE.parent))  # the package beside this file, installed or not
 
-from fminfer import processor  # noqa: E402
-from fminfer.kernel_build import FLAGS, SOURCES, find_compiler  # noqa: E402
+from fminfer.compute.kernels.kernel_build import FLAGS, SOURCES, find_compiler  # noqa: E402
+from fminfer.machine import processor  # noqa: E402
 
 BUILD = "build"
 NUM_COMPILERS = 4

@@ -48,9 +48,9 @@ from against_transformers import make_workload  # noqa: E402
 from limit import Roof, least_s, measure_roof  # noqa: E402
 from other_work import BUILD, describe, other_work  # noqa: E402
 
-from fminfer import processor  # noqa: E402
-from fminfer.errors import UsageError  # noqa: E402
-from fminfer.models.sizes import SIZES  # noqa: E402
+from fminfer.core.errors import UsageError  # noqa: E402
+from fminfer.machine import processor  # noqa: E402
+from fminfer.models.known_sizes import SIZES  # noqa: E402
 
 COLOURS = {
     "fminfer": "#4f86b8",

@@ -32,7 +32,7 @@ from typing import Any
 import click
 from against_transformers import SIZE, make_workload
 
-from fminfer.models.sizes import SIZES
+from fminfer.models.known_sizes import SIZES
 
 
 def run_once(folder: Path, num_ranks: int, threads: int, more: list[str]) -> Any:

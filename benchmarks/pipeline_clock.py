@@ -18,7 +18,9 @@ from unittest import mock
 
 from pipeline_costs import Link, Work
 
-from fminfer.config import EngineConfig
+from fminfer.contract.line import Line
+from fminfer.core.config import EngineConfig
+from fminfer.core.messages import Step, StepResult, TokenLogprobs
 from fminfer.engine import step_shape
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.blocks import BlockPool
@@ -26,12 +28,10 @@ from fminfer.engine.intake import Intake, Limits
 from fminfer.engine.loop import EngineLoop
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.start import Starter
-from fminfer.input.lines import Line
-from fminfer.line_run.asked import RecordForm
-from fminfer.line_run.line_intake import LineIntake
-from fminfer.line_run.runner import LineRunner
-from fminfer.messages import Step, StepResult, TokenLogprobs
-from fminfer.tokenizer import Tokenizer
+from fminfer.text.tokenizer import Tokenizer
+from fminfer.worker.line_run.asked import RecordForm
+from fminfer.worker.line_run.line_intake import LineIntake
+from fminfer.worker.line_run.runner import LineRunner
 
 DEFAULTS = EngineConfig()
 MAX_CONTEXT = 1 << 20  # longer than any row that is simulated

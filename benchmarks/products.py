@@ -31,8 +31,8 @@ from typing import Any
 HERE = Path(__file__).parent.resolve()
 sys.path.insert(0, str(HERE.parent))  # the package beside this file, installed or not
 
-from fminfer import processor  # noqa: E402
-from fminfer.threads import count_cores, wait_briefly  # noqa: E402
+from fminfer.machine import processor  # noqa: E402
+from fminfer.machine.threads import count_cores, wait_briefly  # noqa: E402
 
 if __name__ == "__main__":  # as the command does, before torch is loaded
     processor.cap_libraries()
@@ -42,9 +42,9 @@ if __name__ == "__main__":  # as the command does, before torch is loaded
 import click  # noqa: E402
 import torch  # noqa: E402
 
-from fminfer import packed_linear  # noqa: E402
-from fminfer.kernel_build import FLAGS, find_compiler, start_build  # noqa: E402
-from fminfer.product_kernel import ProductKernel  # noqa: E402
+from fminfer.compute.kernels.kernel_build import FLAGS, find_compiler, start_build  # noqa: E402
+from fminfer.compute.linear import packed_linear  # noqa: E402
+from fminfer.compute.linear.product_kernel import ProductKernel  # noqa: E402
 
 SHAPES = ((768, 3072), (3072, 768), (768, 2304), (2048, 8192), (768, 32000))  # inputs, outputs
 ROWS = (1, 4, 16, 64, 256, 512)

@@ -35,11 +35,11 @@ import torch
 from against_transformers import SIZE, gemm_gflops, make_workload
 
 import fminfer
-from fminfer.attention import PagedAttention
-from fminfer.compute import kv_cache
-from fminfer.kernel_attention import KernelAttention
-from fminfer.models.shapes import layer_shapes
-from fminfer.whole_layers import Spent, WholeLayer
+from fminfer.compute.attention import kv_cache
+from fminfer.compute.attention.kernel_attention import KernelAttention
+from fminfer.compute.attention.paged_attention import PagedAttention
+from fminfer.models.tensor_shapes import layer_shapes
+from fminfer.models.whole_layers import Spent, WholeLayer
 
 PLANNING: list[tuple[Any, str]] = [(kv_cache, "plan_attention"), (KernelAttention, "plan")]
 PARTS = ["products", "attention", "head", "drawing", "planning", "rest", "waiting"]

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fminfer.errors import CheckpointError, FminferError, RequestError, UsageError
-from fminfer.version import __version__
+from fminfer.core.errors import CheckpointError, FminferError, RequestError, UsageError
+from fminfer.core.version import __version__
 
 __all__ = [
     "CheckpointError",
@@ -23,14 +23,14 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "Engine":
-        from fminfer.processor import cap_libraries
+        from fminfer.machine.processor import cap_libraries
 
         cap_libraries()
-        from fminfer.worker import Engine
+        from fminfer.worker.engine_api import Engine
 
         return Engine
     if name == "EngineConfig":
-        from fminfer.config import EngineConfig
+        from fminfer.core.config import EngineConfig
 
         return EngineConfig
     raise AttributeError(f"module 'fminfer' has no attribute {name!r}")

@@ -1,5 +1,5 @@
 """`python -m fminfer` is `fminfer`."""
 
-from fminfer.cli import main
+from fminfer.cli.app import main
 
 main()

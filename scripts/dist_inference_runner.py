@@ -106,7 +106,7 @@ def main() -> None:
     if unused:
         print(f"Without a meaning here, left out: {', '.join(unused)}", file=sys.stderr)
     sys.path.append(str(Path(__file__).parent.parent))  # where fminfer is not installed
-    from fminfer.cli import main as fminfer
+    from fminfer.cli.app import main as fminfer
 
     fminfer(["run", *flags], prog_name="fminfer")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 def main() -> None:
     sys.path.append(str(Path(__file__).parent.parent))  # where fminfer is not installed
-    from fminfer.cli import main as fminfer
+    from fminfer.cli.app import main as fminfer
 
     fminfer(["split", *sys.argv[1:]], prog_name="split_queries.py")
 

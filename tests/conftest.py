@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fminfer.processor import cap_libraries
+from fminfer.machine.processor import cap_libraries
 
 cap_libraries()  # before torch is there
 import torch  # noqa: E402
@@ -20,16 +20,16 @@ import transformers  # noqa: E402
 if not torch.cuda.is_available():  # triton reads it when imported: its kernels run on the CPU
     os.environ["TRITON_INTERPRET"] = "1"
 
-from fminfer.compute.parts import Parts  # noqa: E402
-from fminfer.compute.products import Products  # noqa: E402
+from fminfer.compute.kernel_choice import ATTENTION_ERRORS, attention_pairs  # noqa: E402
+from fminfer.compute.kernels.kernel_build import start_build  # noqa: E402
+from fminfer.compute.layers.bodies import Parts  # noqa: E402
+from fminfer.compute.linear.products import Products  # noqa: E402
 from fminfer.compute.spec import Attention  # noqa: E402
 from fminfer.compute.trial import compare  # noqa: E402
-from fminfer.kernel_build import start_build  # noqa: E402
-from fminfer.kernel_choice import ATTENTION_ERRORS, attention_pairs  # noqa: E402
+from fminfer.core.partition import Part  # noqa: E402
 from fminfer.models.checkpoint import open_checkpoint  # noqa: E402
-from fminfer.models.load import load_tensors  # noqa: E402
+from fminfer.models.part_tensors import load_tensors  # noqa: E402
 from fminfer.models.transformer import Bodies, Transformer  # noqa: E402
-from fminfer.partition import Part  # noqa: E402
 from tests.further_families import BIGGER, FURTHER, GROUPED, VISION  # noqa: E402
 
 IS_ALL = os.environ.get("FMINFER_TEST_ALL") == "1"
@@ -250,7 +250,7 @@ def try_triton(dtype: torch.dtype) -> None:
     Raises:
         ValueError: it gives something else.
     """
-    from fminfer.triton_attention import TritonAttention
+    from fminfer.compute.attention.triton_attention import TritonAttention
 
     where: Any = {"dtype": dtype, "device": triton_device()}
     how = Attention(heads=2, kv_heads=1, head_dim=16, scaling=0.25)
@@ -297,9 +297,9 @@ def restored_signals() -> Iterator[None]:
 
 def run_files(engine: Any, inputs: list[Path], outputs: list[Path]) -> Any:
     """Answer files with an engine, as the command does."""
-    from fminfer.job import run_job
-    from fminfer.output.named_files import open_files
-    from fminfer.output.summary import JobSummary
+    from fminfer.batch.job import run_job
+    from fminfer.batch.named_files import open_files
+    from fminfer.batch.run_summary import JobSummary
 
     files = open_files(inputs, outputs, {}, model=engine.model_name, restart=False)
     summary = JobSummary(engine.model_name, "float32", inputs, outputs)
@@ -308,7 +308,7 @@ def run_files(engine: Any, inputs: list[Path], outputs: list[Path]) -> Any:
 
 def save_byte_tokenizer(folder: Path) -> None:
     """Save a tokenizer of the 256 bytes as a checkpoint's own."""
-    from fminfer.tokenizer import _byte_tokenizer
+    from fminfer.text.tokenizer import _byte_tokenizer
 
     transformers.PreTrainedTokenizerFast(tokenizer_object=_byte_tokenizer()).save_pretrained(folder)
 

@@ -133,7 +133,9 @@ def _server() -> ForkServerContext:
     global _context
     if _context is None:
         _context = multiprocessing.get_context("forkserver")
-        _context.set_forkserver_preload(["fminfer.cli", "fminfer.running", "fminfer.serving"])
+        _context.set_forkserver_preload(
+            ["fminfer.cli.app", "fminfer.batch.run_process", "fminfer.worker.serving"]
+        )
     return _context
 
 
@@ -174,14 +176,15 @@ def _be_fminfer(command: list[str], environ: Mapping[str, str]) -> NoReturn:
     try:
         import tqdm
 
-        from fminfer import cli  # not in the process of the tests, which may only use programs()
+        # Not in the process of the tests, which may only use programs().
+        from fminfer.cli import app
 
         tqdm.tqdm.monitor_interval = 0  # no thread for it, which a fork would leave behind
-        cli.STARTED_S = time.perf_counter()
+        app.STARTED_S = time.perf_counter()
         for place in filter(None, environ.get("PYTHONPATH", "").split(os.pathsep)):
             with contextlib.suppress(FileNotFoundError):
                 runpy.run_path(f"{place}/sitecustomize.py")
-        cli.main()
+        app.main()
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:

@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
+from fminfer.batch.journaled_input import JournaledInput
+from fminfer.contract.line import Line
+from fminfer.contract.record import Record
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.intake import Intake, Limits
 from fminfer.engine.loop import EngineLoop, Pipeline
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.start import Starter
-from fminfer.input.lines import Line
-from fminfer.line_run.asked import RecordForm
-from fminfer.line_run.line_intake import LineIntake
-from fminfer.line_run.runner import LOOKAHEAD, LineRunner
-from fminfer.output.job_file import JournaledInput
-from fminfer.output.records import Record
-from fminfer.tokenizer import Tokenizer
+from fminfer.text.tokenizer import Tokenizer
+from fminfer.worker.line_run.asked import RecordForm
+from fminfer.worker.line_run.line_intake import LineIntake
+from fminfer.worker.line_run.runner import LOOKAHEAD, LineRunner
 
 
 class LineBench:

@@ -7,13 +7,13 @@ import random
 from pathlib import Path
 from typing import Any
 
-from fminfer.errors import RequestError
-from fminfer.input.envelope import open_envelope
-from fminfer.output.job_file import JournaledInput
-from fminfer.output.places import answers_path
-from fminfer.output.records import Record
-from fminfer.output.terms import RunTerms
-from fminfer.request import parse_request
+from fminfer.batch.journaled_input import JournaledInput
+from fminfer.contract.envelope import open_envelope
+from fminfer.contract.record import Record
+from fminfer.contract.request import parse_request
+from fminfer.core.errors import RequestError
+from fminfer.files.output_paths import answers_path
+from fminfer.files.run_terms import RunTerms
 
 ENGINES = ["gpt-j-6b", "org/模型", "a b", "..", None, "default", "%", "org"]
 BAD = [b'{"prompt": "torn', b"\xff\xfe\r", b"[1]", b'{"prompt": "comma",}', b"\x00", b"null"]

@@ -144,7 +144,7 @@ def leave_little(setting: Setting) -> Figures:
         raise Skipped("the memory of a host is not taken whole for this")
     import torch
 
-    from fminfer.models.sizes import SIZES
+    from fminfer.models.known_sizes import SIZES
 
     size = SIZES[SIZE]
     width = size["hidden_size"]

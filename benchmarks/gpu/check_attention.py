@@ -10,8 +10,8 @@ import torch
 
 from benchmarks.gpu.cases import Case, Figures, Setting, expect
 from benchmarks.gpu.references import Heads, attend_as_torch, attend_in_float64
-from fminfer.messages import StepRow
-from fminfer.triton_attention import TritonAttention
+from fminfer.compute.attention.triton_attention import TritonAttention
+from fminfer.core.messages import StepRow
 
 SHAPES = {
     "cuda": (

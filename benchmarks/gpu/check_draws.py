@@ -12,10 +12,10 @@ from functools import partial
 import torch
 
 from benchmarks.gpu.cases import Case, Figures, Setting, expect
-from fminfer import sampling
-from fminfer.kernel_choice import find_drawer, find_library
-from fminfer.sampling import Drawer, Ranker, Ranking, SamplingTensors
-from fminfer.score_kernel import ScoreKernel
+from fminfer.compute.kernel_choice import find_drawer, find_library
+from fminfer.compute.sampling import sampler
+from fminfer.compute.sampling.sampler import Drawer, Ranker, Ranking, SamplingTensors
+from fminfer.compute.sampling.score_kernel import ScoreKernel
 
 SIZES = {"cuda": (64, 128256), "cpu": (16, 3000)}  # rows, vocabulary
 NUM_TOP = 20
@@ -82,7 +82,7 @@ def check_draws(device: str, kind: str, dtype: torch.dtype) -> Figures:
             torch.full(rows.shape, way.min_p),
             noise,
         )
-        expected = sampling.draw(logits, how, rows)
+        expected = sampler.draw(logits, how, rows)
         moved = SamplingTensors(
             *(
                 column.to(device)
@@ -108,7 +108,7 @@ def check_ranks(device: str, kind: str, dtype: torch.dtype) -> Figures:
     is_number = ~logits.isnan().any(-1)
     figures: Figures = {}
     for num_top in (1, NUM_TOP):
-        right, found = sampling.rank(logits, num_top), ranker(logits.to(device), num_top)
+        right, found = sampler.rank(logits, num_top), ranker(logits.to(device), num_top)
         pairs = ((right.normalizer, found.normalizer), (right.best, found.best))
         for ours, theirs in pairs:
             error = float((ours - theirs.cpu())[is_number].abs().max())
@@ -142,4 +142,4 @@ def _bodies(device: str) -> tuple[Drawer, Ranker]:
     """Return what is compared with plain torch on the CPU."""
     library = find_library("require", torch.device(device))
     drawer, _ = find_drawer("require", library, torch.device(device))
-    return drawer, sampling.rank if library is None else ScoreKernel(library)
+    return drawer, sampler.rank if library is None else ScoreKernel(library)

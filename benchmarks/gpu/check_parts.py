@@ -14,9 +14,9 @@ from torch.nn.functional import gelu, silu
 from benchmarks.gpu import references
 from benchmarks.gpu.cases import Case, Figures, Setting, Skipped, expect
 from benchmarks.gpu.processes import run_within
+from fminfer.compute.layers.layer_kernels import GELU_TANH, SILU
+from fminfer.compute.layers.triton_layers import TritonLayers
 from fminfer.compute.spec import Norm
-from fminfer.layer_kernels import GELU_TANH, SILU
-from fminfer.triton_layers import TritonLayers
 
 WIDTHS = {"cuda": (64, 80, 4096, 5120, 14336), "cpu": (64, 80)}
 TOKENS = {"cuda": (1, 7, 512), "cpu": (1, 3)}
@@ -31,7 +31,7 @@ MAX_ERROR = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 # Small sizes of each kernel, for a tool that watches every access.
 WATCHED = """
 import torch
-from fminfer.kernel_choice import find_attention, find_layers
+from fminfer.compute.kernel_choice import find_attention, find_layers
 from fminfer.models.checkpoint import open_random
 where = {"dtype": torch.float16, "device": torch.device("cuda")}
 find_attention("require", None, open_random("llama-160m").model, 16, **where)

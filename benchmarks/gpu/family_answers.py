@@ -18,7 +18,7 @@ import torch
 import transformers
 
 from tests.conftest import FIELDS, make_model, model_class, save_byte_tokenizer
-from tests.test_oracle import mixed_requests, oracle_greedy
+from tests.models.test_oracle import mixed_requests, oracle_greedy
 
 NAME = "expected.json"
 NUM_REQUESTS = 16

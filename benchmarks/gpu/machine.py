@@ -38,12 +38,12 @@ CARRY = (
     "--target /tmp/site wheels/*.whl and export PYTHONPATH=/tmp/site"
 )
 OWN = (
-    "fminfer.cli",
-    "fminfer.worker",
-    "fminfer.check.checking",
-    "fminfer.triton_attention",
-    "fminfer.triton_layers",
-    "tests.test_oracle",
+    "fminfer.cli.app",
+    "fminfer.worker.engine_api",
+    "fminfer.estimate.checking",
+    "fminfer.compute.attention.triton_attention",
+    "fminfer.compute.layers.triton_layers",
+    "tests.models.test_oracle",
     "benchmarks.gpu.time_model",
 )
 # Elements of a square product, and bytes of a copy.

@@ -13,8 +13,8 @@ from benchmarks.gpu import results
 from benchmarks.gpu.cases import Case, Figures, Setting, Skipped
 from benchmarks.gpu.references import Heads
 from benchmarks.gpu.stopwatch import call_s, median_s
-from fminfer.messages import StepRow
-from fminfer.triton_attention import TritonAttention
+from fminfer.compute.attention.triton_attention import TritonAttention
+from fminfer.core.messages import StepRow
 
 SHAPE = {"cuda": Heads(32, 8, 128), "cpu": Heads(4, 2, 16)}  # llama-8B's
 TYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}

@@ -19,10 +19,10 @@ import fminfer
 from benchmarks.gpu import results
 from benchmarks.gpu.cases import Case, Figures, Setting, expect
 from benchmarks.gpu.profiles import count_work, start_profiler
-from fminfer.config import EngineConfig
-from fminfer.footprint import measure_footprints
-from fminfer.loading import open_model
-from fminfer.messages import StepTrace
+from fminfer.core.config import EngineConfig
+from fminfer.core.messages import StepTrace
+from fminfer.worker.footprint import measure_footprints
+from fminfer.worker.loading import open_model
 
 LLAMA_8B: dict[str, Any] = {
     "model_type": "llama",

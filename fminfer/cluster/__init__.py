@@ -1,0 +1,1 @@
+"""Jobs of Slurm and LSF, each a `fminfer run`."""

@@ -13,13 +13,13 @@ from typing import Any
 
 import click
 
-from fminfer.cluster.schedulers import Scheduler, format_duration
-from fminfer.config import EngineConfig
-from fminfer.errors import UsageError
+from fminfer.cluster.slurm_and_lsf import Scheduler, format_duration
+from fminfer.core.config import EngineConfig
+from fminfer.core.errors import UsageError
+from fminfer.files.output_paths import STDOUT
+from fminfer.machine.stopper import check_times
 from fminfer.models.layer_count import check_split
-from fminfer.output.places import STDOUT
-from fminfer.ranks import RankConfig
-from fminfer.stopping import check_times
+from fminfer.pipeline.ranks import RankConfig
 
 # Of the time limit: what the job's start takes before `fminfer run` counts, and its end after.
 MIN_SPARE_S, MAX_SPARE_S, SPARE_SHARE = 15.0, 120.0, 0.05

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from fminfer.cluster.job_names import is_of, name_of_file, name_of_list
-from fminfer.cluster.schedulers import Job, QueuedTask, Scheduler
-from fminfer.cluster.scripts import ScriptTemplate
-from fminfer.errors import SchedulerError
-from fminfer.output.disk import told
-from fminfer.output.journal import journal_path
-from fminfer.wording import counted
+from fminfer.cluster.job_scripts import ScriptTemplate
+from fminfer.cluster.slurm_and_lsf import Job, QueuedTask, Scheduler
+from fminfer.core.errors import SchedulerError
+from fminfer.core.wording import counted
+from fminfer.files.disk import told
+from fminfer.files.journal import journal_path
 
 Mode = Literal["each", "array", "ranks"]
 MAX_ARRAY = 1000  # tasks: what Slurm (MaxArraySize) and LSF (MAX_JOB_ARRAY_SIZE) allow by default

@@ -1,1 +1,1 @@
-"""Bodies of a transformer's parts: plain torch, and what computes the same faster."""
+"""Arithmetic on tensors: plain torch, and the C++ and Triton kernels that replace it."""

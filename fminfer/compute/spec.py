@@ -127,7 +127,7 @@ class Mlp:
 class Moe:
     """A mixture of experts: each token goes to `top_k` of them (Shazeer et al. 2017).
 
-    `compute.routing` tells how they are chosen.
+    `compute.layers.routing` tells how they are chosen.
     """
 
     num_experts: int

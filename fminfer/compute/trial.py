@@ -11,9 +11,9 @@ from typing import TypeVar
 
 import torch
 
-from fminfer.config import Kernels
-from fminfer.errors import UsageError
-from fminfer.memory import is_out_of_memory
+from fminfer.core.config import Kernels
+from fminfer.core.errors import UsageError
+from fminfer.machine.out_of_memory import is_out_of_memory
 
 Body = TypeVar("Body")
 Pair = tuple[torch.Tensor, torch.Tensor]  # (found, expected)

@@ -1,0 +1,1 @@
+"""What to compute next: scheduling, KV blocks, the prefix cache, answers."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from fminfer.detokenizer import Detokenizer
 from fminfer.engine.sequence import Sequence, TokenReport
 from fminfer.engine.stop_strings import find_stop
+from fminfer.text.detokenizer import Detokenizer
 
 
 def advance(sequence: Sequence, token: TokenReport) -> None:

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from fminfer.config import TokenFormat
+from fminfer.core.config import TokenFormat
+from fminfer.core.timing import RowTimes
 from fminfer.engine.events import Event, Failed, Finished
 from fminfer.engine.sequence import PromptState, RequestState, Sequence, TokenReport
-from fminfer.spelling import Spelling
-from fminfer.timing import RowTimes
-from fminfer.tokenizer import Tokenizer
+from fminfer.text.spelling import Spelling
+from fminfer.text.tokenizer import Tokenizer
 
 LOWEST_LOGPROB = -9999.0  # what -inf and everything below it becomes
 

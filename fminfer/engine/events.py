@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from fminfer.core.errors import RequestError
 from fminfer.engine.sequence import FinishReason
-from fminfer.errors import RequestError
 
 
 @dataclass(slots=True, frozen=True)

@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fminfer.config import OnTooLong
-from fminfer.encoded_prompt import EncodedPrompt
+from fminfer.contract.prompts import check_entries
+from fminfer.contract.request import Request, SamplingParams, parse_request
+from fminfer.contract.row_warnings import RowWarning, WarningCounts
+from fminfer.core.config import OnTooLong
+from fminfer.core.errors import RequestError
 from fminfer.engine.noise import meaning_of
 from fminfer.engine.sequence import Prepared
-from fminfer.errors import RequestError
-from fminfer.prompts import check_entries
-from fminfer.request import Request, SamplingParams, parse_request
-from fminfer.row_warnings import RowWarning, WarningCounts
-from fminfer.tokenizer import Tokenizer
+from fminfer.text.encoded_prompt import EncodedPrompt
+from fminfer.text.tokenizer import Tokenizer
 
 MAX_COUNTED_CHARS = 2**16  # of a prompt that is tokenized whatever the context
 MAX_CUT_CHARS = 2**22  # of a prompt that --on-too-long cuts; their tokens take about a gigabyte

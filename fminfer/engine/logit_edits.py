@@ -1,13 +1,13 @@
 """What a request changes of its logits: logit_bias, and penalties for tokens that came before.
 
 One column an affected token, kept up to date as tokens are drawn, so that a step sends them without
-counting anew. It knows no tensor; `fminfer.sampling` applies the columns.
+counting anew. It knows no tensor; `fminfer.compute.sampling.sampler` applies the columns.
 """
 
 from __future__ import annotations
 
-from fminfer.messages import EditColumns
-from fminfer.request import SamplingParams
+from fminfer.contract.request import SamplingParams
+from fminfer.core.messages import EditColumns
 
 
 class LogitEdits:

@@ -13,6 +13,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from fminfer.core.errors import RequestError, StepLimitError
+from fminfer.core.messages import Step, StepResult, StepTrace
+from fminfer.core.timing import RowClock
 from fminfer.engine.answer import AnswerForm, build_answer
 from fminfer.engine.deltas import Deltas
 from fminfer.engine.events import Event
@@ -24,9 +27,6 @@ from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.sequence import Prepared, PromptState, RequestState, Sequence
 from fminfer.engine.start import Starter
 from fminfer.engine.stats import EngineStats
-from fminfer.errors import RequestError, StepLimitError
-from fminfer.messages import Step, StepResult, StepTrace
-from fminfer.timing import RowClock
 
 
 class Pipeline(Protocol):

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import fields
 
-from fminfer.request import SamplingParams
+from fminfer.contract.request import SamplingParams
 
 # What decides which token a draw takes, beside the logits. The rest of a request decides how many
 # are drawn, and what is told of them.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
-from fminfer.request import SamplingParams
+from fminfer.contract.request import SamplingParams
 
 MIN_SHARED = 32  # first tokens that must be equal for prompts to run together
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from fminfer.core.messages import SamplingRows, ScoringRows, Step, StepRow
 from fminfer.engine.noise import step_noise
 from fminfer.engine.sequence import PromptState, Sequence
-from fminfer.messages import SamplingRows, ScoringRows, Step, StepRow
 
 
 @dataclass(slots=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 
+from fminfer.core.messages import StepRow
 from fminfer.engine.packing import PackedRow
 from fminfer.engine.sequence import PromptState
-from fminfer.messages import StepRow
 
 # A prompt waits for another that is being fed if it will find so many more tokens in the cache.
 MIN_GAIN = 16

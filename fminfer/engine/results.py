@@ -6,13 +6,13 @@ import math
 import time
 from collections.abc import Iterator
 
+from fminfer.core.errors import RequestError
+from fminfer.core.messages import StepResult, TokenLogprobs
 from fminfer.engine.advance import advance
 from fminfer.engine.packing import PlannedStep
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.sequence import PromptState, Sequence, TokenReport
 from fminfer.engine.stats import EngineStats
-from fminfer.errors import RequestError
-from fminfer.messages import StepResult, TokenLogprobs
 
 
 def take_result(

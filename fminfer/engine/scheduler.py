@@ -13,6 +13,7 @@ import math
 from bisect import bisect_left
 from collections import deque
 
+from fminfer.core.messages import StepRow
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.in_flight import StepsInFlight
 from fminfer.engine.packing import PackedRow, PlannedStep, pack
@@ -23,7 +24,6 @@ from fminfer.engine.reservation import KvReservation
 from fminfer.engine.sequence import PromptState, Sequence
 from fminfer.engine.step_shape import StepShape
 from fminfer.engine.waiting import WaitingLine
-from fminfer.messages import StepRow
 
 MAX_LOOKS = 64  # waiting prompts that are looked at before a step
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from fminfer.detokenizer import Detokenizer
-from fminfer.encoded_prompt import EncodedPrompt
+from fminfer.contract.request import SamplingParams
+from fminfer.core.errors import RequestError
+from fminfer.core.timing import RowTimes
 from fminfer.engine.logit_edits import LogitEdits
-from fminfer.errors import RequestError
-from fminfer.request import SamplingParams
-from fminfer.timing import RowTimes
+from fminfer.text.detokenizer import Detokenizer
+from fminfer.text.encoded_prompt import EncodedPrompt
 
 FinishReason = Literal["stop", "length"]
 

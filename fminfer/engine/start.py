@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from fminfer.detokenizer import Detokenizer
 from fminfer.engine.logit_edits import LogitEdits
 from fminfer.engine.noise import draw_key, noise_key
 from fminfer.engine.sequence import Prepared, PromptState, RequestState, Sequence
-from fminfer.tokenizer import Tokenizer
+from fminfer.text.detokenizer import Detokenizer
+from fminfer.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True, frozen=True)

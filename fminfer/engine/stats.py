@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
+from fminfer.core.messages import StageSpan
 from fminfer.engine.sequence import Prepared
-from fminfer.messages import StageSpan
 
 
 @dataclass(slots=True)

@@ -1,0 +1,1 @@
+"""fminfer inside other tools: lm-evaluation-harness and Ray Data."""

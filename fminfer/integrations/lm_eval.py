@@ -24,12 +24,12 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import has_bos_prefix
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from fminfer.config import EngineConfig
-from fminfer.engine_options import refuse_old_names
-from fminfer.errors import UsageError
-from fminfer.integrations.batch import answer_all, score, shown
-from fminfer.integrations.generation import Generation, plan_generation
-from fminfer.worker import Engine
+from fminfer.core.config import EngineConfig
+from fminfer.core.errors import UsageError
+from fminfer.integrations.client_requests import answer_all, score, shown
+from fminfer.integrations.lm_eval_generation import Generation, plan_generation
+from fminfer.worker.engine_api import Engine
+from fminfer.worker.engine_options import refuse_old_names
 
 LM_EVAL_DEVICE = "cuda:0"  # what lm-eval's command passes if the user says nothing
 

@@ -29,21 +29,21 @@ import ray.data
 import torch
 from ray.data.expressions import monotonically_increasing_id
 
+from fminfer.contract.envelope import open_envelope
+from fminfer.contract.line import Line
+from fminfer.contract.request import parse_request
+from fminfer.core.errors import RequestError, UsageError
 from fminfer.engine.noise import meaning_of
-from fminfer.engine_options import make_config
-from fminfer.errors import RequestError, UsageError
-from fminfer.input.envelope import open_envelope
-from fminfer.input.files import find_inputs
-from fminfer.input.lines import Line
-from fminfer.input.lines import read_lines as read_file
-from fminfer.input.pieces import CutValue, cut_if_long
-from fminfer.input.streams import STDIN
-from fminfer.line_run.runner import WINDOW
-from fminfer.line_run.seen_counts import SeenCounts
-from fminfer.output.names import beside
-from fminfer.output.writer import ORDERED, errors_path
-from fminfer.request import parse_request
-from fminfer.worker import Engine
+from fminfer.files.file_names import beside
+from fminfer.files.input_folders import find_inputs
+from fminfer.files.line_reader import read_lines as read_file
+from fminfer.files.ordered_output import ORDERED, errors_path
+from fminfer.files.pieces import CutValue, cut_if_long
+from fminfer.files.streams import STDIN
+from fminfer.worker.engine_api import Engine
+from fminfer.worker.engine_options import make_config
+from fminfer.worker.line_run.runner import WINDOW
+from fminfer.worker.line_run.seen_counts import SeenCounts
 
 MAX_LOGPROBS = 2**31  # whatever an engine allows; it refuses what it does not
 ROW = "fminfer_row"  # a column on the way to the actors: a number that no other row has

@@ -1,0 +1,1 @@
+"""One forward for all model families: specs, checkpoints, weights, one stage."""

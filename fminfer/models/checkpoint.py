@@ -14,14 +14,14 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 
 from fminfer.compute.spec import Model
-from fminfer.errors import CheckpointError
-from fminfer.models.architectures.naming import Architecture
-from fminfer.models.architectures.table import architecture_of, check_model_type
+from fminfer.core.errors import CheckpointError
+from fminfer.core.impostors import broken, refuse_impostor
 from fminfer.models.config_fields import TEXT_PART
 from fminfer.models.context import context_length
+from fminfer.models.families.table import architecture_of, check_model_type
+from fminfer.models.families.tensor_names import Architecture
 from fminfer.models.hub import SMALL_FILES, fetch, fetch_weights
-from fminfer.models.impostors import broken, refuse_impostor
-from fminfer.models.sizes import DEMO_MODEL, SIZES, size_fields
+from fminfer.models.known_sizes import DEMO_MODEL, SIZES, size_fields
 
 GENERATION = "generation_config.json"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import transformers
 
-from fminfer.errors import CheckpointError
+from fminfer.core.errors import CheckpointError
 
 # A field that no row reads -> why it changes no answer.
 HARMLESS: dict[str, str] = dict.fromkeys(

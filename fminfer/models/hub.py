@@ -8,7 +8,7 @@ from __future__ import annotations
 from fnmatch import fnmatch
 from pathlib import Path
 
-from fminfer.errors import CheckpointError
+from fminfer.core.errors import CheckpointError
 
 SMALL_FILES = ["*.json", "*.model", "*.txt", "*.tiktoken", "*.jinja"]
 # Of weights the first form that a repository holds. Both would double the download.

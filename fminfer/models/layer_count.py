@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from fminfer.config import EngineConfig
-from fminfer.models.sizes import DEMO_MODEL, size_fields
-from fminfer.partition import split_layers
+from fminfer.core.config import EngineConfig
+from fminfer.core.partition import split_layers
+from fminfer.models.known_sizes import DEMO_MODEL, size_fields
 
 LAYER_NAMES = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 

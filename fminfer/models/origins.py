@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from fminfer.compute.spec import Layer, Mlp, Moe
-from fminfer.errors import CheckpointError
-from fminfer.models.architectures.naming import Architecture, Layout, Source, source_of
-from fminfer.models.shapes import Shapes, entry_shapes, exit_shapes, layer_shapes
+from fminfer.core.errors import CheckpointError
+from fminfer.models.families.tensor_names import Architecture, Layout, Source, source_of
+from fminfer.models.tensor_shapes import Shapes, entry_shapes, exit_shapes, layer_shapes
 
 Shape = tuple[int, ...]
 # Old checkpoints hold causal masks and tables of positions, which nothing reads.

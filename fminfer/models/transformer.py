@@ -14,13 +14,13 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from fminfer.compute import plain
-from fminfer.compute.experts import KernelExperts, Mix, PlainExperts
-from fminfer.compute.parts import NormBody, Parts, RotateBody
-from fminfer.compute.products import Products
-from fminfer.compute.routing import route
+from fminfer.compute.layers import plain
+from fminfer.compute.layers.bodies import NormBody, Parts, RotateBody
+from fminfer.compute.layers.experts import KernelExperts, Mix, PlainExperts
+from fminfer.compute.layers.routing import route
+from fminfer.compute.linear.products import Products
 from fminfer.compute.spec import Attention, Layer, Mlp, Model, Moe, Norm, Rope
-from fminfer.models.load import PartTensors, Tensors
+from fminfer.models.part_tensors import PartTensors, Tensors
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 

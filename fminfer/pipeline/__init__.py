@@ -1,0 +1,1 @@
+"""Who computes it: ranks that meet, pass steps on, and watch each other."""

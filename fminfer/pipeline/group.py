@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from fminfer.errors import FminferError, PipelineError, StoppedError, UsageError
+from fminfer.core.errors import FminferError, PipelineError, StoppedError, UsageError
 from fminfer.pipeline.addresses import interfaces
 from fminfer.pipeline.meeting import POLL_S, Meeting
 from fminfer.pipeline.watch import Fault

@@ -11,7 +11,7 @@ import secrets
 import socket
 import time
 
-from fminfer.errors import PipelineError
+from fminfer.core.errors import PipelineError
 
 GREETING = b"fminfer store 1\n"
 NONCE_BYTES = DIGEST_BYTES = 32

@@ -11,8 +11,8 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-from fminfer.errors import UsageError
-from fminfer.messages import Step, StepResult
+from fminfer.core.errors import UsageError
+from fminfer.core.messages import Step, StepResult
 
 
 class Mark:

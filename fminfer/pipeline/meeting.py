@@ -10,12 +10,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
-from fminfer.errors import FminferError, PipelineError, StoppedError, printable
+from fminfer.core.errors import FminferError, PipelineError, StoppedError, printable
 from fminfer.pipeline.addresses import address_of, own_address
+from fminfer.pipeline.ranks import RankFacts
 from fminfer.pipeline.rendezvous import open_store
 from fminfer.pipeline.store_place import TELL_AFTER_S
 from fminfer.pipeline.watch import Fault, Watch
-from fminfer.ranks import RankFacts
 
 End = Callable[[str], None]  # ends this process at once; it is told the kind of an error
 POLL_S = 0.05

@@ -12,13 +12,13 @@ import threading
 import time
 from pathlib import Path
 
-from fminfer.errors import PipelineError, UsageError
+from fminfer.core.errors import PipelineError, UsageError
 from fminfer.pipeline.addresses import LOOPBACK, interfaces, is_loopback, listen, machine_id
 from fminfer.pipeline.handshake import NoStoreError, WrongSecretError
+from fminfer.pipeline.ranks import HOW_TO_SHARE
 from fminfer.pipeline.secret import create_own, new_secret, read_own
 from fminfer.pipeline.store import Store
 from fminfer.pipeline.store_place import POLL_S, StorePlace, hold
-from fminfer.ranks import HOW_TO_SHARE
 
 AWAY_POLL_S = 0.5
 TORN_S = 5.0  # for whoever created a file to fill it

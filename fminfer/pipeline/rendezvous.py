@@ -9,12 +9,12 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from fminfer.errors import PipelineError
+from fminfer.core.errors import PipelineError
 from fminfer.pipeline.addresses import LOOPBACK, is_here, listen
 from fminfer.pipeline.meeting_folder import meet_in_folder
+from fminfer.pipeline.ranks import RankFacts
 from fminfer.pipeline.secret import secret_of_home
 from fminfer.pipeline.store_place import POLL_S, StorePlace, connect, hold
-from fminfer.ranks import RankFacts
 
 
 def open_store(facts: RankFacts, timeout_s: float) -> StorePlace:

@@ -13,12 +13,11 @@ from typing import Protocol
 
 import torch
 
-from fminfer.errors import PipelineError
-from fminfer.messages import StageSpan, Step, TokenLogprobs
-from fminfer.partition import Part
+from fminfer.core.errors import PipelineError
+from fminfer.core.messages import StageSpan, Step, TokenLogprobs
+from fminfer.core.partition import Part
 from fminfer.pipeline.local import Mark, QueuedPipeline
-from fminfer.pipeline.transport import HiddenForm, Message, receive, send, use_own_stream
-from fminfer.pipeline.wire import (
+from fminfer.pipeline.step_bytes import (
     decode_result,
     decode_spans,
     decode_step,
@@ -26,6 +25,7 @@ from fminfer.pipeline.wire import (
     encode_spans,
     encode_step,
 )
+from fminfer.pipeline.transport import HiddenForm, Message, receive, send, use_own_stream
 
 CLOSE_TIMEOUT_S = 10.0  # for the word that ends every rank to come round
 

@@ -7,9 +7,9 @@ import secrets
 import time
 from pathlib import Path
 
-from fminfer.cache import cache_path, why_no_cache
-from fminfer.errors import UsageError
-from fminfer.ranks import SECRET
+from fminfer.core.errors import UsageError
+from fminfer.machine.user_cache import cache_path, why_no_cache
+from fminfer.pipeline.ranks import SECRET
 
 WHOLE_S = 5.0  # for another process to write what it has created
 POLL_S = 0.02

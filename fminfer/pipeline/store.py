@@ -15,7 +15,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from fminfer.errors import FminferError, PipelineError
+from fminfer.core.errors import FminferError, PipelineError
 from fminfer.pipeline.handshake import greet, introduce, receive_exactly
 
 POLL_S = 0.05

@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fminfer.errors import PipelineError
+from fminfer.core.errors import PipelineError
 from fminfer.pipeline.handshake import HolderEndedError, NoStoreError, WrongSecretError
+from fminfer.pipeline.ranks import HOW_TO_SHARE
 from fminfer.pipeline.store import Store, StoreHolder
-from fminfer.ranks import HOW_TO_SHARE
 
 TELL_AFTER_S = 5.0  # that this rank waits for others
 POLL_S = 0.1

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 
-from fminfer.errors import PipelineError
+from fminfer.core.errors import PipelineError
 
 MAGIC = 0x666D696E66657231  # "fminfer1"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 
 from typing_extensions import Self
 
-from fminfer.errors import FminferError, PipelineError, error_of
+from fminfer.core.errors import FminferError, PipelineError, error_of
 from fminfer.pipeline.store import Store
 
 TURN_S = 0.5

@@ -1,0 +1,1 @@
+"""A file cut into parts, and the parts' answers put back into one file."""

@@ -11,8 +11,8 @@ from typing import Any
 
 import orjson
 
-from fminfer.fields import is_integral
-from fminfer.request import DEFAULTS
+from fminfer.contract.fields import is_integral
+from fminfer.contract.request import DEFAULTS
 
 # What differs from line to line and does not change how tokens are drawn.
 NO_HYPERPARAMETERS = frozenset(

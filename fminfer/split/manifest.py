@@ -26,10 +26,10 @@ from typing import Any, BinaryIO, NoReturn
 
 import orjson
 
-from fminfer.errors import UsageError
-from fminfer.input.files import MANIFEST, PART_NAME
-from fminfer.output.disk import sync_folder
-from fminfer.split.folders import is_folder_name
+from fminfer.core.errors import UsageError
+from fminfer.files.disk import sync_folder
+from fminfer.files.input_folders import MANIFEST, PART_NAME
+from fminfer.split.engine_folders import is_folder_name
 from fminfer.split.grouping import dump
 
 VERSION = 1

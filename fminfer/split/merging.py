@@ -17,12 +17,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from fminfer.errors import FminferError, OutputError, UsageError
-from fminfer.output.disk import sync_folder, write_all
-from fminfer.output.names import beside
-from fminfer.output.writer import ORDERED, errors_path
-from fminfer.split.answers import find_gap, read_answers
+from fminfer.core.errors import FminferError, OutputError, UsageError
+from fminfer.files.disk import sync_folder, write_all
+from fminfer.files.file_names import beside
+from fminfer.files.ordered_output import ORDERED, errors_path
 from fminfer.split.manifest import Manifest, Part, read_manifest
+from fminfer.split.part_answers import find_gap, read_answers
 
 MAX_NAMED = 10  # files, or ranges of lines, in a message
 Places = npt.NDArray[np.int64]

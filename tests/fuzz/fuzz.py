@@ -24,17 +24,18 @@ from pathlib import Path
 import click
 import orjson
 
+from fminfer.contract.line import Line
+from fminfer.contract.record import Record
+from fminfer.core.errors import UsageError
 from fminfer.engine.intake import Intake, Limits
-from fminfer.errors import UsageError
-from fminfer.input.lines import Line, read_lines
-from fminfer.line_run.asked import Asked
-from fminfer.line_run.line_intake import LineIntake
-from fminfer.output.journal import Journal, journal_path
-from fminfer.output.records import Record
-from fminfer.output.rows import Row
+from fminfer.files.journal import Journal, journal_path
+from fminfer.files.journal_rows import Row
+from fminfer.files.line_reader import read_lines
 from fminfer.split.manifest import MANIFEST, read_manifest, read_paths
-from fminfer.split.parts import SplitOptions, split_file
-from fminfer.tokenizer import Tokenizer
+from fminfer.split.splitting import SplitOptions, split_file
+from fminfer.text.tokenizer import Tokenizer
+from fminfer.worker.line_run.asked import Asked
+from fminfer.worker.line_run.line_intake import LineIntake
 from tests.fuzz.scripts import check_scripts
 
 HERE = Path(__file__).parent

@@ -6,8 +6,8 @@ import os
 import subprocess
 from pathlib import Path
 
-from fminfer.cluster.schedulers import SCHEDULERS
-from fminfer.cluster.scripts import TEMPLATES, ScriptTemplate
+from fminfer.cluster.job_scripts import TEMPLATES, ScriptTemplate
+from fminfer.cluster.slurm_and_lsf import SCHEDULERS
 from fminfer.cluster.submission import JobForm, Mode, write_list
 
 MODES: tuple[Mode, ...] = ("each", "array", "ranks")

@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from fminfer.output.journal import journal_path
+from fminfer.files.journal import journal_path
 from tests.faults.torture import kept_records
 from tests.slurm.node import is_empty, is_gone, job_field, one_node, wait_until
 

@@ -1,1 +1,1 @@
-"""Where the tensors of a checkpoint's files lie: names, types, shapes, bytes. It needs no torch."""
+"""Weight files in every form, read as tables of tensors."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from fminfer.errors import CheckpointError
-from fminfer.models.stored.tensors import JoinedTensor, StoredFile, StoredTensor
+from fminfer.core.errors import CheckpointError
+from fminfer.models.stored.stored_tensors import JoinedTensor, StoredFile, StoredTensor
 
 LEFT_OUT = ("decoder.version", "decoder.output_projection.weight")  # a copy of the embedding
 FUSED = ".qkv_proj."

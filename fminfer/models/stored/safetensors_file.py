@@ -7,8 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from fminfer.models.impostors import broken
-from fminfer.models.stored.tensors import (
+from fminfer.core.impostors import broken
+from fminfer.models.stored.stored_tensors import (
     BITS,
     MOST_HEADER_BYTES,
     StoredFile,

@@ -11,15 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from fminfer.errors import CheckpointError
-from fminfer.models.impostors import broken
+from fminfer.core.errors import CheckpointError
+from fminfer.core.impostors import broken
 from fminfer.models.stored.pickles import PickledTensor, Storage, UnsafePickleError, read_pickle
-from fminfer.models.stored.tensors import (
-    BITS,
-    MOST_HEADER_BYTES,
-    StoredFile,
-    StoredTensor,
-)
+from fminfer.models.stored.stored_tensors import BITS, MOST_HEADER_BYTES, StoredFile, StoredTensor
 
 MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # of the older form
 # Training saves weights beside optimizers and settings, under one of these.

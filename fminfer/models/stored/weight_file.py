@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fminfer.models.impostors import broken, refuse_impostor
+from fminfer.core.impostors import broken, refuse_impostor
 from fminfer.models.stored.safetensors_file import read_safetensors
-from fminfer.models.stored.tensors import StoredFile
+from fminfer.models.stored.stored_tensors import StoredFile
 from fminfer.models.stored.torch_file import read_torch_file
 
 

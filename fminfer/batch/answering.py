@@ -1,0 +1,207 @@
+"""The run's own process: it opens the files, makes the engine, answers, and sums up."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from fminfer.batch.job import run_job
+from fminfer.batch.named_files import open_files
+from fminfer.batch.run_context import RunContext
+from fminfer.batch.run_engine import MakeEngine, start_engine
+from fminfer.batch.run_inputs import RunInputs
+from fminfer.batch.run_paths import JobPaths
+from fminfer.batch.run_summary import JobSummary
+from fminfer.batch.shared_folder import share_files
+from fminfer.contract.line import Line
+from fminfer.core.errors import FminferError, PipelineError, StoppedError
+from fminfer.core.wording import counted
+from fminfer.files.input_folders import MOST_NAMED
+from fminfer.files.journal_head import Fingerprint
+from fminfer.files.output_paths import Plan
+from fminfer.machine.processor import chosen_name
+from fminfer.machine.stopper import AGAIN, Stopper
+from fminfer.models.checkpoint import Checkpoint
+from fminfer.models.fingerprint import KV_DTYPE, fingerprint_of
+from fminfer.worker.forecast import name_held_dtype
+
+
+def answer(
+    run: RunContext,
+    plan: Plan,
+    checkpoint: Checkpoint,
+    make_engine: MakeEngine,
+    *,
+    is_awaited: bool = False,
+) -> JobSummary:
+    """Answer the job's files, or the requests that it makes up, or its one prompt.
+
+    Args:
+        make_engine: makes the engine, once there is something to answer.
+        is_awaited: other ranks wait for the engine, also if everything is answered already.
+
+    Raises:
+        FminferError: the run cannot go on; finished rows are kept.
+    """
+    job, synthetic = run.job, run.job.synthetic
+    if job.prompt is not None:
+        return _answer_prompt(run, job.prompt, checkpoint, make_engine)
+    if synthetic is None:
+        summary = _answer_files(run, plan, checkpoint, make_engine, is_awaited=is_awaited)
+    else:
+        with tempfile.TemporaryDirectory(prefix="fminfer-") as folder:
+            path = Path(folder) / "made_up.jsonl"
+            synthetic.write(
+                path,
+                vocab_size=checkpoint.config.vocab_size,
+                context_length=checkpoint.context_length,
+                max_logprobs=run.config.max_logprobs,
+                seed=run.config.seed,
+            )
+            run = replace(run, job=job.with_input(path))
+            plan = run.job.plan()
+            summary = _answer_files(run, plan, checkpoint, make_engine, is_awaited=is_awaited)
+        summary.made_up = synthetic.describe(summary.wall_s)
+    if job.stats is not None:
+        job.stats.write_text(json.dumps(summary.to_dict(), indent=2) + "\n")
+    if not job.is_quiet:
+        click.echo(summary.to_text(), err=True)
+    return summary
+
+
+def _answer_prompt(
+    run: RunContext, request: dict[str, Any], checkpoint: Checkpoint, make_engine: MakeEngine
+) -> JobSummary:
+    """Print the answer to one request."""
+    engine = start_engine(run, lambda bar: make_engine(checkpoint, bar))
+    try:
+        (record,) = engine.run(iter([Line(0, 1, json.dumps(request).encode())]))
+    finally:
+        engine.close()
+    if record.error is not None:
+        raise FminferError(f"{record.error.message} ({record.error.code})")
+    assert record.result is not None, "a record has a result or an error"
+    for choice in record.result["choices"]:
+        click.echo(choice["text"])
+    return JobSummary(checkpoint.name, str(engine.device), [], [])
+
+
+def _answer_files(
+    run: RunContext,
+    plan: Plan,
+    checkpoint: Checkpoint,
+    make_engine: MakeEngine,
+    *,
+    is_awaited: bool,
+) -> JobSummary:
+    job = run.job
+    if not job.is_quiet:
+        _tell_left_out(job, plan)
+    fingerprint = fingerprint_of(run.config, checkpoint)
+    files, is_done = _open(job, plan, fingerprint, checkpoint.name)
+    summary = JobSummary(checkpoint.name, fingerprint["the dtype"], plan.inputs, plan.outputs)
+    summary.kv_dtype, summary.limit = fingerprint.get(KV_DTYPE, summary.dtype), job.limit
+    summary.weight_dtype = name_held_dtype(run.config, checkpoint)
+    if is_done and not is_awaited:
+        summary = run_job(None, files, summary, is_quiet=job.is_quiet)
+    else:
+        with _telling_how_to_go_on(job, files, run.stopper):
+            summary = _answer_rows(run, files, summary, checkpoint, make_engine)
+    job.remote.upload(plan.outputs)
+    if not job.keeps_output:
+        summary.outputs = []
+    return summary
+
+
+def _open(
+    job: JobPaths, plan: Plan, fingerprint: Fingerprint, model: str
+) -> tuple[RunInputs, bool]:
+    """Open the inputs and their journals; tell whether nothing is left to answer."""
+    if job.is_shared:
+        shared = share_files(
+            job.plan if job.is_watching else lambda: plan,
+            fingerprint,
+            model=model,
+            restart=job.restart,
+            is_watching=job.is_watching,
+            limit=job.limit,
+        )
+        return shared, not shared.look()
+    named = open_files(
+        *(plan.inputs, plan.outputs, fingerprint),
+        model=model,
+        restart=job.restart,
+        limit=job.limit,
+    )
+    return named, named.is_finished
+
+
+def _answer_rows(
+    run: RunContext,
+    files: RunInputs,
+    summary: JobSummary,
+    checkpoint: Checkpoint,
+    make_engine: MakeEngine,
+) -> JobSummary:
+    """Make the engine and have it answer what is left."""
+    job = run.job
+    if not job.is_quiet:
+        click.echo(f"Loading {checkpoint.name} ({summary.types}) …", err=True)
+    try:
+        engine = start_engine(run, lambda bar: make_engine(checkpoint, bar))
+    except BaseException as error:
+        files.abandon(error)
+        raise
+    summary.device, summary.start_to_ready_s = str(engine.device), run.elapsed_s()
+    summary.weight_dtype = name_held_dtype(run.config, checkpoint)  # now the build has ended
+    summary.why_slower, summary.num_threads = engine.facts.why_slower, engine.facts.num_threads
+    summary.cpu_limit = chosen_name()
+    if not job.is_quiet:
+        num_rows = "rows" if files.num_rows is None else counted(files.num_rows, "row")
+        click.echo(f"Ready after {summary.start_to_ready_s:.1f} s; answering {num_rows}.", err=True)
+    try:
+        summary = run_job(
+            *(engine, files, summary),
+            stopper=run.stopper,
+            is_quiet=job.is_quiet,
+            trace=job.trace,
+        )
+        summary.gpu_memory = engine.gpu_memory
+    finally:
+        engine.close()
+    return summary
+
+
+def _tell_left_out(job: JobPaths, plan: Plan) -> None:
+    refused = [*plan.refused.values()]
+    for reason in [*refused[:MOST_NAMED], *job.describe_left_out()]:
+        click.echo(f"Left out: {reason}.", err=True)
+    if len(refused) > MOST_NAMED:
+        num_more = len(refused) - MOST_NAMED
+        click.echo(f"Left out: {num_more:,} more, which the summary names.", err=True)
+
+
+@contextmanager
+def _telling_how_to_go_on(job: JobPaths, files: RunInputs, stopper: Stopper) -> Iterator[None]:
+    try:
+        yield
+    except (StoppedError, PipelineError, KeyboardInterrupt) as caught:
+        error: BaseException = caught
+        if isinstance(caught, KeyboardInterrupt):  # told twice
+            if stopper.reason is None:
+                raise
+            error = stopper.reason
+        num_saved = files.num_saved_rows
+        if num_saved is not None and job.keeps_output:
+            text = str(error).rstrip(".")
+            error.args = (f"{text}. Rows that are finished and kept: {num_saved:,}. {AGAIN}",)
+        if error is caught:
+            raise
+        raise error from None

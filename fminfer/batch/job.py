@@ -1,0 +1,167 @@
+"""One run of the command: files in, engine, files out, and what is told about it.
+
+It knows paths and counts; the engine does the answering.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from fminfer.batch.progress import ProgressBar
+from fminfer.batch.run_inputs import RunInputs
+from fminfer.batch.run_summary import JobSummary
+from fminfer.batch.trace_file import TraceFile
+from fminfer.contract.line import Line
+from fminfer.contract.record import Record
+from fminfer.core.errors import StoppedError, UsageError
+from fminfer.engine.stats import EngineStats
+from fminfer.machine.other_work import OtherWork
+from fminfer.machine.stopper import Stopper
+from fminfer.machine.threads import affine_cores
+from fminfer.worker.engine_api import Engine
+from fminfer.worker.line_run.runner import LOOKAHEAD, WINDOW, LineRunner
+
+WAIT_S = 0.02  # for a line, where nothing else is to be done
+
+
+def run_job(
+    engine: Engine | None,
+    inputs: RunInputs,
+    summary: JobSummary,
+    *,
+    stopper: Stopper | None = None,
+    is_quiet: bool,
+    trace: Path | None = None,
+) -> JobSummary:
+    """Answer every line that is left of the inputs.
+
+    Args:
+        engine: None: every line was answered before.
+        summary: filled in, and returned.
+        stopper: tells when to stop.
+        trace: where to write what each rank did when.
+
+    Raises:
+        StoppedError: it was told to stop; finished rows are kept.
+        FminferError: it cannot go on; finished rows are kept.
+    """
+    started = time.perf_counter()
+    if engine is None:
+        return _sum_up(summary, inputs, EngineStats())
+    stopper = stopper or Stopper(0.0)
+    left = [file.num_left for file in inputs.files]
+    # Whoever writes a stream may wait.
+    read_ahead = LOOKAHEAD if None in left else WINDOW
+    other_work = (
+        OtherWork(engine.facts.num_threads, affine_cores) if engine.facts.is_alone else None
+    )
+    is_slowed = other_work.is_notable if other_work is not None else lambda: False
+    bar = ProgressBar(inputs.num_rows, is_quiet=is_quiet, is_slowed=is_slowed)
+    trace_file = None if trace is None else TraceFile(trace)
+
+    def on_work(num_fed: int, num_drawn: int) -> None:
+        bar.add_step(num_fed, num_drawn)
+        _show(bar, summary, inputs, engine)
+
+    engine.follow(on_work, None if trace_file is None else trace_file.add)
+    runner = engine.start_run(read_ahead)
+    lines = _lines(inputs, runner, stopper)
+    try:
+        with stopper.telling(engine.stop, lambda: bar.drawing_s(engine.num_draws_left)):
+            while runner.has_work:
+                _feed(runner, lines)
+                for record in runner.step():
+                    if inputs.files[record.line.source].add(record):
+                        _count(summary, record)
+                    _show(bar, summary, inputs, engine)
+        if stopper.reason is not None and not inputs.is_finished:
+            raise stopper.reason
+        inputs.check_kept()
+    except StoppedError as error:
+        if not inputs.is_finished:
+            reason = stopper.reason or error
+            inputs.abandon(reason)
+            raise reason from None
+    except BaseException as error:
+        inputs.abandon(error)
+        raise
+    finally:
+        bar.close()
+        runner.close()
+        if trace_file is not None:
+            trace_file.close()
+    summary.wall_s = time.perf_counter() - started
+    if other_work is not None:
+        other_work.look()
+        summary.other_work_s, summary.other_work_share = other_work.held_up_s, other_work.share
+        summary.is_beside_other_work = other_work.is_notable()
+    summary.warnings = engine.warnings
+    return _sum_up(summary, inputs, engine.stats)
+
+
+def _feed(runner: LineRunner, lines: Iterator[Line | None]) -> None:
+    """Add lines as long as more are wanted, and are there."""
+    for _ in range(runner.num_wanted):
+        if not runner.wants_more:
+            return
+        try:
+            line = next(lines)
+        except StopIteration:
+            runner.end_input()
+            return
+        if line is None:  # not there yet
+            if not runner.is_busy:
+                time.sleep(WAIT_S)
+            return
+        runner.add(line)
+
+
+def _lines(inputs: RunInputs, runner: LineRunner, stopper: Stopper) -> Iterator[Line | None]:
+    """Yield the lines that are left; None where none is there at the moment."""
+    for file in inputs.turns():
+        if file is None:
+            yield None
+            continue
+        lines = file.lines(runner.pass_over)
+        while True:
+            try:
+                with stopper.reading():
+                    line = next(lines, None)
+            except StoppedError:
+                return  # rows that run may go on
+            except UsageError as error:
+                inputs.give_up(file, error)  # a folder's other files go on
+                break
+            if line is None:
+                break
+            yield line
+
+
+def _sum_up(summary: JobSummary, inputs: RunInputs, stats: EngineStats) -> JobSummary:
+    summary.engine = asdict(stats)
+    inputs.add_to(summary)
+    return summary
+
+
+def _count(summary: JobSummary, record: Record) -> None:
+    summary.prompt_tokens += record.num_prompt_tokens
+    summary.completion_tokens += record.num_completion_tokens
+    if record.error is None:
+        summary.num_rows += 1
+        return
+    summary.num_errors += 1
+    code = record.error.code
+    summary.errors_by_code[code] = summary.errors_by_code.get(code, 0) + 1
+
+
+def _show(
+    bar: ProgressBar,
+    summary: JobSummary,
+    inputs: RunInputs,
+    engine: Engine,
+) -> None:
+    bar.total_rows = inputs.num_rows
+    bar.update(summary.num_rows + summary.num_errors, summary.num_errors, engine.stats)

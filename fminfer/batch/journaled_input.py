@@ -1,0 +1,284 @@
+"""One input whose answers go to a file, which runs that break off or share it go on with.
+
+It puts four parts together: `InputFile` has the lines, `Hold` says whether this run may write,
+`Journal` has what is done, and `StatusFile` tells it to others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from fminfer.contract.line import Line
+from fminfer.contract.record import Record
+from fminfer.core.errors import OutputError, UsageError
+from fminfer.files.claims import Claim
+from fminfer.files.completed import CompletedOutput, require_completed
+from fminfer.files.disk import told
+from fminfer.files.hold import Hold
+from fminfer.files.input_file import InputFile
+from fminfer.files.journal import Journal, journal_path, peek
+from fminfer.files.journal_rows import Row
+from fminfer.files.ordered_output import put_in_order
+from fminfer.files.reopening import reopen
+from fminfer.files.row_counts import Counts, Tally
+from fminfer.files.run_terms import RunTerms
+from fminfer.files.status_file import StatusFile
+
+
+class JournaledInput:
+    """An input whose answers go to a file, by way of its journal.
+
+    Args:
+        source: its number in the run.
+        claim: of the output, if it is this run's already.
+
+    Raises:
+        InUseError: another run is at work.
+        UsageError: rows of another run are there.
+    """
+
+    def __init__(
+        self, path: Path, source: int, output: Path, terms: RunTerms, claim: Claim | None = None
+    ) -> None:
+        self.path, self.source, self.output = path, source, output
+        self.is_finished = False
+        self.num_damaged_rows = self.num_tried_rows = 0
+        self.hold = Hold(output, terms.claims, claim)
+        self.journal: Journal | None = None  # open while the input is being answered
+        self._terms = terms
+        self._input = InputFile(path, source, terms.limit)
+        self._fingerprint = {"the input": self._input.digest} | terms.fingerprint
+        self._counts = Counts()
+        self._to_reopen: CompletedOutput | None = None  # it is complete, and leaves rows to answer
+        has_journal = peek(output, self._fingerprint, restart=terms.restart)
+        if not has_journal and not terms.restart and output.exists():
+            self._take_as_completed()
+        if not self.is_finished:
+            self._input.count_rows()
+            self._counts.num_rows = self._input.num_rows or 0
+        self.status = StatusFile(
+            *(path, output, terms.model, self._fingerprint, self._counts, terms.limit)
+        )
+        self.status.input_changed_ns = self._input.changed_ns
+
+    @property
+    def is_lost(self) -> bool:
+        return self.hold.is_lost
+
+    @property
+    def is_settled(self) -> bool:
+        """Tell whether nothing of it is left for this run."""
+        return self.is_finished or self.is_lost
+
+    @property
+    def num_left(self) -> int | None:
+        """Lines that this run has to answer, or has answered; None: not known before the end."""
+        if self.is_lost:
+            return self.own.num_rows
+        num_rows = self._counts.num_rows if self.is_finished else self._input.num_rows
+        return None if num_rows is None else num_rows - self.kept.num_rows
+
+    @property
+    def kept(self) -> Tally:
+        """Rows of other runs."""
+        return self._counts.kept
+
+    @property
+    def own(self) -> Tally:
+        """Rows that this run answered, or could not answer."""
+        return self._counts.own
+
+    @property
+    def num_saved_rows(self) -> int:
+        """Lines that have their record, of this run and of others."""
+        return self._counts.done.num_rows
+
+    def begin(self) -> None:
+        """Count what earlier runs have done; where they answered every line, finish for them."""
+        if self.is_finished:
+            self.hold.release()
+            return
+        self.hold.check_free()
+        with told(self.output.parent):
+            self.output.parent.mkdir(parents=True, exist_ok=True)
+        if self._to_reopen is not None:
+            self._reopen(self._to_reopen)
+        # There from the start, so that no run of another kind takes the output meanwhile.
+        journal = Journal(self.output, self._fingerprint, restart=self._terms.restart)
+        self.journal = journal
+        self.hold.remove_dead()
+        self.status.move("validating")
+        self._count_kept(journal)
+        if journal.num_rows == self._input.num_rows and journal.num_rows:
+            self._input.skip(journal.num_rows)
+            self._finish_if_complete()
+        else:  # opened again when it is this input's turn: there may be thousands
+            journal.close()
+            self.journal = None
+
+    def lines(self, pass_over: Callable[[Line], None]) -> Iterator[Line]:
+        """Read the lines that are left.
+
+        Args:
+            pass_over: told of each line that an earlier run has answered.
+
+        Raises:
+            UsageError: the input was edited, or a line is not the one that was answered.
+            OutputError: the journal cannot be written.
+        """
+        if self.is_finished:
+            return
+        journal = self._open_journal()
+        if journal is None:
+            return
+        self._look_again(journal)
+        self.status.move("in_progress")
+        for line in self._input.lines():
+            self._counts.num_rows = max(self._input.num_rows or 0, self._input.num_read)
+            if self.is_lost:
+                return
+            if line.number not in journal:
+                yield line
+                continue
+            if not journal.is_of(line.number, zlib.crc32(line.raw)):
+                raise UsageError(
+                    f"line {line.number} of {self.path} is not the one that an earlier run has "
+                    "answered; give --restart to answer all from the start, or another --output"
+                )
+            pass_over(line)
+        self._counts.num_rows = self._input.num_read
+        self._finish_if_complete()  # its last record may have come before its end was seen
+
+    def add(self, record: Record) -> bool:
+        """Write a record at once; return False if another run has taken the output over."""
+        if not self.hold.holds():
+            self._lose()
+        if self.is_lost:
+            return False
+        assert self.journal is not None, "a record of an input that is not being answered"
+        row = _row_of(record)
+        self.journal.append(row)
+        self._counts.add(is_error=row.is_error, tokens=row.tokens)
+        self.status.update()
+        self._finish_if_complete()
+        return True
+
+    def see_completed(self) -> None:
+        """Take a lost output as finished if another run has completed it.
+
+        Raises:
+            UsageError: it was completed with another model, or with other settings.
+        """
+        if self.output.exists() and not journal_path(self.output).exists():
+            self._take_as_completed()
+
+    def abandon(self, error: BaseException) -> None:
+        """Stop without finishing; what was answered stays in the journal.
+
+        Records that still come are not written.
+        """
+        if self.is_settled:
+            return
+        with contextlib.suppress(OutputError):  # there are other files, and a reason to be told
+            if self.journal is not None:
+                self.journal.close()
+            self.status.break_off(error)
+        self.hold.lose()
+
+    def _reopen(self, completed: CompletedOutput) -> None:
+        """Make the journal of a complete output again."""
+        with self.hold.taken():
+            if not journal_path(self.output).exists():  # of a run that did so and died meanwhile
+                seals, limit = completed.seals, completed.limit
+                reopen(self.path, self.output, self._fingerprint, seals, limit)
+
+    def _open_journal(self) -> Journal | None:
+        """Open the journal for good; None: another run has finished the output since the start."""
+        try:
+            self.hold.take()
+            journal = Journal(self.output, self._fingerprint)
+            self.hold.remove_dead()
+        except UsageError:
+            self.hold.lose()
+            raise
+        has_rows = journal.num_rows or journal.num_tried
+        if not (has_rows or self._terms.restart) and self.output.exists():
+            journal.remove()
+            self.hold.lose()
+            self._take_as_completed()
+            return None
+        self.journal = journal
+        self._count_kept(journal)
+        return journal
+
+    def _look_again(self, journal: Journal) -> None:
+        """Take an input as it is now: others may have been answered since the run began.
+
+        Raises:
+            UsageError: it was changed, and rows of an earlier run are kept.
+        """
+        has_changed = self._input.look_again()
+        self.status.input_changed_ns = self._input.changed_ns
+        if not has_changed:
+            return
+        if journal.num_rows or journal.num_tried:
+            raise UsageError(
+                f"{self.path} was changed since this run began, and rows of an earlier run are "
+                "kept. Give --restart to answer all from the start, or another --output"
+            )
+        self._fingerprint["the input"] = self._input.digest  # the status file's as well
+        journal.begin_anew(self._fingerprint)
+        self._input.count_rows()
+        self._counts.num_rows = self._input.num_rows or 0
+
+    def _count_kept(self, journal: Journal) -> None:
+        kept = journal.kept
+        self._counts.start_from(kept.num_answers, kept.num_errors, kept.tokens)
+        self.num_damaged_rows, self.num_tried_rows = journal.num_damaged, journal.num_tried
+
+    def _finish_if_complete(self) -> None:
+        """Give the output its final name once every line of the input has its record."""
+        journal = self.journal
+        if journal is None or not self._input.has_all(journal.num_rows):
+            return
+        self.status.move("finalizing")
+        self.status.seals = put_in_order(journal)
+        self.status.move("completed")
+        self.is_finished = True
+        self.journal = None
+        journal.remove()  # last: until then the next run does all of this again
+        self.hold.release()
+
+    def _take_as_completed(self) -> None:
+        """Take the output that is there as this input's, or note that it leaves rows to answer.
+
+        Raises:
+            UsageError: it is not this input's, or nobody knows.
+        """
+        completed = require_completed(self.output, self.path, self._fingerprint)
+        if completed.leaves_rows(self._terms.limit, self._terms.started_s):
+            self._to_reopen = completed
+            return
+        self._counts.see_completed(
+            completed.num_rows, completed.num_completed, completed.num_failed
+        )
+        self.is_finished = True
+
+    def _lose(self) -> None:
+        """Write no more: this process slept, or did not reach the disk, for so long."""
+        if self.journal is not None:
+            with contextlib.suppress(OutputError):
+                self.journal.close()
+            self.journal = None
+        self.hold.lose()
+
+
+def _row_of(record: Record) -> Row:
+    """Return a record as its journal's row."""
+    tokens = record.num_prompt_tokens, record.num_cached_tokens, record.num_completion_tokens
+    is_ours = record.error is not None and record.error.is_ours
+    crc, is_error = zlib.crc32(record.line.raw), record.error is not None
+    return Row(record.line.number, is_error, tokens, crc, record.to_json(), is_ours)

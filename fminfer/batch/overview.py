@@ -1,0 +1,241 @@
+"""What folders of outputs hold: how far each file is, who answers it, what failed, time left.
+
+It reads status files, claims and journals; it changes nothing, and may be asked at any moment.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import orjson
+
+from fminfer.core.errors import UsageError
+from fminfer.files.claims import look_at
+from fminfer.files.file_names import beside
+from fminfer.files.input_folders import find_inputs, find_lost, holds_requests, list_requests
+from fminfer.files.journal import journal_path
+from fminfer.files.journal_rows import read_row
+from fminfer.files.line_reader import ENDINGS, count_rows
+from fminfer.files.ordered_output import errors_path
+from fminfer.files.output_paths import answers_path, plan_each
+from fminfer.files.status_file import STATUS, read_status, status_path
+
+State = Literal["done", "running", "stopped", "waiting"]
+STATES: tuple[State, ...] = ("done", "running", "stopped", "waiting")
+
+
+@dataclass(slots=True)
+class FileState:
+    """One input and its output."""
+
+    output: str
+    input: str | None  # None: it is not known here
+    state: State
+    num_rows: int | None = None  # None: not known yet
+    num_answered: int = 0
+    num_failed: int = 0
+    failed_by_code: dict[str, int] = field(default_factory=dict)
+    owner: str | None = None  # of a running one: host and process
+    why: str | None = None  # a stopped one ended, or a waiting one cannot be answered
+    rows_per_s: float = 0.0  # of the run that is at work
+    left_s: float | None = None  # None: not known
+
+    @property
+    def num_left(self) -> int | None:
+        return (
+            None if self.num_rows is None else self.num_rows - self.num_answered - self.num_failed
+        )
+
+
+@dataclass(slots=True)
+class Overview:
+    """What stands in one folder, or the one output that was asked for."""
+
+    path: str
+    files: list[FileState]
+
+    def count(self, state: State) -> int:
+        return sum(file.state == state for file in self.files)
+
+    @property
+    def failed_by_code(self) -> dict[str, int]:
+        total: Counter[str] = Counter()
+        for file in self.files:
+            total.update(file.failed_by_code)
+        return dict(total.most_common())
+
+    @property
+    def num_rows(self) -> int | None:
+        rows = [file.num_rows for file in self.files]
+        return None if None in rows else sum(row or 0 for row in rows)
+
+    @property
+    def left_s(self) -> float | None:
+        """Return the seconds until all is answered, if as many runs go on as do now."""
+        left = [file.num_left for file in self.files if file.state != "done"]
+        rate = sum(file.rows_per_s for file in self.files)
+        if not left:
+            return 0.0
+        return None if None in left or rate <= 0 else sum(n or 0 for n in left) / rate
+
+
+def look_over(path: Path, now_s: float | None = None) -> list[Overview]:
+    """Return what stands in a folder and those below it, or of one input or output.
+
+    Args:
+        now_s: time.time(), for tests.
+
+    Raises:
+        UsageError: there is nothing of a run.
+    """
+    now_s = time.time() if now_s is None else now_s
+    if not path.is_dir():
+        return [Overview(str(path), [_look_at_one(path, now_s)])]
+    found = []
+    for folder, below, _ in os.walk(path):
+        below[:] = sorted(name for name in below if not name.startswith("."))
+        files = [
+            _state_of(source, output, now_s, trouble)
+            for source, output, trouble in _files_of(Path(folder))
+        ]
+        if files:
+            found.append(Overview(folder, files))
+    if not found:
+        raise UsageError(f"{path} holds neither requests ({', '.join(ENDINGS)}) nor answers")
+    return found
+
+
+def _look_at_one(path: Path, now_s: float) -> FileState:
+    if status_path(path).exists() or journal_path(path).exists():
+        return _state_of(None, path, now_s)
+    if not path.exists():
+        raise UsageError(f"{path} does not exist; give a folder, an input, or its output")
+    (source,) = find_inputs([path])
+    return _state_of(source, answers_path(source), now_s)
+
+
+def _files_of(folder: Path) -> Iterator[tuple[Path | None, Path, str | None]]:
+    """Yield the inputs of a folder, each with the output beside it, and outputs of other inputs.
+
+    With an input comes why it cannot be answered.
+    """
+    statuses = [folder / name for name in os.listdir(folder) if name.endswith(STATUS)]
+    others = {output for output in map(_output_of, statuses) if output is not None}
+    inputs = [path for path in list_requests(folder) if path not in others]
+    plan = plan_each(inputs, None)
+    waiting = [*zip(plan.inputs, plan.outputs, strict=True)]
+    troubles = plan.refused | find_lost(folder)
+    pairs = {answers_path(source): source for source in reversed(troubles)}  # once an output
+    waiting += [(source, output) for output, source in pairs.items()]
+    for source, output in sorted(waiting):
+        others.discard(output)
+        # Notes and data sets may lie beside requests.
+        if _name_state(output, read_status(output) or {}) != "waiting" or holds_requests(source):
+            yield source, output, troubles.get(source)
+    for output in sorted(others):
+        yield None, output, None
+
+
+def _output_of(status: Path) -> Path | None:
+    """Return the output that a status file is of; None: it is another program's file."""
+    output = beside(status, ".jsonl", without=STATUS)
+    fields = read_status(output) or {}
+    if fields.get("object") != "batch" and not _is_begun(output):
+        return None
+    noted = (fields.get("fminfer") or {}).get("output")  # a long name is cut in another place
+    return status.with_name(noted) if noted and Path(str(noted)).name == noted else output
+
+
+def _is_begun(output: Path) -> bool:
+    return output.exists() or journal_path(output).exists()
+
+
+def _state_of(
+    source: Path | None, output: Path, now_s: float, trouble: str | None = None
+) -> FileState:
+    status = read_status(output) or {}
+    counts = status.get("request_counts") or {}
+    source = source or (Path(status["input_file_id"]) if status.get("input_file_id") else None)
+    state = FileState(
+        str(output),
+        None if source is None else str(source),
+        _name_state(output, status),
+        counts.get("total"),
+        int(counts.get("completed") or 0),
+        int(counts.get("failed") or 0),
+    )
+    if state.num_rows is None and source is not None and source.exists():
+        state.num_rows = count_rows(source)
+    if state.num_failed:
+        state.failed_by_code = _count_codes(output)
+    if state.state == "running":
+        _add_run(state, output, status, now_s)
+    elif state.state == "stopped":
+        state.why = _why(status)
+    elif state.state == "waiting":
+        state.why = trouble
+    return state
+
+
+def _name_state(output: Path, status: dict[str, Any]) -> State:
+    if any(not claim.is_dead for claim in look_at(output, time.time())):
+        return "running"
+    if output.exists() and not journal_path(output).exists():
+        return "done"
+    return "stopped" if status or _is_begun(output) else "waiting"
+
+
+def _add_run(state: FileState, output: Path, status: dict[str, Any], now_s: float) -> None:
+    """Say who answers a file, and how fast."""
+    claims = reversed(look_at(output, time.time()))
+    owner = next((claim.owner for claim in claims if claim.owner and not claim.is_dead), None)
+    state.owner = "?" if owner is None else f"{owner.host}, process {owner.pid}"
+    began_s = status.get("in_progress_at")
+    if not began_s or now_s <= began_s or state.num_rows is None:
+        return
+    kept = int((status.get("fminfer") or {}).get("kept_rows") or 0)
+    done = state.num_answered + state.num_failed
+    state.rows_per_s = max(0, done - kept) / (now_s - began_s)
+    if state.rows_per_s:
+        state.left_s = (state.num_rows - done) / state.rows_per_s
+
+
+def _why(status: dict[str, Any]) -> str:
+    errors = (status.get("errors") or {}).get("data") or []
+    if errors:
+        return f"failed: {errors[-1].get('message')}"
+    named = {"cancelled": "interrupted", "expired": "out of time"}
+    return named.get(str(status.get("status")), "its run ended without a word")
+
+
+def _count_codes(output: Path) -> dict[str, int]:
+    """Count an output's errors by code; of one that is not finished, in its journal."""
+    journal, errors = journal_path(output), errors_path(output)
+    if journal.exists():
+        found: dict[int, str] = {}  # a row may have failed before it was answered
+        with journal.open("rb") as lines:
+            for row in filter(None, map(read_row, lines)):
+                found.pop(row.number, None)
+                if row.is_error:
+                    found[row.number] = _code_of(row.record)
+        return dict(Counter(found.values()).most_common())
+    if not errors.exists():
+        return {}
+    with errors.open("rb") as lines:
+        return dict(Counter(map(_code_of, lines)).most_common())
+
+
+def _code_of(record: bytes) -> str:
+    """Return the code in an error record, in the shape of its line."""
+    try:
+        fields = orjson.loads(record)
+        error = fields.get("error") or fields["response"]["body"]["error"]
+        return str(error["code"])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return "?"

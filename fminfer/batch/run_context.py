@@ -1,0 +1,32 @@
+"""What one process of the command is to do, and all that its parts need for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fminfer.batch.run_paths import JobPaths
+from fminfer.core.config import EngineConfig
+from fminfer.files.output_paths import Plan
+from fminfer.machine.stopper import Stopper
+from fminfer.worker.processes import Processes
+from fminfer.worker.role import Manners, Role
+
+
+@dataclass(slots=True, frozen=True)
+class RunContext:
+    """A run of the command in one of its processes."""
+
+    job: JobPaths
+    config: EngineConfig
+    role: Role
+    plan: Plan | None  # inputs and outputs; None: rank 0 finds them itself, once it is known
+    children: Processes  # what this process has started
+    stopper: Stopper  # hears that the run is to stop
+    end: Callable[[str], None]  # ends this process at once; it is told the kind of an error
+    elapsed_s: Callable[[], float]  # since the command started
+
+    @property
+    def manners(self) -> Manners:
+        """How the processes behave that this one has started."""
+        return Manners(self.stopper.grace_s, self.job.is_verbose, is_of_command=True)

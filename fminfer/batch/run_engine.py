@@ -1,0 +1,82 @@
+"""The engine of a run, as its role has it, and what the user is told when it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import click
+
+from fminfer.batch.progress import LoadingBar, write_beside_bar
+from fminfer.batch.run_context import RunContext
+from fminfer.core.config import EngineConfig
+from fminfer.core.errors import printable
+from fminfer.machine.user_cache import why_no_cache
+from fminfer.models.checkpoint import Checkpoint
+from fminfer.worker.engine_api import Engine
+from fminfer.worker.forecast import Layout, require_room_for_all
+from fminfer.worker.one_pipeline import lead_ranks
+from fminfer.worker.team import Team
+from fminfer.worker.team_process import Pipeline, start_pipelines
+
+MakeEngine = Callable[[Checkpoint, LoadingBar], Engine]
+
+
+def own_engine(run: RunContext) -> MakeEngine:
+    """Return what makes the engine of a run whose processes this one has started, if any."""
+    config, spread, children = run.config, run.role.spread, run.children
+
+    def make(checkpoint: Checkpoint, loading: LoadingBar) -> Engine:
+        if spread.num_pipelines > 1:
+            require_room_for_all(
+                config, checkpoint, Layout(spread.num_stages, spread.num_pipelines)
+            )
+            return engine_of_several(
+                config, checkpoint, lambda: start_pipelines(children, config, spread, run.manners)
+            )
+        group = None
+        if children.all:
+            group = lead_ranks(config, children, spread, run.manners, run.end)
+        return Engine(config, on_progress=loading, group=group, checkpoint=checkpoint)
+
+    return make
+
+
+def engine_of_several(
+    config: EngineConfig, checkpoint: Checkpoint, start: Callable[[], list[Pipeline]]
+) -> Engine:
+    """Return an engine for which several pipelines compute."""
+    return Engine(
+        config,
+        checkpoint=checkpoint,
+        compute=lambda config, checkpoint, tokenizer: Team(checkpoint, start, say),
+    )
+
+
+def start_engine(run: RunContext, make: Callable[[LoadingBar], Engine]) -> Engine:
+    """Make the engine, and say what the user should know of it."""
+    job, config = run.job, run.config
+    if config.model is None and config.random_init is None and not job.is_quiet:
+        click.echo(
+            "Using the demo model, which knows only the way between rooms; "
+            "--model-name gives another.",
+            err=True,
+        )
+    loading = LoadingBar(is_quiet=job.is_quiet)
+    try:
+        engine = make(loading)
+    finally:
+        loading.close()
+    if not job.is_quiet:
+        engine.tell_warnings(say)
+    if config.cuda_ids and engine.device.type == "cpu" and not job.is_quiet:
+        click.echo("There is no GPU here: --cuda-id means nothing, the CPU computes.", err=True)
+    if not job.is_quiet and (why := why_no_cache()):
+        click.echo(f"Nothing is kept from run to run, which makes each slower: {why}.", err=True)
+    if why := engine.facts.why_plain if job.is_quiet else engine.facts.why_slower:
+        click.echo(f"The run is slower than it could be: {why}.", err=True)
+    return engine
+
+
+def say(text: str) -> None:
+    """Tell the user something while rows run."""
+    write_beside_bar(printable(text).encode())

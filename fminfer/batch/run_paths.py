@@ -1,0 +1,118 @@
+"""What a run reads and writes, as the command line names it. It knows neither ranks nor models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fminfer.batch.synthetic import Synthetic
+from fminfer.core.errors import UsageError
+from fminfer.files.input_folders import describe_left_out, find_inputs, find_lost, folders_read
+from fminfer.files.output_paths import STDOUT, Plan, plan_each, whose_file
+from fminfer.files.storage import Location, RemoteFolders
+
+
+@dataclass(slots=True, frozen=True)
+class JobPaths:
+    """What to answer, where to, and how much to say."""
+
+    paths: list[Location]
+    output: Location | None
+    restart: bool
+    stats: Path | None
+    trace: Path | None
+    is_quiet: bool
+    is_verbose: bool
+    remote: RemoteFolders
+    is_watching: bool = False
+    prompt: dict[str, Any] | None = None  # one request to answer, in the place of files
+    limit: int | None = None  # of each input, the first so many requests are answered
+    synthetic: Synthetic | None = None  # the requests to make up, in the place of inputs
+    keeps_output: bool = True  # otherwise what is written is of no use after the run
+
+    @property
+    def is_shared(self) -> bool:
+        """Tell whether other runs may answer some of the files: those of a folder."""
+        return self.output != STDOUT and bool(self._folders)
+
+    @property
+    def _folders(self) -> list[Path]:
+        return [path for path in self.paths if isinstance(path, Path) and path.is_dir()]
+
+    def find_inputs(self) -> list[Path]:
+        """List the input files.
+
+        Raises:
+            UsageError: there are none.
+        """
+        local = [file for path in self.paths for file in self.remote.fetch(path)]
+        inputs = find_inputs(local, may_be_empty=self.is_watching)
+        if not inputs and not self.is_watching:
+            raise UsageError(
+                "no input; give a .jsonl file, as in: fminfer run requests.jsonl. For a synthetic "
+                "run give --batch-size or --input-seq-length"
+            )
+        return inputs
+
+    def plan(self) -> Plan:
+        """Return the inputs and the output of each, once it is sure that they can be written.
+
+        Where other runs share the work, an input that cannot be answered costs only itself.
+
+        Raises:
+            UsageError: no input, an output that is an input, or a folder that is not there.
+        """
+        if self.prompt is not None:
+            return self._no_files()
+        inputs = [] if self.synthetic is not None else self.find_inputs()
+        plan = plan_each(inputs, self.remote.place(self.output))
+        for folder in self._folders:
+            for each in folders_read(folder):
+                plan.refused.update(find_lost(each))
+        others_go_on = self.is_shared and (bool(plan.inputs) or self.is_watching)
+        if plan.refused and not others_go_on:
+            raise UsageError(next(iter(plan.refused.values())))
+        self.remote.prepare(plan.outputs, restart=self.restart)
+        for flag, path in (("--stats", self.stats), ("--trace", self.trace)):
+            if path is not None and not path.parent.is_dir():
+                raise UsageError(f"{flag} {path}: there is no folder {path.parent}")
+            if path is not None and path.is_dir():
+                raise UsageError(f"{flag} {path} is a folder; give the name of a file")
+            if path is not None and (whose := whose_file(path, plan)):
+                raise UsageError(f"{flag} {path} {whose}; give another name")
+        if self.is_watching and not self.is_shared:
+            raise UsageError("--watch needs a folder to watch, and an --output that is none of -")
+        if self.is_watching and any(isinstance(path, str) for path in (*self.paths, self.output)):
+            raise UsageError("--watch works with local files and folders only, not with URLs")
+        if self.is_watching and self.output is not None and str(self.output).endswith(".jsonl"):
+            raise UsageError(f"--output {self.output} is one file; --watch needs a folder for many")
+        if self.limit is not None and self.limit < 1:
+            raise UsageError(f"--limit is {self.limit}; it must be at least 1")
+        return plan
+
+    def describe_left_out(self) -> list[str]:
+        """Name the folders' files that are left out, a text for each reason."""
+        return describe_left_out(self._folders)
+
+    def _no_files(self) -> Plan:
+        """Return the plan of a prompt's answer, which is printed."""
+        others = {
+            "the files": bool(self.paths),
+            "--output": self.output is not None,
+            "--watch": self.is_watching,
+            "--limit": self.limit is not None,
+            "--stats": self.stats is not None,
+            "--trace": self.trace is not None,
+        }
+        if given := [name for name, is_given in others.items() if is_given]:
+            raise UsageError(
+                f"--prompt answers one text and prints the answer; leave out {', '.join(given)}"
+            )
+        return Plan([], [])
+
+    def with_input(self, path: Path) -> JobPaths:
+        """Return the job with the requests that were made up; without --output none is kept."""
+        keeps_output = self.output is not None
+        output = self.output if keeps_output else path.with_name("answers.jsonl")
+        return replace(self, paths=[path], output=output, synthetic=None, keeps_output=keeps_output)

@@ -1,0 +1,231 @@
+"""What a run did: for people, and as JSON for `--stats`. It knows counts and seconds only."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fminfer.core.errors import RETRYABLE
+from fminfer.core.quantities import show_dtypes, show_seconds
+from fminfer.core.wording import counted
+from fminfer.files.ordered_output import errors_path
+from fminfer.files.output_paths import STDOUT
+
+
+@dataclass(slots=True)
+class JobSummary:
+    """What a run did; `--stats` writes it as JSON."""
+
+    model: str
+    dtype: str
+    inputs: list[Path]
+    outputs: list[Path]
+    kv_dtype: str = ""  # of the KV cache
+    weight_dtype: str = ""  # in which most weights are held, where it is another one
+    device: str = ""  # none: nothing was left to answer
+    num_threads: int = 0  # that compute in each process
+    cpu_limit: str = ""  # instructions to which FMINFER_CPU holds the processor; "": all it has
+    why_slower: str = ""  # why it was slower than it could be: plain torch in a kernel's place
+    start_to_ready_s: float = 0.0
+    num_rows: int = 0  # answered
+    num_errors: int = 0
+    limit: int | None = None  # of each input, only the first so many requests were answered
+    num_kept_rows: int = 0  # answered or refused by earlier runs, and kept
+    num_kept_errors: int = 0  # of them, errors
+    num_damaged_rows: int = 0  # of earlier runs, not kept
+    num_tried_rows: int = 0  # that failed in earlier runs, and were tried again
+    num_files_elsewhere: int = 0  # that other runs were answering at the end
+    # Outputs that this run lost while it slept, and that another run has completed.
+    completed_elsewhere: list[str] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)  # inputs that were not answered, and why
+    errors_by_code: dict[str, int] = field(default_factory=dict)
+    prompt_tokens: int = 0  # as in usage: of answered rows
+    completion_tokens: int = 0
+    wall_s: float = 0.0  # of answering, loading left out
+    other_work_s: float = 0.0  # that threads stood in line for other work, all of them together
+    other_work_share: float = 0.0  # the same, of the time of the cores that the run may use
+    is_beside_other_work: bool = False  # so much that it slowed the run
+    gpu_memory: dict[str, int] = field(default_factory=dict)  # of rank 0: foreseen, and the peak
+    engine: dict[str, Any] = field(default_factory=dict)
+    warnings: dict[str, int] = field(default_factory=dict)
+    made_up: str = ""  # what a synthetic run answered
+
+    @property
+    def types(self) -> str:
+        """Name the dtype, and those of weights and of the KV cache where they are others."""
+        of_cache = f", KV cache {self.kv_dtype}" if self.kv_dtype not in ("", self.dtype) else ""
+        return show_dtypes(self.dtype, self.weight_dtype) + of_cache
+
+    @property
+    def has_errors(self) -> bool:
+        return self.num_errors + self.num_kept_errors > 0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens that the model computed, as the progress bar counts them too."""
+        names = ("num_prompt_tokens", "num_generated_tokens")
+        return self._per_s(sum(self.engine.get(name, 0) for name in names))
+
+    @property
+    def generated_per_s(self) -> float:
+        """Of them, those that it drew."""
+        return self._per_s(self.engine.get("num_generated_tokens", 0))
+
+    @property
+    def answered_per_s(self) -> float:
+        """Tokens of the answered rows, shared prefixes and copied answers counted."""
+        return self._per_s(self.prompt_tokens + self.completion_tokens)
+
+    def _per_s(self, count: int) -> float:
+        return count / self.wall_s if self.wall_s > 0 else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        names = ("tokens_per_s", "generated_per_s", "answered_per_s")
+        rates = {name: getattr(self, name) for name in names}
+        paths = {"inputs": [*map(str, self.inputs)], "outputs": [*map(str, self.outputs)]}
+        return asdict(self) | paths | rates
+
+    def _prefix_line(self) -> str:
+        """Tell what the prefix cache saved, beside what the best possible one would have."""
+        stats = self.engine
+        total = stats["num_prompt_tokens"] - stats["num_again_tokens"] + stats["num_cached_tokens"]
+        line = f"prefix    {stats['num_cached_tokens']:,} of {total:,} prompt tokens were shared "
+        line += "and not computed again"
+        if stats["num_counted_shareable"]:
+            share = stats["num_counted_cached"] / stats["num_counted_shareable"]
+            is_whole = stats["num_counted_tokens"] == total
+            line += f"; {share:.1%} of what a trie over the file allows"
+            line += "" if is_whole else ", counted over the first rows"
+        return line
+
+    def _again_line(self) -> str:
+        """Tell which rows were fed once more, and why."""
+        reasons = [
+            (self.engine["num_put_back"], "lost their KV cache to others"),
+            (self.engine["num_apart"], "gave nan after a shared prefix"),
+        ]
+        rows = " and ".join(f"{counted(num, 'row')} {reason}" for num, reason in reasons if num)
+        again = counted(self.engine["num_again_tokens"], "token")
+        return f"put back  {rows}; fed again: {again}"
+
+    def _busy_text(self) -> str:
+        """Tell what part of the run each stage was computing."""
+        shares = [stage["busy_s"] / max(self.wall_s, 1e-9) for stage in self.engine["stages"]]
+        if len(shares) < 2:
+            return f"stage busy {sum(shares):.0%}"
+        bubble = 1 - sum(shares) / len(shares)
+        sent = sum(stage["sent_bytes"] for stage in self.engine["stages"])
+        each = ", ".join(f"{share:.0%}" for share in shares)
+        return f"stages busy {each} (bubble {bubble:.0%}); {sent / 1e6:,.1f} MB sent"
+
+    def _shared_text(self) -> str:
+        """Tell how many tokens of rows that makes, where some were shared or copied."""
+        stats = self.engine
+        if not (stats["num_cached_tokens"] or stats["num_copied_requests"]):
+            return ""
+        return f" ({self.answered_per_s:,.0f} with those that were shared)"
+
+    def _place(self) -> str:
+        if not self.device:
+            return ""
+        threads = f", {counted(self.num_threads, 'thread')}" if self.num_threads else ""
+        limit = f", FMINFER_CPU={self.cpu_limit}" if self.cpu_limit else ""
+        return f" on {self.device}{threads}{limit}"
+
+    def _kept_text(self) -> str:
+        if not self.num_kept_rows:
+            return ""
+        errors = f", {self.num_kept_errors:,} of them in error" if self.num_kept_errors else ""
+        return f"; {self.num_kept_rows:,} kept from earlier runs{errors}"
+
+    def _tried_text(self) -> str:
+        return f"; {self.num_tried_rows:,} had failed before" if self.num_tried_rows else ""
+
+    def _work_lines(self) -> list[str]:
+        """Tell what was computed, and how fast."""
+        took = show_seconds(self.wall_s) if self.wall_s >= 60 else f"{self.wall_s:.1f} s"
+        lines = [
+            f"tokens    {self.prompt_tokens:,} prompt + {self.completion_tokens:,} generated",
+            f"speed     {self.tokens_per_s:,.0f} tokens/s computed, of them "
+            f"{self.generated_per_s:,.0f} generated{self._shared_text()}; {self._busy_text()}",
+            f"time      ready after {self.start_to_ready_s:.1f} s, then {took}",
+        ]
+        if self.engine["num_copied_requests"]:
+            copied = counted(self.engine["num_copied_requests"], "request")
+            text = f"copied    {copied} had the answer of an equal one, which was computed once"
+            lines.insert(1, text)
+        if self.engine["num_put_back"] or self.engine["num_apart"]:
+            lines.insert(1, self._again_line())
+        if self.engine["num_cached_tokens"]:
+            lines.insert(1, self._prefix_line())
+        return lines
+
+    def _warning_lines(self) -> list[str]:
+        lines = [
+            f"warning   memory ran out on rank {rank}: it computes {stage['max_tokens']} tokens at "
+            "once now; a smaller --chunk-size or --budget would avoid that"
+            for rank, stage in enumerate(self.engine["stages"])
+            if stage["max_tokens"]
+        ]
+        if self.is_beside_other_work:
+            lines.append(
+                f"warning   other work slowed this run: threads stood in line for it "
+                f"{self.other_work_s:,.1f} s, {self.other_work_share:.0%} of the time of their "
+                "cores; run it alone, or keep other work off these cores"
+            )
+        if self.num_damaged_rows:
+            lines.append(
+                "warning   damaged on the disk, and answered again: "
+                f"{counted(self.num_damaged_rows, 'row')} of earlier runs"
+            )
+        flags = {"--dtype": self.dtype, "--kv-dtype": self.kv_dtype}
+        rounding = {flag: name for flag, name in flags.items() if name not in ("", "float32")}
+        if self.engine.get("read", {}).get("num_seeded") and rounding:
+            where = ("" if "--dtype" in rounding else "with a KV cache ") + "in "
+            where += next(iter(rounding.values()))
+            lines.append(
+                f"note      {where} a seed repeats its draws only beside the same rows and with "
+                f"the same options; in float32 ({' and '.join(rounding)}) it does so nearly always"
+            )
+        return lines + [
+            f"warning   {text} ({counted(n, 'row')})" for text, n in self.warnings.items()
+        ]
+
+    def to_text(self) -> str:
+        """Return the summary for people."""
+        codes = ", ".join(f"{count} {code}" for code, count in self.errors_by_code.items())
+        lines = [
+            f"model     {self.model} ({self.types}{self._place()})",
+            f"rows      {self.num_rows:,} answered, {self.num_errors:,} in error"
+            + (f" ({codes})" if codes else "")
+            + self._tried_text()
+            + self._kept_text(),
+        ]
+        if self.made_up:
+            lines.append(f"made up   {self.made_up}")
+        if self.device:  # otherwise nothing was left to do
+            lines += self._work_lines()
+        lines += self._warning_lines()
+        if self.num_files_elsewhere:
+            files_elsewhere = counted(self.num_files_elsewhere, "file")
+            lines.append(f"elsewhere other runs are answering {files_elsewhere}")
+        for path in self.completed_elsewhere:
+            lines.append(f"elsewhere {path} was completed by another run, which took it over")
+        if self.limit is not None:
+            lines.append(
+                f"limit     only the first {counted(self.limit, 'request')} of each input "
+                "(--limit); the same command without it answers the others and keeps these"
+            )
+        lines += [f"refused   {path}: {text}" for path, text in self.refused.items()]
+        files = list(dict.fromkeys(self.outputs))
+        lines += [f"output    {'stdout' if path == STDOUT else path}" for path in files]
+        if self.has_errors:
+            errors = [errors_path(path) for path in files]
+            lines += [f"errors    {path}" for path in errors if path.exists()]
+        num_retryable = sum(self.errors_by_code.get(code, 0) for code in RETRYABLE)
+        if num_retryable and STDOUT not in files:
+            lines.append(
+                f"again     the same command tries {counted(num_retryable, 'failed row')} again"
+            )
+        return "\n".join(lines)

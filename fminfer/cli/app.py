@@ -1,0 +1,313 @@
+"""The command line: flags in, exit status out. Heavy imports wait until a run needs them."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from fminfer.batch.hyperparameters import Hyperparameters
+from fminfer.batch.progress import TimeBar
+from fminfer.batch.run_paths import JobPaths
+from fminfer.batch.synthetic import NUM_BATCHES, Synthetic
+from fminfer.cli.check_command import check
+from fminfer.cli.ending import Ending, tell
+from fminfer.cli.exit_status import EXIT_SOME_ERRORS, EXIT_USAGE
+from fminfer.cli.families_command import families
+from fminfer.cli.merge_command import merge
+from fminfer.cli.options.option_groups import GroupedCommand
+from fminfer.cli.options.value_types import PathOrUrl
+from fminfer.cli.run_options import bench_options, dtype_name, run_options
+from fminfer.cli.serve_part_command import serve_part
+from fminfer.cli.split_command import split
+from fminfer.cli.status_command import status
+from fminfer.cli.submit_command import submit
+from fminfer.cluster.job_names import infer_data_of
+from fminfer.compute.kernels.kernel_build import start_build
+from fminfer.core.config import EngineConfig
+from fminfer.core.errors import FminferError, UsageError
+from fminfer.core.version import __version__
+from fminfer.estimate.cost_model import COSTS
+from fminfer.files.storage import Location, RemoteFolders, default_work_dir
+from fminfer.machine.host_memory import reading_files, touching_memory
+from fminfer.machine.processor import cap_libraries
+from fminfer.machine.start_up import importing, prepare_torch
+from fminfer.machine.stopper import Stopper, check_times
+from fminfer.models.layer_count import check_split
+from fminfer.models.stored.weight_folder import find_weight_files
+from fminfer.pipeline.ranks import RankConfig
+from fminfer.worker.processes import Processes
+from fminfer.worker.role import Role, find_role
+
+STARTED_S = time.perf_counter()
+GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd")
+_HYPERPARAMETERS = fields(Hyperparameters)
+
+
+class _Commands(click.Group):
+    """Says what ended a command; `run` does so by itself."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        for stream in (sys.stdout, sys.stderr):  # a file's name may hold any bytes
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")
+        try:
+            cap_libraries()
+            return super().invoke(ctx)
+        except FminferError as error:
+            sys.exit(tell(error))
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="fminfer")
+def main() -> None:
+    """Answer files of OpenAI-completions requests with a language model, offline.
+
+    \b
+    fminfer run requests.jsonl                      answers in output_requests.jsonl
+    fminfer run --help                              everything that a run can be told
+    fminfer status shards/                          how far runs are
+    fminfer bench --random-init bloom-560m          what a token takes at several batch sizes
+    fminfer split --input-file requests.jsonl --output-dir parts/
+    fminfer merge --input-dir parts/ --output answers.jsonl
+    fminfer submit --scheduler slurm --infer-data shards/     jobs on a cluster, one a file
+    fminfer check requests.jsonl                    what is wrong, and what a run will take
+    fminfer families                                the architectures that run
+    """
+
+
+for command in (check, split, merge, submit, status, families, serve_part):
+    main.add_command(command)
+
+
+@main.command(cls=GroupedCommand)
+@click.argument("paths", nargs=-1, type=PathOrUrl(path_type=Path))
+@run_options
+def run(
+    paths: tuple[Location, ...],
+    infer_data: tuple[Location, ...],
+    output: Location | None,
+    work_dir: Path | None,
+    fp16: bool,
+    restart: bool,
+    is_watching: bool,
+    limit: int | None,
+    prompt: str | None,
+    is_overwriting: bool,
+    stats: Path | None,
+    quiet: bool,
+    verbose: bool,
+    trace: Path | None,
+    pp_mode: str | None,
+    grace_s: float,
+    deadline_s: float | None,
+    **options: Any,
+) -> None:
+    """Answer every line of the given files.
+
+    \b
+    fminfer run --prompt $'Question: How do you go from the den to the porch?\\nAnswer:'
+    fminfer run requests.jsonl
+    fminfer run --infer-data shards/ --model-name /models/llama --output answers/
+    fminfer run requests.jsonl --random-init llama-160m --stats stats.json
+    zstdcat requests.jsonl.zst | fminfer run -q - > answers.jsonl 2> errors.jsonl
+    fminfer run --model-name /models/llama --batch-size 8 --input-seq-length 512
+
+    Each line is one request, {"request": {…}, …} or an OpenAI Batch line, and is answered in its
+    own shape, in the order of the input. A line that cannot be answered stands in
+    <output>.errors.jsonl with what is wrong and what to do, and costs no other line. The output's
+    name appears when it is complete; <output>.status.json says how far it is.
+
+    Without input but with a flag of made-up requests, such as --batch-size, the run is synthetic.
+    It makes prompts up, tells how fast it answered them, and keeps answers only with --output.
+
+    \b
+    Exit status: 0 every line answered; 1 the run failed; 2 wrong usage;
+    3 finished, some lines are in the errors file; 75 out of time (--deadline, or a scheduler's
+    warning); 129 hung up; 130 interrupted; 143 terminated. After 1, 75, 129, 130 and 143 the same
+    command goes on where the run ended.
+
+    Environment: FMINFER_CPU=avx2, avx512 or avx512_bf16 holds a newer processor to those
+    instructions, so that it computes as an older one would.
+    """
+    options["dtype"] = dtype_name(fp16, options["dtype"])
+    rank_options = {field.name: options.pop(field.name) for field in fields(RankConfig)}
+    hyperparameters = Hyperparameters(**{f.name: options.pop(f.name) for f in _HYPERPARAMETERS})
+    ending = Ending(is_verbose=verbose)
+    stopper = Stopper(grace_s, is_quiet=quiet, end=ending.stop)
+    given, named = [*infer_data, *paths], infer_data_of(os.environ)
+    files = given or [named] if named is not None else given
+    remote = RemoteFolders(work_dir or default_work_dir(), is_quiet=quiet)
+    job = JobPaths(files, output, restart, stats, trace, quiet, verbose, remote, is_watching)
+    request = None if prompt is None else {"prompt": prompt} | hyperparameters.request_fields
+    job = replace(job, limit=limit, prompt=request)
+    try:
+        ranks = RankConfig(**rank_options)
+        config = EngineConfig(**options, is_only_run=True)
+        if prompt is not None and (hyperparameters.input_seq_length or hyperparameters.batch_size):
+            raise UsageError(
+                "--input-seq-length and --batch-size are of prompts that are made up; leave them "
+                "out with --prompt"
+            )
+        if prompt is None and not files and hyperparameters.flags:
+            job, config = _make_up(job, config, hyperparameters)
+        elif prompt is None and is_overwriting:
+            config = replace(config, request_args=_request_args(hyperparameters))
+        check_times(grace_s, deadline_s)
+        if deadline_s is not None:
+            stopper.set_deadline(time.monotonic() + deadline_s - _elapsed_s())
+        role = find_role(ranks, os.environ)
+        if files != given and role.is_first and not quiet:
+            click.echo(f"Answering {named}, which is in this job's name.", err=True)
+        if files and role.is_first and not quiet:
+            _tell_ignored(hyperparameters, is_overwriting)
+        status = _run(job, config, role, stopper, ending)
+    except (Exception, KeyboardInterrupt) as error:
+        ending.fail(error, stopper.reason)
+    sys.exit(status)
+
+
+def _tell_ignored(flags: Hyperparameters, is_overwriting: bool) -> None:
+    """Say which hyperparameters of the command line mean nothing for the lines of files."""
+    ignored = flags.flags_of_no_line if is_overwriting else flags.flags
+    own = (
+        "; each line's own hyperparameters count. --overwrite-request-args puts these in their "
+        "place" * (not is_overwriting)
+    )
+    if ignored:
+        click.echo(f"{', '.join(ignored)}: only for requests that are made up{own}.", err=True)
+
+
+def _request_args(flags: Hyperparameters) -> dict[str, Any]:
+    """Return the fields that replace each line's own."""
+    if not flags.request_fields:
+        raise UsageError(
+            "--overwrite-request-args has nothing to overwrite with; give hyperparameters, such as "
+            "--temperature 0 --generate-seq-length 20"
+        )
+    return flags.request_fields
+
+
+def _make_up(
+    job: JobPaths, config: EngineConfig, flags: Hyperparameters
+) -> tuple[JobPaths, EngineConfig]:
+    """Turn a run without input into a synthetic one, in which --num-iters counts batches."""
+    synthetic = Synthetic(flags, config.max_steps or NUM_BATCHES)
+    max_rows = config.max_rows or synthetic.num_rows
+    return replace(job, synthetic=synthetic), replace(config, max_steps=None, max_rows=max_rows)
+
+
+@main.command(cls=GroupedCommand)
+@bench_options
+def bench(
+    batch_sizes: tuple[int, ...],
+    new_tokens: int,
+    fp16: bool,
+    is_calibration: bool,
+    **options: Any,
+) -> None:
+    """Time the generation of short rows at several batch sizes.
+
+    \b
+    fminfer bench --random-init bloom-560m
+    fminfer bench --model-name /models/bloom-7b1 --dtype bfloat16 --batch-sizes 1,8
+    fminfer bench --model-name /models/bloom-7b1 --calibrate
+
+    The figures are those of the BLOOM inference scripts: greedy generation of 100 tokens from
+    inputs of a few, each batch size once, after a short row to warm up. One process; a line of JSON
+    comes last.
+    """
+    options["dtype"] = dtype_name(fp16, options["dtype"])
+    prepare_torch()
+    if options["kernels"] != "off":
+        start_build()
+    if is_calibration:
+        return _calibrate(EngineConfig(**options))
+    with importing():
+        from fminfer.estimate.bench import run_bench
+
+    rows = []
+    for figures in run_bench(EngineConfig(**options), batch_sizes, new_tokens, _elapsed_s):
+        click.echo(f"{figures.to_text()}\n")
+        rows.append(asdict(figures) | {"ms_per_token": figures.ms_per_token})
+    click.echo("batch size        " + "".join(f"{row['batch_size']:>9}" for row in rows))
+    click.echo("msecs a token     " + "".join(f"{row['ms_per_token']:>9.2f}" for row in rows))
+    click.echo(json.dumps({"batches": rows}))
+
+
+def _calibrate(config: EngineConfig) -> None:
+    with importing():
+        from fminfer.estimate.calibration import calibrate
+
+    click.echo(
+        "Loading the model, then timing its steps: some 30 s, longer if it is slow.", err=True
+    )
+    bar = TimeBar("calibrate")
+    try:
+        found = calibrate(config, bar.update)
+    finally:
+        bar.close()
+    for cost, seconds in zip(COSTS, found.costs.seconds, strict=True):
+        click.echo(f"{seconds * 1000:12.5f} ms  {cost}")
+    error, runs = found.costs.error, found.costs.whole_runs
+    click.echo(
+        f"{len(found.samples):,} steps, half of them predicted to {error:.0%} or better; "
+        f"{len(runs)} whole runs took {min(runs):.2f} to {max(runs):.2f} times what was predicted"
+    )
+    click.echo("fminfer check now estimates the time of this model's runs on this machine.")
+    click.echo(json.dumps({"path": str(found.path), "median_error": error, "whole_runs": runs}))
+
+
+def _run(job: JobPaths, config: EngineConfig, role: Role, stopper: Stopper, ending: Ending) -> int:
+    """Do this process's part of a run; return the exit status."""
+    spread = role.spread
+    if job.trace is not None and spread.num_pipelines > 1:
+        raise UsageError("--trace shows one pipeline; leave out --trace or --data-group-size")
+    # Mistakes in the plan are told before anything is started or loaded; a rank's are told to all.
+    plan = job.plan() if role.kind != "apart" else None
+    if role.kind == "starter":
+        check_split(config, spread.num_stages)
+    is_team = spread.num_pipelines > 1
+    children = Processes(
+        role.children, num_ranks=spread.num_stages - 1 if is_team else 0, has_line=is_team
+    )
+    ending.children = children
+    stopper.on_second = children.kill
+    ending.is_alone = role.kind == "alone"
+    if role.kind != "alone":  # torch's own words on broken connections say less than ours
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    prepare_torch()
+    if config.kernels != "off":
+        start_build()  # it runs beside the imports
+    files: dict[Path, int] = {}
+    if role.kind == "alone" and config.model is not None and _is_for_cpu(config.device):
+        files = find_weight_files(config.model)
+    num_bytes = 2 * sum(files.values())  # packed, and as much for the KV cache
+    with reading_files(files), touching_memory(num_bytes), importing():
+        from fminfer.batch.run_context import RunContext
+        from fminfer.batch.run_process import run_process
+
+    run = RunContext(job, config, role, plan, children, stopper, ending.at_once, _elapsed_s)
+    try:
+        summary = run_process(run)
+    finally:
+        children.end()
+    if summary is not None and summary.refused:
+        return EXIT_USAGE
+    return EXIT_SOME_ERRORS if summary is not None and summary.has_errors else 0
+
+
+def _is_for_cpu(device: str) -> bool:
+    """Tell, without torch, whether a run will most likely compute on the CPU."""
+    return device == "cpu" or (device == "auto" and not any(map(os.path.exists, GPU_DRIVERS)))
+
+
+def _elapsed_s() -> float:
+    return time.perf_counter() - STARTED_S

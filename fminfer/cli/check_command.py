@@ -1,0 +1,125 @@
+"""`fminfer check`: what a run of these files would meet, told before any weight is read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import click
+
+from fminfer.cli.exit_status import EXIT_FAILED, EXIT_SOME_ERRORS
+from fminfer.cli.options.option_groups import GroupedCommand
+from fminfer.cli.options.value_types import PathOrUrl
+from fminfer.cli.run_options import MAX_TOLD, check_options, dtype_name
+from fminfer.core.config import EngineConfig
+from fminfer.core.errors import UsageError
+from fminfer.files.input_folders import describe_left_out, find_inputs
+from fminfer.files.storage import Location, RemoteFolders, default_work_dir
+from fminfer.machine.library_imports import import_transformers
+from fminfer.pipeline.ranks import RankConfig
+
+
+@click.command(cls=GroupedCommand)
+@click.argument("paths", nargs=-1, type=PathOrUrl(path_type=Path))
+@check_options
+def check(
+    paths: tuple[Location, ...],
+    infer_data: tuple[Location, ...],
+    world_size: int | None,
+    pipeline_group_size: int | None,
+    data_group_size: int,
+    device_bytes: int | None,
+    no_weights: bool,
+    fp16: bool,
+    is_json: bool,
+    is_all: bool,
+    **options: Any,
+) -> None:
+    """Check every line of the given files, and predict what their run takes.
+
+    \b
+    fminfer check requests.jsonl
+    fminfer check shards/ --model-name /models/llama --dtype bfloat16 --json > report.json
+    fminfer check requests.jsonl --model-name /models/opt-175b --world-size 8 --device-memory 80G
+
+    Lines are checked as `fminfer run` does, with the same messages. Their tokens are counted, and
+    the first prompt is shown as the model will see it. No weight is read.
+
+    A table tells what each rank takes of its memory, and how much KV cache fits beside the
+    weights. --device-memory plans for a machine that is not this one. Memory and micro-batches are
+    upper bounds, as if every row generated all of its max_tokens. Time is an estimate. It needs
+    `fminfer bench --calibrate` with the same model and options on this machine.
+
+    \b
+    Exit status: 0 every line is right; 1 the model does not run, or does not fit; 2 wrong usage;
+    3 some lines are wrong.
+    """
+    options["dtype"] = dtype_name(fp16, options["dtype"])
+    config = EngineConfig(**options)
+    ranks = RankConfig(world_size, pipeline_group_size, data_group_size)
+    remote = RemoteFolders(default_work_dir(), is_quiet=is_json)
+    inputs = find_inputs([file for path in (*infer_data, *paths) for file in remote.fetch(path)])
+    folders = [path for path in (*infer_data, *paths) if isinstance(path, Path) and path.is_dir()]
+    for text in describe_left_out(folders, has_lost=True):
+        click.echo(f"Left out: {text}.", err=True)
+    if not inputs:
+        raise UsageError("no input; give a .jsonl file, as in: fminfer check requests.jsonl")
+    import_transformers()
+    from fminfer.estimate.checking import Check  # imports torch
+    from fminfer.worker.forecast import Layout
+
+    layout = Layout(ranks.size or 1, data_group_size, device_bytes)
+    with tempfile.TemporaryFile() as spool:
+        errors = _Errors(inputs, spool, None if is_all or is_json else MAX_TOLD, is_json)
+        report = Check(config, layout, has_weights=not no_weights).run(
+            inputs, errors.add, is_quiet=is_json
+        )
+        if is_json:
+            _print_json(report.to_dict(), spool)
+        else:
+            errors.tell_rest()
+            click.echo(report.to_text())
+    if report.forecast.shortage:
+        sys.exit(EXIT_FAILED)
+    sys.exit(EXIT_SOME_ERRORS if report.counts.num_wrong else 0)
+
+
+class _Errors:
+    """Tells wrong lines as they are met; for JSON they go to a file, however many there are."""
+
+    def __init__(
+        self, inputs: list[Path], spool: BinaryIO, most: int | None, is_json: bool
+    ) -> None:
+        self._inputs, self._spool, self._most, self._is_json = inputs, spool, most, is_json
+        self._num = 0
+
+    def add(self, record: Any) -> None:
+        error, file = record.error, str(self._inputs[record.line.source])
+        self._num += 1
+        if self._is_json:
+            fields = {"file": file, "line": record.line.number, "code": error.code}
+            fields |= {"message": error.message, "param": error.param}
+            comma = b", " if self._num > 1 else b""
+            self._spool.write(comma + json.dumps(fields).encode())
+        elif self._most is None or self._num <= self._most:
+            from tqdm import tqdm
+
+            tqdm.write(f"{file}:{record.line.number}: {error.message} ({error.code})", sys.stdout)
+
+    def tell_rest(self) -> None:
+        if self._most is not None and self._num > self._most:
+            click.echo(f"… and {self._num - self._most:,} more; --all shows them")
+
+
+def _print_json(fields: dict[str, Any], errors: BinaryIO) -> None:
+    """Print the report as one object on one line, the errors copied from their file."""
+    out = sys.stdout.buffer
+    out.write(json.dumps(fields)[:-1].encode() + b', "errors": [')
+    errors.seek(0)
+    shutil.copyfileobj(errors, out)
+    out.write(b"]}\n")
+    out.flush()

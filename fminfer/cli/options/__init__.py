@@ -1,0 +1,1 @@
+"""The options of the commands, and the groups in which help shows them."""

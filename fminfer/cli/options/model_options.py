@@ -1,0 +1,43 @@
+"""Options of the model: which one, and from where its config and tokenizer come."""
+
+from __future__ import annotations
+
+from fminfer.cli.options.option_groups import MODEL, in_group
+
+_option = in_group(MODEL)
+
+MODEL_OPTIONS = [
+    _option(
+        "--model-name",
+        "--model",
+        "model",
+        help="A local folder or hub id.  [default: the demo model of the package]",
+    ),
+    _option(
+        "--random-init",
+        metavar="CONFIG_OR_SIZE",
+        help="Random weights, for benches, in the shape of a config.json, a hub id's, or a known "
+        "size (llama-160m, bloom-176b, …).",
+    ),
+    _option(
+        "--tokenizer",
+        metavar="FOLDER_OR_ID",
+        help="A tokenizer from elsewhere: a local folder or hub id.  [default: the model's own]",
+    ),
+    _option(
+        "--model-config",
+        metavar="CONFIG_OR_SIZE",
+        help="A config from elsewhere: a config.json, its folder, a hub id or a known size.  "
+        "[default: the model's own]",
+    ),
+    _option(
+        "--revision",
+        help="Of a model of the hub: a branch, tag or commit.  [default: its main branch]",
+    ),
+    _option(
+        "--max-model-len",
+        type=int,
+        help="Most tokens of a prompt and its completion together.  [default: the model's context]",
+    ),
+    _option("--max-layers", type=int, help="Use only the model's first N layers."),
+]

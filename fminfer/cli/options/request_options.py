@@ -1,0 +1,113 @@
+"""Options of requests: what lines of files may ask for, and what a made-up request is."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import click
+
+from fminfer.cli.options.option_groups import MADE_UP, REQUESTS, in_group
+from fminfer.core.config import EngineConfig, OnTooLong, TokenFormat
+
+DEFAULTS = EngineConfig()
+_option = in_group(REQUESTS)
+_made_up_option = in_group(MADE_UP)
+
+SEED_OPTION = _option(
+    "--seed",
+    type=int,
+    default=DEFAULTS.seed,
+    show_default=True,
+    help="For requests without a seed of their own, and for random weights.",
+)
+REQUEST_OPTIONS = [
+    SEED_OPTION,
+    _option(
+        "--max-logprobs",
+        type=int,
+        default=DEFAULTS.max_logprobs,
+        show_default=True,
+        help="Largest logprobs that a request may ask for.",
+    ),
+    _option(
+        "--on-too-long",
+        type=click.Choice(get_args(OnTooLong)),
+        default=DEFAULTS.on_too_long,
+        show_default=True,
+        help="What to do with a prompt that leaves no room for max_tokens: refuse it, or cut its "
+        "left or right end, with a warning.",
+    ),
+    _option(
+        "--token-format",
+        type=click.Choice(get_args(TokenFormat)),
+        default=DEFAULTS.token_format,
+        show_default=True,
+        help="Spelling of logprobs.tokens: vocabulary pieces, or text. auto: text for Batch lines.",
+    ),
+    _option(
+        "--strict",
+        is_flag=True,
+        default=DEFAULTS.strict,
+        help="Refuse lines with unknown parameters, best_of below n and the like. Otherwise a run "
+        "answers them with a warning.",
+    ),
+    _option(
+        "--check-model",
+        is_flag=True,
+        default=DEFAULTS.check_model,
+        help="Refuse lines whose model or engine is neither --model-name nor its last part.",
+    ),
+    _option(
+        "--skip-tokenizer-init",
+        is_flag=True,
+        default=DEFAULTS.skip_tokenizer_init,
+        help="Load no tokenizer: prompts must be token ids, and so are answers.",
+    ),
+]
+# Of a synthetic run or a first try; Hyperparameters has a field for each of the later ones.
+MADE_UP_OPTIONS = [
+    _made_up_option(
+        "--num-iters",
+        "max_steps",
+        type=int,
+        help="Batches of made-up requests, 5 if left out. With input: stop after this many "
+        "micro-batches, with exit status 1 if rows are left.  [default: no limit]",
+    ),
+    _made_up_option(
+        "--overwrite-request-args",
+        "is_overwriting",
+        is_flag=True,
+        help="With input: the hyperparameters that follow replace each line's own.",
+    ),
+    _made_up_option(
+        "--input-seq-length",
+        type=click.IntRange(min=1),
+        help="Without input: make prompts up, each of this many random tokens.  [default: 128]",
+    ),
+    _made_up_option(
+        "--batch-size",
+        type=click.IntRange(min=1),
+        help="Without input: made-up requests that run at once.  [default: 8]",
+    ),
+    _made_up_option(
+        "--generate-seq-length",
+        type=click.IntRange(min=1),
+        help="max_tokens of made-up requests; no end token ends them earlier.  [default: 32]",
+    ),
+    _made_up_option(
+        "--temperature",
+        type=float,
+        help="A request's temperature. Made-up ones take 0 if it is left out.",
+    ),
+    _made_up_option("--top-p", type=float, help="A request's top_p."),
+    _made_up_option("--top-k", type=int, help="A request's top_k."),
+    _made_up_option("--num-completions", type=int, help="A request's n."),
+    _made_up_option(
+        "--best-of",
+        type=int,
+        help="A request's best_of: candidates, of which the best n are given.",
+    ),
+    _made_up_option("--stop", multiple=True, help="A request's stop. May be repeated."),
+    _made_up_option("--echo-prompt", is_flag=True, help="A request's echo."),
+    _made_up_option("--top-k-per-token", type=int, help="A request's logprobs."),
+]

@@ -1,0 +1,89 @@
+"""The types of the options' values: what each understands, and what it says of anything else."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, ClassVar, get_args
+
+import click
+
+from fminfer.core.config import DType
+from fminfer.machine.stopper import parse_duration
+
+
+class Numbers(click.ParamType):  # type: ignore[type-arg]
+    """Whole numbers with commas between them."""
+
+    name = "N,N,…"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(int(part) for part in str(value).split(","))
+        except ValueError:
+            self.fail(f"{value!r} is not whole numbers with commas between them", param, ctx)
+
+
+class PipelineMode(click.ParamType):  # type: ignore[type-arg]
+    """The old tool's name for one of its schedules."""
+
+    name = "pipe_…"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if not str(value).startswith("pipe_"):
+            self.fail(f"{value!r} does not begin with pipe_", param, ctx)
+        return str(value)
+
+
+class DTypeName(click.Choice):  # type: ignore[type-arg]
+    """A dtype, also in the short names that others give them."""
+
+    SHORT: ClassVar = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+
+    def __init__(self) -> None:
+        super().__init__(get_args(DType), case_sensitive=False)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return super().convert(self.SHORT.get(str(value).lower(), value), param, ctx)
+
+
+class PathOrUrl(click.Path):
+    """A path, or a URL as it stands: a path would lose one of its slashes."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        is_url = isinstance(value, str) and "://" in value
+        return value if is_url else super().convert(value, param, ctx)
+
+
+class Duration(click.ParamType):  # type: ignore[type-arg]
+    """Seconds, or hours, minutes and seconds."""
+
+    name = "H:MM:SS"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        try:
+            return value if isinstance(value, float) else parse_duration(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+class ByteSize(click.ParamType):  # type: ignore[type-arg]
+    """Bytes, with a letter for their unit."""
+
+    name = "SIZE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])(?:i?B)?", str(value), re.IGNORECASE)
+        size = int(float(found[1]) * 1024 ** (1 + "KMGT".index(found[2].upper()))) if found else 0
+        if size == 0:
+            self.fail(
+                f"{value!r} is no size; give a number and K, M, G or T, as in 80G", param, ctx
+            )
+        return size

@@ -1,0 +1,76 @@
+"""Which options each command has: those of `fminfer run`, and what `check` and `bench` share."""
+
+from __future__ import annotations
+
+import click
+
+from fminfer.cli.options.file_options import INPUT_OPTIONS, OUTPUT_OPTIONS
+from fminfer.cli.options.model_options import MODEL_OPTIONS
+from fminfer.cli.options.old_options import OLD_MODEL_OPTIONS, OLD_RUN_OPTIONS
+from fminfer.cli.options.option_groups import BENCH, CHECK, in_group, with_options
+from fminfer.cli.options.rank_options import LAYOUT_OPTIONS, RANK_OPTIONS
+from fminfer.cli.options.request_options import MADE_UP_OPTIONS, REQUEST_OPTIONS, SEED_OPTION
+from fminfer.cli.options.speed_options import SPEED_OPTIONS
+from fminfer.cli.options.value_types import ByteSize, Numbers
+
+MAX_TOLD = 20  # wrong lines that `fminfer check` prints, unless all are asked for
+_check_option, _bench_option = in_group(CHECK), in_group(BENCH)
+
+ENGINE_OPTIONS = [*MODEL_OPTIONS, *SPEED_OPTIONS, *OLD_MODEL_OPTIONS]
+CHECK_OPTIONS = [
+    _check_option(
+        "--device-memory",
+        "device_bytes",
+        type=ByteSize(),
+        help="Plan for another machine, on which each rank has a GPU with this much memory: 80G. "
+        "With --device cpu, each rank has this much RAM.  [default: what is free here]",
+    ),
+    _check_option(
+        "--no-weights",
+        is_flag=True,
+        help="Look for no weights: a folder may hold the small files alone. Names of tensors are "
+        "checked by an index, if there is one.",
+    ),
+    _check_option(
+        "--json", "is_json", is_flag=True, help="Print one JSON object, all errors in it."
+    ),
+    _check_option(
+        "--all", "is_all", is_flag=True, help=f"Print all errors, not the first {MAX_TOLD}."
+    ),
+]
+BENCH_OPTIONS = [
+    _bench_option(
+        "--batch-sizes",
+        type=Numbers(),
+        default=(1, 8, 16, 32, 64, 128),
+        help="Rows at once, one batch after another.  [default: 1,8,16,32,64,128]",
+    ),
+    _bench_option(
+        "--new-tokens", default=100, show_default=True, help="Tokens to generate for each row."
+    ),
+    _bench_option(
+        "--calibrate",
+        "is_calibration",
+        is_flag=True,
+        help="Instead, time steps of many shapes, and keep their costs for fminfer check.",
+    ),
+]
+
+run_options = with_options(
+    [
+        *(*INPUT_OPTIONS, *OUTPUT_OPTIONS, *REQUEST_OPTIONS, *ENGINE_OPTIONS),
+        *(*LAYOUT_OPTIONS, *RANK_OPTIONS, *MADE_UP_OPTIONS, *OLD_RUN_OPTIONS),
+    ]
+)
+# Those options of `fminfer run` that decide what a run meets and takes, and the check's own.
+check_options = with_options(
+    [*INPUT_OPTIONS, *CHECK_OPTIONS, *REQUEST_OPTIONS, *ENGINE_OPTIONS, *LAYOUT_OPTIONS]
+)
+bench_options = with_options([*BENCH_OPTIONS, SEED_OPTION, *ENGINE_OPTIONS])
+
+
+def dtype_name(fp16: bool, dtype: str) -> str:
+    """Return the dtype that --fp16 and --dtype ask for together."""
+    if fp16 and dtype not in ("auto", "float16"):
+        raise click.UsageError(f"--fp16 and --dtype {dtype} contradict each other")
+    return "float16" if fp16 else dtype

@@ -1,0 +1,96 @@
+"""`fminfer serve-part`: what an engine starts as its other processes; it is for nobody else."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+from typing import TextIO
+
+import click
+
+from fminfer.cli.ending import Ending
+from fminfer.compute.kernels.kernel_build import start_build
+from fminfer.machine.start_up import importing, prepare_torch
+from fminfer.machine.stopper import Stopper
+from fminfer.worker.processes import MEANT_FOR_FIRST, Processes, end_after, end_parent
+from fminfer.worker.role import Task, rank_names
+
+END_S = 5.0  # for the process that started this one to end, once the run has failed
+
+
+@click.command(hidden=True)
+@click.argument("name")
+@click.option("--ranks", "num_ranks", type=int, default=0)
+def serve_part(name: str, num_ranks: int) -> None:
+    """Be a process that an engine has started: it says on stdin what is to be done.
+
+    NAME is what its words begin with; it starts so many --ranks of its own.
+    """
+    parent = os.getppid()
+    end_after(parent)
+    ending = Ending()
+    ending.is_alone = False
+    stopper = Stopper(0.0, end=ending.stop)
+    stopper.leave_to_rank_0()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, MEANT_FOR_FIRST)
+    sys.stdout = sys.stderr = _Named(sys.stderr, name)
+    ending.children = Processes(rank_names(num_ranks + 1))  # they import beside this one
+    try:
+        _serve(ending, stopper, parent)
+    except (Exception, KeyboardInterrupt) as error:
+        ending.fail(error, None)
+    sys.stderr.flush()
+    ending.children.end(END_S)
+    os._exit(0)
+
+
+def _serve(ending: Ending, stopper: Stopper, parent: int) -> None:
+    assert ending.children is not None
+    prepare_torch()
+    with importing():
+        from fminfer.worker.serving import do_task
+
+    line = sys.stdin.readline()
+    if not line:  # there is nothing to do, or whoever would say it is gone
+        return
+    task = Task.from_json(line)
+    stopper.grace_s, ending.is_verbose = task.manners.grace_s, task.manners.is_verbose
+    if not task.manners.is_of_command:  # a program may hear SIGTERM and go on
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if not task.manners.is_verbose:
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+    if task.config.kernels != "off":
+        start_build()
+
+    def end(kind: str) -> None:
+        sys.stderr.flush()
+        if task.manners.is_of_command:
+            end_parent(parent, END_S)
+        ending.at_once(kind)
+
+    do_task(task, ending.children, end)
+
+
+class _Named(io.TextIOBase):
+    """A stream whose lines begin with the name of the process."""
+
+    def __init__(self, stream: TextIO, name: str) -> None:
+        self._stream, self._prefix = stream, f"[{name}] "
+        self._is_inside = False  # of a line
+
+    def write(self, text: str) -> int:
+        for line in text.splitlines(keepends=True):
+            self._stream.write(line if self._is_inside else self._prefix + line)
+            self._is_inside = not line.endswith("\n")
+        self._stream.flush()
+        return len(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()

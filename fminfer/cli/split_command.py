@@ -1,0 +1,75 @@
+"""`fminfer split`: one file of requests becomes a folder of parts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.option(
+    "--input-file",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="The file to split: .jsonl or .json, also .gz or .zst; - is stdin.",
+)
+@click.option(
+    "--output-dir",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="The folder for the parts; it is made if it is not there.",
+)
+@click.option(
+    "--min-generate-token",
+    type=click.IntRange(min=0),
+    default=100,
+    show_default=True,
+    help="A request counts as at least so many tokens to generate.",
+)
+@click.option(
+    "--generate-token-chunk-size",
+    type=click.IntRange(min=1),
+    default=100_000,
+    show_default=True,
+    help="Tokens to generate in one part, at most; a part holds at least one request.",
+)
+@click.option(
+    "--flat",
+    "is_flat",
+    is_flag=True,
+    help="Parts stand in the output folder itself, as a loop over request_<N>.jsonl wants them.",
+)
+def split(
+    input_file: Path,
+    output_dir: Path,
+    min_generate_token: int,
+    generate_token_chunk_size: int,
+    is_flat: bool,
+) -> None:
+    """Split a file into parts of one engine and equal hyperparameters, long prompts first.
+
+    \b
+    fminfer split --input-file requests.jsonl --output-dir parts/
+    fminfer run --infer-data parts/gpt-j-6b --model-name /models/gpt-j-6b
+    fminfer merge --input-dir parts/ --output answers.jsonl
+    zstdcat requests.jsonl.zst | fminfer split --input-file - --output-dir parts/
+
+    `fminfer run` needs no splitting: it answers mixed files as they are. Split for several
+    machines, or to run each set of hyperparameters by itself. Equal lines that have no seed draw
+    differently within a file only: give them seeds where they may come into several parts.
+
+    Parts are <output-dir>/<engine>/request_<N>.jsonl, N from 0 for each engine (or model; "default"
+    for lines that name none); letters that a folder's name should not have are written as in URLs.
+    With --flat they are <output-dir>/request_<N>.jsonl, for files that name one engine or none.
+    Lines of a part agree in all fields but prompt, engine, model, request_type, user, custom_id,
+    id, request_id and metadata. They stay byte for byte; bad ones are kept, and reported when they
+    are answered. <output-dir>/manifest.json tells which part holds which lines, for fminfer merge.
+
+    The same folder can be split into again: parts that are no more are removed. Where answers would
+    lose their requests by that, it is refused.
+    """
+    from fminfer.split.splitting import SplitOptions, split_file
+
+    options = SplitOptions(min_generate_token, generate_token_chunk_size, is_flat)
+    click.echo(split_file(input_file, output_dir, options).to_text(), err=True)

@@ -1,0 +1,100 @@
+"""`fminfer status`: what folders of answers hold. It prints what `batch.overview` finds."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from fminfer.batch.overview import STATES, FileState, Overview, look_over
+from fminfer.core.errors import RETRYABLE
+from fminfer.core.quantities import show_seconds
+from fminfer.core.wording import counted
+
+MOST_LISTED = 20
+
+
+@click.command()
+@click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--json", "is_json", is_flag=True, help="One JSON object a folder, all files listed.")
+def status(paths: tuple[Path, ...], is_json: bool) -> None:
+    """Tell how far runs are: files done, running (by whom), stopped, waiting.
+
+    \b
+    fminfer status shards/
+    fminfer status answers/ --json
+    fminfer status output_requests.jsonl
+
+    It reads what runs leave beside their outputs, and disturbs none of them. Folders are looked
+    through with those below them. Rows that could not be answered are counted by code; the time
+    left holds if as many runs go on as do now.
+    """
+    for path in paths:
+        for overview in look_over(path):
+            if is_json:
+                click.echo(json.dumps(_to_dict(overview)))  # which takes names of any bytes
+            else:
+                click.echo(_to_text(overview))
+
+
+def _to_dict(overview: Overview) -> dict[str, object]:
+    return {
+        "path": overview.path,
+        "num_files": {state: overview.count(state) for state in STATES},
+        "num_rows": overview.num_rows,
+        "num_answered": sum(file.num_answered for file in overview.files),
+        "num_failed": sum(file.num_failed for file in overview.files),
+        "failed_by_code": overview.failed_by_code,
+        "left_s": overview.left_s,
+        "files": [asdict(file) for file in overview.files],
+    }
+
+
+def _to_text(overview: Overview) -> str:
+    answered = sum(file.num_answered for file in overview.files)
+    failed = sum(file.num_failed for file in overview.files)
+    counts = [f"{overview.count('done'):,} of {counted(len(overview.files), 'file')} done"]
+    numbers = [(state, overview.count(state)) for state in STATES[1:]]
+    counts += [f"{number:,} {state}" for state, number in numbers if number]
+    rows = f"{answered + failed:,} of {_rows(overview.num_rows)}"
+    if failed:
+        codes = ", ".join(f"{count:,} {code}" for code, count in overview.failed_by_code.items())
+        rows += f", {failed:,} of them in error ({codes})"
+        num_retryable = sum(overview.failed_by_code.get(code, 0) for code in RETRYABLE)
+        rows += f"; the same command tries {num_retryable:,} again" if num_retryable else ""
+    lines = [overview.path, f"  {', '.join(counts)}", f"  {rows}"]
+    if overview.count("done") < len(overview.files):
+        lines.append(f"  {_left(overview)}")
+    open_files = [file for file in overview.files if file.state in ("running", "stopped")]
+    open_files += [file for file in overview.files if file.state == "waiting" and file.why]
+    lines += [f"    {_line(file)}" for file in open_files[:MOST_LISTED]]
+    if len(open_files) > MOST_LISTED:
+        lines.append(f"    … and {len(open_files) - MOST_LISTED:,} more (--json lists all)")
+    return "\n".join(lines)
+
+
+def _left(overview: Overview) -> str:
+    if overview.count("waiting") == len(overview.files):
+        return "no run has begun; fminfer run answers them"
+    if not overview.count("running"):
+        return "no run is at work; the same command goes on"
+    if overview.left_s is None:
+        return "time left not known yet"
+    return f"{show_seconds(overview.left_s)} left"
+
+
+def _line(file: FileState) -> str:
+    name = Path(file.output if file.input is None else file.input).name
+    rows = f"{file.num_answered + file.num_failed:,} of {_rows(file.num_rows)}"
+    if file.state == "stopped":
+        return f"{name}: stopped ({file.why}), {rows}"
+    if file.state == "waiting":
+        return f"{name}: {file.why}"
+    left = "" if file.left_s is None else f", {show_seconds(file.left_s)} left"
+    return f"{name}: {rows}, by {file.owner}{left}"
+
+
+def _rows(number: int | None) -> str:
+    return "? rows" if number is None else counted(number, "row")

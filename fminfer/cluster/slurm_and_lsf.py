@@ -1,0 +1,154 @@
+"""Slurm and LSF: the commands that submit a job and list the queue, and what they answer.
+
+It knows jobs, not what they are about. The manuals: https://slurm.schedmd.com/sbatch.html,
+https://www.ibm.com/docs/en/spectrum-lsf/10.1.0?topic=reference-bsub
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from fminfer.core.errors import SchedulerError, UsageError
+
+
+@dataclass(slots=True, frozen=True)
+class Job:
+    """What is sent: one job, or an array of them."""
+
+    name: str
+    script: str
+    job_dir: Path  # where its log goes
+    list_path: Path | None = None  # where the names of its files are written
+    files: tuple[Path, ...] = ()
+    is_array: bool = False  # one task a file
+    max_running: int | None = None  # tasks of an array at a time
+
+    @property
+    def indices(self) -> str:
+        """The tasks of an array: 1-7, or 1-7%2."""
+        limit = "" if self.max_running is None else f"%{self.max_running}"
+        return f"1-{len(self.files)}{limit}"
+
+
+@dataclass(slots=True, frozen=True)
+class QueuedTask:
+    """A job in the queue, waiting or running; of an array each task."""
+
+    name: str
+    index: int | None = None
+
+
+class Slurm:
+    """sbatch and squeue."""
+
+    template = "slurm.sh.j2"
+
+    def launcher(self, num_ranks: int) -> list[str]:
+        """Return what starts the ranks inside a job."""
+        return ["srun"]  # it knows how many
+
+    def command(self, job: Job) -> list[str]:
+        """Return what sends a job; its script goes to standard input."""
+        log = f"{job.job_dir}/{'%A_%a' if job.is_array else '%j'}.log"
+        array = [f"--array={job.indices}"] if job.is_array else []
+        return ["sbatch", "--parsable", f"--job-name={job.name}", f"--output={log}", *array]
+
+    def send(self, job: Job) -> str:
+        """Submit a job; return its number."""
+        return _call(self.command(job), job.script).strip().partition(";")[0]  # number;cluster
+
+    def queue(self) -> list[QueuedTask]:
+        """List this user's jobs."""
+        user = f"--user={os.getuid()}"
+        listing = _call(["squeue", "--noheader", "--array", user, "--format=%K %j"])
+        return [_slurm_task(line) for line in listing.split("\n") if line.strip()]
+
+    def format_time(self, time_s: float) -> str:
+        """Write a limit as H:MM:SS."""
+        return format_duration(time_s)
+
+
+class Lsf:
+    """bsub and bjobs."""
+
+    template = "lsf.sh.j2"
+
+    def launcher(self, num_ranks: int) -> list[str]:
+        """Return what starts the ranks inside a job."""
+        return ["mpirun", "-n", str(num_ranks)]
+
+    def command(self, job: Job) -> list[str]:
+        """Return what sends a job; its script goes to standard input."""
+        log = f"{job.job_dir}/{'%J.%I' if job.is_array else '%J'}.log"
+        indices, _, limit = job.indices.partition("%")
+        array = f"[{indices}]{limit and '%'}{limit}" if job.is_array else ""
+        return ["bsub", "-J", job.name + array, "-o", log]
+
+    def send(self, job: Job) -> str:
+        """Submit a job; return its number."""
+        said = _call(self.command(job), job.script)
+        number = re.search(r"Job <(\d+)>", said)
+        if number is None:
+            raise SchedulerError(f"bsub told no job's number, but {said.strip()!r}")
+        return number[1]
+
+    def queue(self) -> list[QueuedTask]:
+        """List this user's jobs."""
+        try:
+            listing = _call(["bjobs", "-noheader", "-o", "job_name"])
+        except SchedulerError as error:
+            if "No unfinished job found" in str(error):
+                return []
+            raise
+        return [_lsf_task(line.strip()) for line in listing.split("\n") if line.strip()]
+
+    def format_time(self, time_s: float) -> str:
+        """Write a limit as H:MM: bsub -W takes no seconds."""
+        minutes = math.ceil(time_s / 60)
+        return f"{minutes // 60}:{minutes % 60:02}"
+
+
+Scheduler = Slurm | Lsf
+SCHEDULERS: dict[Literal["lsf", "slurm"], Scheduler] = {"lsf": Lsf(), "slurm": Slurm()}
+
+
+def format_duration(time_s: float) -> str:
+    """Write seconds as H:MM:SS."""
+    seconds = int(time_s)
+    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+
+
+def _slurm_task(line: str) -> QueuedTask:
+    index, _, name = line.partition(" ")
+    return QueuedTask(name.strip(), int(index) if index.isdigit() else None)
+
+
+def _lsf_task(name: str) -> QueuedTask:
+    element = re.fullmatch(r"(.*)\[(\d+)\]", name)
+    return QueuedTask(name) if element is None else QueuedTask(element[1], int(element[2]))
+
+
+def _call(command: list[str], text: str = "") -> str:
+    """Run a scheduler's command; return what it says.
+
+    Raises:
+        UsageError: it is not here.
+        SchedulerError: it failed.
+    """
+    try:
+        done = subprocess.run(command, input=os.fsencode(text), capture_output=True, check=False)
+    except FileNotFoundError:
+        raise UsageError(
+            f"{command[0]} is not in PATH; submit from a machine of the cluster on which it is, or "
+            "look at what would be sent with --dry-run"
+        ) from None
+    if done.returncode != 0:
+        said = (done.stderr or done.stdout).decode(errors="replace").strip()
+        raise SchedulerError(f"{command[0]} failed (exit status {done.returncode}): {said}")
+    return os.fsdecode(done.stdout)

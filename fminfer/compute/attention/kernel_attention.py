@@ -1,0 +1,222 @@
+"""Calls the compiled attention kernel of the CPU, for all rows of a step at once.
+
+It knows the paged cache and which tokens are whose, nothing of layers or models.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from fminfer.compute.attention.shared_runs import find_shared_runs
+from fminfer.core.messages import StepRow
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+MOST_ENTRIES = 4  # runs that a row is in, on average: each costs memory, and less and less is left
+
+
+class Arguments(ctypes.Structure):
+    """What the kernel is called with; attention.cpp says what each is."""
+
+    _fields_ = (
+        *[(name, ctypes.c_void_p) for name in ("query", "out", "keys", "values")],
+        *[(name, ctypes.c_void_p) for name in ("new_keys", "new_values", "slots")],
+        *[(name, ctypes.c_void_p) for name in ("rows", "blocks", "runs", "members")],
+        *[(name, ctypes.c_void_p) for name in ("entries", "slopes", "sinks")],
+        *[(name, ctypes.c_int64) for name in ("num_rows", "num_runs", "num_members", "num_tokens")],
+        *[(name, ctypes.c_int64) for name in ("query_head", "query_token")],
+        *[(name, ctypes.c_int64) for name in ("new_key_head", "new_key_token")],
+        *[(name, ctypes.c_int64) for name in ("new_value_head", "new_value_token")],
+        *[(name, ctypes.c_int64) for name in ("heads", "kv_heads", "head_dim", "block_size")],
+        *[(name, ctypes.c_int64) for name in ("window", "type", "kv_type", "num_threads")],
+        *[(name, ctypes.c_float) for name in ("scaling", "softcap")],
+    )
+
+
+@dataclass(slots=True, frozen=True)
+class KernelRows:
+    """The rows of a step, as the kernel reads them."""
+
+    # (rows, 7) int64: first packed token, tokens, position, start in `blocks`, start in `entries`,
+    # their number, the first key of no run
+    rows: torch.Tensor
+    blocks: torch.Tensor  # (blocks,) int64: the rows' block tables, one after another
+    slots: torch.Tensor  # (tokens,) int64: block * block_size + place, of each token's key
+    # Of rows of one token, those that share blocks:
+    runs: torch.Tensor  # (runs, 4) int64: first in `members`, their number, keys [first, last)
+    members: torch.Tensor  # (members,) int64: rows of each run, one run after another
+    entries: torch.Tensor  # (members,) int64: places in `members` of each row, row by row
+    kept: torch.Tensor | None = None  # int64: the tokens whose output is wanted; None: all
+
+    def keep(self, tokens: torch.Tensor) -> KernelRows:
+        """Return rows whose keys and values are all stored, and whose outputs are some tokens'.
+
+        Each row attends from its first such token on, from its last token if it has none.
+
+        Args:
+            tokens: (wanted,) int64, packed tokens in order.
+        """
+        rows = self.rows.clone()
+        first, num = rows[:, 0].contiguous(), rows[:, 1]
+        last = first + num - 1
+        place = torch.searchsorted(tokens, first)
+        found = torch.cat([tokens, tokens.new_full((1,), 2**62)])[place]
+        skipped = torch.minimum(found, last) - first
+        rows[:, 0] += skipped
+        rows[:, 1] -= skipped
+        rows[:, 2] += skipped
+        return replace(self, rows=rows, kept=tokens)
+
+
+def plan_rows(rows: Sequence[StepRow], block_size: int) -> KernelRows:
+    """Lay out a step's rows, in packed order."""
+    tables = [
+        row.block_table[: -(-(row.position + len(row.token_ids)) // block_size)] for row in rows
+    ]
+    runs, members, entries_of, own = _plan_runs(rows, tables, block_size)
+    table: list[list[int]] = []
+    blocks: list[int] = []
+    entries: list[int] = []
+    first = 0
+    for row, used, of_row, start in zip(rows, tables, entries_of, own, strict=True):
+        num, places = len(row.token_ids), (len(blocks), len(entries))
+        table.append([first, num, row.position, *places, len(of_row), start])
+        blocks += used
+        entries += of_row
+        first += num
+    columns = (table, blocks, token_slots(rows, block_size), runs, members, entries)
+    return KernelRows(*(torch.from_numpy(np.array(c, dtype=np.int64)) for c in columns))
+
+
+def _plan_runs(
+    rows: Sequence[StepRow], tables: Sequence[list[int]], block_size: int
+) -> tuple[list[list[int]], list[int], list[list[int]], list[int]]:
+    """Find what rows of one token share.
+
+    Returns:
+        `runs` and `members` of KernelRows, each row's entries, and its first key of no run.
+    """
+    alone = [place for place, row in enumerate(rows) if len(row.token_ids) == 1]
+    runs: list[list[int]] = []
+    members: list[int] = []
+    entries: list[list[int]] = [[] for _ in rows]
+    own = [0] * len(rows)
+    for run in find_shared_runs([tables[place] for place in alone]):
+        if len(members) + len(run.rows) > MOST_ENTRIES * len(rows):
+            break  # a run comes behind those that it begins with
+        runs.append([len(members), len(run.rows), run.start * block_size, run.end * block_size])
+        for place in (alone[row] for row in run.rows):
+            entries[place].append(len(members))
+            members.append(place)
+            own[place] = max(own[place], run.end * block_size)
+    return runs, members, entries, own
+
+
+def token_slots(rows: Sequence[StepRow], block_size: int) -> list[int]:
+    """Return where each token's key goes: block * block_size + place."""
+    return [
+        row.block_table[position // block_size] * block_size + position % block_size
+        for row in rows
+        for position in range(row.position, row.position + len(row.token_ids))
+    ]
+
+
+def step_arguments(
+    rows: KernelRows, heads: int, keys: torch.Tensor, kind: torch.dtype
+) -> Arguments:
+    """Return what the kernel is told of a step, without any layer's tensors and settings.
+
+    Args:
+        kind: of queries, new keys and values: float32 or bfloat16.
+        keys: (pool, kv_heads, block_size, head_dim), of any layer.
+    """
+    tensors = (rows.slots, rows.rows, rows.blocks, rows.runs, rows.members, rows.entries)
+    arguments = Arguments(*[None] * 6, *(tensor.data_ptr() for tensor in tensors))
+    arguments.num_rows, arguments.num_runs = len(rows.rows), len(rows.runs)
+    arguments.num_members, arguments.num_tokens = len(rows.members), len(rows.slots)
+    _, arguments.kv_heads, arguments.block_size, arguments.head_dim = keys.shape
+    arguments.heads, arguments.type, arguments.kv_type = heads, TYPES[kind], TYPES[keys.dtype]
+    arguments.num_threads = torch.get_num_threads()
+    return arguments
+
+
+class KernelAttention:
+    """The kernel, as a function of tensors."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._attend = library.fminfer_attention
+        self._attend.argtypes = [ctypes.POINTER(Arguments)]
+
+    def plan(self, rows: Sequence[StepRow], block_size: int) -> KernelRows:
+        """Lay out a step's rows, in packed order."""
+        return plan_rows(rows, block_size)
+
+    def __call__(
+        self,
+        query: torch.Tensor,  # (1, heads, tokens, head_dim)
+        new_keys: torch.Tensor,  # (1, kv_heads, tokens, head_dim)
+        new_values: torch.Tensor,
+        keys: torch.Tensor,  # (pool, kv_heads, block_size, head_dim)
+        values: torch.Tensor,
+        rows: KernelRows,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        alibi_slopes: torch.Tensor | None,  # (heads,) float32
+        softcap: float | None,
+        sinks: torch.Tensor | None = None,  # (heads,) float32
+    ) -> torch.Tensor:  # (1, tokens, heads, head_dim), of the tokens that are kept
+        """Put the new keys and values into the cache, then attend from the tokens of a step.
+
+        They are rounded to the cache's type, and attended to as they are kept.
+
+        Raises:
+            MemoryError: there was none for the threads' working space.
+        """
+        kind = torch.bfloat16 if query.dtype == torch.bfloat16 else torch.float32
+        asked, key, value = (_with_rows(given.to(kind)) for given in (query, new_keys, new_values))
+        _, heads, tokens, head_dim = asked.shape
+        # The kernel trusts what it is given.
+        assert key.shape == value.shape == (1, keys.shape[1], tokens, head_dim), "keys of a step"
+        assert head_dim == keys.shape[3] and heads % keys.shape[1] == 0, "heads"
+        assert len(rows.slots) == tokens, "tokens of a step"
+        out = torch.empty((1, tokens, heads, head_dim), dtype=kind, device="cpu")
+        of_heads = [
+            None if each is None else each.float().contiguous() for each in (alibi_slopes, sinks)
+        ]
+        tensors = (asked, out, keys, values, key, value, rows.slots, rows.rows, rows.blocks)
+        failed = self._attend(
+            Arguments(
+                *(t.data_ptr() for t in (*tensors, rows.runs, rows.members, rows.entries)),
+                *(None if each is None else each.data_ptr() for each in of_heads),
+                len(rows.rows),
+                len(rows.runs),
+                len(rows.members),
+                tokens,
+                *(step for t in (asked, key, value) for step in t.stride()[1:3]),
+                heads,
+                keys.shape[1],
+                head_dim,
+                keys.shape[2],
+                min(sliding_window or 0, 2**31 - 1),
+                TYPES[kind],
+                TYPES[keys.dtype],
+                torch.get_num_threads(),
+                scaling,
+                softcap or 0.0,
+            )
+        )
+        if failed:
+            raise MemoryError("no memory for the attention kernel's working space")
+        if rows.kept is not None:
+            out = out[:, rows.kept]
+        return out.to(query.dtype)
+
+
+def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor with its last dimension in one piece."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -1,0 +1,230 @@
+"""Builds and loads the CPU's kernels, kernels/*.cpp.
+
+Building takes some seconds of g++ once on a machine and needs no torch, so it can run while the
+process imports and loads. The library is kept in the user's cache folder, under a name made of its
+source, the compiler and its version, the processor and its own checksum.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import IO
+
+from fminfer.machine import processor
+from fminfer.machine.user_cache import cache_folder
+
+SOURCES = Path(__file__).parent
+FLAGS = ["-std=gnu++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-pthread"]
+BUILD_S = 120.0  # a compiler that takes longer hangs
+VERSION_S = 5.0  # so does one that does not tell its version by then
+
+
+class KernelBuild:
+    """The kernels' library: found in the cache, or being built.
+
+    Starting one returns at once, and raises nothing: without the kernels all works, slower.
+    """
+
+    def __init__(self) -> None:
+        self._library: ctypes.CDLL | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._own_folder: tempfile.TemporaryDirectory[str] | None = None
+        self.error = ""  # why there is no library
+        try:
+            self._find_or_start()
+        except OSError as error:
+            self.error = f"the kernels cannot be built: {error}"
+
+    def _find_or_start(self) -> None:
+        compiler = find_compiler()
+        if compiler is None:
+            self.error = "there is no C++ compiler; install g++, or set CXX to one"
+            return
+        folder = cache_folder()
+        if folder is None:
+            self._own_folder = tempfile.TemporaryDirectory(prefix="fminfer-")
+            folder = Path(self._own_folder.name)
+        self._folder, self._key = folder, _build_key(compiler)
+        self._path = _find_built(folder, self._key)
+        if self._path is None:
+            self._start(compiler)
+
+    def _start(self, compiler: list[str]) -> None:
+        _remove_old_parts(self._folder)
+        descriptor, name = tempfile.mkstemp(dir=self._folder, suffix=".so.part")
+        os.close(descriptor)
+        self._part = Path(name)
+        self._said: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (open until the build ends)
+        self._started_s = time.monotonic()
+        command = [
+            *compiler,
+            *FLAGS,
+            *processor.compiler_flags(),
+            "-shared",
+            "-fPIC",
+            "-o",
+            name,
+            *map(str, sorted(SOURCES.glob("*.cpp"))),
+        ]
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=self._said,
+                stderr=self._said,
+                start_new_session=True,  # so that its children can be ended with it
+            )
+        except OSError:
+            self._part.unlink(missing_ok=True)
+            raise
+        atexit.register(self.abandon)
+
+    def library(self) -> ctypes.CDLL | None:
+        """Return the library, once the build is done; None: `error` says why there is none."""
+        if self._process is not None:
+            self._finish(self._process)
+        if self._library is None and not self.error:
+            try:
+                self._library = ctypes.CDLL(str(self._path))
+            except OSError as error:
+                self.error = f"{self._path} cannot be loaded: {error}"
+        return self._library
+
+    def may_succeed(self) -> bool:
+        """Tell whether there is a library or may still be one, without waiting."""
+        if self._process is not None and self._process.poll() is not None:
+            self._finish(self._process)
+        return not self.error
+
+    def abandon(self) -> None:
+        """End a build that nobody waited for; keep what it made, if it is done."""
+        if self._process is not None and self._process.poll() is None:
+            _end(self._process)
+        if self._process is not None:
+            self._finish(self._process)
+
+    def _finish(self, process: subprocess.Popen[bytes]) -> None:
+        try:
+            left_s = self._started_s + BUILD_S - time.monotonic()
+            process.wait(timeout=max(0.0, left_s))
+            if process.returncode == 0:
+                self._path = _keep(self._part, self._folder, self._key)
+            else:
+                self._said.seek(0)
+                said = self._said.read().decode(errors="replace").strip()
+                self.error = f"the compiler failed: {said[-300:]}"
+        except subprocess.TimeoutExpired:
+            _end(process)
+            self.error = f"the compiler did not end within {BUILD_S:.0f} s"
+        except OSError as error:
+            self.error = f"the kernels cannot be kept: {error}"
+        self._process = None
+        self._said.close()
+        self._part.unlink(missing_ok=True)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the compiler with its children, which first remove their temporary files."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, number)
+            process.wait(timeout=1.0)
+
+
+_build: KernelBuild | None = None
+
+
+def start_build() -> KernelBuild:
+    """Return this process's build, started if it is not."""
+    global _build
+    if _build is None:
+        _build = KernelBuild()
+    return _build
+
+
+def may_have_library() -> bool:
+    """Tell whether this process's build gives a library, as far as is known without waiting."""
+    return find_compiler() is not None if _build is None else _build.may_succeed()
+
+
+def abandon_build() -> None:
+    """End this process's build if it is under way; for those who leave without Python's own end."""
+    if _build is not None:
+        _build.abandon()
+
+
+def find_compiler() -> list[str] | None:
+    """Return the command of $CXX or g++; None: there is none."""
+    try:
+        command = shlex.split(os.environ.get("CXX") or "g++")
+    except ValueError:
+        return None
+    path = shutil.which(command[0]) if command else None
+    return None if path is None else [path, *command[1:]]
+
+
+def _find_built(folder: Path, key: str) -> Path | None:
+    """Return the library if it is there and whole; a torn one would end the process."""
+    for path in folder.glob(f"kernels-{key}-*.so"):
+        if path.name == _name(key, path.read_bytes()):
+            return path
+        path.unlink(missing_ok=True)
+    return None
+
+
+def _keep(part: Path, folder: Path, key: str) -> Path:
+    """Give a finished library its name, whole or not at all, whoever else builds it."""
+    with part.open("rb") as file:
+        path = folder / _name(key, file.read())
+        os.fsync(file.fileno())
+    os.replace(part, path)
+    return path
+
+
+def _name(key: str, library: bytes) -> str:
+    return f"kernels-{key}-{hashlib.sha256(library).hexdigest()[:16]}.so"
+
+
+def _remove_old_parts(folder: Path) -> None:
+    """Remove what builds left that were killed."""
+    for part in folder.glob("*.so.part"):
+        with contextlib.suppress(OSError):
+            if time.time() - part.stat().st_mtime > 2 * BUILD_S:
+                part.unlink()
+
+
+def _build_key(compiler: list[str]) -> str:
+    """Name a build: another processor of a cluster may share the folder."""
+    sources = [p.read_bytes() for p in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")])]
+    parts = [*FLAGS, *compiler, _version_of(compiler), platform.machine(), processor.describe()]
+    return hashlib.sha256(b"\0".join([*sources, *map(os.fsencode, parts)])).hexdigest()[:24]
+
+
+def _version_of(compiler: list[str]) -> str:
+    """Return what the compiler says of its version; an update keeps its path."""
+    with tempfile.TemporaryFile() as said:
+        process = subprocess.Popen(
+            [*compiler, "--version"],
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            process.wait(timeout=VERSION_S)
+        except subprocess.TimeoutExpired:
+            _end(process)
+        said.seek(0)
+        return said.read().decode(errors="replace")

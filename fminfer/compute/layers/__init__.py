@@ -1,0 +1,1 @@
+"""Norms, rotary positions, activations and mixtures of experts."""

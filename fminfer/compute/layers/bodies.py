@@ -1,0 +1,187 @@
+"""Bodies of norms, rotary positions and activations.
+
+`Parts` makes them in plain torch, for every spec. `KernelParts` makes compiled ones for the specs
+that these serve, on the CPU or on a GPU, and plain ones for the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import torch
+
+from fminfer.compute.layers import plain
+from fminfer.compute.layers.layer_kernels import GELU_TANH, RELU, SILU
+from fminfer.compute.spec import Norm, Rope
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+TANH_GELUS = frozenset({"gelu_new", "gelu_fast", "gelu_pytorch_tanh"})
+GATES = {"silu": SILU, "swish": SILU} | dict.fromkeys(TANH_GELUS, GELU_TANH)
+PLAIN = {"relu": RELU} | dict.fromkeys(TANH_GELUS, GELU_TANH)  # of the C++ kernels, ungated
+
+
+class NormBody:
+    """A norm with its weights, on (…, width)."""
+
+    def __init__(self, how: Norm, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:
+        self._how, self._weight, self._bias = how, weight, bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return plain.norm(x, self._how, self._weight, self._bias)
+
+    def of_sum(
+        self, x: torch.Tensor, more: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return x + more, both (tokens, width), and the norm of that sum."""
+        if more is not None:
+            x = x + more
+        return x, self(x)
+
+
+class RotateBody:
+    """Rotary positions, on (tokens, heads, head_dim)."""
+
+    def __init__(self, how: Rope) -> None:
+        self._how = how
+
+    def turns(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Look up the cosines and sines of a step's tokens in a `plain.rotary_table`."""
+        return table[:, positions]
+
+    def __call__(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        return plain.rotate(x, self._how, turns)
+
+
+class Parts:
+    """Makes the bodies of plain torch."""
+
+    def norm(self, how: Norm, weight: torch.Tensor | None, bias: torch.Tensor | None) -> NormBody:
+        return NormBody(how, weight, bias)
+
+    def rotate(self, how: Rope) -> RotateBody:
+        return RotateBody(how)
+
+    def gate(self, activation: str) -> Function:
+        return lambda both: plain.gate(both, activation)
+
+    def activation(self, name: str) -> Function:
+        return plain.ACTIVATIONS[name]
+
+
+class PartKernels(Protocol):
+    """The compiled parts of layers, from `layer_kernels` (CPU) or `triton_layers` (GPU).
+
+    Each passes over memory once, computes in float32 and rounds once.
+    """
+
+    types: frozenset[torch.dtype]
+
+    def can_norm(
+        self, how: Norm, weight: torch.Tensor | None, bias: torch.Tensor | None
+    ) -> bool: ...
+
+    def norm(
+        self, x: torch.Tensor, how: Norm, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor: ...
+
+    def add_and_norm(
+        self,
+        x: torch.Tensor,
+        other: torch.Tensor,
+        how: Norm,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor: ...
+
+    def gate(self, both: torch.Tensor, activation: int) -> torch.Tensor: ...
+
+    def gelu(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+class KernelParts(Parts):
+    """Makes compiled bodies where there are some, and those of plain torch elsewhere.
+
+    Args:
+        dtype: of the weights and hidden states, one of the kernels' types.
+    """
+
+    def __init__(self, kernels: PartKernels, dtype: torch.dtype) -> None:
+        assert dtype in kernels.types, "a dtype of the kernels"
+        self._kernels = kernels
+
+    def norm(self, how: Norm, weight: torch.Tensor | None, bias: torch.Tensor | None) -> NormBody:
+        if self._kernels.can_norm(how, weight, bias):
+            assert weight is not None, "a norm that a kernel computes"
+            return _KernelNorm(how, weight, bias, self._kernels)
+        return super().norm(how, weight, bias)
+
+    def rotate(self, how: Rope) -> RotateBody:
+        return super().rotate(how) if how.is_interleaved else _KernelRotate(how, self._kernels)
+
+    def gate(self, activation: str) -> Function:
+        if activation in GATES:
+            return lambda both: self._kernels.gate(both, GATES[activation])
+        return super().gate(activation)
+
+    def activation(self, name: str) -> Function:
+        return self._kernels.gelu if name in TANH_GELUS else super().activation(name)
+
+
+class _KernelNorm(NormBody):
+    def __init__(
+        self, how: Norm, weight: torch.Tensor, bias: torch.Tensor | None, kernels: PartKernels
+    ) -> None:
+        weight = weight.contiguous()
+        super().__init__(how, weight, bias)
+        self._kernels, self._with = kernels, (how, weight, bias)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._kernels.norm(x, *self._with)
+
+    def of_sum(
+        self, x: torch.Tensor, more: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if more is None:
+            return x, self(x)
+        return self._kernels.add_and_norm(x, more, *self._with)
+
+
+class _KernelRotate(RotateBody):
+    def __init__(self, how: Rope, kernels: PartKernels) -> None:
+        super().__init__(how)
+        self._kernels = kernels
+
+    def turns(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return table[:, positions].repeat(1, 1, 2)  # the same for both halves of a head
+
+    def __call__(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        return self._kernels.rotate(x, *turns)
+
+
+def part_pairs(
+    kernels: PartKernels, dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Compute small tensors with compiled parts, and with those of plain torch."""
+    generator = torch.Generator().manual_seed(0)
+    x, other = (torch.randn(5, 3, 80, generator=generator).to(device, dtype) for _ in "xy")
+    weight, row, more = x[0, 0].contiguous(), x[:, 0], other[:, 0]
+    for how, bias in (
+        (Norm(1e-5), None),
+        (Norm(1e-5, offset=1.0), None),
+        (Norm(1e-5, is_rms=False, has_bias=True), other[0, 0].contiguous()),
+    ):
+        if kernels.can_norm(how, weight, bias):
+            yield kernels.norm(x, how, weight, bias), plain.norm(x, how, weight, bias)
+            both, normed = kernels.add_and_norm(row, more, how, weight, bias)
+            yield both, row + more
+            yield normed, plain.norm(row + more, how, weight, bias)
+    turn = other[:, 0, :24].sin().float()
+    table = torch.stack([turn, -turn])
+    turned = plain.rotate(x, Rope((0.0,) * 24), table)
+    yield kernels.rotate(x, *table.repeat(1, 1, 2)), turned
+    yield kernels.gate(row, SILU), plain.gate(row, "silu")
+    yield kernels.gate(row, GELU_TANH), plain.gate(row, "gelu_new")
+    yield kernels.gelu(row), plain.ACTIVATIONS["gelu_new"](row)

@@ -1,0 +1,1 @@
+"""Products with weights: plain, or packed once for the CPU."""

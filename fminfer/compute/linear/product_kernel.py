@@ -1,0 +1,116 @@
+"""Calls the compiled products of rows with packed weights, of float32 or bfloat16 on the CPU.
+
+It knows nothing of layers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from fminfer.machine.processor import has_unit
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1}
+
+
+class Product(ctypes.Structure):
+    """What the kernel is called with; products.cpp says what each is."""
+
+    _fields_ = (
+        *[(name, ctypes.c_void_p) for name in ("x", "weight", "bias", "out")],
+        *[(name, ctypes.c_int64) for name in ("rows", "inputs", "outputs")],
+        *[(name, ctypes.c_int64) for name in ("x_type", "weight_type", "num_threads")],
+    )
+
+
+@dataclass(slots=True, frozen=True)
+class PackedProduct:
+    """The product x·Wᵀ + b, with W packed.
+
+    Rows are of W's type, or float32: then 16-bit weights are widened where they are multiplied.
+    """
+
+    packed: torch.Tensor  # (outputs, to a whole panel, inputs), in the kernel's own order
+    bias: torch.Tensor | None  # (outputs, to a whole panel) float32
+    inputs: int
+    outputs: int
+    multiply: Callable[[Product], int]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (…, outputs) of x, (…, inputs), in x's type.
+
+        Raises:
+            MemoryError: there was none for the threads' working space.
+        """
+        assert x.is_cpu and x.shape[-1] == self.inputs, "rows"
+        assert x.dtype in (torch.float32, self.packed.dtype), "rows"
+        x = x.contiguous()
+        out = x.new_empty((*x.shape[:-1], self.outputs))
+        product = Product(
+            x.data_ptr(),
+            self.packed.data_ptr(),
+            None if self.bias is None else self.bias.data_ptr(),
+            out.data_ptr(),
+            x.numel() // self.inputs,
+            self.inputs,
+            self.outputs,
+            TYPES[x.dtype],
+            TYPES[self.packed.dtype],
+            torch.get_num_threads(),
+        )
+        if self.multiply(product):
+            raise MemoryError("no memory for a product's working space")
+        return out
+
+
+class ProductKernel:
+    """The products of one built library."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        address, number = ctypes.c_void_p, ctypes.c_int64
+        self._pack, self._multiply = library.fminfer_pack, library.fminfer_multiply
+        self._pack.argtypes = [address, number, number, address, number]
+        self._multiply.argtypes = [ctypes.POINTER(Product)]
+        library.fminfer_panel.restype = number
+        self._panel: int = library.fminfer_panel()
+
+    def is_best_for(self, weight: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
+        """Tell whether it is faster than other products of such a weight, (outputs, inputs).
+
+        Of bfloat16 with rows of bfloat16 oneDNN's are, where the processor has tiles (AMX).
+
+        Args:
+            dtype: of the rows; None: as the weight's.
+        """
+        is_bfloat16 = torch.bfloat16 == weight.dtype == (dtype or weight.dtype)
+        return self.can_pack(weight) and not (is_bfloat16 and has_unit("amx_bf16"))
+
+    def can_pack(self, weight: torch.Tensor) -> bool:
+        """Tell whether it can multiply with such a weight at all: of whole units of 32 bits."""
+        if not weight.is_cpu or weight.numel() == 0 or weight.dtype not in TYPES:
+            return False
+        return weight.shape[1] * weight.itemsize % 4 == 0
+
+    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedProduct:
+        """Return the product x·Wᵀ + b for x of (…, inputs).
+
+        Args:
+            weight: (outputs, inputs), one that `can_pack`.
+            bias: (outputs,), or None.
+        """
+        weight = weight.contiguous()
+        assert self.can_pack(weight), "a weight to pack"
+        outputs, inputs = weight.shape
+        num_packed = -(-outputs // self._panel) * self._panel
+        packed = weight.new_empty((num_packed, inputs))
+        units = inputs * weight.itemsize // 4
+        self._pack(weight.data_ptr(), outputs, units, packed.data_ptr(), torch.get_num_threads())
+        biases = None
+        if bias is not None:
+            assert bias.shape == (outputs,), "a bias"
+            biases = torch.zeros(num_packed, dtype=torch.float32, device="cpu")
+            biases[:outputs] = bias.detach()
+        return PackedProduct(packed, biases, inputs, outputs, self._multiply)

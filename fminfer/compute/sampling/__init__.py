@@ -1,0 +1,1 @@
+"""From hidden states to tokens and logprobs: logits, draws, scores."""

@@ -1,0 +1,273 @@
+"""From logits to tokens: drawing with each row's own parameters, and logprobs in float32.
+
+The logprob is of the raw logits, before temperature and filters. A row's draw depends on its own
+logits, parameters and noise only. It knows nothing of requests, models or where logits come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from fminfer.compute.sampling.gumbel import gumbel
+
+TOP_P_CANDIDATES = 256  # tried before the whole vocabulary is sorted
+
+
+@dataclass(slots=True)
+class Draws:
+    """Tensors, one row a token: ids, logprobs, and the best alternatives, best first."""
+
+    ids: torch.Tensor  # (rows,) int64
+    logprobs: torch.Tensor  # (rows,) float32
+    top_ids: torch.Tensor  # (rows, k) int64
+    top_logprobs: torch.Tensor  # (rows, k) float32
+
+
+@dataclass(slots=True, frozen=True)
+class Ranking:
+    """What is asked of raw logits: their normalizer, and the best of them, best first."""
+
+    # (rows,) float32: the log of the sum of exponentials; nan where a logit is nan or +inf
+    normalizer: torch.Tensor
+    best: torch.Tensor  # (rows, k) float32, the logits
+    best_ids: torch.Tensor  # (rows, k) int64
+    first: torch.Tensor  # (rows,) int64: the best one's id, of equals the lowest
+
+
+Ranker = Callable[[torch.Tensor, int], Ranking]  # of (rows, vocab) logits and k >= 1
+
+
+def rank(logits: torch.Tensor, num_top: int) -> Ranking:
+    """Rank in plain torch; of equal logits the lowest ids come first."""
+    logits = logits.float()
+    if num_top == 1:
+        best, best_ids = logits.max(-1, keepdim=True)
+        first = best_ids[:, 0]
+    else:
+        best, best_ids = _find_top(logits, num_top)
+        first = logits.argmax(-1)
+    normalizer = logits.logsumexp(-1)
+    normalizer = normalizer.masked_fill(normalizer == float("inf"), float("nan"))
+    return Ranking(normalizer, best, best_ids, first)
+
+
+def _find_top(logits: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the best logits and their ids, (rows, k) each, in the order of (-logit, id).
+
+    torch's topk has no fixed order of equals, nor does it say which of them it leaves out.
+    """
+    # One more than is asked for tells whether an equal is left out.
+    best, ids = logits.topk(min(num_top + 1, logits.shape[-1]), -1)
+    is_cut = (best[:, num_top - 1 : num_top] == best[:, num_top:]).any(-1)
+    best, ids = best[:, :num_top], ids[:, :num_top]
+    last = best[:, -1:]
+    for row in is_cut.nonzero()[:, 0].tolist():
+        equal = (logits[row] == last[row]).nonzero()[:, 0]
+        num_above = int((best[row] > last[row]).sum())
+        ids[row, num_above:] = equal[: num_top - num_above]
+    ids = torch.sort(ids, -1)[0]
+    best, order = logits.gather(-1, ids).sort(stable=True, dim=-1, descending=True)
+    return best, ids.gather(-1, order)
+
+
+@dataclass(slots=True, frozen=True)
+class SamplingTensors:
+    """How each row draws."""
+
+    temperature: torch.Tensor  # (rows,) float32; 0: greedy
+    top_p: torch.Tensor  # (rows,) float32; 0: greedy
+    top_k: torch.Tensor  # (rows,) int64; 0: off
+    min_p: torch.Tensor  # (rows,) float32; 0: off
+    noise: torch.Tensor  # (rows,) int64, 64 random bits
+
+    def rows(self, rows: slice | torch.Tensor) -> SamplingTensors:
+        return SamplingTensors(
+            self.temperature[rows],
+            self.top_p[rows],
+            self.top_k[rows],
+            self.min_p[rows],
+            self.noise[rows],
+        )
+
+
+# Of (rows, vocab) scaled logits, and of the rows' noise: the tokens that win, int64.
+Racer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+# Of (rows, vocab) logits, and which rows draw: their tokens, int64.
+Drawer = Callable[[torch.Tensor, SamplingTensors, torch.Tensor], torch.Tensor]
+
+
+@dataclass(slots=True, frozen=True)
+class LogitEditTensors:
+    """What is changed of single logits before they are drawn from; entries are (row, token id).
+
+    An entry stands at most once in `rows` and `ids`; a banned one may also be there.
+    """
+
+    rows: torch.Tensor  # (entries,) int64
+    ids: torch.Tensor  # (entries,) int64
+    bias: torch.Tensor  # (entries,) float32, added first
+    factor: torch.Tensor  # (entries,) float32: repetition penalty, 1 changes nothing
+    minus: torch.Tensor  # (entries,) float32, subtracted last
+    banned_rows: torch.Tensor  # (banned,) int64
+    banned_ids: torch.Tensor  # (banned,) int64
+
+    def part(self, part: slice) -> LogitEditTensors:
+        """Return the entries of some rows, counted from the part's first row."""
+        low, high = torch.searchsorted(self.rows, self.rows.new_tensor([part.start, part.stop]))
+        first, last = torch.searchsorted(
+            self.banned_rows, self.rows.new_tensor([part.start, part.stop])
+        )
+        return LogitEditTensors(
+            self.rows[low:high] - part.start,
+            self.ids[low:high],
+            self.bias[low:high],
+            self.factor[low:high],
+            self.minus[low:high],
+            self.banned_rows[first:last] - part.start,
+            self.banned_ids[first:last],
+        )
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:  # (rows, vocab)
+        """Return changed logits; the given ones stay, their logprobs are reported.
+
+        The repetition penalty is that of Keskar et al. 2019 (CTRL): a logit above 0 is divided by
+        it, another is multiplied.
+        """
+        if not (len(self.ids) or len(self.banned_ids)):
+            return logits
+        changed = logits.to(torch.float32, copy=True)
+        biased = changed[self.rows, self.ids] + self.bias
+        scaled = torch.where(biased > 0, biased / self.factor, biased * self.factor)
+        changed[self.rows, self.ids] = scaled - self.minus
+        changed[self.banned_rows, self.banned_ids] = float("-inf")
+        return changed
+
+
+def race(scaled: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Return the ids of the highest sums of scaled logit and noise, in plain torch."""
+    return gumbel(noise, scaled.shape[-1]).add_(scaled).argmax(-1)
+
+
+def draw(
+    logits: torch.Tensor, how: SamplingTensors, rows: torch.Tensor, racer: Racer = race
+) -> torch.Tensor:  # as many ids as rows, int64
+    """Draw by Gumbel-max from what top_k, min_p and top_p leave.
+
+    Args:
+        logits: (rows, vocab), of any floating dtype.
+        how: of all rows; temperature and top_p above 0 in those that draw.
+        rows: (rows that draw,) int64.
+        racer: `race`, or a compiled body of it.
+    """
+    logits, how = logits[rows].float(), how.rows(rows)
+    largest, first = logits.max(-1, keepdim=True)
+    scaled = (logits - largest) / how.temperature[:, None]
+    if (how.top_k > 0).any():
+        scaled = _keep_top_k(scaled, how.top_k)
+    if (how.min_p > 0).any():  # the likeliest token stands at 0 here; log(0) keeps all
+        scaled = scaled.masked_fill(scaled < how.min_p.log()[:, None], float("-inf"))
+    if (how.top_p < 1).any():
+        probs = _keep_top_p(torch.softmax(scaled, -1), how.top_p)
+        scaled = scaled.masked_fill(probs == 0, float("-inf"))
+    ids = racer(scaled, how.noise)
+    # Of a row with nan or +inf the first such token: its logprob is nan, whichever is drawn.
+    return torch.where(largest.isfinite(), ids[:, None], first)[:, 0]
+
+
+def _keep_top_k(scaled: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
+    """Set all but each row's top_k best to -inf; ties go to the lowest ids. 0 keeps all."""
+    vocab = scaled.shape[-1]
+    counts = torch.where(top_k > 0, top_k, vocab).clamp(max=vocab)
+    best = scaled.topk(int(counts[counts < vocab].max()) if (counts < vocab).any() else 1, -1)[0]
+    last = best.gather(-1, (counts - 1).clamp(max=best.shape[-1] - 1)[:, None])
+    keep = _keep_first(scaled, last, counts)
+    return scaled.masked_fill(~keep & (counts < vocab)[:, None], float("-inf"))
+
+
+def _keep_top_p(probs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Zero all but the smallest set of mass >= top_p, at least one; ties go to the lowest ids."""
+    is_limited = top_p < 1
+    candidates = min(TOP_P_CANDIDATES, probs.shape[-1])
+    best = probs.topk(candidates, -1)[0]
+    last, counts = _smallest_set(best, top_p)
+    is_short = is_limited & (best.double().sum(-1) < top_p.double())
+    short = is_short.nonzero()[:, 0]
+    if len(short):  # the set is larger than the candidates: sort all of the row
+        best = probs[short].sort(-1, descending=True)[0]
+        last[short], counts[short] = _smallest_set(best, top_p[short])
+    keep = _keep_first(probs, last, counts)
+    return probs.masked_fill(~keep & is_limited[:, None], 0.0)
+
+
+def _smallest_set(
+    best: torch.Tensor,  # (rows, k): probabilities, best first
+    top_p: torch.Tensor,  # (rows,)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return, of the smallest sets of mass >= top_p, the last value, (rows, 1), and the sizes."""
+    mass_before = best.double().cumsum(-1) - best
+    counts = (mass_before < top_p.double()[:, None]).sum(-1).clamp(min=1)
+    return best.gather(-1, counts[:, None] - 1), counts
+
+
+def _keep_first(
+    values: torch.Tensor,  # (rows, vocab)
+    last: torch.Tensor,  # (rows, 1): the smallest value that is kept
+    counts: torch.Tensor,  # (rows,): how many are kept
+) -> torch.Tensor:  # (rows, vocab) bool
+    """Keep what is above `last`, and of its equals the first, `counts` in all."""
+    above = values > last
+    is_equal = values == last
+    num_equal = counts[:, None] - above.sum(-1, keepdim=True)
+    return above | (is_equal & (is_equal.cumsum(-1) <= num_equal))
+
+
+def sample(
+    logits: torch.Tensor,
+    how: SamplingTensors,
+    num_top: int,
+    edits: LogitEditTensors | None = None,
+    ranker: Ranker = rank,
+    drawer: Drawer = draw,
+) -> Draws:
+    """Draw one token a row.
+
+    Args:
+        logits: (rows, vocab), of any floating dtype; what is computed of them is float32.
+        num_top: how many alternatives to report.
+        edits: changes of single logits; the logprobs are those of the logits without them.
+        ranker, drawer: `rank` and `draw`, or compiled bodies of them.
+    """
+    ranking = _rank(logits, num_top, ranker)
+    edited = logits if edits is None else edits.apply(logits)
+    # The likeliest token; ties go to the lowest id.
+    ids = ranking.first.clone() if edited is logits else edited.argmax(-1)
+    is_random = (how.temperature > 0) & (how.top_p > 0) & (how.top_k != 1)
+    drawn_rows = is_random.nonzero()[:, 0]
+    if len(drawn_rows):
+        ids[drawn_rows] = drawer(edited, how, drawn_rows)
+    return _report(logits, ids, num_top, ranking)
+
+
+def score(logits: torch.Tensor, ids: torch.Tensor, num_top: int, ranker: Ranker = rank) -> Draws:
+    """Return the logprob of each row's given id, and the best alternatives.
+
+    Args:
+        logits: (rows, vocab), of any floating dtype.
+        ids: (rows,) int64.
+    """
+    return _report(logits, ids, num_top, _rank(logits, num_top, ranker))
+
+
+def _rank(logits: torch.Tensor, num_top: int, ranker: Ranker) -> Ranking:
+    return ranker(logits, max(1, min(num_top, logits.shape[-1])))
+
+
+def _report(logits: torch.Tensor, ids: torch.Tensor, num_top: int, ranking: Ranking) -> Draws:
+    normalizer = ranking.normalizer[:, None]
+    logprobs = logits.gather(-1, ids[:, None]).float() - normalizer
+    # A chosen token that is also among the best has the very same float there.
+    best = ranking.best[:, :num_top]
+    return Draws(ids, logprobs[:, 0], ranking.best_ids[:, :num_top], best - normalizer)

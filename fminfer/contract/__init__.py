@@ -1,0 +1,1 @@
+"""What a request means and how its record looks (docs/contract.md)."""

@@ -1,0 +1,203 @@
+"""From a line to the request in it, and what stands around the request (contract, section 1).
+
+It knows the three shapes of input lines, and nothing of what a request's fields mean.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import orjson
+
+from fminfer.contract.fields import json_type, show, wrong_type
+from fminfer.contract.json_spans import find_members, on_one_line
+from fminfer.contract.line import Line
+from fminfer.contract.prompts import CHAT_REMEDY
+from fminfer.contract.row_warnings import MAX_NAMES, RowWarning, cut_name
+from fminfer.core.errors import RequestError
+
+Shape = Literal["bare", "wrapped", "batch"]
+ENDPOINT = "/v1/completions"
+BATCH_KEYS = frozenset({"custom_id", "method", "url", "body"})
+MAX_QUOTED_BYTES = 4096  # of a request that an error record holds verbatim
+QUOTED_BYTES = 400  # that it holds of a longer one
+
+
+@dataclass(slots=True, frozen=True)
+class Envelope:
+    """One line, opened: its request, and what its record needs beside the answer.
+
+    `request`, `custom_id` and `others` are the line's own bytes, on one line.
+    """
+
+    shape: Shape
+    request: bytes  # where the line is no JSON: its text as a JSON string
+    fields: dict[str, Any] = field(default_factory=dict)  # the request's, by name
+    custom_id: bytes = b"null"
+    others: dict[str, bytes] = field(default_factory=dict)  # "name":value of a wrapped line's rest
+    error: RequestError | None = None
+    warnings: tuple[RowWarning, ...] = ()
+
+
+def open_envelope(line: Line) -> Envelope:
+    """Tell a line's shape and take its request out; what is wrong stands in `error`."""
+    raw = line.raw.strip()
+    try:
+        if line.is_cut:
+            raise RequestError("out_of_range", line.fault)
+        if line.damage or line.fault:
+            raise RequestError("invalid_json", line.damage or line.fault)
+        fields = _load_object(raw)
+    except RequestError as error:
+        is_json = error.code == "not_an_object"
+        return Envelope("bare", on_one_line(raw) if is_json else as_text(raw), error=error)
+    raw = on_one_line(raw)
+    if "prompt" not in fields:
+        if "request" in fields:
+            return _open_wrapped(raw, fields)
+        if BATCH_KEYS & fields.keys():
+            return _open_batch(raw, fields, line.number)
+    return Envelope("bare", raw, fields)
+
+
+def as_text(raw: bytes) -> bytes:
+    """Return bytes that are no JSON as a JSON string, to be shown; of many the first ones."""
+    raw = raw.strip()
+    if len(raw) > MAX_QUOTED_BYTES:
+        return _beginning(raw)
+    return orjson.dumps(raw.decode("utf-8", errors="replace"))
+
+
+def quote(value: bytes) -> bytes:
+    """Return a JSON value as an error record shows it: verbatim, or the beginning of a long one.
+
+    The beginning is a JSON string, which says how long the whole is.
+    """
+    return value if len(value) <= MAX_QUOTED_BYTES else _beginning(value)
+
+
+def _beginning(raw: bytes) -> bytes:
+    text = raw[:QUOTED_BYTES].decode("utf-8", errors="replace")
+    return orjson.dumps(f"{text}… ({len(raw):,} bytes in all)")
+
+
+def _open_wrapped(raw: bytes, fields: dict[str, Any]) -> Envelope:
+    members = find_members(raw)
+    others = {
+        name: member.key + b":" + member.value
+        for name, member in members.items()
+        if name not in ("request", "result")
+    }
+    error: RequestError | None = None
+    warnings: tuple[RowWarning, ...] = ()
+    if not isinstance(fields["request"], dict):
+        error = wrong_type("request", fields["request"], "an object with the request's fields")
+    if "result" in fields:
+        warnings = (
+            RowWarning("the line's own result is left out, and the new one stands in its place"),
+        )
+    return Envelope(
+        "wrapped",
+        members["request"].value,
+        {} if error else fields["request"],
+        others=others,
+        error=error,
+        warnings=warnings,
+    )
+
+
+def _open_batch(raw: bytes, fields: dict[str, Any], number: int) -> Envelope:
+    members = find_members(raw)
+    error = _what_is_wrong(fields, number)
+    warnings: tuple[RowWarning, ...] = ()
+    unknown = sorted(fields.keys() - BATCH_KEYS)
+    if unknown:
+        names = tuple(map(cut_name, unknown[: MAX_NAMES + 1]))
+        warnings = (RowWarning("a Batch record has no place for other keys of a line", names),)
+    return Envelope(
+        "batch",
+        members["body"].value if "body" in members else b"null",
+        {} if error else fields["body"],
+        custom_id=members["custom_id"].value if "custom_id" in members else b"null",
+        error=error,
+        warnings=warnings,
+    )
+
+
+def _what_is_wrong(fields: dict[str, Any], number: int) -> RequestError | None:
+    """Check a Batch line's own fields, its body left out."""
+    for name, allowed, is_right in (
+        ("custom_id", "a string, by which the answer is found", str),
+        ("body", "an object with the request's fields", dict),
+    ):
+        if not isinstance(fields.get(name), is_right):
+            found = show(fields[name]) if name in fields else "absent"
+            return RequestError(
+                "invalid_type", f"{name} of line {number} is {found}; it must be {allowed}", name
+            )
+    for name, expected in (("method", "POST"), ("url", ENDPOINT)):
+        if fields.get(name) != expected:
+            found = show(fields[name]) if name in fields else "absent"
+            remedy = "Set it to that, or take the line out"
+            if name == "url" and "messages" in fields["body"]:
+                remedy = CHAT_REMEDY
+            return RequestError(
+                "unsupported_parameter",
+                f'{name} is {found}; only "{expected}" is answered here. {remedy}',
+                name,
+            )
+    return None
+
+
+def _load_object(raw: bytes) -> dict[str, Any]:
+    try:
+        raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            "invalid_utf8",
+            f"byte {error.start} of the line is not UTF-8 ({raw[error.start]:#04x}); "
+            "save the file as UTF-8",
+        ) from None
+    try:
+        value = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        value = _load_leniently(raw, error)
+    if not isinstance(value, dict):
+        raise RequestError(
+            "not_an_object",
+            f"the line holds a JSON {json_type(value)}; a request is a JSON object, "
+            'such as {"prompt": "Hello", "max_tokens": 5}',
+        )
+    return value
+
+
+def _load_leniently(raw: bytes, error: orjson.JSONDecodeError) -> Any:
+    """Accept what JSON allows and orjson refuses (lone surrogates); explain the rest."""
+
+    def refuse_constant(name: str) -> None:
+        raise RequestError("invalid_json", f"{name} is not JSON; use a number or null")
+
+    try:
+        return json.loads(raw.decode(), parse_constant=refuse_constant)
+    except RecursionError:
+        raise RequestError("invalid_json", "the JSON is nested too deep") from None
+    except ValueError:
+        raise RequestError(
+            "invalid_json",
+            f"the line is not JSON: {error.msg} at character {error.pos + 1}. " + _json_remedy(raw),
+        ) from None
+
+
+def _json_remedy(raw: bytes) -> str:
+    if raw.startswith(b"\xef\xbb\xbf"):
+        return "A byte order mark stands before it; only a file's first line may have one"
+    if raw[-1:] == b"}" and raw[:-1].rstrip()[-1:] == b",":
+        return "There is a comma before the last brace; remove it"
+    if (raw[:1] == b"{" and raw[-1:] != b"}") or raw[:1] in (b'"', b"}", b"]"):
+        return (
+            "It looks like a piece of a request that is spread over several lines; "
+            "write each request on one line (jq -c . does it)"
+        )
+    return "Write one JSON object on the line"

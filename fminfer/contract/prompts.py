@@ -1,0 +1,133 @@
+"""Reads a request's prompts: text or token ids, one or many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import Any
+
+from fminfer.contract.fields import is_integral, show, wrong_type
+from fminfer.core.errors import RequestError
+
+# Of all prompts of a line together. A choice takes some kilobytes before its first token.
+MAX_CHOICES = 16_384
+# Of a line's logprobs: tokens and alternatives. As objects and JSON one takes 150 to 550 bytes.
+MAX_ENTRIES = 1 << 24
+CHAT_REMEDY = (
+    "Chat requests are not supported yet. Render the messages with the model's chat template "
+    "(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)), and "
+    'send the text as "prompt", with "add_special_tokens": false'
+)
+
+
+def read_prompts(obj: dict[str, Any]) -> list[str | list[int]]:
+    """Return the prompts of a request, at least one.
+
+    Raises:
+        RequestError: what is wrong with them.
+    """
+    value = obj.get("prompt")
+    if value is None:
+        raise _missing(obj)
+    if isinstance(value, str):
+        return [_encodable(value)]
+    if isinstance(value, list) and not value:
+        raise RequestError("out_of_range", "prompt is an empty list; give a prompt", "prompt")
+    if _is_all(value, lambda v: isinstance(v, str)):
+        return [_encodable(text) for text in value]
+    if _is_all(value, is_integral):
+        return [_token_ids(value)]
+    if _is_all(value, lambda ids: _is_all(ids, is_integral)):
+        return [_token_ids(ids) for ids in value]
+    raise wrong_type(
+        "prompt",
+        value,
+        "a string, a list of strings, a list of token ids, or a list of lists of token ids",
+    )
+
+
+def check_choices(num_prompts: int, n: int, best_of: int) -> None:
+    """Refuse more choices, or candidates for them, than one line may have.
+
+    Raises:
+        RequestError: names the limit.
+    """
+    num_choices = num_prompts * max(n, best_of)
+    if num_choices <= MAX_CHOICES:
+        return
+    name = "prompt" if best_of == 1 else "n" if best_of == n else "best_of"
+    each = f" and {name} is {best_of}, {num_choices:,} choices in all" if name != "prompt" else ""
+    lower = f"Lower {name}, or put" if name != "prompt" else "Put"
+    raise RequestError(
+        "out_of_range",
+        f"prompt holds {num_prompts:,} prompts{each}; a line may have at most {MAX_CHOICES:,}. "
+        f"{lower} the prompts on several lines",
+        name,
+    )
+
+
+def check_entries(num_tokens: int, num_choices: int, logprobs: int) -> None:
+    """Refuse more logprobs than one line may ask for.
+
+    Args:
+        num_tokens: for which logprobs are asked, in one choice of each prompt.
+        num_choices: of each prompt.
+
+    Raises:
+        RequestError: names the limit.
+    """
+    num_entries = num_tokens * num_choices * (1 + logprobs)
+    if num_entries <= MAX_ENTRIES:
+        return
+    choices = f"{num_choices} choices of " if num_choices > 1 else ""
+    raise RequestError(
+        "out_of_range",
+        f"the line asks for {num_entries:,} logprobs: {choices}{num_tokens:,} tokens, each with "
+        f"{logprobs} alternatives beside its own; a line may have at most {MAX_ENTRIES:,}. Lower "
+        "logprobs, max_tokens or n, or put prompts and choices on several lines",
+        "logprobs",
+    )
+
+
+def _missing(obj: dict[str, Any]) -> RequestError:
+    """Return the error of a request without a prompt."""
+    if obj.get("messages") is not None:
+        return RequestError(
+            "unsupported_parameter",
+            f"the line has messages and no prompt. {CHAT_REMEDY}",
+            "messages",
+        )
+    found = "null" if "prompt" in obj else "absent"
+    alike = get_close_matches("prompt", obj.keys() - {"prompt"}, 1, 0.75)
+    meant = f" (is {show(alike[0])} meant to be it?)" if alike else ""
+    return RequestError(
+        "missing_prompt",
+        f"prompt is {found}{meant}; give a string, a list of strings, token ids, or a list of "
+        'lists of token ids ("" generates from the start)',
+        "prompt",
+    )
+
+
+def _is_all(value: Any, test: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and all(test(item) for item in value)
+
+
+def _token_ids(ids: list[Any]) -> list[int]:
+    if not ids:
+        raise RequestError(
+            "out_of_range", "prompt holds an empty list of token ids; give at least one", "prompt"
+        )
+    return [int(i) for i in ids]
+
+
+def _encodable(text: str) -> str:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            "invalid_utf8",
+            f"prompt holds half of a surrogate pair (\\u{ord(text[error.start]):04x}) at character "
+            f"{error.start}, which is no text; write the whole pair or the character itself",
+            "prompt",
+        ) from None
+    return text

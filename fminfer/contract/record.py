@@ -1,0 +1,112 @@
+"""Records: one answered or refused line, and its bytes. It knows nothing of how it was answered."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from fminfer.contract.envelope import MAX_QUOTED_BYTES, Envelope, quote
+from fminfer.contract.line import Line
+from fminfer.core.errors import RequestError
+
+
+@dataclass(slots=True, frozen=True)
+class Record:
+    """The answer to one line: either `result` or `error` is set.
+
+    `result` is the object that stands under `result`, or in a Batch line the response's `body`.
+    """
+
+    line: Line
+    envelope: Envelope
+    result: dict[str, Any] | None = None
+    error: RequestError | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_completion_tokens: int = 0
+
+    def to_json(self) -> bytes:
+        """Return the output line in the shape of the input line, without a newline.
+
+        What comes from the input line stands there in its own bytes.
+        """
+        if self.envelope.shape == "batch":
+            return self._to_batch_json()
+        if self.error is not None:
+            return self._to_error_json(self.error)
+        members = [
+            b'"request":' + self.envelope.request,
+            b'"result":' + _dumps(self.result),
+            *self.envelope.others.values(),
+        ]
+        return b"{" + b",".join(members) + b"}"
+
+    def _to_error_json(self, error: RequestError) -> bytes:
+        own = {
+            "line": b'"line":%d' % self.line.number,
+            "custom_id": b'"custom_id":null',
+            "error": b'"error":' + _dumps(_describe(error)),
+            "retryable": b'"retryable":true' if error.is_ours else b'"retryable":false',
+            "request": b'"request":' + quote(self.envelope.request),
+        }
+        # A wrapped line's rest comes last. Of names that are in both the record's own counts, but
+        # for custom_id, by which the line may be known.
+        others = {
+            name: member if len(member) <= MAX_QUOTED_BYTES else _cut_member(name, member)
+            for name, member in self.envelope.others.items()
+            if name not in own or name == "custom_id"
+        }
+        return b"{" + b",".join((own | others).values()) + b"}"
+
+    def _to_batch_json(self) -> bytes:
+        """Write the line of an OpenAI Batch output file, or of its error file."""
+        request_id = make_id(self.line, self.envelope)
+        status, body = 200, self.result
+        if self.error is not None:
+            status = 500 if self.error.is_ours else 400
+            body = {"error": _describe(self.error)}
+        response = {"status_code": status, "request_id": f"req_{request_id}", "body": body}
+        members = [
+            b'"id":"batch_req_' + request_id.encode() + b'"',
+            b'"custom_id":' + self.envelope.custom_id,
+            b'"response":' + _dumps(response),
+            b'"error":null',
+        ]
+        return b"{" + b",".join(members) + b"}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the output line as Python values."""
+        value: dict[str, Any] = json.loads(self.to_json())  # which takes lone surrogates
+        return value
+
+
+def _cut_member(name: str, member: bytes) -> bytes:
+    key = json.dumps(name).encode()
+    return key + b":" + quote(member)
+
+
+def make_id(line: Line, envelope: Envelope) -> str:
+    """Return 32 hex digits for a line, the same whenever it is answered."""
+    parts = (b"%d" % line.number, envelope.custom_id, envelope.request)
+    return hashlib.blake2b(b"\n".join(parts), digest_size=16).hexdigest()
+
+
+def _describe(error: RequestError) -> dict[str, str | None]:
+    """Return the OpenAI error object."""
+    return {
+        "message": error.message,
+        "type": error.type,
+        "param": error.param,
+        "code": error.code,
+    }
+
+
+def _dumps(value: object) -> bytes:
+    try:
+        return orjson.dumps(value)
+    except orjson.JSONEncodeError:  # half a surrogate pair, from a name that the line gave
+        return json.dumps(value).encode()

@@ -1,0 +1,195 @@
+"""The fields of a request become a Request, or a RequestError that says what is wrong with it.
+
+The rules are those of the OpenAI completions API as docs/contract.md spells them out. Lengths in
+tokens are checked later, once prompts are tokenized.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import lru_cache
+from typing import Any
+
+from fminfer.contract.fields import INT64, FieldReader, out_of_range, show
+from fminfer.contract.prompts import check_choices, read_prompts
+from fminfer.contract.row_warnings import MAX_NAMES, RowWarning, cut_name
+from fminfer.core.errors import RequestError
+
+MAX_CANDIDATES = 128  # n and best_of
+MAX_BIAS = 100  # of logit_bias, on either side of 0
+MAX_REPETITION = 1000  # beyond it, or one over it, float32 logits lose their order
+_SWITCHES = (
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "add_special_tokens",
+    "skip_special_tokens",
+    "return_token_ids",
+)
+
+
+@dataclass(slots=True, frozen=True)
+class SamplingParams:
+    """How the tokens of one request are drawn, and what is reported of them."""
+
+    max_tokens: int = 16
+    min_tokens: int = 0  # no EOS, stop token or stop string before so many
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0  # of the likeliest token's probability
+    n: int = 1
+    best_of: int = 1  # never below n
+    logprobs: int | None = None
+    echo: bool = False
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added)
+    seed: int | None = None  # None: the run's seed, and equal lines differ
+    add_special_tokens: bool = True
+    skip_special_tokens: bool = True
+    return_token_ids: bool = False
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0 or self.top_p == 0 or self.top_k == 1
+
+    @property
+    def has_penalties(self) -> bool:
+        """Tell whether a drawn token changes the logits of those after it."""
+        return (self.frequency_penalty, self.presence_penalty, self.repetition_penalty) != (0, 0, 1)
+
+    def num_to_feed(self, num_prompt_tokens: int) -> int:
+        """Prompt tokens the model must see; one that is only scored is never fed."""
+        if self.max_tokens > 0:
+            return num_prompt_tokens
+        return num_prompt_tokens - 1 if self.echo and self.logprobs is not None else 0
+
+    @property
+    def num_candidates(self) -> int:
+        """Sequences to compute for each prompt: greedy ones are equal, so one is enough."""
+        return 1 if self.is_greedy or self.max_tokens == 0 else self.best_of
+
+
+DEFAULTS = SamplingParams()
+
+
+@dataclass(slots=True, frozen=True)
+class Request:
+    """A request that passed: its prompts and its sampling params."""
+
+    prompts: list[str | list[int]]
+    params: SamplingParams
+    warnings: tuple[RowWarning, ...] = field(default=())
+
+
+# Parameters that mean nothing in a file of completions: accepted at the value that changes nothing
+# and refused otherwise, so that no answer ever ignores a wish in silence.
+_NEUTRAL: dict[str, tuple[object, ...]] = {"suffix": ("",), "stream": (False,)}
+_RECORDED = frozenset({"model", "engine", "request_type", "user"})
+_ACTED_ON = frozenset(field.name for field in dataclasses.fields(SamplingParams)) | {"prompt"}
+
+
+def parse_request(fields: dict[str, Any], *, max_logprobs: int, is_strict: bool = False) -> Request:
+    """Check one request.
+
+    Args:
+        fields: the request's object, parsed.
+        max_logprobs: the largest `logprobs` that is allowed.
+        is_strict: what is otherwise only warned of is an error.
+
+    Raises:
+        RequestError: with one of the codes of the contract's section 3.
+    """
+    reader = FieldReader(fields)
+    warnings = []
+    _refuse_unsupported(fields)
+    unknown = sorted(fields.keys() - _ACTED_ON - _RECORDED - _NEUTRAL.keys())
+    if unknown and is_strict:
+        name = cut_name(unknown[0])
+        raise RequestError(
+            "unsupported_parameter",
+            f"{name} is {show(fields[unknown[0]])}, and no parameter has that name"
+            f"{_meant(name)}; remove it, or run without --strict to keep it and not act on "
+            "it",
+            name,
+        )
+    if unknown:
+        names = tuple(name + _meant(name) for name in map(cut_name, unknown[: MAX_NAMES + 1]))
+        warnings.append(RowWarning("unknown parameters are kept and not acted on", names))
+    n = reader.integer("n", DEFAULTS.n, 1, MAX_CANDIDATES)
+    best_of = reader.integer("best_of", n, 0, MAX_CANDIDATES)
+    is_below = best_of < n and fields.get("best_of") is not None
+    if is_below and is_strict:
+        raise out_of_range(
+            "best_of", best_of, f"at least n, which is {n}; without --strict it is taken as {n}"
+        )
+    if is_below:
+        values = (f"best_of {best_of} with n {n}",)
+        warnings.append(RowWarning("best_of is below n and is taken as n", values))
+    max_tokens = reader.integer("max_tokens", DEFAULTS.max_tokens, 0, INT64 - 1)
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=_min_tokens(reader, max_tokens),
+        temperature=reader.number("temperature", DEFAULTS.temperature, 0, 2),
+        top_p=reader.number("top_p", DEFAULTS.top_p, 0, 1),
+        top_k=reader.integer("top_k", DEFAULTS.top_k, 0, INT64 - 1),
+        min_p=reader.number("min_p", DEFAULTS.min_p, 0, 1),
+        n=n,
+        best_of=max(n, best_of),
+        logprobs=reader.optional_integer("logprobs", 0, max_logprobs),
+        echo=reader.boolean("echo", DEFAULTS.echo, also_0_1=True),
+        stop=reader.strings("stop"),
+        stop_token_ids=reader.token_ids("stop_token_ids"),
+        frequency_penalty=reader.number("frequency_penalty", DEFAULTS.frequency_penalty, -2, 2),
+        presence_penalty=reader.number("presence_penalty", DEFAULTS.presence_penalty, -2, 2),
+        repetition_penalty=reader.number(
+            "repetition_penalty", DEFAULTS.repetition_penalty, 1 / MAX_REPETITION, MAX_REPETITION
+        ),
+        logit_bias=reader.biases("logit_bias", MAX_BIAS),
+        seed=reader.optional_integer("seed", -INT64, INT64 - 1),
+        **{name: reader.boolean(name, getattr(DEFAULTS, name)) for name in _SWITCHES},
+    )
+    prompts = read_prompts(fields)
+    check_choices(len(prompts), params.n, params.best_of)
+    return Request(prompts=prompts, params=params, warnings=tuple(warnings))
+
+
+@lru_cache(1024)  # for files with a key of their own on each line
+def _meant(name: str) -> str:
+    """Ask whether the nearest known parameter was meant."""
+    nearest = get_close_matches(name, _ACTED_ON | _RECORDED, 1, 0.8)
+    return f" (did you mean {nearest[0]}?)" if nearest else ""
+
+
+def _min_tokens(reader: FieldReader, max_tokens: int) -> int:
+    min_tokens = reader.integer("min_tokens", DEFAULTS.min_tokens, 0, INT64 - 1)
+    if min_tokens > max_tokens:
+        raise RequestError(
+            "out_of_range",
+            f"min_tokens is {min_tokens} and max_tokens is {max_tokens}; min_tokens must not be "
+            "larger. Lower min_tokens or raise max_tokens",
+            "min_tokens",
+        )
+    return min_tokens
+
+
+def _refuse_unsupported(obj: dict[str, Any]) -> None:
+    for name, neutral in _NEUTRAL.items():
+        value = obj.get(name)
+        if value is None or any(type(value) is type(ok) and value == ok for ok in neutral):
+            continue
+        allowed = " or ".join(["null", *(json.dumps(ok) for ok in neutral)])
+        raise RequestError(
+            "unsupported_parameter",
+            f"{name} is {show(value)}, and this version cannot do that; "
+            f"remove {name} or set it to {allowed}",
+            name,
+        )

@@ -1,0 +1,1 @@
+"""What every part of fminfer shares: errors, options, messages, versions."""

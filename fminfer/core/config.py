@@ -1,0 +1,162 @@
+"""What an engine is told: every option of the engine with its default, written once.
+
+The command line reads its defaults from here. It knows nothing of files or of torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from os import PathLike
+from typing import Any, Literal, get_args
+
+from typing_extensions import Self
+
+from fminfer.core.errors import UsageError
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+TokenFormat = Literal["auto", "vocab", "text"]
+Kernels = Literal["auto", "off", "require"]
+PLACES = {  # what the fields that say where a model comes from may hold
+    "model": "a path or hub id",
+    "random_init": "a path, hub id or size",
+    "tokenizer": "a path or hub id",
+    "model_config": "a path, hub id or size",
+}
+NO_CONFIG = ("glm", "yalm")  # model types of the old tool: GLM-130B and YaLM-100B
+OnTooLong = Literal["error", "truncate-left", "truncate-right"]
+
+
+@dataclass(slots=True, frozen=True)
+class StepSizes:
+    """How much is computed at once."""
+
+    chunk_size: int  # most tokens of one step
+    max_rows: int  # most sequences that run at once
+
+
+@dataclass(slots=True, frozen=True)
+class EngineConfig:
+    """Options of one engine.
+
+    Raises:
+        UsageError: a value outside its limits.
+    """
+
+    model: str | None = None  # a folder or hub id; None is the demo model of the package
+    random_init: str | None = None  # a config.json, its folder, a hub id, or a size
+    tokenizer: str | None = None  # a folder or hub id; None: the model's own
+    model_config: str | None = None  # as random_init, with the model's weights; None: its own
+    revision: str | None = None  # of a model of the hub: a branch, tag or commit
+    model_type: str | None = None  # checked against the config's
+    dtype: DType = "auto"  # of weights and hidden states
+    kv_dtype: DType = "auto"  # of the KV cache; auto: that of hidden states
+    device: str = "auto"  # auto, cpu, cuda, cuda:1, …
+    seed: int = 1  # for requests without a seed of their own, and for random weights
+    budget: int | None = None  # tokens of KV cache for all running rows, rounded up to blocks
+    block_size: int = 32  # tokens a KV block
+    chunk_size: int | None = None  # most tokens of one step; None: what suits the device
+    max_rows: int | None = None  # most sequences that run at once; None: the same
+    micro_batches: int | None = None  # steps in flight; None: one more than there are stages
+    prefix_cache: bool = True  # compute shared prefixes and equal requests once
+    max_model_len: int | None = None  # tokens of a sequence; None: the model's context
+    on_too_long: OnTooLong = "error"  # a prompt that leaves no room for max_tokens
+    max_logprobs: int = 100  # largest `logprobs` a request may ask for
+    token_format: TokenFormat = "auto"  # of logprobs.tokens; auto: text in Batch lines, else vocab
+    skip_tokenizer_init: bool = False  # prompts are token ids, and answers have no text
+    strict: bool = False  # what is otherwise only warned of is the line's error
+    request_args: dict[str, Any] | None = None  # fields that replace each line's own
+    check_model: bool = False  # a line that names another model is an error
+    kernels: Kernels = "auto"  # our own; off: plain torch; require: an error where auto falls back
+    threads: int | None = None  # that compute in each rank; None: its share of the cores
+    max_steps: int | None = None  # micro-batches after which a run stops; None: no limit
+    is_only_run: bool = False  # prefixes need not be kept for another run of the engine
+    cuda_ids: tuple[int, ...] = ()  # the GPUs of this machine's ranks, in their order
+    num_layers: int | None = None  # a rank; None: balanced by cost
+    max_layers: int | None = None  # of the model, counted from its first; the others are left out
+    stage_layers: tuple[int, ...] | None = None  # of each rank
+    world_size: int | None = None  # processes, of all pipelines; None: one each
+    data_group_size: int = 1  # pipelines, each with the whole model
+    num_engines: int = 1  # on this machine, which share its cores, memory and GPUs
+    engine_number: int = 0  # of this one among them
+
+    def step_sizes(self, device_type: str, num_stages: int) -> StepSizes:
+        """Return what was asked for, and of the rest what suits a device.
+
+        A GPU computes thousands of tokens as cheaply as it starts a step's hundreds of kernels.
+        Stages wait until the first ones have a step to pass on, so they share those thousands.
+
+        Args:
+            device_type: cpu or cuda.
+            num_stages: of the pipeline.
+        """
+        on_gpu = device_type == "cuda"
+        chunk_size = max(512, 4096 // num_stages) if on_gpu else 512
+        return StepSizes(self.chunk_size or chunk_size, self.max_rows or (1024 if on_gpu else 256))
+
+    @property
+    def num_stages(self) -> int:
+        """Processes of each pipeline."""
+        return (self.world_size or self.data_group_size) // self.data_group_size
+
+    def to_fields(self) -> dict[str, Any]:
+        """Return the options as JSON has them."""
+        return asdict(self)
+
+    @classmethod
+    def from_fields(cls, told: dict[str, Any]) -> Self:
+        """Return the options that another process has told."""
+        lists = {name: tuple(value) for name, value in told.items() if isinstance(value, list)}
+        return cls(**told | lists)
+
+    def __post_init__(self) -> None:
+        at_least_1 = ("block_size", "chunk_size", "max_rows", "micro_batches", "max_model_len")
+        for field in (
+            *at_least_1,
+            "num_layers",
+            "max_layers",
+            "max_steps",
+            "threads",
+            "world_size",
+            "data_group_size",
+        ):
+            value = getattr(self, field)
+            if value is not None and value < 1:
+                raise UsageError(f"{field} is {value}; it must be at least 1")
+        if (self.world_size or self.data_group_size) % self.data_group_size:
+            raise UsageError(
+                f"world_size is {self.world_size}, which data_group_size {self.data_group_size} "
+                "does not divide"
+            )
+        if not -(2**63) <= self.seed < 2**63:
+            raise UsageError(f"seed is {self.seed}; it must fit 64 bits, with a sign")
+        if self.max_logprobs < 0:
+            raise UsageError(f"max_logprobs is {self.max_logprobs}; it must be at least 0")
+        if self.budget is not None and self.budget < self.block_size:
+            raise UsageError(
+                f"budget is {self.budget} tokens; it must hold one block, {self.block_size} tokens"
+            )
+        for name, allowed in (("kv_dtype", get_args(DType)), ("kernels", get_args(Kernels))):
+            if (value := getattr(self, name)) not in allowed:
+                raise UsageError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
+        for name, place in PLACES.items():
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str | PathLike):
+                raise UsageError(f"{name} is of type {type(value).__name__}; give {place}")
+        if self.model_type in NO_CONFIG:
+            raise UsageError(
+                f"--model-type {self.model_type}: transformers has no public config of it, so that "
+                "it does not run. glm4 does (zai-org/GLM-4-9B-0414, for one)"
+            )
+        if self.model is not None and self.random_init is not None:
+            raise UsageError(
+                "--model-name and --random-init contradict each other; give one of them"
+            )
+        for name in ("model_config", "revision"):
+            value = getattr(self, name)
+            if value is not None and self.model is None:
+                flag = f"--{name.replace('_', '-')}"
+                raise UsageError(f"{flag} is {value!r}; give the model too, by --model-name")
+        if self.tokenizer is not None and self.skip_tokenizer_init:
+            raise UsageError(
+                "--tokenizer and --skip-tokenizer-init contradict each other; give one of them"
+            )

@@ -1,0 +1,41 @@
+"""Tells files that are not what their names say: web pages, pointers of git-LFS, others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fminfer.core.errors import CheckpointError
+
+_POINTER = b"version https://git-lfs"
+_GZIP = b"\x1f\x8b\x08"
+
+
+def refuse_impostor(path: Path) -> None:
+    """Refuse a file that a download put in the place of a model's file.
+
+    Raises:
+        CheckpointError: it says what to fetch instead.
+    """
+    try:
+        with path.open("rb") as file:
+            start = file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
+    except OSError:
+        return  # whoever reads it says what is wrong
+    # The size that a weight file begins with may be a "<", but has zeros.
+    if start.startswith(b"<") and b"\0" not in start:
+        raise CheckpointError(
+            f"{path} is a web page. An address with /blob/ shows a page about a file; download the "
+            "file itself from the same address with /resolve/"
+        )
+    if start.startswith(_POINTER):
+        raise CheckpointError(
+            f"{path} is a pointer of git-LFS, not the file that it stands for; fetch that with "
+            "'git lfs pull' in its repository"
+        )
+    if start.startswith(_GZIP):
+        raise CheckpointError(f"{path} is compressed by gzip; unpack it: gunzip")
+
+
+def broken(path: Path, why: object) -> CheckpointError:
+    """Return the error of a file that does not hold what its kind holds."""
+    return CheckpointError(f"{path} is broken ({why}); fetch it again")

@@ -1,0 +1,143 @@
+"""Which layers each stage of a pipeline runs. It knows numbers of layers and their costs only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fminfer.core.errors import UsageError
+
+
+@dataclass(slots=True, frozen=True)
+class Part:
+    """One stage's layers: from `first` up to, not with, `last`."""
+
+    stage: int
+    num_stages: int
+    first: int
+    last: int
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.num_stages - 1
+
+    @property
+    def num_layers(self) -> int:
+        return self.last - self.first
+
+
+def balance(num_layers: int, num_stages: int, head_cost: float) -> list[int]:
+    """Return how many layers each stage gets so that the slowest stage is as fast as it can be.
+
+    Args:
+        head_cost: of the exit (norm, head, sampling) on the last stage, in layers.
+
+    Raises:
+        UsageError: more stages than layers.
+    """
+    if num_stages > num_layers:
+        raise UsageError(
+            f"{num_stages} ranks share {num_layers} layers: {num_stages - num_layers} of them "
+            f"would have no work. Use --world-size {num_layers} or less"
+        )
+    counts = [1] * num_stages
+    costs = [1.0] * (num_stages - 1) + [1.0 + head_cost]
+    for _ in range(num_layers - num_stages):  # layers cost the same, so one at a time is best
+        stage = costs.index(min(costs))
+        counts[stage] += 1
+        costs[stage] += 1
+    return counts
+
+
+def fixed(num_layers: int, num_stages: int, each: int) -> list[int]:
+    """Return the split of --num-layers and --max-layers: so many a stage, the surplus dropped.
+
+    Args:
+        num_layers: to be run, --max-layers applied.
+        each: layers a stage.
+
+    Raises:
+        UsageError: a stage without work, or layers without a stage.
+    """
+    total = num_layers
+    counts = [max(0, min(each, total - stage * each)) for stage in range(num_stages)]
+    even = -(-total // num_stages)
+    instead = f"--num-layers {even}" if even * (num_stages - 1) < total else "no --num-layers"
+    idle = [stage for stage, count in enumerate(counts) if count == 0]
+    if idle:
+        raise UsageError(
+            f"--num-layers {each} gives all {total} layers to {num_stages - len(idle)} of "
+            f"{num_stages} ranks: rank {idle[0]} has no work. Use {instead}, or "
+            f"--world-size {num_stages - len(idle)}"
+        )
+    if sum(counts) < total:
+        raise UsageError(
+            f"{num_stages} ranks × --num-layers {each} hold {sum(counts)} of the model's {total} "
+            f"layers. Use {instead}; or --max-layers {sum(counts)}, if the other layers are to be "
+            "left out"
+        )
+    return counts
+
+
+def explicit(num_layers: int, num_stages: int, counts: tuple[int, ...]) -> list[int]:
+    """Check the split of --stage-layers.
+
+    Raises:
+        UsageError: not one count a stage, an empty stage, or another sum than the layers.
+    """
+    shown = ",".join(map(str, counts))
+    if len(counts) != num_stages:
+        raise UsageError(
+            f"--stage-layers {shown} has {len(counts)} counts; there are {num_stages} stages"
+        )
+    if min(counts) < 1:
+        raise UsageError(
+            f"--stage-layers {shown}: rank {counts.index(min(counts))} has no work; give every "
+            "rank at least 1 layer"
+        )
+    if sum(counts) != num_layers:
+        raise UsageError(
+            f"--stage-layers {shown} adds up to {sum(counts)}; {num_layers} layers are to be run"
+        )
+    return list(counts)
+
+
+def parts_of(counts: list[int]) -> list[Part]:
+    """Return each stage's part."""
+    firsts = [sum(counts[:stage]) for stage in range(len(counts))]
+    return [
+        Part(stage, len(counts), first, first + count)
+        for stage, (first, count) in enumerate(zip(firsts, counts, strict=True))
+    ]
+
+
+def split_layers(
+    num_layers: int,
+    num_stages: int,
+    *,
+    head_cost: float,
+    each: int | None = None,
+    most: int | None = None,
+    counts: tuple[int, ...] | None = None,
+) -> list[Part]:
+    """Return each stage's layers: as --stage-layers or --num-layers say, or else balanced.
+
+    Args:
+        num_layers: of the model.
+        head_cost: see `balance`.
+        each, most, counts: --num-layers, --max-layers and --stage-layers.
+
+    Raises:
+        UsageError: a split that leaves a rank without work or a layer without a rank.
+    """
+    total = num_layers if most is None else min(most, num_layers)
+    if counts is not None:
+        if each is not None:
+            raise UsageError("give either --stage-layers or --num-layers, not both")
+        return parts_of(explicit(total, num_stages, counts))
+    if each is not None:
+        return parts_of(fixed(total, num_stages, each))
+    return parts_of(balance(total, num_stages, head_cost))

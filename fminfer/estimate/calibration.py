@@ -1,0 +1,226 @@
+"""`fminfer bench --calibrate`: times steps of a model on this machine, so that `check` can predict.
+
+Real requests run through a real engine; what each step took is fitted to what was in it. It knows
+nothing of files of requests or of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fminfer.core.config import EngineConfig
+from fminfer.core.errors import FminferError, UsageError
+from fminfer.core.messages import StepTrace
+from fminfer.core.wording import counted
+from fminfer.estimate.cost_model import CostModel, Sample, StepShape, fit
+from fminfer.estimate.cost_store import find_costs_path, keep_costs
+from fminfer.machine.user_cache import why_no_cache
+from fminfer.worker.engine_api import Engine
+from fminfer.worker.footprint import held_dtype
+from fminfer.worker.loading import open_model
+
+MIN_ROUNDS, MAX_ROUNDS = 2, 50
+ENOUGH_S = 20.0  # rounds are repeated for so long
+
+
+@dataclass(slots=True, frozen=True)
+class Trial:
+    """Rows that run at once; without new tokens their prompts are scored."""
+
+    num_rows: int
+    prompt_tokens: int
+    new_tokens: int
+    temperature: float = 0.0
+    shared_tokens: int = 0  # of the prompts
+
+    def to_text(self) -> str:
+        """Say what is timed."""
+        after = f"{self.new_tokens} drawn" if self.new_tokens else "scored"
+        after += " at random" * (self.temperature > 0)
+        return f"{counted(self.num_rows, 'row')} of {self.prompt_tokens} tokens, {after}"
+
+    @property
+    def work(self) -> float:
+        """Return roughly how long it takes beside others."""
+        own = self.prompt_tokens - self.shared_tokens
+        return self.shared_tokens + self.num_rows * own + self.new_tokens * (32 + self.num_rows)
+
+
+WARM_UP = Trial(8, 64, 4)
+TRIALS = (
+    *(Trial(1, 32, 12), Trial(8, 32, 12), Trial(32, 32, 12), Trial(128, 32, 12)),
+    *(Trial(1, 128, 1), Trial(1, 256, 1), Trial(1, 1024, 4)),
+    *(Trial(4, 512, 12), Trial(16, 160, 12)),  # decode at longer contexts
+    Trial(32, 32, 8, temperature=1.0),
+    Trial(8, 256, 0),
+    Trial(16, 580, 1, shared_tokens=512),  # short chunks behind many keys
+)
+
+# Runs that are not fitted, but tell by the clock how far the forecast of a run is from the truth.
+WHOLE_RUNS = (
+    Trial(64, 120, 6, shared_tokens=90),  # labels
+    Trial(24, 48, 40, temperature=1.0),  # texts
+    Trial(12, 200, 0),  # scores
+    Trial(1, 60, 30),  # one row alone
+)
+OnProgress = Callable[[str, float, float], None]
+
+
+@dataclass(slots=True, frozen=True)
+class Calibration:
+    """What was measured, and where it is kept."""
+
+    costs: CostModel
+    samples: list[Sample]
+    path: Path
+
+
+def calibrate(config: EngineConfig, on_progress: OnProgress) -> Calibration:
+    """Load the model, time its steps, and keep what they cost.
+
+    Args:
+        on_progress: told before each trial of (what is timed, seconds so far, seconds in all as
+            they are expected now; 0: not known yet).
+
+    Raises:
+        FminferError: the model cannot be loaded, or a row fails.
+        UsageError: there is no folder to keep costs in.
+    """
+    engine = Engine(config)
+    try:
+        checkpoint = open_model(config)
+        path = find_costs_path(
+            *(config, checkpoint, engine.device, engine.dtype),
+            has_kernel=engine.facts.has_kernel,
+            held_in=held_dtype(config, checkpoint, engine.device, engine.dtype),
+        )
+        if path is None:
+            raise UsageError(f"the costs cannot be kept: {why_no_cache()}")
+        measurement = _Measurement(engine, on_progress)
+        samples = measurement.time_steps()
+        costs = fit(samples)
+        costs = replace(costs, whole_runs=measurement.time_runs(costs))
+    finally:
+        engine.close()
+    keep_costs(path, costs, engine.model_name)
+    return Calibration(costs, samples, path)
+
+
+class _Measurement:
+    """Runs trials, and tells how long that will go on."""
+
+    def __init__(self, engine: Engine, on_progress: OnProgress) -> None:
+        self._engine, self._on_progress = engine, on_progress
+        self._ids = random.Random(1)
+        self._trials, self._whole_runs = (
+            [short for trial in trials if (short := _shorten(engine, trial)) is not None]
+            for trials in (TRIALS, WHOLE_RUNS)
+        )
+        warm_up = _shorten(engine, WARM_UP)
+        if warm_up is None or not self._trials or not self._whole_runs:
+            raise UsageError(
+                "the KV cache holds too few tokens to measure anything; raise --budget"
+            )
+        self._tell("a few rows to warm up")
+        self._started_s = time.perf_counter()
+        _run(engine, warm_up, self._ids)
+        self._started_s = time.perf_counter()
+        self._work_done = 0.0
+
+    def time_steps(self) -> list[Sample]:
+        """Run all trials, again and again until it is enough."""
+        samples: list[Sample] = []
+        for number in range(MAX_ROUNDS):
+            if number >= MIN_ROUNDS and self._elapsed_s > ENOUGH_S:
+                break
+            for trial in self._trials:
+                samples += self._time(trial)
+        return samples
+
+    def time_runs(self, costs: CostModel) -> tuple[float, ...]:
+        """Return measured / predicted of runs from their first line to their last answer."""
+        found = []
+        for trial in self._whole_runs:
+            started_s = time.perf_counter()
+            samples = self._time(trial)
+            seconds = time.perf_counter() - started_s
+            found.append(seconds / sum(costs.predict_s(shape.counts) for shape, _ in samples))
+        return tuple(found)
+
+    @property
+    def _elapsed_s(self) -> float:
+        return time.perf_counter() - self._started_s
+
+    def _time(self, trial: Trial) -> list[Sample]:
+        self._tell(trial.to_text(), expected_s(self._elapsed_s, self._work_done, *self._work))
+        samples = _run(self._engine, trial, self._ids)
+        self._work_done += trial.work
+        return samples
+
+    @property
+    def _work(self) -> tuple[float, float]:
+        return sum(t.work for t in self._trials), sum(t.work for t in self._whole_runs)
+
+    def _tell(self, what: str, in_all_s: float = 0.0) -> None:
+        self._on_progress(what, self._elapsed_s if in_all_s else 0.0, in_all_s)
+
+
+def expected_s(elapsed_s: float, done: float, round_work: float, last_work: float) -> float:
+    """Return how long rounds of trials, and the runs after them, will take in all; 0: not known.
+
+    Args:
+        done: work done in the seconds so far, in the units of `Trial.work`.
+    """
+    if not done:
+        return 0.0
+    round_s = elapsed_s * round_work / done
+    num_rounds = min(MAX_ROUNDS, max(MIN_ROUNDS, math.ceil(ENOUGH_S / round_s)))
+    return num_rounds * round_s + elapsed_s * last_work / done
+
+
+def _shorten(engine: Engine, trial: Trial) -> Trial | None:
+    """Return a trial whose rows fit the model's context; None: they do not all run at once."""
+    room = engine.context_length - trial.new_tokens
+    if room < 1 or trial.num_rows > engine.facts.max_rows:
+        return None
+    prompt_tokens = min(trial.prompt_tokens, room)
+    size = engine.config.block_size
+    each = -(-(prompt_tokens + trial.new_tokens) // size) * size
+    if trial.num_rows * each > engine.stats.num_kv_tokens:
+        return None
+    return replace(trial, prompt_tokens=prompt_tokens)
+
+
+def _run(engine: Engine, trial: Trial, ids: random.Random) -> list[Sample]:
+    """Answer a trial's rows; return each step's shape, and the seconds from the end of the last."""
+    samples: list[Sample] = []
+    ends_s: list[float] = []
+
+    def on_step(step: StepTrace) -> None:
+        (span,) = step.spans
+        since_s = ends_s[-1] if ends_s else span.start_s
+        samples.append((StepShape.of(step.step), span.end_s - since_s))
+        ends_s.append(span.end_s)
+
+    engine.follow(on_step=on_step)
+    for record in engine.run(_requests(trial, ids, engine.vocab_size)):
+        if record.error is not None:
+            raise FminferError(f"a row of the measurement failed: {record.error.message}")
+    return samples
+
+
+def _requests(trial: Trial, ids: random.Random, vocab_size: int) -> Iterator[dict[str, Any]]:
+    """Yield requests of random tokens, which share nothing with those of other trials."""
+    prompt = [ids.randrange(vocab_size) for _ in range(trial.prompt_tokens)]
+    how = {"max_tokens": trial.new_tokens, "temperature": trial.temperature, "ignore_eos": True}
+    if not trial.new_tokens:
+        how |= {"echo": True, "logprobs": 1}
+    for _ in range(trial.num_rows):
+        own = [ids.randrange(vocab_size) for _ in prompt[trial.shared_tokens :]]
+        yield how | {"prompt": prompt[: trial.shared_tokens] + own}

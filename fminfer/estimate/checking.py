@@ -1,0 +1,191 @@
+"""One check: files in, a report out; wrong lines are told as they are met.
+
+It knows options and paths; what a line means is the engine's to say.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+from tqdm import tqdm
+
+from fminfer.compute.kernel_choice import find_library
+from fminfer.contract.record import Record
+from fminfer.core.config import EngineConfig
+from fminfer.engine.answer import AnswerForm
+from fminfer.engine.intake import Intake, Limits
+from fminfer.engine.loop import EngineLoop
+from fminfer.engine.start import Starter
+from fminfer.estimate.check_report import CheckReport, FirstPrompt, Work
+from fminfer.estimate.cost_model import CostModel
+from fminfer.estimate.cost_store import find_costs_path, load_costs
+from fminfer.estimate.line_checks import LineChecker
+from fminfer.estimate.simulation import PretendPipeline, simulate
+from fminfer.files.line_reader import count_rows, read_lines
+from fminfer.machine.device import choose_kv_dtype
+from fminfer.models.checkpoint import Checkpoint
+from fminfer.models.part_tensors import check_tensors
+from fminfer.text.tokenizer import Tokenizer
+from fminfer.worker.assembly import build_loop, find_limits, load_tokenizer
+from fminfer.worker.forecast import Layout, make_forecast, name_of
+from fminfer.worker.line_run.line_intake import LineIntake
+from fminfer.worker.line_run.runner import LOOKAHEAD, WINDOW
+from fminfer.worker.loading import most_kv_tokens, open_model
+
+
+class Check:
+    """A model, opened as far as its config and tokenizer, and what a run of it would allow.
+
+    Args:
+        layout: the processes of the run, and their memory.
+        has_weights: otherwise a folder needs no weights.
+
+    Raises:
+        FminferError: the model does not run, or not so.
+    """
+
+    def __init__(self, config: EngineConfig, layout: Layout, *, has_weights: bool = True) -> None:
+        self._config = config
+        self._checkpoint: Checkpoint = open_model(config, has_weights=False)
+        if config.model is None or Path(config.model).is_dir():  # else the hub still has them
+            check_tensors(self._checkpoint, has_weights=has_weights)
+        self._tokenizer: Tokenizer = load_tokenizer(config, self._checkpoint)
+        self._limits: Limits = find_limits(config, self._checkpoint, self._tokenizer)
+        self._forecast = forecast = make_forecast(config, self._checkpoint, layout)
+        self._sizes = config.step_sizes(forecast.device.type, layout.num_stages)
+        # Without room no line is judged by it: the forecast says what is wrong.
+        most = most_kv_tokens(config, self._checkpoint, forecast.device)
+        num_tokens = forecast.num_kv_tokens or most
+        self._num_blocks = num_tokens // config.block_size
+
+    def run(
+        self, inputs: Sequence[Path], on_wrong: Callable[[Record], None], *, is_quiet: bool
+    ) -> CheckReport:
+        """Check every line of the inputs.
+
+        Args:
+            on_wrong: told of each line that cannot be answered.
+            is_quiet: show no bar.
+        """
+        config = self._config
+        intake = Intake(self._tokenizer, self._limits)
+        checker = LineChecker(
+            LineIntake(intake),
+            self._build_loop(),
+            has_prefix_cache=config.prefix_cache,
+            on_wrong=on_wrong,
+        )
+        sizes = [count_rows(path) for path in inputs]
+        total = None if None in sizes else sum(size or 0 for size in sizes)
+        lines = chain.from_iterable(read_lines(path, source) for source, path in enumerate(inputs))
+        for line in tqdm(
+            lines, "check", total, unit=" lines", disable=is_quiet or None, leave=False
+        ):
+            checker.add(line)
+        dtype = self._forecast.dtype
+        kv_dtype = choose_kv_dtype(config.kv_dtype, dtype)
+        return CheckReport(
+            self._checkpoint.name,
+            name_of(self._forecast.dtype),
+            name_of(kv_dtype),
+            name_of(self._forecast.held_in),
+            self._forecast.device.type,
+            self._checkpoint.context_length,
+            [*map(str, inputs)],
+            checker.counts,
+            intake.warnings.to_dict(),
+            self._show_first(checker, inputs),
+            self._forecast,
+            self._predict(checker, LOOKAHEAD if total is None else WINDOW),
+        )
+
+    def _build_loop(self) -> EngineLoop:
+        return build_loop(
+            self._config,
+            Starter(self._tokenizer, self._limits.eos_ids, self._config.seed),
+            PretendPipeline(self._config.block_size),
+            AnswerForm(self._tokenizer, self._config.token_format),
+            sizes=self._sizes,
+            num_blocks=self._num_blocks,
+            num_stages=self._forecast.layout.num_stages,
+        )
+
+    def _show_first(self, checker: LineChecker, inputs: Sequence[Path]) -> FirstPrompt | None:
+        if checker.first is None:
+            return None
+        line, ids = checker.first[0], checker.first[1].ids
+        text = self._tokenizer.decode(ids, skip_special_tokens=False)
+        return FirstPrompt(str(inputs[line.source]), line.number, text, len(ids))
+
+    def _predict(self, checker: LineChecker, read_ahead: int) -> Work:
+        counts = checker.counts
+        is_whole = len(checker.sample) == counts.num_right
+        found = simulate(
+            iter(checker.sample),
+            replace(self._config, is_only_run=is_whole),  # a part says nothing of the file's end
+            self._tokenizer,
+            self._limits,
+            sizes=self._sizes,
+            num_blocks=self._num_blocks,
+            num_stages=self._forecast.layout.num_stages,
+            read_ahead=read_ahead,
+        )
+        scale = 1.0
+        if not is_whole and checker.num_sample_tokens:
+            scale = counts.tokens_to_compute / checker.num_sample_tokens
+        steps = found.scaled(scale)
+        costs, why_not = self._find_costs()
+        step_s = 0.0 if costs is None else costs.predict_s(steps.costs)
+        num_blocks = found.num_blocks_used
+        if self._config.prefix_cache:  # it keeps blocks of rows that ended until others need them
+            num_blocks = min(self._num_blocks, round(num_blocks * scale))
+        return Work(
+            num_steps=round(steps.num_steps),
+            max_rows_running=found.stats.max_rows_running,
+            num_kv_tokens=num_blocks * self._config.block_size,
+            seconds=None if costs is None else costs.whole_run * step_s,
+            seconds_range=None
+            if costs is None
+            else (min(costs.whole_runs) * step_s, max(costs.whole_runs) * step_s),
+            why_not=why_not,
+            sample_lines=0 if is_whole else len(checker.sample),
+        )
+
+    def _find_costs(self) -> tuple[CostModel | None, str]:
+        """Return what steps cost here, or why that is not known."""
+        layout = self._forecast.layout
+        if layout.device_bytes is not None:
+            return None, "steps are timed on the machine that runs them"
+        if layout.num_stages * layout.num_pipelines > 1:
+            return None, "that of several processes cannot be yet"
+        kernels, device = self._config.kernels, self._forecast.device
+        has_kernel = find_library(kernels, device) is not None
+        if device.type != "cpu":  # as a run will find it, but that a GPU refuses the kernel
+            has_kernel = kernels != "off"
+        path = find_costs_path(
+            *(self._config, self._checkpoint, device, self._forecast.dtype),
+            has_kernel=has_kernel,
+            held_in=self._forecast.held_in,
+        )
+        costs = None if path is None else load_costs(path)
+        return costs, "" if costs is not None else _how_to_calibrate(self._config)
+
+
+def _how_to_calibrate(config: EngineConfig) -> str:
+    """Say which command times the steps of such runs."""
+    flags = {
+        "--model-name": config.model,
+        "--random-init": config.random_init,
+        "--model-config": config.model_config,
+        "--dtype": None if config.dtype == "auto" else config.dtype,
+        "--kv-dtype": None if config.kv_dtype == "auto" else config.kv_dtype,
+        "--device": None if config.device == "auto" else config.device,
+        "--kernels": None if config.kernels == "auto" else config.kernels,
+        "--threads": config.threads,
+    }
+    given = [f" {flag} {shlex.quote(str(value))}" for flag, value in flags.items() if value]
+    return f"time its steps on this machine once: fminfer bench --calibrate{''.join(given)}"

@@ -1,0 +1,145 @@
+"""What a step takes, from its shape: a sum of few costs, fitted to measured steps.
+
+It knows numbers only: nothing of models, and nothing of where costs are kept.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fminfer.core.messages import Step
+
+# What a step is charged for, in the order of `StepShape.counts`.
+COSTS = (
+    "a step",
+    "a prompt token of a step's first 128",
+    "a prompt token beyond them",
+    "a key that a prompt token sees",
+    "a key that a chunk of a prompt reads",
+    "a decode row of a step's first 8",
+    "a decode row of the next 24",
+    "a decode row beyond them",
+    "a key that a decode row sees",
+    "a step that draws or scores",
+    "a token that is drawn or scored",
+    "a token that is drawn at random",
+)
+# Of them, what decode rows are charged for however they are spread over steps.
+SPREAD_COSTS = (
+    "a key that a decode row sees",
+    "a token that is drawn or scored",
+    "a token that is drawn at random",
+)
+# A token's share of a product depends on how many there are: of few, reading weights sets the pace.
+MANY_TOKENS, FEW_ROWS, MANY_ROWS = 128, 8, 32
+MAX_SWEEPS = 20_000
+Sample = tuple["StepShape", float]  # a step and its seconds
+
+
+@dataclass(slots=True, frozen=True)
+class StepShape:
+    """What makes a step long."""
+
+    num_prompt_tokens: int  # fed in chunks
+    num_prompt_keys: int  # that those see, each token's own among them
+    num_chunk_keys: int  # the same, counted once a chunk
+    num_rows: int  # of one token
+    num_row_keys: int  # that those see
+    num_logits: int  # tokens drawn or scored
+    num_random: int  # of them, drawn with a temperature
+
+    @classmethod
+    def of(cls, step: Step) -> StepShape:
+        """Measure a step."""
+        prompt_tokens = prompt_keys = chunk_keys = rows = row_keys = 0
+        for row in step.rows:
+            count = len(row.token_ids)
+            if count == 1:
+                rows += 1
+                row_keys += row.position + 1
+            else:
+                prompt_tokens += count
+                prompt_keys += count * row.position + count * (count + 1) // 2
+                chunk_keys += row.position + count
+        num_logits = len(step.sampling.token_index) + len(step.scoring.token_index)
+        num_random = sum(temperature > 0 for temperature in step.sampling.temperature)
+        return cls(prompt_tokens, prompt_keys, chunk_keys, rows, row_keys, num_logits, num_random)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Return how often each of COSTS is to be paid."""
+        return (
+            1,
+            min(self.num_prompt_tokens, MANY_TOKENS),
+            max(0, self.num_prompt_tokens - MANY_TOKENS),
+            self.num_prompt_keys,
+            self.num_chunk_keys,
+            min(self.num_rows, FEW_ROWS),
+            min(max(0, self.num_rows - FEW_ROWS), MANY_ROWS - FEW_ROWS),
+            max(0, self.num_rows - MANY_ROWS),
+            self.num_row_keys,
+            int(self.num_logits > 0),
+            self.num_logits,
+            self.num_random,
+        )
+
+
+@dataclass(slots=True, frozen=True)
+class CostModel:
+    """Seconds of each of COSTS, none below 0, and how well they fit."""
+
+    seconds: tuple[float, ...]
+    error: float  # median, over the measured steps, of |predicted / measured - 1|
+    whole_runs: tuple[float, ...] = (1.0,)  # measured / predicted of runs that were not fitted
+
+    @property
+    def whole_run(self) -> float:
+        """Return how long a run takes beside the sum of its steps' predicted seconds."""
+        return statistics.median(self.whole_runs)
+
+    def predict_s(self, counts: Sequence[float]) -> float:
+        """Return the seconds of a step, or of many whose counts were added up."""
+        return sum(cost * count for cost, count in zip(self.seconds, counts, strict=True))
+
+
+def fit(samples: Sequence[Sample]) -> CostModel:
+    """Find the costs that fit measured steps best: least squares of the relative errors.
+
+    Relative, so that short steps, which are many, count as much as long ones.
+    """
+    rows = [[count / seconds for count in shape.counts] for shape, seconds in samples]
+    model = CostModel(_solve(rows), 0.0)
+    errors = [abs(model.predict_s(shape.counts) / seconds - 1) for shape, seconds in samples]
+    return CostModel(model.seconds, statistics.median(errors))
+
+
+def _solve(rows: list[list[float]]) -> tuple[float, ...]:
+    """Return the x >= 0 for which every row · x is as near to 1 as can be, by coordinate descent.
+
+    Each column is scaled to length 1 first.
+    """
+    columns = list(zip(*rows, strict=True))
+    lengths = [sum(value * value for value in column) ** 0.5 or 1.0 for column in columns]
+    scaled = [
+        [value / length for value in column]
+        for column, length in zip(columns, lengths, strict=True)
+    ]
+    products = [[_dot(a, b) for b in scaled] for a in scaled]
+    targets = [sum(column) for column in scaled]
+    x = [0.0] * len(columns)
+    for _ in range(MAX_SWEEPS):
+        largest = 0.0
+        for place, row in enumerate(products):
+            if row[place] == 0:  # no step has any of it
+                continue
+            new = max(0.0, x[place] + (targets[place] - _dot(row, x)) / row[place])
+            largest, x[place] = max(largest, abs(new - x[place])), new
+        if largest < 1e-9 * max(x):
+            break
+    return tuple(value / length for value, length in zip(x, lengths, strict=True))
+
+
+def _dot(a: Sequence[float], b: Sequence[float]) -> float:
+    return sum(left * right for left, right in zip(a, b, strict=True))

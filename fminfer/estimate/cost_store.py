@@ -1,0 +1,104 @@
+"""Keeps what steps of a model take on this machine in the user's cache folder.
+
+A file for each machine, model shape, dtype, attention and version. It knows no weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+from fminfer.core.config import EngineConfig
+from fminfer.core.errors import UsageError
+from fminfer.core.version import __version__
+from fminfer.estimate.cost_model import COSTS, CostModel
+from fminfer.machine import processor
+from fminfer.machine.device import choose_kv_dtype
+from fminfer.machine.threads import choose_num_threads
+from fminfer.machine.user_cache import cache_folder
+from fminfer.models.checkpoint import Checkpoint
+
+# Of a config, what says where it comes from, not what is computed.
+NOT_SHAPE = ("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype")
+
+
+def find_costs_path(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    has_kernel: bool,
+    held_in: torch.dtype | None = None,
+) -> Path | None:
+    """Return where costs are kept, for exactly this work; None: there is no cache folder.
+
+    Args:
+        held_in: the dtype of most weights in memory; None: that of the arithmetic.
+    """
+    folder = cache_folder()
+    if folder is None:
+        return None
+    shape = {
+        name: value
+        for name, value in checkpoint.config.to_dict().items()
+        if name not in NOT_SHAPE and not name.endswith("token_id")
+    }
+    on_gpu = device.type == "cuda"
+    machine = torch.cuda.get_device_name(device) if on_gpu else processor.describe()
+    parts = [
+        *(
+            __version__,
+            torch.__version__,
+            platform.machine(),
+            machine,
+            str(choose_num_threads(config.threads, torch.get_num_threads(), 1)),
+        ),
+        *(json.dumps(shape, sort_keys=True, default=str), str(config.max_layers)),
+        *(str(dtype), str(held_in or dtype), str(choose_kv_dtype(config.kv_dtype, dtype))),
+        str(has_kernel),
+    ]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+    return folder / f"costs-{key}.json"
+
+
+def keep_costs(path: Path, costs: CostModel, model: str) -> None:
+    """Write costs; the model's name is for people.
+
+    Raises:
+        UsageError: they cannot be written.
+    """
+    fields = {
+        "model": model,
+        "median_error": costs.error,
+        "whole_runs": costs.whole_runs,
+        "seconds": dict(zip(COSTS, costs.seconds, strict=True)),
+    }
+    part = path.with_suffix(f".{os.getpid()}.part")
+    try:
+        part.write_text(json.dumps(fields, indent=2) + "\n")
+        os.replace(part, path)
+    except OSError as error:
+        raise UsageError(f"what was measured cannot be kept: {error}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def load_costs(path: Path) -> CostModel | None:
+    """Read costs; None: they were never measured, or the file is damaged."""
+    try:
+        fields = json.loads(path.read_text())
+        seconds = tuple(float(fields["seconds"][name]) for name in COSTS)
+        whole_runs = tuple(map(float, fields["whole_runs"]))
+        if not whole_runs:
+            return None
+        return CostModel(seconds, float(fields["median_error"]), whole_runs)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

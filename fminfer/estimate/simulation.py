@@ -1,0 +1,199 @@
+"""Runs the engine's own loop over a pipeline that only pretends to compute, and counts its steps.
+
+Steps come out as in a run in which every row draws all of its max_tokens. It knows no weights and
+no seconds.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from fminfer.contract.line import Line
+from fminfer.core.config import EngineConfig, StepSizes
+from fminfer.core.messages import Step, StepResult, StepRow, TokenLogprobs
+from fminfer.engine.answer import AnswerForm
+from fminfer.engine.intake import Intake, Limits
+from fminfer.engine.sequence import Prepared, RequestState
+from fminfer.engine.start import Starter
+from fminfer.engine.stats import EngineStats
+from fminfer.estimate.cost_model import COSTS, SPREAD_COSTS, StepShape
+from fminfer.text.detokenizer import Detokenizer
+from fminfer.text.tokenizer import Tokenizer
+from fminfer.worker.assembly import build_loop
+from fminfer.worker.line_run.asked import RecordForm
+from fminfer.worker.line_run.line_intake import LineIntake
+from fminfer.worker.line_run.runner import LineRunner
+
+DRAWN_ID = 0  # any
+
+
+@dataclass(slots=True)
+class StepCounts:
+    """What several steps are, together."""
+
+    num_steps: float = 0
+    num_rows: float = 0  # of one token
+    costs: list[float] = field(default_factory=lambda: [0.0] * len(COSTS))  # how often each
+
+    @classmethod
+    def of(cls, shape: StepShape) -> StepCounts:
+        """Count one step."""
+        return cls(1, shape.num_rows, [*shape.counts])
+
+    def add(self, other: StepCounts, times: float = 1.0) -> None:
+        """Add other steps, so many times."""
+        self.num_steps += other.num_steps * times
+        self.num_rows += other.num_rows * times
+        for place, count in enumerate(other.costs):
+            self.costs[place] += count * times
+
+    def in_steps_of(self, num_rows: int) -> StepCounts:
+        """Return the same rows of one token in steps of so many, without prompts."""
+        step = StepCounts.of(StepShape(0, 0, 0, num_rows, 0, num_rows, 0))
+        full = StepCounts()
+        full.add(step, self.num_rows / num_rows)
+        for place, cost in enumerate(COSTS):
+            if cost in SPREAD_COSTS:
+                full.costs[place] = self.costs[place]
+        return full
+
+
+class PretendPipeline:
+    """What the engine sees of a pipeline: every row draws the same token, at once.
+
+    Args:
+        block_size: tokens a KV block.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._steps: deque[Step] = deque()
+        self.num_in_flight = 0
+        self.fed = StepCounts()  # the steps up to the last one that feeds several tokens of a row
+        self.rest = StepCounts()  # those after it, in which rows end and none comes
+        self.num_blocks_used = 0  # the KV blocks that were ever written, which are the first ones
+
+    def submit(self, step: Step) -> None:
+        """Take note of a step."""
+        self._steps.append(step)
+        self.num_in_flight += 1
+        shape = StepShape.of(step)
+        self.rest.add(StepCounts.of(shape))
+        if shape.num_prompt_tokens:
+            self.fed.add(self.rest)
+            self.rest = StepCounts()
+        self.num_blocks_used = max(self.num_blocks_used, *map(self._last_block, step.rows))
+
+    def collect(self) -> StepResult:
+        """Return the oldest step's result."""
+        step = self._steps.popleft()
+        self.num_in_flight -= 1
+        sampled, scored = (
+            TokenLogprobs([DRAWN_ID] * count, [0.0] * count, [[]] * count, [[]] * count)
+            for count in (len(step.sampling.token_index), len(step.scoring.token_index))
+        )
+        return StepResult(step.step_id, sampled, scored, [])
+
+    def drop(self) -> None:
+        """Forget the steps in flight."""
+        self._steps.clear()
+        self.num_in_flight = 0
+
+    def _last_block(self, row: StepRow) -> int:
+        """Return how many blocks there are up to the last one that a row writes to."""
+        size, last = self._block_size, row.position + len(row.token_ids) - 1
+        return max(row.block_table[row.position // size : last // size + 1]) + 1
+
+
+class _Silent(Detokenizer):
+    """Detokenizes nothing: no text is looked at."""
+
+    num_open = 0
+
+    def __init__(self) -> None:
+        self.starts = [0]  # the newest token's
+
+    def add(self, token_id: int) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+class _LongestRows(Starter):
+    """Starts requests so that nothing but max_tokens ends them."""
+
+    def start(self, request_id: int, prepared: Prepared) -> RequestState:
+        params = replace(prepared.params, min_tokens=prepared.params.max_tokens)
+        state = super().start(request_id, replace(prepared, params=params))
+        for prompt in state.prompts:
+            prompt.end_ids = prompt.held_ids = frozenset()
+            for sequence in prompt.sequences:
+                sequence.detokenizer = sequence.detokenizer and _Silent()
+        return state
+
+
+@dataclass(slots=True, frozen=True)
+class Simulation:
+    """What the engine did."""
+
+    fed: StepCounts  # the steps up to the last one that feeds several tokens of a row
+    rest: StepCounts  # those after it
+    num_blocks_used: int
+    stats: EngineStats
+
+    def scaled(self, scale: float) -> StepCounts:
+        """Return the steps of a file so many times as long, of which these lines are the beginning.
+
+        Once only do the last rows end without others that take their places. All other times what
+        the rest draws is drawn in steps of as many rows as ever ran here.
+        """
+        steps = StepCounts()
+        steps.add(self.fed, scale)
+        steps.add(self.rest)
+        if self.rest.num_rows:
+            steps.add(self.rest.in_steps_of(self.stats.max_rows_running), scale - 1)
+        return steps
+
+
+def simulate(
+    lines: Iterator[Line],
+    config: EngineConfig,
+    tokenizer: Tokenizer,
+    limits: Limits,
+    *,
+    sizes: StepSizes,
+    num_blocks: int,
+    num_stages: int,
+    read_ahead: int,
+) -> Simulation:
+    """Answer lines without a model.
+
+    Args:
+        num_blocks: the size of the KV cache.
+        num_stages: of the pipeline.
+        read_ahead: prompts that a run reads before there is room for them.
+    """
+    pipeline = PretendPipeline(config.block_size)
+    loop = build_loop(
+        config,
+        _LongestRows(tokenizer, limits.eos_ids, config.seed),
+        pipeline,
+        AnswerForm(tokenizer, config.token_format),
+        sizes=sizes,
+        num_blocks=num_blocks,
+        num_stages=num_stages,
+    )
+    runner = LineRunner(
+        loop,
+        LineIntake(Intake(tokenizer, limits)),
+        RecordForm("", 0),
+        read_ahead=read_ahead,
+        joins_equal=config.prefix_cache,
+        is_only_run=config.is_only_run,
+    )
+    for record in runner.run(lines):
+        assert record.error is None, record.error
+    return Simulation(pipeline.fed, pipeline.rest, pipeline.num_blocks_used, loop.stats)

@@ -1,0 +1,1 @@
+"""Files in and out: lines, journals, claims, status, and storage behind URLs."""

@@ -1,0 +1,125 @@
+"""An output that is complete: which run made it, and whether a later one is to go on with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fminfer.core.errors import UsageError
+from fminfer.files.journal_head import Fingerprint, check_fingerprint
+from fminfer.files.ordered_output import Seals
+from fminfer.files.reopening import has_retryable
+from fminfer.files.row_counts import Tally
+from fminfer.files.status_file import has_ended_before, limit_of, read_status, seals_of
+from fminfer.files.streams import A_PIPE
+
+
+@dataclass(slots=True, frozen=True)
+class CompletedOutput:
+    """An output that is there, and whose status file says that it is complete."""
+
+    output: Path
+    status: dict[str, Any]
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.status["request_counts"]["total"])
+
+    @property
+    def num_completed(self) -> int:
+        return int(self.status["request_counts"]["completed"])
+
+    @property
+    def num_failed(self) -> int:
+        return int(self.status["request_counts"]["failed"])
+
+    @property
+    def done(self) -> Tally:
+        return Tally(self.num_completed + self.num_failed, self.num_failed)
+
+    @property
+    def limit(self) -> int | None:
+        """Return how many lines of its input it is of; None: all."""
+        return limit_of(self.status)
+
+    @property
+    def seals(self) -> Seals | None:
+        return seals_of(self.status)
+
+    def check_fingerprint(self, fingerprint: Fingerprint) -> None:
+        """See that it is of a run like this, and of the same input.
+
+        Raises:
+            UsageError: what differs.
+        """
+        check_fingerprint(self.output, self._fingerprint, fingerprint)
+
+    def check_settings(self, fingerprint: Fingerprint) -> None:
+        """See that it is of a run like this, whatever its input.
+
+        Raises:
+            UsageError: what differs.
+        """
+        any_input = {"the input": ""}
+        check_fingerprint(self.output, self._fingerprint | any_input, fingerprint | any_input)
+
+    def is_of_input_changed_at(self, changed_ns: int) -> bool:
+        """Tell whether its input was last changed then, by `input.streams.changed_ns`."""
+        return bool((self.status.get("fminfer") or {}).get("input_changed_ns") == changed_ns)
+
+    def ended_before(self, time_s: float) -> bool:
+        """Tell whether it was complete before a time, in time.time(); to the second."""
+        return int(self.status.get("completed_at") or 0) < int(time_s)
+
+    def leaves_rows(self, limit: int | None, started_s: float) -> bool:
+        """Tell whether a run with this limit, which began then, is to go on with it."""
+        return self._is_short_of(limit) or self._is_worth_another_try(started_s)
+
+    @property
+    def _fingerprint(self) -> Fingerprint:
+        return dict(self.status.get("metadata") or {})
+
+    def _is_short_of(self, limit: int | None) -> bool:
+        return self.limit is not None and (limit is None or limit > self.limit)
+
+    def _is_worth_another_try(self, started_s: float) -> bool:
+        """Tell whether it has failed rows that another run may answer.
+
+        What has failed since that run began was tried by one beside it.
+        """
+        if self.num_failed == 0 or not has_ended_before(self.output, started_s):
+            return False
+        return has_retryable(self.output, self.seals)
+
+
+def find_completed(output: Path) -> CompletedOutput | None:
+    """Return what is known of an output that is there; None: not that it is complete."""
+    status = read_status(output)
+    if status is None or status.get("status") != "completed":
+        return None
+    return CompletedOutput(output, status)
+
+
+def require_completed(output: Path, source: Path, fingerprint: Fingerprint) -> CompletedOutput:
+    """Return what is known of an output that is there, once it is sure that it is this run's.
+
+    Args:
+        fingerprint: of the run, with that of its input.
+
+    Raises:
+        UsageError: it is another run's, or nobody knows whose.
+    """
+    completed = find_completed(output)
+    if completed is None:
+        raise UsageError(
+            f"{output} exists, and nothing tells which run wrote it. Give --restart to answer "
+            f"{source} again, or another --output"
+        )
+    if fingerprint["the input"] == A_PIPE:
+        raise UsageError(
+            f"{output} exists, and what {source} holds is not known before it is read. Give "
+            "--restart to answer it, or another --output"
+        )
+    completed.check_fingerprint(fingerprint)
+    return completed

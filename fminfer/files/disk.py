@@ -1,0 +1,86 @@
+"""What the disk has to do: lock, write all, keep names; and its errors, in words.
+
+It knows files, not what stands in them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from fminfer.core.errors import InUseError, OutputError
+
+HAS_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+
+
+def lock(fd: int, path: Path, output: Path) -> bool:
+    """Keep others from a file until it is closed; return False where the file system cannot.
+
+    Raises:
+        InUseError: another process has it.
+    """
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in HAS_NO_LOCKS:
+            return False
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            raise
+        raise InUseError(
+            f"{path} is in use: another run is answering into {output}. Wait for it or end it; "
+            "its finished rows are kept"
+        ) from None
+    return True
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the disk keep the names in a folder."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EBADF):  # some file systems cannot
+            raise
+    finally:
+        os.close(fd)
+
+
+def write_all(fd: int, data: bytes, place: int) -> None:
+    """Write at a place; a disk that takes only a part is asked again, so that it says why."""
+    view = memoryview(data)
+    while view:
+        count = os.pwrite(fd, view, place)
+        view, place = view[count:], place + count
+
+
+@contextlib.contextmanager
+def told(path: Path) -> Iterator[None]:
+    """Turn the system's errors into ours, which say what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise explain(path, error) from error
+
+
+def explain(path: Path, error: OSError) -> OutputError:
+    """Say what the system's error on a file means for a run."""
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    if error.errno == errno.ENOENT:
+        return OutputError(
+            f"{path} cannot be written: {reason}. Its folder was moved or removed, and finished "
+            "rows with it; put it back, and run the same command again"
+        )
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        hint = "make room (the output needs as much again while it is put in order)"
+    elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        hint = "see that the folder can be written to, or give another --output"
+    else:
+        hint = "see that the disk is there and sound"
+    return OutputError(
+        f"{path} cannot be written: {reason}. Finished rows are kept; {hint}, and run the same "
+        "command again"
+    )

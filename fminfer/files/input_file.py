@@ -1,0 +1,86 @@
+"""One input of a run, which may be edited while the run is at work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from fminfer.contract.line import Line
+from fminfer.core.errors import UsageError
+from fminfer.files.line_reader import count_rows, read_lines
+from fminfer.files.streams import A_PIPE, Digest, changed_ns, digest_of
+
+
+class InputFile:
+    """An input's lines, and whether its bytes are still those that were there at the last look.
+
+    Args:
+        source: its number in the run.
+        limit: read only so many lines, the first ones; None: all.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+
+    def __init__(self, path: Path, source: int, limit: int | None) -> None:
+        self.path, self.limit = path, limit
+        self._source = source
+        self.changed_ns = changed_ns(path)  # before the digest: a later change is noticed
+        self.digest = digest_of(path)
+        self.num_rows: int | None = None  # not counted, or not known before its end
+        self.num_read = 0
+        self.is_read = False  # to its end
+
+    def count_rows(self) -> None:
+        """Count the lines to answer, where that is cheaper than to answer them."""
+        self.num_rows = count_rows(self.path, self.limit)
+
+    def skip(self, num_rows: int) -> None:
+        """Take it as read: all of its lines have their record."""
+        self.num_read, self.is_read = num_rows, True
+
+    def look_again(self) -> bool:
+        """Tell whether it holds other bytes than at the last look."""
+        now_ns = changed_ns(self.path)
+        if now_ns == self.changed_ns:
+            return False
+        before = self.digest
+        self.changed_ns, self.digest = now_ns, digest_of(self.path)
+        return self.digest != before
+
+    def lines(self) -> Iterator[Line]:
+        """Read it.
+
+        Raises:
+            UsageError: it was edited meanwhile.
+        """
+        digest = Digest()
+        for line in read_lines(self.path, self._source, digest, self.limit):
+            self.num_read += 1
+            yield line
+        found = str(digest) if self.limit is None else digest_of(self.path)
+        if self.digest not in (found, A_PIPE):
+            raise UsageError(
+                f"{self.path} was changed while it was being answered. Its finished rows are kept "
+                "until you give --restart to answer all from the start; or answer it into another "
+                "--output"
+            )
+        self.is_read = True
+
+    def has_all(self, num_answered: int) -> bool:
+        """Tell whether so many answers are all that it needs; while it is read, nobody knows.
+
+        Raises:
+            UsageError: it has fewer lines than that.
+        """
+        if not self.is_read or num_answered <= self.num_read:
+            return self.is_read and num_answered == self.num_read
+        if self.limit is not None:
+            raise UsageError(
+                f"an earlier run has answered more than the first {self.limit} lines of "
+                f"{self.path}; give a larger --limit or none to go on with them, or --restart"
+            )
+        raise UsageError(
+            f"an earlier run has answered {num_answered} lines of {self.path}, and now it has "
+            f"{self.num_read}; give --restart to answer all from the start"
+        )

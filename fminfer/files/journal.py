@@ -1,0 +1,268 @@
+"""The journal of one output: every finished row at once, and what it takes to go on after a crash.
+
+It is a file of JSON lines beside the output. The first one holds the fingerprint of the run, each
+other one a finished row with its checksum. A line that breaks off, or whose checksum is wrong,
+counts as not written. It knows nothing of what records say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+
+from fminfer.core.errors import InUseError, OutputError
+from fminfer.files.disk import lock, sync_folder, told, write_all
+from fminfer.files.file_names import beside
+from fminfer.files.journal_head import Fingerprint, check_fingerprint, head_line, read_fingerprint
+from fminfer.files.journal_rows import Row, read_input_crc, read_row
+
+JOURNAL = ".journal"  # added to the output's name
+TRIED = -1  # in the place of a row
+SYNC_EVERY_S = 0.5  # a power cut costs at most a second's rows
+
+
+@dataclass(slots=True)
+class Kept:
+    """What an earlier run had finished."""
+
+    num_answers: int = 0
+    num_errors: int = 0
+    tokens: list[int] = field(default_factory=lambda: [0, 0, 0])  # as Row.tokens, of answers
+
+    def add(self, row: Row) -> None:
+        self.num_errors += row.is_error
+        self.num_answers += not row.is_error
+        self.tokens = [a + b for a, b in zip(self.tokens, row.tokens, strict=True)]
+
+
+def journal_path(output: Path) -> Path:
+    """Return where an output's journal stands."""
+    return beside(output, JOURNAL)
+
+
+class Journal:
+    """An open journal. It is locked: no other process opens it.
+
+    Args:
+        output: whose journal it is.
+        fingerprint: of this run; rows of an earlier run are kept if theirs is equal.
+        restart: keep none, whatever their fingerprint.
+
+    Raises:
+        UsageError: another run has it open, or its fingerprint differs.
+        OutputError: it cannot be read or written.
+    """
+
+    def __init__(self, output: Path, fingerprint: Fingerprint, *, restart: bool = False) -> None:
+        self.output = output
+        self.path = journal_path(output)
+        # Where each row stands, by its line's number; 0: not there, TRIED: it is to be tried again.
+        # 8 bytes a line are all that grows with the file.
+        self._places = array("q")
+        self.kept = Kept()
+        self.num_rows = 0
+        self.num_tried = 0  # rows of earlier runs that are to be tried again
+        self.num_damaged = 0  # lines that were not kept
+        self._end = 0
+        self._dirty = False
+        self._failure: OSError | None = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        with told(self.path):
+            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                self._lock()
+                if restart:
+                    self._begin(fingerprint)
+                else:
+                    self._read(fingerprint)
+            except BaseException:
+                os.close(self._fd)
+                raise
+
+    def __contains__(self, number: int) -> bool:
+        return number < len(self._places) and self._places[number] > 0
+
+    def is_of(self, number: int, input_crc: int) -> bool:
+        """Tell whether a row that is there was answered from a line with this checksum."""
+        with told(self.path):
+            start = os.pread(self._fd, 256, self._places[number])
+        return read_input_crc(start) == input_crc
+
+    def rows(self) -> Iterator[Row]:
+        """Read the rows, in the order of their lines."""
+        with told(self.path), open(self._fd, "rb", closefd=False) as file:
+            for place in self._places:
+                if place <= 0:
+                    continue
+                file.seek(place)
+                row = read_row(file.readline())
+                if row is None:
+                    raise OutputError(
+                        f"{self.path} changed under this run, at byte {place}; run the same "
+                        "command again"
+                    )
+                yield row
+
+    def begin_anew(self, fingerprint: Fingerprint) -> None:
+        """Drop all rows: those that come are of another run."""
+        self._places = array("q")
+        self.kept, self.num_rows = Kept(), 0
+        self.num_damaged = self.num_tried = 0
+        with told(self.path):
+            self._begin(fingerprint)
+
+    def append(self, row: Row) -> None:
+        """Write a row, at once. It is safe from a power cut within a second.
+
+        Raises:
+            OutputError: the disk is full or gone. What was written before stays good.
+        """
+        line = row.to_line()
+        with told(self.path):
+            if self._failure is not None:
+                raise self._failure
+            try:
+                write_all(self._fd, line, self._end)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._fd, self._end)
+                raise
+        self._note(row.number, self._end)
+        self._end += len(line)
+        self._dirty = True
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._sync_often, name="journal", daemon=True)
+            self._thread.start()
+
+    def sync(self) -> None:
+        """Have the disk keep what was written.
+
+        Raises:
+            OutputError: it does not.
+        """
+        with told(self.path):
+            self._dirty = False
+            os.fsync(self._fd)
+            if self._failure is not None:
+                raise self._failure
+
+    def close(self) -> None:
+        """Stop writing; the file stays, and the same command goes on from there."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            try:
+                with told(self.path):
+                    os.fsync(fd)
+            finally:
+                os.close(fd)
+
+    def remove(self) -> None:
+        """Close and delete it: the output is complete."""
+        with told(self.path):
+            self.path.unlink(missing_ok=True)  # first, so that nobody opens what is given up
+        self.close()
+
+    def _lock(self) -> None:
+        self.has_locks = lock(self._fd, self.path, self.output)
+        # Whoever had the lock may have finished, and removed the file, in between.
+        if not self.path.exists() or not os.path.samestat(os.fstat(self._fd), self.path.stat()):
+            raise InUseError(f"another run has just finished {self.output}; run again to see")
+
+    def _read(self, fingerprint: Fingerprint) -> None:
+        with open(self._fd, "rb", closefd=False) as file:
+            head = file.readline()
+            first = file.readline()
+            if not head.endswith(b"\n"):  # new, or killed while its first line was written
+                self._begin(fingerprint)
+                return
+            old = read_fingerprint(self.path, head)
+            if old != fingerprint and _holds_nothing(first, self.output):
+                self._begin(fingerprint)
+                return
+            check_fingerprint(self.path, old, fingerprint)
+            self._end = len(head)
+            for line in chain([first], file):
+                if not line.endswith(b"\n"):
+                    break  # a torn tail
+                self._keep(read_row(line))
+                self._end += len(line)
+        os.ftruncate(self._fd, self._end)
+
+    def _keep(self, row: Row | None) -> None:
+        """Take note of a row at the journal's end, unless it is damaged or to be tried again."""
+        if row is None:
+            self.num_damaged += 1
+        elif row.number in self:  # twice: where there are no locks
+            return
+        elif row.is_ours:
+            self._make_place(row.number)
+            self.num_tried += self._places[row.number] == 0
+            self._places[row.number] = TRIED
+        else:
+            self._note(row.number, self._end)
+            self.kept.add(row)
+
+    def _begin(self, fingerprint: Fingerprint) -> None:
+        head = head_line(fingerprint)
+        os.ftruncate(self._fd, 0)
+        write_all(self._fd, head, 0)
+        self._end = len(head)
+        os.fsync(self._fd)
+        sync_folder(self.path.parent)
+
+    def _make_place(self, number: int) -> None:
+        if number >= len(self._places):
+            self._places.extend([0] * (number + 1 - len(self._places)))
+
+    def _note(self, number: int, place: int) -> None:
+        self._make_place(number)
+        self.num_rows += 1
+        self._places[number] = place
+
+    def _sync_often(self) -> None:
+        while not self._stop.wait(SYNC_EVERY_S):
+            if self._dirty:
+                self._dirty = False
+                try:
+                    os.fsync(self._fd)
+                except OSError as error:  # told with the next row: the disk may have lost some
+                    self._failure = error
+                    return
+
+
+def _holds_nothing(first: bytes, output: Path) -> bool:
+    """Tell whether a journal whose first row is this has none, and there is no output either.
+
+    Its run ended before the first row, and nothing is lost if another run takes its place.
+    """
+    return not first.endswith(b"\n") and not output.exists()
+
+
+def peek(output: Path, fingerprint: Fingerprint, *, restart: bool) -> bool:
+    """Tell whether an output has a journal that this run can go on with.
+
+    Raises:
+        UsageError, OutputError: as `Journal` does; nothing is written.
+    """
+    path = journal_path(output)
+    if not path.exists():
+        return False
+    with told(path), path.open("rb+") as file:  # NFS locks only what may be written
+        lock(file.fileno(), path, output)
+        head = file.readline()
+        if head.endswith(b"\n") and not restart:
+            old = read_fingerprint(path, head)
+            if not _holds_nothing(file.readline(), output):
+                check_fingerprint(path, old, fingerprint)
+    return True

@@ -1,0 +1,61 @@
+"""A journal's first line: it says of which run the rows are, by what must be the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from fminfer.core.errors import UsageError
+from fminfer.core.version import DRAWING
+
+Fingerprint = dict[str, str]  # what must be the same for rows to be kept; names are for people
+
+
+def head_line(fingerprint: Fingerprint) -> bytes:
+    """Return a journal's first line."""
+    return json.dumps({"fminfer_journal": 1, "fingerprint": fingerprint}).encode() + b"\n"
+
+
+def read_fingerprint(path: Path, head: bytes) -> Fingerprint:
+    """Read a journal's first line.
+
+    Raises:
+        UsageError: it is none.
+    """
+    try:
+        fields = json.loads(head)
+        found = fields["fingerprint"]
+        is_known = fields["fminfer_journal"] == 1 and isinstance(found, dict)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        is_known = False
+    if not is_known:
+        raise UsageError(
+            f"{path}: its first line is damaged, or another version's; what run its rows are of is "
+            "not known. Give --restart to answer from the start, or another --output"
+        )
+    return {str(name): str(value) for name, value in found.items()}
+
+
+def check_fingerprint(path: Path, old: Fingerprint, new: Fingerprint) -> None:
+    """Refuse rows of another run.
+
+    Raises:
+        UsageError: what differs.
+    """
+    if old.get(DRAWING) != new.get(DRAWING):
+        raise UsageError(
+            f"{path} belongs to a run of another version of fminfer: sampled answers are drawn in "
+            "another way now. Finish that run with its own version; or answer from the start: give "
+            "--restart (for all inputs), or another --output"
+        )
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    if names:
+        changes = "; ".join(
+            f"{name} was {old.get(name, 'not given')}, is {new.get(name, 'not given')}"
+            for name in names
+        )
+        raise UsageError(
+            f"{path} belongs to a run that differs: {changes}. Repeat that run's command to go on "
+            "with it; or answer from the start: move that file away, or give --restart (for all "
+            "inputs), or another --output"
+        )

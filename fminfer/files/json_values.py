@@ -1,0 +1,122 @@
+"""Splits a JSON file into its values without holding it: an array's elements, or one after another.
+
+Only brackets and strings are followed; whether a value is JSON its reader will say.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from fminfer.core.errors import DamagedInputError
+from fminfer.files.pieces import CutValue, ValueBytes
+
+_IN_STRING = re.compile(rb'["\\\n]')  # a newline: the string was not closed
+_IN_VALUE = re.compile(rb'["\[\]{}]')
+_IN_ARRAY = re.compile(rb'["\[\]{},]')
+_OPENED_BY = {b"]": ord("["), b"}": ord("{")}
+
+
+def split_values(chunks: Iterator[bytes], *, is_array: bool) -> Iterator[bytes | CutValue]:
+    """Yield the raw bytes of each value, white space around it included.
+
+    Args:
+        chunks: what follows an array's opening bracket; or values, each an object or an array.
+
+    Raises:
+        DamagedInputError: a place from which on the values cannot be told apart.
+    """
+    splitter = _Splitter(is_array)
+    try:
+        for chunk in chunks:
+            yield from splitter.feed(chunk)
+    except DamagedInputError as error:
+        error.rest = error.rest or splitter.rest
+        raise
+    rest = splitter.finish()
+    if isinstance(rest, CutValue) or rest.strip():
+        yield rest
+
+
+class _Splitter:
+    """Where in the JSON the reading is. Each byte is looked at once."""
+
+    def __init__(self, is_array: bool) -> None:
+        self._is_array = is_array
+        self._brackets = bytearray(b"[" if is_array else b"")  # open ones
+        self._value = ValueBytes()  # the one being read
+        self._num_values = 0
+        self._num_newlines = 0  # in whole chunks before
+        self._is_in_string = False
+        self._is_escaped = False  # the next chunk's first byte
+        self._is_closed = False
+
+    @property
+    def rest(self) -> bytes:
+        return self._value.head
+
+    def feed(self, chunk: bytes) -> Iterator[bytes | CutValue]:
+        """Yield the values that end in this chunk."""
+        place, start = int(self._is_escaped), 0
+        self._is_escaped = False
+        while not self._is_closed and (match := self._pattern().search(chunk, place)):
+            place, sign = match.end(), match.group()
+            if self._is_in_string:
+                place += sign == b"\\"
+                self._is_escaped = place > len(chunk)
+                self._is_in_string = sign != b'"'
+                if sign not in b'"\\':
+                    self._break(chunk, start, place, "a string is not closed")
+            elif sign == b'"':
+                self._is_in_string = True
+            elif self._ends_value(chunk, start, place, sign):
+                self._value.add(chunk[start : place - self._is_array])
+                start = place
+                yield from self._take_value(chunk, place)
+        if self._is_closed and chunk[start:].strip():
+            place = len(chunk) - len(chunk[start:].lstrip()) + 1
+            self._break(chunk, start, place, "text stands behind the array's last bracket")
+        self._value.add(chunk[start:])
+        self._num_newlines += chunk.count(b"\n")
+
+    def finish(self) -> bytes | CutValue:
+        """Return what stands behind the last whole value."""
+        if self._is_array and not self._is_closed:
+            self._break(b"", 0, 0, "the array's last bracket is missing")
+        if self._brackets or self._is_in_string:
+            self._break(b"", 0, 0, "a bracket or a quote is not closed")
+        return self._value.take()
+
+    def _pattern(self) -> re.Pattern[bytes]:
+        if self._is_in_string:
+            return _IN_STRING
+        return _IN_ARRAY if self._is_array and len(self._brackets) == 1 else _IN_VALUE
+
+    def _ends_value(self, chunk: bytes, start: int, place: int, sign: bytes) -> bool:
+        """Follow a bracket or comma; tell whether a value ends with it."""
+        if sign == b",":
+            return True
+        if sign not in _OPENED_BY:
+            self._brackets += sign
+            return False
+        if not self._brackets or self._brackets[-1] != _OPENED_BY[sign]:
+            self._break(chunk, start, place, f"{sign.decode()} closes what was not opened")
+        self._brackets.pop()
+        self._is_closed = self._is_array and not self._brackets
+        return not self._brackets
+
+    def _take_value(self, chunk: bytes, place: int) -> Iterator[bytes | CutValue]:
+        value = self._value.take()
+        is_empty_array = self._is_closed and not self._num_values
+        if isinstance(value, CutValue) or value.strip():
+            self._num_values += 1
+            yield value
+        elif not is_empty_array:
+            self._break(chunk, place, place, "a comma has no value beside it")
+
+    def _break(self, chunk: bytes, start: int, place: int, reason: str) -> None:
+        # The sign before `place` is where it breaks; a newline belongs to the line that it ends.
+        line = self._num_newlines + chunk[: max(0, place - 1)].count(b"\n") + 1
+        raise DamagedInputError(
+            f"the file's JSON breaks in its line {line}: {reason}", self.rest + chunk[start:place]
+        )

@@ -1,0 +1,206 @@
+"""Reads input files lazily: (source, number, raw bytes).
+
+It knows where one request ends and the next begins, and nothing of what they say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
+from pathlib import Path
+
+from fminfer.contract.line import Line as Line
+from fminfer.core.errors import DamagedInputError
+from fminfer.files.json_values import split_values
+from fminfer.files.pieces import CutValue, ValueBytes
+from fminfer.files.spread import explain_spread
+from fminfer.files.streams import COMPRESSED, STDIN, Digest, read_chunks
+
+UTF8_BOM = b"\xef\xbb\xbf"
+HEAD_LINES, MAX_HEAD_BYTES = 100, 2**20  # of a .json file, by which its layout is told
+ENDINGS = tuple(f".{kind}{how}" for kind in ("jsonl", "json") for how in ("", *COMPRESSED))
+
+
+def is_input_name(name: str) -> bool:
+    """Tell whether a file of a folder is one to answer, by its name.
+
+    Those that runs and `fminfer split` write are not: `output_*`, `*.errors.jsonl`,
+    `*.status.json`, `manifest.json`.
+    """
+    is_written = name.startswith("output_") or name == "manifest.json"
+    is_written = is_written or name.endswith((".errors.jsonl", ".status.json"))
+    return name.endswith(ENDINGS) and not is_written
+
+
+def stem(path: Path) -> str:
+    """Return an input's name without its ending: `a` for `a.jsonl` and `a.json.gz`."""
+    if path == STDIN:
+        return "stdin"
+    return _without_compression(path).stem
+
+
+def count_rows(path: Path, limit: int | None = None) -> int | None:
+    """Count the lines to answer; None where that would mean to decompress or parse them twice."""
+    if path.suffix != ".jsonl" or not path.is_file():  # a pipe can be read only once
+        return None
+    return sum(1 for _ in read_lines(path, 0, limit=limit))
+
+
+def read_lines(
+    path: Path, source: int, digest: Digest | None = None, limit: int | None = None
+) -> Iterator[Line]:
+    """Yield the lines of one file; blank ones are skipped but counted.
+
+    Where the file breaks off, its last line says so in `damage`.
+
+    Args:
+        digest: takes all of the file's bytes, as they are read.
+        limit: yield only so many, the first ones; the digest is then of what was read.
+    """
+    return islice(_read_all(path, source, digest), limit)
+
+
+def _read_all(path: Path, source: int, digest: Digest | None) -> Iterator[Line]:
+    number = 0
+    chunks = read_chunks(path, digest)
+    try:
+        for number, raw, fault in _numbered(path, chunks):
+            if isinstance(raw, CutValue):
+                yield Line(source, number, raw.head, fault=raw.fault, is_cut=True)
+            elif raw.strip():
+                yield Line(source, number, raw, fault=fault)
+    except DamagedInputError as error:
+        with contextlib.suppress(DamagedInputError):
+            for _ in chunks if digest is not None else ():
+                pass
+        message = (
+            f"{error}. What stands before it is answered, what follows is lost; mend the file and "
+            "answer it again with --restart"
+        )
+        yield Line(source, number + 1, error.rest, message)
+
+
+def _numbered(path: Path, chunks: Iterator[bytes]) -> Iterator[tuple[int, bytes | CutValue, str]]:
+    """Yield each value with its number and what is wrong with it, as far as other lines tell."""
+    values = enumerate(_read_values(path, chunks), start=1)
+    # Whoever writes a pipe may wait for the answer to a line before the next.
+    if _kind(path) == ".jsonl" and path.is_file():
+        return explain_spread(values)
+    return ((number, raw, "") for number, raw in values)
+
+
+def _read_values(path: Path, chunks: Iterator[bytes]) -> Iterator[bytes | CutValue]:
+    chunks = _Chunks(_without_bom(chunks))
+    if _kind(path) != ".json":
+        return split_lines(chunks)
+    head = _read_until(chunks, lambda chunk: bool(chunk.strip()))
+    if head.lstrip().startswith(b"["):
+        return split_values(chain([head.lstrip()[1:]], chunks), is_array=True)
+    head = _read_until(chain([head], chunks), _HeadIsRead())
+    if _is_spread(head):
+        return split_values(chain([head], chunks), is_array=False)
+    return split_lines(chain([head], chunks))
+
+
+def _is_spread(head: bytes) -> bool:
+    """Tell objects over many lines, one after another, from one object a line as in .jsonl.
+
+    Args:
+        head: the beginning of a .json file. Any of its lines may be bad.
+    """
+    lines = head.lstrip().split(b"\n")
+    if not lines[0].startswith(b"{") or _is_object(lines[0]):
+        return False
+    with contextlib.suppress(DamagedInputError):
+        first = next(split_values(iter([head]), is_array=False), b"")
+        if isinstance(first, bytes) and b"\n" in first.strip() and _is_object(first):
+            return True
+    return not any(map(_is_object, lines))
+
+
+def _kind(path: Path) -> str:
+    """Return .json or .jsonl; stdin is .jsonl."""
+    return _without_compression(path).suffix
+
+
+def _without_compression(path: Path) -> Path:
+    return path.with_suffix("") if path.suffix in COMPRESSED else path
+
+
+def split_lines(chunks: Iterator[bytes]) -> Iterator[bytes | CutValue]:
+    """Yield lines without their newlines, the last one too if it has none."""
+    line = ValueBytes()  # the one being read
+    try:
+        for chunk in chunks:
+            first, *others = chunk.split(b"\n")
+            line.add(first)
+            if others:
+                yield line.take()
+                yield from others[:-1]  # whole lines
+                line.add(others[-1])
+    except DamagedInputError as error:
+        error.rest = line.head
+        raise
+    yield line.take()
+
+
+def _without_bom(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    head = b""
+    for chunk in chunks:
+        head += chunk
+        if len(head) >= len(UTF8_BOM):
+            break
+    yield head.removeprefix(UTF8_BOM)
+    yield from chunks
+
+
+class _Chunks:
+    """Chunks that are read by one after another; where they break off, each reader meets that."""
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks = chunks
+        self._damage: DamagedInputError | None = None
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self
+
+    def __next__(self) -> bytes:
+        if self._damage is not None:
+            raise self._damage
+        try:
+            return next(self._chunks)
+        except DamagedInputError as error:
+            self._damage = error
+            raise
+
+
+def _read_until(chunks: Iterator[bytes], is_last: Callable[[bytes], bool]) -> bytes:
+    """Read chunks up to the first that `is_last` holds of, or to the end, or to damaged data."""
+    parts: list[bytes] = []
+    with contextlib.suppress(DamagedInputError):  # whoever reads on meets it
+        for chunk in chunks:
+            parts.append(chunk)
+            if is_last(chunk):
+                break
+    return b"".join(parts)
+
+
+class _HeadIsRead:
+    """Tells when enough of a file has come by to see how its objects stand in it."""
+
+    def __init__(self) -> None:
+        self._num_lines = self._num_bytes = 0
+
+    def __call__(self, chunk: bytes) -> bool:
+        self._num_lines += chunk.count(b"\n")
+        self._num_bytes += len(chunk)
+        return self._num_lines >= HEAD_LINES or self._num_bytes >= MAX_HEAD_BYTES
+
+
+def _is_object(text: bytes) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False

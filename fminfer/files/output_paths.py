@@ -1,0 +1,130 @@
+"""Where each input's answers go, and that no two go to one place."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fminfer.core.errors import UsageError
+from fminfer.files.file_names import fit_name
+from fminfer.files.line_reader import stem
+from fminfer.files.ordered_output import traces
+from fminfer.files.status_file import status_path
+from fminfer.files.streams import STDIN
+
+STDOUT = Path("-")
+DEVICES = (Path("/dev"), Path("/dev/fd"))  # what stands there is no place for files
+
+
+def answers_path(source: Path) -> Path:
+    """Return where an input's answers go if no place is named: beside it."""
+    return source.with_name(_answers_name(source))
+
+
+@dataclass(slots=True, frozen=True)
+class Plan:
+    """Inputs, and the output of each; and which inputs cannot be answered, and why."""
+
+    inputs: list[Path]
+    outputs: list[Path]
+    refused: dict[Path, str] = field(default_factory=dict)
+
+
+def plan_outputs(inputs: list[Path], output: Path | None) -> list[Path]:
+    """Return where each input's answers go.
+
+    Args:
+        output: a file (for one input), a folder, `-` for stdout, or None for `output_<name>.jsonl`
+            beside each input; stdin's answers go to stdout then.
+
+    Raises:
+        UsageError: one file for several inputs, or two inputs for one file.
+    """
+    plan = plan_each(inputs, output)
+    for reason in plan.refused.values():
+        raise UsageError(reason)
+    return plan.outputs
+
+
+def plan_each(inputs: list[Path], output: Path | None) -> Plan:
+    """Return where answers go, without the inputs whose answers would meet in one file.
+
+    Raises:
+        UsageError: one file for several inputs.
+    """
+    outputs = _name_outputs(inputs, output)
+    there = {path.resolve(): path for path in inputs if path != STDIN}
+    owners: dict[Path, list[tuple[Path, Path]]] = {}  # whose answers go to a file, and its name
+    for source, path in zip(inputs, outputs, strict=True):
+        for trace in [] if path == STDOUT else _written(path):
+            owners.setdefault(trace.resolve(), []).append((source, trace))
+    refused: dict[Path, str] = {}
+    for place, sources in owners.items():
+        for source, trace in sources:
+            other = next((each for each, _ in sources if each != source), None)
+            if place in there:
+                whose = f"is the input {there[place]}; give another --output"
+            elif other is not None:
+                whose = f"also belongs to the answers to {other}; rename one of the two inputs"
+            else:
+                continue
+            reason = f"the answers to {source} would be written to {trace}, which {whose}"
+            refused.setdefault(source, reason)
+    kept = [
+        (source, path)
+        for source, path in zip(inputs, outputs, strict=True)
+        if source not in refused
+    ]
+    return Plan([source for source, _ in kept], [path for _, path in kept], refused)
+
+
+def whose_file(path: Path, plan: Plan) -> str:
+    """Say what a file is to a run: an input, or one that it writes; an empty text if nothing."""
+    place = path.resolve()
+    for source in (*plan.inputs, *plan.refused):
+        if source != STDIN and place == source.resolve():
+            return f"is the input {source}"
+    for source, output in zip(plan.inputs, plan.outputs, strict=True):
+        if output != STDOUT and place in {trace.resolve() for trace in _written(output)}:
+            return f"belongs to the answers to {source}"
+    return ""
+
+
+def _written(output: Path) -> list[Path]:
+    return [*traces(output), status_path(output)]
+
+
+def _name_outputs(inputs: list[Path], output: Path | None) -> list[Path]:
+    if output == STDOUT:
+        return [STDOUT] * len(inputs)
+    if output is None:
+        return [STDOUT if path == STDIN else answers_path(path) for path in inputs]
+    _refuse_device(output)
+    if output.is_file() or output.suffix == ".jsonl":
+        if len(inputs) > 1:
+            raise UsageError(
+                f"--output {output} is one file, and there are {len(inputs)} inputs; give a folder"
+            )
+        return [output] * len(inputs)  # of a folder that is watched there may be none yet
+    if output.suffix in (".json", ".gz", ".zst") and not output.is_dir():
+        raise UsageError(
+            f"--output {output}: answers are written as plain JSON lines; give a name that ends in "
+            ".jsonl (and compress the file afterwards), or a folder"
+        )
+    return [output / _answers_name(path) for path in inputs]
+
+
+def _refuse_device(output: Path) -> None:
+    """Refuse what is there and is neither a file nor a folder: a pipe, /dev/null, /dev/stdout."""
+    is_other = output.exists() and not (output.is_file() or output.is_dir())
+    if is_other or (output.parent in DEVICES and not output.is_dir()):
+        raise UsageError(
+            f"--output {output} is no regular file, and a run keeps its journal beside its output. "
+            f"Give --output - for stdout (to drop the answers: --output - > {os.devnull}), the "
+            "name of a .jsonl file, or a folder"
+        )
+
+
+def _answers_name(source: Path) -> str:
+    return fit_name(f"output_{stem(source)}", ".jsonl")

@@ -1,0 +1,157 @@
+"""Single files behind a URL, through fsspec: listed, compared, fetched and uploaded.
+
+It knows no runs. fsspec is imported with the first URL; each file system of it raises errors of its
+own, which all become ours here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from fminfer.core.errors import FminferError, OutputError, UsageError
+from fminfer.files.file_names import beside
+from fminfer.files.line_reader import ENDINGS, is_input_name
+from fminfer.files.urls import hide_secrets, show_url, split_query
+
+PART = f".part{os.getpid()}"  # added to a name while the file is on its way
+HTTP_MARKS = ("ETag", "Last-Modified", "Content-MD5", "Digest")  # headers that change with a file
+INSTALL = "Into this environment: pip install s3fs for s3://, gcsfs for gs://, adlfs for abfs://"
+
+
+def list_inputs(url: str) -> list[str]:
+    """List the files at a URL as a local folder's are: by name, without those that runs wrote.
+
+    A URL with a query is that of one file.
+    """
+    if split_query(url)[1]:
+        return [url]
+    folder, _, pattern = url.rpartition("/")
+    if "*" not in pattern:
+        file_system, path = _open(url)
+        if not file_system.isdir(path):
+            return [url]
+        folder, pattern = url, "*"
+    file_system, path = _open(folder)
+    files = [entry["name"] for entry in file_system.ls(path, detail=True) if _is_file(entry)]
+    names = sorted(name.rpartition("/")[2] for name in files)
+    found = [name for name in names if is_input_name(name) and fnmatchcase(name, pattern)]
+    if not found:
+        raise UsageError(f"{show_url(url)} holds no file to answer ({', '.join(ENDINGS)})")
+    return [f"{folder}/{name}" for name in found]
+
+
+def _is_file(entry: dict[str, Any]) -> bool:
+    return bool(entry["type"] == "file")
+
+
+def _open(url: str) -> tuple[Any, str]:
+    """Return a URL's file system and the path in it."""
+    import fsspec
+
+    file_system, path = fsspec.url_to_fs(url)
+    return file_system, path
+
+
+def version_of(url: str) -> str | None:
+    """Return what changes with the file (its ETag, or size and time); None: it is not there."""
+    file_system, path = _open(url)
+    try:
+        if url.startswith(("http://", "https://")):  # whose ukey is the same for ever
+            return _version_by_headers(file_system.info(path))
+        return str(file_system.ukey(path))
+    except FileNotFoundError:
+        return None
+
+
+def _version_by_headers(info: dict[str, Any]) -> str:
+    """Return what a web server tells of a file; another one each time if it tells too little."""
+    told = {name: info[name] for name in HTTP_MARKS if info.get(name)}
+    return json.dumps(told | {"size": info.get("size")}) if told else uuid.uuid4().hex
+
+
+def fetch_file(url: str, local: Path) -> None:
+    file_system, path = _open(url)
+    part = beside(local, PART)
+    part.unlink(missing_ok=True)
+    part.touch(mode=0o600)  # prompts are private
+    file_system.get_file(path, str(part))
+    part.chmod(0o600)  # some file systems copy the mode
+    os.replace(part, local)
+
+
+def upload_file(local: Path, url: str) -> None:
+    """Upload a file under another name and move it, where that can be done."""
+    file_system, path = _open(url)
+    try:
+        file_system.put_file(str(local), path + PART)
+        file_system.mv(path + PART, path)
+    except NotImplementedError:
+        file_system.put_file(str(local), path)
+
+
+def remove_file(url: str) -> None:
+    file_system, path = _open(url)
+    file_system.rm_file(path)
+
+
+def try_writing(url: str) -> None:
+    """Write and remove an empty file, so that hours of work do not end in a refusal.
+
+    Raises:
+        UsageError: it cannot be.
+    """
+    folder = url.rpartition("/")[0]
+    try:
+        file_system, path = _open(url)
+        file_system.pipe_file(path + PART, b"")
+        file_system.rm_file(path + PART)
+    except Exception as error:
+        raise UsageError(
+            f"answers cannot be uploaded to {show_url(folder)}: "
+            f"{_explain(error, 'write and delete there', url)}, or give another --output"
+        ) from error
+
+
+@contextmanager
+def reading(url: str) -> Iterator[None]:
+    """Turn what goes wrong with a URL into a UsageError."""
+    try:
+        yield
+    except FminferError:
+        raise
+    except Exception as error:
+        explained = _explain(error, "read it", url)
+        raise UsageError(f"{show_url(url)} cannot be read: {explained}") from error
+
+
+@contextmanager
+def uploading(url: str, output: Path) -> Iterator[None]:
+    """Turn what goes wrong with an upload into an OutputError."""
+    try:
+        yield
+    except Exception as error:
+        raise OutputError(
+            f"{show_url(url)} cannot be uploaded: {type(error).__name__}: "
+            f"{hide_secrets(str(error), url)}. All rows are kept in {output}; run the same command "
+            "again, and they are uploaded without being answered anew"
+        ) from error
+
+
+def _explain(error: Exception, right: str, url: str) -> str:
+    """Say what is wrong, and what to do; `right` is what credentials have to allow."""
+    text = hide_secrets(str(error), url)
+    if isinstance(error, ImportError):
+        return f"{text}. {INSTALL}"
+    if isinstance(error, ValueError):  # a protocol that is not known
+        return f"{text}; see that the URL is spelled right"
+    return (
+        f"{type(error).__name__}: {text}; see that it is there, and that your credentials, which "
+        f"the file system takes from its usual places, allow to {right}"
+    )

@@ -1,0 +1,178 @@
+"""Makes a journal of a complete output again, so that a run can answer its failed rows once more.
+
+It is the reverse of `files.ordered_output`. The output and its errors file stay until they
+are replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from fminfer.contract.envelope import Envelope, open_envelope
+from fminfer.contract.line import Line
+from fminfer.contract.record import make_id
+from fminfer.core.errors import RETRYABLE, UsageError
+from fminfer.files.disk import explain, sync_folder
+from fminfer.files.journal import journal_path
+from fminfer.files.journal_head import Fingerprint, head_line
+from fminfer.files.journal_rows import Row
+from fminfer.files.line_reader import read_lines
+from fminfer.files.ordered_output import Seals, draft_path, errors_path, read_seals
+
+_LINE = re.compile(rb'\{"line":(\d{1,18}),')
+_BATCH = re.compile(rb'\{"id":"batch_req_([0-9a-f]{32})"')
+
+
+def has_retryable(output: Path, seals: Seals | None) -> bool:
+    """Tell whether a complete output has errors that another run may not meet.
+
+    Also if its errors file, which may have had some, has another size by now: `reopen` says so.
+
+    Args:
+        seals: with which it was written; None: they are not known.
+    """
+    path = errors_path(output)
+    if not path.exists():  # removed, to leave the output as it is
+        return False
+    written = (seals or {}).get("errors")
+    is_edited = written is not None and path.stat().st_size != written.get("bytes")
+    return is_edited or any(map(is_retryable, _records(path)))
+
+
+def is_retryable(record: bytes) -> bool:
+    """Tell whether an error record says that its line was right, and another run may answer it."""
+    try:
+        fields = _load(record)
+        if _BATCH.match(record):
+            return bool(fields["response"]["body"]["error"]["code"] in RETRYABLE)
+        return bool(fields["error"]["code"] in RETRYABLE)
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def reopen(
+    source: Path,
+    output: Path,
+    fingerprint: Fingerprint,
+    seals: Seals | None = None,
+    limit: int | None = None,
+) -> None:
+    """Write the journal from which `files.ordered_output` would make the output and its errors.
+
+    It appears at once and whole. The caller has claimed the output.
+
+    Args:
+        seals: with which the output was written; None: they are not known.
+        limit: the output is of so many lines, the first ones.
+
+    Raises:
+        UsageError: the output is not what a run has written for the lines of `source`.
+        OutputError: the disk is full or gone.
+    """
+    path = journal_path(output)
+    draft = draft_path(path)
+    try:
+        _check_unchanged(output, seals)
+        try:
+            with draft.open("wb") as file:
+                file.write(head_line(fingerprint))
+                for row in _read_rows(source, output, limit):
+                    file.write(row.to_line())
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(draft, path)
+            sync_folder(path.parent)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise explain(path, error) from error
+
+
+def _check_unchanged(output: Path, seals: Seals | None) -> None:
+    """Refuse files that were edited since they were written."""
+    if seals is None:
+        return
+    for name, now in read_seals(output).items():
+        path = output if name == "output" else errors_path(output)
+        if now != (then := seals.get(name)):
+            sizes = [f"{seal.get('bytes')} bytes" if seal else "no file" for seal in (then, now)]
+            raise _changed(output, path, f"it was {sizes[0]} then, and is {sizes[1]} now")
+
+
+def _read_rows(source: Path, output: Path, limit: int | None) -> Iterator[Row]:
+    answers, errors = _records(output), _records(errors_path(output))
+    answer, error = next(answers, None), next(errors, None)
+    for line in read_lines(source, 0, limit=limit):
+        envelope, crc = open_envelope(line), zlib.crc32(line.raw)
+        if error is not None and _is_error_of(error, line, envelope):
+            yield Row(line.number, True, (0, 0, 0), crc, error, is_retryable(error))
+            error = next(errors, None)
+        elif answer is not None and _is_answer_to(answer, line, envelope):
+            yield Row(line.number, False, _tokens(output, answer), crc, answer)
+            answer = next(answers, None)
+        else:
+            raise _changed(output, output, f"line {line.number} of {source} has no record")
+    if answer is not None or error is not None:
+        raise _changed(output, output, f"it has more records than {source} has lines")
+
+
+def _records(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file, without their newlines; none if it is not there."""
+    if path.exists():
+        with path.open("rb") as file:
+            for line in file:
+                yield line.rstrip(b"\n")
+
+
+def _is_error_of(record: bytes, line: Line, envelope: Envelope) -> bool:
+    match = _LINE.match(record)
+    return int(match[1]) == line.number if match else _has_id_of(record, line, envelope)
+
+
+def _is_answer_to(record: bytes, line: Line, envelope: Envelope) -> bool:
+    if envelope.shape == "batch":
+        return _has_id_of(record, line, envelope)
+    return record.startswith(b'{"request":' + envelope.request + b",")
+
+
+def _has_id_of(record: bytes, line: Line, envelope: Envelope) -> bool:
+    match = _BATCH.match(record)
+    return match is not None and match[1] == make_id(line, envelope).encode()
+
+
+def _tokens(output: Path, answer: bytes) -> tuple[int, int, int]:
+    """Return an answer's tokens, as a row of a journal has them."""
+    try:
+        fields = _load(answer)
+        result = fields["result"] if "result" in fields else fields["response"]["body"]
+        usage = result["usage"]
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return int(usage["prompt_tokens"]), int(cached), int(usage["completion_tokens"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise _changed(output, output, "an answer has no usage") from error
+
+
+def _load(record: bytes) -> Any:
+    try:
+        return orjson.loads(record)
+    except ValueError:
+        return json.loads(record)  # which takes lone surrogates
+
+
+def _changed(output: Path, path: Path, what: str) -> UsageError:
+    return UsageError(
+        f"{path} is not as it was written ({what}), and lines of {output} are left to answer. Put "
+        "the file back as it was, or give --restart to answer all again. To leave the output as it "
+        f"is, remove {errors_path(output).name} and keep the --limit that it was made with"
+    )

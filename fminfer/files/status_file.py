@@ -1,0 +1,206 @@
+"""The status file beside an output: how far it is, as the OpenAI Batch object says it.
+
+It knows counts and paths. Fields: https://platform.openai.com/docs/api-reference/batch/object
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+from fminfer.core.errors import StoppedError
+from fminfer.files.disk import explain, sync_folder
+from fminfer.files.file_names import beside
+from fminfer.files.ordered_output import Seals, errors_path
+from fminfer.files.row_counts import Counts
+
+Status = Literal[
+    "validating", "in_progress", "finalizing", "completed", "failed", "cancelled", "expired"
+]
+BROKEN_OFF: tuple[Status, ...] = ("failed", "cancelled", "expired")
+ENDS: tuple[Status, ...] = ("completed", *BROKEN_OFF)
+WRITE_EVERY_S = 1.0
+STATUS = ".status.json"  # instead of .jsonl in the output's name
+NEW = ".new"  # added to its name while it is being written
+
+
+def status_path(output: Path) -> Path:
+    """Return where an output's status stands: `answers.status.json` for `answers.jsonl`."""
+    return beside(output, STATUS, without=".jsonl")
+
+
+def read_status(output: Path) -> dict[str, Any] | None:
+    """Read an output's status; None: there is none that can be read."""
+    try:
+        fields = json.loads(status_path(output).read_text())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return fields if isinstance(fields, dict) and _is_ours(fields) else None
+
+
+def _is_ours(fields: dict[str, Any]) -> bool:
+    """Tell whether a status has the form that `StatusFile` gives it."""
+    parts = (fields.get(name) or {} for name in ("request_counts", "metadata", "fminfer", "errors"))
+    if not all(isinstance(part, dict) for part in parts):
+        return False
+    counts = fields.get("request_counts") or {}
+    if fields.get("status") != "completed" and not counts:
+        return True
+    return all(isinstance(counts.get(name), int) for name in ("total", "completed", "failed"))
+
+
+def limit_of(status: dict[str, Any]) -> int | None:
+    """Return how many lines of its input an output was to answer; None: all."""
+    own = status.get("fminfer")
+    limit = own.get("limit") if isinstance(own, dict) else None
+    return limit if isinstance(limit, int) else None
+
+
+def seals_of(status: dict[str, Any]) -> Seals | None:
+    """Return the seals that a complete output was written with; None: by an older version."""
+    own = status.get("fminfer")
+    seals = own.get("written") if isinstance(own, dict) else None
+    return seals if isinstance(seals, dict) else None
+
+
+def has_ended_before(output: Path, time_s: float) -> bool:
+    """Tell whether the status of a complete output was written before a time, in time.time()."""
+    path = status_path(output)
+    return path.exists() and path.stat().st_mtime < time_s
+
+
+class StatusFile:
+    """Writes the status of one output; always whole, by replacing the file.
+
+    Args:
+        fingerprint: of the run, by which a later one knows whether the output is its own.
+        counts: kept up to date by the caller.
+        limit: how many lines are to be answered, the first ones; None: all.
+    """
+
+    def __init__(
+        self,
+        source: Path,
+        output: Path,
+        model: str,
+        fingerprint: dict[str, str],
+        counts: Counts,
+        limit: int | None = None,
+    ) -> None:
+        self._source = source
+        self._output = output
+        self._model = model
+        self._fingerprint = fingerprint
+        self._counts = counts
+        self._limit = limit
+        self._path = status_path(output)
+        self.input_changed_ns = 0  # of the input that is answered, by its disk's clock
+        self.seals: Seals | None = None  # once the output is written
+        self._status: Status = "validating"
+        self._errors: list[dict[str, Any]] = []
+        self._times: dict[str, int] = {"created_at": int(time.time())}
+        self._written_s = float("-inf")
+
+    def move(self, status: Status, error: str | None = None) -> None:
+        """Enter a status; `error` says why a run failed."""
+        self._status = status
+        if status != "validating":
+            self._times[f"{status}_at"] = int(time.time())
+        if error is not None:
+            failure = {"code": "run_failed", "message": error, "param": None, "line": None}
+            self._errors.append(failure)
+        self._write()
+
+    def break_off(self, error: BaseException) -> None:
+        """Say why the run ends before the output is complete."""
+        if isinstance(error, StoppedError):
+            self.move(error.status)
+        elif isinstance(error, KeyboardInterrupt):
+            self.move("cancelled")
+        else:
+            self.move("failed", f"{type(error).__name__}: {error}")
+
+    def update(self) -> None:
+        """Write the newest counts, at most once a second."""
+        if time.perf_counter() - self._written_s >= WRITE_EVERY_S:
+            self._write()
+
+    def _write(self) -> None:
+        text = json.dumps(self._to_batch(), indent=2) + "\n"
+        try:
+            self._replace(text)
+        except OSError as error:
+            if self._status not in BROKEN_OFF or not self._overwrite(text):
+                raise explain(self._path, error) from error
+        self._written_s = time.perf_counter()
+
+    def _replace(self, text: str) -> None:
+        new = beside(self._path, NEW)
+        try:
+            with new.open("w") as file:
+                file.write(text)
+                if self._status in ENDS:  # what follows relies on it, also after a power cut
+                    file.flush()
+                    os.fsync(file.fileno())
+            os.replace(new, self._path)
+            if self._status in ENDS:
+                sync_folder(self._path.parent)
+        except OSError:
+            with contextlib.suppress(OSError):
+                new.unlink(missing_ok=True)
+            raise
+
+    def _overwrite(self, text: str) -> bool:
+        """Write into the file that is there, for which a full disk has room; False: it has not."""
+        try:
+            with self._path.open("r+") as file:
+                file.write(text)
+                file.truncate()
+        except OSError:
+            return False
+        return True
+
+    def _to_batch(self) -> dict[str, Any]:
+        counts, is_completed = self._counts, self._status == "completed"
+        digest = hashlib.blake2b(os.fsencode(self._source.resolve()), digest_size=16)
+        times = ("created", "in_progress", "finalizing", *ENDS)
+        return {
+            "id": f"batch_{digest.hexdigest()}",
+            "object": "batch",
+            "endpoint": "/v1/completions",
+            "model": self._model,
+            "errors": {"object": "list", "data": self._errors} if self._errors else None,
+            "input_file_id": str(self._source),
+            "completion_window": "none",  # the schema wants a string, and there is no window
+            "status": self._status,
+            "output_file_id": str(self._output) if is_completed else None,
+            "error_file_id": str(errors_path(self._output))
+            if is_completed and counts.num_failed
+            else None,
+            **{f"{name}_at": self._times.get(f"{name}_at") for name in times},
+            "request_counts": {
+                "total": counts.num_rows,
+                "completed": counts.num_completed,
+                "failed": counts.num_failed,
+            },
+            "usage": {
+                "input_tokens": counts.input_tokens,
+                "input_tokens_details": {"cached_tokens": counts.cached_tokens},
+                "output_tokens": counts.output_tokens,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": counts.input_tokens + counts.output_tokens,
+            },
+            "metadata": self._fingerprint,
+            "fminfer": {
+                "output": self._output.name,
+                "kept_rows": counts.kept.num_rows,
+                "limit": self._limit,
+                "input_changed_ns": self.input_changed_ns,
+                "written": self.seals,
+            },
+        }

@@ -1,0 +1,220 @@
+"""Files behind URLs (`s3://…`, `gs://…`): copied here before a run, and answers uploaded after it.
+
+In between all is local: each remote folder has one here that stands for it, in which a run reads,
+keeps its journal and writes as it does anywhere. It knows nothing of lines and of engines.
+fsspec, which does the work, is imported only if there is a URL.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import click
+
+from fminfer.core.errors import UsageError
+from fminfer.files.file_names import beside
+from fminfer.files.journal import journal_path
+from fminfer.files.line_reader import ENDINGS
+from fminfer.files.ordered_output import errors_path
+from fminfer.files.remote_files import (
+    PART,
+    fetch_file,
+    list_inputs,
+    reading,
+    remove_file,
+    try_writing,
+    upload_file,
+    uploading,
+    version_of,
+)
+from fminfer.files.status_file import status_path
+from fminfer.files.urls import show_url, split_query
+from fminfer.machine.user_cache import cache_path, make_private
+
+Location = Path | str  # a local path, or a URL
+SYNCED = ".synced"  # added to a local name; holds the version of the remote file that is the same
+FILE_IDS = ("input_file_id", "output_file_id", "error_file_id")  # paths in a status file
+
+
+def default_work_dir() -> Path:
+    """Return where copies and journals of remote files are."""
+    return cache_path() / "remote"
+
+
+class RemoteFolders:
+    """The local folders that stand for remote ones during a run; local paths pass unchanged.
+
+    Args:
+        work_dir: where they are. The same command finds them there.
+    """
+
+    def __init__(self, work_dir: Path, *, is_quiet: bool) -> None:
+        self._work_dir = work_dir
+        self._is_quiet = is_quiet
+        self._urls: dict[Path, str] = {}  # of each local folder
+        self._sources: dict[Path, str] = {}  # the URL of each copy
+
+    def fetch(self, location: Location) -> list[Path]:
+        """Return local copies of the inputs at a URL: a file, a folder, or `folder/part-*.jsonl`.
+
+        Raises:
+            UsageError: nothing to answer is there, or it cannot be read.
+        """
+        if isinstance(location, Path):
+            return [location]
+        with reading(location):
+            return [self._fetch_file(url) for url in list_inputs(_trim(location))]
+
+    def place(self, output: Location | None) -> Path | None:
+        """Return where the answers to `output` are written here.
+
+        Raises:
+            UsageError: it is a signed URL.
+        """
+        if not isinstance(output, str):
+            return output
+        url = _trim(output)
+        if split_query(url)[1]:
+            raise UsageError(
+                f"--output {show_url(url)} has a query. Answers are several files, and a signed "
+                "URL is of one; give a URL without a query, or a local path"
+            )
+        return self._local(url) if url.endswith((".jsonl", *ENDINGS)) else self._folder(url)
+
+    def prepare(self, outputs: list[Path], *, restart: bool) -> None:
+        """Copy outputs here that others have completed, and see that one can write there.
+
+        Raises:
+            UsageError: one cannot.
+        """
+        tried: set[Path] = set()
+        for output in outputs:
+            url = self._url(output)
+            if url is None:
+                continue
+            if restart:
+                beside(output, SYNCED).unlink(missing_ok=True)
+            else:
+                with reading(url):
+                    self._bring(output, url)
+            if not beside(output, SYNCED).exists() and output.parent not in tried:
+                tried.add(output.parent)
+                try_writing(url)
+
+    def upload(self, outputs: list[Path]) -> None:
+        """Upload what is complete and not there yet; the answers last, so that all is there then.
+
+        Raises:
+            OutputError: it cannot be; all is kept here, and the same command tries again.
+        """
+        for output in outputs:
+            url = self._url(output)
+            is_complete = output.exists() and not journal_path(output).exists()
+            if url is None or not is_complete or _is_synced(output):
+                continue
+            self._tell(f"Uploading {show_url(url)} …")
+            with uploading(url, output):
+                self._upload_file(output, url)
+
+    def _upload_file(self, output: Path, url: str) -> None:
+        folder = self._urls[output.parent]
+        errors, status = errors_path(output), status_path(output)
+        named = self._with_urls(status)
+        upload_file(named, f"{folder}/{status.name}")
+        named.unlink()
+        if errors.exists():
+            upload_file(errors, f"{folder}/{errors.name}")
+        elif version_of(f"{folder}/{errors.name}") is not None:  # of an earlier run
+            remove_file(f"{folder}/{errors.name}")
+        upload_file(output, url)
+        beside(output, SYNCED).write_text(version_of(url) or "")
+
+    def _fetch_file(self, url: str) -> Path:
+        local = self._local(url)
+        shown = show_url(url)
+        if not local.name.endswith(ENDINGS):
+            raise UsageError(f"{shown} has none of the endings {', '.join(ENDINGS)}; rename it")
+        if self._sources.setdefault(local, url) != url:
+            raise UsageError(
+                f"{shown} is given twice, in URLs that differ in their query alone. Their answers "
+                "would meet in one file; answer them by two commands with two --output folders"
+            )
+        version, synced = version_of(url), beside(local, SYNCED)
+        if version is None:
+            raise UsageError(f"{shown} does not exist; give a .jsonl file or a folder of them")
+        if not local.exists() or _read(synced) != version:
+            self._tell(f"Fetching {show_url(url)} …")
+            fetch_file(url, local)
+            synced.write_text(version)
+        return local
+
+    def _bring(self, output: Path, url: str) -> None:
+        """Have the same output here as there, unless the one here is yet to be uploaded."""
+        synced = beside(output, SYNCED)
+        recorded, version = _read(synced), version_of(url)
+        if version is None:  # nothing is there, or not any more
+            synced.unlink(missing_ok=True)
+            return
+        is_here = output.exists() or journal_path(output).exists()
+        if is_here and recorded in (None, version):
+            return
+        self._tell(f"Fetching {show_url(url)} …")
+        for path in (status_path(output), errors_path(output)):
+            other = f"{self._urls[output.parent]}/{path.name}"
+            path.unlink(missing_ok=True)
+            if version_of(other) is not None:
+                fetch_file(other, path)
+        fetch_file(url, output)
+        synced.write_text(version)
+
+    def _with_urls(self, status: Path) -> Path:
+        """Write a status file that names files by their URLs; return where."""
+        fields = json.loads(status.read_text())
+        for name in FILE_IDS:
+            if fields[name] is not None:
+                fields[name] = show_url(self._url(Path(fields[name])) or fields[name])
+        named = beside(status, PART)
+        named.write_text(json.dumps(fields, indent=2) + "\n")
+        return named
+
+    def _tell(self, text: str) -> None:
+        if not self._is_quiet:
+            click.echo(text, err=True)
+
+    def _local(self, url: str) -> Path:
+        """Return where a file's copy is: another signature is of the same file."""
+        folder, _, name = split_query(url)[0].rpartition("/")
+        return self._folder(folder) / name
+
+    def _folder(self, url: str) -> Path:
+        shown = show_url(url)  # another password is for the same folder
+        folder = self._work_dir / hashlib.blake2b(shown.encode(), digest_size=8).hexdigest()
+        try:
+            make_private(folder)
+        except OSError as error:
+            raise UsageError(
+                f"{folder} cannot be made: {error.strerror}; give another --work-dir"
+            ) from error
+        self._urls[folder] = url
+        return folder
+
+    def _url(self, path: Path) -> str | None:
+        folder = self._urls.get(path.parent)
+        return None if folder is None else f"{folder}/{path.name}"
+
+
+def _trim(url: str) -> str:
+    path, query = split_query(url)
+    return url if url.endswith("://") else path.rstrip("/") + query
+
+
+def _is_synced(output: Path) -> bool:
+    """Tell whether a complete output was not written since it was the same as the remote one."""
+    synced = beside(output, SYNCED)
+    return synced.exists() and synced.stat().st_mtime_ns >= output.stat().st_mtime_ns
+
+
+def _read(path: Path) -> str | None:
+    return path.read_text() if path.exists() else None

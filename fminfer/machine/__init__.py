@@ -1,0 +1,1 @@
+"""What this machine has: processor, devices, memory, threads, signals."""

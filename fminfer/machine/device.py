@@ -1,0 +1,153 @@
+"""Where a model runs, in which dtype, and how much KV cache fits beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+
+import torch
+
+from fminfer.core.config import DType
+from fminfer.core.errors import UsageError
+from fminfer.machine.host_memory import free_host_bytes
+from fminfer.machine.processor import VARIABLE, chosen_name, has_unit, hides_unit
+from fminfer.machine.threads import BINDS_THREADS
+
+LEAST_SHARE = 1 << 15  # numbers: as many threads fill an array as it has of them
+BFLOAT16_UNITS = ("avx512_bf16", "amx_bf16")
+
+
+def choose_device(name: str, cuda_ids: tuple[int, ...] = (), local_rank: int = 0) -> torch.device:
+    """Return the device of a name; `auto` is this rank's GPU, or the CPU where there is none.
+
+    `cuda` is this rank's GPU as well, and an error where there is none.
+
+    Args:
+        cuda_ids: the GPUs to use; none: all that torch sees.
+        local_rank: which of this machine's ranks asks; they take the GPUs in turn.
+
+    Raises:
+        UsageError: no such device here.
+    """
+    if cuda_ids and name not in ("auto", "cuda"):
+        raise UsageError(f"--device {name} and --cuda-id contradict each other; give one of them")
+    if name == "auto" and not torch.cuda.is_available():
+        return torch.device("cpu")
+    if name in ("auto", "cuda") and torch.cuda.is_available():
+        ids = cuda_ids or tuple(range(torch.cuda.device_count()))
+        name = f"cuda:{ids[local_rank % len(ids)]}"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"device {name!r} is unknown; give auto, cpu or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(
+            f"device {name!r} is not one that fminfer runs on; give auto, cpu or cuda:N"
+        )
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UsageError(
+            f"device {name} is not here; torch sees {torch.cuda.device_count()} GPUs. "
+            "Use --device cpu or auto"
+        )
+    return device
+
+
+def choose_dtype(
+    name: DType, checkpoint_dtype: torch.dtype | None, device: torch.device
+) -> torch.dtype:
+    """Return the dtype of the arithmetic, of a name.
+
+    `auto` is bfloat16 where the machine is fast in it; otherwise the checkpoint's own, but float32
+    on a CPU without bfloat16 units, on which 16-bit types are both slower and coarser.
+    """
+    if name != "auto":
+        return _dtype_of(name)
+    if is_fast_in_bfloat16(device):
+        return torch.bfloat16
+    own = checkpoint_dtype or torch.float32
+    return torch.float32 if device.type == "cpu" else own
+
+
+def choose_kv_dtype(name: DType, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the KV cache of a name; `auto` is that of hidden states."""
+    return dtype if name == "auto" else _dtype_of(name)
+
+
+def _dtype_of(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def is_fast_in_bfloat16(device: torch.device) -> bool:
+    """Tell whether the device has bfloat16 matrix units that a run may use."""
+    if device.type == "cuda":  # this very one: others of the machine may be older
+        return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
+    return any(map(has_unit, BFLOAT16_UNITS))
+
+
+def why_slow(dtype: torch.dtype, device: torch.device) -> str:
+    """Return why a dtype takes longer than float32 would; empty: it does not."""
+    if device.type != "cpu" or dtype == torch.float32:
+        return ""
+    if dtype == torch.bfloat16 and is_fast_in_bfloat16(device):
+        return ""
+    name = str(dtype).removeprefix("torch.")
+    if dtype == torch.bfloat16 and any(map(hides_unit, BFLOAT16_UNITS)):
+        return (
+            f"{VARIABLE}={chosen_name()} hides this CPU's fast products of {name}; unset it, or "
+            "use --dtype float32, which is faster then"
+        )
+    return f"this CPU has no fast products of {name}; --dtype float32 is faster"
+
+
+def use_device(device: torch.device) -> None:
+    """Make a GPU this process's own, with products that keep float32 what they sum in it.
+
+    By torch's defaults, sums of 16-bit products may be split into parts that are rounded.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        matmul = torch.backends.cuda.matmul
+        matmul.allow_tf32 = False
+        matmul.allow_bf16_reduced_precision_reduction = False
+        matmul.allow_fp16_reduced_precision_reduction = False
+
+
+def start_openmp_threads() -> None:
+    """Start torch's threads for the calling thread, if they are to be bound to cores.
+
+    OpenMP binds the calling thread to one core at once, and the others to theirs as they start. The
+    kernels' threads then use the cores of all.
+    """
+    if BINDS_THREADS & os.environ.keys():
+        torch.empty(LEAST_SHARE * torch.get_num_threads()).fill_(0.0)
+
+
+def end_openmp_threads() -> None:
+    """End the threads with which torch has worked for the calling thread.
+
+    They would count as busy when another thread computes, whose helpers then sleep between any two
+    products and have to be woken: 15 to 20 % of a decode step on two cores. GNU's OpenMP only.
+    """
+    if torch.get_num_threads() == 1:
+        return  # there are none, and a forked child would wait for those of its parent
+    with contextlib.suppress(OSError, AttributeError):
+        runtime = ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        runtime.omp_pause_resource_all(1)  # "soft": its settings stay
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the memory that is free on a device."""
+    if device.type == "cuda":
+        free: int = torch.cuda.mem_get_info(device)[0]
+        return free
+    return free_host_bytes()
+
+
+def memory_name(device: torch.device, host: str) -> str:
+    """Name the memory of a device, so that ranks know with whom they share it."""
+    if device.type == "cuda":
+        return f"{host}/{torch.cuda.get_device_properties(device).uuid}"
+    return f"{host}/cpu"

@@ -1,0 +1,190 @@
+"""The machine's memory: how much is free, and having it at hand before it is needed.
+
+It needs no torch, so that it can be asked while that is imported.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import resource
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from fminfer.machine import control_groups
+from fminfer.machine.control_groups import group_folders
+
+# Bytes touched, and read, at a time. Between two pieces Python stops what the process imports: for
+# milliseconds, where other work has the cores.
+PIECE = 32 << 20
+READ_PIECE, NUM_PIECES = 1 << 20, 128
+HUGE_PAGE = 2 << 20
+POPULATE_READ = 22  # Linux's MADV_POPULATE_READ, which mmap lacks
+MOST_OF_FREE, MOST_TOUCHED = 0.25, 4 << 30
+# Of a control group, by version: its limit and its use; and in its statistics what of that are
+# cached files, used once or often: the system drops both before it ends a process.
+NAMES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    2: ("memory.max", "memory.current", ""),
+}
+CACHED = ("inactive_file", "active_file")
+
+
+def free_host_bytes() -> int:
+    """Return the bytes that can be used without swapping, by the system and its control groups."""
+    available = _read_meminfo("MemAvailable")
+    if available is None:
+        available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([available, *_left_in_groups()])
+
+
+def free_swap_bytes() -> int:
+    """Return the bytes of swap that are free: what is swapped is slow, but the system goes on."""
+    return _read_meminfo("SwapFree") or 0
+
+
+def _read_meminfo(name: str) -> int | None:
+    """Return bytes that Linux tells of; None: it does not."""
+    with suppress(OSError):
+        for line in (control_groups.SYSTEM / "proc/meminfo").read_text().splitlines():
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def _left_in_groups() -> Iterator[int]:
+    """Give what each control group of this process with a limit, and each above it, has left."""
+    for folder, version in group_folders("memory"):
+        with suppress(OSError, ValueError):  # "max": no limit
+            yield _left_in(folder, *NAMES[version])
+
+
+def _left_in(folder: Path, limit: str, used: str, prefix: str) -> int:
+    left = int((folder / limit).read_text()) - int((folder / used).read_text())
+    cached = [f"{prefix}{name}" for name in CACHED]
+    with suppress(OSError):  # not told: then files count as used
+        for line in (folder / "memory.stat").read_text().splitlines():
+            name, count = line.split()[:2]
+            left += int(count) * (name in cached)
+    return left
+
+
+def use_small_pages(address: int, num_bytes: int) -> None:
+    """Have the system give these bytes page by page, also where huge pages were asked for.
+
+    It is for memory of which little comes into use here and there. Where the system has no huge
+    pages, nothing changes.
+    """
+    page = mmap.PAGESIZE
+    first, end = -(-address // page) * page, (address + num_bytes) // page * page
+    if hasattr(mmap, "MADV_NOHUGEPAGE") and end - first >= HUGE_PAGE:
+        _advise(first, end - first, mmap.MADV_NOHUGEPAGE)
+
+
+def read_mapped(address: int, num_bytes: int) -> None:
+    """Have the system read what it has not yet of mapped bytes of a file; return once it has.
+
+    A page that is touched later is there and costs nothing. Systems other than Linux, and Linux
+    before 5.14, read each page when it is touched.
+    """
+    first = address // mmap.PAGESIZE * mmap.PAGESIZE
+    if sys.platform == "linux":
+        _advise(first, address + num_bytes - first, POPULATE_READ)
+
+
+def _advise(address: int, num_bytes: int, advice: int) -> int:
+    """Tell the system how memory will be used; return -1 if it refuses, which changes nothing."""
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    failed: int = madvise(address, num_bytes, advice)
+    return failed
+
+
+@contextmanager
+def touching_memory(num_bytes: int) -> Iterator[None]:
+    """Have a thread touch so much memory meanwhile, as far as it gets; it is free again afterwards.
+
+    A virtual machine often has a page of memory only once it was touched, and its host takes 1 to 3
+    seconds to give it a GB. What is touched here stays with the machine for some seconds, so that
+    who needs memory next has it in a fraction of the time.
+
+    Args:
+        num_bytes: no more than a quarter of what is free, and 4 GiB, is touched in any case.
+    """
+    memory = _reserve(num_bytes)
+    if memory is None:
+        yield
+        return
+    try:
+        with _meanwhile("fminfer memory", lambda is_over: _touch(memory, is_over)):
+            yield
+    finally:
+        memory.close()
+
+
+@contextmanager
+def reading_files(paths: Iterable[Path]) -> Iterator[None]:
+    """Have a thread read files meanwhile, as far as it gets; the system keeps what was read.
+
+    No more is read than a quarter of what is free, and 4 GiB.
+    """
+    with _meanwhile("fminfer files", lambda is_over: _read(paths, is_over)):
+        yield
+
+
+@contextmanager
+def _meanwhile(name: str, work: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Have a thread work meanwhile; it is told by the event when to stop."""
+    is_over = threading.Event()
+    thread = threading.Thread(target=work, args=(is_over,), name=name)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def _read(paths: Iterable[Path], is_over: threading.Event) -> None:
+    # Copied, not mapped: so a virtual machine gets the memory in which the file stays here, and not
+    # once it is used. docs/performance.md has the figures.
+    left, pieces = _most_at_hand(), [bytearray(READ_PIECE)] * NUM_PIECES  # one buffer, many times
+    with suppress(OSError):  # loading will say what is wrong
+        for path in paths:
+            with open(path, "rb", buffering=0) as file:
+                num_bytes = 1
+                while num_bytes and left > 0 and not is_over.is_set():
+                    num_bytes = os.readv(file.fileno(), pieces)
+                    left -= num_bytes
+
+
+def _most_at_hand() -> int:
+    """Return how many bytes may be made ready before it is known that they are needed."""
+    return min(int(free_host_bytes() * MOST_OF_FREE), MOST_TOUCHED)
+
+
+def _reserve(num_bytes: int) -> mmap.mmap | None:
+    """Return memory that nothing has touched; None: it would be of no use."""
+    if sys.platform != "linux" or num_bytes == 0 or len(os.sched_getaffinity(0)) == 1:
+        return None
+    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+        return None  # it would count as used
+    size = min(num_bytes, _most_at_hand())
+    with suppress(OSError, ValueError, OverflowError):  # the system has none
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):  # without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        return memory
+    return None
+
+
+def _touch(memory: mmap.mmap, is_over: threading.Event) -> None:
+    start, size = ctypes.addressof(ctypes.c_char.from_buffer(memory)), len(memory)
+    for place in range(0, size, PIECE):
+        if is_over.is_set():
+            return
+        ctypes.memset(start + place, 0, min(PIECE, size - place))  # other threads run meanwhile

@@ -1,0 +1,111 @@
+"""Other work on the machine: how long it kept the threads of a run from computing.
+
+Linux tells how long each thread stood in line for a core. Threads of one process stand in line for
+each other, too, and wait while a container's quota is used up. So no more is laid to other work
+than the time that others computed on the very cores that the process may use.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from fminfer.machine.control_groups import group_folders
+
+PROC = Path("/proc")
+NOTABLE_SHARE = 1 / 16  # of the time of its cores, above which other work is worth a word
+LEAST_S = 2.0  # a shorter run tells nothing
+LOOK_S = 2.0  # from one look to the next; a look takes about 1 ms
+
+
+@dataclass(slots=True, frozen=True)
+class Look:
+    """What Linux has counted up to a moment, in seconds; nothing where it does not count."""
+
+    now_s: float
+    own_s: float  # computed by this process, all of its threads together
+    in_line_s: dict[int, float]  # that each of its threads waited for a core
+    busy_s: dict[int, float]  # that each core computed, whoever it was for
+    throttled_s: float = 0.0  # that quotas kept its control groups from computing
+
+
+def held_up_s(first: Look, last: Look, cores: Iterable[int]) -> float:
+    """Return how long threads stood in line for others' work, all of them together."""
+    in_line_s = sum(s - first.in_line_s.get(thread, 0.0) for thread, s in last.in_line_s.items())
+    in_line_s -= last.throttled_s - first.throttled_s
+    known = first.busy_s.keys() & last.busy_s.keys() & set(cores)
+    busy_s = sum(last.busy_s[core] - first.busy_s[core] for core in known)
+    return max(0.0, min(in_line_s, busy_s - (last.own_s - first.own_s)))
+
+
+class OtherWork:
+    """Tells whether other work slows this process, from now on.
+
+    Args:
+        num_threads: that compute.
+        find_cores: returns the cores that they may use.
+    """
+
+    def __init__(self, num_threads: int, find_cores: Callable[[], set[int]]) -> None:
+        self._num_threads, self._find_cores = num_threads, find_cores
+        self._first = self._last = look()
+        self.held_up_s = 0.0  # as of the last look
+        self._num_used = 1  # cores, likewise
+
+    def look(self) -> None:
+        """Take note of what was counted since the start."""
+        cores = self._find_cores()
+        self._last = look()
+        self.held_up_s = held_up_s(self._first, self._last, cores)
+        self._num_used = max(1, min(self._num_threads, len(cores)))
+
+    @property
+    def share(self) -> float:
+        """The part of its cores' time for which threads stood in line for others, at that look."""
+        elapsed_s = self._last.now_s - self._first.now_s
+        return self.held_up_s / (elapsed_s * self._num_used) if elapsed_s >= LEAST_S else 0.0
+
+    def is_notable(self) -> bool:
+        """Tell, looking now and then, whether other work slows this process."""
+        if time.monotonic() - self._last.now_s >= LOOK_S:
+            self.look()
+        return self.share > NOTABLE_SHARE
+
+
+def look() -> Look:
+    """Read what Linux has counted up to now."""
+    in_line_s = {}
+    with suppress(OSError):  # no /proc
+        for thread in os.listdir(PROC / "self/task"):
+            with suppress(OSError, ValueError, IndexError):  # it has just ended
+                counts = (PROC / "self/task" / thread / "schedstat").read_text().split()
+                in_line_s[int(thread)] = int(counts[1]) / 1e9
+    return Look(time.monotonic(), time.process_time(), in_line_s, _busy_s(), _throttled_s())
+
+
+def _busy_s() -> dict[int, float]:
+    """Return how long each core has computed, by its number."""
+    found = {}
+    with suppress(OSError, ValueError, IndexError):
+        for line in (PROC / "stat").read_text().splitlines():
+            name, *counts = line.split()
+            if name.startswith("cpu") and name != "cpu":
+                user, nice, system, _idle, _disk, interrupts, soft = map(int, counts[:7])
+                ticks = user + nice + system + interrupts + soft
+                found[int(name[3:])] = ticks / os.sysconf("SC_CLK_TCK")
+    return found
+
+
+def _throttled_s() -> float:
+    """Return how long the quotas of this process's control groups have kept them waiting."""
+    found = [0.0]
+    for folder, _ in group_folders("cpu"):
+        with suppress(OSError, ValueError):
+            counts = dict(line.split() for line in (folder / "cpu.stat").read_text().splitlines())
+            found.append(int(counts.get("throttled_usec", 0)) / 1e6)  # version 2
+            found.append(int(counts.get("throttled_time", 0)) / 1e9)
+    return max(found)

@@ -1,0 +1,133 @@
+"""What of the processor a run may use: all of it, or as much as FMINFER_CPU names.
+
+FMINFER_CPU=avx2 has a greater processor compute as a lesser one does, so that one machine can try
+what another will do. It holds for the kernels of this package, torch, oneDNN and MKL.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from fminfer.core.errors import UsageError
+
+VARIABLE = "FMINFER_CPU"
+NATIVE = "native"  # all that the processor has
+CPUINFO = Path("/proc/cpuinfo")
+
+
+@dataclass(slots=True, frozen=True)
+class Level:
+    """A processor that a greater one can stand for."""
+
+    units: frozenset[str]  # that it has and that this package asks for, as Linux names them
+    compiler_flags: tuple[str, ...]
+    caps: dict[str, str]  # variables that torch, oneDNN and MKL read as they load
+
+
+def _level(units: str, flags: str, torch_name: str, onednn_name: str, mkl_name: str) -> Level:
+    caps = {
+        "ATEN_CPU_CAPABILITY": torch_name,
+        "ONEDNN_MAX_CPU_ISA": onednn_name,
+        "MKL_ENABLE_INSTRUCTIONS": mkl_name,
+    }
+    return Level(frozenset(units.split()), tuple(flags.split()), caps)
+
+
+_AVX512 = "avx2 fma avx512f avx512bw avx512dq avx512vl avx512cd"
+LEVELS = {
+    "avx2": _level("avx2 fma", "-march=x86-64-v3", "avx2", "AVX2", "AVX2"),
+    "avx512": _level(_AVX512, "-march=x86-64-v4", "avx512", "AVX512_CORE", "AVX512"),
+    "avx512_bf16": _level(
+        f"{_AVX512} avx512_bf16",
+        "-march=x86-64-v4 -mavx512bf16",
+        "avx512",
+        "AVX512_CORE_BF16",
+        "AVX512_E3",
+    ),
+}
+
+
+def chosen_name() -> str:
+    """Return what FMINFER_CPU names; an empty text: this processor, whole."""
+    name = os.environ.get(VARIABLE, "").lower()
+    return "" if name == NATIVE else name
+
+
+def chosen_level() -> Level | None:
+    """Return the processor to stand for; None: this one, whole.
+
+    Raises:
+        UsageError: FMINFER_CPU names none, or one that this processor cannot stand for.
+    """
+    name = chosen_name()
+    if not name:
+        return None
+    if name not in LEVELS:
+        raise UsageError(
+            f"{VARIABLE} is {name!r}; set it to {', '.join(LEVELS)}, or to {NATIVE} (all that this "
+            "processor has, as without it)"
+        )
+    level = LEVELS[name]
+    missing = sorted(level.units - _units())
+    if missing:
+        raise UsageError(
+            f"{VARIABLE} is {name}, and this processor has no {', '.join(missing)}; "
+            f"unset {VARIABLE} to use what it has"
+        )
+    return level
+
+
+def cap_libraries() -> None:
+    """Hold torch, oneDNN and MKL to the chosen processor, before any of them is loaded.
+
+    Raises:
+        UsageError: as `chosen_level`.
+    """
+    level = chosen_level()
+    if level is not None:
+        os.environ.update(level.caps)
+
+
+def has_unit(name: str) -> bool:
+    """Tell whether a run may use a unit of the processor, such as "avx512_bf16" or "amx_bf16"."""
+    level = chosen_level()
+    return name in _units() and (level is None or name in level.units)
+
+
+def hides_unit(name: str) -> bool:
+    """Tell whether the processor has a unit that FMINFER_CPU keeps a run from using."""
+    return name in _units() and not has_unit(name)
+
+
+def compiler_flags() -> Iterable[str]:
+    """Return the compiler's flags for what a run may use of the processor."""
+    level = chosen_level()
+    return ("-march=native",) if level is None else level.compiler_flags
+
+
+def describe() -> str:
+    """Return all that tells this processor, and how it is used, from another."""
+    lines = _cpuinfo().splitlines()
+    wanted = ("model name", "flags", "Features")
+    known = sorted({line for line in lines if line.startswith(wanted)})
+    return "\n".join([*(known or [platform.processor()]), *compiler_flags()])
+
+
+def _units() -> frozenset[str]:
+    for line in _cpuinfo().splitlines():
+        if line.startswith("flags"):
+            return frozenset(line.partition(":")[2].split())
+    return frozenset()  # no x86, or no Linux: nobody asks for its units by name
+
+
+@functools.cache
+def _cpuinfo() -> str:
+    try:
+        return CPUINFO.read_text()
+    except OSError:
+        return ""

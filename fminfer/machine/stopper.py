@@ -1,0 +1,240 @@
+"""Ends a run in good order: Ctrl-C, SIGTERM, a scheduler's warning, a wall-time limit."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+from fminfer.core.errors import StoppedError, UsageError
+
+# Slurm's --signal and LSF's -wa send one of the user's choice; LSF's run limit sends SIGUSR2.
+WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+SPARE_S = 5.0  # from the end of the grace to that of the processes
+AGAIN = "The same command, without --restart, goes on from there."
+DEADLINE = signal.SIGXCPU  # a run sends it to itself
+SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+_NUMBER = r"\d+(?:\.\d+)?"
+DURATIONS = (
+    re.compile(rf"(?P<s>{_NUMBER})"),
+    re.compile("(?=.)" + "".join(rf"(?:(?P<{unit}>{_NUMBER}){unit})?" for unit in SECONDS)),
+    re.compile(r"(?P<m>\d+):(?P<s>[0-5]\d)"),
+    re.compile(r"(?:(?P<d>\d+)-)?(?P<h>\d+):(?P<m>[0-5]\d):(?P<s>[0-5]\d)"),  # as Slurm's
+)
+REPEAT_S = 1.0  # a signal to all processes of a job comes by the launcher once more
+REPEAT_CTRL_C_S = 0.3  # the same of Ctrl-C, which people press twice within a second
+
+
+def parse_duration(text: str) -> float:
+    """Return the seconds of 3:50:00, 45:00 (minutes), 90 (seconds), 1.5h, 1h30m or 15s.
+
+    Raises:
+        ValueError: it is none of that.
+    """
+    for form in DURATIONS:
+        if (parts := form.fullmatch(text.strip())) is not None:
+            found = parts.groupdict(default="0")
+            return sum(float(found.get(unit, 0)) * size for unit, size in SECONDS.items())
+    raise ValueError(f"{text!r} is no duration; write 3:50:00, 45:00, 2h, 1h30m, or 90 (seconds)")
+
+
+def is_repeat(number: int, since_s: float) -> bool:
+    """Tell whether a signal, so long after the first one, is that one over again.
+
+    Schedulers repeat their warnings, and those that start a job's processes pass signals on.
+    """
+    least_s = REPEAT_CTRL_C_S if number == signal.SIGINT else REPEAT_S
+    return number in WARNINGS or since_s < least_s
+
+
+def _end_process(reason: StoppedError) -> None:
+    os._exit(1)
+
+
+class Stopper:
+    """Hears that a run is to stop, and tells it.
+
+    Args:
+        grace_s: how long rows that run may go on.
+        is_quiet: say nothing when Ctrl-C is heard.
+        end: ends this process at once, for a reason. The command gives it an exit status.
+
+    `on_second` is called when a second signal ends the run at once.
+    """
+
+    def __init__(
+        self,
+        grace_s: float,
+        *,
+        is_quiet: bool = True,
+        end: Callable[[StoppedError], None] = _end_process,
+    ) -> None:
+        self.grace_s = grace_s
+        self._is_quiet = is_quiet
+        self._end = end
+        self.on_second: Callable[[], None] = lambda: None
+        self._deadline_s: float | None = None
+        self._stop: Callable[[float], None] | None = None  # the engine's, while it runs
+        self._needed_s: Callable[[], float | None] = lambda: None
+        self._watchdog: threading.Timer | None = None
+        self._is_reading = False
+        self._heard_s = float("-inf")
+        self.reason: StoppedError | None = None
+
+    def set_deadline(self, deadline_s: float) -> None:
+        """Have the run end by a moment, in time.monotonic()."""
+        self._deadline_s = deadline_s
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Hear signals, and mind the deadline; in the main thread. Afterwards they are ignored."""
+        numbers = signals_to_hear()
+        for number in numbers:
+            signal.signal(number, self._hear)
+        timer: threading.Timer | None = None
+        if self._deadline_s is not None:
+            left_s = max(0.0, self._last_call_s(self._deadline_s) - time.monotonic())
+            main = threading.main_thread().ident
+            assert main is not None
+            # A signal to itself is heard wherever the main thread waits.
+            timer = threading.Timer(left_s, signal.pthread_kill, (main, DEADLINE))
+            timer.daemon = True
+            timer.start()
+        try:
+            yield
+        finally:
+            if timer is not None:
+                timer.cancel()
+            if self._watchdog is not None:
+                self._watchdog.cancel()
+            for number in numbers:  # the process ends now, and with the status that it has
+                signal.signal(number, signal.SIG_IGN)
+
+    @contextmanager
+    def telling(
+        self, stop: Callable[[float], None], needed_s: Callable[[], float | None] = lambda: None
+    ) -> Iterator[None]:
+        """Have a run's `stop` called with the grace, in seconds, when it is to stop.
+
+        Args:
+            needed_s: estimates how long rows that run would take to end; None: it cannot.
+        """
+        self._stop, self._needed_s = stop, needed_s
+        try:
+            if self.reason is not None:
+                raise self.reason
+            yield
+        finally:
+            self._stop = None
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Let a wait for input end at once when the run is to stop, by StoppedError."""
+        if self.reason is not None:
+            raise self.reason
+        self._is_reading = True
+        try:
+            yield
+        finally:
+            self._is_reading = False
+
+    def leave_to_rank_0(self) -> None:
+        """Signals reach every rank of a cluster's job; rank 0 ends the run in good order.
+
+        One that is told to end, and is still there when rank 0 must have ended, ends by itself.
+        """
+        for number in (signal.SIGINT, signal.SIGHUP, *WARNINGS):
+            signal.signal(number, signal.SIG_IGN)
+        reason = StoppedError("Terminated.", "terminated")
+        timer = threading.Timer(self.grace_s + SPARE_S, self._end, (reason,))
+        timer.daemon = True
+        signal.signal(signal.SIGTERM, lambda number, frame: _start_once(timer))
+
+    def _last_call_s(self, deadline_s: float) -> float:
+        """Return when rows are told to end, so that the processes end by the deadline, too."""
+        return deadline_s - self.grace_s - SPARE_S
+
+    def _reason(self, number: signal.Signals) -> StoppedError:
+        if number == signal.SIGINT:
+            return StoppedError("Interrupted.", "interrupted")
+        if number == signal.SIGTERM:
+            return StoppedError("Terminated.", "terminated")
+        if number == signal.SIGHUP:
+            return StoppedError("Hung up.", "hung_up")
+        last_call_s = math.inf if self._deadline_s is None else self._last_call_s(self._deadline_s)
+        is_deadline = number == DEADLINE and time.monotonic() >= last_call_s
+        name = "--deadline" if is_deadline else number.name
+        return StoppedError(f"Out of time ({name}).", "out_of_time")
+
+    def _give_up(self) -> None:
+        assert self.reason is not None
+        print(f"{self.reason} (It did not end within --grace.)", file=sys.stderr, flush=True)
+        self._end(self.reason)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        now_s = time.monotonic()
+        if self.reason is not None:
+            if is_repeat(number, now_s - self._heard_s):
+                return
+            self.reason = self._reason(signal.Signals(number))
+            self.on_second()
+            raise KeyboardInterrupt  # asked twice: at once
+        self.reason, self._heard_s = self._reason(signal.Signals(number)), now_s
+        # Steps may be long, and ranks may hang: what is on disk is good in any case.
+        self._watchdog = threading.Timer(self.grace_s + SPARE_S, self._give_up)
+        self._watchdog.daemon = True
+        self._watchdog.start()
+        if self._stop is None:  # nothing runs yet
+            raise self.reason
+        if number == signal.SIGINT and not self._is_quiet:
+            self._tell_of_grace()
+        self._stop(self.grace_s)
+        if self._is_reading:
+            raise self.reason
+
+    def _tell_of_grace(self) -> None:
+        """Say why Ctrl-C does not end the run at once, by what a signal's handler may call."""
+        needed_s = self._needed_s()
+        needs = "" if needed_s is None else f"; all of them may need {needed_s:.0f} s"
+        text = (
+            f"\nEnding: rows that run have {self.grace_s:g} s to finish (--grace){needs}. What is "
+            "finished is kept. Ctrl-C again ends at once.\n"
+        )
+        with suppress(OSError):
+            os.write(2, text.encode())
+
+
+def _start_once(timer: threading.Timer) -> None:
+    if timer.ident is None:
+        timer.start()
+
+
+def signals_to_hear() -> list[signal.Signals]:
+    """List the signals that end a run; under nohup a closed terminal does not."""
+    numbers = [signal.SIGINT, signal.SIGTERM, *WARNINGS]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    return numbers
+
+
+def check_times(grace_s: float, deadline_s: float | None) -> None:
+    """Refuse times that cannot be.
+
+    Raises:
+        UsageError: a negative grace, or a deadline that leaves no time beside it.
+    """
+    if grace_s < 0:
+        raise UsageError(f"--grace is {grace_s:g} seconds; it must be 0 or more")
+    if deadline_s is not None and deadline_s <= grace_s + SPARE_S:
+        raise UsageError(
+            f"--deadline is {deadline_s:g} seconds. It must be above {grace_s + SPARE_S:g}: a run "
+            f"ends its rows --grace ({grace_s:g} s) and {SPARE_S:g} s before its deadline. Give "
+            "more time, or a smaller --grace"
+        )

@@ -1,0 +1,118 @@
+"""The processor's threads: how many a run may use, and how they wait.
+
+It needs no torch: how threads wait is settled before that is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from fminfer.machine.control_groups import group_folders
+
+# How often an idle thread of GNU's OpenMP looks for work before it sleeps; docs/performance.md has
+# the figures. Its own default is 300,000 times, or for ever under OMP_WAIT_POLICY=active. While a
+# thread spins, the one that it waits for may stand in line for the same core.
+SPINS = 10_000
+LOOK_S = 0.5  # how often a run looks which cores it may use; a look takes some 0.1 ms
+BINDS_THREADS = {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"}
+
+
+def wait_briefly() -> None:
+    """Have the threads of OpenMP, which is not loaded yet, soon sleep when they wait.
+
+    What the user has set stays.
+    """
+    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = str(SPINS)
+
+
+def count_cores() -> int:
+    """Return the cores that this process may use: its affinity, and its control groups' quota.
+
+    A part of a core counts as one.
+    """
+    return max(1, min([len(affine_cores()), *_quotas()]))
+
+
+def affine_cores() -> set[int]:
+    """Return the cores that any thread of this process may run on, by their numbers.
+
+    Where OpenMP binds each of its threads to a core, as the user asked, this tells nothing of what
+    the process may use: all cores count then.
+    """
+    if not hasattr(os, "sched_getaffinity") or BINDS_THREADS & os.environ.keys():
+        return set(range(os.cpu_count() or 1))
+    cores = set(os.sched_getaffinity(0))
+    with suppress(OSError):  # no /proc, or none that may be read
+        for thread in os.listdir("/proc/self/task"):
+            with suppress(ProcessLookupError):  # it has just ended
+                cores |= os.sched_getaffinity(int(thread))
+    return cores
+
+
+def _quotas() -> Iterator[int]:
+    """Give the cores that each control group with a quota allows, rounded up."""
+    for folder, version in group_folders("cpu"):
+        with suppress(OSError, ValueError):  # "max": no limit
+            quota_us, period_us = _quota(folder, version)
+            if quota_us > 0:  # -1 is no limit in version 1
+                yield -(-quota_us // period_us)
+
+
+def _quota(folder: Path, version: int) -> tuple[int, int]:
+    """Return the microseconds of computing that a group has in each period, and the period."""
+    if version == 2:
+        quota, period = (folder / "cpu.max").read_text().split()
+        return int(quota), int(period)
+    quota = (folder / "cpu.cfs_quota_us").read_text()
+    return int(quota), int((folder / "cpu.cfs_period_us").read_text())
+
+
+def choose_num_threads(asked: int | None, current: int, num_processes: int) -> int:
+    """Return how many threads are to compute in this process.
+
+    Args:
+        asked: by --threads.
+        current: what torch would use; OMP_NUM_THREADS or a call of torch's may have said so.
+        num_processes: of this run on this machine; they share the cores.
+    """
+    if asked is not None:
+        return asked
+    if "OMP_NUM_THREADS" in os.environ:
+        return current
+    return min(current, max(1, count_cores() // num_processes))
+
+
+class ThreadCount:
+    """How many threads compute in this process, as the cores that it may use come and go.
+
+    It never is more than at the start, and never another than the user asked for.
+
+    Args:
+        asked, current, num_processes: as `choose_num_threads` takes them.
+        use: has the calling thread compute with so many threads.
+    """
+
+    def __init__(
+        self, asked: int | None, current: int, num_processes: int, use: Callable[[int], None]
+    ) -> None:
+        self._is_fixed = asked is not None or "OMP_NUM_THREADS" in os.environ
+        self._num_processes, self._use = num_processes, use
+        self._most = self._now = choose_num_threads(asked, current, num_processes)
+        self._next_look_s = time.monotonic() + LOOK_S
+        use(self._now)
+
+    def follow(self) -> None:
+        """Look whether there are fewer cores or more again; for the thread that computes."""
+        now_s = time.monotonic()
+        if self._is_fixed or now_s < self._next_look_s:
+            return
+        self._next_look_s = now_s + LOOK_S
+        number = choose_num_threads(None, self._most, self._num_processes)
+        if number != self._now:
+            self._now = number
+            self._use(number)

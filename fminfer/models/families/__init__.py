@@ -1,0 +1,1 @@
+"""A row for each family: its config as a spec, and where its tensors are."""

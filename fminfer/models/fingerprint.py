@@ -1,0 +1,136 @@
+"""What must be the same for the rows of an earlier run to be kept: model, tokenizer, settings.
+
+It reads files and knows nothing of journals.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from fminfer.core.config import EngineConfig
+from fminfer.core.errors import CheckpointError
+from fminfer.core.version import DRAWING, __version__
+from fminfer.machine.device import choose_device, choose_dtype, choose_kv_dtype
+from fminfer.models.checkpoint import GENERATION, Checkpoint
+from fminfer.models.stored.weight_file import read_weight_file
+from fminfer.models.stored.weight_folder import weight_files
+
+# Of a weight file what names its tensors, and of each of them this much in its middle and at its
+# end: training changes a tensor everywhere, new tokens its end. To read 350 GB would take minutes.
+PIECE_BYTES = 2048
+# By name: a folder may hold outputs too.
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt"),
+)
+KV_DTYPE = "--kv-dtype"  # named if it is another than that of hidden states
+SETTINGS = (
+    *("seed", "on_too_long", "max_logprobs", "token_format", "skip_tokenizer_init"),
+    *("strict", "check_model"),
+)
+
+
+def fingerprint_of(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, str]:
+    """Return what an answer depends on beside its line, each under the name that people know.
+
+    How the work is done is not in it: ranks, budget, chunks and attention may change.
+    """
+    device = choose_device(config.device, config.cuda_ids)
+    dtype = choose_dtype(config.dtype, checkpoint.config.dtype, device)
+    found = {
+        "fminfer's version": __version__,
+        DRAWING: "Gumbel-max",
+        "the model": _model_digest(config, checkpoint),
+        "the tokenizer": _files_digest(checkpoint),
+        "the dtype": str(dtype).removeprefix("torch."),
+        "--max-layers": str(config.max_layers),
+        "--model-name": checkpoint.name,  # it stands in records
+    }
+    kv_dtype = choose_kv_dtype(config.kv_dtype, dtype)
+    if kv_dtype != dtype:
+        found[KV_DTYPE] = str(kv_dtype).removeprefix("torch.")
+    if config.max_model_len is not None:
+        found["--max-model-len"] = str(config.max_model_len)
+    if config.request_args:
+        found["--overwrite-request-args"] = json.dumps(config.request_args, sort_keys=True)
+    for name in SETTINGS:
+        found[f"--{name.replace('_', '-')}"] = str(getattr(config, name))
+    return found
+
+
+def _model_digest(config: EngineConfig, checkpoint: Checkpoint) -> str:
+    fields = checkpoint.config.to_dict()
+    fields.pop("_name_or_path", None)
+    digest = hashlib.blake2b(digest_size=8)
+    digest.update(json.dumps(fields, sort_keys=True, default=str).encode())
+    if checkpoint.folder is None:
+        digest.update(b"random %d" % config.seed)
+    else:
+        for file in weight_files(checkpoint.folder):
+            _add_weights(digest, file)
+    return digest.hexdigest()
+
+
+def digest_files(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return a digest of each weight file, by its name, for processes that must have the same.
+
+    As in a fingerprint, some of each tensor is read.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    found = {}
+    for file in [] if checkpoint.folder is None else weight_files(checkpoint.folder):
+        digest = hashlib.blake2b(digest_size=8)
+        _add_weights(digest, file)
+        found[file.name] = digest.hexdigest()
+    return found
+
+
+def name_differences(mine: dict[str, str], theirs: dict[str, str]) -> str:
+    """Name the weight files in which two processes differ, three at most; "": none."""
+    names = [n for n in sorted({**mine, **theirs}) if mine.get(n) != theirs.get(n)]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def _add_weights(digest: hashlib.blake2b, file: Path) -> None:
+    try:
+        _add_pieces(digest, file)
+    except OSError as error:
+        raise CheckpointError(f"{file} is broken ({error}); fetch it again") from error
+
+
+def _add_pieces(digest: hashlib.blake2b, file: Path) -> None:
+    stored = read_weight_file(file)
+    first, last = stored.header
+    digest.update(f"\n{file.name} {file.stat().st_size}\n".encode())
+    with file.open("rb") as tensors:
+        tensors.seek(first)
+        digest.update(tensors.read(last - first))
+        for first, last in dict.fromkeys(tensor.span for tensor in stored.tensors.values()):
+            for place in ((first + last - PIECE_BYTES) // 2, last - PIECE_BYTES):
+                place = max(first, place)
+                tensors.seek(place)
+                digest.update(tensors.read(min(PIECE_BYTES, last - place)))
+
+
+def _files_digest(checkpoint: Checkpoint) -> str:
+    """Return a digest of the tokenizer's files, and of what says which tokens end a text."""
+    digest = hashlib.blake2b(digest_size=8)
+    folder, files = checkpoint.tokenizer_folder, []
+    if folder is not None:
+        files = sorted(file for file in folder.iterdir() if _is_of_tokenizer(file))
+    if checkpoint.generation_folder is not None:
+        files.append(checkpoint.generation_folder / GENERATION)
+    for file in files:
+        digest.update(f"\n{file.name}\n".encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _is_of_tokenizer(file: Path) -> bool:
+    is_named = file.name in TOKENIZER_FILES or file.suffix in (".model", ".tiktoken")
+    return is_named and file.is_file()

@@ -1,0 +1,58 @@
+"""From the last hidden states to logits: a product whose sums are kept in float32.
+
+Sums of 16-bit products are float32 in every library; rounded to bfloat16, logits around 20 would be
+multiples of 1/8, and many would tie. So no body here rounds them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fminfer.compute.sampling.head_kernel import HeadKernel
+from fminfer.models.transformer import HeadLayer
+
+# Of a weight, what plain torch widens to float32 at once: a cache holds it while it is multiplied.
+WIDENED_BYTES = 2 << 20
+
+
+class Head:
+    """A model's head, a linear layer, with logits in float32.
+
+    Args:
+        layer: of the network.
+        kernel: the CPU's, for float32 and bfloat16; None: plain torch.
+    """
+
+    def __init__(self, layer: HeadLayer, kernel: HeadKernel | None) -> None:
+        self._layer, self._kernel = layer, kernel
+        self._bias = None if layer.bias is None else layer.bias.float()
+        self.vocab_size = layer.vocab_size
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits, (rows, vocab) float32, of hidden states, (rows, hidden)."""
+        logits = self._multiply(hidden)
+        return logits if self._layer.scale == 1.0 else logits.mul_(self._layer.scale)
+
+    def _multiply(self, hidden: torch.Tensor) -> torch.Tensor:
+        weight = self._layer.weight
+        if self._kernel is not None:
+            return self._kernel(hidden, weight, self._bias)
+        if weight.dtype == torch.float32:
+            return torch.nn.functional.linear(hidden, weight, self._bias)
+        if weight.is_cuda:
+            logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+            return logits if self._bias is None else logits.add_(self._bias)
+        return _multiply_widened(hidden, weight, self._bias)
+
+
+def _multiply_widened(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Return hidden·Wᵀ + b in float32, some outputs after the other, in plain torch."""
+    hidden = hidden.float()
+    logits = hidden.new_empty((len(hidden), len(weight)))
+    size = max(1, WIDENED_BYTES // (4 * weight.shape[1]))
+    for first in range(0, len(weight), size):
+        part = slice(first, first + size)
+        logits[:, part] = hidden @ weight[part].float().t()
+    return logits if bias is None else logits.add_(bias)

@@ -1,0 +1,249 @@
+"""One stage's compute: its layers, its KV cache, and on the last stage the sampling.
+
+It knows steps, not requests; which rows run and why is the engine's business.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Callable
+
+import torch
+
+from fminfer.compute.attention.kv_cache import KvCache
+from fminfer.compute.attention.paged_attention import AttentionKernel
+from fminfer.compute.sampling.head_kernel import HeadKernel
+from fminfer.compute.sampling.sampler import (
+    Drawer,
+    Draws,
+    LogitEditTensors,
+    Ranker,
+    SamplingTensors,
+    draw,
+    rank,
+    sample,
+    score,
+)
+from fminfer.compute.soft_cap import soft_cap
+from fminfer.core.messages import SamplingRows, Step, StepResult, StepRow, TokenLogprobs
+from fminfer.machine.out_of_memory import SizeLimit
+from fminfer.machine.threads import ThreadCount
+from fminfer.models.head import Head
+from fminfer.models.step_clock import StepClock
+from fminfer.models.transformer import LayerStep, Transformer
+
+# Elements of logits that exist at once. Above 32 MB glibc asks the system for fresh, zeroed memory
+# each time, which costs more than a smaller product does. A GPU reads the whole head each time, and
+# what it drew must be waited for.
+MAX_LOGITS = {"cpu": 6 << 20, "cuda": 64 << 20}  # 24 and 256 MB in float32
+
+
+class Stage:
+    """A model, or the layers of one stage, over a paged KV cache.
+
+    Args:
+        network: weights loaded.
+        kv_dtype: of the KV cache.
+        device: of its weights, its hidden states and the KV cache.
+        num_blocks, block_size: the size of the KV cache.
+        kernel: the compiled attention kernel; None: plain tensor operations.
+        ranker: finds normalizers and the best of logits.
+        drawer: draws tokens.
+        head_kernel: the compiled head; None: plain torch.
+        threads: how many compute; looked at before each step. None: torch's own number.
+    """
+
+    def __init__(
+        self,
+        network: Transformer,
+        *,
+        kv_dtype: torch.dtype,
+        device: torch.device,
+        num_blocks: int,
+        block_size: int,
+        kernel: AttentionKernel | None = None,
+        ranker: Ranker = rank,
+        drawer: Drawer = draw,
+        head_kernel: HeadKernel | None = None,
+        threads: ThreadCount | None = None,
+    ) -> None:
+        self._threads = threads
+        self._network = network
+        layer = network.head
+        self._head = None if layer is None else Head(layer, head_kernel)
+        self._device = device
+        self.has_kernel = kernel is not None  # attention is compiled
+        self._ranker = ranker
+        self._drawer = drawer
+        self.clock = StepClock(device)
+        self._token_limit = SizeLimit("tokens")
+        self._logit_limit = SizeLimit("tokens' logits")
+        self._cache = KvCache(
+            [layer.attention for layer in network.own],
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype=kv_dtype,
+            device=device,
+            kernel=kernel,
+        )
+
+    def run(self, step: Step) -> StepResult:
+        """Compute one step of a whole model: forward, then sampling and scoring."""
+        self.clock.start()
+        sampled, scored = self.finish(step, self.forward(step, None))
+        is_awaited = bool(sampled.ids or scored.ids)
+        span = self.clock.stop(is_awaited=is_awaited, max_tokens=self.max_tokens)
+        return StepResult(step.step_id, sampled, scored, [span])
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens computed at once since memory ran out; 0: it has not."""
+        return self._token_limit.most if self._token_limit.most < sys.maxsize else 0
+
+    @torch.inference_mode()
+    def forward(self, step: Step, hidden: torch.Tensor | None) -> torch.Tensor:
+        """Run the stage's layers over a step's packed tokens.
+
+        Args:
+            hidden: (tokens, hidden) of the stage before; None on the first stage.
+
+        Returns:
+            (tokens, hidden); on the last stage normed, and of the tokens in `step.wanted` only.
+        """
+        if self._threads is not None:
+            self._threads.follow()
+        if step.block_copies:
+            self._cache.copy_blocks(step.block_copies)
+        wanted = step.wanted if self._head is not None else range(step.num_tokens)
+
+        def run_part(first: int, last: int) -> torch.Tensor:
+            before = None if hidden is None else hidden[first:last]
+            kept = [token - first for token in wanted if first <= token < last]
+            is_whole = last - first == step.num_tokens
+            rows = step.rows if is_whole else _cut_rows(step.rows, first, last)
+            return self._forward(rows, before, kept or [last - first - 1])[: len(kept)]
+
+        parts = self._token_limit.run(step.num_tokens, run_part)
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    @torch.inference_mode()
+    def finish(self, step: Step, hidden: torch.Tensor) -> tuple[TokenLogprobs, TokenLogprobs]:
+        """Sample and score a step, on the last stage.
+
+        Args:
+            hidden: what `forward` returned, (wanted tokens, hidden).
+        """
+        place_of = {token: place for place, token in enumerate(step.wanted)}
+        return self._sample(hidden, step, place_of), self._score(hidden, step, place_of)
+
+    def _forward(
+        self, rows: list[StepRow], before: torch.Tensor | None, kept: list[int]
+    ) -> torch.Tensor:
+        """Run the layers over rows' tokens and return what they give for those to be kept."""
+        index = None
+        if len(kept) < sum(len(row.token_ids) for row in rows):
+            index = torch.tensor(kept, device=self._device)
+        self._cache.plan(rows, index)
+        positions = torch.tensor(
+            [
+                position
+                for row in rows
+                for position in range(row.position, row.position + len(row.token_ids))
+            ],
+            device=self._device,
+        )
+        if before is None:
+            ids = [token_id for row in rows for token_id in row.token_ids]
+            before = self._network.embed(torch.tensor(ids, device=self._device), positions)
+        return self._network.run(before, LayerStep(positions, self._cache, index))
+
+    def _sample(self, hidden: torch.Tensor, step: Step, place_of: dict[int, int]) -> TokenLogprobs:
+        rows = step.sampling
+        how = SamplingTensors(
+            torch.tensor(rows.temperature, dtype=torch.float32, device=self._device),
+            torch.tensor(rows.top_p, dtype=torch.float32, device=self._device),
+            torch.tensor(rows.top_k, dtype=torch.int64, device=self._device),
+            torch.tensor(rows.min_p, dtype=torch.float32, device=self._device),
+            torch.tensor(rows.noise, dtype=torch.int64, device=self._device),
+        )
+
+        edits = _edit_tensors(rows, self._device)
+
+        def choose(logits: torch.Tensor, part: slice) -> Draws:
+            part_edits = None if edits is None else edits.part(part)
+            num_top = rows.num_top_logprobs
+            return sample(logits, how.rows(part), num_top, part_edits, self._ranker, self._drawer)
+
+        return self._by_parts(hidden, [place_of[token] for token in rows.token_index], choose)
+
+    def _score(self, hidden: torch.Tensor, step: Step, place_of: dict[int, int]) -> TokenLogprobs:
+        rows = step.scoring
+        targets = torch.tensor(rows.target_id, dtype=torch.int64, device=self._device)
+
+        def judge(logits: torch.Tensor, part: slice) -> Draws:
+            return score(logits, targets[part], rows.num_top_logprobs, self._ranker)
+
+        return self._by_parts(hidden, [place_of[token] for token in rows.token_index], judge)
+
+    def _by_parts(
+        self,
+        hidden: torch.Tensor,
+        places: list[int],
+        use: Callable[[torch.Tensor, slice], Draws],
+    ) -> TokenLogprobs:
+        """Run the head and `use` its logits a bounded number of rows at a time."""
+        result, head = TokenLogprobs([], [], [], []), self._head
+        assert head is not None, "only the last stage has a head"
+
+        def use_part(first: int, last: int) -> Draws:
+            part = slice(first, last)
+            index = torch.tensor(places[part], device=self._device)
+            logits, cap = head(hidden[index]), self._network.model.logit_cap
+            if cap is not None:
+                logits = soft_cap(logits, cap)
+            return use(logits, part)
+
+        limit = self._logit_limit
+        most = MAX_LOGITS[self._device.type] // head.vocab_size
+        limit.most = min(limit.most, max(1, most))
+        for draws in limit.run(len(places), use_part):
+            result.ids += draws.ids.tolist()
+            result.logprobs += draws.logprobs.tolist()
+            result.top_ids += draws.top_ids.tolist()
+            result.top_logprobs += draws.top_logprobs.tolist()
+        return result
+
+
+def _edit_tensors(rows: SamplingRows, device: torch.device) -> LogitEditTensors | None:
+    if not (rows.edits.token_id or rows.banned_ids):
+        return None
+
+    def row_of(counts: list[int]) -> torch.Tensor:
+        return torch.repeat_interleave(torch.tensor(counts)).to(device)
+
+    def column(values: array[int] | array[float], dtype: torch.dtype) -> torch.Tensor:
+        empty = torch.empty(0, dtype=dtype)
+        return (torch.frombuffer(values, dtype=dtype) if values else empty).to(device)
+
+    edits = rows.edits
+    return LogitEditTensors(
+        row_of(rows.num_edits),
+        column(edits.token_id, torch.int64),
+        column(edits.bias, torch.float32),
+        column(edits.factor, torch.float32),
+        column(edits.minus, torch.float32),
+        row_of(rows.num_banned),
+        torch.tensor(rows.banned_ids, dtype=torch.int64, device=device),
+    )
+
+
+def _cut_rows(rows: list[StepRow], first: int, last: int) -> list[StepRow]:
+    """Return the rows of a step's packed tokens from one place to another."""
+    parts, start = [], 0
+    for row in rows:
+        cut = slice(max(0, first - start), max(0, last - start))
+        if ids := row.token_ids[cut]:
+            parts.append(StepRow(ids, row.position + cut.start, row.block_table))
+        start += len(row.token_ids)
+    return parts

@@ -1,0 +1,186 @@
+"""Reads the weight files of a checkpoint as one table of tensors, whatever their form."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+from math import prod
+from pathlib import Path
+
+import torch
+
+from fminfer.core.errors import CheckpointError
+from fminfer.core.impostors import broken
+from fminfer.machine.host_memory import read_mapped
+from fminfer.models.stored.metaseq import join_parts
+from fminfer.models.stored.read_ahead import Waiting
+from fminfer.models.stored.stored_tensors import BITS, JoinedTensor, StoredFile, StoredTensor
+from fminfer.models.stored.weight_file import read_weight_file
+from fminfer.models.stored.weight_folder import LAYER, WeightFiles, find_weights, no_weights_error
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+PAGE = mmap.PAGESIZE
+COPIED_BYTES = 1 << 18  # at once, of what is not aligned
+
+
+class TensorFiles:
+    """All tensors of a checkpoint by their stored names. Values are read on demand.
+
+    If several files hold a tensor, the index says which one counts.
+
+    Args:
+        layer_prefix: what the names of a layer's tensors begin with, {} for its number. A folder
+            with a file for each layer leaves it out.
+
+    Raises:
+        CheckpointError: there are no files, one is broken or missing, or a tensor is there twice.
+    """
+
+    def __init__(self, folder: Path, layer_prefix: str = "layers.{}.") -> None:
+        found = find_weights(folder)
+        if not found.files:
+            raise no_weights_error(folder)
+        files = [read_weight_file(path) for path in found.files]
+        self._maps: dict[Path, mmap.mmap] = {}
+        if found.form == "metaseq":
+            self._tensors = join_parts(files)
+        else:
+            self._tensors = _one_table(folder, found, files, layer_prefix)
+        self.types = {name: tensor.dtype for name, tensor in self._tensors.items()}
+        self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+        # None: one that does not run here
+        self.dtypes = {name: DTYPES.get(each) for name, each in self.types.items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return the values of a tensor, a view of its mapped file if it is in place there.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
+        tensor = self._tensors[name]
+        if self.is_in_place(name):
+            return self._view(tensor.parts[0])
+        whole = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
+        self.copy(name, whole)
+        return whole
+
+    def copy(self, name: str, target: torch.Tensor) -> None:
+        """Copy a tensor's values. The memory of their part of the file is left to others."""
+        tensor, first = self._tensors[name], 0
+        if not tensor.shape:
+            target.copy_(self._view(tensor.parts[0]))
+            return
+        for part in tensor.parts:
+            size = part.shape[tensor.dim]
+            self._copy(part, target.narrow(tensor.dim, first, size))
+            first += size
+
+    def drop(self, name: str) -> None:
+        """Leave the memory of a tensor's part of the file to others, after it was copied."""
+        for part in self._tensors[name].parts:
+            self._drop(part)
+
+    def is_in_place(self, name: str) -> bool:
+        """Tell whether a tensor can be used where it lies: it is one part, which is aligned."""
+        parts = self._tensors[name].parts
+        return len(parts) == 1 and _is_aligned(parts[0])
+
+    def waiting(self, name: str, *, is_used_there: bool) -> Iterator[Waiting]:
+        """Give the parts of a tensor, which were not read yet.
+
+        Args:
+            is_used_there: it is used where it lies, so that its pages may be this process's. What
+                is copied is only read into the system's memory.
+        """
+        for part in self._tensors[name].parts:
+            first, last = part.span
+            fetch = partial(_have_read, part.file, first, last)
+            if is_used_there and first < last:
+                address = torch.frombuffer(self._map(part.file), dtype=torch.uint8).data_ptr()
+                fetch = partial(read_mapped, address + first, last - first)
+            yield Waiting(last - first, fetch)
+
+    def main_dtype(self) -> torch.dtype | None:
+        """Return the dtype of most weights; None: one that does not run here."""
+        sizes: Counter[str] = Counter()
+        for name, dtype in self.types.items():
+            sizes[dtype] += prod(self.shapes[name])
+        return DTYPES.get(max(sizes, key=sizes.__getitem__, default=""))
+
+    def _view(self, tensor: StoredTensor) -> torch.Tensor:
+        dtype = DTYPES[tensor.dtype]
+        first, last = tensor.span
+        if first == last:
+            return torch.empty(tensor.shape, dtype=dtype)
+        mapped = self._map(tensor.file)
+        if last > len(mapped):
+            raise broken(tensor.file, "it was cut off meanwhile")
+        stored = torch.frombuffer(mapped, dtype=torch.uint8, count=last - first, offset=first)
+        if not _is_aligned(tensor):  # of old files: the processor may not read it where it lies
+            stored = stored.clone()
+            self._drop(tensor)
+        return stored.view(dtype).as_strided(tensor.shape, tensor.strides)
+
+    def _copy(self, tensor: StoredTensor, target: torch.Tensor) -> None:
+        rows = tensor.shape[0]
+        step = rows if _is_aligned(tensor) else -(-rows * COPIED_BYTES // max(1, target.nbytes))
+        for first in range(0, rows, step or 1):
+            last = min(first + step, rows)
+            target[first:last] = self._view(tensor.rows(first, last))
+        self._drop(tensor)
+
+    def _map(self, path: Path) -> mmap.mmap:
+        if path not in self._maps:
+            try:
+                with path.open("rb") as file:
+                    # Changes, which nobody makes, would stay in memory.
+                    self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            except (OSError, ValueError) as error:
+                raise broken(path, error) from error
+        return self._maps[path]
+
+    def _drop(self, tensor: StoredTensor) -> None:
+        first, last = tensor.span
+        first = -(-first // PAGE) * PAGE  # whole pages of its own
+        last = last // PAGE * PAGE
+        if last > first and hasattr(mmap, "MADV_DONTNEED"):
+            self._map(tensor.file).madvise(mmap.MADV_DONTNEED, first, last - first)
+
+
+def _have_read(path: Path, first: int, last: int) -> None:
+    """Have the system read a part of a file; it goes on by itself."""
+    if hasattr(os, "posix_fadvise"):
+        with suppress(OSError), path.open("rb") as file:  # whoever needs it says what is wrong
+            os.posix_fadvise(file.fileno(), first, last - first, os.POSIX_FADV_WILLNEED)
+
+
+def _is_aligned(tensor: StoredTensor) -> bool:
+    return tensor.start * 8 % BITS[tensor.dtype] == 0
+
+
+def _one_table(
+    folder: Path, found: WeightFiles, files: list[StoredFile], layer_prefix: str
+) -> dict[str, JoinedTensor]:
+    homes: dict[str, Path] = {}
+    tensors: dict[str, JoinedTensor] = {}
+    for file in files:
+        layer = LAYER.fullmatch(file.path.name) if found.form == "layers" else None
+        prefix = layer_prefix.format(layer[1]) if layer else ""
+        for name, tensor in file.tensors.items():
+            whole = prefix + name
+            if name in found.homes and folder / found.homes[name] != file.path:
+                continue
+            if whole in homes:
+                more = "" if layer else f", and no {found.index} says which one counts"
+                raise CheckpointError(
+                    f"{folder} holds the tensor {whole!r} twice, in {homes[whole].name} and "
+                    f"{file.path.name}{more}; take the file away that does not belong to the "
+                    "model, or fetch the index"
+                )
+            homes[whole] = file.path
+            tensors[whole] = JoinedTensor((tensor,))
+    return tensors

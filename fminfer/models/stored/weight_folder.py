@@ -1,0 +1,186 @@
+"""The files that hold a model's weights, their form, and how large they are. It needs no torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from fminfer.core.errors import CheckpointError
+from fminfer.core.impostors import broken, refuse_impostor
+from fminfer.models.stored.metaseq import unsharded_error
+
+Form = Literal["safetensors", "bin", "layers", "metaseq"]
+LAYER = re.compile(r"pytorch_(\d+)\.pt")
+BEFORE, AFTER = "pytorch_embs.pt", "pytorch_lm_head.pt"  # of a folder with a file a layer
+PART = re.compile(r"reshard-model_part-(\d+)\.pt")  # of metaseq
+SHARD = re.compile(r".*-shard\d+\.pt")
+SHARD_OF = re.compile(r"(.*-)(\d+)-of-(\d+)(\.\w+)")
+OTHERS = (".h5", ".msgpack", ".gguf", ".pth", ".ckpt", ".onnx", ".nemo")
+
+
+@dataclass(slots=True, frozen=True)
+class WeightFiles:
+    """The files of a folder that make up the model.
+
+    Args:
+        homes: the file of each tensor, where an index tells it.
+        index: the name that such an index has.
+    """
+
+    form: Form
+    files: list[Path]
+    homes: dict[str, str] = field(default_factory=dict)
+    index: str = ""
+
+
+def find_weights(folder: Path) -> WeightFiles:
+    """Find the files that make up the model; safetensors first, where it is there twice.
+
+    Raises:
+        CheckpointError: one of them is missing, or an index is broken.
+    """
+    return (
+        _find_saved(folder, "safetensors", "model.safetensors", "*.safetensors")
+        or _find_saved(folder, "bin", "pytorch_model.bin", "pytorch_model*.bin")
+        or _find_layers(folder)
+        or _find_metaseq(folder)
+        or WeightFiles("safetensors", [])
+    )
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """List the files that make up the model; none where there are none.
+
+    Raises:
+        CheckpointError: as `find_weights`.
+    """
+    return find_weights(folder).files
+
+
+def indexed_names(folder: Path) -> list[str]:
+    """Return the tensors that an index names; none where there is no index.
+
+    Raises:
+        CheckpointError: it is broken.
+    """
+    for one in ("model.safetensors", "pytorch_model.bin"):
+        if (index := folder / f"{one}.index.json").exists():
+            return list(_read_index(index))
+    return []
+
+
+def find_weight_files(name: str) -> dict[Path, int]:
+    """Return the weight files of a folder, or of the hub's model in its cache, and their sizes.
+
+    Nothing: they are not there, or are broken, as loading will say.
+    """
+    try:
+        folder = _find_folder(name)
+        files = [] if folder is None else weight_files(folder)
+        return {file: file.stat().st_size for file in files}
+    except (CheckpointError, OSError, ValueError):
+        return {}
+
+
+def no_weights_error(folder: Path) -> CheckpointError:
+    """Return the error of a folder without weights; it names what cannot be read."""
+    others = sorted(file.name for file in folder.glob("*") if file.suffix in OTHERS)
+    found = f"; it holds {others[0]}, which does not run" if others else ""
+    return CheckpointError(
+        f"{folder} holds no .safetensors file and no pytorch_model.bin{found}. Fetch one of them; "
+        "docs/models.md lists all forms of weights that run"
+    )
+
+
+def _find_saved(folder: Path, form: Form, one: str, several: str) -> WeightFiles | None:
+    """Find what transformers saves: the files of an index, else the one, else all.
+
+    Some repositories hold the same weights twice, the second time in another format.
+    """
+    index = folder / f"{one}.index.json"
+    if index.exists():
+        homes = _read_index(index)
+        files = sorted({folder / name for name in homes.values()})
+        missing = [file.name for file in files if not file.exists()]
+        for name in missing[:1]:
+            raise CheckpointError(
+                f"{folder} lacks {name}, which its {index.name} names ({len(missing)} such files); "
+                "fetch it"
+            )
+        return WeightFiles(form, files, homes, index.name)
+    files = [folder / one] if (folder / one).exists() else sorted(folder.glob(several))
+    _refuse_gaps(folder, [file.name for file in files])
+    return WeightFiles(form, files, {}, index.name) if files else None
+
+
+def _refuse_gaps(folder: Path, names: list[str]) -> None:
+    """Refuse files of which one is missing, by what their names say: model-00001-of-00002."""
+    for name in names:
+        if found := SHARD_OF.fullmatch(name):
+            numbers = range(1, int(found[3]) + 1)
+            all_names = [f"{found[1]}{n:0{len(found[2])}}-of-{found[3]}{found[4]}" for n in numbers]
+            missing = [other for other in all_names if other not in names]
+            # Some count from 0.
+            if missing and len(names) < len(all_names):
+                raise CheckpointError(
+                    f"{folder} lacks {missing[0]}, a part beside {name}; fetch it"
+                )
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    try:
+        refuse_impostor(index)
+        homes = json.loads(index.read_bytes())["weight_map"]
+        names = {str(name) for name in homes.values()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise broken(index, f"no JSON object with a weight_map: {error!r}") from error
+    for name in names:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise CheckpointError(f"{index} names {name}, which is outside its folder")
+    return {str(tensor): str(name) for tensor, name in homes.items()}
+
+
+def _find_layers(folder: Path) -> WeightFiles | None:
+    """Find a file for each layer, one before them and one after them."""
+    numbers = _numbers(folder, LAYER)
+    ends = [name for name in (BEFORE, AFTER) if (folder / name).exists()]
+    if not numbers and not ends:
+        return None
+    layers = [f"pytorch_{number}.pt" for number in range(max(numbers, default=0) + 1)]
+    return WeightFiles("layers", _all_there(folder, [BEFORE, *layers, AFTER]))
+
+
+def _find_metaseq(folder: Path) -> WeightFiles | None:
+    if (folder / "restored.pt").exists():
+        return WeightFiles("metaseq", [folder / "restored.pt"])
+    if numbers := _numbers(folder, PART):
+        parts = [f"reshard-model_part-{number}.pt" for number in range(max(numbers) + 1)]
+        return WeightFiles("metaseq", _all_there(folder, parts))
+    for file in sorted(folder.glob("*-shard*.pt")):
+        if SHARD.fullmatch(file.name):
+            raise unsharded_error(file.name)
+    return None
+
+
+def _numbers(folder: Path, form: re.Pattern[str]) -> list[int]:
+    found = [form.fullmatch(file.name) for file in folder.glob("*.pt")]
+    return [int(match[1]) for match in found if match]
+
+
+def _all_there(folder: Path, names: list[str]) -> list[Path]:
+    missing = [name for name in names if not (folder / name).exists()]
+    for name in missing[:1]:
+        raise CheckpointError(f"{folder} lacks {name} ({len(missing)} such files); fetch it")
+    return [folder / name for name in names]
+
+
+def _find_folder(name: str) -> Path | None:
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import try_to_load_from_cache  # only for models that are not local
+
+    config = try_to_load_from_cache(name, "config.json")
+    return Path(config).parent if isinstance(config, str) else None

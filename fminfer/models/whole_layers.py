@@ -1,0 +1,337 @@
+"""Computes whole layers in one call of the library each, in float32 or bfloat16 on the CPU.
+
+Called from Python part by part, a layer of few tokens takes as long as some of its parts. Where
+each part is a kernel of ours, one call does the same, to the last bit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from fminfer.compute import spec
+from fminfer.compute.attention.kernel_attention import (
+    Arguments,
+    KernelAttention,
+    KernelRows,
+    step_arguments,
+)
+from fminfer.compute.attention.kv_cache import KvCache
+from fminfer.compute.layers.bodies import GATES, PLAIN
+from fminfer.compute.linear.product_kernel import TYPES, PackedProduct
+from fminfer.compute.trial import Limits, Pair, try_body
+from fminfer.compute.workspace import Workspace
+from fminfer.core.config import Kernels
+from fminfer.core.messages import StepRow
+from fminfer.models.part_tensors import Tensors
+from fminfer.models.transformer import LayerOf, LayerStep
+
+NO_WINDOW = 2**31 - 1
+# Of the largest number that the parts give.
+MAX_ERROR: Limits = {torch.float32: 1e-4, torch.bfloat16: 0.02}
+
+
+class Norm(ctypes.Structure):
+    """x / sqrt(mean(x²) + eps) * (weight + offset), or a LayerNorm if it has a bias.
+
+    Without a weight none.
+    """
+
+    _fields_ = (
+        *[(name, ctypes.c_void_p) for name in ("weight", "bias")],
+        *[(name, ctypes.c_float) for name in ("eps", "offset")],
+    )
+
+
+class Linear(ctypes.Structure):
+    """A PackedProduct."""
+
+    _fields_ = (
+        *[(name, ctypes.c_void_p) for name in ("weight", "bias")],
+        *[(name, ctypes.c_int64) for name in ("inputs", "outputs", "weight_type")],
+    )
+
+
+class Layer(ctypes.Structure):
+    """What a layer is; whole_layers.cpp says what each is."""
+
+    _fields_ = (
+        *[(name, Norm) for name in ("first", "second", "of_query", "of_key")],
+        *[(name, Linear) for name in ("qkv", "out", "up", "down")],
+        *[(name, ctypes.c_void_p) for name in ("keys", "values", "slopes")],
+        *[(name, ctypes.c_int64) for name in ("head_step", "key_at", "value_at")],
+        *[(name, ctypes.c_int64) for name in ("activation", "window")],
+        *[(name, ctypes.c_float) for name in ("scaling", "softcap")],
+    )
+
+
+class Spent(ctypes.Structure):
+    """Seconds that layers took, for those who profile them."""
+
+    _fields_ = (("products", ctypes.c_double), ("attention", ctypes.c_double))
+
+
+def serves(how: spec.Layer) -> bool:
+    """Tell whether the library computes such a layer, or all of it but experts."""
+    attention, mlp = how.attention, how.mlp
+    if isinstance(mlp, spec.Mlp):
+        has_activation = mlp.activation in (GATES if mlp.is_gated else PLAIN)
+        if not has_activation or mlp.limit is not None:
+            return False
+    plain_order = not (any(how.after) or any(how.of_sum) or how.is_parallel or how.adds_normed)
+    plain_order = plain_order and how.residual_scale == 1.0 and not attention.qk_norm_is_last
+    of_head = attention.qk_norm
+    return (
+        plain_order
+        and all(map(_serves_norm, how.before))
+        and not (attention.clip or attention.keeps_bias)
+        and not (attention.has_sinks or attention.latent)
+        and not (attention.rope and attention.rope.is_interleaved)
+        and (
+            of_head is None
+            # Only what has rotary positions is copied, and normed on the way.
+            or (
+                (attention.rope is not None and attention.qk_norm_over == "head")
+                and (_serves_norm(of_head) and of_head.is_rms)
+            )
+        )
+    )
+
+
+def _serves_norm(how: spec.Norm | None) -> bool:
+    """Tell it of an RMSNorm with a weight, or a LayerNorm with weight and bias.
+
+    By its bias the library knows which it is.
+    """
+    if how is None or not how.has_weight or how.has_bias == how.is_rms:
+        return False
+    return how.is_rms or not how.offset
+
+
+@dataclass(slots=True)
+class StepCall:
+    """What the layers of a model have in common: the step that is computed."""
+
+    rows: KernelRows | None = None
+    arguments: Arguments = field(default_factory=Arguments)
+    spent: Spent | None = None
+    workspace: Workspace = field(default_factory=Workspace)
+
+    def see(self, rows: KernelRows, heads: int, keys: torch.Tensor, kind: torch.dtype) -> None:
+        """Make ready for a layer of a step, mostly the one that was seen last."""
+        if rows is not self.rows or heads != self.arguments.heads:
+            self.arguments, self.rows = step_arguments(rows, heads, keys, kind), rows
+
+
+class WholeLayer(LayerOf):
+    """A layer that is one call of the library where that can be, and otherwise its parts.
+
+    With experts the call ends before them: which ones a token has is chosen between.
+    """
+
+    def __init__(
+        self,
+        parts: LayerOf,
+        tensors: Tensors,
+        library: ctypes.CDLL,
+        step: StepCall,
+        dtype: torch.dtype,
+    ) -> None:
+        self._parts, self.step, self._dtype = parts, step, dtype
+        self.how, self.attention, self.mlp = parts.how, parts.attention, parts.mlp
+        self.has_experts = isinstance(parts.how.mlp, spec.Moe)
+        self._kept = _tensors_of_norms(tensors)  # the library is told where they lie
+        self.layer = _describe(parts, self._kept, dtype)
+        self._run = library.fminfer_layer
+        self._space = library.fminfer_layer_space(ctypes.byref(self.layer))
+        self._cache: torch.Tensor | None = None
+
+    def __call__(
+        self, x: torch.Tensor, more: torch.Tensor | None, number: int, step: LayerStep
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return what the parts do.
+
+        Raises:
+            MemoryError, RuntimeError: there was none (`memory.is_out_of_memory`).
+        """
+        cache = step.attend
+        assert isinstance(cache, KvCache), "the paged cache"
+        paged = cache.layers[number]
+        if not isinstance(paged.plan, KernelRows):
+            return self._parts(x, more, number, step)
+        assert x.dtype == self._dtype, "hidden states"
+        x = (x if more is None else x + more).contiguous()
+        rows, attention, how = paged.plan, self.how.attention, self.layer
+        if paged.keys is not self._cache:
+            self._use(paged.keys, paged.values, cache.slopes[number])
+        self.step.see(rows, attention.heads, paged.keys, self._dtype)
+        tokens, width = x.shape
+        kept = rows.kept
+        turn = self.attention.turns(step)  # (2, tokens, turned) float32, or None
+        # The kernel trusts what it is given.
+        assert len(rows.slots) == tokens and width == how.qkv.inputs
+        turned = 0
+        if turn is not None:
+            turn = turn.contiguous()
+            turned = turn.shape[-1]
+            assert turn.shape == (2, tokens, turned) and turn.dtype == torch.float32
+            assert turned % 2 == 0 and turned <= attention.head_dim, "cos and sin"
+        num_kept = tokens if kept is None else len(kept)
+        assert num_kept > 0, "tokens to keep"  # an empty tensor lies nowhere, which means all
+        out = x.new_empty((num_kept, width))
+        normed = torch.empty_like(out) if self.has_experts else None
+        failed = self._run(
+            how,
+            self.step.arguments,
+            None if turn is None else turn[0].data_ptr(),
+            None if turn is None else turn[1].data_ptr(),
+            turned,
+            None if kept is None else kept.data_ptr(),
+            num_kept,
+            x.data_ptr(),
+            out.data_ptr(),
+            None if normed is None else normed.data_ptr(),
+            self.step.workspace.take(self._space * tokens * x.itemsize).data_ptr(),
+            self.step.spent,
+        )
+        if failed:
+            self.step.workspace.drop()  # for the halves of the step
+            raise MemoryError("no memory for a layer's working space")
+        return out, None if normed is None else self.mlp(normed)
+
+    def _use(self, keys: torch.Tensor, values: torch.Tensor, slopes: torch.Tensor | None) -> None:
+        """Take a cache, if it is of the layer's shape: the kernel trusts what it is given."""
+        attention = self.how.attention
+        _, kv_heads, _, head_dim = keys.shape
+        assert (kv_heads, head_dim) == attention.cache_shape[1:], "keys of a step"
+        if slopes is not None:
+            assert slopes.shape == (attention.heads,) and slopes.dtype == torch.float32, "slopes"
+            assert slopes.is_contiguous(), "slopes"
+            self.layer.slopes = slopes.data_ptr()
+        self.layer.keys, self.layer.values = keys.data_ptr(), values.data_ptr()
+        self._cache = keys
+
+
+class WholeLayers:
+    """Makes layers of one call, where spec and products allow it.
+
+    Args:
+        library: the CPU's kernels.
+        dtype: of hidden states and norms: float32 or bfloat16.
+        asked: "require": a kernel that gives something else is refused.
+    """
+
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, asked: Kernels = "auto") -> None:
+        self._dtype, self._asked, self.why_plain = dtype, asked, ""  # why some are left as they are
+        self._tried: dict[spec.Layer, bool] = {}
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        self._library, self._step = library, StepCall()
+        library.fminfer_layer.argtypes = [
+            *(ctypes.POINTER(Layer), ctypes.POINTER(Arguments)),
+            *(pointer, pointer, number, pointer, number, pointer, pointer, pointer, pointer),
+            ctypes.POINTER(Spent),
+        ]
+        library.fminfer_layer_space.argtypes = [ctypes.POINTER(Layer)]
+        library.fminfer_layer_space.restype = ctypes.c_int64
+
+    def join(self, parts: LayerOf, tensors: Tensors) -> LayerOf:
+        """Return the layer as one call, or as it is."""
+        products = parts.products.values()
+        is_packed = all(isinstance(each, PackedProduct) for each in products)
+        is_served = is_packed and serves(parts.how)
+        if not (is_served and self._tried.get(parts.how, True)):
+            return parts
+        if parts.how in self._tried:
+            return self._make(parts, tensors)
+        whole, why = try_body(
+            "whole layers",
+            self._asked,
+            lambda: self._make(parts, tensors),
+            partial(self._pairs, parts=parts),
+            MAX_ERROR[self._dtype],
+        )
+        self.why_plain = self.why_plain or why
+        self._tried[parts.how] = whole is not None
+        return whole or parts
+
+    def _make(self, parts: LayerOf, tensors: Tensors) -> LayerOf:
+        return WholeLayer(parts, tensors, self._library, self._step, self._dtype)
+
+    def _pairs(self, whole: LayerOf, parts: LayerOf) -> Iterator[Pair]:
+        """Compute a few tokens of two rows with a layer in one call, and part by part."""
+        qkv = parts.products["qkv"]
+        assert isinstance(qkv, PackedProduct), "a layer that is served"
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(6, qkv.inputs, generator=generator).to(self._dtype)
+        steps = (
+            ([0, 1, 2, 0, 1], [StepRow([0] * 3, 0, [0]), StepRow([0] * 2, 0, [1])]),
+            ([3, 2], [StepRow([0], 3, [0]), StepRow([0], 2, [1])]),
+        )
+        outs = []
+        for layer in (whole, parts):
+            cache = KvCache(
+                [parts.how.attention],
+                num_blocks=2,
+                block_size=16,
+                dtype=self._dtype,
+                device=torch.device("cpu"),
+                kernel=KernelAttention(self._library),
+            )
+            for positions, rows in steps:
+                cache.plan(rows, None)
+                step = LayerStep(torch.tensor(positions), cache)
+                out, more = layer(x[: len(positions)], None, 0, step)
+                outs.append(out if more is None else out + more)
+        yield from zip(outs[:2], outs[2:], strict=True)
+
+
+def _tensors_of_norms(tensors: Tensors) -> Tensors:
+    return {
+        name: each.contiguous()
+        for name, each in tensors.items()
+        if "norm" in name or "before" in name
+    }
+
+
+def _describe(parts: LayerOf, tensors: Tensors, dtype: torch.dtype) -> Layer:
+    how, attention, mlp = parts.how, parts.how.attention, parts.how.mlp
+    products = {name: _linear(product) for name, product in parts.products.items()}
+    of_query, of_key, _ = attention.qkv_sizes
+    assert products["qkv"].outputs == sum(attention.qkv_sizes), "queries, keys and values"
+    activation = 0
+    if isinstance(mlp, spec.Mlp):
+        assert products["up"].outputs == mlp.up_size and products["down"].inputs == mlp.size
+        activation = (GATES if mlp.is_gated else PLAIN)[mlp.activation]
+    return Layer(
+        _norm(how.before[0], tensors, "before_attention", dtype),
+        _norm(how.before[1], tensors, "before_mlp", dtype),
+        _norm(attention.qk_norm, tensors, "q_norm", dtype),
+        _norm(attention.qk_norm, tensors, "k_norm", dtype),
+        **products,
+        head_step=attention.head_dim,
+        key_at=of_query,
+        value_at=of_query + of_key,
+        activation=activation,
+        window=min(attention.window or 0, NO_WINDOW),
+        scaling=attention.scaling,
+        softcap=attention.softcap or 0.0,
+    )
+
+
+def _norm(how: spec.Norm | None, tensors: Tensors, name: str, dtype: torch.dtype) -> Norm:
+    if how is None:
+        return Norm()
+    weight, bias = tensors[f"{name}.weight"], tensors.get(f"{name}.bias")
+    assert weight.dtype == dtype, "a norm of the hidden states' type"
+    return Norm(weight.data_ptr(), None if bias is None else bias.data_ptr(), how.eps, how.offset)
+
+
+def _linear(product: object) -> Linear:
+    assert isinstance(product, PackedProduct), "a product of ours"
+    bias = None if product.bias is None else product.bias.data_ptr()
+    packed = product.packed
+    return Linear(packed.data_ptr(), bias, product.inputs, product.outputs, TYPES[packed.dtype])

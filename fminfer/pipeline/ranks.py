@@ -1,0 +1,259 @@
+"""Who this process is among ranks that were started apart: by flags, or by a launcher's variables.
+
+Understood are torchrun (RANK, WORLD_SIZE, …), Slurm's srun, and LSF's jsrun and mpirun.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from fminfer.core.errors import UsageError
+
+SECRET = "FMINFER_SECRET"  # which every rank of a run that is started apart has
+HOW_TO_SHARE = (
+    f"Ranks on machines that share no home folder need the same {SECRET} in their environment, "
+    "for example of: openssl rand -hex 32"
+)
+FIRST_JOB_PORT, NUM_JOB_PORTS = 20000, 20000  # a port from a job's number, the same on every node
+# What each launcher calls (rank, world size). srun is last: mpirun starts its own helpers
+# with it, so that both have set their variables.
+LAUNCHERS = {
+    "torchrun": ("RANK", "WORLD_SIZE"),
+    "jsrun": ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
+    "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+}
+LOCAL_SIZES = {
+    "torchrun": "LOCAL_WORLD_SIZE",
+    "jsrun": "JSM_NAMESPACE_LOCAL_SIZE",
+    "mpirun": "OMPI_COMM_WORLD_LOCAL_SIZE",
+}
+
+
+@dataclass(slots=True, frozen=True)
+class RankConfig:
+    """How a run is spread over ranks, as the command line says it.
+
+    Raises:
+        UsageError: numbers that do not fit together.
+    """
+
+    world_size: int | None = None
+    pipeline_group_size: int | None = None  # left out: the world's
+    data_group_size: int = 1
+    rank: int | None = None
+    dist_url: str | None = None  # tcp://host:port
+    rendezvous: str | None = None  # host:port, or a folder that all ranks see
+    rank_timeout_s: float = 30.0  # how long a rank may be silent
+    join_timeout_s: float = 300.0  # how long a rank may take to come
+
+    def __post_init__(self) -> None:
+        for name in ("world_size", "pipeline_group_size", "data_group_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+        stages = self.pipeline_group_size or (self.world_size or 1) // self.data_group_size
+        if self.world_size not in (None, stages * self.data_group_size):
+            raise UsageError(
+                f"--world-size {self.world_size} is not --pipeline-group-size "
+                f"{self.pipeline_group_size or '(any)'} × --data-group-size {self.data_group_size}"
+            )
+        if self.dist_url is not None and self.rendezvous is not None:
+            raise UsageError("give either --dist-url or --rendezvous, not both")
+        for name in ("rank_timeout_s", "join_timeout_s"):
+            if getattr(self, name) <= 0:
+                flag = f"--{name.removesuffix('_s').replace('_', '-')}"
+                raise UsageError(f"{flag} is {getattr(self, name)}; it must be above 0 seconds")
+
+    @property
+    def size(self) -> int | None:
+        """Ranks of a pipeline, if that is told."""
+        if self.pipeline_group_size is None and self.world_size is not None:
+            return self.world_size // self.data_group_size
+        return self.pipeline_group_size
+
+    @property
+    def num_ranks(self) -> int | None:
+        """Ranks of all pipelines, if that is told."""
+        return None if self.size is None else self.size * self.data_group_size
+
+
+@dataclass(slots=True, frozen=True)
+class RankFacts:
+    """One rank's place, and where the ranks find each other: of all pipelines, or of one."""
+
+    rank: int | None  # None: in the order of joining
+    world_size: int
+    host: str = "127.0.0.1"
+    port: int = 0
+    folder: Path | None = None  # of the rendezvous, in the place of host and port
+    holds_store: bool | None = False  # this process opens the store; None: whoever comes first
+    listen_fd: int | None = None  # the store's socket, if rank 0 has opened it already
+    parent: int | None = None  # the process of the run that started this one; None: another did
+    source: str = "--rank"
+    agent: str | None = None  # of torchrun: its store is at host and port, our keys under this
+    is_one_machine: bool = False  # all ranks are on this one
+    secret: str | None = field(default=None, repr=False)  # of the environment
+    prefix: str = ""  # of one pipeline's keys, where several share a store
+
+
+def find_facts(config: RankConfig, environ: Mapping[str, str]) -> RankFacts | None:
+    """Return this process's place among ranks, or None: there are none, or they are to be started.
+
+    Raises:
+        UsageError: half of what a rank needs, or flags that a launcher's variables contradict.
+    """
+    facts = _find_place(config, environ)
+    return None if facts is None else replace(facts, secret=environ.get(SECRET) or None)
+
+
+def _find_place(config: RankConfig, environ: Mapping[str, str]) -> RankFacts | None:
+    if config.rank is not None or config.dist_url is not None:
+        return _by_hand(config)
+    for launcher, (rank_name, size_name) in LAUNCHERS.items():
+        if rank_name not in environ or _number(environ, size_name, 1) < 2:
+            continue
+        rank, size = _number(environ, rank_name), _number(environ, size_name)
+        if config.num_ranks not in (None, size):
+            raise UsageError(
+                f"--world-size is {config.num_ranks}, but {launcher} started {size} ranks; leave "
+                "the flag out"
+            )
+        if size % config.data_group_size:
+            raise UsageError(
+                f"{launcher} started {size} ranks, which --data-group-size "
+                f"{config.data_group_size} does not divide"
+            )
+        if config.rendezvous is not None:
+            return _by_rendezvous(config.rendezvous, rank, size, launcher)
+        if launcher == "torchrun":
+            return _from_torchrun(rank, size, environ)
+        host, port = _address_of_job(launcher, environ)
+        return RankFacts(rank, size, host, port, holds_store=rank == 0, source=launcher)
+    if config.rendezvous is not None:
+        if config.num_ranks is None:
+            raise UsageError("--rendezvous needs --world-size: how many ranks will come")
+        return _by_rendezvous(config.rendezvous, None, config.num_ranks, "--rendezvous")
+    return None
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """Read a launcher's variable that holds a whole number."""
+    text = environ.get(name) or ("" if default is None else str(default))
+    if not text.isdigit():
+        raise UsageError(f"{name} is {text!r} in the environment; it must be a whole number")
+    return int(text)
+
+
+def _by_hand(config: RankConfig) -> RankFacts | None:
+    size = config.num_ranks
+    if config.rank is None:
+        if size in (None, 1):
+            return None
+        raise UsageError("--dist-url needs --rank: which of the ranks this is")
+    if size is None:
+        raise UsageError("--rank needs --world-size: how many ranks there are")
+    if not 0 <= config.rank < size:
+        raise UsageError(
+            f"--rank is {config.rank}; with --world-size {size} it is from 0 to {size - 1}"
+        )
+    if size == 1:
+        return None
+    if config.rendezvous is not None:
+        return _by_rendezvous(config.rendezvous, config.rank, size, "--rank")
+    if config.dist_url is None:
+        raise UsageError(
+            "--rank needs --dist-url tcp://host:port (host: where rank 0 runs), or --rendezvous"
+        )
+    url = re.fullmatch(r"tcp://(.+)", config.dist_url)
+    if url is None:
+        raise UsageError(f"--dist-url is {config.dist_url!r}; it must be tcp://host:port")
+    host, port = parse_address(url[1], "--dist-url")
+    return RankFacts(config.rank, size, host, port, holds_store=config.rank == 0)
+
+
+def _by_rendezvous(where: str, rank: int | None, size: int, source: str) -> RankFacts:
+    """`where` is host:port, or the path of a folder."""
+    if re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^/:]+):\d+", where):
+        host, port = parse_address(where, "--rendezvous")
+        return RankFacts(rank, size, host, port, holds_store=None, source=source)
+    if ":" in where and "/" not in where:
+        parse_address(where, "--rendezvous")  # which says what is wrong with it
+    return RankFacts(rank, size, folder=Path(where), holds_store=None, source=source)
+
+
+def _from_torchrun(rank: int, size: int, environ: Mapping[str, str]) -> RankFacts:
+    if not (environ.get("MASTER_ADDR") and environ.get("MASTER_PORT")):
+        raise UsageError(
+            "RANK and WORLD_SIZE are set, but not MASTER_ADDR and MASTER_PORT; start the ranks "
+            "with torchrun, or unset them"
+        )
+    has_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    turn = f"{environ.get('TORCHELASTIC_RUN_ID')}/{environ.get('TORCHELASTIC_RESTART_COUNT')}"
+    return RankFacts(
+        rank,
+        size,
+        environ["MASTER_ADDR"],
+        _number(environ, "MASTER_PORT"),
+        holds_store=rank == 0,
+        source="torchrun",
+        agent=turn if has_agent else None,
+        is_one_machine=is_one_machine("torchrun", environ),
+    )
+
+
+def _address_of_job(launcher: str, environ: Mapping[str, str]) -> tuple[str, int]:
+    """Return where rank 0 of a cluster's job listens: MASTER_ADDR, or the job's first node."""
+    if launcher == "srun" or (launcher == "mpirun" and "SLURM_JOB_ID" in environ):
+        job_nodes = environ.get("SLURM_JOB_NODELIST", "")  # mpirun's own step may lack the first
+        nodes = environ.get("SLURM_STEP_NODELIST", "") if launcher == "srun" else job_nodes
+        host, job = first_node(nodes), environ.get("SLURM_JOB_ID", "0")
+    else:
+        hosts = environ.get("LSB_MCPU_HOSTS", "").split()[::2] or environ.get("LSB_HOSTS", "")
+        names = hosts if isinstance(hosts, list) else hosts.split()
+        if environ.get("LSB_DJOB_HOSTFILE"):
+            names = Path(environ["LSB_DJOB_HOSTFILE"]).read_text().split()
+        # jsrun's lists begin with the node that launches, which computes nothing.
+        nodes_of_job = [name for name in names if not re.match("batch|login", name)]
+        host = nodes_of_job[0] if nodes_of_job else ""
+        job = environ.get("LSB_JOBID", "0")
+    host = environ.get("MASTER_ADDR") or host
+    if not host:
+        raise UsageError(
+            f"{launcher} did not say on which node rank 0 runs; set MASTER_ADDR, or give "
+            "--rendezvous a folder that all nodes see"
+        )
+    if is_one_machine(launcher, environ) and not environ.get("MASTER_ADDR"):
+        host = "127.0.0.1"
+    digits = re.sub(r"\D", "", job) or "0"
+    return host, _number(environ, "MASTER_PORT", FIRST_JOB_PORT + int(digits) % NUM_JOB_PORTS)
+
+
+def is_one_machine(launcher: str, environ: Mapping[str, str]) -> bool:
+    """Tell whether a launcher says that it started all ranks on this machine."""
+    if launcher == "srun":
+        return environ.get("SLURM_STEP_NUM_NODES") == "1"
+    size, local_size = LAUNCHERS[launcher][1], LOCAL_SIZES[launcher]
+    return local_size in environ and environ[local_size] == environ.get(size)
+
+
+def first_node(nodes: str) -> str:
+    """Return the first name of a Slurm node list, as node[003-007,9],other."""
+    name = re.match(r"(?:[^\[,]|\[[^\]]*\]?)*", nodes)
+    assert name is not None  # it matches the empty text
+    return re.sub(r"\[([^\-,\]]*)[^\]]*\]?", r"\1", name[0])
+
+
+def parse_address(text: str, flag: str) -> tuple[str, int]:
+    """Split host:port.
+
+    Raises:
+        UsageError: it is not that.
+    """
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise UsageError(f"{flag}: {text!r} is not host:port, with a port from 1 to 65535")
+    return host.strip("[]"), int(port)

@@ -1,0 +1,114 @@
+"""Where each line of a file stands, how long its prompt is, and to which group it belongs.
+
+Each line is parsed once, and 16 bytes of it are kept. Input that cannot be read at any place
+(packed files, stdin, arrays) is copied to a plain file as it is read. It knows nothing of parts.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+
+from fminfer.contract.envelope import open_envelope
+from fminfer.contract.json_spans import on_one_line
+from fminfer.contract.line import Line
+from fminfer.core.errors import DamagedInputError
+from fminfer.files.line_reader import UTF8_BOM, read_lines, split_lines
+from fminfer.files.pieces import CutValue
+from fminfer.files.streams import STDIN, read_chunks
+from fminfer.split.grouping import Groups, find_length
+
+BLANK = -1  # instead of a group
+
+
+class LineIndex:
+    """One entry a line, blank ones too, in the order of the file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path  # of the plain file
+        self.groups = array("i")
+        self.lengths = array("I")  # of prompts
+        self.starts = array("q")  # and, once all are read, the end of the last
+        self.num_bad = 0  # lines that hold no request
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def add(self, start: int, group: int = BLANK, length: int = 0) -> None:
+        self.starts.append(start)
+        self.groups.append(group)
+        self.lengths.append(length)
+
+
+def can_seek(path: Path) -> bool:
+    """Tell whether lines can be copied from a file by their place."""
+    return path != STDIN and path.suffix == ".jsonl" and path.is_file()
+
+
+def read_index(path: Path, copy: Path, groups: Groups) -> LineIndex:
+    """Read all lines of a file.
+
+    Args:
+        copy: where a plain copy is written if it is needed.
+        groups: filled in.
+
+    Raises:
+        DamagedInputError: the file breaks off.
+    """
+    is_plain = can_seek(path)
+    index = LineIndex(path if is_plain else copy)
+    end = 0
+    for line, start, stop in _read_plain(path) if is_plain else _read_copied(path, copy):
+        while len(index) < line.number - 1:
+            index.add(end)  # blank lines between
+        envelope = open_envelope(line)
+        if envelope.error is not None:
+            index.num_bad += 1
+        prompt = envelope.fields.get("prompt")
+        index.add(start, groups.add(envelope.fields), find_length(prompt))
+        end = stop
+    index.starts.append(end)
+    return index
+
+
+def _read_plain(path: Path) -> Iterator[tuple[Line, int, int]]:
+    """Yield lines that are not blank, each with the places where it begins and ends."""
+    place, size = 0, path.stat().st_size
+    for number, value in enumerate(split_lines(read_chunks(path)), start=1):
+        if isinstance(value, CutValue):
+            raw, num_bytes, fault = value.head, value.num_bytes, value.fault
+        else:
+            raw, num_bytes, fault = value, len(value), ""
+        start, place = place, min(place + num_bytes + 1, size)
+        if number == 1 and raw.startswith(UTF8_BOM):
+            start, raw = len(UTF8_BOM), raw[len(UTF8_BOM) :]
+        if raw.strip():
+            yield Line(0, number, raw, fault=fault, is_cut=bool(fault)), start, place
+
+
+def _read_copied(path: Path, copy: Path) -> Iterator[tuple[Line, int, int]]:
+    place = 0
+    with copy.open("wb") as file:
+        for line in read_lines(path, 0):
+            if line.damage:
+                raise DamagedInputError(
+                    f"{path} breaks off at line {line.number}, and its rest would be lost: "
+                    f"{line.damage.partition('. What stands')[0]}. Mend the file, and split it then"
+                )
+            if line.is_cut:
+                raise DamagedInputError(f"line {line.number} of {path}: {line.fault}")
+            raw = _one_line(line) + b"\n"
+            file.write(raw)
+            start, place = place, place + len(raw)
+            yield line, start, place
+
+
+def _one_line(line: Line) -> bytes:
+    """Return a line's bytes; a value that is spread over lines, as a run would write it."""
+    if b"\n" not in line.raw:
+        return line.raw
+    if open_envelope(line).error is None:
+        return on_one_line(line.raw.strip())
+    # What is no request must not become one where its pieces meet.
+    return line.raw.strip().replace(b"\r", b" ").replace(b"\n", b" ")

@@ -1,0 +1,50 @@
+"""What a split did, in words."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from fminfer.core.wording import counted
+from fminfer.split.grouping import Group, find_most_varied
+from fminfer.split.manifest import Manifest
+
+MAX_NAMED = 10  # folders
+MANY_GROUPS, FEW_ROWS = 100, 10  # more groups than that, with fewer rows each, are told
+
+
+@dataclass(slots=True, frozen=True)
+class SplitSummary:
+    """What a split did."""
+
+    folder: Path
+    manifest: Manifest
+    groups: list[Group]
+    num_bad: int  # lines that hold no request
+
+    def to_text(self) -> str:
+        """Return the summary for people."""
+        num_lines, num_groups = self.manifest.num_lines, len(self.groups)
+        bad = f", {self.num_bad:,} of them no requests" if self.num_bad else ""
+        lines = [
+            f"split     {counted(num_lines, 'line')}{bad}",
+            f"parts     {len(self.manifest.parts):,} of {counted(num_groups, 'set')} of "
+            f"hyperparameters, in {self._folders()}",
+        ]
+        if num_groups > max(MANY_GROUPS, num_lines / FEW_ROWS):
+            name, count = find_most_varied(self.groups)
+            lines.append(
+                f"note      most parts hold few lines: {name} alone has {count:,} values. fminfer "
+                f"run answers {self.manifest.source} without splitting"
+            )
+        merge = ["fminfer", "merge", "--input-dir", str(self.folder), "--output", "FILE"]
+        return "\n".join([*lines, f"answers   merge them with: {shlex.join(merge)}"])
+
+    def _folders(self) -> str:
+        parts = self.manifest.parts
+        found = list(dict.fromkeys(str((self.folder / part.path).parent) for part in parts))
+        more = len(found) - MAX_NAMED
+        return ", ".join(found[:MAX_NAMED]) + (
+            f" and {counted(more, 'more folder')}" if more > 0 else ""
+        )

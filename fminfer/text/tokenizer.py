@@ -1,0 +1,279 @@
+"""Text to ids and back: spelling and offsets.
+
+It wraps transformers' tokenizers (fast ones and sentencepiece ones) and knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache, cached_property, partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as BackendTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+
+from fminfer.core.errors import CheckpointError
+from fminfer.core.impostors import broken, refuse_impostor
+from fminfer.text.detokenizer import BROKEN, Detokenizer
+from fminfer.text.encoded_prompt import EncodedPrompt
+from fminfer.text.sentencepieces import follow_model_file
+from fminfer.text.token_lengths import LongestToken, find_longest, least_tokens
+
+# Files of vocabularies, beside those whose names end in .model or .tiktoken.
+VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt")
+
+
+class Tokenizer:
+    """What the engine needs of a tokenizer.
+
+    Args:
+        hf: a tokenizer of transformers, or None for plain bytes (ids 0 … 255), which serves
+            random weights without a tokenizer.
+    """
+
+    has_words = True  # otherwise ids have no text
+
+    def __init__(self, hf: Any | None) -> None:
+        backend = _byte_tokenizer() if hf is None else getattr(hf, "backend_tokenizer", None)
+        self._hf = hf
+        self._backend: BackendTokenizer | None = backend
+        self._bytes = {} if backend is None else _byte_fallback(backend)
+        self.bos_id: int | None = None if hf is None else hf.bos_token_id
+        self.eos_id: int | None = None if hf is None else hf.eos_token_id
+        added = {} if hf is None else hf.added_tokens_decoder
+        self._added_ids = frozenset(added)  # their pieces are text as it is
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        decoder = None if backend is None else backend.decoder
+        self._is_byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
+
+    @property
+    def hf(self) -> Any | None:
+        """The tokenizer of transformers; None for plain bytes."""
+        return self._hf
+
+    @property
+    def num_trained(self) -> int:
+        """The size of its vocabulary without added tokens, for which a model may have no rows."""
+        if self._backend is not None:
+            return self._backend.get_vocab_size(with_added_tokens=False)
+        assert self._hf is not None
+        return int(self._hf.vocab_size)
+
+    @classmethod
+    def load(cls, folder: Path, config: Any | None = None) -> Tokenizer:
+        """Load the tokenizer of a folder.
+
+        Args:
+            config: of the model; it tells the kind of a tokenizer whose folder has no config.
+
+        Raises:
+            CheckpointError: the folder has no tokenizer that transformers can read.
+        """
+        if not any(is_vocabulary(file.name) for file in folder.iterdir()):
+            raise CheckpointError(
+                f"{folder} has no tokenizer (tokenizer.json, tokenizer.model or the like). Put the "
+                "model's own there; or name a folder or hub id that has it by --tokenizer; or, if "
+                "all prompts are token ids, give --skip-tokenizer-init, with which answers have "
+                "token ids and no text"
+            )
+        for file in folder.iterdir():
+            if is_vocabulary(file.name) or file.name == "tokenizer_config.json":
+                refuse_impostor(file)
+        from transformers import AutoTokenizer  # slow to import; only where it is needed
+
+        try:
+            if (folder / "config.json").exists() or (folder / "tokenizer_config.json").exists():
+                config = None
+            hf = AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            _refuse_cut_files(folder)
+            raise CheckpointError(f"{folder} has no usable tokenizer: {error}") from error
+        if (backend := getattr(hf, "backend_tokenizer", None)) is not None:
+            follow_model_file(backend, folder)
+        return cls(hf)
+
+    def encode(
+        self, text: str, *, with_offsets: bool = False, add_special_tokens: bool = True
+    ) -> EncodedPrompt:
+        """Turn a prompt string into ids by the tokenizer's own special-token policy.
+
+        Without `add_special_tokens` only those that the text itself spells are there.
+
+        An empty result (an empty prompt of a tokenizer that adds nothing) becomes BOS, or EOS
+        where there is no BOS; it stays empty if the tokenizer has neither.
+        """
+        if self._hf is None:
+            assert self._backend is not None
+            ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        else:
+            ids = self._hf(text, add_special_tokens=add_special_tokens)["input_ids"]
+        if not ids:
+            start = self.bos_id if self.bos_id is not None else self.eos_id
+            return EncodedPrompt(
+                [] if start is None else [start], text, [] if start is None else [0]
+            )
+        offsets = self._text_offsets(text, ids, add_special_tokens) if with_offsets else []
+        return EncodedPrompt(ids, text, offsets)
+
+    def least_tokens(self, text: str) -> int:
+        """Return a number of tokens that a text certainly has; it costs no tokenizing."""
+        return least_tokens(text, self._longest)
+
+    @cached_property
+    def _longest(self) -> LongestToken | None:
+        if self._hf is None:
+            return LongestToken(1, is_exact=True)
+        if self._backend is None:
+            return None
+        has_all_bytes = self._is_byte_level or len(self._bytes) == 256
+        added = self._hf.added_tokens_decoder.values()
+        return find_longest(self._backend, added, has_all_bytes=has_all_bytes)
+
+    def describe_ids(
+        self, ids: list[int], *, with_offsets: bool = False, skip_special_tokens: bool = True
+    ) -> EncodedPrompt:
+        """Give a prompt of ids its text and, if asked, the offset of each id in it."""
+        offsets: list[int] = []
+        text = self.decode(ids, skip_special_tokens=skip_special_tokens)
+        if with_offsets:
+            offsets, text = self._detokenized_offsets(ids, skip_special_tokens)
+        return EncodedPrompt(ids, text, offsets)
+
+    def piece(self, token_id: int) -> str:
+        """Return the vocabulary's spelling of an id, such as `Ġnorth` or `▁north`."""
+        if self._backend is not None:
+            piece = self._backend.id_to_token(token_id)
+        else:
+            assert self._hf is not None
+            in_vocab = token_id < len(self._hf)
+            piece = self._hf.convert_ids_to_tokens(token_id) if in_vocab else None
+        # Checkpoints pad their vocabulary: such ids can be sampled but have no spelling.
+        return piece if piece is not None else f"<|id:{token_id}|>"
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return what an id stands for, in UTF-8; it may be a piece of a character."""
+        piece = self.piece(token_id)
+        if token_id in self._added_ids:
+            return piece.encode()
+        if self._is_byte_level:
+            return b"".join(_bytes_by_spelling().get(sign, sign.encode()) for sign in piece)
+        if token_id in self._bytes:
+            return bytes([self._bytes[token_id]])
+        return piece.replace("▁", " ").encode()  # sentencepiece's sign for a space
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of a whole id sequence."""
+        if self._backend is not None and self._bytes.keys().isdisjoint(ids):
+            return str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
+        has_text = partial(self.has_text, skip_special_tokens=skip_special_tokens)
+        shown = list(filter(has_text, ids))
+        if self._backend is not None:
+            return self._decode_with_bytes(self._backend, shown)
+        assert self._hf is not None
+        return str(self._hf.decode(shown, clean_up_tokenization_spaces=False))
+
+    def has_text(self, token_id: int, *, skip_special_tokens: bool = True) -> bool:
+        """Tell whether `decode` looks at an id: not if it has no spelling, or is special."""
+        if skip_special_tokens and token_id in self.special_ids:
+            return False
+        if self._backend is None:
+            assert self._hf is not None
+            return token_id < len(self._hf)
+        return self._backend.id_to_token(token_id) is not None
+
+    def _decode_with_bytes(self, backend: BackendTokenizer, shown: list[int]) -> str:
+        """Decode ids with byte-fallback tokens among them, as sentencepiece itself does.
+
+        One broken byte makes the backend's ByteFallback show its whole run of bytes as broken, so
+        that text already given out would change. Here only bytes of no character are replaced.
+        """
+        pieces: list[str] = []
+        for is_bytes, run in groupby(shown, self._bytes.__contains__):
+            if not is_bytes:
+                pieces += map(self.piece, run)
+                continue
+            raw = bytes(self._bytes[token_id] for token_id in run)
+            for char in raw.decode("utf-8", "surrogateescape"):
+                is_broken = "\udc80" <= char <= "\udcff"
+                pieces += [BROKEN] if is_broken else [f"<0x{byte:02X}>" for byte in char.encode()]
+        return str(backend.decoder.decode(pieces))
+
+    def _text_offsets(self, text: str, ids: list[int], add_special_tokens: bool) -> list[int]:
+        """Offsets of a string prompt's ids: from the tokenizer, gaps given to the next token."""
+        if self._backend is None:
+            return self._detokenized_offsets(ids)[0]
+        encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        spans = list(zip(encoding.offsets, encoding.special_tokens_mask, strict=True))
+        # Some tokenizers trim white space off their offsets, and tokens of nothing else vanish;
+        # and transformers may add tokens that the backend does not know of.
+        if encoding.ids != ids or any(a == b for (a, b), is_special in spans if not is_special):
+            return self._detokenized_offsets(ids)[0]
+        offsets, last_end = [], 0
+        for (start, end), is_special in spans:
+            if is_special:
+                start = end = last_end
+            offsets.append(min(start, last_end))
+            last_end = max(end, last_end)
+        return offsets
+
+    def _detokenized_offsets(
+        self, ids: list[int], skip_special_tokens: bool = True
+    ) -> tuple[list[int], str]:
+        detokenizer = Detokenizer(self, [], skip_special_tokens=skip_special_tokens)
+        offsets: list[int] = []
+        parts: list[str] = []
+        for token_id in ids:
+            parts.append(detokenizer.add(token_id))
+            offsets[len(offsets) + 1 - len(detokenizer.starts) :] = detokenizer.starts
+        parts.append(detokenizer.flush())
+        return offsets, "".join(parts)
+
+
+def _refuse_cut_files(folder: Path) -> None:
+    """Name a file that ends too early, as one does whose download was broken off.
+
+    It is asked once loading has failed: to parse 30 MB twice would slow every start.
+
+    Raises:
+        CheckpointError: there is one; it says to fetch it again.
+    """
+    for file in sorted(folder.glob("*.json")):
+        if is_vocabulary(file.name) or file.name == "tokenizer_config.json":
+            try:
+                json.loads(file.read_bytes())
+            except (OSError, ValueError) as error:
+                raise broken(file, f"no JSON: {error}") from error
+
+
+def is_vocabulary(file_name: str) -> bool:
+    """Tell whether a file of this name may hold a tokenizer's vocabulary."""
+    return file_name in VOCABULARIES or file_name.endswith((".model", ".tiktoken"))
+
+
+def _byte_fallback(backend: BackendTokenizer) -> dict[int, int]:
+    """Return id -> byte of a tokenizer whose decoder reads `<0x41>` as a byte; else nothing."""
+    if backend.decoder is None or backend.decoder.decode(["<0x41>"]) != "A":
+        return {}
+    ids = {backend.token_to_id(f"<0x{byte:02X}>"): byte for byte in range(256)}
+    return {token_id: byte for token_id, byte in ids.items() if token_id is not None}
+
+
+def _byte_tokenizer() -> BackendTokenizer:
+    """Build a tokenizer of the 256 bytes, id = byte."""
+    vocab = {spelling: byte[0] for spelling, byte in _bytes_by_spelling().items()}
+    tokenizer = BackendTokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+@cache
+def _bytes_by_spelling() -> dict[str, bytes]:
+    """Return GPT-2's byte alphabet: printable bytes stand for themselves, others from U+0100."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    pairs = [(chr(byte), byte) for byte in printable]
+    pairs += [(chr(256 + place), byte) for place, byte in enumerate(others)]
+    return {spelling: bytes([byte]) for spelling, byte in sorted(pairs, key=lambda pair: pair[1])}

@@ -1,0 +1,1 @@
+"""The engine on its ranks: processes, loading, assembly, memory, data groups."""

@@ -1,0 +1,116 @@
+"""Puts together what an engine needs beside weights: tokenizer, limits, a loop over a pipeline.
+
+`worker` gives it the pipeline that computes, `fminfer check` one that pretends to.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fminfer.core.config import EngineConfig, StepSizes
+from fminfer.core.errors import CheckpointError
+from fminfer.engine.answer import AnswerForm
+from fminfer.engine.blocks import BlockPool
+from fminfer.engine.intake import Limits
+from fminfer.engine.loop import EngineLoop, Pipeline
+from fminfer.engine.prefix import PrefixCache
+from fminfer.engine.scheduler import Scheduler
+from fminfer.engine.start import Starter
+from fminfer.models.checkpoint import Checkpoint
+from fminfer.text.no_tokenizer import NoTokenizer
+from fminfer.text.tokenizer import Tokenizer
+
+
+def find_limits(config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer) -> Limits:
+    """Return what a model and the options of a run allow a request."""
+    return Limits(
+        checkpoint.context_length,
+        checkpoint.config.vocab_size,
+        config.max_logprobs,
+        _ends(checkpoint, tokenizer),
+        config.on_too_long,
+        config.strict,
+        _model_names(config, checkpoint.name),
+        config.request_args,
+    )
+
+
+def build_loop(
+    config: EngineConfig,
+    starter: Starter,
+    pipeline: Pipeline,
+    form: AnswerForm,
+    *,
+    sizes: StepSizes,
+    num_blocks: int,
+    num_stages: int,
+) -> EngineLoop:
+    """Put a loop together.
+
+    Args:
+        num_blocks: the size of the KV cache.
+        num_stages: of the pipeline.
+    """
+    micro_batches = config.micro_batches or num_stages + 1
+    pool = BlockPool(num_blocks, config.block_size)
+    scheduler = Scheduler(
+        pool,
+        chunk_size=sizes.chunk_size,
+        max_rows=sizes.max_rows,
+        micro_batches=micro_batches,
+        num_stages=num_stages,
+        cache=PrefixCache(pool) if config.prefix_cache else None,
+    )
+    return EngineLoop(
+        starter,
+        scheduler,
+        pipeline,
+        form,
+        micro_batches=micro_batches,
+        kv_capacity=num_blocks * config.block_size,
+        max_steps=config.max_steps,
+    )
+
+
+def load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer:
+    """Load the tokenizer of a run; random weights have one of bytes, and a run may have none.
+
+    Raises:
+        CheckpointError: there is none, or it is another model's.
+    """
+    if config.skip_tokenizer_init:
+        return NoTokenizer()
+    num_rows = checkpoint.config.vocab_size
+    if (folder := checkpoint.tokenizer_folder) is not None:
+        tokenizer = Tokenizer.load(folder, checkpoint.config)
+        if tokenizer.num_trained > num_rows:
+            raise CheckpointError(
+                f"the tokenizer in {folder} has {tokenizer.num_trained} tokens, not "
+                f"counting added ones, and the model {num_rows}: it is another model's. Name the "
+                "folder of the model's own by --tokenizer"
+            )
+        return tokenizer
+    if num_rows < 256:
+        raise CheckpointError(
+            f"{checkpoint.name} has a vocabulary of {num_rows}; random weights "
+            "are used with a tokenizer of bytes, which needs at least 256"
+        )
+    return Tokenizer(None)
+
+
+def _model_names(config: EngineConfig, name: str) -> frozenset[str] | None:
+    """Return what a line may call the model: as the run was told, or the last part of that.
+
+    None: it may say anything.
+    """
+    if not config.check_model:
+        return None
+    asked = config.model or config.random_init
+    return frozenset({name} if asked is None else {asked, Path(asked).name})
+
+
+def _ends(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the ids that end a sequence: the config's, or else the tokenizer's."""
+    if checkpoint.eos_ids or tokenizer.eos_id is None:
+        return checkpoint.eos_ids
+    return frozenset({tokenizer.eos_id})

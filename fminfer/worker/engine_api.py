@@ -1,0 +1,340 @@
+"""`Engine`: the public Python API, on which the command line stands too."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from typing_extensions import Unpack
+
+from fminfer.contract.line import Line
+from fminfer.contract.record import Record
+from fminfer.core.config import EngineConfig
+from fminfer.core.errors import UsageError
+from fminfer.core.messages import StepTrace
+from fminfer.engine.engine_core import EngineCore
+from fminfer.engine.events import Event
+from fminfer.engine.facts import Facts
+from fminfer.engine.intake import Intake
+from fminfer.engine.stats import EngineStats
+from fminfer.models.checkpoint import Checkpoint
+from fminfer.pipeline.group import Group
+from fminfer.text.tokenizer import Tokenizer
+from fminfer.worker.assembly import find_limits, load_tokenizer
+from fminfer.worker.engine_options import EngineOptions, make_config, shows_options
+from fminfer.worker.forecast import Layout, require_room_for_all
+from fminfer.worker.line_run.asked import RecordForm
+from fminfer.worker.line_run.line_intake import LineIntake
+from fminfer.worker.line_run.runner import LOOKAHEAD, LineRunner
+from fminfer.worker.loading import open_model
+from fminfer.worker.one_pipeline import OnePipeline, start_own_ranks
+from fminfer.worker.processes import Processes
+from fminfer.worker.role import Manners, Spread, pipeline_names
+from fminfer.worker.team import Team
+from fminfer.worker.team_process import start_pipelines
+
+log = logging.getLogger("fminfer")
+
+
+class Computing(Protocol):
+    """The processes that compute for an engine: one pipeline, or several."""
+
+    @property
+    def core(self) -> EngineCore: ...
+
+    @property
+    def facts(self) -> Facts: ...
+
+    @property
+    def gpu_memory(self) -> dict[str, int]: ...
+
+    def follow(
+        self, on_work: Callable[[int, int], None], on_step: Callable[[StepTrace], None] | None
+    ) -> None: ...
+
+    def close(self) -> None: ...
+
+
+Compute = Callable[[EngineConfig, Checkpoint, Tokenizer], Computing]
+
+
+class Engine:
+    """Answers completions requests with one model.
+
+        engine = fminfer.Engine("path/to/model")
+        for record in engine.run([{"prompt": "Hello", "max_tokens": 5}]):
+            print(record.to_dict())
+
+    or one by one, with their tokens as they come:
+
+        engine.add({"prompt": "Hello", "max_tokens": 5}, is_streamed=True)
+        while engine.has_work:
+            for event in engine.step():
+                print(event)
+
+    Args:
+        model: a folder or hub id, or a whole `EngineConfig`; None is the demo model of the package.
+        on_progress: called with (bytes read, bytes in all) while weights load.
+        group: the ranks among which this process is rank 0, if they are started already.
+        checkpoint: the model, if it is opened already.
+        compute: starts what computes; None: the processes of which the options speak.
+        options: fields of `EngineConfig`, which says what each means. Given with a config, they
+            take the place of its own.
+
+    With `world_size` the model's layers are spread over so many processes on this machine; with
+    `data_group_size` these are so many pipelines, which answer together. They are started here, and
+    end with the engine or with this process.
+
+    Raises:
+        CheckpointError: the model cannot be loaded.
+        PipelineError: a rank failed, or the ranks were started with different options.
+        UsageError: an option that cannot be.
+    """
+
+    @shows_options
+    def __init__(
+        self,
+        model: str | EngineConfig | None = None,
+        *,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
+        group: Group | None = None,
+        checkpoint: Checkpoint | None = None,
+        compute: Compute | None = None,
+        **options: Unpack[EngineOptions],
+    ) -> None:
+        started = time.perf_counter()
+        self.config = config = make_config(model, **options)
+        checkpoint = (checkpoint or open_model(config)).with_weights()
+        self.model_name = checkpoint.name
+        self.tokenizer = load_tokenizer(config, checkpoint)
+        self.context_length = checkpoint.context_length  # most tokens of prompt and completion
+        self.vocab_size: int = checkpoint.config.vocab_size
+        if compute is not None:
+            self._computing: Computing = compute(config, checkpoint, self.tokenizer)
+        elif config.data_group_size > 1:
+            self._computing = _start_team(config, checkpoint)
+        else:
+            self._computing = _load_pipeline(config, checkpoint, self.tokenizer, group, on_progress)
+        self._core = self._computing.core
+        self._intake = Intake(self.tokenizer, find_limits(config, checkpoint, self.tokenizer))
+        self._numbers = itertools.count()  # of added requests
+        self._runner: LineRunner | None = None  # of the run that goes on
+        self.load_s = time.perf_counter() - started
+
+    def add(
+        self, request: Mapping[str, Any], *, priority: int = 0, is_streamed: bool = False
+    ) -> int:
+        """Queue a request; return the id by which events name it. Any thread may call it.
+
+        Requests without a seed of their own draw differently, also those that say the same.
+
+        Args:
+            request: the fields of a completions request.
+            priority: requests of higher ones enter first, and may put back rows of lower ones.
+            is_streamed: tell its tokens as they come.
+
+        Raises:
+            RequestError: what is wrong with it.
+        """
+        parsed = self._intake.parse(request)
+        prepared = self._intake.prepare(parsed, repeat=next(self._numbers))
+        request_id = self._core.add(prepared, priority=priority, is_streamed=is_streamed)
+        self._intake.note(*parsed.warnings)
+        return request_id
+
+    def cancel(self, request_id: int) -> None:
+        """Forget a request, whatever has become of it. Any thread may call it."""
+        self._core.cancel(request_id)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until there is work, so long at most; return whether there is."""
+        return self._core.wait(timeout_s)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether requests are without an answer."""
+        return self._core.has_work
+
+    def step(self) -> list[Event]:
+        """Let the work go on a little, and return what happened: always in the same thread.
+
+        A `Delta` is new text of a streamed request, `Finished` an answer, `Failed` an error.
+
+        Raises:
+            PipelineError: a rank failed; all requests are dropped.
+        """
+        return self._core.step()
+
+    def start_run(self, read_ahead: int = LOOKAHEAD) -> LineRunner:
+        """Start a run over lines: add them to what is returned, and step that.
+
+        Args:
+            read_ahead: lines that may be read before there is room for them.
+
+        Raises:
+            UsageError: an earlier run is not finished.
+        """
+        if self._runner is not None and self._runner.is_busy:
+            raise UsageError("the engine is in the middle of a run; finish or close that one first")
+        self._intake.warnings.clear()
+        self._runner = LineRunner(
+            self._core,
+            LineIntake(self._intake),
+            RecordForm(self.model_name, int(time.time())),
+            read_ahead=read_ahead,
+            joins_equal=self.config.prefix_cache,
+            is_only_run=self.config.is_only_run,
+        )
+        return self._runner
+
+    def run(
+        self, requests: Iterable[Mapping[str, Any] | Line], read_ahead: int = LOOKAHEAD
+    ) -> Generator[Record, None, None]:
+        """Answer requests, reading them as room for them appears.
+
+        Args:
+            requests: dicts with the fields of a completions request, or input lines.
+            read_ahead: prompts that may be read before there is room for them: more can be put in
+                better order, and an iterable that waits for answers must not be asked for more.
+
+        Yields:
+            one Record a request, in the order in which they finish; `record.line.number` counts the
+            requests from 1. A request that is wrong, or no dict at all, gives a record with `error`
+            set. Closing the generator ends the run early.
+
+        Raises:
+            UsageError: an earlier run is not finished.
+        """
+        yield from self.start_run(read_ahead).run(_as_lines(requests))
+
+    def stop(self, grace_s: float) -> None:
+        """End the run in good order: no more lines, and rows that run have so long to end.
+
+        The run then raises StoppedError. It may be called from a signal handler.
+        """
+        if self._runner is not None:
+            self._runner.stop(grace_s)
+
+    @property
+    def stats(self) -> EngineStats:
+        """What was counted since the engine was made."""
+        return self._core.stats
+
+    @property
+    def num_draws_left(self) -> int:
+        """The most tokens that rows which run may still draw; 0: not known."""
+        return self._core.num_draws_left
+
+    @property
+    def facts(self) -> Facts:
+        """What is worth telling of the processes that compute."""
+        return self._computing.facts
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.facts.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and hidden states."""
+        dtype: torch.dtype = getattr(torch, self.facts.dtype)
+        return dtype
+
+    @property
+    def pipeline(self) -> OnePipeline:
+        """The pipeline that computes.
+
+        Raises:
+            UsageError: there are several, in processes of their own.
+        """
+        if isinstance(self._computing, OnePipeline):
+            return self._computing
+        raise UsageError("several pipelines compute for this engine")
+
+    @property
+    def gpu_memory(self) -> dict[str, int]:
+        """Bytes of this process's GPU: what was foreseen, and the peak so far; {} on a CPU."""
+        return self._computing.gpu_memory
+
+    @property
+    def warnings(self) -> dict[str, int]:
+        """What was strange about requests that were answered all the same, and how often."""
+        return self._intake.warnings.to_dict()
+
+    def tell_warnings(self, tell: Callable[[str], None]) -> None:
+        """Have a function told of each warning when it is first met."""
+        self._intake.on_warning = tell
+
+    def follow(
+        self,
+        on_work: Callable[[int, int], None] = lambda num_fed, num_drawn: None,
+        on_step: Callable[[StepTrace], None] | None = None,
+    ) -> None:
+        """Have functions told of what is computed.
+
+        Args:
+            on_work: told how many tokens were fed, and how many drawn.
+            on_step: told of every step that is finished, if one pipeline computes.
+        """
+        self._computing.follow(on_work, on_step)
+
+    def close(self) -> None:
+        """End what computes. The engine cannot be used afterwards."""
+        self._computing.close()
+
+
+def _load_pipeline(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer,
+    group: Group | None,
+    on_progress: Callable[[int, int], None],
+) -> OnePipeline:
+    """Load the model here, and in the processes of other ranks, which this may have to start."""
+    own = start_own_ranks(config) if group is None and config.num_stages > 1 else None
+    try:
+        return OnePipeline(
+            config, checkpoint, tokenizer, on_progress=on_progress, group=group or own
+        )
+    except BaseException:
+        if own is not None:
+            own.abandon()
+        raise
+
+
+def _start_team(config: EngineConfig, checkpoint: Checkpoint) -> Team:
+    """Start several pipelines, in somebody's program."""
+    spread = Spread(config.num_stages, config.data_group_size)
+    require_room_for_all(config, checkpoint, Layout(spread.num_stages, spread.num_pipelines))
+    names = pipeline_names(spread.num_pipelines)
+    members = Processes(names, num_ranks=spread.num_stages - 1, has_line=True)
+    try:
+        return Team(
+            checkpoint, lambda: start_pipelines(members, config, spread, Manners()), log.warning
+        )
+    except BaseException:
+        members.end()
+        raise
+
+
+def _as_lines(requests: Iterable[Mapping[str, Any] | Line]) -> Iterator[Line]:
+    for number, request in enumerate(requests, start=1):
+        yield request if isinstance(request, Line) else _as_line(number, request)
+
+
+def _as_line(number: int, request: object) -> Line:
+    """Return a request as an input line; what is none costs this line only."""
+    if not isinstance(request, Mapping):
+        fault = f"request {number} is a {type(request).__name__}; give a dict"
+        return Line(0, number, repr(request).encode(), fault=fault)
+    try:
+        raw = json.dumps(dict(request)).encode()  # nan stays nan, and is refused by name
+    except (TypeError, ValueError, RecursionError) as error:
+        fault = f"request {number} is no JSON: {error}"
+        return Line(0, number, repr(request).encode(), fault=fault)
+    return Line(0, number, raw)

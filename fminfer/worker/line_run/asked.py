@@ -1,0 +1,102 @@
+"""A line that can be answered, between reading and its record."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from fminfer.contract.envelope import Envelope
+from fminfer.contract.line import Line
+from fminfer.contract.record import Record, make_id
+from fminfer.contract.request import SamplingParams
+from fminfer.engine.events import Failed, Finished
+from fminfer.engine.sequence import Prepared
+
+Answer = Finished | Failed
+
+
+@dataclass(slots=True, eq=False)
+class Asked:
+    """One line with its request."""
+
+    line: Line
+    envelope: Envelope
+    prepared: Prepared
+    key: bytes | None  # that requests of one answer have in common; None: chance has a part in it
+    read_s: float = field(default_factory=time.perf_counter)
+    added_s: float = 0.0  # when the engine had it
+    answer: Answer | None = None
+    followers: list[Asked] = field(default_factory=list)  # equal ones, which take its answer
+
+    @property
+    def ids(self) -> list[int]:
+        """Return the first prompt's, by which lines are put in order."""
+        return self.prepared.prompts[0].ids
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.prepared.params
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prepared.prompts)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(prompt.ids) for prompt in self.prepared.prompts)
+
+
+def answer_of(asked: Asked, leader: Asked) -> Answer:
+    """Return what a line gets whose answer another had computed: no time, and no token fed."""
+    assert leader.answer is not None
+    if isinstance(leader.answer, Failed):
+        return leader.answer
+    cached = {"cached_tokens": leader.answer.usage["prompt_tokens"]}
+    details = leader.answer.usage["prompt_tokens_details"] | cached
+    usage = leader.answer.usage | {"prompt_tokens_details": details}
+    queue_s = time.perf_counter() - asked.read_s
+    times = {"batch_time": 0.0, "batch_size": 1.0, "queue_time": queue_s}
+    times |= {"prefill_time": 0.0, "decode_time": 0.0}
+    return Finished(leader.answer.request_id, leader.answer.choices, usage, times)
+
+
+@dataclass(slots=True, frozen=True)
+class RecordForm:
+    """What the records of a run have in common.
+
+    `created` is the Unix time at which the run began, seconds.
+    """
+
+    model_name: str
+    created: int
+
+    def build(self, asked: Asked, answer: Answer) -> Record:
+        """Return a line's record."""
+        line, envelope = asked.line, asked.envelope
+        if isinstance(answer, Failed):
+            return Record(line, envelope, error=answer.error)
+        usage = answer.usage
+        if envelope.shape == "batch":
+            result = self._completion_head(asked) | answer.result
+        else:
+            times = dict(answer.times)
+            times["queue_time"] += max(0.0, asked.added_s - asked.read_s)
+            result = {"choices": answer.choices, "request_time": times, "usage": usage}
+        return Record(
+            line,
+            envelope,
+            result=result,
+            num_prompt_tokens=usage["prompt_tokens"],
+            num_cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
+            num_completion_tokens=usage["completion_tokens"],
+        )
+
+    def _completion_head(self, asked: Asked) -> dict[str, str | int]:
+        """Return what an OpenAI completion object has before its choices."""
+        model = asked.envelope.fields.get("model")
+        return {
+            "id": f"cmpl-{make_id(asked.line, asked.envelope)}",
+            "object": "text_completion",
+            "created": self.created,
+            "model": model if isinstance(model, str) and model else self.model_name,
+        }

@@ -1,0 +1,139 @@
+"""From a line to a request that can run: open it, see that it is this run's, count equal ones."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from fminfer.contract.envelope import Envelope, as_text, open_envelope
+from fminfer.contract.fields import show
+from fminfer.contract.line import Line
+from fminfer.contract.record import Record
+from fminfer.contract.request import Request
+from fminfer.core.errors import RequestError, row_error
+from fminfer.engine.intake import Intake
+from fminfer.engine.noise import meaning_of
+from fminfer.worker.line_run.asked import Asked
+from fminfer.worker.line_run.seen_counts import SeenCounts
+
+
+class LineIntake:
+    """Opens the lines of a run in their order.
+
+    Args:
+        intake: prepares their requests.
+        check: refuses a request that the engine could never hold.
+    """
+
+    def __init__(self, intake: Intake, check: Callable[[Asked], None] = lambda asked: None) -> None:
+        self.intake = intake
+        self._check = check
+        self._source = 0  # the file being read
+        self._equal = SeenCounts()  # its unseeded requests so far, by meaning
+        self._custom_ids = SeenCounts()  # the file's so far, by digest
+
+    def open(self, line: Line) -> Asked | Record:
+        """Return a line's request, or the record that says why it cannot be answered."""
+        envelope = Envelope("bare", as_text(line.raw))  # until it is opened
+        try:
+            envelope = open_envelope(line)
+            request, repeat = self._identify(line, envelope)
+            is_openai = envelope.shape == "batch"
+            prepared = self.intake.prepare(request, repeat=repeat, is_openai=is_openai)
+            asked = Asked(line, envelope, prepared, _answer_key(request, envelope))
+            self._check(asked)
+        except Exception as error:
+            return Record(line, envelope, error=row_error(error, line.number))
+        warnings = (*envelope.warnings, *request.warnings)
+        self.intake.note(*warnings, where=f"line {line.number}: ")
+        return asked
+
+    def pass_over(self, line: Line) -> None:
+        """Count a line that an earlier run has answered: those after it depend on it.
+
+        Equal lines draw differently by their number, and no two may have one custom_id.
+
+        Raises:
+            FminferError: the run cannot go on.
+        """
+        try:
+            self._identify(line, open_envelope(line))
+        except Exception as error:  # that run has told what is wrong with it
+            row_error(error, line.number)
+
+    def _identify(self, line: Line, envelope: Envelope) -> tuple[Request, int]:
+        """Return a line's request, and how many equal ones came before it.
+
+        Raises:
+            RequestError: what is wrong with it, as far as that shows without its tokens.
+        """
+        if line.source != self._source:
+            self._source = line.source
+            self._equal.clear()
+            self._custom_ids.clear()
+        self._check_envelope(line, envelope)
+        request = self.intake.parse(envelope.fields)
+        return request, self._count_repeat(line, request)
+
+    def _check_envelope(self, line: Line, envelope: Envelope) -> None:
+        """Check what stands around the request, and that it is for this model."""
+        custom_id = envelope.custom_id
+        is_alone = line.num_equal is not None  # the lines before it in its file may be elsewhere
+        if envelope.shape == "batch" and custom_id.startswith(b'"') and not is_alone:
+            name = json.loads(custom_id.decode())  # one string can be written in many ways
+            if self._custom_ids.add(_digest(name)):
+                raise RequestError(
+                    "duplicate_custom_id",
+                    f"custom_id {show(name)} of line {line.number} is also an earlier line's; "
+                    "each line of a file needs one of its own. Change or remove one of the two",
+                    "custom_id",
+                )
+        if envelope.error is not None:
+            raise envelope.error
+        if self.intake.limits.is_strict and envelope.warnings:
+            raise RequestError(
+                "unsupported_parameter",
+                f"{envelope.warnings[0]}; take it out, or run without --strict",
+            )
+        self._check_model(envelope.fields)
+
+    def _check_model(self, fields: dict[str, Any]) -> None:
+        names = self.intake.limits.model_names
+        for name in ("model", "engine"):
+            asked = fields.get(name)
+            is_same = asked is None or (isinstance(asked, str) and asked in (names or ()))
+            if names is not None and not is_same:
+                known = " or ".join(sorted(names))
+                raise RequestError(
+                    "unsupported_parameter",
+                    f"{name} is {show(asked)}, and the model of this run is {known}; answer the "
+                    "line with its own model, or run without --check-model",
+                    name,
+                )
+
+    def _count_repeat(self, line: Line, request: Request) -> int:
+        """Count equal requests without a seed before this one in its file, so that they differ."""
+        params = request.params
+        if params.seed is not None or params.is_greedy:
+            return 0
+        if line.num_equal is not None:
+            return line.num_equal
+        return self._equal.add(meaning_of(request.prompts, params))
+
+
+def _answer_key(request: Request, envelope: Envelope) -> bytes | None:
+    """Return what requests of one answer have in common; None: chance has a part in it."""
+    params = request.params
+    if params.is_greedy or params.max_tokens == 0:
+        params = replace(params, seed=None)
+    elif params.seed is None:
+        return None
+    meaning = meaning_of(request.prompts, params)
+    return _digest(f"{meaning.hex()} {params.seed} {envelope.shape == 'batch'}")
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()

@@ -1,0 +1,241 @@
+"""A run over lines: reads ahead, puts lines in order, and answers equal ones once."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Generator, Iterable
+
+from fminfer.contract.line import Line
+from fminfer.contract.record import Record
+from fminfer.core.errors import RequestError, StoppedError
+from fminfer.engine.engine_core import EngineCore
+from fminfer.engine.events import Delta, Event, Failed
+from fminfer.engine.order import plan_order
+from fminfer.worker.line_run.asked import Answer, Asked, RecordForm, answer_of
+from fminfer.worker.line_run.equal_requests import EqualRequests
+from fminfer.worker.line_run.line_intake import LineIntake
+
+LOOKAHEAD = 64  # lines that are read between steps, and prompts that wait where no more is said
+WINDOW = 1024  # prompts that a run over files reads ahead, to put them in order
+MAX_WINDOW_TOKENS = 500_000  # of their ids together, some 20 MB
+MIN_WAITING = 32  # so few prompts wait, and those that were read join them
+
+
+class LineRunner:
+    """Answers lines with an engine: `add` lines while it wants some, and `step`.
+
+    Args:
+        form: of the records.
+        read_ahead: prompts that are read before there is room for them, to be put in order.
+        joins_equal: compute equal requests once.
+        is_only_run: prefixes need not be kept for another run of the engine.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        intake: LineIntake,
+        form: RecordForm,
+        *,
+        read_ahead: int = LOOKAHEAD,
+        joins_equal: bool = True,
+        is_only_run: bool = False,
+    ) -> None:
+        self._core = core
+        self._intake = intake
+        self._form = form
+        self._read_ahead = read_ahead
+        self._equal = EqualRequests() if joins_equal else None
+        self._is_only_run = is_only_run
+        self._window: list[Asked] = []  # read, and not yet with the engine
+        self._num_window_prompts = self._num_window_tokens = 0
+        self._asked: dict[int, Asked] = {}  # with the engine
+        self._done: deque[Record] = deque()
+        self._has_all = False
+        self._stop_at_s = math.inf
+        core.start_run()
+
+    def run(self, lines: Iterable[Line]) -> Generator[Record, None, None]:
+        """Yield one record a line, as they finish. Lines are read as room for them appears.
+
+        Raises:
+            StoppedError: `stop` was called, and lines are left.
+        """
+        source = iter(lines)
+        try:
+            while True:
+                for _ in range(self.num_wanted):
+                    if not self.wants_more:
+                        break
+                    try:
+                        line = next(source)
+                    except StopIteration:
+                        self.end_input()
+                        break
+                    self.add(line)
+                yield from self.step()
+                if not self.has_work:
+                    return
+        finally:
+            self.close()
+
+    @property
+    def num_wanted(self) -> int:
+        """How many lines may be added before the next step; it may turn 0 sooner."""
+        if not self.wants_more:
+            return 0
+        # While nothing is computed, nothing waits for the reading.
+        return LOOKAHEAD if self._core.is_computing else max(LOOKAHEAD, self._read_ahead)
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether another line should be read now."""
+        return not (
+            self._has_all
+            or self._is_stopping
+            or self._num_ahead >= self._window_size
+            or self._num_window_tokens >= MAX_WINDOW_TOKENS
+            or len(self._done) >= LOOKAHEAD  # lines that need no step: hand them out first
+            or (self._equal is not None and self._equal.is_full)
+        )
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a line that was added has no record yet."""
+        return bool(self._window or self._asked or self._done)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether lines are left, or may still come."""
+        return self.is_busy or not self._has_all
+
+    def add(self, line: Line) -> None:
+        """Take the next line."""
+        asked = self._intake.open(line)
+        if isinstance(asked, Record):
+            self._core.count_row(None)
+            self._done.append(asked)
+            return
+        leader = None if self._equal is None else self._equal.follow(asked)
+        self._core.count_row(asked.prepared, is_copied=leader is not None)
+        if leader is None:
+            self._window.append(asked)
+            self._num_window_prompts += asked.num_prompts
+            self._num_window_tokens += asked.num_prompt_tokens
+            return
+        if leader.answer is not None:
+            self._done.append(self._form.build(asked, answer_of(asked, leader)))
+
+    def pass_over(self, line: Line) -> None:
+        """Take note of a line of this run that is not to be answered again."""
+        self._intake.pass_over(line)
+
+    def end_input(self) -> None:
+        """Take note that no more lines come."""
+        self._has_all = True
+
+    def stop(self, grace_s: float) -> None:
+        """Take no more lines in; rows that run may go on so long. It may be called at any moment.
+
+        `step` then raises StoppedError, unless every line is answered.
+        """
+        self._stop_at_s = min(self._stop_at_s, time.perf_counter() + grace_s)
+
+    def step(self) -> list[Record]:
+        """Let the engine go on a little; return the records that are there now.
+
+        Raises:
+            StoppedError: it was to stop, and lines are left.
+            FminferError: the engine cannot go on.
+        """
+        self.hand_over()
+        records = self.take(self._core.step() if self._core.has_work else [])
+        if not self.has_work:
+            self._core.check_idle()
+        return records
+
+    def hand_over(self) -> None:
+        """Give the engine lines, if few wait there."""
+        if self._is_stopping:
+            self._core.drain(self._stop_at_s)
+            return
+        is_whole = self._has_all or not self.wants_more
+        num_few = LOOKAHEAD if is_whole else MIN_WAITING
+        if self._window and self._core.num_waiting < num_few:
+            window, self._window = self._window, []
+            self._num_window_prompts = self._num_window_tokens = 0
+            for asked in _in_order(window):
+                self._give(asked)
+        if self._is_only_run and self._has_all and not self._window:
+            self._core.expect_no_more()
+
+    def take(self, events: list[Event]) -> list[Record]:
+        """Return the records that are there now; events of requests that it did not add are left.
+
+        Raises:
+            StoppedError: as `step`.
+        """
+        for event in events:
+            if not isinstance(event, Delta) and event.request_id in self._asked:
+                self._finish(self._asked.pop(event.request_id), event)
+        records = [*self._done]
+        self._done.clear()
+        self._check_stopped(has_news=bool(records))
+        return records
+
+    def close(self) -> None:
+        """Cancel what has no record yet."""
+        for request_id in self._asked:
+            self._core.cancel(request_id)
+        self._asked.clear()
+        self._window.clear()
+        self._done.clear()
+
+    @property
+    def _is_stopping(self) -> bool:
+        return self._stop_at_s < math.inf
+
+    @property
+    def _num_ahead(self) -> int:
+        return self._core.num_waiting + self._num_window_prompts
+
+    @property
+    def _window_size(self) -> int:
+        """Return how many prompts are read ahead: few once another file was opened."""
+        if self._window and self._window[0].line.source != self._window[-1].line.source:
+            return min(LOOKAHEAD, self._read_ahead)
+        return self._read_ahead
+
+    def _give(self, asked: Asked) -> None:
+        asked.added_s = time.perf_counter()
+        try:
+            self._asked[self._core.add(asked.prepared, is_counted=True)] = asked
+        except RequestError as error:  # it can never run here
+            self._finish(asked, Failed(-1, error))
+
+    def _finish(self, asked: Asked, answer: Answer) -> None:
+        asked.answer = answer
+        self._done.append(self._form.build(asked, answer))
+        if self._equal is not None:
+            for follower in self._equal.finish(asked):
+                self._done.append(self._form.build(follower, answer_of(follower, asked)))
+
+    def _check_stopped(self, *, has_news: bool) -> None:
+        if not (self._is_stopping and self.has_work) or has_news:
+            return
+        is_late = time.perf_counter() > self._stop_at_s
+        if is_late or not self._core.has_begun:
+            raise StoppedError("stopped as told, and rows are left")
+
+
+def _in_order(window: list[Asked]) -> list[Asked]:
+    """Order lines; files keep their order, so that they are done one after another."""
+    ordered: list[Asked] = []
+    first = 0
+    for place in range(1, len(window) + 1):
+        if place == len(window) or window[place].line.source != window[first].line.source:
+            ordered += plan_order(window[first:place])
+            first = place
+    return ordered

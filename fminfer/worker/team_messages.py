@@ -1,0 +1,211 @@
+"""What travels between a run and its pipelines, each of which is a process with an engine.
+
+A message is JSON that says what it is, and after it the bytes that it holds, as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import dataclass, fields, is_dataclass
+from multiprocessing.connection import Connection
+from typing import Any, Literal
+
+import orjson
+
+from fminfer.contract.request import SamplingParams
+from fminfer.core.errors import RequestError
+from fminfer.engine.events import Delta, Event, Failed, Finished
+from fminfer.engine.facts import Facts
+from fminfer.engine.loop import EngineLoop
+from fminfer.engine.sequence import Prepared
+from fminfer.engine.stats import EngineStats, ReadWork, StageStats
+from fminfer.text.encoded_prompt import EncodedPrompt
+
+# Down go what is defined first, and two words:
+GO_ON = "go on"  # all pipelines have their weights: the memory that is left can be shared out
+END = "end"  # no more is asked
+
+
+@dataclass(slots=True, frozen=True)
+class Ask:
+    """A request to answer."""
+
+    request_id: int
+    prepared: Prepared
+    priority: int
+    is_streamed: bool
+    is_counted: bool
+
+
+@dataclass(slots=True, frozen=True)
+class Cancel:
+    """A request to forget."""
+
+    request_id: int
+
+
+@dataclass(slots=True, frozen=True)
+class Order:
+    """What is to be done with the requests as a whole."""
+
+    verb: Literal["start_run", "drain", "expect_no_more"]
+
+    def obey(self, core: EngineLoop) -> None:
+        """Do it."""
+        match self.verb:
+            case "start_run":
+                core.start_run()
+            case "drain":
+                core.drain()
+            case "expect_no_more":
+                core.expect_no_more()
+
+
+@dataclass(slots=True, frozen=True)
+class Loaded:
+    """The weights are in memory."""
+
+    file_digests: dict[str, str]  # of their files, which all pipelines must have the same
+
+
+@dataclass(slots=True, frozen=True)
+class Ready:
+    """The pipeline can answer."""
+
+    facts: Facts
+
+
+@dataclass(slots=True, frozen=True)
+class Told:
+    """What happened, and how the pipeline stands."""
+
+    events: list[Event]
+    num_begun: int  # requests so far that no longer wait
+    has_begun: bool  # rows run
+    num_draws_left: int
+    stats: EngineStats | None  # now and then, and when nothing is left to do
+
+
+@dataclass(slots=True, frozen=True)
+class Broken:
+    """The pipeline cannot go on."""
+
+    text: str
+    kind: str  # the name of one of fminfer's errors
+
+
+Report = Loaded | Ready | Told | Broken
+
+_CLASSES = {
+    each.__name__: each
+    for each in (
+        *(Ask, Cancel, Order, Loaded, Ready, Told, Broken, Prepared, SamplingParams, EncodedPrompt),
+        *(Delta, Finished, Failed, Facts, EngineStats, StageStats, ReadWork),
+    )
+}
+
+
+def send(connection: Connection, what: object) -> None:
+    """Say something.
+
+    Raises:
+        OSError: nobody listens any more.
+    """
+    connection.send_bytes(encode(what))
+
+
+def receive(connection: Connection) -> Any:
+    """Wait for what the other end says next.
+
+    Raises:
+        EOFError, OSError: it says nothing more.
+    """
+    return decode(connection.recv_bytes())
+
+
+def encode(what: object) -> bytes:
+    """Return a message's bytes."""
+    parts: list[bytes] = []
+    value = _plain(what, parts)
+    head = _dumps([value, [len(part) for part in parts]])
+    return b"".join((struct.pack("<I", len(head)), head, *parts))
+
+
+def decode(data: bytes) -> Any:
+    """Return what `encode` was given."""
+    (size,) = struct.unpack_from("<I", data)
+    start = 4 + size
+    value, sizes = _loads(data[4:start])
+    parts = []
+    for length in sizes:
+        parts.append(data[start : start + length])
+        start += length
+    return _restored(value, parts)
+
+
+def _plain(value: object, parts: list[bytes]) -> object:
+    """Return a value for JSON; all but plain ones become lists that begin with their kind."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return ["float", repr(value)]
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, bytes):
+        parts.append(value)
+        return ["bytes", len(parts) - 1]
+    if isinstance(value, RequestError):
+        return ["error", *value.__reduce__()[1]]
+    if isinstance(value, list) and len(value) > 8 and all(type(each) is int for each in value):
+        parts.append(_dumps(value))  # token ids
+        return ["json", len(parts) - 1]
+    if isinstance(value, list | tuple):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return [kind, *[_plain(each, parts) for each in value]]
+    if isinstance(value, dict):
+        if any(isinstance(each, bytes) for each in value.values()):
+            return ["dict", [[name, _plain(each, parts)] for name, each in value.items()]]
+        parts.append(_dumps(value))  # an answer, or counts: JSON already
+        return ["json", len(parts) - 1]
+    name = type(value).__name__
+    assert is_dataclass(value) and name in _CLASSES, f"{name} does not travel"
+    return ["object", name, *[_plain(getattr(value, f.name), parts) for f in fields(value)]]
+
+
+def _restored(value: Any, parts: list[bytes]) -> Any:
+    if not isinstance(value, list):
+        return value
+    kind, *rest = value
+    match kind:
+        case "float":
+            return float(rest[0])
+        case "bytes":
+            return parts[rest[0]]
+        case "json":
+            return _loads(parts[rest[0]])
+        case "error":
+            return RequestError(*rest)
+        case "dict":
+            return {name: _restored(each, parts) for name, each in rest[0]}
+        case "list" | "tuple":
+            items = [_restored(each, parts) for each in rest]
+            return items if kind == "list" else tuple(items)
+    assert kind == "object", f"unknown kind {kind!r}"
+    cls = _CLASSES[rest[0]]
+    names = [field.name for field in fields(cls)]
+    values = [_restored(each, parts) for each in rest[1:]]
+    return cls(**dict(zip(names, values, strict=True)))
+
+
+def _dumps(value: object) -> bytes:
+    try:
+        return orjson.dumps(value)
+    except (orjson.JSONEncodeError, TypeError):  # half a surrogate pair, or a very large number
+        return json.dumps(value).encode()
+
+
+def _loads(data: bytes) -> Any:
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError:
+        return json.loads(data)

@@ -1,0 +1,82 @@
+"""`run --limit N`: the first N requests, and later the others, without answering any twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fminfer.batch.journaled_input import JournaledInput
+from fminfer.batch.named_files import open_files
+from fminfer.batch.shared_folder import share_files
+from fminfer.core.errors import UsageError
+from fminfer.files.output_paths import Plan
+from fminfer.files.status_file import read_status
+from tests.batch.test_try_again import ALL, LASTING, answer, read, record_of, write_input
+
+
+def open_limited(source: Path, output: Path, limit: int | None) -> JournaledInput:
+    files = open_files([source], [output], {}, model="m", restart=False, limit=limit)
+    (file,) = files.files
+    assert isinstance(file, JournaledInput)
+    return file
+
+
+def test_a_limited_run_is_complete_and_a_later_one_goes_on(tmp_path: Path) -> None:
+    source, output = write_input(tmp_path)
+    assert answer(open_limited(source, output, 3), LASTING) == [1, 2, 4]
+    status = read_status(output)
+    assert status is not None and status["status"] == "completed"
+    assert status["fminfer"]["limit"] == 3 and status["request_counts"]["total"] == 3
+    first = read(output)[0]
+    assert open_limited(source, output, 3).is_finished
+    assert open_limited(source, output, 2).is_finished
+    assert answer(open_limited(source, output, 5), LASTING) == [5, 6]
+    assert answer(open_limited(source, output, None), LASTING) == [7, 8]
+    assert open_limited(source, output, None).is_finished
+    assert open_limited(source, output, 3).is_finished, "all are answered, more than was asked"
+    whole, one_output = write_input(tmp_path / "one")
+    assert answer(open_limited(whole, one_output, None), LASTING) == sorted(ALL)
+    assert read(output) == read(one_output) and read(output)[0].startswith(first)
+    status = read_status(output)
+    assert status is not None and status["fminfer"]["limit"] is None
+
+
+def test_a_limit_beyond_the_end(tmp_path: Path) -> None:
+    source, output = write_input(tmp_path)
+    assert answer(open_limited(source, output, 100), LASTING) == sorted(ALL)
+    assert open_limited(source, output, 100).is_finished
+    assert answer(open_limited(source, output, None), LASTING) == []
+
+
+def test_a_run_that_broke_off_goes_on_with_another_limit(tmp_path: Path) -> None:
+    source, output = write_input(tmp_path)
+    file = open_limited(source, output, 5)
+    lines = list(file.lines(lambda line: None))
+    for line in lines[:4]:
+        file.add(record_of(line, LASTING))
+    file.abandon(KeyboardInterrupt())
+    file = open_limited(source, output, 2)
+    with pytest.raises(UsageError, match=r"more than the first 2 lines.*larger --limit"):
+        list(file.lines(lambda line: None))
+    file.abandon(KeyboardInterrupt())
+    assert answer(open_limited(source, output, 6), LASTING) == [6, 7]
+
+
+def test_files_of_a_folder_are_limited_each(tmp_path: Path) -> None:
+    source, output = write_input(tmp_path)
+    for limit, expected in ((2, [1, 2]), (2, None), (4, [4, 5])):
+        shared = share_files(
+            lambda: Plan([source], [output]),
+            {},
+            model="m",
+            restart=False,
+            is_watching=False,
+            limit=limit,
+        )
+        is_left = shared.look()
+        assert is_left == (expected is not None)
+        if expected is not None:
+            assert shared.num_rows == (2 if limit == 2 else 4)
+            file = next(shared.turns())
+            assert file is not None and answer(file, LASTING) == expected

@@ -1,0 +1,51 @@
+"""A program that ends in the middle of a run ends as it would without us."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.faults.torture import is_alive
+
+OPEN_RUN = """
+import fminfer
+
+engine = fminfer.Engine(dtype="float32", kernels="off")
+records = engine.run([{"prompt": "north", "max_tokens": 40, "ignore_eos": True}] * 300)
+
+def first():
+    yield from records
+
+kept = first()
+next(kept)
+"""
+
+
+@pytest.mark.parametrize(("last", "status"), [("", 0), ("raise ValueError('boom')", 1)])
+def test_a_run_that_is_open_at_exit_does_not_hang_or_crash(last: str, status: int) -> None:
+    """The run used to wait for its thread while Python was ending, which had stopped that thread:
+    the program hung for ever, or died with `terminate called` in place of the user's own error.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", OPEN_RUN + last], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == status, done.stderr
+    assert ("ValueError: boom" in done.stderr) == bool(last)
+
+
+def test_a_rank_ends_after_who_started_it() -> None:
+    """Also while it imports, when nothing else watches."""
+    rank = (
+        "import os, time; from fminfer.worker.processes import end_after; end_after(os.getppid()); "
+    )
+    rank += "print(os.getpid(), flush=True); time.sleep(100)"
+    launcher = "import subprocess as s, sys; r = s.Popen([sys.executable, '-c', sys.argv[1]], "
+    launcher += "stdout=s.PIPE, text=True); print(r.stdout.readline())"
+    told = subprocess.run([sys.executable, "-c", launcher, rank], capture_output=True, timeout=60)
+    until_s = time.monotonic() + 30
+    while is_alive(int(told.stdout)):
+        assert time.monotonic() < until_s
+        time.sleep(0.1)

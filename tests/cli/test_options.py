@@ -1,0 +1,179 @@
+"""The options of the commands: each in a group of the help, each default written once."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+import fminfer
+from fminfer.cli.app import main
+from fminfer.cli.options.option_groups import HELP, IN_ORDER, GroupedCommand, GroupedOption
+from fminfer.core.config import EngineConfig
+from fminfer.core.errors import UsageError
+from fminfer.models.fingerprint import fingerprint_of
+from fminfer.pipeline.ranks import RankConfig
+from fminfer.worker.engine_options import make_config
+from fminfer.worker.loading import open_model
+
+GROUPED = {name: each for name, each in main.commands.items() if isinstance(each, GroupedCommand)}
+MANY = 8  # options from which a flat list is hard to read
+
+
+def options_of(command: click.Command) -> list[click.Option]:
+    return [param for param in command.params if isinstance(param, click.Option)]
+
+
+def sections_of(name: str) -> dict[str, list[str]]:
+    """Return the flags of each section of a command's help."""
+    found: dict[str, list[str]] = {}
+    for line in CliRunner().invoke(main, [name, "--help"]).output.splitlines():
+        if re.fullmatch(r"\w.*:", line):
+            found[line[:-1]] = []
+        elif found and (flags := re.match(r"  (-.*?)(  |$)", line)):
+            found[[*found][-1]] += re.findall(r"(?<!\w)--?[a-z][\w-]*", flags[1])
+    return found
+
+
+def test_every_command_with_many_options_shows_groups() -> None:
+    assert {"run", "check", "bench", "submit"} <= GROUPED.keys()
+    flat = main.commands.keys() - GROUPED.keys()
+    assert not [name for name in flat if len(options_of(main.commands[name])) > MANY]
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_every_option_belongs_to_a_group(name: str) -> None:
+    options = options_of(GROUPED[name])
+    assert not [each.name for each in options if not isinstance(each, GroupedOption)]
+    sections = sections_of(name)
+    assert [*sections] == [group for group in IN_ORDER if group in sections]
+    assert sections.pop(HELP) == ["-h", "--help"]
+    shown = sorted(flag for flags in sections.values() for flag in flags)
+    assert shown == sorted(f for each in options for f in (*each.opts, *each.secondary_opts))
+    for option in options:
+        assert isinstance(option, GroupedOption) and option.opts[0] in sections[option.group]
+        assert option.help
+
+
+def test_the_groups_of_a_run() -> None:
+    sections = sections_of("run")
+    for group, flag in {
+        "Input and output": "--output",
+        "Requests": "--strict",
+        "Model": "--model-name",
+        "Speed and memory": "--kernels",
+        "Ranks": "--world-size",
+        "Made-up requests and --prompt": "--temperature",
+        "Old command lines": "--attention",
+    }.items():
+        assert flag in sections[group], group
+
+
+def test_a_bench_needs_a_tokenizer() -> None:
+    assert not [each for each in options_of(GROUPED["bench"]) if each.name == "skip_tokenizer_init"]
+
+
+def test_defaults_are_those_of_the_configs() -> None:
+    context = main.commands["run"].make_context("run", [])
+    compared = 0
+    for config in (EngineConfig(), RankConfig()):
+        for field in fields(config):
+            if field.name in context.params:
+                assert context.params[field.name] == getattr(config, field.name), field.name
+                compared += 1
+    assert compared > 30
+
+
+@pytest.mark.parametrize("command", ["run", "check", "bench"])
+@pytest.mark.parametrize(
+    ("flags", "meant"),
+    [
+        ("", "auto"),
+        ("--attention auto", "auto"),
+        ("--attention eager", "off"),
+        ("--attention compiled", "require"),
+        ("--kernels off", "off"),
+        ("--attention eager --kernels off", "off"),
+        ("--kernels require --attention compiled", "require"),
+    ],
+)
+def test_attention_is_the_old_name_of_kernels(command: str, flags: str, meant: str) -> None:
+    params = main.commands[command].make_context(command, flags.split()).params
+    assert params["kernels"] == meant
+    assert "attention" not in params
+
+
+@pytest.mark.parametrize(
+    "flags", ["--attention eager --kernels auto", "--kernels require --attention auto"]
+)
+def test_the_old_and_the_new_name_may_not_differ(flags: str) -> None:
+    found = CliRunner().invoke(main, ["run", *flags.split()])
+    assert found.exit_code == 2
+    assert "contradict each other" in found.stderr and "Give --kernels alone" in found.stderr
+    found = CliRunner().invoke(main, ["run", "--attention", "off"])
+    assert found.exit_code == 2 and "'--attention': 'off' is not one of" in found.stderr
+
+
+def test_in_python_the_old_name_is_refused_with_the_new_one() -> None:
+    old: Any = {"attention": "eager"}
+    for make in (make_config, fminfer.Engine):
+        for model in (None, EngineConfig()):
+            with pytest.raises(UsageError, match=r"is called kernels now; give .*'off' \(it was"):
+                make(model, **old)
+    wrong: Any = "eager"
+    with pytest.raises(UsageError, match="kernels is 'eager'; it must be one of auto, off, req"):
+        EngineConfig(kernels=wrong)
+
+
+def test_a_journal_does_not_record_the_kernels() -> None:
+    """So runs begun with --attention go on with --kernels, whichever it is."""
+    found = []
+    for kernels in ("auto", "off"):
+        config = make_config(None, kernels=kernels)  # type: ignore[arg-type]
+        found.append(fingerprint_of(config, open_model(config)))
+    assert found[0] == found[1]
+    assert not [name for name in found[0] if "kernels" in name or "attention" in name]
+
+
+def test_flags_that_contradict_each_other_are_called_by_their_names() -> None:
+    """It said skip_tokenizer_init, which is not what people typed."""
+    flags = ["--prompt", "a", "--tokenizer", "x", "--skip-tokenizer-init"]
+    found = CliRunner().invoke(main, ["run", *flags])
+    assert found.exit_code == 2
+    assert "--tokenizer and --skip-tokenizer-init contradict each other" in found.stderr
+    flags = ["--prompt", "a", "--model-name", "x", "--random-init", "llama-160m"]
+    found = CliRunner().invoke(main, ["run", *flags])
+    assert "--model-name and --random-init contradict each other" in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("model", "a path or hub id"),
+        ("random_init", "a path, hub id or size"),
+        ("tokenizer", "a path or hub id"),
+        ("model_config", "a path, hub id or size"),
+    ],
+)
+def test_a_name_that_is_no_text_is_refused(name: str, remedy: str) -> None:
+    """`Engine(model_config={…})` ended with a bare TypeError."""
+    options: Any = {"model": "x"} | {name: {"hidden_size": 8}}
+    with pytest.raises(UsageError, match=f"{name} is of type dict; give {remedy}"):
+        fminfer.Engine(**options)
+
+
+def test_a_budget_without_memory_is_refused_before_weights_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was refused once all were in memory: minutes later, of a large model."""
+
+    def load(*_: object) -> None:
+        raise AssertionError("weights are read")
+
+    monkeypatch.setattr("fminfer.worker.one_pipeline.load_part", load)
+    with pytest.raises(UsageError, match=r"a KV cache of .* give a smaller --budget"):
+        fminfer.Engine(device="cpu", budget=10**12)

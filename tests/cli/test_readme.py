@@ -1,0 +1,193 @@
+"""The commands of README and docs/running.md, run in order as a newcomer would paste them."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shlex
+import subprocess
+import tarfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.label_reviews import INSTRUCTION, ask, count
+from fminfer.cli.app import main
+from tests.conftest import make_model, save_byte_tokenizer
+from tests.forked import programs
+
+ROOT = Path(__file__).parent.parent.parent
+FAKES = Path(__file__).parent.parent / "fakes"
+PAGES = [ROOT / "README.md", ROOT / "docs" / "running.md"]
+# What a test has no machine, network or minutes for. Of those that call fminfer, flags are parsed.
+NOT_RUN = re.compile(
+    r"scripts/|pip |python3 -m venv|\.venv/|torchrun |srun |python -m fminfer"
+    r"|.*--rendezvous|.*s3://|.*--calibrate"
+)
+# Stand-ins for the reviews that pip fetches: number, mean rating, text.
+REVIEWS = """1_1\t-1.5\tThe lid broke in a week.
+1_2\t0.9\tIt is a lid.
+1_3\t1.0\tGreat {lid}!
+"""
+SHIM = """#!/bin/sh
+{fminfer} "$@"
+status=$?
+echo "$status $*" >> {log}
+exit $status
+"""
+
+
+def blocks(language: str = "bash") -> list[str]:
+    found = (
+        re.findall(rf"```{language}\n(.*?)```", page.read_text(), flags=re.S) for page in PAGES
+    )
+    return [block for page in found for block in page]
+
+
+def commands(block: str) -> list[str]:
+    """Split a block into commands; what follows << is part of its own."""
+    joined = block.replace("\\\n", " ")
+    return re.findall(r"^[^\n]*<<'END'\n.*?\nEND\n|^[^\n]+\n", joined, flags=re.S | re.M)
+
+
+def save_reviews(package: Path) -> None:
+    """Write a package with the reviews where vaderSentiment 0.5 has them."""
+    content, packed = REVIEWS.encode(), io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+        info = tarfile.TarInfo("hutto_ICWSM_2014/amazonReviewSnippets_GroundTruth.txt")
+        info.size = len(content)
+        archive.addfile(info, io.BytesIO(content))
+    with zipfile.ZipFile(package, "w") as file:
+        file.writestr("vaderSentiment-0.5/additional_resources/hutto.tar.gz", packed.getvalue())
+
+
+def save_model(folder: Path) -> None:
+    """Save a random llama of bytes, whose context has room for the prompts of the example."""
+    make_model("llama").save_pretrained(folder)
+    save_byte_tokenizer(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
+
+
+def test_the_flags_of_every_command_are_known() -> None:
+    """Also of those that no test can run."""
+    found = 0
+    for line in "".join(blocks()).replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        if "fminfer" not in words or words[0] in ("cat", "pip", "python"):
+            continue
+        name, *rest = words[words.index("fminfer") + 1 :]
+        command = main.commands[name]
+        arguments = [word.replace("$MODEL", "model") for word in rest]
+        if "--" in arguments:  # submit's: the rest goes to run
+            place = arguments.index("--")
+            main.commands["run"].make_context("run", arguments[place + 1 :])
+        if "--help" not in arguments:
+            command.make_context(name, arguments)
+        found += 1
+    assert found >= 20
+
+
+@pytest.mark.timeout(300)
+def test_every_command_works_after_those_before_it(tmp_path: Path) -> None:
+    """The second example failed after the first: "belongs to a run that differs"."""
+    save_model(tmp_path / "model")
+    script = []
+    for command in [each for block in blocks() for each in commands(block)]:
+        if command.startswith("MODEL="):
+            command = f"MODEL={tmp_path / 'model'}\n"
+        if not NOT_RUN.match(command):
+            script.append(command)
+    log = tmp_path / "log"
+    path, shims = programs(tmp_path / "programs"), tmp_path / "shims"
+    shims.mkdir()
+    (shims / "fminfer").write_text(
+        SHIM.format(fminfer=path.partition(":")[0] + "/fminfer", log=log)
+    )
+    (shims / "fminfer").chmod(0o755)
+    (tmp_path / "cluster").mkdir()
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "examples").symlink_to(ROOT / "examples")
+    save_reviews(tmp_path / "here" / "vaderSentiment-0.5.zip")
+    environment = os.environ | {
+        "PATH": f"{shims}:{FAKES}:{path}",
+        "PYTHONPATH": str(ROOT),
+        "FAKE_CLUSTER": str(tmp_path / "cluster"),
+    }
+    done = subprocess.run(
+        ["bash", "-c", "".join(script)],
+        cwd=tmp_path / "here",
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    told = log.read_text().splitlines()
+    runs = [line for line in script if line.startswith("fminfer ")]
+    assert len(told) == len(runs) >= 14, done.stderr
+    for line in told:
+        # The second request is wrong on purpose.
+        has_errors = re.match(r"\d+ (run|check|merge) .*(requests\.jsonl|parts)", line)
+        assert line[0] == ("3" if has_errors else "0"), f"{line}\n{done.stderr}"
+    assert '"text":" north east east east east east"' in done.stdout
+    assert "it must be from 0 to 2" in done.stdout
+    assert len(re.findall(r"^[0-2] of 2 labels are right", done.stdout, flags=re.M)) == 2
+
+
+def test_the_example_asks_for_labels_of_clear_reviews(tmp_path: Path) -> None:
+    save_reviews(tmp_path / "package.zip")
+    plain = list(ask(tmp_path / "package.zip", has_options=False))
+    assert [each["label"] for each in plain] == ["negative", "positive"]
+    assert plain[1]["request"]["prompt"] == INSTRUCTION.replace("{review}", "Great {lid}!")
+    options = list(ask(tmp_path / "package.zip", has_options=True))
+    assert [each["option"] for each in options] == ["negative", "positive"] * 2
+    assert options[3]["request"]["prompt"] == plain[1]["request"]["prompt"] + " positive"
+    assert [each["review"] for each in options] == ["1_1", "1_1", "1_3", "1_3"]
+
+
+def test_the_example_counts_what_the_model_has_written() -> None:
+    said = [(" negative", "negative"), (" negative", "positive"), (" good", "positive")]
+    answers = [
+        {"label": label, "result": {"choices": [{"text": text}]}, "request": {}}
+        for text, label in said
+    ]
+    assert count(answers) == (1, 3)
+
+
+def scored(option: str, logprobs: list[float | None]) -> dict[str, Any]:
+    """Return a record of an option whose last two tokens are the option's."""
+    prompt = f"abc {option}"
+    found = {"text_offset": [0, 3, 5], "token_logprobs": logprobs}
+    record = {"request": {"prompt": prompt}, "result": {"choices": [{"logprobs": found}]}}
+    return record | {"option": option, "label": "positive", "review": "1"}
+
+
+def test_the_example_takes_the_likelier_option_by_all_its_tokens() -> None:
+    """Not by the prompt's tokens, whose logprobs it gets as well."""
+    negative = scored("negative", [None, -0.5, -3.0])
+    positive = scored("positive", [None, -1.0, -2.0])
+    assert count([negative, positive]) == (1, 1)
+    assert count([scored("negative", [-9.0, -0.5, -0.5]), positive]) == (0, 1)
+
+
+def test_linked_files_and_sections_exist() -> None:
+    """Of every page; a link to a section is made of its heading, as GitHub does."""
+    pages = [*PAGES, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+    for page in pages:
+        text = page.read_text()
+        for path, section in re.findall(r"\]\(([^)#:]*)(?:#([^)]+))?\)", text):
+            linked = page.parent / path if path else page
+            assert linked.exists(), f"{page.name}: {path}"
+            if section:
+                headings = re.findall(r"^#+ (.*)$", linked.read_text(), flags=re.M)
+                names = [
+                    re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings
+                ]
+                assert section in names, f"{page.name}: {path}#{section}"
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120

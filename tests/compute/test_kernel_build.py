@@ -1,0 +1,200 @@
+"""How the CPU's kernel is built, kept and found again; and what goes wrong with that."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fminfer
+from fminfer.compute.kernel_choice import find_library
+from fminfer.compute.kernels import kernel_build
+from fminfer.compute.kernels.kernel_build import KernelBuild, find_compiler
+from fminfer.core.errors import UsageError
+
+CPU = torch.device("cpu")
+needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give an empty cache, and a source that is compiled at once; others build the real ones."""
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    (sources / "one.cpp").write_text('extern "C" int answer() { return 42; }\n')
+    monkeypatch.setattr(kernel_build, "SOURCES", sources)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "fminfer"
+
+
+def answers(build: KernelBuild) -> bool:
+    library = build.library()
+    return library is not None and library.answer() == 42
+
+
+@pytest.mark.parametrize(
+    ("compiler", "message"),
+    [("no-such-compiler", "is no C"), ("false", "failed"), ("'", "is no C")],
+)
+def test_without_a_compiler_auto_is_plain_torch_and_require_an_error(
+    compiler: str, message: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    assert find_library("auto", CPU, KernelBuild()) is None
+    with pytest.raises(UsageError, match=message):
+        find_library("require", CPU, KernelBuild())
+    assert not cache.exists() or not list(cache.iterdir()), "nothing is left behind"
+
+
+def test_other_devices_have_no_library() -> None:
+    assert find_library("off", CPU) is None
+    for body in ("auto", "require"):
+        assert find_library(body, torch.device("cuda")) is None
+
+
+@needs_compiler
+def test_it_is_built_once_and_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, beside = KernelBuild(), KernelBuild()  # two processes may build it at once
+    assert first._process is not None and beside._process is not None
+    assert answers(first) and answers(beside)
+    again = KernelBuild()
+    assert again._process is None and answers(again)
+    assert all(path.suffix == ".so" for path in cache.iterdir()), "nothing else is left"
+    monkeypatch.setenv("CXX", "g++ -DANOTHER")
+    assert KernelBuild()._process is not None, "another compiler's is another"
+
+
+def test_an_updated_compiler_builds_anew(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kept library's name held the compiler's path, which an update leaves as it was."""
+    monkeypatch.setenv("CXX", str(tmp_path / "cxx"))
+    names = set()
+    for version in ("12.2.0", "12.2.0", "13.1.0"):
+        done = 'for o; do [ "$p" = -o ] && echo x > "$o"; p=$o; done'
+        write_compiler(tmp_path / "cxx", done, version)
+        assert KernelBuild().library() is None, "what it makes is no library"
+        names |= {path.name for path in cache.iterdir()}
+    assert len(names) == 2
+
+
+@needs_compiler
+def test_a_torn_library_is_built_anew(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To load one ended the process by SIGBUS, and every later one."""
+    assert answers(KernelBuild())
+    (library,) = cache.iterdir()
+    whole = library.read_bytes()
+    torn = whole[: len(whole) // 2]
+    library.unlink()
+    library.write_bytes(torn)
+    build = KernelBuild()
+    assert build._process is not None and answers(build)
+    (library,) = cache.iterdir()
+    assert library.stat().st_size > len(torn)
+
+
+@needs_compiler
+@pytest.mark.parametrize("mode", [None, 0o777])
+def test_a_folder_that_cannot_be_used_costs_only_the_build(
+    mode: int | None, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file in its place, or a folder into which others could put their own."""
+    if mode is None:
+        cache.write_text("")
+    else:
+        cache.mkdir()
+        cache.chmod(mode)
+    build = KernelBuild()
+    assert answers(build)
+    assert build._own_folder is not None
+    assert mode is None or not list(cache.iterdir())
+
+
+def test_a_full_disk_costs_only_the_kernel(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run ended with a traceback."""
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError(122, "Disk quota exceeded")
+
+    monkeypatch.setenv("CXX", sys.executable)
+    monkeypatch.setattr(tempfile, "mkstemp", fail)
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", fail)
+    build = KernelBuild()
+    assert build.library() is None and "quota" in build.error
+
+
+def write_compiler(path: Path, text: str, version: str = "1.0") -> None:
+    told = f'if [ "$1" = --version ]; then echo "cxx {version}"; exit; fi'
+    path.write_text(f"#!/bin/sh\n{told}\n{text}\n")
+    path.chmod(0o700)
+
+
+def test_a_compiler_that_hangs_is_ended_with_its_children(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_compiler(tmp_path / "cxx", f"sleep 300 & echo $! > {tmp_path}/child; wait")
+    monkeypatch.setenv("CXX", str(tmp_path / "cxx"))
+    monkeypatch.setattr(kernel_build, "BUILD_S", 2.0)
+    build = KernelBuild()
+    while not (tmp_path / "child").exists() or not (tmp_path / "child").read_text():
+        time.sleep(0.05)
+    assert build.library() is None and "did not end within 2 s" in build.error
+    child = int((tmp_path / "child").read_text())
+    until = time.monotonic() + 20
+    while is_alive(child) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not is_alive(child)
+    assert not list(cache.iterdir())
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+
+
+def test_a_build_that_nobody_waits_for(cache: Path, tmp_path: Path) -> None:
+    """What is done is kept; what is not is ended, and leaves nothing."""
+    code = "from fminfer.compute.kernels.kernel_build import start_build\n"
+    code += "import sys, time\nstart_build()\ntime.sleep(float(sys.argv[1]))"
+    done = 'for o; do [ "$p" = -o ] && echo x > "$o"; p=$o; done'
+    for seconds, script in ((2.0, done), (0.0, "sleep 300")):
+        compiler = tmp_path / f"cxx{seconds}"
+        write_compiler(compiler, script)
+        environ = os.environ | {"CXX": str(compiler)}
+        subprocess.run([sys.executable, "-c", code, str(seconds)], env=environ, check=True)
+        assert [path.suffix for path in cache.iterdir()] == [".so"]
+
+
+def test_parts_of_killed_builds_are_removed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.mkdir()
+    old, new = cache / "a.so.part", cache / "b.so.part"
+    for part in (old, new):
+        part.write_text("")
+    os.utime(old, (1, 1))
+    monkeypatch.setenv("CXX", "false")
+    KernelBuild().library()
+    assert list(cache.iterdir()) == [new]
+
+
+def test_the_package_holds_all_of_the_sources() -> None:
+    """An installed copy builds them from its own folder."""
+    config = configparser.ConfigParser()
+    config.read(Path(__file__).parent.parent.parent / "setup.cfg")
+    patterns = config["options.package_data"]["fminfer"].split(", ")
+    folder = Path(fminfer.__file__).parent
+    sources = [path for path in kernel_build.SOURCES.iterdir() if path.suffix in (".cpp", ".h")]
+    assert len(sources) > 10
+    for path in sources:
+        name = path.relative_to(folder).as_posix()
+        assert any(fnmatch(name, pattern) for pattern in patterns), name

@@ -1,0 +1,92 @@
+"""Sanitizers see nothing wrong in the kernels, over random shapes, for several processors."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fminfer.compute.kernels.kernel_build import SOURCES, find_compiler
+from fminfer.core.errors import UsageError
+from fminfer.machine import processor
+
+STRESS = Path(__file__).parent.parent / "kernels"  # stress.cpp says what it runs
+INCLUDED = ("pool.cpp", "whole_layers.cpp")  # in files of STRESS, which try what is theirs alone
+KERNELS = [path for path in sorted(SOURCES.glob("*.cpp")) if path.name not in INCLUDED]
+FLAGS = ["-std=gnu++17", "-g1", "-Wno-psabi", "-pthread", f"-I{SOURCES}"]
+OWN = "own"  # what the run of the tests may use of the processor
+LEAST = "x86-64"  # vectors of four numbers, as on ARM
+# With each how much the compiler optimizes the kernels: what takes least to build and run.
+SANITIZERS = {"address,undefined": "-O0", "thread": "-O1"}
+
+
+def _flags_of(level: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the compiler's flags for a processor; the test is skipped where that cannot be had."""
+    if level == LEAST:
+        if platform.machine() != "x86_64":
+            pytest.skip("no x86")
+        return [f"-march={LEAST}"]
+    if level != OWN:
+        if os.environ.get(processor.VARIABLE):
+            pytest.skip(f"{processor.VARIABLE} asks for one processor")
+        monkeypatch.setenv(processor.VARIABLE, level)
+    try:
+        return list(processor.compiler_flags())
+    except UsageError as error:
+        pytest.skip(str(error))
+
+
+def _compile(flags: list[str], sanitizer: str, folder: Path) -> None:
+    compiler = find_compiler()
+    if compiler is None:
+        pytest.skip("there is no C++ compiler")
+    sanitize = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
+    command = [*compiler, *FLAGS, *sanitize, *flags]
+    built = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    if "cannot find" in built.stderr:
+        pytest.skip(f"this compiler has no library for -fsanitize={sanitizer}")
+    assert built.returncode == 0, built.stderr[-2000:]
+
+
+@pytest.fixture(scope="module")
+def callers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Path]]:
+    """Return what calls the kernels, compiled once for each sanitizer: it is of no processor."""
+    folders: dict[str, Path] = {}
+
+    def compile_once(sanitizer: str) -> list[Path]:
+        if sanitizer not in folders:
+            folder = tmp_path_factory.mktemp("callers")
+            _compile(["-O1", "-c", *map(str, STRESS.glob("*.cpp"))], sanitizer, folder)
+            folders[sanitizer] = folder
+        return list(folders[sanitizer].glob("*.o"))
+
+    return compile_once
+
+
+@pytest.mark.parametrize("level", [OWN, "avx2", "avx512", LEAST])
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+def test_kernels_under_a_sanitizer(
+    sanitizer: str,
+    level: str,
+    callers: Callable[[str], list[Path]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every kernel reads and writes what is its own, and nan behind the end reaches no result.
+
+    Results are near those summed in float64, and the same with one thread and with three. Where
+    there is no memory the caller is told.
+    """
+    flags = [SANITIZERS[sanitizer], *_flags_of(level, monkeypatch)]
+    files = map(str, [*callers(sanitizer), *KERNELS])
+    _compile([*flags, "-o", "stress", *files], sanitizer, tmp_path)
+    environ = os.environ | {"TSAN_OPTIONS": "halt_on_error=1:die_after_fork=0"}
+    program = tmp_path / "stress"
+    ran = subprocess.run([program], capture_output=True, text=True, env=environ, timeout=120)
+    if "unexpected memory mapping" in ran.stderr:
+        pytest.skip("this kernel places memory where the sanitizer cannot have it")
+    assert ran.returncode == 0, ran.stderr[-2000:]

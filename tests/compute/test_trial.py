@@ -1,0 +1,148 @@
+"""A compiled body that gives something else is not used, and the run says so."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import fminfer
+from fminfer.cli.app import main
+from fminfer.compute.attention.kernel_attention import KernelAttention
+from fminfer.compute.kernel_choice import find_head
+from fminfer.compute.kernels.kernel_build import find_compiler
+from fminfer.compute.layers.bodies import Parts
+from fminfer.compute.layers.layer_kernels import LayerKernels
+from fminfer.compute.linear.product_kernel import PackedProduct
+from fminfer.compute.linear.products import Products
+from fminfer.compute.sampling.head_kernel import HeadKernel
+from fminfer.compute.trial import compare, try_body
+from fminfer.core.errors import UsageError
+from fminfer.models.checkpoint import open_random
+from fminfer.models.transformer import Bodies, LayerOf
+from fminfer.models.whole_layers import WholeLayers
+from tests.conftest import built_library
+from tests.models.test_oracle import Oracle, check_all, mixed_requests
+
+needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
+PARTS = ["norm", "add_and_norm", "rotate", "gate"]
+EVERY = [(LayerKernels, name) for name in (*PARTS, "gelu")]
+EVERY += [(KernelAttention, "__call__"), (HeadKernel, "__call__")]
+
+
+def make_wrong(owner: type, name: str, patch: pytest.MonkeyPatch) -> None:
+    """Have a kernel give an element in each row that is off."""
+    compute = getattr(owner, name)
+
+    def compute_wrong(*args: Any, **how: Any) -> Any:
+        found = compute(*args, **how)
+        part = found[-1] if isinstance(found, tuple) else found
+        part[..., -1] += 1.0
+        return found
+
+    patch.setattr(owner, name, compute_wrong)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(LayerKernels, "norm"), (LayerKernels, "gate"), (KernelAttention, "__call__")],
+)
+def test_a_wrong_kernel_of_the_cpu_costs_speed_alone(
+    owner: type, name: str, llama_checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a GPU's kernels were tried: of the CPU's, such a one gave wrong answers."""
+    make_wrong(owner, name, monkeypatch)
+    folder, model = llama_checkpoint
+    engine = check_all(folder, Oracle(model), mixed_requests()[:12], {"block_size": 16})
+    assert "the kernel cannot be used (what it gives is off by" in engine.facts.why_slower
+    with pytest.raises(UsageError, match=r"--kernels require: .* is off by"):
+        fminfer.Engine(str(folder), kernels="require")
+
+
+@needs_compiler
+@pytest.mark.parametrize(("owner", "name"), EVERY)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_kernel_of_the_cpu_is_tried(
+    owner: type, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library, model = built_library(), open_random("llama-160m").model
+    found = find_all(library, model, dtype)
+    assert not any(why for _, why in found)
+    assert all(kernel is not None for kernel, _ in found)
+    make_wrong(owner, name, monkeypatch)
+    assert [bool(why) for _, why in find_all(library, model, dtype)].count(True) == 1
+
+
+def find_all(library: Any, model: Any, dtype: torch.dtype) -> list[tuple[object, str]]:
+    from fminfer.compute.kernel_choice import find_attention, find_layers
+
+    where: Any = {"dtype": dtype, "device": torch.device("cpu")}
+    return [
+        find_attention("auto", library, model, 16, **where),
+        find_layers("auto", library, **where),
+        find_head("auto", library, dtype),
+    ]
+
+
+@needs_compiler
+def test_a_whole_layer_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for the one call, which not every processor can do."""
+
+    class Whole:
+        def __init__(self, parts: LayerOf, *_: object) -> None:
+            self.parts = parts
+
+        def __call__(self, *given: Any) -> Any:
+            x, more = self.parts(*given)
+            return x + more + off, None
+
+    monkeypatch.setattr("fminfer.models.whole_layers.WholeLayer", Whole)
+    how = open_random("llama-160m").model.layers[0]
+    size, width = 768, how.attention.heads * how.attention.head_dim
+    sizes = {"qkv": (3 * width, size), "out": (size, width)}
+    mlp: Any = how.mlp
+    sizes |= {"up": (mlp.up_size, size), "down": (size, mlp.size)}
+    tensors = {f"{k}.weight": (torch.randn(v) / 30).bfloat16() for k, v in sizes.items()}
+    tensors |= {f"before_{k}.weight": torch.ones(size).bfloat16() for k in ("attention", "mlp")}
+    layer = LayerOf(how, tensors, Bodies(Parts(), Products(), 8))
+    nothing: Any = None
+    layer.products = {
+        k: PackedProduct(torch.empty(0), None, v[1], v[0], nothing) for k, v in sizes.items()
+    }
+    for off in (0.0, 1.0):
+        whole = WholeLayers(built_library(), torch.bfloat16)
+        for _ in range(2):
+            joined = whole.join(layer, tensors)
+            assert isinstance(joined, Whole if off == 0.0 else LayerOf)
+        assert bool(whole.why_plain) == bool(off)
+    whole = WholeLayers(built_library(), torch.bfloat16, "require")
+    with pytest.raises(UsageError, match=r"whole layers: .* is off by"):
+        whole.join(layer, tensors)
+
+
+def test_what_is_compared() -> None:
+    nan, one = torch.tensor([math.nan, 2.0]), torch.tensor([1.0, 2.0])
+    compare([(one, one), (nan, nan), (one, nan), (one * 0, one * 0)], 0.0)
+    compare([(one + 0.1, one)], 0.06)
+    for found, expected in ((nan, one), (one + 0.1, one), (one * math.inf, one)):
+        with pytest.raises(ValueError, match=r"what it gives is off by (nan|0\.05|inf)"):
+            compare([(found, expected)], 0.01)
+    body, why = try_body("sums", "auto", lambda: 3, lambda body: [(one * body, one)], 0.01)
+    assert body is None and why == "sums: the kernel cannot be used (what it gives is off by 2)"
+    assert try_body("sums", "auto", lambda: 1, lambda body: [(one * body, one)], 0.0) == (1, "")
+
+
+@needs_compiler
+def test_a_quiet_run_says_that_a_kernel_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With -q nobody was told but --stats."""
+    make_wrong(LayerKernels, "norm", monkeypatch)
+    given = ["run", "--prompt", "How do I get", "-q", "--kernels"]
+    found = CliRunner().invoke(main, [*given, "auto"])
+    assert "slower than it could be: norms and activations: the kernel cannot" in found.stderr
+    found = CliRunner().invoke(main, [*given, "off"])
+    assert found.stderr == ""

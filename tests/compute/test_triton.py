@@ -1,0 +1,445 @@
+"""The GPU's kernels: what they give on a GPU, or in triton's interpreter where there is none,
+and that they compile for GPUs. `scripts/try_gpu` is for the day when there is a GPU."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from fminfer.compute.attention import triton_attention
+from fminfer.compute.attention.triton_attention import TritonAttention
+from fminfer.compute.kernel_choice import (
+    PART_ERRORS,
+    TOKEN_ERROR,
+    find_attention,
+    find_drawer,
+    find_layers,
+)
+from fminfer.compute.layers import triton_layers
+from fminfer.compute.layers.bodies import part_pairs
+from fminfer.compute.layers.triton_layers import TritonLayers
+from fminfer.compute.sampling.sampler import SamplingTensors, draw
+from fminfer.compute.sampling.triton_draws import TOKENS, race_pairs, triton_race
+from fminfer.compute.spec import Model
+from fminfer.compute.trial import compare
+from fminfer.core.errors import UsageError
+from fminfer.core.messages import StepRow
+from fminfer.engine.noise import step_noise
+from fminfer.models.checkpoint import open_random
+from fminfer.worker import loading
+from tests.compute.test_attention import (
+    check_every_kind_of_row,
+    check_odd_values,
+    check_rows_that_share,
+    make_kernel,
+)
+from tests.conftest import make_model, more, save_byte_tokenizer, triton_device, try_triton
+from tests.models.test_oracle import Oracle, check_all, mixed_requests
+
+DEVICE = triton_device()
+NO_RESERVE = 0x4000  # Linux; mmap names it from Python 3.13 on
+NO_GPU = "CUDA|NVIDIA"  # what torch names that has CUDA, or has not
+SHAPES = [
+    (4, 2, 16, 8),
+    (71, 1, 32, 32),  # falcon-7b: more heads on one than a product of 64 rows has
+    (7, 1, 24, 16),  # 7 heads on one: no power of two
+    (3, 3, 65, 8),  # falcon's ALiBi models
+]
+
+
+# The interpreter takes milliseconds for what a GPU does in microseconds: it has shorter rows and
+# fewer requests, and what other tests show already is for `scripts/test --all`.
+IS_SLOW = DEVICE.type == "cpu"
+PIECE = 64  # keys at a time, at most
+interpreted = pytest.mark.usefixtures("interpreter")
+
+
+@interpreted
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "block"), SHAPES)
+def test_every_kind_of_row(heads: int, kv_heads: int, dim: int, block: int) -> None:
+    shape: Any = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "block": block}
+    shape["piece"] = PIECE
+    check_every_kind_of_row("triton", **shape)
+    check_every_kind_of_row(
+        "triton", **shape, window=11, slopes=torch.rand(heads), softcap=0.7, tolerance=1e-4
+    )
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "how",
+    [
+        *({"window": 6}, {"softcap": 0.7}, {"slopes": torch.rand(4)}),
+        *({"sinks": torch.rand(4) * 4}, {"is_shared": True}),
+    ],
+)
+def test_windows_caps_and_slopes_alone(how: dict[str, Any]) -> None:
+    check_every_kind_of_row("triton", **how, piece=PIECE)
+
+
+@interpreted
+def test_a_cache_of_16_bits() -> None:
+    """The interpreter multiplies no bfloat16."""
+    for dtype in (torch.float16, *([torch.bfloat16] if DEVICE.type == "cuda" else [])):
+        how: Any = {"dtype": dtype, "tolerance": 0.03, "piece": PIECE}
+        check_every_kind_of_row("triton", **how)
+        check_every_kind_of_row("triton", **how, window=9, heads=12, dim=64)
+
+
+@interpreted
+def test_a_cache_of_another_type() -> None:
+    """It rounds keys and values as torch does, and they are read as queries' type."""
+    for dtype, kv_dtype, tolerance in (
+        (torch.float32, torch.bfloat16, 5e-5),
+        (torch.float32, torch.float16, 5e-5),
+        (torch.float16, torch.bfloat16, 0.03),
+        (torch.float16, torch.float32, 0.03),
+    ):
+        types: Any = {"dtype": dtype, "kv_dtype": kv_dtype, "tolerance": tolerance}
+        check_every_kind_of_row("triton", **types, piece=PIECE, window=9)
+        check_rows_that_share("triton", heads=4, kv_heads=2, dim=16, block=8, **types)
+
+
+@interpreted
+@pytest.mark.parametrize(("odd", "window"), [("nan", None), ("inf", None), ("nan", 4)])
+def test_a_value_that_is_no_number(odd: str, window: int | None) -> None:
+    """It reached earlier tokens of its row, and those whose window had left it behind."""
+    check_odd_values("triton", float(odd), window)
+
+
+@interpreted
+def test_rows_that_share() -> None:
+    check_rows_that_share("triton", heads=4, kv_heads=2, dim=16, block=8)
+
+
+def test_tiles() -> None:
+    """Chunks are cut where a product's rows are full; a row of one token has a tile of its own."""
+    kernel = TritonAttention(8, 2, 64, dtype=torch.float16, device=DEVICE)
+    rows = [StepRow([0] * 35, 10, [7, 3, 9, 8]), StepRow([0], 16, [5, 2])]
+    plan = kernel.plan(rows, 16)
+    assert plan.prompt_tiles.tolist() == [[0, 16, 10, 0], [16, 16, 26, 0], [32, 3, 42, 0]]
+    assert plan.decode_tiles.tolist() == [[35, 1, 16, 3]]
+    assert plan.blocks.tolist() == [7, 3, 9, 5, 2], "only those that hold keys"
+    assert plan.slots.tolist()[:7] == [122, 123, 124, 125, 126, 127, 48]
+    assert plan.slots.tolist()[-1] == 32
+
+
+# Their attention differs: grouped heads, also with windows and soft caps, ALiBi, one KV head.
+@interpreted
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param("llama", marks=more if IS_SLOW else []), "bloom", "gemma2", "falcon"],
+)
+def test_greedy_equals_transformers_alone(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(family)
+    model.save_pretrained(tmp_path)
+    save_byte_tokenizer(tmp_path)
+
+    requests = mixed_requests()[:12]
+    if DEVICE.type == "cpu":
+        _interpret(monkeypatch)
+        requests = [each for number, each in enumerate(requests) if number not in (5, 6, 11)]
+    options = {"block_size": 16, "kernels": "require", "device": DEVICE.type}
+    engine = check_all(tmp_path, Oracle(model), requests, options)
+    # Plain torch answers as well, and in silence: the kernels must have been at work.
+    assert engine.facts.has_kernel and not engine.facts.why_slower
+
+
+def _interpret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the GPU's kernels used on the CPU, in triton's interpreter."""
+
+    def find_parts(
+        *body: object, dtype: torch.dtype, device: torch.device
+    ) -> tuple[TritonLayers, str]:
+        return try_parts(dtype), ""
+
+    def find(
+        body: str, library: None, model: Model, block_size: int, **where: Any
+    ) -> tuple[TritonAttention, str]:
+        how = model.layers[0].attention
+        return TritonAttention(how.heads, *how.cache_shape[1:], **where), ""
+
+    monkeypatch.setattr(loading, "find_library", lambda body, device: None)
+    monkeypatch.setattr(loading, "find_attention", find)
+    monkeypatch.setattr(loading, "find_layers", find_parts)
+
+
+def try_parts(dtype: torch.dtype) -> TritonLayers:
+    kernels = TritonLayers(DEVICE)
+    compare(part_pairs(kernels, dtype, DEVICE), PART_ERRORS[dtype])
+    return kernels
+
+
+def test_triton_is_tested_on_a_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests passed tensors of the CPU, so that on a GPU they showed nothing of its kernels."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(triton_attention, "TritonAttention", lambda *shape, **where: where)
+    kernel, device = make_kernel("triton", 4, 2, 16, torch.float16)
+    assert device == torch.device("cuda") and kernel == {"dtype": torch.float16, "device": device}
+
+
+@interpreted
+def test_draws_are_those_of_the_cpu() -> None:
+    """The same tokens, also beside what is hidden or no number."""
+    draws = partial(draw, racer=triton_race)
+    count = 12
+    for vocab in (1, 700, TOKENS, 2 * TOKENS + 3):
+        logits = torch.randn(count, vocab) * 3
+        logits[1, ::2] = float("-inf")
+        logits[2, vocab // 2] = float("nan")
+        logits[3] = 1.0
+        noise = torch.tensor(
+            [-1, 0, 2**63 - 1, *(step_noise(b"rows", i) for i in range(count - 3))]
+        )
+        how = SamplingTensors(
+            torch.linspace(0.3, 2, count),
+            torch.tensor([1.0, 0.9, 0.5] * 4),
+            torch.tensor([0, 0, 0, 30] * 3),
+            torch.tensor([0.0] * 10 + [0.1] * 2),
+            noise,
+        )
+        columns = (how.temperature, how.top_p, how.top_k, how.min_p, how.noise)
+        moved = SamplingTensors(*(column.to(DEVICE) for column in columns))
+        rows = torch.arange(count)
+        found = draws(logits.to(DEVICE), moved, rows.to(DEVICE)).cpu()
+        assert torch.equal(found, draw(logits, how, rows)), vocab
+
+
+@interpreted
+def test_a_race_that_gives_something_else_is_refused() -> None:
+    compare(race_pairs(triton_race, DEVICE), TOKEN_ERROR)
+    with pytest.raises(ValueError, match="off by"):
+        compare(race_pairs(lambda *given: triton_race(*given) ^ 1, DEVICE), TOKEN_ERROR)
+
+
+@interpreted
+def test_blocks_behind_2_to_31_elements() -> None:
+    """70,000 blocks of llama-8B's keys have 2.3 thousand million elements: too many for 32 bits."""
+    pool, kv_heads, block, dim = 70_000, 8, 32, 128
+    assert pool * kv_heads * block * dim > 2**31
+    kernel = TritonAttention(kv_heads, kv_heads, dim, dtype=torch.float16, device=DEVICE)
+    # Only the pages that are written to become memory.
+    size = 2 * pool * kv_heads * block * dim
+    maps = [mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | NO_RESERVE) for _ in "kv"]
+    keys, values = (
+        torch.frombuffer(each, dtype=torch.float16).view(pool, kv_heads, block, dim).to(DEVICE)
+        for each in maps
+    )
+    table = [pool - 1, 3, pool - 2]
+    query, key, value = (torch.randn(1, kv_heads, 2 * block + 5, dim).half() for _ in range(3))
+    rows = kernel.plan([StepRow([0] * query.shape[2], 0, table)], block)
+    how: Any = {"scaling": dim**-0.5, "sliding_window": None, "alibi_slopes": None}
+    asked = (query.to(DEVICE), key.to(DEVICE), value.to(DEVICE))
+    found = kernel(*asked, keys, values, rows, softcap=None, **how)[0].cpu().transpose(0, 1)
+    expected = scaled_dot_product_attention(
+        query.double(), key.double(), value.double(), is_causal=True
+    )[0]
+    torch.testing.assert_close(found.double(), expected, rtol=0.01, atol=0.01)
+    last = keys[pool - 1].cpu()
+    assert torch.equal(last, key[0, :, :block]), "the first block's keys are where they belong"
+
+
+@interpreted
+def test_a_kernel_that_gives_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a compiler's fault on some GPU would: one number of all is off.
+
+    The fixture has tried the right one.
+    """
+    attend = TritonAttention.__call__
+
+    def attend_wrong(*args: Any, **how: Any) -> torch.Tensor:
+        out = attend(*args, **how)
+        out[0, -1, 1, 5] += 0.01
+        return out
+
+    monkeypatch.setattr(TritonAttention, "__call__", attend_wrong)
+    with pytest.raises(ValueError, match=r"off by 0\.00"):
+        try_triton(torch.float32)
+
+    def attend_to_nan(kernel: object, query: torch.Tensor, *_: object, **how: object) -> Any:
+        return torch.full_like(query.transpose(1, 2), torch.nan)
+
+    monkeypatch.setattr(TritonAttention, "__call__", attend_to_nan)
+    with pytest.raises(ValueError, match="off by nan"):
+        try_triton(torch.float32)
+
+
+@pytest.mark.parametrize("name", ["norm", "add_and_norm", "rotate", "gate", "gelu"])
+def test_a_part_of_a_layer_that_gives_something_else_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    try_parts(torch.float16)
+    compute = getattr(TritonLayers, name)
+
+    def compute_wrong(*args: Any) -> Any:
+        found = compute(*args)
+        part = found[-1] if isinstance(found, tuple) else found
+        part[..., -1] *= 1.02
+        return found
+
+    monkeypatch.setattr(TritonLayers, name, compute_wrong)
+    with pytest.raises(ValueError, match="off by"):
+        try_parts(torch.float16)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_where_the_kernel_cannot_be_tried_plain_torch_attends() -> None:
+    model = open_random("llama-160m").model
+    where: Any = {"dtype": torch.float16, "device": torch.device("cuda")}
+    kernel, problem = find_attention("auto", None, model, 32, **where)
+    assert kernel is None and re.search(NO_GPU, problem)
+    assert find_attention("off", None, model, 32, **where) == (None, "")
+    with pytest.raises(UsageError, match=f"--kernels require: .*({NO_GPU})"):
+        find_attention("require", None, model, 32, **where)
+    layers, problem = find_layers("auto", None, **where)
+    assert layers is None and re.search(NO_GPU, problem)
+    assert find_layers("off", None, **where) == (None, "")
+    with pytest.raises(UsageError, match=f"norms and activations: .*({NO_GPU})"):
+        find_layers("require", None, **where)
+    drawer, problem = find_drawer("auto", None, where["device"])
+    assert drawer is draw and re.search(NO_GPU, problem)
+    assert find_drawer("off", None, where["device"]) == (draw, "")
+    with pytest.raises(UsageError, match=f"draws: .*({NO_GPU})"):
+        find_drawer("require", None, where["device"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_trial_that_breaks_the_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an access to wrong memory plain torch would fail as well, and say nothing of why."""
+
+    def fail() -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    with pytest.raises(UsageError, match=r"norms and activations: .* Use --kernels off"):
+        find_layers("auto", None, dtype=torch.float16, device=torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (RuntimeError("CUDA error: no kernel image\nFor debugging consider"), r"no kernel image\)"),
+        (
+            RuntimeError("at 3:12:\n    x = y + z\n    ^\ninvalid operands"),
+            "at 3:12: invalid operands",
+        ),
+        (
+            AssertionError("keys of a step"),
+            "a fault of fminfer's, please report it: AssertionError: keys",
+        ),
+        (KeyError(torch.float8_e5m2), "a fault of fminfer's, please report it: KeyError"),
+    ],
+)
+def test_why_a_kernel_is_not_used_is_told(
+    error: Exception, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of Triton's errors only the place was told, and our own faults looked like a machine's."""
+
+    def fail(*given: object) -> None:
+        raise error
+
+    monkeypatch.setattr(triton_layers, "TritonLayers", fail)
+    how: Any = {"dtype": torch.float16, "device": torch.device("cuda")}
+    layers, problem = find_layers("auto", None, **how)
+    assert layers is None and re.search(told, problem)
+    with pytest.raises(UsageError, match=told):
+        find_layers("require", None, **how)
+
+
+COMPILE = """
+import json, sys
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from fminfer.compute.attention.triton_attention import TritonAttention
+from fminfer.compute.sampling.triton_draws import TOKENS
+from fminfer.compute.kernels.triton_kernels import attend_kernel, gate_kernel, norm_kernel
+from fminfer.compute.kernels.triton_kernels import race_kernel, rotate_kernel, store_kernel
+
+STRIDES = ["query_head", "query_token", "key_head", "key_token", "value_head", "value_token"]
+names = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+found, capabilities = [], [int(given) for given in sys.argv[1:]]
+for heads, kv_heads, dim, dtype, kv_dtype in (
+    (32, 8, 128, torch.bfloat16, torch.bfloat16), (12, 12, 64, torch.float16, torch.float16),
+    (3, 3, 65, torch.float32, torch.float32), (8, 1, 256, torch.float32, torch.float32),
+    (32, 8, 128, torch.bfloat16, torch.float32), (8, 1, 256, torch.float32, torch.bfloat16),
+):
+    kernel = TritonAttention(
+        heads, kv_heads, dim, dtype=dtype, kv_dtype=kv_dtype, device=torch.device("cpu")
+    )
+    shape = kernel.shape(32)
+    data = dict.fromkeys(["query", "out"], names[dtype])
+    data |= dict.fromkeys(["keys", "values", "new_keys", "new_values"], names[kv_dtype])
+    jobs = [(store_kernel, shape, ["keys", "values", "new_keys", "new_values"], ["slots"], [])]
+    for queries in (kernel.queries, kernel.decode_queries):
+        jobs.append((
+            attend_kernel,
+            {**shape, **kernel.tile(queries), "HAS_CAP": dim == 64, "HAS_SINKS": dim == 64},
+            ["query", "out", "keys", "values"],
+            ["tiles", "blocks"],
+            ["slopes", "sinks"],
+        ))
+    for function, constants, data_names, int_names, float_names in jobs:
+        types = {name: "i32" for name in function.arg_names}
+        types |= {"scaling": "fp32", "softcap": "fp32"} if function is attend_kernel else {}
+        types |= {name: data[name] for name in data_names} | dict.fromkeys(int_names, "*i32")
+        types |= dict.fromkeys(float_names, "*fp32") | dict.fromkeys(constants, "constexpr")
+        # As at a launch: torch's memory is aligned, and so are rows of 16 numbers.
+        aligned = data_names + (STRIDES if dim % 16 == 0 else [])
+        numbers = [i for i, name in enumerate(function.arg_names) if name in aligned]
+        attrs = {(i,): [["tt.divisibility", 16]] for i in numbers}
+        source = ASTSource(function, types, constants, attrs)
+        warps = {"num_warps": 1 if function is store_kernel else 4}
+        for capability in capabilities:
+            made = compile(source, GPUTarget("cuda", capability, 32), warps)
+            found.append([capability, len(made.asm["cubin"]), made.metadata.shared])
+norm_numbers = {"eps": "fp32", "offset": "fp32"}
+for name in ("*bf16", "*fp16", "*fp32"):
+    for function, constants, numbers in (
+        (norm_kernel, {"WIDTH": 4096, "SIZE": 4096, "ADDS": True}, norm_numbers),
+        (norm_kernel, {"WIDTH": 80, "SIZE": 128, "ADDS": False}, norm_numbers),
+        (rotate_kernel, {"WIDTH": 128, "TURNED": 128, "SIZE": 64, "REST": 0}, {}),
+        (rotate_kernel, {"WIDTH": 80, "TURNED": 20, "SIZE": 16, "REST": 64}, {}),
+        (gate_kernel, {"IS_SILU": True, "GATES": True, "SIZE": 1024}, {}),
+        (gate_kernel, {"IS_SILU": False, "GATES": False, "SIZE": 1024}, {}),
+    ):
+        data = ["x", "other", "both", "out", "weight", "cos", "sin", "second"]
+        types = {each: name if each in data else "i32" for each in function.arg_names}
+        types |= numbers | dict.fromkeys(constants, "constexpr")
+        source = ASTSource(function, types, constants, {})
+        for capability in capabilities:
+            made = compile(source, GPUTarget("cuda", capability, 32), {"num_warps": 4})
+            found.append([capability, len(made.asm["cubin"]), made.metadata.shared])
+types = {"scaled": "*fp32", "noise": "*i64", "scores": "*fp64", "winners": "*i64", "vocab": "i32"}
+source = ASTSource(race_kernel, types | {"SIZE": "constexpr"}, {"SIZE": TOKENS}, {})
+for capability in capabilities:
+    made = compile(source, GPUTarget("cuda", capability, 32), {"num_warps": 8})
+    found.append([capability, len(made.asm["cubin"]), made.metadata.shared])
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=more), 90])
+def test_the_kernels_compile_for_gpus(capability: int, tmp_path: Path) -> None:
+    """For Ampere and Hopper; what a program shares has to fit the smaller ones' 99 KB."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-c", COMPILE, str(capability)]
+    said = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert said.returncode == 0, said.stderr[-2000:]
+    found = json.loads(said.stdout)
+    assert len(found) == 18 + 18 + 1 and {each for each, _, _ in found} == {capability}
+    assert all(size > 1000 and shared <= 99 << 10 for _, size, shared in found)

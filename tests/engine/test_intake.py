@@ -1,0 +1,148 @@
+"""Lines that ask for too much: refused before they take memory, and quoted in few bytes."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from fminfer.contract.envelope import MAX_QUOTED_BYTES
+from fminfer.core.errors import RequestError
+from fminfer.engine import intake as intake_module
+from fminfer.engine.intake import Intake, Limits
+from fminfer.engine.sequence import Prepared
+from fminfer.models.known_sizes import DEMO_MODEL
+from fminfer.text.tokenizer import Tokenizer
+from tests.contract.test_shapes import run
+from tests.engine.test_contract import Bench
+
+GIANT = "north east " * 200_000
+
+
+@pytest.fixture(scope="module")
+def demo() -> Tokenizer:
+    return Tokenizer.load(DEMO_MODEL)
+
+
+def prepare(tokenizer: Tokenizer, prompt: Any, on_too_long: Any = "error") -> Prepared:
+    intake = Intake(tokenizer, Limits(512, 407, 100, on_too_long=on_too_long))
+    return intake.prepare(intake.parse({"prompt": prompt, "echo": True}))
+
+
+def refused(tokenizer: Tokenizer, prompt: Any, on_too_long: Any = "error") -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        prepare(tokenizer, prompt, on_too_long)
+    assert caught.value.code == "context_length_exceeded"
+    return caught.value
+
+
+def test_a_giant_prompt_is_refused_without_tokenizing_it(
+    demo: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt of 21 MB for a context of 512 tokens took 6 GB and 90 s to be refused."""
+    monkeypatch.setattr(demo, "encode", None)
+    monkeypatch.setattr(demo, "describe_ids", None)
+    assert "at least" in refused(demo, GIANT).message
+    assert "512" in refused(demo, GIANT).message
+    assert "1000000" in refused(demo, [5] * 1_000_000).message
+
+
+def test_a_long_prompt_is_told_its_exact_length(demo: Tokenizer) -> None:
+    num_tokens = len(demo.encode(GIANT[:20_000]).ids)
+    assert f"has {num_tokens} tokens" in refused(demo, GIANT[:20_000]).message
+
+
+@pytest.mark.parametrize("side", ["truncate-left", "truncate-right"])
+def test_a_cut_prompt_has_the_ids_of_the_whole_text(demo: Tokenizer, side: str) -> None:
+    text = GIANT[:100_000]
+    (prompt,) = prepare(demo, text, side).prompts
+    ids, room = demo.encode(text).ids, 512 - 16
+    assert prompt.ids == (ids[:room] if side == "truncate-right" else ids[-room:])
+
+
+def test_a_giant_prompt_is_not_cut(demo: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake_module, "MAX_CUT_CHARS", 2**20)
+    monkeypatch.setattr(demo, "encode", None)
+    assert "1,048,576" in refused(demo, GIANT, "truncate-left").message
+
+
+def test_texts_have_at_least_so_many_tokens(demo: Tokenizer) -> None:
+    rng = random.Random(1)
+    signs = ["north", " ", "\n", "é", "🙂", "한", "ﬁ", "<|endoftext|>", "\u0301", "x"]
+    for _ in range(200):
+        text = "".join(rng.choices(signs, k=rng.randrange(200)))
+        assert demo.least_tokens(text) <= len(demo.encode(text).ids) if text else True
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        json.dumps({"prompt": "x" * 45_000}).encode(),
+        json.dumps({"request": {"prompt": "x" * 45_000}, "scenario": "y" * 45_000}).encode(),
+        b'{"prompt": "' + b"\x01" * 45_000,
+    ],
+)
+def test_an_error_quotes_little_of_its_line(line: bytes) -> None:
+    """Five prompts that were too long were copied whole, 227 KB."""
+    (record,) = run(line)
+    assert record.error is not None
+    assert len(record.to_json()) < 4000
+    found = record.to_dict()["request"]
+    assert isinstance(found, str) and "bytes in all" in found
+
+
+def test_an_error_holds_a_short_request_verbatim() -> None:
+    line = json.dumps({"prompt": "x" * 3000, "n": 0}).encode()
+    assert len(line) <= MAX_QUOTED_BYTES
+    (record,) = run(line)
+    assert record.error is not None and line in record.to_json()
+
+
+def test_logprobs_of_a_line_have_a_joint_limit(
+    demo: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """100 bytes that ask for n 128, max_tokens 100,000 and logprobs 20 could take 40 GB."""
+
+    def ask(**fields: Any) -> Prepared:
+        intake = Intake(demo, Limits(200_000, 407, 100))
+        return intake.prepare(intake.parse({"prompt": [5] * 10} | fields))
+
+    large = {"n": 128, "max_tokens": 100_000}
+    with pytest.raises(RequestError, match=r"268,800,000 .*128 choices .* at most 16,777,216") as e:
+        ask(logprobs=20, **large)
+    assert (e.value.code, e.value.param) == ("out_of_range", "logprobs")
+    assert ask(**large) and ask(logprobs=100, max_tokens=150_000)
+    monkeypatch.setattr("fminfer.contract.prompts.MAX_ENTRIES", 120)
+    assert ask(logprobs=5, max_tokens=10, n=2) and ask(logprobs=5, max_tokens=10, echo=True)
+    scored = {"logprobs": 5, "max_tokens": 0, "echo": True}
+    assert ask(prompt=[[5] * 10, [5] * 10], **scored)
+    for fields in (
+        {"logprobs": 5, "max_tokens": 10, "n": 2, "best_of": 3},
+        {"logprobs": 5, "max_tokens": 11, "n": 2, "temperature": 0},
+        {"logprobs": 5, "max_tokens": 11, "echo": True},
+        scored | {"prompt": [[5] * 10, [5] * 11]},
+    ):
+        with pytest.raises(RequestError, match="at most 120"):
+            ask(**fields)
+
+
+def test_warnings_do_not_grow_with_the_file() -> None:
+    """20,000 lines with different unknown keys printed 20,000 lines, in --stats too."""
+    told: list[str] = []
+    bench = Bench()
+    bench.intake.on_warning = told.append
+    rows = [{"prompt": ">", "max_tokens": 1, f"key_{i}": i} for i in range(50)]
+    rows += [{"prompt": ">", "max_tokens": 1, "n": i, "best_of": 1} for i in (2, 3, 4)]
+    assert not [record.error for record in run(*rows, bench=bench) if record.error]
+    assert bench.intake.warnings.to_dict() == {
+        "unknown parameters are kept and not acted on: key_0, key_1, key_2, key_3, key_4 and "
+        "others": 50,
+        "best_of is below n and is taken as n: best_of 1 with n 2, best_of 1 with n 3, "
+        "best_of 1 with n 4": 3,
+    }
+    assert len(told) == 8
+    assert told[1] == "Warning: line 2: unknown parameters are kept and not acted on: key_1"
+    run({"prompt": ">", "max_tokens": 1, "x" * 10_000: 1}, bench=bench)
+    assert len(told[-1]) < 200

@@ -1,0 +1,167 @@
+"""The small parts that need neither torch nor a model: blocks, stops, clocks, noise, files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fminfer.contract.request import SamplingParams
+from fminfer.core.errors import UsageError
+from fminfer.core.quantities import show_seconds
+from fminfer.core.timing import RowClock
+from fminfer.engine.blocks import BlockPool
+from fminfer.engine.noise import draw_key, meaning_of, noise_key, step_noise
+from fminfer.engine.stop_strings import find_stop
+from fminfer.files.input_folders import find_inputs
+from fminfer.files.line_reader import read_lines
+
+
+def test_blocks_are_shared_and_come_back() -> None:
+    pool = BlockPool(4, block_size=8)
+    assert pool.blocks_for(0) == 0 and pool.blocks_for(8) == 1 and pool.blocks_for(9) == 2
+    first = pool.allocate(2)
+    pool.share(first[:1])
+    pool.release(first)
+    assert pool.num_free == 3, "a shared block is free only when its last holder lets go"
+    with pytest.raises(AssertionError, match="has a holder"):
+        pool.check_idle()
+    pool.release(first[:1])
+    pool.check_idle()
+    with pytest.raises(AssertionError, match="released twice"):
+        pool.release(first[:1])
+
+
+@pytest.mark.parametrize(
+    "text, stops, num_new, expected",
+    [
+        ("one two", ("two",), 3, (4, "two")),
+        ("one two", ("e t",), 3, (2, "e t")),  # begins before the new characters
+        ("one two", ("three", "two", "o"), 7, (0, "o")),  # the earliest wins, not the first listed
+        ("one two", ("one",), 3, None),  # was searched before, when it was new
+        ("one two", ("a long one", "one"), 3, None),
+        ("one two", ("tw", "two"), 3, (4, "tw")),  # of two at one place the first listed
+        ("one two", (), 3, None),
+    ],
+)
+def test_find_stop(
+    text: str, stops: tuple[str, ...], num_new: int, expected: tuple[int, str] | None
+) -> None:
+    assert find_stop(text, stops, num_new) == expected
+
+
+def test_row_times_add_up_to_the_wall_time() -> None:
+    """HELM adds batch_time / batch_size over rows; that must be the time that passed."""
+    clock = RowClock()
+    first = clock.start(0.0)
+    second = clock.start(1.0)
+    clock.stop(first, 4.0)
+    third = clock.start(5.0)
+    clock.stop(second, 6.0)
+    clock.stop(third, 10.0)
+    rows = [first, second, third]
+    assert sum(row.batch_time_s / row.batch_size for row in rows) == pytest.approx(10.0)
+    assert first.batch_time_s == 4.0 and 1 < first.batch_size < 2
+
+
+def key_of(
+    seed: int = 1,
+    repeat: int = 0,
+    ids: list[list[int]] | None = None,
+    place: tuple[int, int] = (0, 0),
+    meaning: bytes = b"",
+    **fields: Any,
+) -> bytes:
+    """Return the key of a sequence's draws."""
+    key = draw_key(ids or [[5, 6]], SamplingParams(**fields), seed, repeat, meaning)
+    return noise_key(key, *place)
+
+
+def test_noise_belongs_to_the_request() -> None:
+    others = [
+        key_of(seed=2),
+        key_of(seed=-(2**63)),
+        key_of(seed=2**63 - 1),
+        key_of(repeat=1),
+        key_of(ids=[[5, 7]]),
+        key_of(ids=[[5], [6]]),
+        key_of(ids=[[5, 6], [7]]),
+        key_of(place=(1, 0)),
+        key_of(place=(0, 1)),
+        key_of(meaning=b"x"),
+        key_of(temperature=0.5),
+        key_of(logit_bias=((5, 1.0),)),
+    ]
+    draws = [step_noise(each, 3) for each in (key_of(), *others)] + [step_noise(key_of(), 4)]
+    assert len(set(draws)) == len(draws)
+
+
+def test_what_only_shows_or_ends_an_answer_changes_no_draw() -> None:
+    """`logprobs` or another `n` gave a seeded request other texts."""
+    for fields in (
+        {"n": 3, "best_of": 3},
+        {"max_tokens": 99},
+        {"logprobs": 5, "echo": True},
+        {"stop": ("x",), "stop_token_ids": (7,)},
+        {"frequency_penalty": -0.0},
+    ):
+        assert key_of(**fields) == key_of()
+    biases = ((5, 1.0), (6, 2.0))
+    assert key_of(logit_bias=biases) == key_of(logit_bias=biases[::-1])
+
+
+def test_requests_of_one_meaning() -> None:
+    same = meaning_of(["x"], SamplingParams(seed=1))
+    assert meaning_of(["x"], SamplingParams(seed=2, presence_penalty=-0.0)) == same
+    assert meaning_of(["x"], SamplingParams(max_tokens=17)) != same
+    assert meaning_of([[120]], SamplingParams()) != same and len(same) == 16
+
+
+def test_the_noise_of_steps_is_uniform_over_64_bits() -> None:
+    key = key_of()
+    tenths = [0] * 10
+    for step in range(20_000):
+        tenths[int((step_noise(key, step) + 2**63) * 10 >> 64)] += 1
+    chi_square = sum((count - 2000) ** 2 / 2000 for count in tenths)
+    assert chi_square < 27.9, "p < 0.001 with 9 degrees of freedom"
+
+
+def test_lines_are_numbered_with_blank_ones_counted(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf{}\r\n\n  \n[]")
+    assert [(line.number, line.raw.strip()) for line in read_lines(path, 0)] == [
+        (1, b"{}"),
+        (4, b"[]"),
+    ]
+
+
+def test_find_inputs_says_what_is_wrong(tmp_path: Path) -> None:
+    written = ("output_a.jsonl", "x.errors.jsonl", "x.status.json")
+    for name in ("b.jsonl", "a.jsonl", "c.txt", *written):
+        (tmp_path / name).touch()
+    assert [p.name for p in find_inputs([tmp_path])] == ["a.jsonl", "b.jsonl"]
+    (tmp_path / "empty").mkdir()
+    for path, hint in [("no.jsonl", "does not exist"), ("c.txt", "jsonl"), ("empty", "holds no")]:
+        with pytest.raises(UsageError, match=hint):
+            find_inputs([tmp_path / path])
+    with pytest.raises(UsageError, match="twice"):
+        find_inputs([tmp_path, tmp_path / "a.jsonl"])
+
+
+def test_two_answers_in_one_place_are_refused(tmp_path: Path) -> None:
+    """The errors of `a` and the answers of `a.errors` would share a name; inputs were deleted."""
+    from fminfer.files.output_paths import plan_outputs
+
+    first, second = tmp_path / "a.jsonl", tmp_path / "a.errors.jsonl"
+    with pytest.raises(UsageError, match="also belongs"):
+        plan_outputs([first, second], None)
+    with pytest.raises(UsageError, match="is the input"):
+        plan_outputs([second], first)
+    assert plan_outputs([first], None) == [tmp_path / "output_a.jsonl"]
+    (tmp_path / "plain").touch()
+    assert plan_outputs([first], tmp_path / "plain") == [tmp_path / "plain"]
+
+
+def test_seconds_are_written_for_people() -> None:
+    assert show_seconds(3725) == "1:02:05" and show_seconds(59.7) == "1:00"

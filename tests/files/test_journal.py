@@ -1,0 +1,423 @@
+"""The journal: whatever happens to a run, finished rows stay finished, each once and in order."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fminfer.core.errors import OutputError, UsageError
+from fminfer.core.version import DRAWING
+from fminfer.files import journal as journals
+from fminfer.files import ordered_output
+from fminfer.files.journal import Journal, journal_path, peek
+from fminfer.files.journal_rows import Row, read_row
+from fminfer.files.ordered_output import errors_path, put_in_order
+
+MODEL = {"the model": "a"}
+
+
+def row(number: int, *, is_error: bool = False, text: str = "x") -> Row:
+    record = json.dumps({"row": number, "text": text}).encode()
+    return Row(number, is_error, (number, 0, 2), number * 77, record)
+
+
+def finish(journal: Journal) -> None:
+    put_in_order(journal)
+    journal.remove()
+
+
+def written(folder: Path, rows: list[Row]) -> Path:
+    """Write rows into a journal, and leave it as a killed run does."""
+    output = folder / "answers.jsonl"
+    journal = Journal(output, MODEL)
+    for each in rows:
+        journal.append(each)
+    journal.close()
+    return output
+
+
+def test_output_is_in_input_order_and_appears_only_when_complete(tmp_path: Path) -> None:
+    output = tmp_path / "answers.jsonl"
+    errors_path(output).write_text("stale\n")
+    journal = Journal(output, MODEL)
+    for number in (3, 1, 12, 2):
+        journal.append(row(number))
+        lines = journal_path(output).read_bytes().splitlines()
+        assert json.loads(lines[-1])["record"] == {"row": number, "text": "x"}, "at once"
+    assert not output.exists()
+    finish(journal)
+    assert [json.loads(line)["row"] for line in output.open()] == [1, 2, 3, 12]
+    assert [p.name for p in tmp_path.iterdir()] == ["answers.jsonl"], "old errors go too"
+
+
+def test_errors_stand_in_their_own_file(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "answers.jsonl", MODEL)
+    for number, is_error in ((2, True), (3, False), (1, True)):
+        journal.append(row(number, is_error=is_error))
+    finish(journal)
+    assert (tmp_path / "answers.jsonl").read_bytes() == row(3).record + b"\n"
+    errors = (tmp_path / "answers.errors.jsonl").read_bytes()
+    assert errors == row(1).record + b"\n" + row(2).record + b"\n"
+
+
+def test_rows_are_kept_byte_for_byte(tmp_path: Path) -> None:
+    rows = [row(n, is_error=n == 4, text="é\u2028 \\n" * n) for n in (5, 1, 4)]
+    output = written(tmp_path, rows)
+    journal = Journal(output, MODEL)
+    assert (journal.num_rows, journal.num_damaged) == (3, 0)
+    assert [n for n in range(9) if n in journal] == [1, 4, 5]
+    assert list(journal.rows()) == sorted(rows, key=lambda each: each.number)
+    kept = journal.kept
+    assert (kept.num_answers, kept.num_errors, kept.tokens) == (2, 1, [10, 0, 6])
+    assert journal.is_of(4, 4 * 77) and not journal.is_of(4, 5)
+    journal.close()
+
+
+def test_a_power_cut_at_every_byte_of_the_last_two_rows(tmp_path: Path) -> None:
+    rows = [row(n, text="t" * n) for n in range(1, 6)]
+    output = written(tmp_path, rows)
+    path = journal_path(output)
+    whole = path.read_bytes()
+    starts = [whole.index(each.to_line()) for each in rows]
+    for size in range(starts[3], len(whole) + 1):
+        path.write_bytes(whole[:size])
+        expected = [
+            n for n, start in enumerate(starts, 1) if start + len(rows[n - 1].to_line()) <= size
+        ]
+        journal = Journal(output, MODEL)
+        assert [n for n in range(9) if n in journal] == expected, size
+        for each in rows[len(expected) :]:
+            journal.append(each)
+        journal.close()
+        assert path.read_bytes() == whole, "the torn tail is gone, the rest goes on"
+
+
+def test_a_power_cut_at_every_byte_of_the_head(tmp_path: Path) -> None:
+    output = written(tmp_path, [])
+    whole = journal_path(output).read_bytes()
+    for size in range(len(whole)):
+        journal_path(output).write_bytes(whole[:size])
+        Journal(output, MODEL).close()
+        assert journal_path(output).read_bytes() == whole
+
+
+def test_a_damaged_row_is_answered_again_and_the_others_are_kept(tmp_path: Path) -> None:
+    """A disk may keep later blocks and lose an earlier one, which is then zeros, or old data."""
+    rows = [row(n, text="t" * 40) for n in range(1, 6)]
+    output = written(tmp_path, rows)
+    path = journal_path(output)
+    whole = path.read_bytes()
+    start = whole.index(rows[2].to_line())
+    end = start + len(rows[2].to_line())
+    for place in range(start, end):
+        data = bytearray(whole)
+        data[place] ^= 1
+        path.write_bytes(data)
+        journal = Journal(output, MODEL)
+        left = [n for n in range(9) if n in journal]
+        assert left in ([1, 2, 4, 5], [1, 2, 5]), "the line before the next may be joined to it"
+        assert [each.record for each in journal.rows()] == [rows[n - 1].record for n in left]
+        journal.close()
+    path.write_bytes(whole[:start] + bytes(end - start - 1) + whole[end - 1 :])
+    journal = Journal(output, MODEL)
+    assert (journal.num_rows, journal.num_damaged) == (4, 1)
+    journal.append(rows[2])
+    finish(journal)
+    assert output.read_bytes() == b"".join(each.record + b"\n" for each in rows)
+
+
+def test_any_bytes_are_read_without_a_wrong_row(tmp_path: Path) -> None:
+    source = random.Random(5)
+    rows = {row(n).to_line() for n in range(1, 30)}
+    path = journal_path(written(tmp_path, []))
+    head = path.read_bytes()
+    for _ in range(300):
+        data = bytearray(b"".join(source.sample(sorted(rows), 8)))
+        for _ in range(source.randrange(4)):
+            kind, place = source.randrange(3), source.randrange(len(data))
+            if kind == 0:
+                data[place] = source.randrange(256)
+            elif kind == 1:
+                del data[place : place + source.randrange(60)]
+            else:
+                data[place:place] = source.randbytes(source.randrange(60))
+        path.write_bytes(head + data)
+        journal = Journal(tmp_path / "answers.jsonl", MODEL)
+        assert {each.to_line() for each in journal.rows()} <= rows
+        journal.close()
+
+
+def test_another_runs_rows_are_refused_by_what_differs(tmp_path: Path) -> None:
+    output = written(tmp_path, [row(1)])
+    before = journal_path(output).read_bytes()
+    for read in (lambda f: peek(output, f, restart=False), lambda f: Journal(output, f)):
+        with pytest.raises(UsageError, match=r"the model was a, is b; --seed was not given, is 1"):
+            read({"the model": "b", "--seed": "1"})
+    assert journal_path(output).read_bytes() == before
+    assert peek(output, {"the model": "b"}, restart=True)
+    journal = Journal(output, {"the model": "b"}, restart=True)
+    assert journal.num_rows == 0
+    journal.close()
+    journal_path(output).write_text('{"some": "file"}\n')
+    with pytest.raises(UsageError, match="its first line is damaged"):
+        Journal(output, MODEL)
+
+
+def test_answers_that_were_drawn_another_way_are_not_gone_on_with(tmp_path: Path) -> None:
+    """A journal of a version that inverted cumulated weights says nothing of drawing."""
+    output = written(tmp_path, [row(1)])
+    new = MODEL | {DRAWING: "Gumbel-max"}
+    for read in (lambda: peek(output, new, restart=False), lambda: Journal(output, new)):
+        with pytest.raises(UsageError, match=r"drawn in another way now\. Finish .* --restart"):
+            read()
+    assert len(journal_path(output).read_bytes().splitlines()) == 2
+    Journal(output, new, restart=True).close()
+    Journal(output, new).close()
+
+
+def test_a_run_that_finished_no_row_refuses_none_after_it(tmp_path: Path) -> None:
+    """A run that ended before its first row, its budget too large say, left a journal without rows.
+
+    The next command, with other settings, was refused: "belongs to a run that differs".
+    """
+    output = written(tmp_path, [])
+    assert peek(output, {"the model": "b"}, restart=False)
+    journal = Journal(output, {"the model": "b"})
+    journal.append(row(1))
+    journal.close()
+    with pytest.raises(UsageError, match="the model was b, is a"):
+        Journal(output, {"the model": "a"})
+    journal_path(output).unlink()
+    written(tmp_path, [])
+    output.write_text("{}\n")  # a restart of it ended before its first row
+    for read in (lambda f: peek(output, f, restart=False), lambda f: Journal(output, f)):
+        with pytest.raises(UsageError, match="the model was a, is b"):
+            read({"the model": "b"})
+
+
+def test_two_runs_on_one_output(tmp_path: Path) -> None:
+    """The second is refused while the first lives; a dead one's lock is nobody's."""
+    output = tmp_path / "answers.jsonl"
+    code = "import sys, time; from pathlib import Path; from fminfer.files.journal import Journal"
+    code += f"; j = Journal(Path({str(output)!r}), {MODEL!r}); print('open', flush=True)"
+    code += "; time.sleep(60)"
+    other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout is not None and other.stdout.readline() == "open\n"
+        for attempt in (lambda: Journal(output, MODEL), lambda: peek(output, MODEL, restart=True)):
+            with pytest.raises(UsageError, match="another run is answering into"):
+                attempt()
+    finally:
+        other.kill()
+        other.communicate()
+    Journal(output, MODEL).close()
+
+
+def test_file_systems_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(fd: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    journal = Journal(tmp_path / "answers.jsonl", MODEL)
+    assert not journal.has_locks
+    journal.close()
+
+
+def fail_after(count: int, error: int, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a system call that fails once it was called so often, forever."""
+    calls = 0
+
+    def failing(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > count:
+            raise OSError(error, os.strerror(error))
+        return call(*args)
+
+    return failing
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.ESTALE])
+def test_a_disk_that_fails_costs_no_finished_row(
+    error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "answers.jsonl"
+    journal = Journal(output, MODEL)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", fail_after(3, error, os.pwrite))
+        for number in (1, 2, 3):
+            journal.append(row(number))
+        with pytest.raises(OutputError, match=r"cannot be written: .*run the same command again"):
+            journal.append(row(4))
+    journal.close()
+    journal = Journal(output, MODEL)
+    assert journal.num_rows == 3 and journal.num_damaged == 0
+    journal.append(row(4))
+    finish(journal)
+    assert len(output.read_bytes().splitlines()) == 4
+
+
+def test_a_disk_that_takes_half_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(tmp_path / "answers.jsonl", MODEL)
+    journal.append(row(1))
+    size = journal.path.stat().st_size
+    pwrite, calls = os.pwrite, iter([True, False])
+
+    def take_half(fd: int, data: memoryview, place: int) -> int:
+        if next(calls):
+            return pwrite(fd, data[: len(data) // 2], place)
+        raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", take_half)
+        with pytest.raises(OutputError, match="make room"):
+            journal.append(row(2))
+    assert journal.path.stat().st_size == size, "the half is taken back"
+    journal.append(row(2))  # somebody made room
+    finish(journal)
+
+
+def test_a_sync_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(tmp_path / "answers.jsonl", MODEL)
+    monkeypatch.setattr(journals, "SYNC_EVERY_S", 0.01)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail_after(0, errno.EIO, os.fsync))
+        journal.append(row(1))
+        with pytest.raises(OutputError, match="Input/output error"):
+            for number in range(2, 200):
+                time.sleep(0.01)
+                journal.append(row(number))
+    journal.close()
+
+
+def test_rows_reach_the_disk_within_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(tmp_path / "answers.jsonl", MODEL)
+    sync, sizes = os.fsync, list[int]()
+
+    def watch(fd: int) -> None:
+        sync(fd)
+        if os.path.samestat(os.fstat(fd), journal.path.stat()):  # and not another test's
+            sizes.append(os.fstat(fd).st_size)
+
+    monkeypatch.setattr(os, "fsync", watch)
+    journal.append(row(1))
+    assert journals.SYNC_EVERY_S <= 0.5, "and as long again for the disk"
+    deadline = time.monotonic() + 10  # the test's machine may be busy
+    while not sizes and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert sizes and sizes[-1] == journal.path.stat().st_size
+    journal.close()
+
+
+def test_a_slow_disk_does_not_hold_rows_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sync that takes for ever, and slow writes in pieces: rows go out, and all stand."""
+    monkeypatch.setattr(journals, "SYNC_EVERY_S", 0.01)
+    is_syncing, may_end = threading.Event(), threading.Event()
+    sync, write = os.fsync, os.pwrite
+
+    def hang(fd: int) -> None:
+        is_syncing.set()
+        assert may_end.wait(60)
+        sync(fd)
+
+    def dawdle(fd: int, data: bytes, place: int) -> int:
+        time.sleep(0.01)
+        return write(fd, data[:40], place)
+
+    journal = Journal(tmp_path / "answers.jsonl", MODEL)
+    monkeypatch.setattr(os, "fsync", hang)
+    monkeypatch.setattr(os, "pwrite", dawdle)
+    journal.append(row(1))
+    assert is_syncing.wait(60)
+    for number in range(2, 30):
+        journal.append(row(number))
+    assert journal.path.read_bytes().count(b"\n") == 30, "the head and 29 rows"
+    may_end.set()
+    finish(journal)
+    assert [json.loads(line)["row"] for line in journal.output.open()] == list(range(1, 30))
+
+
+class Killed(BaseException):
+    """Stands for kill -9: nothing of the program runs after it."""
+
+
+def test_finishing_can_be_killed_at_every_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each system call that changes a file, before and after it."""
+    rows = [row(n, is_error=n % 3 == 0) for n in (4, 2, 6, 1, 3, 5)]
+    answers = b"".join(row(n).record + b"\n" for n in (1, 2, 4, 5))
+    errors = b"".join(row(n).record + b"\n" for n in (3, 6))
+    for moment in range(100):
+        folder = tmp_path / str(moment)
+        folder.mkdir()
+        journal = Journal(written(folder, rows), MODEL)
+        output = journal.output
+        was_killed = kill_at(moment, lambda j=journal: finish(j), monkeypatch)  # type: ignore[misc]
+        if was_killed:
+            with contextlib.suppress(OSError):
+                os.close(journal._fd)  # as the system does
+            assert not output.exists() or output.read_bytes() == answers
+            assert journal_path(output).exists() or output.exists()
+        if journal_path(output).exists():
+            finish(Journal(output, MODEL))
+        assert output.read_bytes() == answers
+        assert errors_path(output).read_bytes() == errors
+        assert sorted(p.name for p in folder.iterdir()) == ["answers.errors.jsonl", "answers.jsonl"]
+        if not was_killed:
+            break
+    assert moment > 8, "there are so many steps at least"
+
+
+def kill_at(moment: int, work: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Run some work up to its n-th change of a file; tell whether it got so far."""
+    count, was_killed = 0, False
+
+    def watched(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            nonlocal count, was_killed
+            if was_killed:
+                raise Killed
+            for is_done in (False, True):
+                if count == moment:
+                    was_killed = True
+                    raise Killed
+                count += 1
+                if not is_done:
+                    result = call(*args, **options)
+            return result
+
+        return run
+
+    with monkeypatch.context() as patch:
+        for name in ("fsync", "replace"):
+            patch.setattr(os, name, watched(getattr(os, name)))
+        for name in ("unlink", "open"):
+            patch.setattr(Path, name, watched(getattr(Path, name)))
+        patch.setattr(ordered_output, "_write_in_order", watched(ordered_output._write_in_order))
+        try:
+            work()
+        except Killed:
+            return True
+    return False
+
+
+def test_lines_prove_themselves() -> None:
+    line = row(7).to_line()
+    assert read_row(line) == row(7)
+    for other in (b"", b"\n", b"{}\n", line[:-1], line[1:], line.replace(b"21b", b"21c"), line * 2):
+        assert read_row(other) is None, other

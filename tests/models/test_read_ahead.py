@@ -1,0 +1,106 @@
+"""Layers are read one by one while others are packed, and a thread reads ahead of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fminfer.compute.layers.bodies import Parts
+from fminfer.compute.linear.products import Function, Products
+from fminfer.models.checkpoint import open_checkpoint
+from fminfer.models.part_tensors import Tensors, load_tensors
+from fminfer.models.stored import read_ahead
+from fminfer.models.stored.read_ahead import Waiting, reading_ahead
+from fminfer.models.transformer import Bodies, LayerOf, Transformer
+from tests.models.test_transformer import one_stage
+
+ALL = range(12)  # parts, two of a group, of 100 bytes
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Give the parts that are read, while three groups may be read ahead."""
+    parts: list[int] = []
+    monkeypatch.setattr(read_ahead, "AHEAD", 3 * 200)
+    yield parts
+    assert not [thread for thread in threading.enumerate() if thread.name == "fminfer weights"]
+
+
+def groups_of(read: list[int]) -> list[list[Waiting]]:
+    parts = [Waiting(100, partial(read.append, number)) for number in ALL]
+    return [parts[first : first + 2] for first in ALL[::2]]
+
+
+def wait_for(read: list[int], num_groups: int) -> None:
+    for _ in range(500):
+        if read == list(ALL[: 2 * num_groups]):
+            break
+        time.sleep(0.01)
+    time.sleep(0.05)
+    assert read == list(ALL[: 2 * num_groups])
+
+
+def test_groups_are_read_in_order_and_not_too_far_ahead(read: list[int]) -> None:
+    with reading_ahead(groups_of(read)) as next_group:
+        wait_for(read, 3)
+        next_group()
+        wait_for(read, 4)
+    assert read == list(ALL), "the last ones, which nobody waited for"
+
+
+def test_an_error_ends_it_at_once(read: list[int]) -> None:
+    with pytest.raises(KeyError), reading_ahead(groups_of(read)):
+        wait_for(read, 3)
+        raise KeyError
+    assert read == list(ALL[:6])
+    with reading_ahead([]):  # a part without layers
+        pass
+
+
+class Unpacked(Products):
+    """Products that keep no weight, as packed ones do."""
+
+    def make(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Function:
+        return lambda x: x
+
+
+@pytest.mark.parametrize("is_random", [False, True])
+def test_one_layer_is_in_memory_beside_the_packed_ones(
+    is_random: bool, llama_checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All layers' joined weights were there before the first one was packed."""
+    checkpoint = open_checkpoint(str(llama_checkpoint[0]))
+    if is_random:
+        checkpoint = replace(checkpoint, folder=None)
+    joined: list[weakref.ref[torch.Tensor]] = []
+    left: list[int] = []
+
+    def keep_in_sight(layer: LayerOf, tensors: Tensors) -> LayerOf:
+        left.append(sum(each() is not None for each in joined))
+        joined.append(weakref.ref(tensors["qkv.weight"]))
+        return layer
+
+    def see(done: int, total: int) -> None:
+        left.append(sum(each() is not None for each in joined))
+
+    tensors = load_tensors(
+        checkpoint,
+        one_stage()[0],
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        seed=0,
+        on_progress=see,
+    )
+    Transformer(
+        checkpoint.model, tensors, first=0, bodies=Bodies(Parts(), Unpacked(), 64, keep_in_sight)
+    )
+    assert len(joined) == 3 and set(left) == {0}

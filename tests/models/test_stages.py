@@ -1,0 +1,173 @@
+"""A model cut into stages gives what the whole one gives, for every family and number of stages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import fminfer
+from fminfer.compute.kernels.kernel_build import find_compiler
+from fminfer.core.messages import Step, StepResult, StepTrace
+from fminfer.core.partition import Part, parts_of, split_layers
+from fminfer.models.checkpoint import open_random
+from fminfer.models.part_tensors import load_tensors
+from fminfer.models.stage import Stage
+from fminfer.models.stored.tensor_table import TensorFiles
+from fminfer.models.whole_layers import WholeLayers
+from tests.conftest import FEW, FIELDS, IS_ALL, VOCAB, load_network, make_model, save_byte_tokenizer
+from tests.models.test_oracle import mixed_requests
+
+CPU = torch.device("cpu")
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "kernels": "off",
+    "chunk_size": 60,
+    "block_size": 16,
+    "budget": 1024,
+}
+
+
+class Chain:
+    """The stages one after the other, in the place of one that has all layers."""
+
+    def __init__(self, folder: Path, parts: list[Part]) -> None:
+        self.stages = [
+            Stage(
+                load_network(folder, part),
+                kv_dtype=torch.float32,
+                device=CPU,
+                num_blocks=-(-OPTIONS["budget"] // OPTIONS["block_size"]),
+                block_size=OPTIONS["block_size"],
+            )
+            for part in parts
+        ]
+
+    def run(self, step: Step) -> StepResult:
+        hidden = None
+        for stage in self.stages:
+            hidden = stage.forward(step, hidden)
+        assert hidden is not None
+        sampled, scored = self.stages[-1].finish(step, hidden)
+        return StepResult(step.step_id, sampled, scored, [])
+
+
+def answers(folder: Path, chain: Chain | None) -> list[dict[str, Any]]:
+    engine = fminfer.Engine(str(folder), **OPTIONS)
+    if chain is not None:
+        engine.pipeline.stages._run = chain.run
+    requests = mixed_requests()[::4]
+    records = sorted(engine.run(requests), key=lambda record: record.line.number)
+    engine.close()
+    return [record.to_dict()["result"] for record in records]
+
+
+def check_same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    for result, whole in zip(found, expected, strict=True):
+        for choice, other in zip(result["choices"], whole["choices"], strict=True):
+            assert choice["text"] == other["text"]
+            ours, theirs = choice["logprobs"], other["logprobs"]
+            assert ours["tokens"] == theirs["tokens"]
+            if ours["token_logprobs"][0] is None:
+                assert theirs["token_logprobs"].pop(0) is ours["token_logprobs"].pop(0)
+            assert ours["token_logprobs"] == pytest.approx(theirs["token_logprobs"], abs=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(FIELDS))
+def test_stages_give_what_one_gives(name: str, tmp_path: Path) -> None:
+    model = make_model(name, num_layers=6)
+    model.save_pretrained(tmp_path)
+    save_byte_tokenizer(tmp_path)
+    expected = answers(tmp_path, None)
+    for num_stages in (2, 3, 5) if IS_ALL else (2, 5) if name in FEW else (3,):
+        chain = Chain(tmp_path, split_layers(6, num_stages, head_cost=0.8))
+        check_same(answers(tmp_path, chain), json.loads(json.dumps(expected)))
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize("body", ["require", "off"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gptj", "bloom", "falcon-alibi"])
+def test_the_last_layer_runs_only_for_tokens_that_are_wanted(
+    name: str, body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the others it stores keys and values."""
+    monkeypatch.setattr(WholeLayers, "join", lambda self, parts, tensors: parts)  # to see its parts
+    make_model(name, num_layers=3).save_pretrained(tmp_path)
+    save_byte_tokenizer(tmp_path)
+    engine = fminfer.Engine(str(tmp_path), **(OPTIONS | {"kernels": body}))
+    stage: Any = engine.pipeline.stages._run.__self__  # type: ignore[attr-defined]
+    rows = [0, 0, 0]
+    for place, layer in enumerate(stage._network.layers):
+
+        def count(x: torch.Tensor, *, place: int = place, own: Any = layer.mlp) -> torch.Tensor:
+            rows[place] += len(x)
+            out: torch.Tensor = own(x)
+            return out
+
+        layer.mlp = count
+    most = {"tokens": 0, "wanted": 0}
+
+    def take_note(trace: StepTrace) -> None:
+        most["tokens"] += trace.step.num_tokens
+        most["wanted"] += len(trace.step.wanted) or 1
+
+    engine.follow(on_step=take_note)
+    records = sorted(engine.run(mixed_requests()[::4]), key=lambda record: record.line.number)
+    check_same([record.to_dict()["result"] for record in records], answers(tmp_path, None))
+    assert rows == [most["tokens"], most["tokens"], most["wanted"]]
+    assert most["wanted"] < 0.8 * most["tokens"]
+    engine.close()
+
+
+def test_the_seeds_split_of_70_layers(tmp_path: Path) -> None:
+    """8 ranks × --num-layers 9 with --max-layers 70, as the seed runs BLOOM: the last has 7."""
+    size = {"hidden_size": 32, "n_layer": 70, "n_head": 4, "vocab_size": VOCAB}
+    config = transformers.AutoConfig.for_model("bloom", bos_token_id=None, **size)
+    torch.manual_seed(3)
+    transformers.BloomForCausalLM(config).save_pretrained(tmp_path)
+    save_byte_tokenizer(tmp_path)
+    parts = split_layers(70, 8, head_cost=0, each=9, most=70)
+    assert [part.num_layers for part in parts] == [9] * 7 + [7]
+    check_same(answers(tmp_path, Chain(tmp_path, parts)), answers(tmp_path, None))
+
+
+def test_random_weights_are_the_same_in_parts(tmp_path: Path) -> None:
+    """A rank draws its own layers only, and a tied head apart from its embedding."""
+    fields = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
+    fields |= {"num_attention_heads": 4, "vocab_size": VOCAB, "tie_word_embeddings": True}
+    config = transformers.AutoConfig.for_model("llama", **fields)
+    config.save_pretrained(tmp_path)
+    checkpoint = open_random(str(tmp_path))
+    whole, *parts = (
+        load_tensors(checkpoint, part, dtype=torch.float32, device=CPU, seed=5)
+        for part in (*parts_of([4]), *parts_of([3, 1]))
+    )
+    assert torch.equal(parts[1].exit["head.weight"], whole.entry["embed.weight"])
+    (last,) = parts[1].layers
+    for name, tensor in [*whole.layers][3].items():
+        assert torch.equal(tensor, last[name])
+
+
+def test_a_stage_reads_only_its_own_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model("llama").save_pretrained(tmp_path)
+    read: list[str] = []
+    own, own_copy = TensorFiles.read, TensorFiles.copy
+
+    def spying(files: TensorFiles, name: str) -> torch.Tensor:
+        read.append(name)
+        return own(files, name)
+
+    def spying_on_copies(files: TensorFiles, name: str, target: torch.Tensor) -> None:
+        read.append(name)
+        own_copy(files, name, target)
+
+    monkeypatch.setattr(TensorFiles, "read", spying)
+    monkeypatch.setattr(TensorFiles, "copy", spying_on_copies)
+    load_network(tmp_path, parts_of([1, 1, 1])[1])
+    assert read and all(name.startswith("model.layers.1.") for name in read)

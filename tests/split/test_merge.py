@@ -1,0 +1,379 @@
+"""`fminfer merge`: every line once, in order, verbatim; or nothing, and what is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import shutil
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from fminfer.cli.app import main
+from fminfer.contract.envelope import open_envelope
+from fminfer.contract.line import Line
+from fminfer.contract.record import make_id
+from fminfer.core.errors import FminferError, OutputError, UsageError
+from fminfer.files.journal import journal_path
+from fminfer.files.line_reader import read_lines
+from fminfer.files.ordered_output import errors_path
+from fminfer.files.output_paths import answers_path
+from fminfer.files.status_file import status_path
+from fminfer.split import merging
+from fminfer.split.manifest import MANIFEST, Part, read_manifest
+from fminfer.split.merging import merge_parts, show_ranges
+from fminfer.split.splitting import SplitOptions, split_file
+from tests.forked import run_forked
+from tests.split_lines import answer_part, make_lines
+
+NUM_LINES = int(os.environ.get("FMINFER_ROUND_TRIP_LINES", "2000"))
+ROOT = Path(__file__).parent.parent.parent
+
+
+def split(source: Path, folder: Path, chunk: int = 1000) -> list[Path]:
+    """Split a file; return the parts."""
+    parts = split_file(source, folder, SplitOptions(100, chunk)).manifest.parts
+    return [folder / part.path for part in parts]
+
+
+@pytest.fixture
+def answered(tmp_path: Path) -> Path:
+    """A folder of answered parts: a good line of each of three engines, and bad ones of one."""
+    lines = [b'{"prompt": "%d", "engine": "%s"}' % (i, b"abc"[i % 3 :][:1]) for i in range(12)]
+    lines[4] = lines[7] = b'{"engine": "b"}'
+    (tmp_path / "all.jsonl").write_bytes(b"\n".join(lines))
+    for part in split(tmp_path / "all.jsonl", tmp_path / "parts"):
+        answer_part(part)
+    return tmp_path / "parts"
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def member(record: bytes, name: bytes) -> bytes:
+    """Return what follows a name in a record, to its end."""
+    return record.partition(b'"%s":' % name)[2]
+
+
+def check_error(record: bytes, line: Line, own_line: int) -> None:
+    """See that an error is its line's own, but for the number."""
+    envelope = open_envelope(line)
+    if envelope.shape == "batch":
+        own = make_id(Line(0, own_line, line.raw), envelope)
+        assert json.loads(record)["id"] == f"batch_req_{own}"
+    else:
+        assert json.loads(record)["line"] == line.number
+        assert member(record, b"request").startswith(envelope.request)
+
+
+def test_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Split, answer each part as a run does, merge: each line once, in order, byte for byte.
+
+    FMINFER_ROUND_TRIP_LINES=100000 does more.
+    """
+    monkeypatch.setattr(os, "fsync", lambda fd: None)  # of hundreds of journals
+    lines = make_lines(NUM_LINES, random.Random(11))
+    source, folder, output = tmp_path / "all.jsonl", tmp_path / "parts", tmp_path / "merged.jsonl"
+    source.write_bytes(b"\xef\xbb\xbf" + b"\n".join(lines))
+    for path in split(source, folder, chunk=max(1000, NUM_LINES)):
+        answer_part(path)
+    summary = merge_parts(folder, output)
+    own_lines: dict[int, int] = {}  # the number that a line has in its part
+    for part in read_manifest(folder).parts:
+        own_lines |= {number: row for row, number in enumerate(part.lines, 1)}
+    answers = iter(output.read_bytes().split(b"\n")[:-1])
+    errors = iter(errors_path(output).read_bytes().split(b"\n")[:-1])
+    error, num_answers, num_errors = next(errors), 0, 0
+    for line in read_lines(source, 0):
+        envelope = open_envelope(line)
+        own_id = make_id(Line(0, own_lines[line.number], line.raw), envelope).encode()
+        is_error = error.startswith((b'{"line":%d,' % line.number, b'{"id":"batch_req_' + own_id))
+        num_errors += is_error
+        if is_error:
+            check_error(error, line, own_lines[line.number])
+            error = next(errors, b"")
+            continue
+        num_answers += 1
+        answer = next(answers)
+        if envelope.shape == "batch":
+            assert answer.startswith(b'{"id":"batch_req_' + own_id)
+        else:
+            text = f"é{own_lines[line.number]}"
+            start = b'{"request":' + envelope.request + b',"result":{"choices":[{"text":"'
+            assert answer.startswith(start + text.encode() + b'"')
+    assert (next(answers, None), error) == (None, b""), "nothing else"
+    assert (summary.num_answers, summary.num_errors) == (num_answers, num_errors)
+    assert num_errors > NUM_LINES // 10 < num_answers, "both kinds were there"
+    assert sorted(path.name for path in tmp_path.iterdir() if "merged" in path.name) == [
+        "merged.errors.jsonl",
+        "merged.jsonl",
+    ]
+
+
+def test_the_command_ends_with_3_if_there_are_errors(answered: Path) -> None:
+    output = answered.parent / "m.jsonl"
+    flags = ["merge", "--input-dir", str(answered), "--output"]
+    found = CliRunner().invoke(main, [*flags, str(output)])
+    assert found.exit_code == 3 and found.stdout == "", found.output
+    assert "10 answers" in found.stderr and "2 lines" in found.stderr
+    errors = [json.loads(line) for line in errors_path(output).read_bytes().splitlines()]
+    assert [error["line"] for error in errors] == [5, 8]
+    found = CliRunner().invoke(main, [*flags, str(output)])
+    assert found.exit_code == 2 and "exists; move it away" in found.stderr
+
+
+def test_no_errors_no_file(tmp_path: Path) -> None:
+    (tmp_path / "all.jsonl").write_bytes(b'{"prompt": "a"}\n\n{"prompt": "bb"}')
+    for part in split(tmp_path / "all.jsonl", tmp_path / "parts"):
+        answer_part(part)
+    output = tmp_path / "new" / "m.jsonl"
+    flags = ["merge", "--input-dir", str(tmp_path / "parts"), "--output", str(output)]
+    assert CliRunner().invoke(main, flags).exit_code == 0
+    assert [path.name for path in output.parent.iterdir()] == ["m.jsonl"]
+    prompts = [json.loads(line)["request"]["prompt"] for line in output.read_bytes().splitlines()]
+    assert prompts == ["a", "bb"]
+
+
+# --- what is missing
+
+
+def test_missing_parts_are_named(answered: Path) -> None:
+    (answered / "a" / "output_request_0.jsonl").unlink()
+    shutil.rmtree(answered / "c")
+    before = files_of(answered.parent)
+    output = answered.parent / "m.jsonl"
+    flags = ["merge", "--input-dir", str(answered), "--output", str(output)]
+    found = CliRunner().invoke(main, flags)
+    assert found.exit_code == 1
+    assert "8 of 12 lines" in found.stderr and "lines 1, 3-4, 6-7, 9-10, 12." in found.stderr
+    assert f"fminfer run {answered}/a/request_0.jsonl {answered}/c/request_0.jsonl" in found.stderr
+    assert files_of(answered.parent) == before, "nothing is written"
+
+
+def test_a_part_that_was_begun_is_not_merged(answered: Path) -> None:
+    answers = answers_path(answered / "b" / "request_0.jsonl")
+    status = status_path(answers)
+    text = status.read_text()
+    for wrong in ("in_progress", "finalizing", "failed"):  # such as a run with --restart
+        status.write_text(json.dumps(json.loads(text) | {"status": wrong}))
+        with pytest.raises(FminferError, match=r"b/request_0.jsonl \(not finished\)"):
+            merge_parts(answered, answered.parent / "m.jsonl")
+    status.unlink()
+    journal_path(answers).write_text("")
+    with pytest.raises(FminferError, match=r"b/request_0.jsonl \(not finished\)"):
+        merge_parts(answered, answered.parent / "m.jsonl")
+    answers.unlink()
+    with pytest.raises(FminferError, match=r"b/request_0.jsonl \(not finished\)"):
+        merge_parts(answered, answered.parent / "m.jsonl")
+
+
+def test_many_missing_parts_are_named_by_their_folders(tmp_path: Path) -> None:
+    requests = [{"prompt": "a", "engine": "a b", "seed": i, "n": 1} for i in range(40)]
+    source = tmp_path / "all.jsonl"
+    source.write_text("\n\n".join(map(json.dumps, requests)))
+    split(source, tmp_path / "parts")
+    with pytest.raises(FminferError) as error:
+        merge_parts(tmp_path / "parts", tmp_path / "m.jsonl")
+    message = str(error.value)
+    assert "lines 1, 3, 5" in message and "and 30 more places" in message
+    assert message.endswith(f"fminfer run {tmp_path}/parts/a%20b")
+
+
+def test_ranges() -> None:
+    def of(*lines: list[int]) -> str:
+        return show_ranges([Part("", None, {}, "", array("q", some)) for some in lines])
+
+    assert of([1]) == "1" and of([3, 1], [2]) == "1-3" and of([9, 7, 1]) == "1, 7, 9"
+
+
+# --- answers of another part
+
+
+def test_answers_to_another_file(answered: Path) -> None:
+    """As when a folder was split anew and the answers were put back."""
+    shutil.copy(
+        status_path(answers_path(answered / "a" / "request_0.jsonl")),
+        status_path(answers_path(answered / "c" / "request_0.jsonl")),
+    )
+    with pytest.raises(FminferError, match=r"another file than c/request_0\.jsonl"):
+        merge_parts(answered, answered.parent / "m.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "reason"),
+    [
+        ("output_request_0.jsonl", lambda data: data + b'{"request":{}}', "more than the 4 lines"),
+        ("output_request_0.jsonl", lambda data: b"", "answers to 2 of the 4 lines"),
+        ("output_request_0.errors.jsonl", lambda data: b"", "answers to 2 of the 4 lines"),
+        ("output_request_0.errors.jsonl", lambda data: data + data, "is of no line"),
+        (
+            "output_request_0.errors.jsonl",
+            lambda data: data.replace(b'{"line":3', b'{"line":5'),
+            "is of no line",
+        ),
+        (
+            "output_request_0.errors.jsonl",
+            lambda data: data.replace(b'{"line":3', b'{"line":0'),
+            "is of no line",
+        ),
+        ("output_request_0.errors.jsonl", lambda data: b"garbage\n" + data, "is of no line"),
+        (
+            "output_request_0.errors.jsonl",
+            lambda data: b'{"id":"batch_req_%s"}\n' % (b"0" * 32) + data,
+            "is of no line",
+        ),
+    ],
+)
+def test_counts_that_do_not_fit(
+    name: str, change: Callable[[bytes], bytes], reason: str, answered: Path
+) -> None:
+    path = answered / "b" / name
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(FminferError, match=reason):
+        merge_parts(answered, answered.parent / "m.jsonl")
+    assert not (answered.parent / "m.jsonl").exists()
+
+
+def test_batch_errors_need_the_part_as_it_was(tmp_path: Path) -> None:
+    line = {"custom_id": "1", "method": "GET", "url": "/v1/completions", "body": {"prompt": "a"}}
+    (tmp_path / "all.jsonl").write_text(json.dumps(line))
+    (part,) = split(tmp_path / "all.jsonl", tmp_path / "parts")
+    answer_part(part)
+    assert merge_parts(tmp_path / "parts", tmp_path / "m.jsonl").num_errors == 1
+    part.write_text("{}\n" + part.read_text())
+    with pytest.raises(FminferError, match="is not as it was split"):
+        merge_parts(tmp_path / "parts", tmp_path / "n.jsonl")
+
+
+def test_answers_of_the_old_tool(answered: Path) -> None:
+    """They have no status, no errors file, and perhaps no last newline."""
+    for part in sorted(answered.rglob("request_*.jsonl")):
+        answers = answers_path(part)
+        status_path(answers).unlink()
+        errors_path(answers).unlink(missing_ok=True)
+        lines = part.read_bytes().split(b"\n")[:-1]
+        answers.write_bytes(b"\n".join(b'{"request": %s, "result": {}}' % line for line in lines))
+    output = answered.parent / "m.jsonl"
+    assert merge_parts(answered, output).num_answers == 12
+    lines = (answered.parent / "all.jsonl").read_bytes().split(b"\n")
+    assert output.read_bytes() == b"".join(
+        b'{"request": %s, "result": {}}\n' % line for line in lines
+    )
+
+
+# --- the output
+
+
+@pytest.mark.parametrize("name", ["m.json", "m.jsonl.gz", "-", "parts", "all.jsonl"])
+def test_outputs_that_cannot_be(name: str, answered: Path) -> None:
+    before = files_of(answered.parent)
+    with pytest.raises(UsageError):
+        merge_parts(answered, Path("-") if name == "-" else answered.parent / name)
+    assert files_of(answered.parent) == before
+
+
+def test_a_source_that_looks_like_an_errors_file_is_kept(answered: Path) -> None:
+    (answered.parent / "all.jsonl").rename(answered.parent / "x.errors.jsonl")
+    with pytest.raises(UsageError, match="exists"):
+        merge_parts(answered, answered.parent / "x.jsonl")
+
+
+def test_no_folder_and_no_manifest(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "none"):
+        with pytest.raises(UsageError, match=f"no {MANIFEST}"):
+            merge_parts(folder, tmp_path / "m.jsonl")
+
+
+def test_a_disk_that_fails(answered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = files_of(answered.parent)
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(merging, "write_all", fail)
+    with pytest.raises(OutputError, match=r"No space left on device\. Nothing"):
+        merge_parts(answered, answered.parent / "m.jsonl")
+    assert files_of(answered.parent) == before
+
+
+def test_the_answers_come_last(answered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they are, all is complete, whenever the merge was killed."""
+    real, renamed = os.replace, []
+
+    def replace(draft: Path, final: Path) -> None:
+        renamed.append(final.name)
+        real(draft, final)
+
+    monkeypatch.setattr(os, "replace", replace)
+    merge_parts(answered, answered.parent / "m.jsonl")
+    assert renamed == ["m.errors.jsonl", "m.jsonl"]
+
+
+def test_answers_that_change_meanwhile(answered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = merging._place
+
+    def place_and_change(*arguments: Any) -> Any:
+        answers = answered / "c" / "output_request_0.jsonl"
+        answers.write_bytes(answers.read_bytes().replace(b'"text"', b'"changed"'))
+        return place(*arguments)
+
+    monkeypatch.setattr(merging, "_place", place_and_change)
+    with pytest.raises(FminferError, match="changed while"):
+        merge_parts(answered, answered.parent / "m.jsonl")
+    assert not (answered.parent / "m.jsonl").exists()
+
+
+def test_few_files_are_open_at_once(tmp_path: Path) -> None:
+    """More parts than files that a process may open."""
+    (tmp_path / "all.jsonl").write_text(
+        "\n".join(json.dumps({"prompt": "a", "seed": i}) for i in range(150))
+    )
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 12, hard))
+    try:
+        for part in split(tmp_path / "all.jsonl", tmp_path / "parts"):
+            answers_path(part).write_bytes(b'{"result":1}\n')
+        assert merge_parts(tmp_path / "parts", tmp_path / "m.jsonl").num_answers == 150
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_with_the_demo_model(tmp_path: Path) -> None:
+    """Split, run each engine's parts, merge: the same greedy answers as a run of the whole file."""
+    queries = ROOT / "examples" / "queries"
+    source, folder = tmp_path / "all.jsonl", tmp_path / "parts"
+    names = ("plain", "bad_lines", "wrapped", "stop", "batch")
+    source.write_bytes(b"\n".join((queries / f"{name}.jsonl").read_bytes() for name in names))
+    split(source, folder)
+    engines = sorted({path.parent for path in folder.rglob("request_*.jsonl")})
+    assert len(engines) > 1
+    for inputs in (engines, [source]):
+        done = run_forked(["run", "-q", "--kernels", "off", *inputs])
+        assert done.returncode == 3, done.stderr
+    summary = merge_parts(folder, tmp_path / "m.jsonl")
+    whole = answers_path(source)
+    assert summary.num_errors > 5
+    for place in (Path, errors_path):
+        merged, expected = (
+            [_comparable(json.loads(line)) for line in place(path).read_bytes().split(b"\n")[:-1]]
+            for path in (tmp_path / "m.jsonl", whole)
+        )
+        assert merged == expected
+
+
+def _comparable(record: dict[str, object]) -> object:
+    """Return what does not depend on times, and on where in its file a Batch line stood."""
+    result = record.get("result") or record.get("response")
+    if not isinstance(result, dict):
+        return record
+    body = result.get("body", result)
+    texts = [(choice["text"], choice["finish_reason"]) for choice in body.get("choices", [])]
+    return record.get("request"), record.get("custom_id"), texts, body.get("error")

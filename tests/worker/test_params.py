@@ -1,0 +1,224 @@
+"""Parameters that change logits or ends, on a small real model, against slow definitions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+import transformers
+
+import fminfer
+from fminfer.text.tokenizer import Tokenizer
+
+PROMPT = [5, 17, 80, 33, 200, 17, 17]
+Options = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def engine(llama_checkpoint: tuple[Path, Any]) -> Iterator[fminfer.Engine]:
+    engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="float32", kernels="off")
+    yield engine
+    engine.close()
+
+
+def choices(engine: fminfer.Engine, *requests: Options) -> list[Options]:
+    base = {"prompt": PROMPT, "temperature": 0, "max_tokens": 12, "return_token_ids": True}
+    records = sorted(engine.run([base | r for r in requests]), key=lambda r: r.line.number)
+    return [record.to_dict()["result"]["choices"][0] for record in records]
+
+
+def slow_greedy(model: Any, request: Options, count: int = 12) -> tuple[list[int], list[float]]:
+    """Draw greedily with the penalties as they are defined; return ids and raw logprobs."""
+    ids, logprobs = list(PROMPT), []
+    for _ in range(count):
+        with torch.no_grad():
+            raw = model(torch.tensor([ids])).logits[0, -1]
+        logits = raw.clone()
+        for token_id, bias in request.get("logit_bias", {}).items():
+            logits[int(token_id)] += bias
+        drawn = Counter(ids[len(PROMPT) :])
+        for token_id in set(ids):
+            penalty = request.get("repetition_penalty", 1)
+            value = logits[token_id]
+            logits[token_id] = value / penalty if value > 0 else value * penalty
+        for token_id, times in drawn.items():
+            logits[token_id] -= request.get("frequency_penalty", 0) * times
+            logits[token_id] -= request.get("presence_penalty", 0)
+        ids.append(int(logits.argmax()))
+        logprobs.append(torch.log_softmax(raw, -1)[ids[-1]].item())
+    return ids[len(PROMPT) :], logprobs
+
+
+PENALTIES: list[Options] = [
+    {"frequency_penalty": 1.5},
+    {"frequency_penalty": -1.5},
+    {"presence_penalty": 2},
+    {"presence_penalty": -2, "frequency_penalty": 0.7},
+    {"repetition_penalty": 1.6},
+    {"repetition_penalty": 0.5},
+    {"logit_bias": {"17": -100, "40": 1.5, "41": 1.5}},
+    {"logit_bias": {"44": 2}, "repetition_penalty": 1.3, "presence_penalty": 0.9},
+]
+
+
+def test_penalties_are_as_defined_and_rows_keep_their_own(
+    engine: fminfer.Engine, llama_checkpoint: tuple[Path, Any]
+) -> None:
+    """All of them in one batch, plain rows among them; the logprobs stay those of raw logits."""
+    requests = [{"logprobs": 0}]
+    for penalty in PENALTIES:
+        requests += [penalty | {"logprobs": 0}, {"logprobs": 0}]
+    found = choices(engine, *requests)
+    plain, _ = slow_greedy(llama_checkpoint[1], {})
+    texts = set()
+    for request, choice in zip(requests, found, strict=True):
+        ids, logprobs = slow_greedy(llama_checkpoint[1], request)
+        assert choice["token_ids"] == ids, request
+        assert choice["logprobs"]["token_logprobs"] == pytest.approx(logprobs, abs=1e-4)
+        texts.add(tuple(ids))
+    assert len(texts) > len(PENALTIES) * 0.7, f"the penalties change too little of {plain}"
+
+
+def test_repetition_penalty_is_that_of_transformers(
+    engine: fminfer.Engine, llama_checkpoint: tuple[Path, Any]
+) -> None:
+    (choice,) = choices(engine, {"repetition_penalty": 1.4})
+    found = llama_checkpoint[1].generate(
+        torch.tensor([PROMPT]), max_new_tokens=12, do_sample=False, repetition_penalty=1.4
+    )
+    assert choice["token_ids"] == found[0, len(PROMPT) :].tolist()
+
+
+def test_a_bias_moves_draws_as_far_as_it_should(engine: fminfer.Engine) -> None:
+    """+100 on one token takes all the mass; the same on two shares it by their own logits."""
+    tokens = []
+    for bias in ({"9": 100}, {"9": 100, "10": 100}):
+        asked = {"prompt": PROMPT, "max_tokens": 1, "n": 100, "logprobs": 0, "logit_bias": bias}
+        (record,) = engine.run([asked])
+        drawn = record.to_dict()["result"]["choices"]
+        tokens.append({choice["logprobs"]["tokens"][0] for choice in drawn})
+    assert len(tokens[0]) == 1 and len(tokens[1]) == 2
+
+
+def test_min_p_keeps_what_is_near_the_best(engine: fminfer.Engine) -> None:
+    (certain,) = engine.run([{"prompt": PROMPT, "max_tokens": 1, "n": 50, "min_p": 1.0}])
+    assert len({c["text"] for c in certain.to_dict()["result"]["choices"]}) == 1
+    asked = {"prompt": PROMPT, "max_tokens": 1, "n": 128, "temperature": 2, "logprobs": 1}
+    (record,) = engine.run([asked | {"min_p": 0.5}])
+    for choice in record.to_dict()["result"]["choices"]:
+        logprobs = choice["logprobs"]
+        best = max(logprobs["top_logprobs"][0].values())
+        # at temperature 2 the ratio 0.5 is one of 0.25 in the raw probabilities
+        assert logprobs["token_logprobs"][0] >= best + torch.tensor(0.25).log().item() - 1e-5
+
+
+def test_stop_token_ids(engine: fminfer.Engine) -> None:
+    (plain,) = choices(engine, {"logprobs": 0})
+    stop_id = plain["token_ids"][4]
+    first = plain["token_ids"].index(stop_id)
+    asked = {"stop_token_ids": [stop_id], "logprobs": 0}
+    bare, echoed, kept, ignoring = choices(
+        engine,
+        asked,
+        asked | {"echo": True},
+        asked | {"include_stop_str_in_output": True},
+        asked | {"ignore_eos": True},
+    )
+    for choice in (bare, echoed, kept, ignoring):
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop_id)
+        assert choice["token_ids"] == plain["token_ids"][: first + 1]
+    assert len(bare["logprobs"]["tokens"]) == first
+    assert len(echoed["logprobs"]["tokens"]) == len(PROMPT) + first + 1
+    assert len(kept["logprobs"]["tokens"]) == first + 1
+    piece = engine.tokenizer.decode([stop_id])
+    assert kept["text"] == bare["text"] + piece or "\ufffd" in kept["text"] + bare["text"]
+
+
+def test_min_tokens_holds_back_every_end(engine: fminfer.Engine) -> None:
+    """End tokens cannot be drawn before it, and stop strings do not stop before it."""
+    (plain,) = choices(engine, {"max_tokens": 20})
+    stop_id = plain["token_ids"][1]
+    (held,) = choices(engine, {"max_tokens": 20, "stop_token_ids": [stop_id], "min_tokens": 6})
+    assert stop_id not in held["token_ids"][:6]
+    assert held["token_ids"][0] == plain["token_ids"][0]
+    letter = {"logit_bias": {"97": 100}, "max_tokens": 9, "stop": "a"}  # the model writes aaaaa…
+    early, late = choices(engine, letter, letter | {"min_tokens": 5})
+    assert early["text"] == "" and early["token_ids"] == [97]
+    assert late["text"] == "aaaaa" and late["stop_reason"] == "a"
+    assert len(late["token_ids"]) == 6
+
+
+def test_min_tokens_holds_back_an_eos_that_is_ignored() -> None:
+    """Under `ignore_eos` the EOS was drawn before `min_tokens`, as by no other engine."""
+    engine = fminfer.Engine(dtype="float32")  # the demo model, which ends its answers
+    (eos,) = engine._intake.limits.eos_ids
+    way = {
+        "prompt": "Question: How do you go from the den to the porch?\nAnswer:",
+        "temperature": 0,
+    }
+    way |= {"max_tokens": 12, "ignore_eos": True, "return_token_ids": True}
+    ended, held, half = (
+        record.to_dict()["result"]["choices"][0]["token_ids"]
+        for record in engine.run([way, way | {"min_tokens": 12}, way | {"min_tokens": 6}])
+    )
+    engine.close()
+    assert eos in ended and eos not in held
+    assert eos not in half[:6] and eos in half[6:]
+
+
+def test_include_stop_str_in_output(engine: fminfer.Engine) -> None:
+    letter = {"logit_bias": {"97": 100}, "max_tokens": 9, "stop": "aaa", "logprobs": 0}
+    cut, kept = choices(engine, letter, letter | {"include_stop_str_in_output": True})
+    assert (cut["text"], kept["text"]) == ("", "aaa")
+    assert len(cut["logprobs"]["tokens"]) == 0 and len(kept["logprobs"]["tokens"]) == 3
+
+
+def test_ids_of_a_biased_or_stopping_token_must_exist(engine: fminfer.Engine) -> None:
+    wrong = [{"logit_bias": {"300": 1}}, {"stop_token_ids": [300]}, {"stop_token_ids": [-1]}]
+    records = list(engine.run([{"prompt": "x", **fields} for fields in wrong]))
+    for record in records:
+        assert record.error is not None and record.error.code == "token_out_of_range"
+        assert "0 to 299" in record.error.message
+
+
+@pytest.fixture(scope="module")
+def special_tokenizer() -> Tokenizer:
+    """Words, with BOS added in front and EOS spelled </s>."""
+    words = ["<s>", "</s>", "one", "two", "three"]
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="one")
+    )
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    hf = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>"
+    )
+    return Tokenizer(hf)
+
+
+def test_special_tokens_are_added_and_shown_as_asked(
+    llama_checkpoint: tuple[Path, Any],
+    special_tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("fminfer.worker.engine_api.load_tokenizer", lambda *_: special_tokenizer)
+    engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="float32", kernels="off")
+    to_bos = {"prompt": "two three", "logit_bias": {"0": 100}, "max_tokens": 2}
+    with_bos, without, shown, echoed = choices(
+        engine,
+        to_bos,
+        to_bos | {"add_special_tokens": False},
+        to_bos | {"skip_special_tokens": False},
+        {"prompt": [0, 3, 4], "echo": True, "max_tokens": 0, "skip_special_tokens": False},
+    )
+    engine.close()
+    assert with_bos["prompt_token_ids"] == [0, 3, 4] and without["prompt_token_ids"] == [3, 4]
+    assert with_bos["text"] == "" and shown["text"].split() == ["<s>", "<s>"]
+    assert echoed["text"] == "<s> two three"
