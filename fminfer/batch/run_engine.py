@@ -16,7 +16,7 @@ from fminfer.worker.engine_api import Engine
 from fminfer.worker.forecast import Layout, require_room_for_all
 from fminfer.worker.one_pipeline import lead_ranks
 from fminfer.worker.team import Team
-from fminfer.worker.team_process import Pipeline, start_pipelines
+from fminfer.worker.team_process import TeamPipeline, start_pipelines
 
 MakeEngine = Callable[[Checkpoint, LoadingBar], Engine]
 
@@ -42,7 +42,7 @@ def own_engine(run: RunContext) -> MakeEngine:
 
 
 def engine_of_several(
-    config: EngineConfig, checkpoint: Checkpoint, start: Callable[[], list[Pipeline]]
+    config: EngineConfig, checkpoint: Checkpoint, start: Callable[[], list[TeamPipeline]]
 ) -> Engine:
     """Return an engine for which several pipelines compute."""
     return Engine(

@@ -1,6 +1,6 @@
-"""Chooses the bodies of attention and of parts of layers: compiled for the device, or plain torch.
+"""Chooses what computes attention, parts of layers, head and draws: a kernel, or plain torch.
 
-It knows devices and compilers, not how anything is computed.
+A kernel is tried on a small problem beside plain torch first.
 """
 
 from __future__ import annotations

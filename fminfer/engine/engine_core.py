@@ -41,10 +41,11 @@ class EngineCore(Protocol):
         """Count the steps of a run anew; no longer drain."""
 
     def drain(self, until_s: float) -> None:
-        """Let no more requests begin; those whose rows run go on. `step` may be asked until then.
+        """Let no more requests begin; those whose rows run go on.
 
         Args:
-            until_s: a time of `time.perf_counter`.
+            until_s: when the caller must have a step's events back, a time of `time.perf_counter`.
+                A pipeline of this process gives them with each step in any case.
         """
 
     def expect_no_more(self) -> None:

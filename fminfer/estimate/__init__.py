@@ -1,1 +1,1 @@
-"""What a run will take, without running it: check, bench, costs, a simulator."""
+"""What a run will take: check and a simulator compute nothing; bench and costs measure."""

@@ -18,7 +18,7 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.errors import FminferError, UsageError
 from fminfer.core.messages import StepTrace
 from fminfer.core.wording import counted
-from fminfer.estimate.cost_model import CostModel, Sample, StepShape, fit
+from fminfer.estimate.cost_model import CostModel, Sample, StepWork, fit
 from fminfer.estimate.cost_store import find_costs_path, keep_costs
 from fminfer.machine.user_cache import why_no_cache
 from fminfer.worker.engine_api import Engine
@@ -205,7 +205,7 @@ def _run(engine: Engine, trial: Trial, ids: random.Random) -> list[Sample]:
     def on_step(step: StepTrace) -> None:
         (span,) = step.spans
         since_s = ends_s[-1] if ends_s else span.start_s
-        samples.append((StepShape.of(step.step), span.end_s - since_s))
+        samples.append((StepWork.of(step.step), span.end_s - since_s))
         ends_s.append(span.end_s)
 
     engine.follow(on_step=on_step)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from fminfer.core.messages import Step
 
-# What a step is charged for, in the order of `StepShape.counts`.
+# What a step is charged for, in the order of `StepWork.counts`.
 COSTS = (
     "a step",
     "a prompt token of a step's first 128",
@@ -35,11 +35,11 @@ SPREAD_COSTS = (
 # A token's share of a product depends on how many there are: of few, reading weights sets the pace.
 MANY_TOKENS, FEW_ROWS, MANY_ROWS = 128, 8, 32
 MAX_SWEEPS = 20_000
-Sample = tuple["StepShape", float]  # a step and its seconds
+Sample = tuple["StepWork", float]  # a step and its seconds
 
 
 @dataclass(slots=True, frozen=True)
-class StepShape:
+class StepWork:
     """What makes a step long."""
 
     num_prompt_tokens: int  # fed in chunks
@@ -51,7 +51,7 @@ class StepShape:
     num_random: int  # of them, drawn with a temperature
 
     @classmethod
-    def of(cls, step: Step) -> StepShape:
+    def of(cls, step: Step) -> StepWork:
         """Measure a step."""
         prompt_tokens = prompt_keys = chunk_keys = rows = row_keys = 0
         for row in step.rows:

@@ -18,7 +18,7 @@ from fminfer.engine.intake import Intake, Limits
 from fminfer.engine.sequence import Prepared, RequestState
 from fminfer.engine.start import Starter
 from fminfer.engine.stats import EngineStats
-from fminfer.estimate.cost_model import COSTS, SPREAD_COSTS, StepShape
+from fminfer.estimate.cost_model import COSTS, SPREAD_COSTS, StepWork
 from fminfer.text.detokenizer import Detokenizer
 from fminfer.text.tokenizer import Tokenizer
 from fminfer.worker.assembly import build_loop
@@ -38,7 +38,7 @@ class StepCounts:
     costs: list[float] = field(default_factory=lambda: [0.0] * len(COSTS))  # how often each
 
     @classmethod
-    def of(cls, shape: StepShape) -> StepCounts:
+    def of(cls, shape: StepWork) -> StepCounts:
         """Count one step."""
         return cls(1, shape.num_rows, [*shape.counts])
 
@@ -51,7 +51,7 @@ class StepCounts:
 
     def in_steps_of(self, num_rows: int) -> StepCounts:
         """Return the same rows of one token in steps of so many, without prompts."""
-        step = StepCounts.of(StepShape(0, 0, 0, num_rows, 0, num_rows, 0))
+        step = StepCounts.of(StepWork(0, 0, 0, num_rows, 0, num_rows, 0))
         full = StepCounts()
         full.add(step, self.num_rows / num_rows)
         for place, cost in enumerate(COSTS):
@@ -79,7 +79,7 @@ class PretendPipeline:
         """Take note of a step."""
         self._steps.append(step)
         self.num_in_flight += 1
-        shape = StepShape.of(step)
+        shape = StepWork.of(step)
         self.rest.add(StepCounts.of(shape))
         if shape.num_prompt_tokens:
             self.fed.add(self.rest)

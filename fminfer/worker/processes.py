@@ -212,7 +212,7 @@ def _start(command: list[str], descriptor: int) -> subprocess.Popen[bytes]:
 def _environ() -> dict[str, str]:
     """Return the variables of a process that is to find the same fminfer as this one."""
     environ = {"TORCH_CPP_LOG_LEVEL": "ERROR"} | os.environ
-    home = str(Path(__file__).parent.parent)
+    home = str(Path(__file__).parents[2])  # the folder in which the package lies
     if not home.startswith(sys.prefix):  # perhaps this process was told only while it ran
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, (environ.get("PYTHONPATH"), home)))
     if sys.path[0] not in ("", os.getcwd()):  # `python -m` must not look there if we did not

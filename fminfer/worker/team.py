@@ -34,7 +34,7 @@ from fminfer.worker.team_messages import (
     Told,
     receive,
 )
-from fminfer.worker.team_process import Asking, Pipeline
+from fminfer.worker.team_process import Asking, TeamPipeline
 
 MOST_WAITING = 80  # requests that a pipeline has and has not begun
 ASKED_AT_ONCE = 4  # neighbours, which may share a prefix, go to the same one
@@ -57,7 +57,7 @@ class Team:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        start: Callable[[], list[Pipeline]],
+        start: Callable[[], list[TeamPipeline]],
         say: Callable[[str], None],
     ) -> None:
         self._say = say
@@ -234,7 +234,7 @@ class Team:
             os.close(self._wake_in)
 
     @property
-    def _living(self) -> list[Pipeline]:
+    def _living(self) -> list[TeamPipeline]:
         return [pipeline for pipeline in self._pipelines if pipeline.is_alive]
 
     def _wake(self) -> None:
@@ -319,7 +319,7 @@ class Team:
                 for event in report.events:
                     yield from self._take_event(pipeline, event)
 
-    def _take_event(self, pipeline: Pipeline, event: Event) -> Iterator[Event]:
+    def _take_event(self, pipeline: TeamPipeline, event: Event) -> Iterator[Event]:
         asking = pipeline.asked.get(event.request_id)
         if asking is None:  # it was cancelled
             return
@@ -329,12 +329,12 @@ class Team:
         elif (new := asking.told.setdefault(event.index, Heard()).take(event)) is not None:
             yield new
 
-    def _take_stats(self, pipeline: Pipeline, stats: EngineStats) -> None:
+    def _take_stats(self, pipeline: TeamPipeline, stats: EngineStats) -> None:
         before, pipeline.stats = pipeline.stats, stats
         num_fed = stats.num_prompt_tokens - before.num_prompt_tokens
         self._on_work(num_fed, stats.num_generated_tokens - before.num_generated_tokens)
 
-    def _reports(self, timeout_s: float | None) -> Iterator[tuple[Pipeline, Report]]:
+    def _reports(self, timeout_s: float | None) -> Iterator[tuple[TeamPipeline, Report]]:
         """Yield what the pipelines say, and bury those that say no more."""
         living = self._living
         ready = wait([self._wake_out, *(each.connection for each in living)], timeout_s)
@@ -353,7 +353,7 @@ class Team:
             else:
                 yield pipeline, report
 
-    def _bury(self, pipeline: Pipeline) -> None:
+    def _bury(self, pipeline: TeamPipeline) -> None:
         """Give a dead pipeline's requests to the others."""
         pipeline.is_alive = False
         left = sorted(pipeline.asked.values(), key=lambda asking: asking.ask.request_id)

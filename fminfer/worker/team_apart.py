@@ -23,7 +23,7 @@ from fminfer.pipeline.watch import Fault
 from fminfer.worker.processes import Processes
 from fminfer.worker.role import Manners, Spread
 from fminfer.worker.team_place import Place
-from fminfer.worker.team_process import DistantPipeline, Pipeline, start_pipeline
+from fminfer.worker.team_process import DistantPipeline, TeamPipeline, start_pipeline
 
 HEAR_S = 5.0  # for the other ranks to hear that there is nothing to do
 
@@ -123,7 +123,7 @@ class Apart(Meeting):
         self._store.set("start", str(int(is_needed)))
         self.watch.stop()
 
-    def start_pipelines(self, config: EngineConfig, manners: Manners) -> list[Pipeline]:
+    def start_pipelines(self, config: EngineConfig, manners: Manners) -> list[TeamPipeline]:
         """Start rank 0's own stage, and wait for the lines of the other pipelines.
 
         Raises:

@@ -34,7 +34,7 @@ class Asking:
         return num_fed + num_sequences * prepared.params.max_tokens
 
 
-class Pipeline(ABC):
+class TeamPipeline(ABC):
     """What the run knows of one of its pipelines."""
 
     def __init__(self, number: int, connection: Connection) -> None:
@@ -81,7 +81,7 @@ class Pipeline(ABC):
         """Wait until it is gone, so long at most."""
 
 
-class PipelineProcess(Pipeline):
+class PipelineProcess(TeamPipeline):
     """A pipeline whose first process is this one's child."""
 
     def __init__(self, number: int, process: Process) -> None:
@@ -94,7 +94,7 @@ class PipelineProcess(Pipeline):
         self._process.end(wait_s)
 
 
-class DistantPipeline(Pipeline):
+class DistantPipeline(TeamPipeline):
     """A pipeline whose ranks were started apart; its first rank is at the other end."""
 
     def end(self, wait_s: float) -> None:
@@ -107,7 +107,7 @@ class DistantPipeline(Pipeline):
 
 def start_pipelines(
     members: Processes, config: EngineConfig, spread: Spread, manners: Manners
-) -> list[Pipeline]:
+) -> list[TeamPipeline]:
     """Give each process its pipeline, all of them on this machine."""
     count = len(members.all)
     return [
@@ -123,7 +123,7 @@ def start_pipeline(
     spread: Spread,
     manners: Manners,
     facts: RankFacts | None = None,
-) -> Pipeline:
+) -> TeamPipeline:
     """Give a process its pipeline.
 
     Args:

@@ -23,7 +23,7 @@ from fminfer.engine.answer import AnswerForm
 from fminfer.engine.intake import Intake, Limits
 from fminfer.engine.start import Starter
 from fminfer.engine.stats import EngineStats
-from fminfer.estimate.cost_model import CostModel, StepShape
+from fminfer.estimate.cost_model import CostModel, StepWork
 from fminfer.estimate.simulation import PretendPipeline
 from fminfer.text.tokenizer import Tokenizer
 from fminfer.worker.assembly import build_loop
@@ -109,7 +109,7 @@ def run(
 
     def on_step(trace: StepTrace) -> None:
         step: Step = trace.step
-        clock.now_s += costs.predict_s(StepShape.of(step).counts)
+        clock.now_s += costs.predict_s(StepWork.of(step).counts)
         bar.add_step(trace.num_prompt_tokens, len(step.sampling.token_index))
         told.append((clock.now_s, bar.left_s(loop.stats)))
 

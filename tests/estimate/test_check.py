@@ -23,7 +23,7 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.messages import SamplingRows, ScoringRows, Step, StepRow
 from fminfer.estimate import calibration
 from fminfer.estimate import line_checks as check_lines
-from fminfer.estimate.cost_model import COSTS, SPREAD_COSTS, CostModel, StepShape, fit
+from fminfer.estimate.cost_model import COSTS, SPREAD_COSTS, CostModel, StepWork, fit
 from fminfer.estimate.cost_store import find_costs_path, keep_costs, load_costs
 from fminfer.files.line_reader import read_lines
 from fminfer.models.known_sizes import DEMO_MODEL
@@ -286,7 +286,7 @@ def test_costs_are_found_again(seconds: list[float], rng: random.Random) -> None
     """Whatever the costs are, steps like the measured ones are predicted."""
     truth = CostModel((seconds[0] + 1e-3, *seconds[1:]), 0.0)
     some = [
-        StepShape(*(rng.randrange(limit) for limit in (512, 10**5, 10**4, 128, 10**5, 128, 64)))
+        StepWork(*(rng.randrange(limit) for limit in (512, 10**5, 10**4, 128, 10**5, 128, 64)))
         for _ in range(60)
     ]
     found = fit([(shape, truth.predict_s(shape.counts)) for shape in some])
@@ -302,7 +302,7 @@ def test_a_step_is_measured() -> None:
     ]
     sampling = SamplingRows(token_index=[2, 3, 4], temperature=[0.0, 1.0, 0.0])
     step = Step(0, rows, [], sampling, ScoringRows(token_index=[0, 1]))
-    assert StepShape.of(step) == StepShape(3, 36, 13, 2, 33, 5, 1)
+    assert StepWork.of(step) == StepWork(3, 36, 13, 2, 33, 5, 1)
 
 
 def test_calibrated_costs_are_used_for_that_work_only(

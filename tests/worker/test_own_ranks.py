@@ -19,6 +19,7 @@ import fminfer
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import PipelineError, UsageError
 from fminfer.pipeline.ranks import RankConfig, RankFacts
+from fminfer.worker import processes
 from fminfer.worker.role import Manners, Role, Spread, Task, find_role
 from fminfer.worker.team_place import Place
 from tests.faults.torture import is_alive
@@ -255,3 +256,11 @@ def test_roles() -> None:
     assert apart.kind == "apart" and not apart.is_first and not apart.children
     assert (apart.spread.num_stages, apart.spread.num_pipelines) == (2, 2)
     assert role(rendezvous="/shared/job", world_size=2).is_first, "it may become rank 0"
+
+
+def test_processes_find_the_package_that_started_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder of the package itself was named, from which `fminfer` is not found."""
+    monkeypatch.setattr("sys.prefix", "/nowhere")
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    places = processes._environ()["PYTHONPATH"].split(os.pathsep)
+    assert places[0] == "/elsewhere" and Path(places[1], "fminfer", "__init__.py").exists()

@@ -16,7 +16,7 @@ from fminfer.machine.processor import has_unit
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
-class Product(ctypes.Structure):
+class ProductCall(ctypes.Structure):
     """What the kernel is called with; products.cpp says what each is."""
 
     _fields_ = (
@@ -37,7 +37,7 @@ class PackedProduct:
     bias: torch.Tensor | None  # (outputs, to a whole panel) float32
     inputs: int
     outputs: int
-    multiply: Callable[[Product], int]
+    multiply: Callable[[ProductCall], int]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return (…, outputs) of x, (…, inputs), in x's type.
@@ -49,7 +49,7 @@ class PackedProduct:
         assert x.dtype in (torch.float32, self.packed.dtype), "rows"
         x = x.contiguous()
         out = x.new_empty((*x.shape[:-1], self.outputs))
-        product = Product(
+        product = ProductCall(
             x.data_ptr(),
             self.packed.data_ptr(),
             None if self.bias is None else self.bias.data_ptr(),
@@ -73,7 +73,7 @@ class ProductKernel:
         address, number = ctypes.c_void_p, ctypes.c_int64
         self._pack, self._multiply = library.fminfer_pack, library.fminfer_multiply
         self._pack.argtypes = [address, number, number, address, number]
-        self._multiply.argtypes = [ctypes.POINTER(Product)]
+        self._multiply.argtypes = [ctypes.POINTER(ProductCall)]
         library.fminfer_panel.restype = number
         self._panel: int = library.fminfer_panel()
 

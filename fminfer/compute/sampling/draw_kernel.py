@@ -10,7 +10,7 @@ from fminfer.compute.sampling.sampler import SamplingTensors
 
 
 class DrawKernel:
-    """`sampling.draw`, compiled."""
+    """`sampler.draw`, compiled."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         address, number = ctypes.c_void_p, ctypes.c_int64

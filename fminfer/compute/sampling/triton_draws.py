@@ -18,7 +18,7 @@ TOKENS = 2048  # that one program looks at
 
 
 def triton_race(scaled: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """Return the ids of the highest sums of scaled logit and noise, as `sampling.race` does."""
+    """Return the ids of the highest sums of scaled logit and noise, as `sampler.race` does."""
     rows, vocab = scaled.shape
     assert scaled.dtype == torch.float32 and scaled.is_contiguous(), "scaled logits"
     assert noise.dtype == torch.int64 and noise.is_contiguous() and len(noise) == rows, "noise"

@@ -172,7 +172,9 @@ class LineRunner:
             self._core.expect_no_more()
 
     def take(self, events: list[Event]) -> list[Record]:
-        """Return the records that are there now; events of requests that it did not add are left.
+        """Return the records that are there now.
+
+        Events of requests that it did not add are passed over: who shares the engine takes them.
 
         Raises:
             StoppedError: as `step`.
