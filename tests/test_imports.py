@@ -55,6 +55,7 @@ OWN_LATE = {
         "fminfer.compute.attention.triton_attention",
     ): "triton comes with CUDA's torch only",
     ("compute", "fminfer.compute.layers.triton_layers"): "the same",
+    ("compute", "fminfer.compute.sampling.triton_draws"): "the same",
 }
 
 PACKAGE = Path(__file__).parent.parent / "fminfer"

@@ -22,7 +22,7 @@ from fminfer.batch.run_summary import JobSummary
 from fminfer.batch.shared_folder import share_files
 from fminfer.contract.line import Line
 from fminfer.core.errors import FminferError, PipelineError, StoppedError
-from fminfer.core.wording import counted
+from fminfer.core.quantities import counted
 from fminfer.files.input_folders import MOST_NAMED
 from fminfer.files.journal_head import Fingerprint
 from fminfer.files.output_paths import Plan

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from fminfer.core.quantities import counted
 from fminfer.core.quantities import show_dtypes as show_dtypes
 from fminfer.core.quantities import show_seconds as show_seconds
-from fminfer.core.wording import counted
 from fminfer.engine.stats import EngineStats
 
 BAR_EVERY_S = 0.2

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fminfer.core.errors import RETRYABLE
-from fminfer.core.quantities import show_dtypes, show_seconds
-from fminfer.core.wording import counted
+from fminfer.core.quantities import counted, show_dtypes, show_seconds
 from fminfer.files.ordered_output import errors_path
 from fminfer.files.output_paths import STDOUT
 

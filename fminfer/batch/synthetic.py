@@ -11,7 +11,7 @@ from typing import Any
 from fminfer.batch.hyperparameters import Hyperparameters
 from fminfer.contract.request import parse_request
 from fminfer.core.errors import RequestError, UsageError
-from fminfer.core.wording import counted
+from fminfer.core.quantities import counted
 
 # What a user of the ancestor, which ran five batches, leaves out.
 PROMPT_TOKENS, NEW_TOKENS, BATCH_SIZE, NUM_BATCHES = 128, 32, 8, 5

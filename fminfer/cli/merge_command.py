@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from fminfer.cli.exit_status import EXIT_SOME_ERRORS
+from fminfer.core.quantities import counted
 
 
 @click.command()
@@ -40,7 +41,6 @@ def merge(input_dir: Path, output: Path) -> None:
     Exit status: 0 every line answered; 1 answers are missing, or not those of their part;
     2 wrong usage; 3 merged, some lines are in the errors file.
     """
-    from fminfer.core.wording import counted
     from fminfer.files.ordered_output import errors_path
     from fminfer.split.merging import merge_parts
 

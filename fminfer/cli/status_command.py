@@ -10,8 +10,7 @@ import click
 
 from fminfer.batch.overview import STATES, FileState, Overview, look_over
 from fminfer.core.errors import RETRYABLE
-from fminfer.core.quantities import show_seconds
-from fminfer.core.wording import counted
+from fminfer.core.quantities import counted, show_seconds
 
 MOST_LISTED = 20
 

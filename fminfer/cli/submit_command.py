@@ -18,7 +18,7 @@ from fminfer.cluster.job_names import parts_of
 from fminfer.cluster.resources import check_mode, check_shared_files, job_values, parse_flags
 from fminfer.cluster.slurm_and_lsf import SCHEDULERS
 from fminfer.core.errors import UsageError
-from fminfer.core.wording import counted
+from fminfer.core.quantities import counted
 from fminfer.files.input_folders import describe_left_out, find_inputs
 from fminfer.files.output_paths import plan_outputs
 

@@ -17,7 +17,7 @@ from fminfer.cluster.job_names import is_of, name_of_file, name_of_list
 from fminfer.cluster.job_scripts import ScriptTemplate
 from fminfer.cluster.slurm_and_lsf import Job, QueuedTask, Scheduler
 from fminfer.core.errors import SchedulerError
-from fminfer.core.wording import counted
+from fminfer.core.quantities import counted
 from fminfer.files.disk import told
 from fminfer.files.journal import journal_path
 

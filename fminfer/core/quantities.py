@@ -1,6 +1,15 @@
-"""Quantities as people read them: bytes, seconds, dtypes."""
+"""Quantities as people read them: numbers with their nouns, bytes, seconds, dtypes."""
 
 from __future__ import annotations
+
+
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """Return a number with its noun: `1 row`, `1,234 rows`.
+
+    Args:
+        plural: of the noun, if it is not the noun with an s.
+    """
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def show_bytes(count: int) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import FminferError, UsageError
 from fminfer.core.messages import StepTrace
-from fminfer.core.wording import counted
+from fminfer.core.quantities import counted
 from fminfer.estimate.cost_model import CostModel, Sample, StepWork, fit
 from fminfer.estimate.cost_store import find_costs_path, keep_costs
 from fminfer.machine.user_cache import why_no_cache

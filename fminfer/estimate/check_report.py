@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fminfer.core.quantities import show_bytes, show_dtypes, show_seconds
-from fminfer.core.wording import counted
+from fminfer.core.quantities import counted, show_bytes, show_dtypes, show_seconds
 from fminfer.estimate.line_checks import LineCounts
 from fminfer.worker.forecast import Forecast
 

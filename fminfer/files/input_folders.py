@@ -15,7 +15,7 @@ from pathlib import Path
 import orjson
 
 from fminfer.core.errors import FminferError, UsageError
-from fminfer.core.wording import counted
+from fminfer.core.quantities import counted
 from fminfer.files.line_reader import ENDINGS, is_input_name, read_lines
 from fminfer.files.streams import STDIN, changed_ns, check_readable
 

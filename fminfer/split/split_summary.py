@@ -6,7 +6,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from fminfer.core.wording import counted
+from fminfer.core.quantities import counted
 from fminfer.split.grouping import Group, find_most_varied
 from fminfer.split.manifest import Manifest
 

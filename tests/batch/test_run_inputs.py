@@ -12,7 +12,7 @@ from fminfer.batch.run_inputs import RunInputs
 from fminfer.batch.run_summary import JobSummary
 from fminfer.batch.shared_folder import SharedFiles
 from fminfer.core.errors import InUseError, StoppedError, UsageError
-from fminfer.core.wording import counted
+from fminfer.core.quantities import counted
 from fminfer.files.claims import Claims, look_at
 from fminfer.files.completed import find_completed, require_completed
 from fminfer.files.hold import Hold

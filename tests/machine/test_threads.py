@@ -16,7 +16,7 @@ from click.testing import CliRunner
 import fminfer
 from fminfer.cli.app import main
 from fminfer.core.errors import UsageError
-from fminfer.core.wording import counted
+from fminfer.core.quantities import counted
 from fminfer.machine import control_groups, processor, start_up, threads
 from fminfer.machine.threads import ThreadCount, choose_num_threads, count_cores, wait_briefly
 
