@@ -51,13 +51,8 @@ def run_job(
     started = time.perf_counter()
     if engine is None:
         return _sum_up(summary, inputs, EngineStats())
-    stopper = stopper or Stopper(0.0)
-    left = [file.num_left for file in inputs.files]
-    # Whoever writes a stream may wait.
-    read_ahead = LOOKAHEAD if None in left else WINDOW
-    other_work = (
-        OtherWork(engine.facts.num_threads, affine_cores) if engine.facts.is_alone else None
-    )
+    facts = engine.facts
+    other_work = OtherWork(facts.num_threads, affine_cores) if facts.is_alone else None
     is_slowed = other_work.is_notable if other_work is not None else lambda: False
     bar = ProgressBar(inputs.num_rows, is_quiet=is_quiet, is_slowed=is_slowed)
     trace_file = None if trace is None else TraceFile(trace)
@@ -67,30 +62,13 @@ def run_job(
         _show(bar, summary, inputs, engine)
 
     engine.follow(on_work, None if trace_file is None else trace_file.add)
-    runner = engine.start_run(read_ahead)
-    lines = _lines(inputs, runner, stopper)
     try:
-        with stopper.telling(engine.stop, lambda: bar.drawing_s(engine.num_draws_left)):
-            while runner.has_work:
-                _feed(runner, lines)
-                for record in runner.step():
-                    if inputs.files[record.line.source].add(record):
-                        _count(summary, record)
-                    _show(bar, summary, inputs, engine)
-        if stopper.reason is not None and not inputs.is_finished:
-            raise stopper.reason
-        inputs.check_kept()
-    except StoppedError as error:
-        if not inputs.is_finished:
-            reason = stopper.reason or error
-            inputs.abandon(reason)
-            raise reason from None
+        _answer(engine, inputs, summary, stopper or Stopper(0.0), bar)
     except BaseException as error:
         inputs.abandon(error)
         raise
     finally:
         bar.close()
-        runner.close()
         if trace_file is not None:
             trace_file.close()
     summary.wall_s = time.perf_counter() - started
@@ -100,6 +78,37 @@ def run_job(
         summary.is_beside_other_work = other_work.is_notable()
     summary.warnings = engine.warnings
     return _sum_up(summary, inputs, engine.stats)
+
+
+def _answer(
+    engine: Engine, inputs: RunInputs, summary: JobSummary, stopper: Stopper, bar: ProgressBar
+) -> None:
+    """Have the engine answer lines, and hand each record to its input, until all are done.
+
+    Raises:
+        StoppedError: it was told to stop, and lines are left.
+    """
+    left = [file.num_left for file in inputs.files]
+    # Whoever writes a stream may wait.
+    runner = engine.start_run(LOOKAHEAD if None in left else WINDOW)
+    lines = _lines(inputs, runner, stopper)
+    try:
+        with stopper.telling(engine.stop, lambda: bar.drawing_s(engine.num_draws_left)):
+            while runner.has_work:
+                _feed(runner, lines)
+                for record in runner.step():
+                    if inputs.files[record.line.source].add(record):
+                        _count(summary, record)
+                    _show(bar, summary, inputs, engine)
+    except StoppedError as error:
+        if not inputs.is_finished:
+            raise (stopper.reason or error) from None
+        return
+    finally:
+        runner.close()
+    if stopper.reason is not None and not inputs.is_finished:
+        raise stopper.reason
+    inputs.check_kept()
 
 
 def _feed(runner: LineRunner, lines: Iterator[Line | None]) -> None:
