@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import sys
 import time
@@ -210,7 +211,7 @@ class Meeting:
             return
         # One voice is enough: that of a rank 0 that has started the others, and of who is to blame.
         is_own = fault.text.startswith((f"rank {self.rank} failed", f"rank {self.rank}:"))
-        is_of_0 = fault.text.startswith("rank 0 ") and not fault.text.startswith("rank 0 failed")
+        is_of_0 = re.match(r"rank 0\b(?! failed)", fault.text) is not None
         if self.rank == 0 or is_own or is_of_0 or not self._is_spawned:
             name = f"{self._pipeline}: " if self._pipeline else ""
             print(f"Error: {name}{printable(fault.text)}", file=sys.stderr, flush=True)

@@ -93,7 +93,8 @@ def test_threads_are_settled_before_openmp_is_loaded(command: str) -> None:
     """OpenMP reads its settings once, when torch is imported."""
     code = f"""
 import os, sys
-from fminfer.cli import app as cli, start_up
+from fminfer.cli import app as cli
+from fminfer.machine import start_up
 def look():
     print(os.environ.get("GOMP_SPINCOUNT"), "torch" in sys.modules, flush=True)
     os._exit(0)

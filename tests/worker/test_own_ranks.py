@@ -83,7 +83,7 @@ def test_a_rank_that_dies_is_an_error_of_the_run(
 ) -> None:
     """The process goes on, and can make another engine. SIGTERM is for rank 0 alone."""
     with closing(fminfer.Engine(dtype="float32", world_size=2)) as engine:
-        run = engine.run([LONG] * 40)
+        run = engine.run([LONG | {"max_tokens": 100 + 8 * n} for n in range(40)])
         next(run)
         os.kill(own_ranks()[0], number)
         if number == signal.SIGTERM:
