@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import fields
 
-from fminfer.contract.request import SamplingParams
+from fminfer.contract.request import DEFAULTS, SamplingParams
 
 # What decides which token a draw takes, beside the logits. The rest of a request decides how many
 # are drawn, and what is told of them.
@@ -25,6 +25,8 @@ DRAW_FIELDS = (
     "logit_bias",
 )
 
+DEFAULT_VALUES = {each.name: getattr(DEFAULTS, each.name) for each in fields(DEFAULTS)}
+
 
 def meaning_of(prompts: Sequence[str | list[int]], params: SamplingParams) -> bytes:
     """Return 16 bytes that stand for all that a request says, its seed left out.
@@ -33,7 +35,7 @@ def meaning_of(prompts: Sequence[str | list[int]], params: SamplingParams) -> by
     """
     values = {each.name: getattr(params, each.name) for each in fields(params)}
     values["seed"] = None
-    values["logit_bias"] = sorted(params.logit_bias)
+    values["logit_bias"] = tuple(sorted(params.logit_bias))
     return _digest(repr((list(prompts), _canonical(values))).encode("utf-8", "surrogatepass"))
 
 
@@ -52,7 +54,7 @@ def draw_key(
         meaning: of a request without a seed: see `meaning_of`.
     """
     values = {name: getattr(params, name) for name in DRAW_FIELDS}
-    values["logit_bias"] = sorted(params.logit_bias)
+    values["logit_bias"] = tuple(sorted(params.logit_bias))
     numbers = b"".join(n.to_bytes(16, "little", signed=True) for n in (seed, repeat))
     ids = b"".join(_ids_digest(prompt) for prompt in prompts)
     return _digest(numbers + meaning + _digest(repr(_canonical(values)).encode()) + ids)
@@ -73,10 +75,12 @@ def _ids_digest(ids: list[int]) -> bytes:
 
 
 def _canonical(values: dict[str, object]) -> list[tuple[str, object]]:
-    """Return values in an order of their own, and -0.0 as 0.0."""
-    return sorted(
-        (name, value + 0.0 if isinstance(value, float) else value) for name, value in values.items()
-    )
+    """Return values in an order of their own, -0.0 as 0.0, and none that is its default.
+
+    So a field that is new to a version changes no draw of requests that do not have it.
+    """
+    plain = ((name, v + 0.0 if isinstance(v, float) else v) for name, v in values.items())
+    return sorted((name, v) for name, v in plain if v != DEFAULT_VALUES[name])
 
 
 def step_noise(key: bytes, step: int) -> int:

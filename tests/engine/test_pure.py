@@ -111,6 +111,13 @@ def test_what_only_shows_or_ends_an_answer_changes_no_draw() -> None:
     assert key_of(logit_bias=biases) == key_of(logit_bias=biases[::-1])
 
 
+def test_draws_are_those_of_earlier_versions() -> None:
+    """A new field of requests would change all of them, were its default part of the key."""
+    params = SamplingParams(temperature=0.7, top_p=0.9, logit_bias=((5, 1.0),))
+    assert draw_key([[5, 6]], params, 7, 0, b"").hex() == "aec8a36bc5bf320b9aef8c08bfc15c29"
+    assert meaning_of(["x"], params).hex() == "2d414c0c1cad9cf797225cf4c60aa523"
+
+
 def test_requests_of_one_meaning() -> None:
     same = meaning_of(["x"], SamplingParams(seed=1))
     assert meaning_of(["x"], SamplingParams(seed=2, presence_penalty=-0.0)) == same

@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 
 from fminfer.cli.app import main
 from fminfer.contract.line import Line
+from fminfer.contract.request import SamplingParams
 from fminfer.core.errors import DamagedInputError, FminferError, OutputError, UsageError
 from fminfer.files.input_folders import find_inputs
 from fminfer.files.line_reader import read_lines
@@ -87,13 +89,7 @@ def test_equal_hyperparameters(one: dict[str, Any], other: dict[str, Any]) -> No
     assert json.dumps(find_hyperparameters(one)) == json.dumps(find_hyperparameters(other))
 
 
-NAMES = (
-    "echo logprobs max_tokens n temperature best_of top_p top_k seed frequency_penalty "
-    "presence_penalty repetition_penalty min_p min_tokens stop_token_ids logit_bias ignore_eos"
-)
-
-
-@pytest.mark.parametrize("name", NAMES.split())
+@pytest.mark.parametrize("name", [each.name for each in fields(SamplingParams)])
 def test_every_sampling_field_counts(name: str, tmp_path: Path) -> None:
     source = write(tmp_path, {"prompt": "a", name: 0}, {"prompt": "b", name: 5}, {"prompt": "c"})
     assert len(split(source, tmp_path / "parts").manifest.parts) == 3

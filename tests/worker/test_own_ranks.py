@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -64,6 +65,24 @@ def test_two_ranks_answer_as_one(no_rank_is_left: None) -> None:
             with pytest.raises(UsageError, match="Close the other engine"):
                 fminfer.Engine(dtype="float32", world_size=2)
             assert answers(engine) == expected, "the one that is there goes on"
+
+
+def test_sampling_reaches_the_last_rank(
+    llama_checkpoint: tuple[Path, Any], no_rank_is_left: None
+) -> None:
+    """Texts of two ranks were compared that were all empty. A random model's are long, and differ."""
+    draw = {"prompt": [5, 17, 80], "max_tokens": 9, "n": 4, "seed": 3, "return_token_ids": True}
+    rows = [draw, draw | {"min_p": 0.5}, draw | {"top_k": 3}]
+    found = []
+    for world_size in (1, 2):
+        with closing(
+            fminfer.Engine(str(llama_checkpoint[0]), dtype="float32", world_size=world_size)
+        ) as engine:
+            records = sorted(engine.run(rows), key=lambda record: record.line.number)
+        choices = [record.result["choices"] for record in records if record.result]
+        found.append([[choice["token_ids"] for choice in each] for each in choices])
+    assert found[0] == found[1]
+    assert len(found[0]) == 3 and all(a != b for a, b in itertools.combinations(found[0], 2))
 
 
 def test_mistakes_leave_no_rank(tmp_path: Path, no_rank_is_left: None) -> None:
