@@ -70,7 +70,7 @@ def test_two_ranks_answer_as_one(no_rank_is_left: None) -> None:
 def test_sampling_reaches_the_last_rank(
     llama_checkpoint: tuple[Path, Any], no_rank_is_left: None
 ) -> None:
-    """Texts of two ranks were compared that were all empty. A random model's are long, and differ."""
+    """Texts of two ranks were compared that were all empty."""
     draw = {"prompt": [5, 17, 80], "max_tokens": 9, "n": 4, "seed": 3, "return_token_ids": True}
     rows = [draw, draw | {"min_p": 0.5}, draw | {"top_k": 3}]
     found = []
