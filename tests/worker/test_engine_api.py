@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import fminfer
 from fminfer.contract.line import Line
-from fminfer.core.errors import PipelineError, RequestError, UsageError
+from fminfer.core.errors import PipelineError, RequestError, StoppedError, UsageError
 from fminfer.engine.events import Delta, Event, Finished
 from tests.conftest import num_examples
 from tests.engine import test_contract
@@ -370,6 +370,28 @@ def test_a_closed_engine_says_so() -> None:
     with pytest.raises(UsageError, match="the engine is closed"):
         engine.step()
     assert not engine.has_work and not engine.wait(0.01)
+
+
+def test_events_that_a_run_does_not_need_are_left_for_step(engine: fminfer.Engine) -> None:
+    """They were lost, and nothing ever told of the request again."""
+    request_id = engine.add(LONG, is_streamed=True)
+    records = list(engine.run([LONG | {"max_tokens": 40, "ignore_eos": True}] * 3))
+    assert [record.error for record in records] == [None] * 3
+    assert engine.has_work and engine.wait(0)
+    check_stream(events_of(engine), request_id)
+    assert not engine.has_work
+
+
+def test_requests_are_answered_after_a_run_that_was_stopped(engine: fminfer.Engine) -> None:
+    """None could begin any more, and the engine said that it had no work."""
+    run = engine.run(LONG | {"seed": seed, "temperature": 1} for seed in range(300))
+    next(run)
+    engine.stop(0.0)
+    with pytest.raises(StoppedError):
+        list(run)
+    ((choice,),) = answers(engine, LONG)
+    assert choice["finish_reason"] is not None
+    assert not engine.has_work
 
 
 def test_added_requests_and_a_run_go_side_by_side(engine: fminfer.Engine) -> None:
