@@ -149,8 +149,11 @@ def error_of(kind: str, text: str) -> FminferError:
     return PLAIN_KINDS.get(kind, FminferError)(text)
 
 
-def row_error(error: Exception, number: int) -> RequestError:
-    """Return what an exception costs the line that was being prepared, the `number`th.
+def row_error(error: Exception, what: str) -> RequestError:
+    """Return what an exception costs the line, or request, that was being prepared.
+
+    Args:
+        what: it is called, such as `line 3`.
 
     Raises:
         FminferError: it is no fault of the line's, and ends the run.
@@ -162,7 +165,7 @@ def row_error(error: Exception, number: int) -> RequestError:
     if isinstance(error, OSError | MemoryError):
         reason = str(error) or "no memory was left"
         raise MachineError(
-            f"the machine failed while line {number} was prepared: {reason}. Finished rows are "
+            f"the machine failed while {what} was prepared: {reason}. Finished rows are "
             "kept; mend that, and run the same command again"
         ) from error
     # A fault of ours must not cost the other lines.

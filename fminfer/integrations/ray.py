@@ -33,7 +33,6 @@ from fminfer.contract.envelope import open_envelope
 from fminfer.contract.line import Line
 from fminfer.contract.request import parse_request
 from fminfer.core.errors import RequestError, UsageError
-from fminfer.engine.noise import meaning_of
 from fminfer.files.file_names import beside
 from fminfer.files.input_folders import find_inputs
 from fminfer.files.line_reader import read_lines as read_file
@@ -42,6 +41,7 @@ from fminfer.files.pieces import CutValue, cut_if_long
 from fminfer.files.streams import STDIN
 from fminfer.worker.engine_api import Engine
 from fminfer.worker.engine_options import make_config
+from fminfer.worker.line_run.line_intake import count_repeat
 from fminfer.worker.line_run.runner import WINDOW
 from fminfer.worker.line_run.seen_counts import SeenCounts
 
@@ -67,7 +67,7 @@ def read_lines(*paths: str | Path) -> ray.data.Dataset:
     line in its file, the `line` itself, `damage` where it cannot be read, `is_cut` if it is too
     long and `line` is its beginning, and `num_equal`, the number of equal requests before it in
     its file. So answers are those of `fminfer run`, sampled ones too; only that the custom_ids of
-    a Batch file are not compared.
+    a Batch file are not compared, and that with `request_args` sampled answers are others.
 
     Raises:
         UsageError: a path that does not exist or has another ending; stdin.
@@ -155,6 +155,8 @@ class Answer:
     def __init__(self, model: str | None = None, *, num_cpus: float = 1, **options: Any) -> None:
         torch.set_num_threads(max(1, int(num_cpus)))  # torch would take every core of the machine
         self._engine = Engine(model, **options)
+        # Lines that differ may then be equal, which whoever has read them could not count.
+        self._is_overwriting = bool(self._engine.config.request_args)
 
     def __call__(self, batch: pyarrow.Table) -> pyarrow.Table:
         """Answer one batch.
@@ -168,7 +170,10 @@ class Answer:
                 f"the rows have {' and '.join(sorted(taken))} already; drop or rename what is there"
             )
         rows = batch.to_pylist(maps_as_pydicts="lossy")
-        lines = [_to_line(row, place) for place, row in enumerate(rows)]
+        lines = [
+            _to_line(row, place, is_overwriting=self._is_overwriting)
+            for place, row in enumerate(rows)
+        ]
         places = {id(line): place for place, line in enumerate(lines)}
         records, errors = [""] * len(lines), [False] * len(lines)
         for record in self._engine.run(lines, WINDOW):
@@ -195,14 +200,15 @@ def _warn_of_waiting(num_actor_cpus: float) -> None:
         )
 
 
-def _to_line(row: dict[str, Any], place: int) -> Line:
+def _to_line(row: dict[str, Any], place: int, *, is_overwriting: bool = False) -> Line:
     """Return a row's line, with what sets it apart from equal ones."""
     row_id = row.pop(ROW, place)
     line = row.get("line")
     if isinstance(line, str | bytes):
         raw = line.encode() if isinstance(line, str) else line
         number = _number(row.get("number"), row_id + 1)
-        num_equal, damage = _number(row.get("num_equal"), number), row.get("damage") or ""
+        num_equal = number if is_overwriting else _number(row.get("num_equal"), number)
+        damage = row.get("damage") or ""
         if row.get("is_cut") is True:
             return Line(0, number, raw, num_equal=num_equal, fault=damage, is_cut=True)
         return _whole_line(raw, number, num_equal, damage)
@@ -251,13 +257,13 @@ def _read_files(batch: pyarrow.Table) -> Iterator[pyarrow.Table]:
 
 
 def _count_equal(line: Line, seen: SeenCounts) -> int:
-    """Return how many lines before this one say the same."""
+    """Return how many equal requests without a seed came before this one."""
     try:
         fields = open_envelope(line).fields
         request = parse_request(fields, max_logprobs=MAX_LOGPROBS)
     except RequestError:
         return 0
-    return seen.add(meaning_of(request.prompts, request.params))
+    return count_repeat(request, seen)
 
 
 def _to_table(rows: list[tuple[Any, ...]]) -> pyarrow.Table:

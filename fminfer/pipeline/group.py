@@ -90,6 +90,8 @@ class Group(Meeting):
             self._children.end(wait_s)
         if self._place.holder is not None:
             self._place.holder.close()
+        self.watch.leave()
+        self._store.leave()
 
 
 def require_no_group() -> None:

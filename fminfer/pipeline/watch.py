@@ -110,6 +110,11 @@ class Watch:
         """Watch no longer; the run is over."""
         self._stop.set()
 
+    def leave(self) -> None:
+        """Stop, and hang up."""
+        self.stop()
+        self._store.leave()
+
     def _beat(self) -> None:
         while not self._stop.wait(TURN_S):
             try:

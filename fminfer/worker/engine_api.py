@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -124,6 +125,7 @@ class Engine:
         self._intake = Intake(self.tokenizer, find_limits(config, checkpoint, self.tokenizer))
         self._numbers = itertools.count()  # of added requests
         self._runner: LineRunner | None = None  # of the run that goes on
+        self._left: deque[Event] = deque()  # of added requests, that a run met and did not need
         self.load_s = time.perf_counter() - started
 
     def add(
@@ -153,12 +155,12 @@ class Engine:
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until there is work, so long at most; return whether there is."""
-        return self._core.wait(timeout_s)
+        return bool(self._left) or self._core.wait(timeout_s)
 
     @property
     def has_work(self) -> bool:
         """Whether requests are without an answer."""
-        return self._core.has_work
+        return bool(self._left) or self._core.has_work
 
     def step(self) -> list[Event]:
         """Let the work go on a little, and return what happened: always in the same thread.
@@ -168,7 +170,8 @@ class Engine:
         Raises:
             PipelineError: a rank failed; all requests are dropped.
         """
-        return self._core.step()
+        left = [self._left.popleft() for _ in range(len(self._left))]
+        return left or self._core.step()
 
     def start_run(self, read_ahead: int = LOOKAHEAD) -> LineRunner:
         """Start a run over lines: add them to what is returned, and step that.
@@ -179,6 +182,8 @@ class Engine:
         Raises:
             UsageError: an earlier run is not finished.
         """
+        if read_ahead < 1:
+            raise UsageError(f"read_ahead is {read_ahead}; it must be at least 1")
         if self._runner is not None and self._runner.is_busy:
             raise UsageError("the engine is in the middle of a run; finish or close that one first")
         self._intake.warnings.clear()
@@ -189,6 +194,7 @@ class Engine:
             read_ahead=read_ahead,
             joins_equal=self.config.prefix_cache,
             is_only_run=self.config.is_only_run,
+            on_others=self._left.extend,
         )
         return self._runner
 
@@ -200,12 +206,14 @@ class Engine:
         Args:
             requests: dicts with the fields of a completions request, or input lines.
             read_ahead: prompts that may be read before there is room for them: more can be put in
-                better order, and an iterable that waits for answers must not be asked for more.
+                better order. Whoever waits for an answer before the next request uses `add`: an
+                iterable is asked for the next one while others are computed.
 
         Yields:
             one Record a request, in the order in which they finish; `record.line.number` counts the
             requests from 1. A request that is wrong, or no dict at all, gives a record with `error`
-            set. Closing the generator ends the run early.
+            set. Closing the generator ends the run early. Events of requests that were added
+            meanwhile are left for `step`.
 
         Raises:
             UsageError: an earlier run is not finished.

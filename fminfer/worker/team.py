@@ -364,10 +364,12 @@ class Team:
         left_first = sorted([*left, *self._waiting], key=lambda asking: -asking.ask.priority)
         self._waiting = deque(left_first)
         why = "ended" if pipeline.failure is None else f"failed: {pipeline.failure.text}"
-        self._say(
-            f"Pipeline {pipeline.number} {why}; the others go on"
-            + (f", and answer its {len(left)} rows." if left else ".")
-        )
+        others = "; no other is left."
+        if self._living:
+            others = "; the others go on" + (
+                f", and answer its {len(left)} rows." * bool(left) or "."
+            )
+        self._say(f"Pipeline {pipeline.number} {why}{others}")
 
     def _check_any_lives(self) -> None:
         if self._is_closed:

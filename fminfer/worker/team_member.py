@@ -10,7 +10,7 @@ from collections import deque
 from multiprocessing.connection import Connection
 
 from fminfer.core.config import EngineConfig
-from fminfer.core.errors import FminferError, RequestError
+from fminfer.core.errors import FminferError, row_error
 from fminfer.engine.events import Event, Failed
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.pipeline.group import Group
@@ -74,6 +74,7 @@ class Member:
         self._refused: deque[Event] = deque()  # what was asked and can never run
         self._orders: deque[Order] = deque()
         self._has_ended = False
+        self._failure: Exception | None = None  # of the listener
         self._told_s = 0.0
         self._told = (0, False)  # what was said of how it stands
 
@@ -95,6 +96,8 @@ class Member:
         send(self._connection, Ready(computing.facts))
         while not self._has_ended:
             core.wait()
+            if self._failure is not None:
+                raise self._failure
             while self._orders:
                 self._orders.popleft().obey(core)
             self._tell(core.step() if core.has_work else [])
@@ -123,15 +126,22 @@ class Member:
             except (EOFError, OSError):
                 sys.stderr.flush()
                 os._exit(1)
-            if isinstance(said, Ask):
-                self._take(said)
-            elif isinstance(said, Cancel):
-                core.cancel(said.request_id)
-            elif isinstance(said, Order):
-                self._orders.append(said)
-            elif said == END:
-                self._has_ended = True
+            try:
+                self._hear(said)
+            except Exception as error:  # the main thread says so, and ends
+                self._failure = error
             core.wake()
+
+    def _hear(self, said: object) -> None:
+        """Take note of what the run has said."""
+        if isinstance(said, Ask):
+            self._take(said)
+        elif isinstance(said, Cancel):
+            self._core.cancel(said.request_id)
+        elif isinstance(said, Order):
+            self._orders.append(said)
+        elif said == END:
+            self._has_ended = True
 
     def _take(self, ask: Ask) -> None:
         try:
@@ -142,5 +152,5 @@ class Member:
                 is_counted=ask.is_counted,
                 request_id=ask.request_id,
             )
-        except RequestError as error:
-            self._refused.append(Failed(ask.request_id, error))
+        except Exception as error:
+            self._refused.append(Failed(ask.request_id, row_error(error, "a request")))

@@ -20,6 +20,8 @@ from fminfer.engine.blocks import BlockPool
 from fminfer.engine.intake import Limits
 from fminfer.engine.prefix import PrefixCache
 from fminfer.engine.scheduler import Scheduler
+from fminfer.engine.sequence import Prepared, RequestState
+from fminfer.engine.start import Starter
 from fminfer.worker.line_run.runner import LOOKAHEAD
 from tests.line_bench import LineBench
 
@@ -385,6 +387,21 @@ def test_a_fault_of_ours_costs_one_line(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(bench.tokenizer, "encode", fail_on_x)
     records = bench.run({"prompt": "x"}, {"prompt": ">", "max_tokens": 1})
+    assert records[0].error is not None and records[0].error.code == "internal_error"
+    assert records[1].error is None
+
+
+def test_so_does_one_as_its_row_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended the run."""
+    start = Starter.start
+
+    def fail_on_x(self: Starter, request_id: int, prepared: Prepared) -> RequestState:
+        if prepared.prompts[0].text == "x":
+            raise ValueError("boom")
+        return start(self, request_id, prepared)
+
+    monkeypatch.setattr(Starter, "start", fail_on_x)
+    records = Bench().run({"prompt": "x"}, {"prompt": ">", "max_tokens": 1})
     assert records[0].error is not None and records[0].error.code == "internal_error"
     assert records[1].error is None
 

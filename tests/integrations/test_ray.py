@@ -21,6 +21,7 @@ import ray.data
 from click.testing import CliRunner
 
 from fminfer.cli.app import main
+from fminfer.contract.line import Line
 from fminfer.core.errors import UsageError
 from fminfer.integrations.ray import Answer, _read_files, answer, read_lines
 
@@ -113,6 +114,29 @@ def test_parquet_in_batches(cluster: None, stage: Answer, tmp_path: Path) -> Non
     assert [without_times(row["record"]) for row in numbered] == [
         without_times(record) for record in alone["record"].to_pylist()
     ]
+
+
+@pytest.mark.parametrize("is_overwriting", [False, True])
+def test_lines_that_say_the_same_but_for_their_seed(
+    stage: Answer, tmp_path: Path, is_overwriting: bool
+) -> None:
+    """One with a seed was counted, and those after it drew otherwise than in a run.
+
+    With `request_args` lines that differed in what these replace drew the same.
+    """
+    seeds = ({"seed": 7}, {}, {"seed": 8}, {}, {})
+    rows = [SAMPLED | {"max_tokens": 8 + n * is_overwriting} | s for n, s in enumerate(seeds)]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (table,) = _read_files(pyarrow.table({"path": [str(path)]}))
+    if is_overwriting:
+        stage = Answer(request_args={"max_tokens": 8}, **EXACT)
+    found = texts_of(stage(table).to_pylist())
+    assert len(found) == 5
+    if not is_overwriting:
+        lines = [Line(0, n, json.dumps(row).encode()) for n, row in enumerate(rows, start=1)]
+        records = stage._engine.run(lines)
+        assert {r.result["choices"][0]["text"] for r in records if r.result} == found
 
 
 def test_an_actor_of_two_ranks(cluster: None, stage: Answer) -> None:

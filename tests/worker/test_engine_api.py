@@ -11,7 +11,7 @@ import pytest
 
 import fminfer
 from fminfer.contract.line import Line
-from fminfer.core.errors import PipelineError, RequestError, UsageError
+from fminfer.core.errors import PipelineError, RequestError, StoppedError, UsageError
 from fminfer.engine.events import Event, Finished
 from tests.streams import answer_in, check_stream, events_of, within
 from tests.worker.test_own_ranks import own_ranks
@@ -21,6 +21,9 @@ QUESTION = {
     "return_token_ids": True,
     "logit_bias": {"0": -100},  # the end
 }
+
+
+LONG = {"prompt": [5] * 40, "max_tokens": 12, "temperature": 0, "return_token_ids": True}
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +90,28 @@ def test_a_closed_engine_says_so() -> None:
     assert not engine.has_work and not engine.wait(0.01)
 
 
+def test_events_that_a_run_does_not_need_are_left_for_step(engine: fminfer.Engine) -> None:
+    """They were lost, and nothing ever told of the request again."""
+    request_id = engine.add(LONG, is_streamed=True)
+    records = list(engine.run([LONG | {"max_tokens": 40, "ignore_eos": True}] * 3))
+    assert [record.error for record in records] == [None] * 3
+    assert engine.has_work and engine.wait(0)
+    check_stream(events_of(engine), request_id)
+    assert not engine.has_work
+
+
+def test_requests_are_answered_after_a_run_that_was_stopped(engine: fminfer.Engine) -> None:
+    """None could begin any more, and the engine said that it had no work."""
+    run = engine.run(LONG | {"seed": seed, "temperature": 1} for seed in range(300))
+    next(run)
+    engine.stop(0.0)
+    with pytest.raises(StoppedError):
+        list(run)
+    ((choice,),) = answers(engine, LONG)
+    assert choice["finish_reason"] is not None
+    assert not engine.has_work
+
+
 def test_added_requests_and_a_run_go_side_by_side(engine: fminfer.Engine) -> None:
     """A run leaves answers of others to those who step."""
     request = QUESTION | {"max_tokens": 4, "seed": 1}
@@ -129,3 +154,9 @@ def test_a_rank_that_dies_ends_every_step_with_an_error() -> None:
     finally:
         within(60, engine.close)
     assert not own_ranks()
+
+
+def test_a_run_that_may_read_nothing_is_refused(engine: fminfer.Engine) -> None:
+    """It looped without end."""
+    with pytest.raises(UsageError, match="read_ahead is 0"):
+        list(engine.run([{"prompt": "x"}], read_ahead=0))

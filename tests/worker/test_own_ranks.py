@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +85,32 @@ def test_sampling_reaches_the_last_rank(
         found.append([[choice["token_ids"] for choice in each] for each in choices])
     assert found[0] == found[1]
     assert len(found[0]) == 3 and all(a != b for a, b in itertools.combinations(found[0], 2))
+
+
+def test_a_closed_engine_leaves_no_connection_and_no_thread(no_rank_is_left: None) -> None:
+    """Two threads and their connections stayed until the collector of garbage came by."""
+    gc.collect()
+    num_threads, before = threading.active_count(), _sockets()
+    gc.disable()
+    try:
+        fminfer.Engine(dtype="float32", world_size=2).close()
+        until_s = time.monotonic() + 10
+        while (_sockets() - before or threading.active_count() > num_threads) and (
+            time.monotonic() < until_s
+        ):
+            time.sleep(0.1)
+        assert not _sockets() - before
+        assert threading.active_count() <= num_threads, threading.enumerate()
+    finally:
+        gc.enable()
+
+
+def _sockets() -> set[str]:
+    found = set()
+    for each in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            found.add(os.readlink(each))
+    return {each for each in found if each.startswith("socket:")}
 
 
 def test_mistakes_leave_no_rank(tmp_path: Path, no_rank_is_left: None) -> None:

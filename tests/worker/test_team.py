@@ -46,6 +46,15 @@ FILES = ("mixed", "n", "bad_lines", "wrapped", "batch", "mixed", "mixed")
 TIMES = ("request_time", "created", "prompt_tokens_details", "id", "request_id")
 WAIT_S = 240.0
 
+FAILING = """
+from fminfer.engine.start import Starter
+start = Starter.start
+def fail(self, request_id, prepared):
+    if prepared.params.max_tokens == 7:
+        raise ValueError("boom")
+    return start(self, request_id, prepared)
+Starter.start = fail
+"""
 
 SLOW = """
 import time
@@ -221,6 +230,19 @@ def test_what_goes_wrong_in_a_pipeline_is_told(tmp_path: Path) -> None:
     flags = ["--data-group-size", 2, "--budget", 10**12, "--output", tmp_path / "out.jsonl"]
     status, err = finish(start(QUERIES / "plain.jsonl", *flags))
     assert status == 2 and "a KV cache of" in err.splitlines()[-1]
+
+
+def test_a_fault_of_ours_costs_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended the thread that hears what is asked, and the run waited for ever."""
+    (tmp_path / "sitecustomize.py").write_text(FAILING)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    source, output = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(f'{{"prompt": "x", "max_tokens": {n}}}\n' for n in range(1, 10)))
+    status, err = finish(start(source, "--output", output, "--data-group-size", "2"))
+    assert status == 3, err
+    (error,) = read(output.with_suffix(".errors.jsonl"))
+    assert (error["line"], error["error"]["code"]) == (7, "internal_error")
+    assert len(read(output)) == 8
 
 
 def test_numbers_that_do_not_fit_are_refused() -> None:

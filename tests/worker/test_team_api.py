@@ -196,7 +196,10 @@ def test_streams_go_on_when_a_pipeline_is_killed(brief_team: Brief, expected: li
     within(60, use)
 
 
-def test_when_all_pipelines_are_gone_every_step_says_so(brief_team: Brief) -> None:
+def test_when_all_pipelines_are_gone_every_step_says_so(
+    brief_team: Brief, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of the last one it was said that the others go on."""
     engine, pids = brief_team
 
     def use() -> None:
@@ -210,6 +213,8 @@ def test_when_all_pipelines_are_gone_every_step_says_so(brief_team: Brief) -> No
                 events_of(engine)
             assert not engine.has_work, "all requests are dropped"
             engine.add(LONG)
+        first, last = (record.getMessage() for record in caplog.records)
+        assert "the others go on, and answer its " in first and "no other is left" in last
 
     within(60, use)
 

@@ -46,7 +46,7 @@ class LineIntake:
             asked = Asked(line, envelope, prepared, _answer_key(request, envelope))
             self._check(asked)
         except Exception as error:
-            return Record(line, envelope, error=row_error(error, line.number))
+            return Record(line, envelope, error=row_error(error, f"line {line.number}"))
         warnings = (*envelope.warnings, *request.warnings)
         self.intake.note(*warnings, where=f"line {line.number}: ")
         return asked
@@ -62,7 +62,7 @@ class LineIntake:
         try:
             self._identify(line, open_envelope(line))
         except Exception as error:  # that run has told what is wrong with it
-            row_error(error, line.number)
+            row_error(error, f"line {line.number}")
 
     def _identify(self, line: Line, envelope: Envelope) -> tuple[Request, int]:
         """Return a line's request, and how many equal ones came before it.
@@ -116,12 +116,15 @@ class LineIntake:
 
     def _count_repeat(self, line: Line, request: Request) -> int:
         """Count equal requests without a seed before this one in its file, so that they differ."""
-        params = request.params
-        if params.seed is not None or params.is_greedy:
-            return 0
-        if line.num_equal is not None:
-            return line.num_equal
-        return self._equal.add(meaning_of(request.prompts, params))
+        return count_repeat(request, self._equal) if line.num_equal is None else line.num_equal
+
+
+def count_repeat(request: Request, seen: SeenCounts) -> int:
+    """Return how many equal requests without a seed came before; those with one do not count."""
+    params = request.params
+    if params.seed is not None or params.is_greedy:
+        return 0
+    return seen.add(meaning_of(request.prompts, params))
 
 
 def _answer_key(request: Request, envelope: Envelope) -> bytes | None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 
 from fminfer.contract.line import Line
 from fminfer.contract.record import Record
-from fminfer.core.errors import RequestError, StoppedError
+from fminfer.core.errors import StoppedError, row_error
 from fminfer.engine.engine_core import EngineCore
 from fminfer.engine.events import Delta, Event, Failed
 from fminfer.engine.order import plan_order
@@ -31,6 +31,7 @@ class LineRunner:
         read_ahead: prompts that are read before there is room for them, to be put in order.
         joins_equal: compute equal requests once.
         is_only_run: prefixes need not be kept for another run of the engine.
+        on_others: told by `step` of events of requests that others have added to the engine.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class LineRunner:
         read_ahead: int = LOOKAHEAD,
         joins_equal: bool = True,
         is_only_run: bool = False,
+        on_others: Callable[[list[Event]], None] = lambda events: None,
     ) -> None:
         self._core = core
         self._intake = intake
@@ -49,6 +51,7 @@ class LineRunner:
         self._read_ahead = read_ahead
         self._equal = EqualRequests() if joins_equal else None
         self._is_only_run = is_only_run
+        self._on_others = on_others
         self._window: list[Asked] = []  # read, and not yet with the engine
         self._num_window_prompts = self._num_window_tokens = 0
         self._asked: dict[int, Asked] = {}  # with the engine
@@ -151,7 +154,9 @@ class LineRunner:
             FminferError: the engine cannot go on.
         """
         self.hand_over()
-        records = self.take(self._core.step() if self._core.has_work else [])
+        events = self._core.step() if self._core.has_work else []
+        self._on_others([event for event in events if event.request_id not in self._asked])
+        records = self.take(events)
         if not self.has_work:
             self._core.check_idle()
         return records
@@ -194,6 +199,8 @@ class LineRunner:
         self._asked.clear()
         self._window.clear()
         self._done.clear()
+        if self._is_stopping:
+            self._core.start_run()  # requests that others add may begin again
 
     @property
     def _is_stopping(self) -> bool:
@@ -214,8 +221,8 @@ class LineRunner:
         asked.added_s = time.perf_counter()
         try:
             self._asked[self._core.add(asked.prepared, is_counted=True)] = asked
-        except RequestError as error:  # it can never run here
-            self._finish(asked, Failed(-1, error))
+        except Exception as error:  # it can never run here
+            self._finish(asked, Failed(-1, row_error(error, f"line {asked.line.number}")))
 
     def _finish(self, asked: Asked, answer: Answer) -> None:
         asked.answer = answer
