@@ -1,7 +1,4 @@
-"""One run of the command: files in, engine, files out, and what is told about it.
-
-It knows paths and counts; the engine does the answering.
-"""
+"""One run of the command: files in, engine, files out, progress and summary."""
 
 from __future__ import annotations
 

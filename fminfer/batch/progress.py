@@ -1,7 +1,4 @@
-"""What a person sees while a run goes on: a bar on a terminal, a line now and then elsewhere.
-
-Everything goes to stderr. It knows counts and seconds only.
-"""
+"""Shows the progress of a run on stderr: a bar on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 

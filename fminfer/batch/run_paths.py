@@ -1,4 +1,4 @@
-"""What a run reads and writes, as the command line names it. It knows neither ranks nor models."""
+"""What a run reads and writes, as the command line names it."""
 
 from __future__ import annotations
 

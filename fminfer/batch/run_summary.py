@@ -1,4 +1,4 @@
-"""What a run did: for people, and as JSON for `--stats`. It knows counts and seconds only."""
+"""The summary of a run: for people, and as JSON for `--stats`."""
 
 from __future__ import annotations
 

@@ -25,20 +25,20 @@ import click
     type=click.IntRange(min=0),
     default=100,
     show_default=True,
-    help="A request counts as at least so many tokens to generate.",
+    help="Least number of tokens to generate that a request counts as.",
 )
 @click.option(
     "--generate-token-chunk-size",
     type=click.IntRange(min=1),
     default=100_000,
     show_default=True,
-    help="Tokens to generate in one part, at most; a part holds at least one request.",
+    help="Most tokens to generate in one part; a part holds at least one request.",
 )
 @click.option(
     "--flat",
     "is_flat",
     is_flag=True,
-    help="Parts stand in the output folder itself, as a loop over request_<N>.jsonl wants them.",
+    help="Put the parts into the output folder itself, for a loop over request_<N>.jsonl.",
 )
 def split(
     input_file: Path,

@@ -1,7 +1,4 @@
-"""Chooses the bodies of attention and of parts of layers: compiled for the device, or plain torch.
-
-It knows devices and compilers, not how anything is computed.
-"""
+"""Chooses the bodies of attention and of parts of layers: compiled kernels, or plain torch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The books of the KV cache: which block is free, who holds each, and which are kept for later.
+"""The books of the KV cache: which blocks are free, held by sequences, or kept for later.
 
-It knows no tensor: the ids it hands out are the same on every stage.
+Block ids are the same on every stage.
 """
 
 from __future__ import annotations

@@ -32,10 +32,10 @@ class EngineCore(Protocol):
         """Forget a request."""
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until there is work, so long at most; return whether there is."""
+        """Wait for work, at most until the timeout; return whether there is any."""
 
     def step(self) -> list[Event]:
-        """Let the work go on a little, and return what happened."""
+        """Compute a step and return its events."""
 
     def start_run(self) -> None:
         """Count the steps of a run anew; no longer drain."""
@@ -48,13 +48,13 @@ class EngineCore(Protocol):
         """
 
     def expect_no_more(self) -> None:
-        """Take note that no more requests come: what none of these shares can go."""
+        """Note that no more requests come: what none of these shares can go."""
 
     def check_idle(self) -> None:
         """Prove the books once nothing is left to do."""
 
     def count_row(self, prepared: Prepared | None, *, is_copied: bool = False) -> None:
-        """Count a line that was read, for those who follow the progress.
+        """Count a line that was read, for progress.
 
         Args:
             prepared: its request; None: it is wrong.

@@ -32,11 +32,11 @@ class StepsInFlight:
         return sum(planned.num_decode_rows > 0 for planned in self._steps)
 
     def add(self, planned: PlannedStep) -> None:
-        """Take note of a step that is about to be computed."""
+        """Record a step that is about to be computed."""
         self._steps.append(planned)
 
     def collect(self, planned: PlannedStep) -> None:
-        """Take note that the oldest step is back."""
+        """Record that the oldest step is back."""
         oldest = self._steps.popleft()
         assert oldest is planned, "steps came back in another order"
 

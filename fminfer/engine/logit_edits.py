@@ -1,7 +1,7 @@
-"""What a request changes of its logits: logit_bias, and penalties for tokens that came before.
+"""What a request changes in its logits: logit_bias, and penalties for earlier tokens.
 
-One column an affected token, kept up to date as tokens are drawn, so that a step sends them without
-counting anew. It knows no tensor; `fminfer.compute.sampling.sampler` applies the columns.
+Each affected token has a column. Columns are updated as tokens are drawn, so a step sends them
+without counting anew. `fminfer.compute.sampling.sampler` applies them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The engine's loop: take requests in, keep the pipeline full, tell what happened.
+"""The engine's loop: take requests in, keep the pipeline full, return events.
 
-It sees the pipeline as `submit` and `collect` only.
+The pipeline is `submit` and `collect`.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class EngineLoop:
         return state
 
     def cancel(self, request_id: int) -> None:
-        """Forget a request, whatever has become of it; the next step frees what it held."""
+        """Forget a request, in any state; the next step frees what it held."""
         self._cancelled.append(request_id)
         self._notify()
 
@@ -157,7 +157,7 @@ class EngineLoop:
         return bool(has_news or self._in_flight or may_go_on)
 
     def step(self) -> list[Event]:
-        """Do one step, and return what happened.
+        """Do one step, and return its events.
 
         Raises:
             PipelineError: a rank failed. All requests are dropped.
@@ -198,7 +198,7 @@ class EngineLoop:
         self._is_draining = True
 
     def expect_no_more(self) -> None:
-        """Take note that no more requests come: prefixes that none of these shares can go."""
+        """Note that no more requests come: prefixes that none of these shares can go."""
         self._take_in()
         self._scheduler.forget_unshared()
 
@@ -208,7 +208,7 @@ class EngineLoop:
             self._scheduler.check_idle()
 
     def count_row(self, prepared: Prepared | None, *, is_copied: bool = False) -> None:
-        """Count a line that was read, for those who follow the progress."""
+        """Count a line that was read, for progress."""
         self.stats.read.add_row(prepared, is_copied=is_copied)
         self.stats.num_copied_requests += is_copied
 

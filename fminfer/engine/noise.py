@@ -40,11 +40,11 @@ def meaning_of(prompts: Sequence[str | list[int]], params: SamplingParams) -> by
 def draw_key(
     prompts: Sequence[list[int]], params: SamplingParams, seed: int, repeat: int, meaning: bytes
 ) -> bytes:
-    """Return what the draws of all sequences of a request have in common.
+    """Return the key that the draws of all sequences of a request share.
 
-    Of a request with a seed these are its prompts' ids, its seed, and how its tokens are drawn: so
-    it draws the same with more choices, a larger `max_tokens`, or `logprobs`. Of one without a
-    seed it is all that it says, and how many equal ones came before it.
+    With a seed, it depends on the prompts' ids, the seed and the sampling params of a draw. So
+    another `n`, `max_tokens` or `logprobs` draws the same. Without a seed, it depends on all that
+    the request says, and on how many equal requests came before.
 
     Args:
         seed: the request's own, or the run's.

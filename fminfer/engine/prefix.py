@@ -1,8 +1,7 @@
 """The prefix cache: which token prefixes lie in which KV blocks, and with which scores.
 
-A radix tree over prompts, exact to the token: prompts that part in the middle of a block have the
-block twice, the second made by copying. Leaves used longest ago go first when blocks are needed. It
-knows no tensor and no request.
+A radix tree over prompts, exact to the token. If prompts part in the middle of a block, the second
+one gets a copy of it. When blocks are needed, the least recently used leaves are evicted first.
 """
 
 from __future__ import annotations

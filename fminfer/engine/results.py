@@ -18,7 +18,7 @@ from fminfer.engine.stats import EngineStats
 def take_result(
     planned: PlannedStep, result: StepResult, scheduler: Scheduler, stats: EngineStats
 ) -> Iterator[Sequence]:
-    """Give a step's scores and tokens to whom they belong; yield the sequences that are done."""
+    """Give a step's scores and tokens to their prompts and sequences; yield finished sequences."""
     scores = _reports(result.scored)
     for prompt, report in zip(planned.scored_prompts, scores, strict=True):
         yield from _take_score(prompt, report, scheduler, stats)

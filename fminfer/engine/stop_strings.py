@@ -1,4 +1,4 @@
-"""When a sequence ends, and where its text is cut. It knows no tokenizer and no model."""
+"""Find stop strings: where a sequence ends, and where its text is cut."""
 
 from __future__ import annotations
 

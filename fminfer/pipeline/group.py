@@ -29,7 +29,7 @@ class Group(Meeting):
         self._connect()
 
     def _connect(self) -> None:
-        """Have torch connect the ranks; it would hear neither signals nor faults meanwhile."""
+        """Let torch connect the ranks on a thread, because it hears neither signals nor faults."""
         thread = _Connecting(self._place.store, self.rank, self.world_size)
         thread.start()
         while thread.is_alive():
@@ -50,7 +50,7 @@ class Group(Meeting):
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """Tell the other ranks what ends rank 0's work, for they wait for it."""
+        """Tell the other ranks, which wait for rank 0, why its work ends."""
         try:
             yield
         except (PipelineError, StoppedError):
@@ -69,7 +69,7 @@ class Group(Meeting):
             self.forget()
 
     def leave(self) -> None:
-        """End in peace: every rank has heard that the run is over."""
+        """End in good order: every rank has heard that the run is over."""
         self.watch.stop()
         self.forget()
         if dist.is_initialized():
@@ -130,7 +130,7 @@ class _Connecting(threading.Thread):
 def _choose_interface(mine: dict[str, str], joined: list[dict[str, str]]) -> None:
     """Let gloo and NCCL use an interface on which every other rank can reach this one.
 
-    By itself gloo goes by the host's name, which often leads to the loopback interface.
+    gloo's own choice is the host's name, which often leads to the loopback interface.
     """
     away = [fields["store"] for fields in joined if not _is_beside_store(fields)]
     address = mine["own"]

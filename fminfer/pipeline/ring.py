@@ -1,7 +1,7 @@
 """The pipeline of several ranks: hidden states go from stage to stage, results back to rank 0.
 
-A rank computes while a second thread receives the next message and a third sends the last one:
-transfers hide behind compute. It knows steps and neighbours, neither requests nor who starts ranks.
+A rank computes while a second thread receives the next message and a third sends the last one.
+So transfers hide behind compute.
 """
 
 from __future__ import annotations

@@ -148,11 +148,11 @@ class Engine:
         return request_id
 
     def cancel(self, request_id: int) -> None:
-        """Forget a request, whatever has become of it. Any thread may call it."""
+        """Forget a request, in any state. Any thread may call it."""
         self._core.cancel(request_id)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until there is work, so long at most; return whether there is."""
+        """Wait for work, at most until the timeout; return whether there is any."""
         return self._core.wait(timeout_s)
 
     @property
@@ -161,7 +161,7 @@ class Engine:
         return self._core.has_work
 
     def step(self) -> list[Event]:
-        """Let the work go on a little, and return what happened: always in the same thread.
+        """Compute a step and return its events. Always call it from the same thread.
 
         A `Delta` is new text of a streamed request, `Finished` an answer, `Failed` an error.
 
@@ -195,17 +195,17 @@ class Engine:
     def run(
         self, requests: Iterable[Mapping[str, Any] | Line], read_ahead: int = LOOKAHEAD
     ) -> Generator[Record, None, None]:
-        """Answer requests, reading them as room for them appears.
+        """Answer requests, and read them when there is room for them.
 
         Args:
             requests: dicts with the fields of a completions request, or input lines.
-            read_ahead: prompts that may be read before there is room for them: more can be put in
-                better order, and an iterable that waits for answers must not be asked for more.
+            read_ahead: prompts to read before there is room for them. More allow a better order.
+                An iterable that waits for answers needs a small number.
 
         Yields:
-            one Record a request, in the order in which they finish; `record.line.number` counts the
-            requests from 1. A request that is wrong, or no dict at all, gives a record with `error`
-            set. Closing the generator ends the run early.
+            one Record for each request, in the order in which they finish; `record.line.number`
+            counts requests from 1. A wrong request gives a record with `error` set. Closing the
+            generator ends the run early.
 
         Raises:
             UsageError: an earlier run is not finished.
@@ -232,7 +232,7 @@ class Engine:
 
     @property
     def facts(self) -> Facts:
-        """What is worth telling of the processes that compute."""
+        """Facts about the processes that compute."""
         return self._computing.facts
 
     @property
@@ -258,16 +258,16 @@ class Engine:
 
     @property
     def gpu_memory(self) -> dict[str, int]:
-        """Bytes of this process's GPU: what was foreseen, and the peak so far; {} on a CPU."""
+        """Bytes of this process's GPU: the forecast, and the peak so far; {} on a CPU."""
         return self._computing.gpu_memory
 
     @property
     def warnings(self) -> dict[str, int]:
-        """What was strange about requests that were answered all the same, and how often."""
+        """Warnings about requests that were answered, and how often each occurred."""
         return self._intake.warnings.to_dict()
 
     def tell_warnings(self, tell: Callable[[str], None]) -> None:
-        """Have a function told of each warning when it is first met."""
+        """Call a function with each warning when it first occurs."""
         self._intake.on_warning = tell
 
     def follow(
@@ -275,7 +275,7 @@ class Engine:
         on_work: Callable[[int, int], None] = lambda num_fed, num_drawn: None,
         on_step: Callable[[StepTrace], None] | None = None,
     ) -> None:
-        """Have functions told of what is computed.
+        """Call functions as work is computed.
 
         Args:
             on_work: told how many tokens were fed, and how many drawn.
@@ -328,7 +328,7 @@ def _as_lines(requests: Iterable[Mapping[str, Any] | Line]) -> Iterator[Line]:
 
 
 def _as_line(number: int, request: object) -> Line:
-    """Return a request as an input line; what is none costs this line only."""
+    """Return a request as an input line. A wrong one fails alone."""
     if not isinstance(request, Mapping):
         fault = f"request {number} is a {type(request).__name__}; give a dict"
         return Line(0, number, repr(request).encode(), fault=fault)

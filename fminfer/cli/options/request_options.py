@@ -70,7 +70,7 @@ MADE_UP_OPTIONS = [
         "--num-iters",
         "max_steps",
         type=int,
-        help="Number of batches of made-up requests, 5 if left out. With input: stop after this many "
+        help="Batches of made-up requests, 5 if left out. With input: stop after this many "
         "micro-batches, with exit status 1 if rows are left.  [default: no limit]",
     ),
     _made_up_option(

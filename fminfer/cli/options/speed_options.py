@@ -21,9 +21,9 @@ SPEED_OPTIONS = [
         type=DTypeName(),
         default=DEFAULTS.dtype,
         show_default=True,
-        help="Type of the arithmetic. auto: bfloat16 where the machine is fast in it, else float32. "
-        "With float32 on a CPU, weights that are stored in bfloat16 stay bfloat16 in memory, "
-        "unless --kernels off is set.",
+        help="Type of the arithmetic. auto: bfloat16 where the machine is fast in it. With "
+        "float32 on a CPU, weights that are stored in bfloat16 stay bfloat16 in memory, unless "
+        "--kernels off is set.",
     ),
     _option(
         "--kv-dtype",
@@ -42,9 +42,9 @@ SPEED_OPTIONS = [
         type=click.Choice(get_args(Kernels)),
         default=DEFAULTS.kernels,
         show_default=True,
-        help="Use of fminfer's own kernels, which g++ builds for a CPU, and Triton for a GPU. auto: "
-        "where they serve the model and pass their trial, plain torch elsewhere. off: plain torch. "
-        "require: fail, with the reason, where auto would fall back.",
+        help="Use of fminfer's own kernels, which g++ builds for a CPU, and Triton for a GPU. "
+        "auto: where they serve the model and pass their trial, plain torch elsewhere. off: plain "
+        "torch. require: fail, with the reason, where auto would fall back.",
     ),
     _option(
         "--threads",
@@ -55,9 +55,9 @@ SPEED_OPTIONS = [
     _option(
         "--budget",
         type=int,
-        help="Size of the KV cache in tokens (prompts and new tokens of all rows that run at once), "
-        f"rounded up to blocks of {DEFAULTS.block_size}.  [default: what fits in half of the free "
-        "RAM, or in a GPU beside weights, a step's work and 1.5 GiB]",
+        help="Size of the KV cache in tokens (prompts and new tokens of all rows that run at "
+        f"once), rounded up to blocks of {DEFAULTS.block_size}.  [default: what fits in half of "
+        "the free RAM, or in a GPU beside weights, a step's work and 1.5 GiB]",
     ),
     _option(
         "--chunk-size",

@@ -68,8 +68,8 @@ SUBMIT_OPTIONS = [
     _job_option(
         "--job-dir",
         type=click.Path(path_type=Path),
-        help="Folder for logs and lists of files.  [default: jobs/ beside the answers, or above one "
-        "whose name holds a %]",
+        help="Folder for logs and lists of files.  [default: jobs/ beside the answers, or above "
+        "one whose name holds a %]",
     ),
     _queue_option(
         "--name",
