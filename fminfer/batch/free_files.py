@@ -80,11 +80,11 @@ class FreeFiles:
         return self._free(self._plan)
 
     def take(self, path: Path) -> None:
-        """Note that a file is this run's own now."""
+        """Record that a file now belongs to this run."""
         self._settled.add(path)
 
     def give_back(self, path: Path) -> None:
-        """Look at a file again: it is not this run's any more, and may come free."""
+        """Look at a file again: this run has lost it, and it may come free."""
         self._settled.discard(path)
 
     def refuse(self, path: Path, error: Exception) -> None:
@@ -107,7 +107,7 @@ class FreeFiles:
                 yield path, output
 
     def _is_left(self, path: Path, output: Path, has_claim: set[Path]) -> bool:
-        """Tell whether somebody has to answer a file, and is not known to be refused."""
+        """Return whether a file is still to be answered, and was not refused."""
         try:
             if self._is_watching and _is_young(path):
                 return False

@@ -87,7 +87,7 @@ class JobSummary:
         return asdict(self) | paths | rates
 
     def _prefix_line(self) -> str:
-        """Tell what the prefix cache saved, beside what the best possible one would have."""
+        """Say what the prefix cache saved, and what the best possible one would have saved."""
         stats = self.engine
         total = stats["num_prompt_tokens"] - stats["num_again_tokens"] + stats["num_cached_tokens"]
         line = f"prefix    {stats['num_cached_tokens']:,} of {total:,} prompt tokens were shared "
@@ -100,7 +100,7 @@ class JobSummary:
         return line
 
     def _again_line(self) -> str:
-        """Tell which rows were fed once more, and why."""
+        """Say which rows were fed again, and why."""
         reasons = [
             (self.engine["num_put_back"], "lost their KV cache to others"),
             (self.engine["num_apart"], "gave nan after a shared prefix"),
@@ -110,7 +110,7 @@ class JobSummary:
         return f"put back  {rows}; fed again: {again}"
 
     def _busy_text(self) -> str:
-        """Tell what part of the run each stage was computing."""
+        """Say for which share of the run each stage computed."""
         shares = [stage["busy_s"] / max(self.wall_s, 1e-9) for stage in self.engine["stages"]]
         if len(shares) < 2:
             return f"stage busy {sum(shares):.0%}"
@@ -120,7 +120,7 @@ class JobSummary:
         return f"stages busy {each} (bubble {bubble:.0%}); {sent / 1e6:,.1f} MB sent"
 
     def _shared_text(self) -> str:
-        """Tell how many tokens of rows that makes, where some were shared or copied."""
+        """Say how many tokens of rows that is, if some were shared or copied."""
         stats = self.engine
         if not (stats["num_cached_tokens"] or stats["num_copied_requests"]):
             return ""
@@ -143,7 +143,7 @@ class JobSummary:
         return f"; {self.num_tried_rows:,} had failed before" if self.num_tried_rows else ""
 
     def _work_lines(self) -> list[str]:
-        """Tell what was computed, and how fast."""
+        """Say what was computed, and how fast."""
         took = show_seconds(self.wall_s) if self.wall_s >= 60 else f"{self.wall_s:.1f} s"
         lines = [
             f"tokens    {self.prompt_tokens:,} prompt + {self.completion_tokens:,} generated",

@@ -52,7 +52,7 @@ _HYPERPARAMETERS = fields(Hyperparameters)
 
 
 class _Commands(click.Group):
-    """Says what ended a command; `run` does so by itself."""
+    """Prints what ended a command; `run` prints it itself."""
 
     def invoke(self, ctx: click.Context) -> Any:
         for stream in (sys.stdout, sys.stderr):  # a file's name may hold any bytes
@@ -175,7 +175,7 @@ def run(
 
 
 def _tell_ignored(flags: Hyperparameters, is_overwriting: bool) -> None:
-    """Say which hyperparameters of the command line mean nothing for the lines of files."""
+    """Say which request parameters of the command line have no effect on lines of files."""
     ignored = flags.flags_of_no_line if is_overwriting else flags.flags
     own = (
         "; each line's own hyperparameters count. --overwrite-request-args puts these in their "

@@ -1,4 +1,4 @@
-"""What answers requests, whoever computes: one pipeline, or several."""
+"""The interface of what answers requests: one pipeline, or several."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fminfer.engine.stats import EngineStats
 
 
 class EngineCore(Protocol):
-    """Takes prepared requests, and tells events.
+    """Takes prepared requests, and returns events.
 
     `add`, `cancel` and `wait` may be called from any thread, the rest from one.
     """
@@ -48,7 +48,7 @@ class EngineCore(Protocol):
         """
 
     def expect_no_more(self) -> None:
-        """Note that no more requests come: what none of these shares can go."""
+        """Note that no more requests come: prefixes that none of them shares can be evicted."""
 
     def check_idle(self) -> None:
         """Prove the books once nothing is left to do."""

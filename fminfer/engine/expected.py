@@ -23,7 +23,7 @@ class ExpectedLengths:
         self._seen[max_tokens.bit_length()] = (count + 1, mean, square)
 
     def expect(self, max_tokens: int) -> int:
-        """Return how many tokens to make room for: the mean and one deviation, or all."""
+        """Return how many tokens to reserve: mean and one deviation, or max_tokens."""
         count, mean, square = self._seen.get(max_tokens.bit_length(), (0, 0.0, 0.0))
         if count < MIN_SEEN:
             return max_tokens

@@ -1,4 +1,4 @@
-"""What is worth telling of the processes that compute for an engine."""
+"""Facts about the processes that compute for an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The steps that the pipeline is computing, and whose results they will bring."""
+"""The steps in flight, and the sequences to which their results belong."""
 
 from __future__ import annotations
 

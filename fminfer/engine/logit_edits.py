@@ -39,7 +39,7 @@ class LogitEdits:
         self.columns.minus[place] = params.frequency_penalty * num_drawn + params.presence_penalty
 
     def _find(self, token_id: int) -> int:
-        """Return the token's place, a new one that changes nothing if it had none."""
+        """Return the token's place; a new place changes nothing yet."""
         place = self._place.setdefault(token_id, len(self._place))
         if place == len(self.columns.token_id):
             self.columns.add(token_id)

@@ -30,7 +30,7 @@ from fminfer.engine.stats import EngineStats
 
 
 class Pipeline(Protocol):
-    """What the engine sees of the ranks."""
+    """The engine's view of the ranks."""
 
     num_in_flight: int
 
@@ -181,7 +181,7 @@ class EngineLoop:
             raise
 
     def drop(self) -> None:
-        """Forget every request; steps in flight are waited for."""
+        """Forget every request; wait for the steps in flight."""
         self._pipeline.drop()
         self._scheduler.clear()
         self._added.clear()
@@ -198,7 +198,7 @@ class EngineLoop:
         self._is_draining = True
 
     def expect_no_more(self) -> None:
-        """Note that no more requests come: prefixes that none of these shares can go."""
+        """Note that no more requests come: prefixes that none of them shares can be evicted."""
         self._take_in()
         self._scheduler.forget_unshared()
 
@@ -240,7 +240,7 @@ class EngineLoop:
         return self._max_steps is not None and num_steps >= self._max_steps
 
     def _check_room(self, state: RequestState) -> None:
-        """See that the KV cache could hold each prompt of a request, were it alone.
+        """Check that the KV cache could hold each prompt of a request alone.
 
         Raises:
             RequestError: it could not.
@@ -265,7 +265,7 @@ class EngineLoop:
                 )
 
     def _take_in(self) -> None:
-        """Let what was added wait, and forget what was cancelled."""
+        """Queue added requests, and forget cancelled ones."""
         num_cancelled = len(self._cancelled)  # counted first: all of these were added by now
         while self._added:
             state = self._added.popleft()
@@ -308,7 +308,7 @@ class EngineLoop:
         self._leave(state)
 
     def _schedule(self) -> None:
-        """Send steps in until enough are in flight."""
+        """Submit steps until enough are in flight."""
         while self._pipeline.num_in_flight < self._micro_batches and not self._is_at_limit:
             for prompt in self._scheduler.admit(is_stopping=self._is_draining):
                 self._count_admitted(prompt)
@@ -374,7 +374,7 @@ class EngineLoop:
             self._streams.pop(state.id, None)
 
     def _tell(self) -> list[Event]:
-        """Return the tokens of streamed requests, and the answers of those that are done."""
+        """Return the deltas of streamed requests, and the answers of finished ones."""
         events: list[Event] = []
         for stream in self._streams.values():
             events += stream.take()

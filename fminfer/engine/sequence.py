@@ -1,4 +1,4 @@
-"""The nouns of the engine: a request being answered, its prompts, and their sequences."""
+"""The state of a request being answered, its prompts, and their sequences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How large a step is, and how many of the running rows it takes."""
+"""The size of a step, and the number of running rows that it takes."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ class Team:
         self._until_s = until_s if until_s < math.inf else None
 
     def expect_no_more(self) -> None:
-        """Note that no more requests come: what none of these shares can go."""
+        """Note that no more requests come: prefixes that none of them shares can be evicted."""
         self._take_in()
         if self._expects_more and not self._waiting:
             self._expects_more = False
