@@ -44,11 +44,11 @@ class RunInput(Protocol):
 
     @property
     def is_finished(self) -> bool:
-        """Tell whether every line has its record, by this run or another."""
+        """Return whether every line has its record, by this run or another."""
 
     @property
     def is_lost(self) -> bool:
-        """Tell whether it was given up, or another run has taken it over."""
+        """Return whether it was given up, or another run has taken it over."""
 
     @property
     def is_settled(self) -> bool:
@@ -80,7 +80,7 @@ class RunInputs(Protocol):
 
     @property
     def is_finished(self) -> bool:
-        """Tell whether nothing is left for this run."""
+        """Return whether nothing is left for this run."""
 
     @property
     def num_saved_rows(self) -> int | None:

@@ -33,7 +33,7 @@ class JobPaths:
 
     @property
     def is_shared(self) -> bool:
-        """Tell whether other runs may answer some of the files: those of a folder."""
+        """Return whether other runs may answer some of the files: those of a folder."""
         return self.output != STDOUT and bool(self._folders)
 
     @property

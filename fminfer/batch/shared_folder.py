@@ -68,11 +68,11 @@ class SharedFiles:
 
     @property
     def is_finished(self) -> bool:
-        """Tell whether nothing is left that this run could answer, now or later."""
+        """Return whether nothing is left that this run could answer, now or later."""
         return self._has_ended and all(file.is_settled for file in self.files)
 
     def look(self) -> bool:
-        """Tell whether there is anything to answer, before a model is loaded for it.
+        """Return whether there is anything to answer, before a model is loaded for it.
 
         Raises:
             UsageError: an output is another model's, or was made with other settings.

@@ -37,7 +37,7 @@ class BlockPool:
         return -(-num_tokens // self.block_size)
 
     def is_held(self, block: int) -> bool:
-        """Tell whether a sequence holds the block."""
+        """Return whether a sequence holds the block."""
         return self._num_holders[block] > 0
 
     def num_held_only_by(self, tables: Iterable[list[int]]) -> int:

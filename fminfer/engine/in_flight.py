@@ -41,7 +41,7 @@ class StepsInFlight:
         assert oldest is planned, "steps came back in another order"
 
     def has_result_for(self, sequence: Sequence) -> bool:
-        """Tell whether a step draws a token of a sequence, or scores its prompt."""
+        """Return whether a step draws a token of a sequence, or scores its prompt."""
         return any(
             sequence in planned.sequences or sequence.prompt in planned.scored_prompts
             for planned in self._steps

@@ -102,8 +102,8 @@ class EngineLoop:
         """Queue a request; return the id by which events name it.
 
         Args:
-            priority: requests of higher ones enter first, and may put back rows of lower ones.
-            is_streamed: tell its tokens as they come.
+            priority: higher ones are admitted first, and may preempt rows of lower ones.
+            is_streamed: return its tokens as they come.
             is_counted: `count_row` has counted it.
             request_id: its id, where others give ids to all requests; None: the next one.
 

@@ -45,7 +45,7 @@ class KvReservation:
         return self._cache is not None
 
     def fits(self, prompt: PromptState) -> bool:
-        """Tell whether the pool could hold the prompt if it were alone."""
+        """Return whether the pool could hold the prompt if it were alone."""
         return self._num_blocks(prompt, prompt.num_kv_tokens) <= self._pool.num_blocks
 
     def find_prefix(self, prompt: PromptState) -> Match:
@@ -89,7 +89,7 @@ class KvReservation:
         return True
 
     def would_fit(self, prompt: PromptState, match: Match, leaving: Iterable[Sequence]) -> bool:
-        """Tell whether the prompt would have room if those sequences gave back their blocks."""
+        """Return whether the prompt would have room if those sequences gave back their blocks."""
         num_full = match.length // self._pool.block_size
         shared = match.blocks[:num_full]
         num_needed = self._num_blocks(prompt, self._num_expected(prompt)) - num_full

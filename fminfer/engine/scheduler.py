@@ -95,11 +95,11 @@ class Scheduler:
         return self._waiting.has_preempted
 
     def fits(self, prompt: PromptState) -> bool:
-        """Tell whether the cache could hold the prompt if it were alone."""
+        """Return whether the cache could hold the prompt if it were alone."""
         return self._kv.fits(prompt)
 
     def has_in_flight(self, sequence: Sequence) -> bool:
-        """Tell whether a step in flight draws a token of a sequence, or scores its prompt."""
+        """Return whether a step in flight draws a token of a sequence, or scores its prompt."""
         return self._in_flight.has_result_for(sequence)
 
     def add(self, prompt: PromptState) -> None:
@@ -239,7 +239,7 @@ class Scheduler:
         self._kv.check_idle()
 
     def _stands_back(self, prompt: PromptState, match: Match) -> bool:
-        """Tell whether the prompt should wait because its prefix will soon be in the cache."""
+        """Return whether the prompt should wait because its prefix will soon be in the cache."""
         can_share = self._kv.has_cache and not prompt.is_apart
         return can_share and self._prefilling.will_share(prompt, match.length)
 

@@ -61,12 +61,12 @@ def end_when_silent(peer: socket.socket, timeout_s: float, *, is_always_read: bo
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether an address is of the loopback interface; of names only localhost is."""
+    """Return whether an address is of the loopback interface; of names only localhost is."""
     return host.startswith("127.") or host == "localhost"
 
 
 def is_here(host: str) -> bool:
-    """Tell whether an address is this machine's."""
+    """Return whether an address is this machine's."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         try:
             probe.bind((host, 0))

@@ -144,5 +144,5 @@ def _choose_interface(mine: dict[str, str], joined: list[dict[str, str]]) -> Non
 
 
 def _is_beside_store(fields: dict[str, str]) -> bool:
-    """Tell whether a rank runs on the machine that holds the store."""
+    """Return whether a rank runs on the machine that holds the store."""
     return fields["own"] == fields["store"] or fields["own"].startswith("127.")

@@ -104,7 +104,7 @@ def _join(
 
 
 def _is_young(file: Path, torn_s: dict[Path, float]) -> bool:
-    """Tell whether a torn file may still be filled; its age is counted from the first look."""
+    """Return whether a torn file may still be filled; its age is counted from the first look."""
     return time.monotonic() - torn_s.setdefault(file, time.monotonic()) < TORN_S
 
 

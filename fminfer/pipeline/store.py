@@ -206,7 +206,7 @@ class Store(dist.Store):
         return int(self._ask(b"count")[0])
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Tell whether all keys are there."""
+        """Return whether all keys are there."""
         return len(self._ask(b"get", *map(self._full, keys))) == len(keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:

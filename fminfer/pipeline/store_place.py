@@ -40,7 +40,7 @@ class StorePlace:
 
     @property
     def is_holder(self) -> bool:
-        """Tell whether the store is in this process."""
+        """Return whether the store is in this process."""
         return self.holder is not None
 
     def leave(self) -> None:

@@ -135,8 +135,8 @@ class Engine:
 
         Args:
             request: the fields of a completions request.
-            priority: requests of higher ones enter first, and may put back rows of lower ones.
-            is_streamed: tell its tokens as they come.
+            priority: higher ones are admitted first, and may preempt rows of lower ones.
+            is_streamed: return its tokens as they come.
 
         Raises:
             RequestError: what is wrong with it.

@@ -48,16 +48,16 @@ class Forecast:
 
     layout: Layout
     device: torch.device
-    dtype: torch.dtype  # of the arithmetic
-    held_in: torch.dtype  # of most weights in memory
-    footprints: list[Footprint]  # of one pipeline's processes
-    room_bytes: int  # free before the run: of each device, or of the memory that all share
-    num_kv_tokens: int  # of each pipeline's KV cache; 0: not one block fits
+    dtype: torch.dtype  # type of the arithmetic
+    held_in: torch.dtype  # type of most weights in memory
+    footprints: list[Footprint]  # one for each process of a pipeline
+    room_bytes: int  # free before the run: on each device, or in the memory that all share
+    num_kv_tokens: int  # size of each pipeline's KV cache; 0: not one block fits
     shortage: str  # what does not fit, and what to do; "": it fits
 
     @property
     def shares_memory(self) -> bool:
-        """Tell whether all processes take from the same memory."""
+        """Return whether all processes take from the same memory."""
         return shares_memory(self.layout, self.device.type)
 
     def used_kv_tokens(self, num_written: int) -> int:
@@ -164,7 +164,7 @@ def name_held_dtype(config: EngineConfig, checkpoint: Checkpoint) -> str:
 
 
 def shares_memory(layout: Layout, device_type: str) -> bool:
-    """Tell whether a run's processes take from the same memory: all CPU ranks of a machine do."""
+    """Return whether a run's processes take from the same memory: all CPU ranks of a machine do."""
     return layout.device_bytes is None and device_type == "cpu"
 
 

@@ -35,7 +35,7 @@ class EqualRequests:
 
     @property
     def is_full(self) -> bool:
-        """Tell whether so many wait that no more should be read."""
+        """Return whether so many wait that no more should be read."""
         most = MAX_FOLLOWERS if len(self._followers) < 2 else MAX_FOLLOWERS_OF_FILES
         is_long = self._follower_bytes >= MAX_FOLLOWER_BYTES
         return is_long or self._followers.total() >= most
