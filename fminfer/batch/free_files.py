@@ -18,9 +18,9 @@ from fminfer.files.streams import changed_ns
 
 YOUNG_S = 5.0  # a file that was written so lately may not be whole
 
-MOST_COUNTED_BYTES = 4 << 30  # of which rows are counted before any is answered
+MOST_COUNTED_BYTES = 4 << 30  # size of the files whose rows are counted before the first answer
 
-WATCHED = "what came while watching"  # in the place of an input that is refused
+WATCHED = "what came while watching"  # in place of a path, when a whole look fails
 
 
 class FreeFiles:

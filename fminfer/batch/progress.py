@@ -16,9 +16,9 @@ from fminfer.core.wording import counted
 from fminfer.engine.stats import EngineStats
 
 BAR_EVERY_S = 0.2
-FIRST_LINE_S, LINE_EVERY_S = 5.0, 30.0  # without a terminal: twice as long from line to line
-DRAWN_COST = 1.48  # of a drawn token beside a prompt's, on CPUs, until a run has told
-USUAL_SIZE = {"ncols": 80, "nrows": 24}  # of a terminal that does not tell its own
+FIRST_LINE_S, LINE_EVERY_S = 5.0, 30.0  # without a terminal; the wait doubles up to the second
+DRAWN_COST = 1.48  # time of a drawn token over a prompt token's, on CPUs, until it is measured
+USUAL_SIZE = {"ncols": 80, "nrows": 24}  # for a terminal that does not report its size
 BAR_OF_UNKNOWN = "{desc}: {n_fmt}/? rows{postfix}"
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} rows{postfix}"
 

@@ -17,7 +17,7 @@ from fminfer.files.output_paths import Plan
 from fminfer.files.row_counts import Tally
 from fminfer.files.run_terms import RunTerms
 
-SCAN_EVERY_S = 2.0  # where nothing is free
+SCAN_EVERY_S = 2.0  # while no file is free
 
 
 class SharedFiles:

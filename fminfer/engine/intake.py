@@ -17,8 +17,8 @@ from fminfer.engine.sequence import Prepared
 from fminfer.text.encoded_prompt import EncodedPrompt
 from fminfer.text.tokenizer import Tokenizer
 
-MAX_COUNTED_CHARS = 2**16  # of a prompt that is tokenized whatever the context
-MAX_CUT_CHARS = 2**22  # of a prompt that --on-too-long cuts; their tokens take about a gigabyte
+MAX_COUNTED_CHARS = 2**16  # a prompt up to this length is tokenized whatever the context
+MAX_CUT_CHARS = 2**22  # longest prompt that --on-too-long cuts; its tokens take about a gigabyte
 
 
 @dataclass(slots=True, frozen=True)

@@ -8,7 +8,7 @@ from fminfer.core.messages import StepRow
 from fminfer.engine.packing import PackedRow
 from fminfer.engine.sequence import PromptState
 
-# A prompt waits for another that is being fed if it will find so many more tokens in the cache.
+# A prompt waits for one that is being fed if it then finds at least so many more tokens cached.
 MIN_GAIN = 16
 
 

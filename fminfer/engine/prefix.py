@@ -15,8 +15,8 @@ from fminfer.engine.blocks import BlockPool
 from fminfer.engine.sequence import ReportSlice, TokenReport
 
 MAX_SCORES = 2_000_000  # logprobs kept with prefixes, some 100 bytes each
-MIN_ENTRIES = 1024  # in the heap of leaves before stale ones are swept out
-MAX_COUNTED_TOKENS = 500_000  # distinct prefixes that the optimum is counted over; about 40 MB
+MIN_ENTRIES = 1024  # size of the heap of leaves from which stale ones are removed
+MAX_COUNTED_TOKENS = 500_000  # distinct prefixes over which the optimum is counted; about 40 MB
 
 
 @dataclass(slots=True)

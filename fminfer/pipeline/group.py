@@ -16,8 +16,8 @@ from fminfer.pipeline.addresses import interfaces
 from fminfer.pipeline.meeting import POLL_S, Meeting
 from fminfer.pipeline.watch import Fault
 
-END_S = 10.0  # for ranks that were told to stop to end
-FOREVER = timedelta(days=365)  # a rank may wait for work as long as it likes; the watch sees deaths
+END_S = 10.0  # time for ranks to end once they were told to stop
+FOREVER = timedelta(days=365)  # a rank may wait for work without limit; the watch sees deaths
 
 
 class Group(Meeting):

@@ -19,8 +19,8 @@ from fminfer.pipeline.watch import Fault, Watch
 
 End = Callable[[str], None]  # ends this process at once; it is told the kind of an error
 POLL_S = 0.05
-SEE_S = 1.0  # for a child to be seen dead whose connection broke
-STAY_S = 60.0  # for ranks that come to hear why there is no run
+SEE_S = 1.0  # time to see that a child whose connection broke is dead
+STAY_S = 60.0  # time for ranks to come and hear why there is no run
 
 
 class Children(Protocol):

@@ -27,7 +27,7 @@ from fminfer.pipeline.step_bytes import (
 )
 from fminfer.pipeline.transport import HiddenForm, Message, receive, send, use_own_stream
 
-CLOSE_TIMEOUT_S = 10.0  # for the word that ends every rank to come round
+CLOSE_TIMEOUT_S = 10.0  # time for the stop message to go round
 
 
 class StageClock(Protocol):

@@ -32,8 +32,8 @@ from fminfer.worker.loading import kv_token_bytes, split_model
 from fminfer.worker.step_memory import GPU_RESERVE, step_bytes
 
 # Measured on CPUs with models of 125 to 560 million parameters; see docs/performance.md.
-RUN_BYTES = 30 << 20  # of a run's process beside a check's: threads, journal, rows
-GPU_CONTEXT = 1 << 29  # of a GPU, before anything is loaded: not measured
+RUN_BYTES = 30 << 20  # a run's process takes more than a check's: threads, journal, rows
+GPU_CONTEXT = 1 << 29  # a GPU's memory before anything is loaded: not measured
 # What the allocator cannot use again of each weight that was replaced by its packed form.
 HOLE_BYTES = {torch.float32: 5 << 19, torch.bfloat16: 1 << 20}
 # Of each product of an expert that a library packs; in bfloat16 none. The kernels pack all at once.

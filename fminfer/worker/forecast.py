@@ -30,7 +30,7 @@ from fminfer.worker.footprint import (
 from fminfer.worker.loading import most_kv_tokens, require_cache, split_model
 from fminfer.worker.step_memory import auto_budget
 
-END_S = 3.0  # for rank 0 to tell of a shortage and end the others
+END_S = 3.0  # time for rank 0 to report a shortage and end the others
 
 
 @dataclass(slots=True, frozen=True)

@@ -30,7 +30,7 @@ from fminfer.worker.processes import Processes, start_ranks
 from fminfer.worker.role import Manners, Spread
 from fminfer.worker.step_memory import peak_bytes
 
-END_S = 3.0  # for rank 0 to end by itself once another rank has failed
+END_S = 3.0  # time for rank 0 to end by itself once another rank has failed
 
 
 class OnePipeline:

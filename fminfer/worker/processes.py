@@ -29,7 +29,7 @@ COMMAND = [sys.executable, "-m", "fminfer", "serve-part"]
 MEANT_FOR_FIRST = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, *WARNINGS)
 LOOPBACK = "127.0.0.1"
 POLL_S = 0.05
-OUTLIVE_S = 5.0  # a process that knows of its parent's death has so long to end by itself
+OUTLIVE_S = 5.0  # time for a process to end by itself once its parent is dead
 
 
 class Process:

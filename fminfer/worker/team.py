@@ -36,9 +36,9 @@ from fminfer.worker.team_messages import (
 )
 from fminfer.worker.team_process import Asking, Pipeline
 
-MOST_WAITING = 80  # requests that a pipeline has and has not begun
-ASKED_AT_ONCE = 4  # neighbours, which may share a prefix, go to the same one
-END_S = 4.0  # for pipelines to end by themselves
+MOST_WAITING = 80  # requests that wait in one pipeline
+ASKED_AT_ONCE = 4  # neighbours, which may share a prefix, go to the same pipeline
+END_S = 4.0  # time for pipelines to end by themselves
 
 
 class Team:
