@@ -123,7 +123,7 @@ def _answer_files(
 def _open(
     job: JobPaths, plan: Plan, fingerprint: Fingerprint, model: str
 ) -> tuple[RunInputs, bool]:
-    """Open the inputs and their journals; tell whether nothing is left to answer."""
+    """Open the inputs and their journals; return whether nothing is left to answer."""
     if job.is_shared:
         shared = share_files(
             job.plan if job.is_watching else lambda: plan,
@@ -150,7 +150,7 @@ def _answer_rows(
     checkpoint: Checkpoint,
     make_engine: MakeEngine,
 ) -> JobSummary:
-    """Make the engine and have it answer what is left."""
+    """Make the engine, and let it answer the lines that are left."""
     job = run.job
     if not job.is_quiet:
         click.echo(f"Loading {checkpoint.name} ({summary.types}) …", err=True)

@@ -18,9 +18,9 @@ from fminfer.files.streams import changed_ns
 
 YOUNG_S = 5.0  # a file that was written so lately may not be whole
 
-MOST_COUNTED_BYTES = 4 << 30  # of which rows are counted before any is answered
+MOST_COUNTED_BYTES = 4 << 30  # size of the files whose rows are counted before the first answer
 
-WATCHED = "what came while watching"  # in the place of an input that is refused
+WATCHED = "what came while watching"  # in place of a path, when a whole look fails
 
 
 class FreeFiles:
@@ -80,11 +80,11 @@ class FreeFiles:
         return self._free(self._plan)
 
     def take(self, path: Path) -> None:
-        """Note that a file is this run's own now."""
+        """Record that a file now belongs to this run."""
         self._settled.add(path)
 
     def give_back(self, path: Path) -> None:
-        """Look at a file again: it is not this run's any more, and may come free."""
+        """Look at a file again: this run has lost it, and it may come free."""
         self._settled.discard(path)
 
     def refuse(self, path: Path, error: Exception) -> None:
@@ -107,7 +107,7 @@ class FreeFiles:
                 yield path, output
 
     def _is_left(self, path: Path, output: Path, has_claim: set[Path]) -> bool:
-        """Tell whether somebody has to answer a file, and is not known to be refused."""
+        """Return whether a file is still to be answered, and was not refused."""
         try:
             if self._is_watching and _is_young(path):
                 return False

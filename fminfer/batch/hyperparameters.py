@@ -1,4 +1,4 @@
-"""What the command line may say of requests, under the names that the ancestor's users type."""
+"""Request parameters on the command line, under the old FM Inference's names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(slots=True, frozen=True)
 class Hyperparameters:
-    """The flags that name hyperparameters; None, () and False: not given."""
+    """The flags that set request parameters; None, () and False: not given."""
 
     input_seq_length: int | None = None  # tokens of a made-up prompt
     batch_size: int | None = None  # made-up requests that run at once
@@ -32,7 +32,7 @@ class Hyperparameters:
 
     @property
     def flags_of_no_line(self) -> list[str]:
-        """Return the given flags that say nothing of a request."""
+        """Return the given flags that are not fields of a request."""
         return [flag for flag in self.flags if flag in ("--input-seq-length", "--batch-size")]
 
     @property

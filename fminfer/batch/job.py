@@ -1,7 +1,4 @@
-"""One run of the command: files in, engine, files out, and what is told about it.
-
-It knows paths and counts; the engine does the answering.
-"""
+"""One run of the command: files in, engine, files out, progress and summary."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from fminfer.machine.threads import affine_cores
 from fminfer.worker.engine_api import Engine
 from fminfer.worker.line_run.runner import LOOKAHEAD, WINDOW, LineRunner
 
-WAIT_S = 0.02  # for a line, where nothing else is to be done
+WAIT_S = 0.02  # wait for a line when there is nothing else to do
 
 
 def run_job(

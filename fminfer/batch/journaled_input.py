@@ -1,4 +1,4 @@
-"""One input whose answers go to a file, which runs that break off or share it go on with.
+"""One input whose answers go to a file; resumed runs, and runs that share it, go on with it.
 
 It puts four parts together: `InputFile` has the lines, `Hold` says whether this run may write,
 `Journal` has what is done, and `StatusFile` tells it to others.
@@ -29,7 +29,7 @@ from fminfer.files.status_file import StatusFile
 
 
 class JournaledInput:
-    """An input whose answers go to a file, by way of its journal.
+    """An input whose answers go to its journal, and then to a file.
 
     Args:
         source: its number in the run.
@@ -70,7 +70,7 @@ class JournaledInput:
 
     @property
     def is_settled(self) -> bool:
-        """Tell whether nothing of it is left for this run."""
+        """Return whether nothing of it is left for this run."""
         return self.is_finished or self.is_lost
 
     @property
@@ -97,7 +97,7 @@ class JournaledInput:
         return self._counts.done.num_rows
 
     def begin(self) -> None:
-        """Count what earlier runs have done; where they answered every line, finish for them."""
+        """Count the rows of earlier runs; if they answered every line, finish for them."""
         if self.is_finished:
             self.hold.release()
             return
@@ -167,7 +167,7 @@ class JournaledInput:
         return True
 
     def see_completed(self) -> None:
-        """Take a lost output as finished if another run has completed it.
+        """Count a lost output as finished if another run has completed it.
 
         Raises:
             UsageError: it was completed with another model, or with other settings.
@@ -196,7 +196,7 @@ class JournaledInput:
                 reopen(self.path, self.output, self._fingerprint, seals, limit)
 
     def _open_journal(self) -> Journal | None:
-        """Open the journal for good; None: another run has finished the output since the start."""
+        """Open the journal for writing; None: another run has finished the output meanwhile."""
         try:
             self.hold.take()
             journal = Journal(self.output, self._fingerprint)
@@ -215,7 +215,7 @@ class JournaledInput:
         return journal
 
     def _look_again(self, journal: Journal) -> None:
-        """Take an input as it is now: others may have been answered since the run began.
+        """Look at an input again: it may have changed while the run answered others.
 
         Raises:
             UsageError: it was changed, and rows of an earlier run are kept.
@@ -268,7 +268,7 @@ class JournaledInput:
         self.is_finished = True
 
     def _lose(self) -> None:
-        """Write no more: this process slept, or did not reach the disk, for so long."""
+        """Stop writing: this process slept, or could not reach the disk, for too long."""
         if self.journal is not None:
             with contextlib.suppress(OutputError):
                 self.journal.close()

@@ -43,7 +43,7 @@ class NamedFiles:
         raise error
 
     def check_kept(self) -> None:
-        """See that no other run is answering an output that it has taken over.
+        """Check that no other run has taken over an output and answers it.
 
         Raises:
             InUseError: one is.
@@ -76,7 +76,7 @@ def open_files(
     restart: bool,
     limit: int | None = None,
 ) -> NamedFiles:
-    """See what earlier runs have done of each input; nothing is written if anything is wrong.
+    """Open each input with the rows of earlier runs; write nothing if anything is wrong.
 
     Args:
         fingerprint: of the run: what must be the same for rows to be kept.

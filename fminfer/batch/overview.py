@@ -1,6 +1,6 @@
-"""What folders of outputs hold: how far each file is, who answers it, what failed, time left.
+"""The state of folders of outputs: progress of each file, its owner, failures, time left.
 
-It reads status files, claims and journals; it changes nothing, and may be asked at any moment.
+It reads status files, claims and journals, and changes nothing.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class FileState:
 
 @dataclass(slots=True)
 class Overview:
-    """What stands in one folder, or the one output that was asked for."""
+    """The state of one folder, or of one output."""
 
     path: str
     files: list[FileState]
@@ -86,7 +86,7 @@ class Overview:
 
 
 def look_over(path: Path, now_s: float | None = None) -> list[Overview]:
-    """Return what stands in a folder and those below it, or of one input or output.
+    """Return the state of a folder and those below it, or of one input or output.
 
     Args:
         now_s: time.time(), for tests.
@@ -192,7 +192,7 @@ def _name_state(output: Path, status: dict[str, Any]) -> State:
 
 
 def _add_run(state: FileState, output: Path, status: dict[str, Any], now_s: float) -> None:
-    """Say who answers a file, and how fast."""
+    """Add the run that answers a file, and its speed."""
     claims = reversed(look_at(output, time.time()))
     owner = next((claim.owner for claim in claims if claim.owner and not claim.is_dead), None)
     state.owner = "?" if owner is None else f"{owner.host}, process {owner.pid}"

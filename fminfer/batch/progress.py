@@ -1,7 +1,4 @@
-"""What a person sees while a run goes on: a bar on a terminal, a line now and then elsewhere.
-
-Everything goes to stderr. It knows counts and seconds only.
-"""
+"""Shows the progress of a run on stderr: a bar on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -19,15 +16,15 @@ from fminfer.core.quantities import show_seconds as show_seconds
 from fminfer.engine.stats import EngineStats
 
 BAR_EVERY_S = 0.2
-FIRST_LINE_S, LINE_EVERY_S = 5.0, 30.0  # without a terminal: twice as long from line to line
-DRAWN_COST = 1.48  # of a drawn token beside a prompt's, on CPUs, until a run has told
-USUAL_SIZE = {"ncols": 80, "nrows": 24}  # of a terminal that does not tell its own
+FIRST_LINE_S, LINE_EVERY_S = 5.0, 30.0  # without a terminal; the wait doubles up to the second
+DRAWN_COST = 1.48  # time of a drawn token over a prompt token's, on CPUs, until it is measured
+USUAL_SIZE = {"ncols": 80, "nrows": 24}  # for a terminal that does not report its size
 BAR_OF_UNKNOWN = "{desc}: {n_fmt}/? rows{postfix}"
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} rows{postfix}"
 
 
 class Pace:
-    """What a prompt token and a drawn one take, learned from the steps of a run so far."""
+    """The time of a prompt token and of a drawn one, learned from the steps of a run so far."""
 
     def __init__(self) -> None:
         self._num_fed = self._num_drawn = 0
@@ -67,10 +64,9 @@ class Pace:
 def work_left(stats: EngineStats, total_rows: int) -> tuple[float, float]:
     """Estimate how many tokens are still to be fed, and to be drawn.
 
-    Rows that are not read yet are taken to be like those that are. At first as much is expected of
-    the prefix cache as the best possible one would do, and more and more what it has done so far.
-    Rows will stop before max_tokens as often, token for token, as they have so far: a mean of the
-    rows that ended would know the short ones only.
+    Unread rows count like those that were read. The expected saving of the prefix cache is first
+    that of the best possible one, and then more and more what it has saved so far. Each token ends
+    a row as often as it has so far: a mean over finished rows would favor the short ones.
     """
     read = stats.read
     num_unread = max(0, total_rows - read.num_rows) / max(1, read.num_rows)  # times what was read
@@ -176,7 +172,7 @@ class ProgressBar:
 
 
 class TimeBar:
-    """Shows how much of a time is over, where that is expected anew now and then."""
+    """Shows how much of an expected time is over; the expectation may change."""
 
     def __init__(self, name: str) -> None:
         self._is_terminal = sys.stderr.isatty()
@@ -241,7 +237,7 @@ def _make_bar(**how: Any) -> Any:
 
 
 def _size() -> dict[str, int]:
-    """Return the size of a terminal that says it has no columns, in which no bar would be seen."""
+    """Return a size for a terminal that reports no columns, where a bar would not show."""
     with suppress(OSError, ValueError):
         if os.get_terminal_size(sys.stderr.fileno()).columns == 0:
             return USUAL_SIZE

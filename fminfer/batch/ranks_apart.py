@@ -1,4 +1,4 @@
-"""A process of the command that others have started as one of several ranks."""
+"""A process of `fminfer run` that was started as one of several ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fminfer.worker.team_member import serve_pipeline
 
 
 class _Preparing(Opening):
-    """Finds mistakes that need no other rank before waiting for it: rank 0's in the job, too."""
+    """Finds mistakes before a rank waits for others: in the model, and on rank 0 in the job."""
 
     def __init__(self, run: RunContext) -> None:
         super().__init__(run.config)

@@ -1,4 +1,4 @@
-"""What one process of the command is to do, and all that its parts need for it."""
+"""The task of one process of the command, with all that its parts need."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ class RunContext:
 
     @property
     def manners(self) -> Manners:
-        """How the processes behave that this one has started."""
+        """How the processes that this one has started should behave."""
         return Manners(self.stopper.grace_s, self.job.is_verbose, is_of_command=True)

@@ -1,4 +1,4 @@
-"""The engine of a run, as its role has it, and what the user is told when it is made."""
+"""Makes the engine of a run by the role of its process, and informs the user."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MakeEngine = Callable[[Checkpoint, LoadingBar], Engine]
 
 
 def own_engine(run: RunContext) -> MakeEngine:
-    """Return what makes the engine of a run whose processes this one has started, if any."""
+    """Return a function that makes the engine of a run whose processes this one has started."""
     config, spread, children = run.config, run.role.spread, run.children
 
     def make(checkpoint: Checkpoint, loading: LoadingBar) -> Engine:
@@ -44,7 +44,7 @@ def own_engine(run: RunContext) -> MakeEngine:
 def engine_of_several(
     config: EngineConfig, checkpoint: Checkpoint, start: Callable[[], list[TeamPipeline]]
 ) -> Engine:
-    """Return an engine for which several pipelines compute."""
+    """Return an engine over several pipelines."""
     return Engine(
         config,
         checkpoint=checkpoint,
@@ -53,7 +53,7 @@ def engine_of_several(
 
 
 def start_engine(run: RunContext, make: Callable[[LoadingBar], Engine]) -> Engine:
-    """Make the engine, and say what the user should know of it."""
+    """Make the engine, and print what the user should know about it."""
     job, config = run.job, run.config
     if config.model is None and config.random_init is None and not job.is_quiet:
         click.echo(

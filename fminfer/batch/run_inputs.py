@@ -1,4 +1,4 @@
-"""What a run asks of its inputs, whatever they are: named files, a shared folder, stdin."""
+"""The interface of a run's inputs: named files, a shared folder, stdin."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ class RunInput(Protocol):
 
     @property
     def num_saved_rows(self) -> int | None:
-        """Lines whose record the next run keeps; None: it keeps none, whatever was answered."""
+        """Lines whose record the next run keeps; None: it keeps none."""
 
     @property
     def is_finished(self) -> bool:
-        """Tell whether every line has its record, by this run or another."""
+        """Return whether every line has its record, by this run or another."""
 
     @property
     def is_lost(self) -> bool:
-        """Tell whether it was given up, or another run has taken it over."""
+        """Return whether it was given up, or another run has taken it over."""
 
     @property
     def is_settled(self) -> bool:
-        """Tell whether nothing of it is left for this run."""
+        """Return whether nothing of it is left for this run."""
 
     def lines(self, pass_over: Callable[[Line], None]) -> Iterator[Line]:
         """Read the lines to answer; `pass_over` is told of those that were answered before."""
@@ -61,7 +61,7 @@ class RunInput(Protocol):
         """Write a record; return False if the input is lost, and it was not written."""
 
     def see_completed(self) -> None:
-        """Take a lost input as finished if another run has completed it."""
+        """Count a lost input as finished if another run has completed it."""
 
     def abandon(self, error: BaseException) -> None:
         """Stop without finishing; the status file says why. Records that still come are lost."""
@@ -80,11 +80,11 @@ class RunInputs(Protocol):
 
     @property
     def is_finished(self) -> bool:
-        """Tell whether nothing is left for this run."""
+        """Return whether nothing is left for this run."""
 
     @property
     def num_saved_rows(self) -> int | None:
-        """Rows that the next run keeps; None: it keeps none, whatever was answered."""
+        """Rows that the next run keeps; None: it keeps none."""
 
     def turns(self) -> Iterator[RunInput | None]:
         """Yield each input when it is its turn; None where none is free at the moment."""
@@ -97,7 +97,7 @@ class RunInputs(Protocol):
         """
 
     def check_kept(self) -> None:
-        """See that no other run is answering what was this run's alone.
+        """Check that no other run answers an input of this run.
 
         Raises:
             InUseError: one is.
@@ -111,7 +111,7 @@ class RunInputs(Protocol):
 
 
 def sum_saved(files: Sequence[RunInput]) -> int | None:
-    """Add up the rows that the next run keeps; None: it keeps none, whatever was answered."""
+    """Sum the rows that the next run keeps; None: it keeps none."""
     saved = [file.num_saved_rows for file in files if file.num_saved_rows is not None]
     return sum(saved) if saved else None
 

@@ -1,4 +1,4 @@
-"""What a run reads and writes, as the command line names it. It knows neither ranks nor models."""
+"""What a run reads and writes, as the command line names it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class JobPaths:
 
     @property
     def is_shared(self) -> bool:
-        """Tell whether other runs may answer some of the files: those of a folder."""
+        """Return whether other runs may answer some of the files: those of a folder."""
         return self.output != STDOUT and bool(self._folders)
 
     @property

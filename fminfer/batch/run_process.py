@@ -37,7 +37,7 @@ def run_process(run: RunContext) -> JobSummary | None:
 
 @contextmanager
 def _naming_rank_0() -> Iterator[None]:
-    """Say which rank failed, of a fault that is no user's."""
+    """Add the rank's name to an error that is not the user's."""
     try:
         yield
     except (FminferError, OSError):

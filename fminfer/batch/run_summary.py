@@ -1,4 +1,4 @@
-"""What a run did: for people, and as JSON for `--stats`. It knows counts and seconds only."""
+"""The summary of a run: for people, and as JSON for `--stats`."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ class JobSummary:
     dtype: str
     inputs: list[Path]
     outputs: list[Path]
-    kv_dtype: str = ""  # of the KV cache
-    weight_dtype: str = ""  # in which most weights are held, where it is another one
-    device: str = ""  # none: nothing was left to answer
-    num_threads: int = 0  # that compute in each process
-    cpu_limit: str = ""  # instructions to which FMINFER_CPU holds the processor; "": all it has
+    kv_dtype: str = ""  # type of the KV cache
+    weight_dtype: str = ""  # type of most weights in memory, if it differs
+    device: str = ""  # "": nothing was left to answer
+    num_threads: int = 0  # computing threads in each process
+    cpu_limit: str = ""  # instructions to which FMINFER_CPU limits the processor; "": no limit
     why_slower: str = ""  # why it was slower than it could be: plain torch in a kernel's place
     start_to_ready_s: float = 0.0
-    num_rows: int = 0  # answered
+    num_rows: int = 0  # answered rows
     num_errors: int = 0
-    limit: int | None = None  # of each input, only the first so many requests were answered
-    num_kept_rows: int = 0  # answered or refused by earlier runs, and kept
-    num_kept_errors: int = 0  # of them, errors
-    num_damaged_rows: int = 0  # of earlier runs, not kept
-    num_tried_rows: int = 0  # that failed in earlier runs, and were tried again
-    num_files_elsewhere: int = 0  # that other runs were answering at the end
+    limit: int | None = None  # --limit: requests of each input that were to be answered
+    num_kept_rows: int = 0  # rows of earlier runs, answered or refused
+    num_kept_errors: int = 0  # errors among them
+    num_damaged_rows: int = 0  # damaged rows of earlier runs, not kept
+    num_tried_rows: int = 0  # rows that failed in earlier runs, and were tried again
+    num_files_elsewhere: int = 0  # files that other runs were answering at the end
     # Outputs that this run lost while it slept, and that another run has completed.
     completed_elsewhere: list[str] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)  # inputs that were not answered, and why
     errors_by_code: dict[str, int] = field(default_factory=dict)
-    prompt_tokens: int = 0  # as in usage: of answered rows
+    prompt_tokens: int = 0  # prompt tokens of answered rows, as in usage
     completion_tokens: int = 0
-    wall_s: float = 0.0  # of answering, loading left out
-    other_work_s: float = 0.0  # that threads stood in line for other work, all of them together
-    other_work_share: float = 0.0  # the same, of the time of the cores that the run may use
-    is_beside_other_work: bool = False  # so much that it slowed the run
-    gpu_memory: dict[str, int] = field(default_factory=dict)  # of rank 0: foreseen, and the peak
+    wall_s: float = 0.0  # time of answering, without loading
+    other_work_s: float = 0.0  # time that all threads together waited for other work
+    other_work_share: float = 0.0  # the same as a share of the time of the run's cores
+    is_beside_other_work: bool = False  # other work slowed the run
+    gpu_memory: dict[str, int] = field(default_factory=dict)  # rank 0's forecast and peak, bytes
     engine: dict[str, Any] = field(default_factory=dict)
     warnings: dict[str, int] = field(default_factory=dict)
     made_up: str = ""  # what a synthetic run answered
@@ -86,7 +86,7 @@ class JobSummary:
         return asdict(self) | paths | rates
 
     def _prefix_line(self) -> str:
-        """Tell what the prefix cache saved, beside what the best possible one would have."""
+        """Say what the prefix cache saved, and what the best possible one would have saved."""
         stats = self.engine
         total = stats["num_prompt_tokens"] - stats["num_again_tokens"] + stats["num_cached_tokens"]
         line = f"prefix    {stats['num_cached_tokens']:,} of {total:,} prompt tokens were shared "
@@ -99,7 +99,7 @@ class JobSummary:
         return line
 
     def _again_line(self) -> str:
-        """Tell which rows were fed once more, and why."""
+        """Say which rows were fed again, and why."""
         reasons = [
             (self.engine["num_put_back"], "lost their KV cache to others"),
             (self.engine["num_apart"], "gave nan after a shared prefix"),
@@ -109,7 +109,7 @@ class JobSummary:
         return f"put back  {rows}; fed again: {again}"
 
     def _busy_text(self) -> str:
-        """Tell what part of the run each stage was computing."""
+        """Say for which share of the run each stage computed."""
         shares = [stage["busy_s"] / max(self.wall_s, 1e-9) for stage in self.engine["stages"]]
         if len(shares) < 2:
             return f"stage busy {sum(shares):.0%}"
@@ -119,7 +119,7 @@ class JobSummary:
         return f"stages busy {each} (bubble {bubble:.0%}); {sent / 1e6:,.1f} MB sent"
 
     def _shared_text(self) -> str:
-        """Tell how many tokens of rows that makes, where some were shared or copied."""
+        """Say how many tokens of rows that is, if some were shared or copied."""
         stats = self.engine
         if not (stats["num_cached_tokens"] or stats["num_copied_requests"]):
             return ""
@@ -142,7 +142,7 @@ class JobSummary:
         return f"; {self.num_tried_rows:,} had failed before" if self.num_tried_rows else ""
 
     def _work_lines(self) -> list[str]:
-        """Tell what was computed, and how fast."""
+        """Say what was computed, and how fast."""
         took = show_seconds(self.wall_s) if self.wall_s >= 60 else f"{self.wall_s:.1f} s"
         lines = [
             f"tokens    {self.prompt_tokens:,} prompt + {self.completion_tokens:,} generated",

@@ -17,7 +17,7 @@ from fminfer.files.output_paths import Plan
 from fminfer.files.row_counts import Tally
 from fminfer.files.run_terms import RunTerms
 
-SCAN_EVERY_S = 2.0  # where nothing is free
+SCAN_EVERY_S = 2.0  # while no file is free
 
 
 class SharedFiles:
@@ -68,11 +68,11 @@ class SharedFiles:
 
     @property
     def is_finished(self) -> bool:
-        """Tell whether nothing is left that this run could answer, now or later."""
+        """Return whether nothing is left that this run could answer, now or later."""
         return self._has_ended and all(file.is_settled for file in self.files)
 
     def look(self) -> bool:
-        """Tell whether there is anything to answer, before a model is loaded for it.
+        """Return whether there is anything to answer, before a model is loaded for it.
 
         Raises:
             UsageError: an output is another model's, or was made with other settings.
@@ -105,13 +105,13 @@ class SharedFiles:
                 self._next_scan_s = time.monotonic() + max(SCAN_EVERY_S, 20 * took_s)
 
     def give_up(self, file: RunInput, error: UsageError) -> None:
-        """Leave a file that turned out to be another than when it was opened."""
+        """Leave a file that has changed since it was opened."""
         if not isinstance(error, InUseError):  # otherwise it may come free
             self._free.refuse(file.path, error)
         file.abandon(error)
 
     def check_kept(self) -> None:
-        """What other runs have taken over is theirs to end, and `num_elsewhere` counts it."""
+        """Do nothing: other runs finish what they took over, and `num_elsewhere` counts it."""
 
     def abandon(self, error: BaseException) -> None:
         for file in self.files:
@@ -126,7 +126,7 @@ class SharedFiles:
         add_files(self.files, self.kept, summary)
 
     def _give_back_lost(self) -> None:
-        """Look again at files that another run took over: it may die as well."""
+        """Look again at files that another run took over: that run may die, too."""
         for number, file in enumerate(self.files):
             is_open = file.is_lost and not file.is_finished
             if is_open and not self._free.is_refused(file.path) and number not in self._given_back:

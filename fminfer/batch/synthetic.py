@@ -48,7 +48,7 @@ class Synthetic:
 
     @property
     def num_rows(self) -> int:
-        """Return the sequences that run at once: of a greedy request one, for all are equal."""
+        """Return the sequences that run at once: one for a greedy request, as all are equal."""
         flags = self.flags
         num_candidates = max(flags.num_completions or 1, flags.best_of or 1)
         return self.batch_size * (num_candidates if flags.temperature else 1)

@@ -52,7 +52,7 @@ _HYPERPARAMETERS = fields(Hyperparameters)
 
 
 class _Commands(click.Group):
-    """Says what ended a command; `run` does so by itself."""
+    """Prints what ended a command; `run` prints it itself."""
 
     def invoke(self, ctx: click.Context) -> Any:
         for stream in (sys.stdout, sys.stderr):  # a file's name may hold any bytes
@@ -71,15 +71,15 @@ def main() -> None:
     """Answer files of OpenAI-completions requests with a language model, offline.
 
     \b
-    fminfer run requests.jsonl                      answers in output_requests.jsonl
-    fminfer run --help                              everything that a run can be told
-    fminfer status shards/                          how far runs are
-    fminfer bench --random-init bloom-560m          what a token takes at several batch sizes
+    fminfer run requests.jsonl                      write the answers to output_requests.jsonl
+    fminfer run --help                              show all options of a run
+    fminfer check requests.jsonl                    find wrong lines, predict memory and time
+    fminfer status shards/                          show the progress of runs
+    fminfer families                                list the model families that run
+    fminfer bench --random-init bloom-560m          time a token at several batch sizes
     fminfer split --input-file requests.jsonl --output-dir parts/
     fminfer merge --input-dir parts/ --output answers.jsonl
-    fminfer submit --scheduler slurm --infer-data shards/     jobs on a cluster, one a file
-    fminfer check requests.jsonl                    what is wrong, and what a run will take
-    fminfer families                                the architectures that run
+    fminfer submit --scheduler slurm --infer-data shards/     send a cluster job for each file
     """
 
 
@@ -120,13 +120,13 @@ def run(
     zstdcat requests.jsonl.zst | fminfer run -q - > answers.jsonl 2> errors.jsonl
     fminfer run --model-name /models/llama --batch-size 8 --input-seq-length 512
 
-    Each line is one request, {"request": {…}, …} or an OpenAI Batch line, and is answered in its
-    own shape, in the order of the input. A line that cannot be answered stands in
-    <output>.errors.jsonl with what is wrong and what to do, and costs no other line. The output's
-    name appears when it is complete; <output>.status.json says how far it is.
+    Each line is a bare request, {"request": {…}, …} or an OpenAI Batch line. Its answer has the
+    same shape. Answers are in the order of the input. A wrong line goes to <output>.errors.jsonl,
+    with the reason and what to do; all other lines are answered. The output appears under its name
+    when it is complete. <output>.status.json shows the progress.
 
     Without input but with a flag of made-up requests, such as --batch-size, the run is synthetic.
-    It makes prompts up, tells how fast it answered them, and keeps answers only with --output.
+    It makes prompts up, prints its speed, and keeps answers only with --output.
 
     \b
     Exit status: 0 every line answered; 1 the run failed; 2 wrong usage;
@@ -134,7 +134,7 @@ def run(
     warning); 129 hung up; 130 interrupted; 143 terminated. After 1, 75, 129, 130 and 143 the same
     command goes on where the run ended.
 
-    Environment: FMINFER_CPU=avx2, avx512 or avx512_bf16 holds a newer processor to those
+    Environment: FMINFER_CPU=avx2, avx512 or avx512_bf16 limits a newer processor to those
     instructions, so that it computes as an older one would.
     """
     options["dtype"] = dtype_name(fp16, options["dtype"])
@@ -175,7 +175,7 @@ def run(
 
 
 def _tell_ignored(flags: Hyperparameters, is_overwriting: bool) -> None:
-    """Say which hyperparameters of the command line mean nothing for the lines of files."""
+    """Say which request parameters of the command line have no effect on lines of files."""
     ignored = flags.flags_of_no_line if is_overwriting else flags.flags
     own = (
         "; each line's own hyperparameters count. --overwrite-request-args puts these in their "
@@ -220,9 +220,9 @@ def bench(
     fminfer bench --model-name /models/bloom-7b1 --dtype bfloat16 --batch-sizes 1,8
     fminfer bench --model-name /models/bloom-7b1 --calibrate
 
-    The figures are those of the BLOOM inference scripts: greedy generation of 100 tokens from
-    inputs of a few, each batch size once, after a short row to warm up. One process; a line of JSON
-    comes last.
+    It measures as the BLOOM inference scripts do: greedy generation of 100 tokens from inputs of a
+    few tokens, each batch size once, after a short row to warm up. It runs one process, and prints
+    a line of JSON last.
     """
     options["dtype"] = dtype_name(fp16, options["dtype"])
     prepare_torch()

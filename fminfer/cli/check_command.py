@@ -46,16 +46,16 @@ def check(
     fminfer check shards/ --model-name /models/llama --dtype bfloat16 --json > report.json
     fminfer check requests.jsonl --model-name /models/opt-175b --world-size 8 --device-memory 80G
 
-    Lines are checked as `fminfer run` does, with the same messages. Their tokens are counted, and
-    the first prompt is shown as the model will see it. No weight is read.
+    It checks lines as `fminfer run` does, with the same messages. It counts their tokens, and shows
+    the first prompt as the model will see it. It reads no weights.
 
-    A table tells what each rank takes of its memory, and how much KV cache fits beside the
-    weights. --device-memory plans for a machine that is not this one. Memory and micro-batches are
-    upper bounds, as if every row generated all of its max_tokens. Time is an estimate. It needs
-    `fminfer bench --calibrate` with the same model and options on this machine.
+    A table shows the memory that each rank takes, and how much KV cache fits beside the weights.
+    --device-memory plans for another machine. Memory and micro-batches are upper bounds, as if
+    every row generated all of its max_tokens. Time is an estimate. It needs `fminfer bench
+    --calibrate` with the same model and options on this machine.
 
     \b
-    Exit status: 0 every line is right; 1 the model does not run, or does not fit; 2 wrong usage;
+    Exit status: 0 every line is right; 1 the model does not run or does not fit; 2 wrong usage;
     3 some lines are wrong.
     """
     options["dtype"] = dtype_name(fp16, options["dtype"])

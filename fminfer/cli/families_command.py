@@ -12,14 +12,14 @@ from fminfer.models.examples import EXAMPLES
 @click.command()
 @click.option("--json", "is_json", is_flag=True, help="Print one JSON object.")
 def families(is_json: bool) -> None:
-    """List the architectures that run, each with a model of the Hugging Face hub.
+    """List the model families that run, each with a model of the Hugging Face hub.
 
     \b
     fminfer families
     fminfer families --json
 
-    A family is the `model_type` of a config.json. GiB are those of the weights at 16 bits. What
-    forms of checkpoints are read, and how to fetch one: docs/models.md.
+    A family is the `model_type` of a config.json. GiB is the size of the weights in 16 bits.
+    docs/models.md lists the forms of checkpoints, and says how to fetch one.
     """
     if is_json:
         fields = {

@@ -22,7 +22,7 @@ from fminfer.core.quantities import counted
     "--output",
     type=click.Path(path_type=Path),
     required=True,
-    help="The file for the answers; it must not be there yet.",
+    help="The file for the answers; it must not exist yet.",
 )
 def merge(input_dir: Path, output: Path) -> None:
     """Merge the answers to a split file into one file, in the order of its lines.
@@ -32,10 +32,10 @@ def merge(input_dir: Path, output: Path) -> None:
     fminfer run --infer-data parts/gpt-j-6b --model-name /models/gpt-j-6b
     fminfer merge --input-dir parts/ --output answers.jsonl
 
-    Answers are those of `fminfer run`, or of the old tool, under the names that they give them:
-    output_request_<N>.jsonl beside request_<N>.jsonl. Errors go to answers.errors.jsonl, with the
-    line numbers of the file that was split. If a part has no answers yet, nothing is written, and
-    its lines are named with the command that answers them.
+    It reads the answers of `fminfer run`, or of the old tool: output_request_<N>.jsonl beside
+    request_<N>.jsonl. Errors go to answers.errors.jsonl, with the line numbers of the file that was
+    split. If a part has no answers yet, it writes nothing, and names the lines and the command that
+    answers them.
 
     \b
     Exit status: 0 every line answered; 1 answers are missing, or not those of their part;

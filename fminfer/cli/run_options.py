@@ -22,14 +22,14 @@ CHECK_OPTIONS = [
         "--device-memory",
         "device_bytes",
         type=ByteSize(),
-        help="Plan for another machine, on which each rank has a GPU with this much memory: 80G. "
-        "With --device cpu, each rank has this much RAM.  [default: what is free here]",
+        help="Plan for another machine: each rank has a GPU with this much memory (80G). With "
+        "--device cpu, each rank has this much RAM.  [default: what is free here]",
     ),
     _check_option(
         "--no-weights",
         is_flag=True,
-        help="Look for no weights: a folder may hold the small files alone. Names of tensors are "
-        "checked by an index, if there is one.",
+        help="Need no weights: the folder may hold only the small files. If there is an index, "
+        "check the names of tensors by it.",
     ),
     _check_option(
         "--json", "is_json", is_flag=True, help="Print one JSON object, all errors in it."

@@ -18,27 +18,27 @@ import click
     "--output-dir",
     type=click.Path(path_type=Path),
     required=True,
-    help="The folder for the parts; it is made if it is not there.",
+    help="The folder for the parts; created if it does not exist.",
 )
 @click.option(
     "--min-generate-token",
     type=click.IntRange(min=0),
     default=100,
     show_default=True,
-    help="A request counts as at least so many tokens to generate.",
+    help="Least number of tokens to generate that a request counts as.",
 )
 @click.option(
     "--generate-token-chunk-size",
     type=click.IntRange(min=1),
     default=100_000,
     show_default=True,
-    help="Tokens to generate in one part, at most; a part holds at least one request.",
+    help="Most tokens to generate in one part; a part holds at least one request.",
 )
 @click.option(
     "--flat",
     "is_flat",
     is_flag=True,
-    help="Parts stand in the output folder itself, as a loop over request_<N>.jsonl wants them.",
+    help="Put the parts into the output folder itself, for a loop over request_<N>.jsonl.",
 )
 def split(
     input_file: Path,
@@ -47,7 +47,7 @@ def split(
     generate_token_chunk_size: int,
     is_flat: bool,
 ) -> None:
-    """Split a file into parts of one engine and equal hyperparameters, long prompts first.
+    """Split a file into parts of one engine and equal parameters, long prompts first.
 
     \b
     fminfer split --input-file requests.jsonl --output-dir parts/
@@ -55,19 +55,19 @@ def split(
     fminfer merge --input-dir parts/ --output answers.jsonl
     zstdcat requests.jsonl.zst | fminfer split --input-file - --output-dir parts/
 
-    `fminfer run` needs no splitting: it answers mixed files as they are. Split for several
-    machines, or to run each set of hyperparameters by itself. Equal lines that have no seed draw
-    differently within a file only: give them seeds where they may come into several parts.
+    `fminfer run` answers mixed files as they are. Split for several machines, or to run each set of
+    parameters by itself. Equal lines without a seed draw differently only within one file. Give
+    them seeds if they may come into several parts.
 
     Parts are <output-dir>/<engine>/request_<N>.jsonl, N from 0 for each engine (or model; "default"
-    for lines that name none); letters that a folder's name should not have are written as in URLs.
-    With --flat they are <output-dir>/request_<N>.jsonl, for files that name one engine or none.
-    Lines of a part agree in all fields but prompt, engine, model, request_type, user, custom_id,
-    id, request_id and metadata. They stay byte for byte; bad ones are kept, and reported when they
-    are answered. <output-dir>/manifest.json tells which part holds which lines, for fminfer merge.
+    for lines that name none). Letters that a folder's name should not have are written as in URLs.
+    With --flat, parts are <output-dir>/request_<N>.jsonl, for files that name one engine or none.
+    Lines of a part agree in all fields except prompt, engine, model, request_type, user, custom_id,
+    id, request_id and metadata. They stay byte for byte. Wrong lines are kept too; the run reports
+    them. <output-dir>/manifest.json says which part holds which lines, for fminfer merge.
 
-    The same folder can be split into again: parts that are no more are removed. Where answers would
-    lose their requests by that, it is refused.
+    You can split into the same folder again: old parts are removed. If an old part has answers that
+    would lose their requests, the command refuses.
     """
     from fminfer.split.splitting import SplitOptions, split_file
 

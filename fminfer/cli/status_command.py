@@ -17,18 +17,20 @@ MOST_LISTED = 20
 
 @click.command()
 @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--json", "is_json", is_flag=True, help="One JSON object a folder, all files listed.")
+@click.option(
+    "--json", "is_json", is_flag=True, help="Print one JSON object for each folder, with all files."
+)
 def status(paths: tuple[Path, ...], is_json: bool) -> None:
-    """Tell how far runs are: files done, running (by whom), stopped, waiting.
+    """Show the progress of runs: files done, running (by whom), stopped, waiting.
 
     \b
     fminfer status shards/
     fminfer status answers/ --json
     fminfer status output_requests.jsonl
 
-    It reads what runs leave beside their outputs, and disturbs none of them. Folders are looked
-    through with those below them. Rows that could not be answered are counted by code; the time
-    left holds if as many runs go on as do now.
+    It reads the files that runs leave beside their outputs, and does not disturb the runs. It looks
+    through folders and those below them. It counts rows without an answer by error code. The time
+    left assumes that the number of runs stays the same.
     """
     for path in paths:
         for overview in look_over(path):

@@ -51,8 +51,8 @@ def submit(
     fminfer submit --scheduler slurm --mode ranks --infer-data shards/ --gpus 16 --nodes 2 \\
         -- --model-name /models/opt-175b --output answers/
 
-    Files whose answers are complete, and those that a job in the queue is to answer, are left out:
-    the same command again submits what is missing. docs/clusters.md goes through it.
+    It leaves out files whose answers are complete, and those that a job in the queue will answer.
+    So the same command again submits the missing files. docs/clusters.md explains it step by step.
     """
     from fminfer.cluster.job_scripts import TEMPLATES, ScriptTemplate
     from fminfer.cluster.submission import Cluster, DryRun, JobForm, Submission

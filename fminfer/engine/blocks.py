@@ -1,6 +1,6 @@
-"""The books of the KV cache: which block is free, who holds each, and which are kept for later.
+"""The books of the KV cache: which blocks are free, held by sequences, or kept for later.
 
-It knows no tensor: the ids it hands out are the same on every stage.
+Block ids are the same on every stage.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class BlockPool:
         return -(-num_tokens // self.block_size)
 
     def is_held(self, block: int) -> bool:
-        """Tell whether a sequence holds the block."""
+        """Return whether a sequence holds the block."""
         return self._num_holders[block] > 0
 
     def num_held_only_by(self, tables: Iterable[list[int]]) -> int:

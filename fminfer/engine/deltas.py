@@ -1,4 +1,4 @@
-"""What is new of a request's choices, and certain: no later token takes it back."""
+"""The new and certain part of a request's choices: no later token takes it back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fminfer.engine.stop_strings import len_of_possible_stop
 
 @dataclass(slots=True)
 class _Told:
-    """What was told of a sequence."""
+    """How much of a sequence was returned."""
 
     num_chars: int = 0
     num_listed: int = 0  # tokens in the logprobs arrays
@@ -23,7 +23,7 @@ class _Told:
 
 
 class Deltas:
-    """Tells a request's tokens as they come."""
+    """Returns a request's tokens as they come."""
 
     def __init__(self, state: RequestState, form: AnswerForm) -> None:
         self._state = state
@@ -75,14 +75,14 @@ class Deltas:
 
 
 def _tellable(prompt: PromptState) -> list[Sequence]:
-    """Return the sequences that are choices; with best_of above n only the end shows which."""
+    """Return the sequences that are choices; with best_of above n they are known at the end."""
     if len(prompt.sequences) == 1 or prompt.params.best_of == prompt.params.n:
         return prompt.sequences
     return chosen(prompt) if prompt.is_finished else []
 
 
 def _certain(sequence: Sequence) -> tuple[int, int]:
-    """Return how many characters and listed tokens of a sequence no later token takes back."""
+    """Return how many characters and listed tokens of a sequence are certain."""
     if sequence.finish_reason is not None:
         return len(sequence.text), len(sequence.listed_tokens)
     detokenizer, params = sequence.detokenizer, sequence.prompt.params

@@ -1,4 +1,4 @@
-"""What answers requests, whoever computes: one pipeline, or several."""
+"""The interface of what answers requests: one pipeline, or several."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fminfer.engine.stats import EngineStats
 
 
 class EngineCore(Protocol):
-    """Takes prepared requests, and tells events.
+    """Takes prepared requests, and returns events.
 
     `add`, `cancel` and `wait` may be called from any thread, the rest from one.
     """
@@ -32,10 +32,10 @@ class EngineCore(Protocol):
         """Forget a request."""
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until there is work, so long at most; return whether there is."""
+        """Wait for work, at most until the timeout; return whether there is any."""
 
     def step(self) -> list[Event]:
-        """Let the work go on a little, and return what happened."""
+        """Compute a step and return its events."""
 
     def start_run(self) -> None:
         """Count the steps of a run anew; no longer drain."""
@@ -49,13 +49,13 @@ class EngineCore(Protocol):
         """
 
     def expect_no_more(self) -> None:
-        """Take note that no more requests come: what none of these shares can go."""
+        """Note that no more requests come: prefixes that none of them shares can be evicted."""
 
     def check_idle(self) -> None:
         """Prove the books once nothing is left to do."""
 
     def count_row(self, prepared: Prepared | None, *, is_copied: bool = False) -> None:
-        """Count a line that was read, for those who follow the progress.
+        """Count a line that was read, for progress.
 
         Args:
             prepared: its request; None: it is wrong.

@@ -1,4 +1,4 @@
-"""What an engine tells of its requests: tokens as they come, answers, and errors."""
+"""Events of an engine's requests: new tokens, answers and errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fminfer.engine.sequence import FinishReason
 
 @dataclass(slots=True, frozen=True)
 class Delta:
-    """What is new of one choice. All deltas of a choice, joined, are the choice of the answer.
+    """The new part of one choice. The joined deltas of a choice are the choice of the answer.
 
     Text that may become a stop string, or half a character, comes with a later delta.
     """
@@ -42,7 +42,7 @@ class Finished:
 
 @dataclass(slots=True, frozen=True)
 class Failed:
-    """Why a request has no answer."""
+    """The error of a request without an answer."""
 
     request_id: int
     error: RequestError

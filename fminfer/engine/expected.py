@@ -1,7 +1,4 @@
-"""How many tokens a row is likely to draw, learned from rows that ended.
-
-It knows no request and no block.
-"""
+"""How many tokens a row is likely to draw, learned from finished rows."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ class ExpectedLengths:
         self._seen: dict[int, tuple[int, float, float]] = {}  # rows, mean and mean square
 
     def learn(self, max_tokens: int, length: int) -> None:
-        """Take note of a row that ended."""
+        """Record the length of a finished row."""
         count, mean, square = self._seen.get(max_tokens.bit_length(), (0, 0.0, 0.0))
         share = max(1 / (count + 1), 1 / MEMORY)
         mean += share * (length - mean)
@@ -26,7 +23,7 @@ class ExpectedLengths:
         self._seen[max_tokens.bit_length()] = (count + 1, mean, square)
 
     def expect(self, max_tokens: int) -> int:
-        """Return how many tokens to make room for: the mean and one deviation, or all."""
+        """Return how many tokens to reserve: mean and one deviation, or max_tokens."""
         count, mean, square = self._seen.get(max_tokens.bit_length(), (0, 0.0, 0.0))
         if count < MIN_SEEN:
             return max_tokens

@@ -1,4 +1,4 @@
-"""What is worth telling of the processes that compute for an engine."""
+"""Facts about the processes that compute for an engine."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ class Facts:
     """One pipeline, as its first rank sees it."""
 
     device: str  # such as cpu or cuda:0
-    dtype: str  # of weights and hidden states, such as float32
-    kv_dtype: str  # of the KV cache
-    num_threads: int  # that compute in each process
-    is_alone: bool  # no other process has part in it
+    dtype: str  # type of weights and hidden states, such as float32
+    kv_dtype: str  # type of the KV cache
+    num_threads: int  # computing threads in each process
+    is_alone: bool  # the pipeline has no other process
     max_rows: int  # most sequences that run at once
-    weight_bytes: int  # of this rank
-    kv_bytes_per_token: int  # of this rank
+    weight_bytes: int  # this rank's weights
+    kv_bytes_per_token: int  # this rank's part of a token
     has_kernel: bool  # attention is compiled
-    why_plain: str  # why a kernel that was to be used is not
+    why_plain: str  # why a kernel that should be used is not
     why_slower: str  # why it is slower than it could be

@@ -1,4 +1,4 @@
-"""The steps that the pipeline is computing, and whose results they will bring."""
+"""The steps in flight, and the sequences to which their results belong."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ class StepsInFlight:
         return sum(planned.num_decode_rows > 0 for planned in self._steps)
 
     def add(self, planned: PlannedStep) -> None:
-        """Take note of a step that is about to be computed."""
+        """Record a step that is about to be computed."""
         self._steps.append(planned)
 
     def collect(self, planned: PlannedStep) -> None:
-        """Take note that the oldest step is back."""
+        """Record that the oldest step is back."""
         oldest = self._steps.popleft()
         assert oldest is planned, "steps came back in another order"
 
     def has_result_for(self, sequence: Sequence) -> bool:
-        """Tell whether a step draws a token of a sequence, or scores its prompt."""
+        """Return whether a step draws a token of a sequence, or scores its prompt."""
         return any(
             sequence in planned.sequences or sequence.prompt in planned.scored_prompts
             for planned in self._steps

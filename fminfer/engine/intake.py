@@ -1,4 +1,4 @@
-"""From a request's fields to a request that can run: check, tokenize, check lengths."""
+"""Turns a request's fields into a request that can run: check, tokenize, check lengths."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from fminfer.engine.sequence import Prepared
 from fminfer.text.encoded_prompt import EncodedPrompt
 from fminfer.text.tokenizer import Tokenizer
 
-MAX_COUNTED_CHARS = 2**16  # of a prompt that is tokenized whatever the context
-MAX_CUT_CHARS = 2**22  # of a prompt that --on-too-long cuts; their tokens take about a gigabyte
+MAX_COUNTED_CHARS = 2**16  # a prompt up to this length is tokenized whatever the context
+MAX_CUT_CHARS = 2**22  # longest prompt that --on-too-long cuts; its tokens take about a gigabyte
 
 
 @dataclass(slots=True, frozen=True)
@@ -61,7 +61,7 @@ class Intake:
         return request
 
     def prepare(self, request: Request, *, repeat: int = 0, is_openai: bool = True) -> Prepared:
-        """Tokenize a request's prompts, and see that they fit.
+        """Tokenize a request's prompts, and check that they fit.
 
         Args:
             repeat: how many equal requests without a seed came before.
@@ -78,7 +78,7 @@ class Intake:
         return Prepared(params, prompts, repeat if meaning else 0, meaning, is_openai)
 
     def note(self, *warnings: RowWarning, where: str = "") -> None:
-        """Count what is strange about a request, and tell what is new of it.
+        """Count a request's warnings, and pass on those that are new.
 
         Args:
             where: what a warning is told with, such as `line 3: `.
@@ -178,7 +178,7 @@ class Intake:
         return self.limits.context_length + is_scored_only - params.max_tokens
 
     def _fit(self, encoded: EncodedPrompt, params: SamplingParams) -> EncodedPrompt:
-        """Return the prompt if it fits the context, or what is left of it if it may be cut."""
+        """Return the prompt if it fits the context, or cut it if that is allowed."""
         room = self._room(params)
         if len(encoded.ids) <= room:
             return encoded

@@ -1,7 +1,7 @@
-"""What a request changes of its logits: logit_bias, and penalties for tokens that came before.
+"""What a request changes in its logits: logit_bias, and penalties for earlier tokens.
 
-One column an affected token, kept up to date as tokens are drawn, so that a step sends them without
-counting anew. It knows no tensor; `fminfer.compute.sampling.sampler` applies the columns.
+Each affected token has a column. Columns are updated as tokens are drawn, so a step sends them
+without counting anew. `fminfer.compute.sampling.sampler` applies them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class LogitEdits:
         self.columns.minus[place] = params.frequency_penalty * num_drawn + params.presence_penalty
 
     def _find(self, token_id: int) -> int:
-        """Return the token's place, a new one that changes nothing if it had none."""
+        """Return the token's place; a new place changes nothing yet."""
         place = self._place.setdefault(token_id, len(self._place))
         if place == len(self.columns.token_id):
             self.columns.add(token_id)

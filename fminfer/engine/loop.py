@@ -1,6 +1,6 @@
-"""The engine's loop: take requests in, keep the pipeline full, tell what happened.
+"""The engine's loop: take requests in, keep the pipeline full, return events.
 
-It sees the pipeline as `submit` and `collect` only.
+The pipeline is `submit` and `collect`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fminfer.engine.stats import EngineStats
 
 
 class Pipeline(Protocol):
-    """What the engine sees of the ranks."""
+    """The engine's view of the ranks."""
 
     num_in_flight: int
 
@@ -102,8 +102,8 @@ class EngineLoop:
         """Queue a request; return the id by which events name it.
 
         Args:
-            priority: requests of higher ones enter first, and may put back rows of lower ones.
-            is_streamed: tell its tokens as they come.
+            priority: higher ones are admitted first, and may preempt rows of lower ones.
+            is_streamed: return its tokens as they come.
             is_counted: `count_row` has counted it.
             request_id: its id, where others give ids to all requests; None: the next one.
 
@@ -129,7 +129,7 @@ class EngineLoop:
         return state
 
     def cancel(self, request_id: int) -> None:
-        """Forget a request, whatever has become of it; the next step frees what it held."""
+        """Forget a request, in any state; the next step frees what it held."""
         self._cancelled.append(request_id)
         self._notify()
 
@@ -157,7 +157,7 @@ class EngineLoop:
         return bool(has_news or self._in_flight or may_go_on)
 
     def step(self) -> list[Event]:
-        """Do one step, and return what happened.
+        """Do one step, and return its events.
 
         Raises:
             PipelineError: a rank failed. All requests are dropped.
@@ -181,7 +181,7 @@ class EngineLoop:
             raise
 
     def drop(self) -> None:
-        """Forget every request; steps in flight are waited for."""
+        """Forget every request; wait for the steps in flight."""
         self._pipeline.drop()
         self._scheduler.clear()
         self._added.clear()
@@ -198,7 +198,7 @@ class EngineLoop:
         self._is_draining = True
 
     def expect_no_more(self) -> None:
-        """Take note that no more requests come: prefixes that none of these shares can go."""
+        """Note that no more requests come: prefixes that none of them shares can be evicted."""
         self._take_in()
         self._scheduler.forget_unshared()
 
@@ -208,7 +208,7 @@ class EngineLoop:
             self._scheduler.check_idle()
 
     def count_row(self, prepared: Prepared | None, *, is_copied: bool = False) -> None:
-        """Count a line that was read, for those who follow the progress."""
+        """Count a line that was read, for progress."""
         self.stats.read.add_row(prepared, is_copied=is_copied)
         self.stats.num_copied_requests += is_copied
 
@@ -240,7 +240,7 @@ class EngineLoop:
         return self._max_steps is not None and num_steps >= self._max_steps
 
     def _check_room(self, state: RequestState) -> None:
-        """See that the KV cache could hold each prompt of a request, were it alone.
+        """Check that the KV cache could hold each prompt of a request alone.
 
         Raises:
             RequestError: it could not.
@@ -265,7 +265,7 @@ class EngineLoop:
                 )
 
     def _take_in(self) -> None:
-        """Let what was added wait, and forget what was cancelled."""
+        """Queue added requests, and forget cancelled ones."""
         num_cancelled = len(self._cancelled)  # counted first: all of these were added by now
         while self._added:
             state = self._added.popleft()
@@ -308,7 +308,7 @@ class EngineLoop:
         self._leave(state)
 
     def _schedule(self) -> None:
-        """Send steps in until enough are in flight."""
+        """Submit steps until enough are in flight."""
         while self._pipeline.num_in_flight < self._micro_batches and not self._is_at_limit:
             for prompt in self._scheduler.admit(is_stopping=self._is_draining):
                 self._count_admitted(prompt)
@@ -374,7 +374,7 @@ class EngineLoop:
             self._streams.pop(state.id, None)
 
     def _tell(self) -> list[Event]:
-        """Return the tokens of streamed requests, and the answers of those that are done."""
+        """Return the deltas of streamed requests, and the answers of finished ones."""
         events: list[Event] = []
         for stream in self._streams.values():
             events += stream.take()

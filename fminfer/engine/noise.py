@@ -1,6 +1,6 @@
-"""Counter-based randomness: a draw belongs to its request and step, to nothing else.
+"""Counter-based randomness: a draw depends only on its request and step.
 
-Not to neighbours, order, batch, or how often the run was resumed (contract, section 7).
+Neighbours, order, batch and resumed runs change nothing (contract, section 7).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ DEFAULT_VALUES = {each.name: getattr(DEFAULTS, each.name) for each in fields(DEF
 
 
 def meaning_of(prompts: Sequence[str | list[int]], params: SamplingParams) -> bytes:
-    """Return 16 bytes that stand for all that a request says, its seed left out.
+    """Return a digest of 16 bytes of all that a request means, without its seed.
 
-    Requests that say the same in other bytes (the order of keys, `stream`, 1 for 1.0) are equal.
+    Requests that mean the same in other bytes (the order of keys, `stream`, 1 for 1.0) are equal.
     """
     values = {each.name: getattr(params, each.name) for each in fields(params)}
     values["seed"] = None
@@ -42,11 +42,11 @@ def meaning_of(prompts: Sequence[str | list[int]], params: SamplingParams) -> by
 def draw_key(
     prompts: Sequence[list[int]], params: SamplingParams, seed: int, repeat: int, meaning: bytes
 ) -> bytes:
-    """Return what the draws of all sequences of a request have in common.
+    """Return the key that the draws of all sequences of a request share.
 
-    Of a request with a seed these are its prompts' ids, its seed, and how its tokens are drawn: so
-    it draws the same with more choices, a larger `max_tokens`, or `logprobs`. Of one without a
-    seed it is all that it says, and how many equal ones came before it.
+    With a seed, it depends on the prompts' ids, the seed and the sampling params of a draw. So
+    another `n`, `max_tokens` or `logprobs` draws the same. Without a seed, it depends on all that
+    the request says, and on how many equal requests came before.
 
     Args:
         seed: the request's own, or the run's.
@@ -84,6 +84,6 @@ def _canonical(values: dict[str, object]) -> list[tuple[str, object]]:
 
 
 def step_noise(key: bytes, step: int) -> int:
-    """Return the 64 random bits of one step, signed; its tokens' noise is made of them."""
+    """Return the 64 random bits of one step, signed, from which its tokens' noise is computed."""
     drawn = hashlib.blake2b(step.to_bytes(8, "little"), key=key, digest_size=8).digest()
     return int.from_bytes(drawn, "little", signed=True)

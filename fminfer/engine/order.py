@@ -1,7 +1,7 @@
-"""In which order waiting prompts are to run: those that share a prefix together, long ones first.
+"""Orders waiting prompts: those that share a prefix together, long ones first.
 
-Prompts of one prefix that follow one another find it in the cache, however small that is; and a
-long row that enters early does not run alone at the end.
+Prompts of one prefix that follow one another find it even in a small cache. A long row that is
+admitted early does not run alone at the end.
 """
 
 from __future__ import annotations

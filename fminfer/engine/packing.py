@@ -1,7 +1,4 @@
-"""Packs rows into a step: which token each sampling and scoring row draws from, in flat arrays.
-
-It knows sequences and a step's form, not which rows are chosen.
-"""
+"""Packs rows into a step: flat arrays say from which token each sampling and scoring row draws."""
 
 from __future__ import annotations
 
@@ -24,8 +21,8 @@ class PackedRow:
     def copies_after(self, block_size: int) -> list[tuple[int, int]]:
         """List the copies of a prompt's last, unfilled block that its other sequences need.
 
-        They are made at the start of the next step: the pipeline keeps order, so the block is
-        written by then, and whoever owned it in between has not yet been given it.
+        The next step makes them at its start. The pipeline keeps order, so the block is written by
+        then, and nobody else has got it in between.
         """
         end = self.row.position + len(self.row.token_ids)
         if len(self.sequences) < 2 or end % block_size == 0:
@@ -52,7 +49,7 @@ class PlannedStep:
 
 
 def pack(step_id: int, rows: list[PackedRow], copies: list[tuple[int, int]]) -> PlannedStep:
-    """Form a step of these rows, in this order.
+    """Pack these rows into a step, in this order.
 
     Args:
         copies: of blocks, made before the rows are computed.
@@ -77,7 +74,7 @@ def pack(step_id: int, rows: list[PackedRow], copies: list[tuple[int, int]]) -> 
 
 
 def _add_samples(sampling: SamplingRows, sequences: list[Sequence]) -> None:
-    """Say how each sequence's token is drawn, a column at a time: there are hundreds of rows."""
+    """Set how each sequence's token is drawn, a column at a time: there are hundreds of rows."""
     params = [sequence.prompt.params for sequence in sequences]
     sampling.temperature = [each.temperature for each in params]
     sampling.top_p = [each.top_p for each in params]

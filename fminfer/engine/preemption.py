@@ -1,4 +1,4 @@
-"""Which running rows lose their blocks to others, and in which order.
+"""Chooses which running rows lose their blocks to others, and in which order.
 
 Prompts with several candidates are never preempted: their sequences share blocks and run together.
 """
@@ -21,12 +21,12 @@ def rows_below(priority: int, sequences: Iterable[Sequence]) -> list[Sequence]:
 
 
 def first_to_go(sequence: Sequence, ready: Iterable[Sequence]) -> Sequence:
-    """Choose who is preempted when no block is left for a running row: it, or one that is ready."""
+    """Choose the row to preempt when no block is left for a running row: itself or a ready one."""
     priority = sequence.prompt.priority
     others = (other for other in ready if _may_go(other.prompt, priority))
     return max([sequence, *others], key=lambda row: (-row.prompt.priority, row.prompt.number))
 
 
 def _may_go(prompt: PromptState, priority: int) -> bool:
-    """Tell whether a row may go for one of that priority: once, or for a higher one."""
+    """Return whether a row may be preempted for this priority: once, or for a higher one."""
     return len(prompt.sequences) == 1 and (not prompt.again or prompt.priority < priority)

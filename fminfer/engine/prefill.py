@@ -8,7 +8,7 @@ from fminfer.core.messages import StepRow
 from fminfer.engine.packing import PackedRow
 from fminfer.engine.sequence import PromptState
 
-# A prompt waits for another that is being fed if it will find so many more tokens in the cache.
+# A prompt waits for one that is being fed if it then finds at least so many more tokens cached.
 MIN_GAIN = 16
 
 
@@ -30,7 +30,7 @@ class PrefillLine:
         return list(self._prompts)
 
     def add(self, prompt: PromptState) -> None:
-        """Let an admitted prompt be fed after those of its priority."""
+        """Queue an admitted prompt behind those of its priority."""
         place = len(self._prompts)
         while place > 0 and self._prompts[place - 1].priority < prompt.priority:
             place -= 1
@@ -49,7 +49,7 @@ class PrefillLine:
         return sum(other.num_unfed for other in self._prompts if other.priority >= priority)
 
     def will_share(self, prompt: PromptState, num_found: int) -> bool:
-        """Tell whether one of them will soon give a prompt MIN_GAIN more tokens of prefix.
+        """Return whether one of them will soon give a prompt MIN_GAIN more tokens of prefix.
 
         One of lower priority does not count: others might be fed before it without end.
         """

@@ -1,8 +1,7 @@
 """The prefix cache: which token prefixes lie in which KV blocks, and with which scores.
 
-A radix tree over prompts, exact to the token: prompts that part in the middle of a block have the
-block twice, the second made by copying. Leaves used longest ago go first when blocks are needed. It
-knows no tensor and no request.
+A radix tree over prompts, exact to the token. If prompts part in the middle of a block, the second
+one gets a copy of it. When blocks are needed, the least recently used leaves are evicted first.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from fminfer.engine.blocks import BlockPool
 from fminfer.engine.sequence import ReportSlice, TokenReport
 
 MAX_SCORES = 2_000_000  # logprobs kept with prefixes, some 100 bytes each
-MIN_ENTRIES = 1024  # in the heap of leaves before stale ones are swept out
-MAX_COUNTED_TOKENS = 500_000  # distinct prefixes that the optimum is counted over; about 40 MB
+MIN_ENTRIES = 1024  # size of the heap of leaves from which stale ones are removed
+MAX_COUNTED_TOKENS = 500_000  # distinct prefixes over which the optimum is counted; about 40 MB
 
 
 @dataclass(slots=True)

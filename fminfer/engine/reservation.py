@@ -45,11 +45,11 @@ class KvReservation:
         return self._cache is not None
 
     def fits(self, prompt: PromptState) -> bool:
-        """Tell whether the pool could hold the prompt if it were alone."""
+        """Return whether the pool could hold the prompt if it were alone."""
         return self._num_blocks(prompt, prompt.num_kv_tokens) <= self._pool.num_blocks
 
     def find_prefix(self, prompt: PromptState) -> Match:
-        """Find what need not be fed; of a scored prompt, the scores of those tokens as well."""
+        """Find the prefix that need not be fed; for a scored prompt, with its scores."""
         if self._cache is None or prompt.is_apart:
             return Match()
         if not prompt.wants_scores:  # the last token is fed to draw from it
@@ -89,7 +89,7 @@ class KvReservation:
         return True
 
     def would_fit(self, prompt: PromptState, match: Match, leaving: Iterable[Sequence]) -> bool:
-        """Tell whether the prompt would have room if those sequences gave back their blocks."""
+        """Return whether the prompt would have room if those sequences gave back their blocks."""
         num_full = match.length // self._pool.block_size
         shared = match.blocks[:num_full]
         num_needed = self._num_blocks(prompt, self._num_expected(prompt)) - num_full
@@ -100,7 +100,7 @@ class KvReservation:
         return num_needed <= num_free + num_left
 
     def grow(self, sequence: Sequence) -> bool:
-        """See that a sequence has a block for its newest token; False: none is left."""
+        """Give a sequence a block for its newest token, if it needs one; False: none is left."""
         while sequence.position >= len(sequence.block_table) * self._pool.block_size:
             if not self._make_room(1):
                 return False
@@ -117,7 +117,7 @@ class KvReservation:
         self.num_sequences -= 1
 
     def learn(self, max_tokens: int, num_drawn: int) -> None:
-        """Take note of how many tokens a finished sequence drew."""
+        """Record how many tokens a finished sequence drew."""
         self._expected.learn(max_tokens, num_drawn)
 
     def take_copies(self, rows: list[PackedRow]) -> list[tuple[int, int]]:
@@ -136,12 +136,12 @@ class KvReservation:
         self._cache.insert(prompt.ids, num_tokens, table, reports, prompt.num_top)
 
     def forget_prefix(self, prompt: PromptState, num_wanted: int) -> None:
-        """Evict what is kept of a prompt behind the tokens that others wait for."""
+        """Evict a prompt's blocks behind the tokens that others wait for."""
         if self._cache is not None:
             self._cache.forget(prompt.ids, num_wanted)
 
     def withdraw_prefix(self, prompt: PromptState) -> bool:
-        """Let nobody share what a prompt computed, as it may be spoiled; whoever does keeps it.
+        """Stop sharing what a prompt computed, as it may be spoiled; those that share it keep it.
 
         Returns:
             whether the prompt had itself taken blocks from the cache.
@@ -154,7 +154,7 @@ class KvReservation:
         return num_taken > 0
 
     def replace_prefix(self, prompt: PromptState) -> None:
-        """Let a prompt that was fed apart, and is sound, take the place of the spoiled prefix."""
+        """Replace the spoiled prefix by a sound prompt that was fed apart."""
         prompt.is_apart = False
         if self._cache is not None:
             self._cache.withdraw(prompt.ids, 0)
@@ -181,7 +181,7 @@ class KvReservation:
         return prompt.kv_tokens_for(self._expected.expect(prompt.params.max_tokens))
 
     def _make_room(self, num_blocks: int, *, at_all_costs: bool = False) -> bool:
-        """See that so many blocks are free, at the cost of the prefix cache; False: cannot be."""
+        """Free so many blocks by evicting prefixes; False: there are not enough."""
         if self._pool.num_free + self._pool.num_idle < num_blocks:
             return False
         if self._cache is not None:

@@ -1,4 +1,4 @@
-"""What a step's results mean for its prompts and sequences: scores, tokens, nan, the end."""
+"""Applies a step's results to its prompts and sequences: scores, tokens, nan, the end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fminfer.engine.stats import EngineStats
 def take_result(
     planned: PlannedStep, result: StepResult, scheduler: Scheduler, stats: EngineStats
 ) -> Iterator[Sequence]:
-    """Give a step's scores and tokens to whom they belong; yield the sequences that are done."""
+    """Give a step's scores and tokens to their prompts and sequences; yield finished sequences."""
     scores = _reports(result.scored)
     for prompt, report in zip(planned.scored_prompts, scores, strict=True):
         yield from _take_score(prompt, report, scheduler, stats)
@@ -79,8 +79,8 @@ def _take_shared_scores(prompt: PromptState) -> None:
 def _feeds_again(prompt: PromptState, scheduler: Scheduler, stats: EngineStats) -> bool:
     """Judge a prompt by its first result since it was admitted.
 
-    Of nan, blocks that it shares may be the cause, whatever the row that computed them gave:
-    then it is fed again, alone, and has a verdict of its own.
+    Shared blocks may be the cause of nan, even if the row that computed them was sound. Then the
+    prompt is fed again, alone, and judged by that result.
     """
     if prompt.is_unproven:
         prompt.is_unproven = False

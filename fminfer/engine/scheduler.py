@@ -1,9 +1,9 @@
-"""What runs next: who waits, who is admitted, who is preempted, and what a step holds.
+"""Decides what runs next: who waits, who is admitted, who is preempted, what a step holds.
 
 A prompt is admitted when blocks for it and for the tokens that it will likely draw are free. A row
-that draws more takes blocks one by one. When none is left, the row of the lowest priority that came
-last is preempted: it is fed again later, with all the room that it can need, so that it is not
-preempted for that reason again. A waiting prompt may preempt rows of lower priority at any time.
+that draws more takes blocks one by one. When none is left, the latest row of the lowest priority is
+preempted. It is fed again later, with room for max_tokens, so that this does not happen twice. A
+waiting prompt may preempt rows of lower priority at any time.
 Prompts are fed in chunks that fill each step beside the decode rows.
 """
 
@@ -95,11 +95,11 @@ class Scheduler:
         return self._waiting.has_preempted
 
     def fits(self, prompt: PromptState) -> bool:
-        """Tell whether the cache could hold the prompt if it were alone."""
+        """Return whether the cache could hold the prompt if it were alone."""
         return self._kv.fits(prompt)
 
     def has_in_flight(self, sequence: Sequence) -> bool:
-        """Tell whether a step in flight draws a token of a sequence, or scores its prompt."""
+        """Return whether a step in flight draws a token of a sequence, or scores its prompt."""
         return self._in_flight.has_result_for(sequence)
 
     def add(self, prompt: PromptState) -> None:
@@ -108,20 +108,19 @@ class Scheduler:
         self._lowest_priority = min(self._lowest_priority, prompt.priority)
 
     def forget_unshared(self) -> None:
-        """Take note that no more prompts come.
+        """Note that no more prompts come.
 
-        From now on what none of those that wait shares is forgotten when its row ends: its blocks,
-        which are warm, are then used again before others.
+        From now on, a finished prefix that no waiting prompt shares is evicted when its row ends.
+        Its blocks, which are warm, are used again before others.
         """
         if self._kv.has_cache:
             self._waiting.expect_no_more()
 
     def admit(self, *, is_stopping: bool = False) -> list[PromptState]:
-        """Let in, in order, prompts whose blocks are free or can be had; return those let in.
+        """Admit prompts in order while blocks for them are free or can be freed; return them.
 
-        No more than the next step can feed: a prompt that could only stand in line inside would
-        hold blocks, and so memory, for nothing. One whose prefix is being fed right now stands back
-        until it is in the cache.
+        Admit no more than the next step can feed: other prompts would hold blocks, and so memory,
+        for nothing. A prompt whose prefix is being fed right now waits until it is in the cache.
 
         Args:
             is_stopping: only rows that ran already may enter.
@@ -168,7 +167,7 @@ class Scheduler:
         return planned
 
     def collect(self, planned: PlannedStep) -> None:
-        """Take note that a step is no longer in flight; call it before its results are used."""
+        """Record that a step is no longer in flight; call it before its results are used."""
         self._in_flight.collect(planned)
 
     def resume(self, sequence: Sequence) -> None:
@@ -211,12 +210,12 @@ class Scheduler:
         return remaining
 
     def vouch(self, prompt: PromptState) -> None:
-        """Take note that a prompt's first result is of numbers."""
+        """Record that a prompt's first result has no nan."""
         if prompt.is_apart and not prompt.owner.is_cancelled:
             self._kv.replace_prefix(prompt)
 
     def put_apart(self, prompt: PromptState) -> bool:
-        """Take note that a prompt's first result is nan, and let nobody share what it computed.
+        """Record that a prompt's first result is nan, and stop sharing what it computed.
 
         Returns:
             whether it had taken blocks of others: their fault, perhaps, so that it is fed once
@@ -240,7 +239,7 @@ class Scheduler:
         self._kv.check_idle()
 
     def _stands_back(self, prompt: PromptState, match: Match) -> bool:
-        """Tell whether the prompt's prefix will be in the cache if it waits a little."""
+        """Return whether the prompt should wait because its prefix will soon be in the cache."""
         can_share = self._kv.has_cache and not prompt.is_apart
         return can_share and self._prefilling.will_share(prompt, match.length)
 
@@ -294,7 +293,7 @@ class Scheduler:
         self._waiting.put_first(prompt)
 
     def _grow(self, sequence: Sequence) -> bool:
-        """See that a sequence has a block for its newest token; False: it was preempted itself."""
+        """Give a sequence a block for its newest token; False: it was preempted itself."""
         while not self._kv.grow(sequence):
             victim = first_to_go(sequence, self._ready)
             self._preempt(victim)
@@ -303,7 +302,7 @@ class Scheduler:
         return True
 
     def _decode_rows(self, num_drawing: int) -> list[PackedRow]:
-        """Take this micro-batch's share of the running sequences."""
+        """Take the running sequences of this micro-batch."""
         num_decoding = self._in_flight.num_decoding
         count = self._shape.num_decode_rows(len(self._ready), num_drawing, num_decoding)
         rows: list[PackedRow] = []

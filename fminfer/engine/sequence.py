@@ -1,4 +1,4 @@
-"""The nouns of the engine: a request being answered, its prompts, and their sequences."""
+"""The state of a request being answered, its prompts, and their sequences."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Prepared:
 
     params: SamplingParams
     prompts: list[EncodedPrompt]
-    repeat: int = 0  # equal requests without a seed before it, so that they draw differently
-    meaning: bytes = b""  # of one without a seed: a digest of its prompts and all of its params
+    repeat: int = 0  # equal requests without a seed before it; makes them draw differently
+    meaning: bytes = b""  # without a seed: a digest of its prompts and all of its params
     is_openai: bool = True  # answered as the OpenAI API does: tokens as texts, logprobs or null
 
 
@@ -46,9 +46,9 @@ class RequestState:
     id: int
     prepared: Prepared
     added_s: float
-    priority: int = 0  # higher ones enter first
-    is_streamed: bool = False  # its tokens are told as they come
-    is_counted: bool = False  # among what was read
+    priority: int = 0  # higher ones are admitted first
+    is_streamed: bool = False  # its tokens are returned as they come
+    is_counted: bool = False  # counted among the lines that were read
     prompts: list[PromptState] = field(default_factory=list)
     times: RowTimes | None = None  # once its first prompt was admitted
     error: RequestError | None = None
@@ -69,13 +69,13 @@ class PromptState:
     sequences: list[Sequence] = field(default_factory=list)
     end_ids: frozenset[int] = frozenset()  # tokens that end it: EOS and stop_token_ids
     held_ids: frozenset[int] = frozenset()  # the same, EOS also under ignore_eos: see min_tokens
-    is_counted: bool = False  # among those over which the best possible prefix cache is counted
-    num_cached: int = 0  # tokens of it that were found in the prefix cache
-    num_fed: int = 0  # tokens of it that need no more feeding: cached, or sent to the model
-    shared_scores: list[ReportSlice] = field(default_factory=list)  # of the cached tokens
-    reports: list[TokenReport] = field(default_factory=list)  # of its tokens 1 … , under echo
-    number: int = 0  # of its admission
-    is_unproven: bool = False  # it was admitted, and no result of that is known yet
+    is_counted: bool = False  # counted for the best possible prefix cache
+    num_cached: int = 0  # its tokens that were found in the prefix cache
+    num_fed: int = 0  # its tokens that need no more feeding: cached, or sent to the model
+    shared_scores: list[ReportSlice] = field(default_factory=list)  # scores of cached tokens
+    reports: list[TokenReport] = field(default_factory=list)  # its tokens 1 … , under echo
+    number: int = 0  # counts admissions
+    is_unproven: bool = False  # admitted, but its first result is not there yet
     num_taken: int = 0  # tokens that it took from the prefix cache when it was admitted last
     nan_at: str = ""  # where its logits are nan
     is_apart: bool = False  # fed without the prefix cache, as what it took from that gave nan

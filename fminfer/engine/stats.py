@@ -16,7 +16,7 @@ class StageStats:
     first_s: float = 0.0  # start of its first step, time.time() of its machine
     last_s: float = 0.0  # end of its last step
     sent_bytes: int = 0
-    max_tokens: int = 0  # that it computes at once since memory ran out; 0: it has not
+    max_tokens: int = 0  # most tokens at once since memory ran out; 0: it has not run out
 
     def add(self, span: StageSpan) -> None:
         """Count one step."""
@@ -31,13 +31,13 @@ class StageStats:
 class ReadWork:
     """What requests ask for; equal ones and wrong lines ask for nothing."""
 
-    num_rows: int = 0  # lines that were read and handed on, whatever they ask for
-    num_seeded: int = 0  # of them, those that draw with a seed of their own
-    num_tokens: int = 0  # of prompts, to be computed or found in the prefix cache
+    num_rows: int = 0  # lines that were read, also wrong and equal ones
+    num_seeded: int = 0  # lines with a seed of their own
+    num_tokens: int = 0  # prompt tokens, computed or found in the prefix cache
     num_sequences: int = 0
-    max_draws: int = 0  # of all sequences
+    max_draws: int = 0  # most tokens that all sequences may draw
     num_open: int = 0  # sequences that have not ended
-    max_open_draws: int = 0  # that those may still draw
+    max_open_draws: int = 0  # most tokens that these may still draw
     num_stopped: int = 0  # sequences that ended before max_tokens
 
     def add_row(self, prepared: Prepared | None, *, is_copied: bool) -> None:
@@ -77,13 +77,13 @@ class EngineStats:
     num_cached_tokens: int = 0  # prompt tokens not fed, because the prefix cache had them
     # Of the prompts for which the best possible cache (a trie over them) was counted:
     num_counted_tokens: int = 0
-    num_counted_cached: int = 0  # of them, not fed
-    num_counted_shareable: int = 0  # of them, those that the best possible cache would not feed
+    num_counted_cached: int = 0  # those not fed
+    num_counted_shareable: int = 0  # those that the best possible cache would not feed
     num_generated_tokens: int = 0
-    num_put_back: int = 0  # rows that lost their KV cache to others, and were fed again
+    num_put_back: int = 0  # preempted rows, which were fed again
     num_apart: int = 0  # rows that gave nan, and were fed again without the prefix cache
-    num_again_tokens: int = 0  # of num_prompt_tokens, those that were fed for both
-    num_copied_requests: int = 0  # that took the answer of an equal one
+    num_again_tokens: int = 0  # the part of num_prompt_tokens that was fed for both
+    num_copied_requests: int = 0  # requests that took the answer of an equal one
     num_begun: int = 0  # requests that no longer wait: admitted, or ended without
     max_rows_running: int = 0
     num_kv_tokens: int = 0  # the size of the KV cache

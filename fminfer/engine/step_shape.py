@@ -1,11 +1,11 @@
-"""How large a step is, and how many of the running rows it takes."""
+"""The size of a step, and the number of running rows that it takes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Measured on 2 CPU cores, llama of 12 × 768: 16 rows in one micro-batch instead of two took 0.62
-# of the time; from about 64 rows on the products, not the weights, set the pace.
+# Measured on 2 CPU cores, llama of 12 × 768: 16 rows in one micro-batch took 0.62 of the time of
+# two. From about 64 rows on, products set the pace, not the weights.
 MIN_SHARE = 64
 # About where products, not the weights, set the pace. Simulated, OPT-175B: stages of 8 A100s work
 # 60 % of the time with pieces of 512, 93 % with these; of 8 H200s 61 % and 98 %.
@@ -33,10 +33,10 @@ class StepShape:
     def num_decode_rows(self, num_ready: int, num_drawing: int, num_decoding: int) -> int:
         """Return how many of the running rows the next step takes.
 
-        They are spread over one micro-batch for each stage: every micro-batch reads all weights.
-        They are spread over all if that costs little: in a pipeline of several, whose stages would
-        wait for each other, if each has MIN_SHARE rows; of a single stage if one does not take them
-        all. What is left over waits for the next micro-batch that comes back.
+        Rows are spread over one micro-batch for each stage, because every micro-batch reads all
+        weights. They are spread over all micro-batches if that costs little. With several stages,
+        each must then have MIN_SHARE rows. With one stage, one step must be too small for all rows.
+        Rows that are left over wait for the next micro-batch that comes back.
 
         Args:
             num_ready: rows that could be taken.

@@ -1,4 +1,4 @@
-"""When a sequence ends, and where its text is cut. It knows no tokenizer and no model."""
+"""Find stop strings: where a sequence ends, and where its text is cut."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 def find_stop(text: str, stops: tuple[str, ...], num_new: int) -> tuple[int, str] | None:
     """Return where the earliest stop string begins in `text`, and which it is, or None.
 
-    Of several at one place the one listed first counts.
+    If several begin at one place, the one listed first counts.
 
     Args:
         num_new: how many of the text's last characters were not searched before. A stop string may
@@ -23,7 +23,7 @@ def find_stop(text: str, stops: tuple[str, ...], num_new: int) -> tuple[int, str
 def len_of_possible_stop(text: str, stops: tuple[str, ...]) -> int:
     """Return how many characters at a text's end may be the beginning of a stop string.
 
-    A whole one that is there already did not count, under `min_tokens`, and will not.
+    A complete stop string in the text was skipped under `min_tokens`, and stays so.
     """
     longest = max(map(len, stops), default=1) - 1
     for start in range(max(0, len(text) - longest), len(text)):

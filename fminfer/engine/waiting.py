@@ -11,7 +11,7 @@ from fminfer.engine.sequence import PromptState
 
 
 class WaitingLine:
-    """Sorted: higher priority first, then prompts that ran before, then by arrival."""
+    """Waiting prompts: higher priority first, then those that ran before, then by arrival."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[int, int, PromptState]] = []  # (-priority, order, prompt)
@@ -30,18 +30,18 @@ class WaitingLine:
         return any(prompt.has_run for _, _, prompt in self._entries)
 
     def add(self, prompt: PromptState) -> None:
-        """Let a new prompt wait behind all of its priority."""
+        """Put a new prompt behind all of its priority."""
         insort(self._entries, (-prompt.priority, next(self._orders), prompt))
         self._ids = None
 
     def put_first(self, prompt: PromptState) -> None:
-        """Let a prompt that ran wait before all of its priority."""
+        """Put a prompt that ran before all of its priority."""
         insort(self._entries, (-prompt.priority, -next(self._orders), prompt))
         if self._ids is not None:
             self._ids.add(prompt.ids_to_feed)
 
     def remove_at(self, place: int) -> None:
-        """Take out the prompt at a place of the line."""
+        """Remove and return the prompt at a place of the line."""
         prompt = self._entries.pop(place)[2]
         if self._ids is not None:
             self._ids.remove(prompt.ids_to_feed)
@@ -54,33 +54,33 @@ class WaitingLine:
                 return
 
     def expect_no_more(self) -> None:
-        """Take note that no new prompts come: from now on `num_shared` has an answer."""
+        """Note that no new prompts come: from now on `num_shared` has an answer."""
         if self._ids is None:
             self._ids = WaitingPrompts(prompt.ids_to_feed for _, _, prompt in self._entries)
 
     def num_shared(self, ids: list[int]) -> int | None:
-        """Return how many first tokens of `ids` a waiting prompt has, too; None: more may come."""
+        """Return how many first tokens of `ids` a waiting prompt shares; None: more may come."""
         return None if self._ids is None else self._ids.num_shared(ids)
 
 
 class WaitingPrompts:
-    """The ids of prompts that wait, by which can be told what prefix one of them will look for."""
+    """The ids of waiting prompts, to find which prefixes they will look for."""
 
     def __init__(self, prompts: Iterable[list[int]]) -> None:
         self._sorted = sorted(prompts)
 
     def add(self, ids: list[int]) -> None:
-        """Take note of a prompt that waits."""
+        """Add a waiting prompt."""
         insort(self._sorted, ids)
 
     def remove(self, ids: list[int]) -> None:
-        """Take note that one of such ids waits no longer."""
+        """Remove a prompt with these ids: it waits no longer."""
         place = bisect_left(self._sorted, ids)
         assert self._sorted[place] == ids, "a prompt that did not wait"
         del self._sorted[place]
 
     def num_shared(self, ids: list[int]) -> int:
-        """Return how many first tokens of a prompt one that waits has as well, at most."""
+        """Return the most first tokens that a prompt shares with a waiting one."""
         place = bisect_left(self._sorted, ids)  # none has more in common than its neighbours
         neighbours = self._sorted[max(0, place - 1) : place + 1]
         return max((count_equal(o, ids, 0, min(len(o), len(ids))) for o in neighbours), default=0)

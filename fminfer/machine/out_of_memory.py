@@ -1,7 +1,4 @@
-"""Running out of memory as an event: work that does not fit is halved, and the size that fits kept.
-
-It knows sizes and allocators, not what the work is.
-"""
+"""Halves work that does not fit the memory, and remembers the size that fits."""
 
 from __future__ import annotations
 

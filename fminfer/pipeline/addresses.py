@@ -40,14 +40,14 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def end_when_silent(peer: socket.socket, timeout_s: float, *, is_always_read: bool) -> None:
-    """Have the system end a connection whose other machine is silent for so long.
+    """Let the system end a connection whose other machine is silent for this time.
 
     It answers for a process that is alive, however long that says nothing.
 
     Args:
-        is_always_read: by the process at the other end. Linux takes one that leaves what was sent
-            unread for a machine that is gone; where it may do so, such a machine is noticed only
-            while nothing is on the way to it, otherwise by the system's own time (15 minutes).
+        is_always_read: the process at the other end always reads. To Linux, one that does not read
+            looks like a machine that is gone. If it may stop reading, a silent machine is noticed
+            only while no data is on its way. Otherwise it takes 15 minutes.
     """
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -61,12 +61,12 @@ def end_when_silent(peer: socket.socket, timeout_s: float, *, is_always_read: bo
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether an address is of the loopback interface; of names only localhost is."""
+    """Return whether an address is of the loopback interface; of names only localhost is."""
     return host.startswith("127.") or host == "localhost"
 
 
 def is_here(host: str) -> bool:
-    """Tell whether an address is this machine's."""
+    """Return whether an address is this machine's."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         try:
             probe.bind((host, 0))

@@ -16,8 +16,8 @@ from fminfer.pipeline.addresses import interfaces
 from fminfer.pipeline.meeting import POLL_S, Meeting
 from fminfer.pipeline.watch import Fault
 
-END_S = 10.0  # for ranks that were told to stop to end
-FOREVER = timedelta(days=365)  # a rank may wait for work as long as it likes; the watch sees deaths
+END_S = 10.0  # time for ranks to end once they were told to stop
+FOREVER = timedelta(days=365)  # a rank may wait for work without limit; the watch sees deaths
 
 
 class Group(Meeting):
@@ -29,7 +29,7 @@ class Group(Meeting):
         self._connect()
 
     def _connect(self) -> None:
-        """Have torch connect the ranks; it would hear neither signals nor faults meanwhile."""
+        """Let torch connect the ranks on a thread, because it hears neither signals nor faults."""
         thread = _Connecting(self._place.store, self.rank, self.world_size)
         thread.start()
         while thread.is_alive():
@@ -50,7 +50,7 @@ class Group(Meeting):
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """Tell the other ranks what ends rank 0's work, for they wait for it."""
+        """Tell the other ranks, which wait for rank 0, why its work ends."""
         try:
             yield
         except (PipelineError, StoppedError):
@@ -69,7 +69,7 @@ class Group(Meeting):
             self.forget()
 
     def leave(self) -> None:
-        """End in peace: every rank has heard that the run is over."""
+        """End in good order: every rank has heard that the run is over."""
         self.watch.stop()
         self.forget()
         if dist.is_initialized():
@@ -132,7 +132,7 @@ class _Connecting(threading.Thread):
 def _choose_interface(mine: dict[str, str], joined: list[dict[str, str]]) -> None:
     """Let gloo and NCCL use an interface on which every other rank can reach this one.
 
-    By itself gloo goes by the host's name, which often leads to the loopback interface.
+    gloo's own choice is the host's name, which often leads to the loopback interface.
     """
     away = [fields["store"] for fields in joined if not _is_beside_store(fields)]
     address = mine["own"]
@@ -146,5 +146,5 @@ def _choose_interface(mine: dict[str, str], joined: list[dict[str, str]]) -> Non
 
 
 def _is_beside_store(fields: dict[str, str]) -> bool:
-    """Tell whether a rank runs on the machine that holds the store."""
+    """Return whether a rank runs on the machine that holds the store."""
     return fields["own"] == fields["store"] or fields["own"].startswith("127.")

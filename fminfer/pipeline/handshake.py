@@ -1,6 +1,6 @@
-"""How a rank and the holder of the ranks' store show each other that they have one secret.
+"""How a rank and the holder of the ranks' store prove to each other that they have one secret.
 
-It never travels: each side proves it by a digest of two random numbers, one from either side.
+The secret never travels: each side sends a digest of two random numbers, one from either side.
 """
 
 from __future__ import annotations

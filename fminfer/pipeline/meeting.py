@@ -1,4 +1,4 @@
-"""Where the ranks of one run, or of one of its pipelines, come together and learn of each other."""
+"""Lets the ranks of one run, or of one of its pipelines, meet and learn of each other."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from fminfer.pipeline.watch import Fault, Watch
 
 End = Callable[[str], None]  # ends this process at once; it is told the kind of an error
 POLL_S = 0.05
-SEE_S = 1.0  # for a child to be seen dead whose connection broke
-STAY_S = 60.0  # for ranks that come to hear why there is no run
+SEE_S = 1.0  # time to see that a child whose connection broke is dead
+STAY_S = 60.0  # time for ranks to come and hear why there is no run
 
 
 class Children(Protocol):
     """The other ranks, as the processes that rank 0 has started."""
 
     def why_ended(self) -> str:
-        """Say which one has ended unasked, and how; "": none."""
+        """Say which process has ended without being told to, and how; "": none."""
 
     def why_killed(self, wait_s: float) -> str:
-        """Say which one a signal has ended, if one does within this time; "": none."""
+        """Say which process a signal has ended within this time; "": none."""
 
     def end(self, wait_s: float) -> None:
-        """End all; those that end by themselves have so long for it."""
+        """End all processes; each has this time to end by itself."""
 
 
 class Meeting:
-    """This process among others, each of which is told of what becomes of one.
+    """This process among other ranks. All hear of it when one ends.
 
     Args:
         facts: its place.
@@ -92,13 +92,13 @@ class Meeting:
             raise
 
     def warn(self, error: Exception) -> None:
-        """Tell the others what ends this rank, and give them time to hear it."""
+        """Tell the others why this rank ends, and give them time to hear it."""
         is_told = isinstance(error, FminferError)
         text = str(error) if is_told else f"rank {self.rank} failed: {error}"
         self.watch.warn(_fault(error, text))
 
     def _prepare(self, prepare: Callable[[int], None]) -> None:
-        """Do what needs no other rank; what is wrong with it is said now, and to all who come."""
+        """Do what needs no other rank; report its errors now, and to all ranks that come."""
         try:
             prepare(self.rank)
         except StoppedError:  # a signal: the process ends now, with the signal's status
@@ -195,7 +195,7 @@ class Meeting:
         return bool(self._store.check([f"joined/{rank}"]))
 
     def explain(self, fault: Fault) -> Fault:
-        """Add that the system, or somebody, has killed a rank, if this process can see it."""
+        """Add that a rank was killed, if this process can see it."""
         killed = "" if self._children is None else self._children.why_killed(SEE_S)
         return replace(fault, text=f"{fault.text}; {killed}") if killed else fault
 

@@ -21,9 +21,9 @@ from fminfer.pipeline.store import Store
 from fminfer.pipeline.store_place import POLL_S, StorePlace, hold
 
 AWAY_POLL_S = 0.5
-TORN_S = 5.0  # for whoever created a file to fill it
-GREET_S = 20.0  # for what answers at the address to greet: a port may be another program's by now
-AWAY_S = 30.0  # for the holder to see, on a shared disk, that a rank is on another machine
+TORN_S = 5.0  # time for the creator of a file to fill it
+GREET_S = 20.0  # time for a greeting at the address: the port may be another program's by now
+AWAY_S = 30.0  # time for the holder to see, on a shared disk, that a rank is on another machine
 FILES = "fminfer-rendezvous-" + "[0-9]" * 6 + ".json"
 
 
@@ -104,7 +104,7 @@ def _join(
 
 
 def _is_young(file: Path, torn_s: dict[Path, float]) -> bool:
-    """Tell whether a torn file may still be filled; its age is counted from the first look."""
+    """Return whether a torn file may still be filled; its age is counted from the first look."""
     return time.monotonic() - torn_s.setdefault(file, time.monotonic()) < TORN_S
 
 

@@ -233,7 +233,7 @@ def _address_of_job(launcher: str, environ: Mapping[str, str]) -> tuple[str, int
 
 
 def is_one_machine(launcher: str, environ: Mapping[str, str]) -> bool:
-    """Tell whether a launcher says that it started all ranks on this machine."""
+    """Return whether a launcher says that it started all ranks on this machine."""
     if launcher == "srun":
         return environ.get("SLURM_STEP_NUM_NODES") == "1"
     size, local_size = LAUNCHERS[launcher][1], LOCAL_SIZES[launcher]

@@ -1,7 +1,7 @@
 """The pipeline of several ranks: hidden states go from stage to stage, results back to rank 0.
 
-A rank computes while a second thread receives the next message and a third sends the last one:
-transfers hide behind compute. It knows steps and neighbours, neither requests nor who starts ranks.
+A rank computes while a second thread receives the next message and a third sends the last one.
+So transfers hide behind compute.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fminfer.pipeline.step_bytes import (
 )
 from fminfer.pipeline.transport import HiddenForm, Message, receive, send, use_own_stream
 
-CLOSE_TIMEOUT_S = 10.0  # for the word that ends every rank to come round
+CLOSE_TIMEOUT_S = 10.0  # time for the stop message to go round
 
 
 class StageClock(Protocol):

@@ -11,7 +11,7 @@ from fminfer.core.errors import UsageError
 from fminfer.machine.user_cache import cache_path, why_no_cache
 from fminfer.pipeline.ranks import SECRET
 
-WHOLE_S = 5.0  # for another process to write what it has created
+WHOLE_S = 5.0  # time for another process to fill a file that it has created
 POLL_S = 0.02
 
 

@@ -1,4 +1,4 @@
-"""How a Step and a StepResult look as bytes. It knows neither ranks nor tensors.
+"""How a Step and a StepResult look as bytes.
 
 A step is JSON; a result is columns of 64-bit numbers, because its logprobs may be nan or infinite.
 """

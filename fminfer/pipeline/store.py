@@ -20,8 +20,8 @@ from fminfer.pipeline.handshake import greet, introduce, receive_exactly
 
 POLL_S = 0.05
 CONNECT_S = 2.0
-PROOF_S = 20.0  # for a peer to prove that it has the secret
-MAX_STRANGERS = 256  # that may be at it at once
+PROOF_S = 20.0  # time for a peer to prove that it has the secret
+MAX_STRANGERS = 256  # peers that may do so at once
 MAX_MESSAGE_BYTES = 64 << 20
 STORE_IS_GONE = "rank 0, which holds the ranks together, is gone"
 
@@ -213,7 +213,7 @@ class Store(dist.Store):
         return int(self._ask(b"count")[0])
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Tell whether all keys are there."""
+        """Return whether all keys are there."""
         return len(self._ask(b"get", *map(self._full, keys))) == len(keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:

@@ -14,10 +14,10 @@ from fminfer.pipeline.handshake import HolderEndedError, NoStoreError, WrongSecr
 from fminfer.pipeline.ranks import HOW_TO_SHARE
 from fminfer.pipeline.store import Store, StoreHolder
 
-TELL_AFTER_S = 5.0  # that this rank waits for others
+TELL_AFTER_S = 5.0  # then say that this rank waits for others
 POLL_S = 0.1
 REACH_ITSELF_S = 10.0
-GREET_S = 1.0  # that whoever answers has at least, at the last moment too
+GREET_S = 1.0  # least time for a greeting, even just before the timeout
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class StorePlace:
 
     @property
     def is_holder(self) -> bool:
-        """Tell whether the store is in this process."""
+        """Return whether the store is in this process."""
         return self.holder is not None
 
     def leave(self) -> None:

@@ -1,7 +1,7 @@
 """The wire between two ranks: a header, then what it announces (torch.distributed, point to point).
 
 Numbers and bytes go over gloo. Hidden states go over NCCL where every rank has a GPU of its own,
-else over gloo by way of the host's memory. It knows nothing of what the messages mean.
+else over gloo, through the host's memory.
 """
 
 from __future__ import annotations

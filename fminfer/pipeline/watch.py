@@ -1,8 +1,7 @@
 """Notices ranks that die, fail or fall silent, and tells every other one within seconds.
 
 Each rank sets a beat in the store; rank 0 watches all, all watch rank 0 and one key for faults.
-Silence is counted in this process's own turns, so that a run that was suspended as a whole can go
-on. It knows nothing of steps.
+Silence is counted in this process's own turns, so a run that was suspended as a whole can go on.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Which requests go into one file: those of one engine with the same hyperparameters.
-
-It knows fields; where lines stand and where they go it does not.
-"""
+"""Which requests go into one file: those of one engine with the same parameters."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Where each line of a file stands, how long its prompt is, and to which group it belongs.
 
 Each line is parsed once, and 16 bytes of it are kept. Input that cannot be read at any place
-(packed files, stdin, arrays) is copied to a plain file as it is read. It knows nothing of parts.
+(packed files, stdin, arrays) is copied to a plain file as it is read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The ranks of a run see that they are of the same one, and connect their GPUs."""
+"""Checks that all ranks have the same run, and connects their GPUs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def agree(
     kv_dtype: torch.dtype,
     parts: list[Part],
 ) -> None:
-    """See that every rank was started for the same run as rank 0."""
+    """Check that every rank was started for the same run as rank 0."""
     fields = checkpoint.config.to_dict()
     fields.pop("_name_or_path", None)  # each machine may have its own copy
     text = json.dumps(fields, sort_keys=True, default=str)
@@ -52,7 +52,7 @@ def agree(
 
 
 def compare_weights(group: Group, mine: dict[str, str]) -> None:
-    """See that every rank finds the same weights as rank 0: each may have its own copy."""
+    """Check that every rank finds the same weights as rank 0: each may have its own copy."""
     theirs = group.gather("weights", mine)[0]
     if differences := name_differences(mine, theirs):
         raise PipelineError(
@@ -72,10 +72,10 @@ def connect_gpus(group: Group, device: torch.device) -> dist.ProcessGroup | None
 
 
 def connect_neighbours(gpus: dist.ProcessGroup, group: Group, device: torch.device) -> None:
-    """Send a word from each rank to the next, pair after pair.
+    """Send a message from each rank to the next, pair after pair.
 
-    NCCL connects two ranks when they first talk. Two threads of a rank, one that receives and one
-    that sends, would do that at once, in whatever order, and could wait for each other for ever.
+    NCCL connects two ranks at their first message. If a receiving and a sending thread did this at
+    once, two ranks could wait for each other for ever.
     """
     word = torch.zeros(1, device=device)
     for first in range(group.world_size - 1):

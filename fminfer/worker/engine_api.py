@@ -137,8 +137,8 @@ class Engine:
 
         Args:
             request: the fields of a completions request.
-            priority: requests of higher ones enter first, and may put back rows of lower ones.
-            is_streamed: tell its tokens as they come.
+            priority: higher ones are admitted first, and may preempt rows of lower ones.
+            is_streamed: return its tokens as they come.
 
         Raises:
             RequestError: what is wrong with it.
@@ -150,11 +150,11 @@ class Engine:
         return request_id
 
     def cancel(self, request_id: int) -> None:
-        """Forget a request, whatever has become of it. Any thread may call it."""
+        """Forget a request, in any state. Any thread may call it."""
         self._core.cancel(request_id)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until there is work, so long at most; return whether there is."""
+        """Wait for work, at most until the timeout; return whether there is any."""
         return bool(self._left) or self._core.wait(timeout_s)
 
     @property
@@ -163,7 +163,7 @@ class Engine:
         return bool(self._left) or self._core.has_work
 
     def step(self) -> list[Event]:
-        """Let the work go on a little, and return what happened: always in the same thread.
+        """Compute a step and return its events. Always call it from the same thread.
 
         A `Delta` is new text of a streamed request, `Finished` an answer, `Failed` an error.
 
@@ -201,19 +201,19 @@ class Engine:
     def run(
         self, requests: Iterable[Mapping[str, Any] | Line], read_ahead: int = LOOKAHEAD
     ) -> Generator[Record, None, None]:
-        """Answer requests, reading them as room for them appears.
+        """Answer requests, and read them when there is room for them.
 
         Args:
             requests: dicts with the fields of a completions request, or input lines.
-            read_ahead: prompts that may be read before there is room for them: more can be put in
-                better order. Whoever waits for an answer before the next request uses `add`: an
-                iterable is asked for the next one while others are computed.
+            read_ahead: prompts to read before there is room for them. More allow a better order.
+                The iterable is asked for the next request while others are computed. Use `add` if
+                the next one depends on an answer.
 
         Yields:
-            one Record a request, in the order in which they finish; `record.line.number` counts the
-            requests from 1. A request that is wrong, or no dict at all, gives a record with `error`
-            set. Closing the generator ends the run early. Events of requests that were added
-            meanwhile are left for `step`.
+            one Record for each request, in the order in which they finish; `record.line.number`
+            counts requests from 1. A wrong request gives a record with `error` set. Closing the
+            generator ends the run early. Events of requests that were added meanwhile are left for
+            `step`.
 
         Raises:
             UsageError: an earlier run is not finished.
@@ -240,7 +240,7 @@ class Engine:
 
     @property
     def facts(self) -> Facts:
-        """What is worth telling of the processes that compute."""
+        """Facts about the processes that compute."""
         return self._computing.facts
 
     @property
@@ -266,16 +266,16 @@ class Engine:
 
     @property
     def gpu_memory(self) -> dict[str, int]:
-        """Bytes of this process's GPU: what was foreseen, and the peak so far; {} on a CPU."""
+        """Bytes of this process's GPU: the forecast, and the peak so far; {} on a CPU."""
         return self._computing.gpu_memory
 
     @property
     def warnings(self) -> dict[str, int]:
-        """What was strange about requests that were answered all the same, and how often."""
+        """Warnings about requests that were answered, and how often each occurred."""
         return self._intake.warnings.to_dict()
 
     def tell_warnings(self, tell: Callable[[str], None]) -> None:
-        """Have a function told of each warning when it is first met."""
+        """Call a function with each warning when it first occurs."""
         self._intake.on_warning = tell
 
     def follow(
@@ -283,7 +283,7 @@ class Engine:
         on_work: Callable[[int, int], None] = lambda num_fed, num_drawn: None,
         on_step: Callable[[StepTrace], None] | None = None,
     ) -> None:
-        """Have functions told of what is computed.
+        """Call functions as work is computed.
 
         Args:
             on_work: told how many tokens were fed, and how many drawn.
@@ -336,7 +336,7 @@ def _as_lines(requests: Iterable[Mapping[str, Any] | Line]) -> Iterator[Line]:
 
 
 def _as_line(number: int, request: object) -> Line:
-    """Return a request as an input line; what is none costs this line only."""
+    """Return a request as an input line. A wrong one fails alone."""
     if not isinstance(request, Mapping):
         fault = f"request {number} is a {type(request).__name__}; give a dict"
         return Line(0, number, repr(request).encode(), fault=fault)

@@ -32,8 +32,8 @@ from fminfer.worker.loading import kv_token_bytes, split_model
 from fminfer.worker.step_memory import GPU_RESERVE, step_bytes
 
 # Measured on CPUs with models of 125 to 560 million parameters; see docs/performance.md.
-RUN_BYTES = 30 << 20  # of a run's process beside a check's: threads, journal, rows
-GPU_CONTEXT = 1 << 29  # of a GPU, before anything is loaded: not measured
+RUN_BYTES = 30 << 20  # a run's process takes more than a check's: threads, journal, rows
+GPU_CONTEXT = 1 << 29  # a GPU's memory before anything is loaded: not measured
 # What the allocator cannot use again of each weight that was replaced by its packed form.
 HOLE_BYTES = {torch.float32: 5 << 19, torch.bfloat16: 1 << 20}
 # Of each product of an expert that a library packs; in bfloat16 none. The kernels pack all at once.
@@ -47,11 +47,11 @@ class Footprint:
     rank: int
     num_layers: int
     libraries: int  # Python, torch, rotary tables; on a GPU its context and reserve
-    weights: int  # with the files that are mapped
-    held_weights: int  # the least of it that stays: mapped files can be dropped and read again
-    mapped: int  # what of it is in files that are mapped, which leave memory to others
+    weights: int  # weights, with mapped files
+    held_weights: int  # the part that must stay: mapped files can be dropped and read again
+    mapped: int  # the part in mapped files, which leave memory to others
     reads_files: bool  # steps use weights where they are mapped: nothing is packed
-    work: int  # of a step
+    work: int  # a step's work
     kv_token: int  # a token's keys and values
 
     def total(self, num_kv_tokens: int) -> int:
@@ -150,7 +150,7 @@ def _table_bytes(checkpoint: Checkpoint, part: Part) -> int:
 
 
 def _is_mapped(architecture: Architecture, name: str) -> bool:
-    """Tell whether a tensor of a part is a stored one as it is."""
+    """Return whether a tensor of a part is a stored one as it is."""
     number, _, inner = name.partition(".")
     source = (
         source_of(inner, architecture.inner)
@@ -164,7 +164,7 @@ def _is_mapped(architecture: Architecture, name: str) -> bool:
 def _packs(
     config: EngineConfig, held_in: torch.dtype, dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Tell whether products are packed: by the kernels, or by torch's libraries."""
+    """Return whether products are packed: by the kernels, or by torch's libraries."""
     is_same = held_in == dtype
     return _has_kernels(config, held_in) or (
         is_same and can_pack_dtype(dtype, is_fast_in_bfloat16(device))
@@ -172,6 +172,6 @@ def _packs(
 
 
 def _has_kernels(config: EngineConfig, held_in: torch.dtype) -> bool:
-    """Tell whether the kernels pack weights of a type."""
+    """Return whether the kernels pack weights of a type."""
     has_library = config.kernels != "off" and may_have_library()
     return has_library and held_in in (torch.float32, torch.bfloat16)

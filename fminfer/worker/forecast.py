@@ -30,7 +30,7 @@ from fminfer.worker.footprint import (
 from fminfer.worker.loading import most_kv_tokens, require_cache, split_model
 from fminfer.worker.step_memory import auto_budget
 
-END_S = 3.0  # for rank 0 to tell of a shortage and end the others
+END_S = 3.0  # time for rank 0 to report a shortage and end the others
 
 
 @dataclass(slots=True, frozen=True)
@@ -48,16 +48,16 @@ class Forecast:
 
     layout: Layout
     device: torch.device
-    dtype: torch.dtype  # of the arithmetic
-    held_in: torch.dtype  # of most weights in memory
-    footprints: list[Footprint]  # of one pipeline's processes
-    room_bytes: int  # free before the run: of each device, or of the memory that all share
-    num_kv_tokens: int  # of each pipeline's KV cache; 0: not one block fits
+    dtype: torch.dtype  # type of the arithmetic
+    held_in: torch.dtype  # type of most weights in memory
+    footprints: list[Footprint]  # one for each process of a pipeline
+    room_bytes: int  # free before the run: on each device, or in the memory that all share
+    num_kv_tokens: int  # size of each pipeline's KV cache; 0: not one block fits
     shortage: str  # what does not fit, and what to do; "": it fits
 
     @property
     def shares_memory(self) -> bool:
-        """Tell whether all processes take from the same memory."""
+        """Return whether all processes take from the same memory."""
         return shares_memory(self.layout, self.device.type)
 
     def used_kv_tokens(self, num_written: int) -> int:
@@ -66,7 +66,7 @@ class Forecast:
 
 
 def make_forecast(config: EngineConfig, checkpoint: Checkpoint, layout: Layout) -> Forecast:
-    """Foresee a run on this machine, or one on devices of a given memory.
+    """Predict the memory of a run on this machine, or on devices of a given memory.
 
     Raises:
         UsageError: layers that cannot be split so, or no such device.
@@ -91,7 +91,7 @@ def make_forecast(config: EngineConfig, checkpoint: Checkpoint, layout: Layout) 
 
 
 def require_room(config: EngineConfig, checkpoint: Checkpoint, group: Group | None = None) -> str:
-    """Refuse a run whose weights or --budget its memory cannot hold, before any is read.
+    """Refuse a run whose weights or --budget do not fit its memory, before weights are read.
 
     Args:
         group: the ranks of the pipeline; None: this process alone runs the model.
@@ -164,7 +164,7 @@ def name_held_dtype(config: EngineConfig, checkpoint: Checkpoint) -> str:
 
 
 def shares_memory(layout: Layout, device_type: str) -> bool:
-    """Tell whether a run's processes take from the same memory: all CPU ranks of a machine do."""
+    """Return whether a run's processes take from the same memory: all CPU ranks of a machine do."""
     return layout.device_bytes is None and device_type == "cpu"
 
 
@@ -215,7 +215,7 @@ def _find_shortage(
     held_in: torch.dtype,
     room: int,
 ) -> str:
-    """Say what does not fit; on this machine only what is sure not to."""
+    """Say what does not fit; on this machine only what certainly does not."""
     weights = f"weights in {name_of(held_in)}"
     if shares_memory(layout, device_type):
         libraries = layout.num_pipelines * sum(f.libraries for f in footprints)
@@ -249,7 +249,7 @@ def _find_shortage(
 
 
 def _more_ranks(footprints: Sequence[Footprint], layout: Layout, room: int) -> str:
-    """Tell how many processes would do, if layers were cut as finely as one liked."""
+    """Return how many processes would be enough if layers could be cut at any place."""
     for_weights = room - max(f.libraries + f.work for f in footprints)
     total = sum(f.weights for f in footprints)
     if for_weights <= 0:
@@ -263,7 +263,7 @@ def _more_ranks(footprints: Sequence[Footprint], layout: Layout, room: int) -> s
 
 
 def _least_bytes(config: EngineConfig, footprint: Footprint, device_type: str) -> int:
-    """Return the memory without which a process cannot answer anything.
+    """Return the least memory with which a process can answer a request.
 
     The CPU's KV cache takes memory block by block, as rows use it; a GPU's is taken whole.
     """
@@ -282,7 +282,7 @@ def _remedy(held_in: torch.dtype, device_type: str) -> str:
 
 
 def _why_slow(footprint: Footprint, free: int) -> str:
-    """Say so if the weights are used where their files are mapped, and do not fit there."""
+    """Explain a slow run: weights are used in their mapped files, and do not fit the memory."""
     if not footprint.reads_files or footprint.weights <= free:
         return ""
     return (

@@ -1,7 +1,4 @@
-"""Loads one rank's part of the model and builds its stage; alone or agreeing with other ranks.
-
-It knows nothing of requests.
-"""
+"""Loads one rank's part of the model and builds its stage, alone or together with other ranks."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from fminfer.worker.processes import Processes, start_ranks
 from fminfer.worker.role import Manners, Spread
 from fminfer.worker.step_memory import peak_bytes
 
-END_S = 3.0  # for rank 0 to end by itself once another rank has failed
+END_S = 3.0  # time for rank 0 to end by itself once another rank has failed
 
 
 class OnePipeline:
@@ -97,7 +97,7 @@ class OnePipeline:
 
     @property
     def gpu_memory(self) -> dict[str, int]:
-        """Bytes of this process's GPU: what was foreseen, and the peak so far; {} on a CPU."""
+        """Bytes of this process's GPU: the forecast, and the peak so far; {} on a CPU."""
         if self._device.type != "cuda":
             return {}
         return {"foreseen_bytes": self._foreseen_bytes, "peak_bytes": peak_bytes(self._device)}
@@ -105,7 +105,7 @@ class OnePipeline:
     def follow(
         self, on_work: Callable[[int, int], None], on_step: Callable[[StepTrace], None] | None
     ) -> None:
-        """Have functions told of each step: how many tokens it fed and drew, and all of it."""
+        """Call functions after each step: with its numbers of tokens, and with the whole step."""
 
         def tell(trace: StepTrace) -> None:
             on_work(trace.num_prompt_tokens, len(trace.step.sampling.token_index))

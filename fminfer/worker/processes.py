@@ -29,7 +29,7 @@ COMMAND = [sys.executable, "-m", "fminfer", "serve-part"]
 MEANT_FOR_FIRST = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, *WARNINGS)
 LOOPBACK = "127.0.0.1"
 POLL_S = 0.05
-OUTLIVE_S = 5.0  # a process that knows of its parent's death has so long to end by itself
+OUTLIVE_S = 5.0  # time for a process to end by itself once its parent is dead
 
 
 class Process:
@@ -54,7 +54,7 @@ class Process:
             theirs.close()
 
     def give(self, task: Task) -> None:
-        """Tell it what to do; one that died meanwhile is noticed otherwise."""
+        """Send it its task; a dead process is noticed elsewhere."""
         assert self._process.stdin is not None
         with suppress(OSError):
             self._process.stdin.write(task.to_json().encode() + b"\n")
@@ -66,7 +66,7 @@ class Process:
         return self._process.poll()
 
     def end(self, wait_s: float = 0.0) -> None:
-        """Wait so long until it has ended by itself, and then end it in any case."""
+        """Wait until it has ended by itself, at most until the timeout; then kill it."""
         try:
             self._process.wait(wait_s)
         except subprocess.TimeoutExpired:
@@ -119,7 +119,7 @@ class Processes:
         return facts
 
     def why_ended(self) -> str:
-        """Say which one has ended unasked, and how; "": none."""
+        """Say which process has ended without being told to, and how; "": none."""
         ended = [process for process in self.all if process.status is not None]
         if self._is_over or not ended:
             return ""
@@ -127,7 +127,7 @@ class Processes:
         return _how_ended(first.name, first.status or 0)
 
     def why_killed(self, wait_s: float) -> str:
-        """Say which one a signal has ended, if one does within this time; "": none."""
+        """Say which process a signal has ended within this time; "": none."""
         until_s = time.monotonic() + wait_s
         while not self._is_over:
             for process in self.all:
@@ -139,7 +139,7 @@ class Processes:
         return ""
 
     def end(self, wait_s: float = 0.0) -> None:
-        """End all; those that end by themselves have so long for it."""
+        """End all processes; each has this time to end by itself."""
         self._is_over = True
         until_s = time.monotonic() + wait_s
         for process in self.all:
@@ -158,7 +158,7 @@ def start_ranks(num_stages: int) -> Processes:
 
 
 def end_after(parent: int) -> None:
-    """Have this process end soon after the one that started it, whatever it is doing then.
+    """End this process soon after the one that started it, in any state.
 
     While rows run it notices by itself and says so; imports and a stuck file system do not.
     """
@@ -194,7 +194,7 @@ def _how_ended(name: str, status: int) -> str:
 
 
 def _start(command: list[str], descriptor: int) -> subprocess.Popen[bytes]:
-    """Start a process that says what it says on stderr, where this one's errors go."""
+    """Start a process whose output goes to this one's stderr."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, MEANT_FOR_FIRST)  # which it inherits
     try:
         return subprocess.Popen(

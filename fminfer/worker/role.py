@@ -45,7 +45,7 @@ class Role:
 
     @property
     def is_first(self) -> bool:
-        """Tell whether this process speaks to the user; ranks without a number may all do so."""
+        """Return whether this process speaks to the user; ranks without a number may all do so."""
         return self.kind in ("alone", "starter") or (self.kind == "apart" and not self._rank)
 
     @property

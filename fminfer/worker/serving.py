@@ -16,7 +16,7 @@ from fminfer.worker.team_place import Place
 
 
 def do_task(task: Task, ranks: Processes, end: End) -> None:
-    """Do what the process has said that started this one.
+    """Do the task that the starting process has sent.
 
     Args:
         ranks: that this process has started for its own pipeline.

@@ -12,10 +12,10 @@ from fminfer.models.stage import MAX_LOGITS
 # Of one logit, all copies that exist at once. Float32 logits, edited and ranked on the CPU; on a
 # GPU torch draws from them with scores in float64 (not measured there).
 LOGIT_BYTES = {"cpu": 3 * 4, "cuda": 40}
-HIDDEN_COPIES, WIDE_COPIES = 8, 3  # of a step's hidden states, and of what is inside an MLP
+HIDDEN_COPIES, WIDE_COPIES = 8, 3  # copies of a step's hidden states, and of an MLP's inner ones
 EXPERT_COPIES = 6  # for each expert of a token: four in the dtype, and a sum in float32
-CPU_SHARE = 0.5  # of the memory that is free once weights are loaded; others use it as well
-GPU_RESERVE = 3 << 29  # of a GPU, for cuBLAS, compiled kernels and holes in torch's memory
+CPU_SHARE = 0.5  # share of the memory that is free after loading; others use it as well
+GPU_RESERVE = 3 << 29  # kept free for cuBLAS, compiled kernels and holes in torch's memory
 
 
 def step_bytes(

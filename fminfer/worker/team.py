@@ -36,9 +36,9 @@ from fminfer.worker.team_messages import (
 )
 from fminfer.worker.team_process import Asking, TeamPipeline
 
-MOST_WAITING = 80  # requests that a pipeline has and has not begun
-ASKED_AT_ONCE = 4  # neighbours, which may share a prefix, go to the same one
-END_S = 4.0  # for pipelines to end by themselves
+MOST_WAITING = 80  # requests that wait in one pipeline
+ASKED_AT_ONCE = 4  # neighbours, which may share a prefix, go to the same pipeline
+END_S = 4.0  # time for pipelines to end by themselves
 
 
 class Team:
@@ -101,7 +101,7 @@ class Team:
     def follow(
         self, on_work: Callable[[int, int], None], on_step: Callable[[StepTrace], None] | None
     ) -> None:
-        """Have a function told now and then how many tokens were fed and drawn."""
+        """Call a function now and then with the numbers of tokens that were fed and drawn."""
         self._on_work = on_work
 
     @property
@@ -134,12 +134,12 @@ class Team:
         self._wake()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until there is work, so long at most; return whether there is."""
+        """Wait for work, at most until the timeout; return whether there is any."""
         with self._news:
             return self._news.wait_for(lambda: self.has_work, timeout_s)
 
     def step(self) -> list[Event]:
-        """Hand out what waits, and return what the pipelines tell next.
+        """Send waiting requests to pipelines, and return the next events.
 
         Raises:
             PipelineError: no pipeline is left. All requests are dropped.
@@ -172,7 +172,7 @@ class Team:
         self._until_s = until_s if until_s < math.inf else None
 
     def expect_no_more(self) -> None:
-        """Take note that no more requests come: what none of these shares can go."""
+        """Note that no more requests come: prefixes that none of them shares can be evicted."""
         self._take_in()
         if self._expects_more and not self._waiting:
             self._expects_more = False
@@ -182,7 +182,7 @@ class Team:
         """Nothing: the books are the pipelines'."""
 
     def count_row(self, prepared: Prepared | None, *, is_copied: bool = False) -> None:
-        """Count a line that was read, for those who follow the progress."""
+        """Count a line that was read, for progress."""
         self._own.read.add_row(prepared, is_copied=is_copied)
         self._own.num_copied_requests += is_copied
 
@@ -217,7 +217,7 @@ class Team:
         return sum(pipeline.num_draws_left for pipeline in self._living)
 
     def close(self) -> None:
-        """End all pipelines: those that have nothing to do in peace, the others at once."""
+        """End all pipelines: idle ones in good order, the others at once."""
         for pipeline in self._pipelines:
             if pipeline.asked or pipeline.ready is None:
                 pipeline.close()
@@ -267,7 +267,7 @@ class Team:
         self._check_any_lives()
 
     def _compare_weights(self) -> None:
-        """See that every pipeline has read the same weights: the folder may have changed."""
+        """Check that every pipeline has read the same weights: the folder may have changed."""
         for pipeline in self._living:
             digests = {} if pipeline.loaded is None else pipeline.loaded.file_digests
             if differences := name_differences(digests, self._file_digests):
@@ -296,7 +296,7 @@ class Team:
                     pipeline.tell(Cancel(request_id))
 
     def _hand_out(self) -> None:
-        """Give requests to those who have room."""
+        """Give waiting requests to pipelines that have room."""
         while self._waiting and not self._is_draining:
             urgent = self._waiting[0].ask.priority > 0
             free = [p for p in self._living if urgent or p.num_waiting < MOST_WAITING]
@@ -307,7 +307,7 @@ class Team:
                 pipeline.ask(self._waiting.popleft())
 
     def _listen(self, timeout_s: float | None) -> Iterator[Event]:
-        """Take note of what the pipelines say; yield the events that are among it."""
+        """Process reports of the pipelines; yield their events."""
         for pipeline, report in self._reports(timeout_s):
             if isinstance(report, Ready):
                 pipeline.ready = report
@@ -335,7 +335,7 @@ class Team:
         self._on_work(num_fed, stats.num_generated_tokens - before.num_generated_tokens)
 
     def _reports(self, timeout_s: float | None) -> Iterator[tuple[TeamPipeline, Report]]:
-        """Yield what the pipelines say, and bury those that say no more."""
+        """Yield reports of the pipelines, and bury the dead ones."""
         living = self._living
         ready = wait([self._wake_out, *(each.connection for each in living)], timeout_s)
         if self._wake_out in ready:

@@ -25,7 +25,7 @@ from fminfer.worker.role import Manners, Spread
 from fminfer.worker.team_place import Place
 from fminfer.worker.team_process import DistantPipeline, TeamPipeline, start_pipeline
 
-HEAR_S = 5.0  # for the other ranks to hear that there is nothing to do
+HEAR_S = 5.0  # time for the other ranks to hear that there is nothing to do
 
 
 class Apart(Meeting):

@@ -1,4 +1,4 @@
-"""Streams that go on after a pipeline died: another one begins anew, and says nothing twice."""
+"""Streams that go on after a pipeline died: another one begins anew, and nothing is sent twice."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fminfer.engine.events import Delta
 
 @dataclass(slots=True)
 class Heard:
-    """How much of a choice was told, and how much of that the pipeline that begins anew repeats."""
+    """How much of a choice was sent, and how much of it the new pipeline will repeat."""
 
     num_chars: int = 0
     num_ids: int = 0
@@ -20,12 +20,12 @@ class Heard:
     is_over: bool = False  # its end was told
 
     def begin_anew(self) -> None:
-        """Expect all that was told once more."""
+        """Expect everything that was sent once more."""
         self.chars_again, self.ids_again = self.num_chars, self.num_ids
         self.listed_again = self.num_listed
 
     def take(self, delta: Delta) -> Delta | None:
-        """Return what of a delta is new; None: nothing."""
+        """Return the new part of a delta; None: nothing is new."""
         num_listed = len(delta.logprobs["tokens"]) if delta.logprobs is not None else 0
         text = delta.text[self.chars_again :]
         ids = delta.token_ids[self.ids_again :]

@@ -1,4 +1,4 @@
-"""One pipeline of several that answer one input: told of requests, it tells what happens."""
+"""One of several pipelines that answer one input: it gets requests, and sends events."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ STATS_EVERY_S = 0.5
 def serve_pipeline(
     config: EngineConfig, group: Group | None, place: Place, checkpoint: Checkpoint | None = None
 ) -> None:
-    """Answer what the run asks until it says that there is no more.
+    """Answer the run's requests until it says that there are no more.
 
     Args:
         group: the ranks of this pipeline, of which this process is the first.
@@ -104,7 +104,7 @@ class Member:
         computing.close()
 
     def _tell(self, events: list[Event]) -> None:
-        """Say what happened, and now and then what was counted."""
+        """Send events, and now and then counts."""
         core, now_s = self._core, time.monotonic()
         while self._refused:
             events.append(self._refused.popleft())
@@ -118,7 +118,7 @@ class Member:
             self._told_s = now_s if is_due else self._told_s
 
     def _listen(self) -> None:
-        """Hear what the run says; it may end without a word."""
+        """Receive the run's messages; the run may also hang up."""
         core = self._core
         while True:
             try:

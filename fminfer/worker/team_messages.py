@@ -79,7 +79,7 @@ class Ready:
 
 @dataclass(slots=True, frozen=True)
 class Told:
-    """What happened, and how the pipeline stands."""
+    """Events, and the state of the pipeline."""
 
     events: list[Event]
     num_begun: int  # requests so far that no longer wait
@@ -117,7 +117,7 @@ def send(connection: Connection, what: object) -> None:
 
 
 def receive(connection: Connection) -> Any:
-    """Wait for what the other end says next.
+    """Wait for the next message of the other end.
 
     Raises:
         EOFError, OSError: it says nothing more.

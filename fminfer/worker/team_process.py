@@ -63,7 +63,7 @@ class TeamPipeline(ABC):
         self.tell(asking.ask)
 
     def tell(self, what: object) -> None:
-        """Say something; one that died meanwhile is noticed when it is listened to."""
+        """Send a message; a dead pipeline is noticed when it is read from."""
         with contextlib.suppress(OSError):
             send(self.connection, what)
 
@@ -73,12 +73,12 @@ class TeamPipeline(ABC):
         self.cost -= 0 if asking is None else asking.cost
 
     def close(self) -> None:
-        """Hang up, at which a process that has not ended ends; nothing in it is worth keeping."""
+        """Hang up, at which the process ends; it holds nothing to keep."""
         self.connection.close()
 
     @abstractmethod
     def end(self, wait_s: float) -> None:
-        """Wait until it is gone, so long at most."""
+        """Wait until it has ended, at most until the timeout."""
 
 
 class PipelineProcess(TeamPipeline):

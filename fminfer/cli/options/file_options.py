@@ -42,13 +42,13 @@ OUTPUT_OPTIONS = [
     _option(
         "--restart",
         is_flag=True,
-        help="Answer all from the start. Otherwise a run keeps what earlier runs finished.",
+        help="Answer every line from the start. Otherwise a run keeps what earlier runs finished.",
     ),
     _option(
         "--watch",
         "is_watching",
         is_flag=True,
-        help="Wait for more files in the folder when all are answered, until told to stop.",
+        help="When all files of the folder are answered, wait for more, until told to stop.",
     ),
     _option(
         "--limit",
@@ -62,24 +62,22 @@ OUTPUT_OPTIONS = [
         type=Duration(),
         default="10",
         show_default=True,
-        help="How long running rows may go on once the run is told to stop. A second Ctrl-C ends "
-        "it at once.",
+        help="Time that running rows have to end once the run is told to stop. A second Ctrl-C "
+        "ends the run at once.",
     ),
     _option(
         "--deadline",
         "deadline_s",
         type=Duration(),
-        help="End within this time from the start: 3:50:00, 45m. Rows are told to end --grace "
-        "and 5 s earlier.  [default: never]",
+        help="End within this time from the start: 3:50:00, 45m. No rows begin in its last "
+        "--grace and 5 s.  [default: never]",
     ),
     _option("--stats", type=click.Path(path_type=Path), help="Write the summary as JSON."),
     _option(
         "--trace",
         type=click.Path(path_type=Path),
-        help="Write what each rank did when, for ui.perfetto.dev.",
+        help="Write a timeline of each rank, for ui.perfetto.dev.",
     ),
-    _option(
-        "-q", "--quiet", is_flag=True, help="Say nothing but errors, and why a kernel is not used."
-    ),
+    _option("-q", "--quiet", is_flag=True, help="Print only errors, and why a kernel is not used."),
     _option("-v", "--verbose", is_flag=True, help="Show tracebacks and library warnings."),
 ]

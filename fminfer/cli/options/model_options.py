@@ -11,13 +11,13 @@ MODEL_OPTIONS = [
         "--model-name",
         "--model",
         "model",
-        help="A local folder or hub id.  [default: the demo model of the package]",
+        help="A local folder or a Hugging Face hub id.  [default: the demo model of the package]",
     ),
     _option(
         "--random-init",
         metavar="CONFIG_OR_SIZE",
-        help="Random weights, for benches, in the shape of a config.json, a hub id's, or a known "
-        "size (llama-160m, bloom-176b, …).",
+        help="Random weights, for benchmarks, in the shape of a config.json, a hub id's, or a "
+        "known size (llama-160m, bloom-176b, …).",
     ),
     _option(
         "--tokenizer",
@@ -32,7 +32,7 @@ MODEL_OPTIONS = [
     ),
     _option(
         "--revision",
-        help="Of a model of the hub: a branch, tag or commit.  [default: its main branch]",
+        help="Branch, tag or commit of a hub model.  [default: its main branch]",
     ),
     _option(
         "--max-model-len",

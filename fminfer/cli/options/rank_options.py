@@ -14,14 +14,14 @@ LAYOUT_OPTIONS = [
     _option(
         "--world-size",
         type=int,
-        help="Ranks: processes that share the model's layers.  [default: 1]",
+        help="Number of ranks: processes that share the model's layers.  [default: 1]",
     ),
     _option(
         "--data-group-size",
         type=int,
         default=RANK_DEFAULTS.data_group_size,
         show_default=True,
-        help="Pipelines, each with the whole model, that share one input as they get free.",
+        help="Number of pipelines, each with the whole model. They share one input.",
     ),
     _option(
         "--pipeline-group-size",
@@ -36,12 +36,12 @@ LAYOUT_OPTIONS = [
     _option("--stage-layers", type=Numbers(), help="Layers of each rank: 9,9,8."),
 ]
 RANK_OPTIONS = [
-    _option("--rank", type=int, help="Be one rank; the others are started apart."),
+    _option("--rank", type=int, help="Be this rank. You start the others yourself."),
     _option(
         "--rendezvous",
         metavar="HOST:PORT|FOLDER",
         help="Where ranks that are started apart, in any order, find each other. Without --rank "
-        "they are counted as they come.",
+        "they are numbered as they come.",
     ),
     _option(
         "--dist-url",
@@ -61,7 +61,7 @@ RANK_OPTIONS = [
         type=float,
         default=RANK_DEFAULTS.join_timeout_s,
         show_default=True,
-        help="Seconds that a rank may take to come.",
+        help="Seconds that a rank may take to join.",
     ),
     _option(
         "--rank-timeout",

@@ -18,7 +18,7 @@ SEED_OPTION = _option(
     type=int,
     default=DEFAULTS.seed,
     show_default=True,
-    help="For requests without a seed of their own, and for random weights.",
+    help="Seed of requests without one of their own, and of random weights.",
 )
 REQUEST_OPTIONS = [
     SEED_OPTION,
@@ -61,7 +61,7 @@ REQUEST_OPTIONS = [
         "--skip-tokenizer-init",
         is_flag=True,
         default=DEFAULTS.skip_tokenizer_init,
-        help="Load no tokenizer: prompts must be token ids, and so are answers.",
+        help="Load no tokenizer. Prompts must be token ids, and answers hold token ids.",
     ),
 ]
 # Of a synthetic run or a first try; Hyperparameters has a field for each of the later ones.
@@ -87,7 +87,7 @@ MADE_UP_OPTIONS = [
     _made_up_option(
         "--batch-size",
         type=click.IntRange(min=1),
-        help="Without input: made-up requests that run at once.  [default: 8]",
+        help="Without input: number of made-up requests that run at once.  [default: 8]",
     ),
     _made_up_option(
         "--generate-seq-length",
@@ -105,7 +105,7 @@ MADE_UP_OPTIONS = [
     _made_up_option(
         "--best-of",
         type=int,
-        help="A request's best_of: candidates, of which the best n are given.",
+        help="A request's best_of: candidates to draw, of which the best n are returned.",
     ),
     _made_up_option("--stop", multiple=True, help="A request's stop. May be repeated."),
     _made_up_option("--echo-prompt", is_flag=True, help="A request's echo."),

@@ -21,16 +21,17 @@ SPEED_OPTIONS = [
         type=DTypeName(),
         default=DEFAULTS.dtype,
         show_default=True,
-        help="Of the arithmetic. auto: bfloat16 where the machine is fast in it. In float32 on a "
-        "CPU, weights that are stored in bfloat16 stay so in memory, but for --kernels off.",
+        help="Type of the arithmetic. auto: bfloat16 where the machine is fast in it. With "
+        "float32 on a CPU, weights that are stored in bfloat16 stay bfloat16 in memory, unless "
+        "--kernels off is set.",
     ),
     _option(
         "--kv-dtype",
         type=DTypeName(),
         default=DEFAULTS.kv_dtype,
         show_default=True,
-        help="Of the KV cache. auto: as --dtype. 16 bits beside float32 take half the memory. They "
-        "round keys and values, and answers repeat only as they do in 16 bits.",
+        help="Type of the KV cache. auto: as --dtype. 16 bits beside float32 take half the memory, "
+        "and round keys and values. Answers then repeat only as well as in 16 bits.",
     ),
     _option(
         "--device", default=DEFAULTS.device, show_default=True, help="auto, cpu, cuda, cuda:0, …"
@@ -41,22 +42,22 @@ SPEED_OPTIONS = [
         type=click.Choice(get_args(Kernels)),
         default=DEFAULTS.kernels,
         show_default=True,
-        help="fminfer's own kernels, which g++ builds for a CPU, and Triton for a GPU. auto: where "
-        "they serve and pass their trial, plain torch elsewhere. off: plain torch. require: fail, "
-        "with the reason, where auto would fall back.",
+        help="Use of fminfer's own kernels, which g++ builds for a CPU, and Triton for a GPU. "
+        "auto: where they serve the model and pass their trial, plain torch elsewhere. off: plain "
+        "torch. require: fail, with the reason, where auto would fall back.",
     ),
     _option(
         "--threads",
         type=int,
-        help="Threads that compute, in each rank.  [default: OMP_NUM_THREADS, or the cores that "
-        "this process may use, shared by the ranks of the machine]",
+        help="Number of computing threads in each rank.  [default: OMP_NUM_THREADS, or the cores "
+        "that this process may use, shared by the ranks of the machine]",
     ),
     _option(
         "--budget",
         type=int,
-        help="Tokens of KV cache for all rows that run at once, prompt and max_tokens counted, "
-        f"rounded up to blocks of {DEFAULTS.block_size}.  [default: what fits in half of the free "
-        "RAM, or in a GPU beside weights, a step's work and 1.5 GiB]",
+        help="Size of the KV cache in tokens (prompts and new tokens of all rows that run at "
+        f"once), rounded up to blocks of {DEFAULTS.block_size}.  [default: what fits in half of "
+        "the free RAM, or in a GPU beside weights, a step's work and 1.5 GiB]",
     ),
     _option(
         "--chunk-size",

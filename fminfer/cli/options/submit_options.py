@@ -33,21 +33,21 @@ SUBMIT_OPTIONS = [
         "--time",
         "time_s",
         type=Duration(),
-        help="The jobs' wall-time limit. They end in good order a little before it, and go on in "
-        "another turn.  [default: the queue's limit, which the jobs do not know]",
+        help="The jobs' wall-time limit. A job ends in good order a little before it, waits in the "
+        "queue again, and goes on.  [default: the queue's limit, which the jobs do not know]",
     ),
     _job_option("--queue", "--partition", help="LSF's queue or Slurm's partition."),
     _job_option(
         "--gpus",
         type=click.IntRange(min=1),
-        help="GPUs of a job, a rank of the model on each.  [default: none]",
+        help="GPUs of a job, with a rank of the model on each.  [default: none]",
     ),
     _job_option(
         "--nodes",
         type=click.IntRange(min=1),
         default=1,
         show_default=True,
-        help="With --mode ranks: machines, over which ranks and GPUs are spread evenly.",
+        help="With --mode ranks: number of machines. Ranks and GPUs are spread evenly over them.",
     ),
     _job_option(
         "--launcher",
@@ -68,12 +68,12 @@ SUBMIT_OPTIONS = [
     _job_option(
         "--job-dir",
         type=click.Path(path_type=Path),
-        help="For logs and lists of files.  [default: jobs/ beside the answers, or above a folder "
-        "whose name holds a %]",
+        help="Folder for logs and lists of files.  [default: jobs/ beside the answers, or above "
+        "one whose name holds a %]",
     ),
     _queue_option(
         "--name",
-        help="Stands in the jobs' names. By it submit knows which jobs of the queue are its own.  "
+        help="Part of the jobs' names. By it, submit finds its own jobs in the queue.  "
         "[default: the last part of the model's]",
     ),
     _queue_option(
@@ -94,7 +94,7 @@ SUBMIT_OPTIONS = [
         type=click.IntRange(min=0),
         default=DEFAULT_MAX_REQUEUES,
         show_default=True,
-        help="How often a job that is out of time goes back into the queue by itself.",
+        help="How often a job that runs out of time goes back into the queue by itself.",
     ),
     _queue_option("--dry-run", is_flag=True, help="Print what would be sent, and send nothing."),
     _old_option(

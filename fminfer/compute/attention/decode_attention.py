@@ -1,7 +1,6 @@
 """Attention of decode rows, one token each, over the flat list of all rows' KV blocks.
 
-In plain tensor operations, for any device; kernel_attention is faster where it can be built. It
-knows nothing of steps or of how blocks come to be where they are.
+In plain tensor operations, for any device; kernel_attention is faster where it can be built.
 """
 
 from __future__ import annotations

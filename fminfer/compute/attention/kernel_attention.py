@@ -1,7 +1,4 @@
-"""Calls the compiled attention kernel of the CPU, for all rows of a step at once.
-
-It knows the paged cache and which tokens are whose, nothing of layers or models.
-"""
+"""Calls the compiled attention kernel of the CPU, for all rows of a step at once."""
 
 from __future__ import annotations
 

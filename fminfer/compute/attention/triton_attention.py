@@ -1,7 +1,6 @@
 """Calls the GPU's attention kernels, for all rows of a step at once.
 
-It knows the paged cache and which tokens are whose, nothing of layers or models. Importing it
-needs triton, which torch brings where it is built for CUDA.
+Importing it needs triton, which torch brings where it is built for CUDA.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class LayerKernels:
     def norm(
         self, x: torch.Tensor, how: Norm, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return x normed, as `compute.plain.norm` gives it.
+        """Return x normed, as `compute.layers.plain.norm` gives it.
 
         Args:
             x: (rows, width) or (rows, more rows, width).

@@ -11,12 +11,12 @@ from collections import Counter, OrderedDict
 from fminfer.engine.events import Failed, Finished
 from fminfer.worker.line_run.asked import Asked
 
-MAX_FOLLOWERS = 1024  # requests that wait for another's answer; reading is lazy beyond
-MAX_FOLLOWERS_OF_FILES = 64  # if they are of several files, which are then open
-MAX_FOLLOWER_BYTES = 16 << 20  # of their lines
-MAX_KEPT_ENTRIES = 1 << 17  # of finished answers that are kept, about 25 MB
-ENTRY_BYTES = 200  # what a token with its logprob takes, or an alternative
-REQUEST_ENTRIES = 16  # what a request takes whatever its size
+MAX_FOLLOWERS = 1024  # requests that wait for another's answer; with more, reading stops
+MAX_FOLLOWERS_OF_FILES = 64  # the same from several files, which stay open
+MAX_FOLLOWER_BYTES = 16 << 20  # size of their lines
+MAX_KEPT_ENTRIES = 1 << 17  # size of the finished answers that are kept, about 25 MB
+ENTRY_BYTES = 200  # memory of a token with its logprob, or of an alternative
+REQUEST_ENTRIES = 16  # a request's fixed size
 
 
 class EqualRequests:
@@ -35,7 +35,7 @@ class EqualRequests:
 
     @property
     def is_full(self) -> bool:
-        """Tell whether so many wait that no more should be read."""
+        """Return whether so many wait that no more should be read."""
         most = MAX_FOLLOWERS if len(self._followers) < 2 else MAX_FOLLOWERS_OF_FILES
         is_long = self._follower_bytes >= MAX_FOLLOWER_BYTES
         return is_long or self._followers.total() >= most

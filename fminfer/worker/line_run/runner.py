@@ -17,10 +17,10 @@ from fminfer.worker.line_run.asked import Answer, Asked, RecordForm, answer_of
 from fminfer.worker.line_run.equal_requests import EqualRequests
 from fminfer.worker.line_run.line_intake import LineIntake
 
-LOOKAHEAD = 64  # lines that are read between steps, and prompts that wait where no more is said
+LOOKAHEAD = 64  # lines to read between steps, and the default number of waiting prompts
 WINDOW = 1024  # prompts that a run over files reads ahead, to put them in order
-MAX_WINDOW_TOKENS = 500_000  # of their ids together, some 20 MB
-MIN_WAITING = 32  # so few prompts wait, and those that were read join them
+MAX_WINDOW_TOKENS = 500_000  # of all their ids, some 20 MB
+MIN_WAITING = 32  # when fewer prompts wait, those that were read join them
 
 
 class LineRunner:

@@ -1,7 +1,6 @@
-"""What was seen before among any number of lines, in bounded memory: counts by digest.
+"""Counts how often a value was seen among any number of lines, by digest, in bounded memory.
 
-The counts are in a temporary SQLite database, which keeps most of itself in a file that the system
-deletes. It knows nothing of what is counted.
+The counts are in a temporary SQLite database. Most of it is in a file that the system deletes.
 """
 
 from __future__ import annotations
