@@ -22,7 +22,7 @@ from benchmarks.gpu.profiles import count_work, start_profiler
 from fminfer.core.config import EngineConfig
 from fminfer.core.messages import StepTrace
 from fminfer.worker.footprint import measure_footprints
-from fminfer.worker.loading import open_model
+from fminfer.worker.opening import open_model
 
 LLAMA_8B: dict[str, Any] = {
     "model_type": "llama",

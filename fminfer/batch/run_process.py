@@ -13,7 +13,7 @@ from fminfer.batch.run_context import RunContext
 from fminfer.batch.run_engine import own_engine
 from fminfer.batch.run_summary import JobSummary
 from fminfer.core.errors import FminferError
-from fminfer.worker.loading import open_model
+from fminfer.worker.opening import open_model
 
 
 def run_process(run: RunContext) -> JobSummary | None:

@@ -23,7 +23,7 @@ from fminfer.estimate.cost_store import find_costs_path, keep_costs
 from fminfer.machine.user_cache import why_no_cache
 from fminfer.worker.engine_api import Engine
 from fminfer.worker.footprint import held_dtype
-from fminfer.worker.loading import open_model
+from fminfer.worker.opening import open_model
 
 MIN_ROUNDS, MAX_ROUNDS = 2, 50
 ENOUGH_S = 20.0  # rounds are repeated for so long

@@ -32,9 +32,10 @@ from fminfer.models.part_tensors import check_tensors
 from fminfer.text.tokenizer import Tokenizer
 from fminfer.worker.assembly import build_loop, find_limits, load_tokenizer
 from fminfer.worker.forecast import Layout, make_forecast, name_of
+from fminfer.worker.kv_size import most_kv_tokens
 from fminfer.worker.line_run.line_intake import LineIntake
 from fminfer.worker.line_run.runner import LOOKAHEAD, WINDOW
-from fminfer.worker.loading import most_kv_tokens, open_model
+from fminfer.worker.opening import open_model
 
 
 class Check:

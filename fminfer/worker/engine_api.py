@@ -32,8 +32,8 @@ from fminfer.worker.forecast import Layout, require_room_for_all
 from fminfer.worker.line_run.asked import RecordForm
 from fminfer.worker.line_run.line_intake import LineIntake
 from fminfer.worker.line_run.runner import LOOKAHEAD, LineRunner
-from fminfer.worker.loading import open_model
 from fminfer.worker.one_pipeline import OnePipeline, start_own_ranks
+from fminfer.worker.opening import open_model
 from fminfer.worker.processes import Processes
 from fminfer.worker.role import Manners, Spread, pipeline_names
 from fminfer.worker.team import Team

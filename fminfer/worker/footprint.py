@@ -28,7 +28,8 @@ from fminfer.models.tensor_shapes import (
     may_stay_stored,
     part_shapes,
 )
-from fminfer.worker.loading import kv_token_bytes, split_model
+from fminfer.worker.kv_size import kv_token_bytes
+from fminfer.worker.opening import split_model
 from fminfer.worker.step_memory import GPU_RESERVE, step_bytes
 
 # Measured on CPUs with models of 125 to 560 million parameters; see docs/performance.md.

@@ -27,7 +27,8 @@ from fminfer.worker.footprint import (
     measure_footprints,
     own_bytes,
 )
-from fminfer.worker.loading import most_kv_tokens, require_cache, split_model
+from fminfer.worker.kv_size import most_kv_tokens, require_cache
+from fminfer.worker.opening import split_model
 from fminfer.worker.step_memory import auto_budget
 
 END_S = 3.0  # time for rank 0 to report a shortage and end the others

@@ -25,9 +25,10 @@ from fminfer.pipeline.watch import Fault
 from fminfer.text.tokenizer import Tokenizer
 from fminfer.worker.assembly import build_loop, find_limits
 from fminfer.worker.forecast import name_of, require_room
-from fminfer.worker.loading import LoadedPart, build_stage, count_blocks, load_part
+from fminfer.worker.loading import LoadedPart, load_part
 from fminfer.worker.processes import Processes, start_ranks
 from fminfer.worker.role import Manners, Spread
+from fminfer.worker.stage_building import build_stage, count_blocks
 from fminfer.worker.step_memory import peak_bytes
 
 END_S = 3.0  # time for rank 0 to end by itself once another rank has failed

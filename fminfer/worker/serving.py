@@ -7,8 +7,8 @@ from fminfer.models.checkpoint import Checkpoint
 from fminfer.pipeline.group import Group
 from fminfer.pipeline.meeting import End
 from fminfer.pipeline.ranks import RankFacts
-from fminfer.worker.loading import open_model
 from fminfer.worker.one_pipeline import lead_ranks, serve_rank
+from fminfer.worker.opening import open_model
 from fminfer.worker.processes import Processes
 from fminfer.worker.role import Spread, Task
 from fminfer.worker.team_member import serve_pipeline

@@ -15,8 +15,8 @@ from fminfer.engine.events import Event, Failed
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.pipeline.group import Group
 from fminfer.worker.assembly import load_tokenizer
-from fminfer.worker.loading import open_model
 from fminfer.worker.one_pipeline import OnePipeline
+from fminfer.worker.opening import open_model
 from fminfer.worker.team_messages import (
     END,
     GO_ON,

@@ -18,7 +18,7 @@ from fminfer.core.errors import UsageError
 from fminfer.models.fingerprint import fingerprint_of
 from fminfer.pipeline.ranks import RankConfig
 from fminfer.worker.engine_options import make_config
-from fminfer.worker.loading import open_model
+from fminfer.worker.opening import open_model
 
 GROUPED = {name: each for name, each in main.commands.items() if isinstance(each, GroupedCommand)}
 MANY = 8  # options from which a flat list is hard to read

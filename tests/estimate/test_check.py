@@ -29,7 +29,7 @@ from fminfer.files.line_reader import read_lines
 from fminfer.models.known_sizes import DEMO_MODEL
 from fminfer.text.tokenizer import Tokenizer
 from fminfer.worker.line_run.runner import WINDOW
-from fminfer.worker.loading import open_model
+from fminfer.worker.opening import open_model
 from tests.conftest import num_examples
 
 QUERIES = Path(__file__).parent.parent.parent / "examples" / "queries"

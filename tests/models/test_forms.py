@@ -22,7 +22,7 @@ from fminfer.models.fingerprint import digest_files, fingerprint_of, name_differ
 from fminfer.models.part_tensors import PartTensors, check_tensors, load_tensors, stored_dtype
 from fminfer.models.stored.tensor_table import TensorFiles
 from fminfer.models.stored.weight_folder import find_weight_files, weight_files
-from fminfer.worker.loading import open_model
+from fminfer.worker.opening import open_model
 from tests.conftest import make_model, save_byte_tokenizer, some_families
 from tests.forked import run_forked
 from tests.forms import FORMS, TOPS, Files, Tensors, save

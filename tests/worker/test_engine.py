@@ -27,7 +27,7 @@ from fminfer.models.part_tensors import load_tensors
 from fminfer.pipeline.local import LocalPipeline
 from fminfer.text.encoded_prompt import EncodedPrompt
 from fminfer.worker.engine_options import EngineOptions, make_config
-from fminfer.worker.loading import open_model
+from fminfer.worker.opening import open_model
 
 Options = dict[str, Any]
 

@@ -25,7 +25,7 @@ from fminfer.pipeline.group import Group
 from fminfer.worker import footprint, forecast
 from fminfer.worker.footprint import RUN_BYTES, measure_footprints
 from fminfer.worker.forecast import Layout, make_forecast, require_room, require_room_for_all
-from fminfer.worker.loading import open_model
+from fminfer.worker.opening import open_model
 from fminfer.worker.step_memory import auto_budget
 from tests.conftest import make_model
 

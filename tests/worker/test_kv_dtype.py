@@ -16,7 +16,7 @@ from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.core.config import EngineConfig
 from fminfer.models.fingerprint import fingerprint_of
 from fminfer.worker.forecast import Layout, make_forecast
-from fminfer.worker.loading import open_model
+from fminfer.worker.opening import open_model
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 BODIES: list[Any] = ["off", pytest.param("require", marks=needs_compiler)]

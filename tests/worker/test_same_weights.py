@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import PipelineError
 from fminfer.models.fingerprint import digest_files, name_differences
-from fminfer.worker.loading import load_part, open_model
+from fminfer.worker.loading import load_part
+from fminfer.worker.opening import open_model
 from fminfer.worker.team import Team
 from fminfer.worker.team_messages import Loaded
 

@@ -1,0 +1,71 @@
+"""Finds the model of a run, and which layers each stage has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fminfer.core.config import EngineConfig
+from fminfer.core.errors import UsageError
+from fminfer.core.partition import Part, split_layers
+from fminfer.models.checkpoint import Checkpoint, open_checkpoint, open_random
+from fminfer.models.tensor_shapes import head_cost
+
+
+def open_model(config: EngineConfig, *, has_weights: bool = True) -> Checkpoint:
+    """Find the model that a run is to use.
+
+    Args:
+        has_weights: otherwise a model of the hub is fetched without its weights.
+
+    Raises:
+        CheckpointError: there is none, or it does not run.
+        UsageError: --model-type says it is another, or --max-model-len is beyond its context.
+    """
+    if config.random_init is not None:
+        checkpoint = open_random(config.random_init, tokenizer=config.tokenizer)
+    else:
+        checkpoint = open_checkpoint(
+            config.model,
+            has_weights=has_weights,
+            model_config=config.model_config,
+            tokenizer=config.tokenizer,
+            revision=config.revision,
+        )
+    _check_model_type(config.model_type, str(checkpoint.config.model_type))
+    if config.max_model_len is None:
+        return checkpoint
+    if config.max_model_len > checkpoint.context_length:
+        raise UsageError(
+            f"--max-model-len is {config.max_model_len}, and the context of {checkpoint.name} is "
+            f"{checkpoint.context_length} tokens; give a smaller one, or leave the flag out"
+        )
+    return replace(checkpoint, max_model_len=config.max_model_len)
+
+
+def split_model(config: EngineConfig, checkpoint: Checkpoint, num_stages: int) -> list[Part]:
+    """Return each stage's layers.
+
+    Raises:
+        UsageError: a split that cannot be.
+    """
+    cost = 0.0
+    if num_stages > 1 and config.num_layers is None and config.stage_layers is None:
+        cost = head_cost(checkpoint.model)
+    return split_layers(
+        checkpoint.config.num_hidden_layers,
+        num_stages,
+        head_cost=cost,
+        each=config.num_layers,
+        most=config.max_layers,
+        counts=config.stage_layers,
+    )
+
+
+def _check_model_type(name: str | None, of_config: str) -> None:
+    """Refuse a model type that is not the config's; old spellings (gptneox, gpt-j) are known."""
+    plain = (name or "").replace("_", "").replace("-", "").lower()
+    if name is not None and plain != of_config.replace("_", ""):
+        raise UsageError(
+            f"--model-type {name} clashes with the model's config, which says {of_config}; "
+            "leave the flag out"
+        )
