@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from fminfer.core.errors import RequestError, StepLimitError
+from fminfer.core.errors import StepLimitError
 from fminfer.core.messages import Step, StepResult, StepTrace
 from fminfer.core.timing import RowClock
 from fminfer.engine.answer import AnswerForm, build_answer
@@ -23,8 +23,9 @@ from fminfer.engine.order import plan_order
 from fminfer.engine.packing import PlannedStep
 from fminfer.engine.prefix import SharedTokens
 from fminfer.engine.results import take_result
+from fminfer.engine.room import check_room
 from fminfer.engine.scheduler import Scheduler
-from fminfer.engine.sequence import Prepared, PromptState, RequestState, Sequence
+from fminfer.engine.sequence import Prepared, RequestState, Sequence
 from fminfer.engine.start import Starter
 from fminfer.engine.stats import EngineStats
 
@@ -125,7 +126,7 @@ class EngineLoop:
             RequestError: it can never run here.
         """
         state = self._starter.start(next(self._ids), prepared)
-        self._check_room(state)
+        check_room(state, self._scheduler, self.stats.num_kv_tokens)
         return state
 
     def cancel(self, request_id: int) -> None:
@@ -239,31 +240,6 @@ class EngineLoop:
         num_steps = self.stats.num_steps - self._num_steps_before + self._pipeline.num_in_flight
         return self._max_steps is not None and num_steps >= self._max_steps
 
-    def _check_room(self, state: RequestState) -> None:
-        """Check that the KV cache could hold each prompt of a request alone.
-
-        Raises:
-            RequestError: it could not.
-        """
-        for prompt in state.prompts:
-            if len(prompt.sequences) > self._scheduler.max_rows:
-                raise RequestError(
-                    "out_of_memory",
-                    f"the prompt has {len(prompt.sequences)} candidates, which run together; "
-                    f"--max-rows allows {self._scheduler.max_rows} sequences at once. Raise it, or "
-                    "lower n or best_of",
-                    "best_of",
-                )
-            if prompt.num_to_feed > 0 and not self._scheduler.fits(prompt):
-                raise RequestError(
-                    "out_of_memory",
-                    f"the prompt needs the KV cache of {prompt.num_kv_tokens} tokens for each of "
-                    f"its {len(prompt.sequences)} candidates at once; the budget is "
-                    f"{self.stats.num_kv_tokens} tokens. Raise --budget, or lower max_tokens, n or "
-                    "best_of",
-                    "max_tokens",
-                )
-
     def _take_in(self) -> None:
         """Queue added requests, and forget cancelled ones."""
         num_cancelled = len(self._cancelled)  # counted first: all of these were added by now
@@ -276,7 +252,8 @@ class EngineLoop:
                 self.stats.read.add(state.prepared)
             for prompt in plan_order(state.prompts):
                 if prompt.num_to_feed > 0:
-                    self._let_wait(prompt)
+                    self.stats.count_shareable(prompt, self._shared_tokens)
+                    self._scheduler.add(prompt)
                 else:  # nothing to compute: max_tokens 0 without scores, or one token to score
                     for sequence in prompt.sequences:
                         sequence.finish_reason = "length"
@@ -286,15 +263,6 @@ class EngineLoop:
             cancelled = self._open.get(self._cancelled.popleft())
             if cancelled is not None:
                 self._forget(cancelled)
-
-    def _let_wait(self, prompt: PromptState) -> None:
-        stats = self.stats
-        if not self._shared_tokens.is_full:
-            prompt.is_counted = True
-            num_shared = self._shared_tokens.add(prompt.ids[: prompt.num_to_feed])
-            stats.num_counted_tokens += prompt.num_to_feed
-            stats.num_counted_shareable += min(num_shared, prompt.num_to_feed - 1)
-        self._scheduler.add(prompt)
 
     def _forget(self, state: RequestState) -> None:
         """Free what a cancelled request holds; steps in flight still bring results of it."""
@@ -311,7 +279,10 @@ class EngineLoop:
         """Submit steps until enough are in flight."""
         while self._pipeline.num_in_flight < self._micro_batches and not self._is_at_limit:
             for prompt in self._scheduler.admit(is_stopping=self._is_draining):
-                self._count_admitted(prompt)
+                self.stats.count_admitted(prompt)
+                if prompt.owner.times is None:
+                    prompt.owner.times = self._clock.start(time.perf_counter())
+                    self.stats.num_begun += 1
             planned = self._scheduler.schedule()
             if planned is None:
                 return
@@ -319,18 +290,6 @@ class EngineLoop:
             self._in_flight.append(planned)
             running = self._scheduler.num_running
             self.stats.max_rows_running = max(self.stats.max_rows_running, running)
-
-    def _count_admitted(self, prompt: PromptState) -> None:
-        if prompt.again or prompt.is_apart:
-            self.stats.num_put_back += not prompt.is_apart
-            self.stats.num_apart += prompt.is_apart
-            self.stats.num_again_tokens += prompt.num_to_feed - prompt.num_fed
-        else:
-            self.stats.num_cached_tokens += prompt.num_cached
-            self.stats.num_counted_cached += prompt.num_cached * prompt.is_counted
-        if prompt.owner.times is None:
-            prompt.owner.times = self._clock.start(time.perf_counter())
-            self.stats.num_begun += 1
 
     def _postprocess(self, planned: PlannedStep, result: StepResult) -> None:
         """Give each token of a step to its sequence, and end those that are done."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 
 from fminfer.core.messages import StageSpan
-from fminfer.engine.sequence import Prepared
+from fminfer.engine.prefix import SharedTokens
+from fminfer.engine.sequence import Prepared, PromptState
 
 
 @dataclass(slots=True)
@@ -98,6 +99,24 @@ class EngineStats:
         for each in fields(ReadWork):
             total = getattr(self.read, each.name) + getattr(other.read, each.name)
             setattr(self.read, each.name, total)
+
+    def count_shareable(self, prompt: PromptState, shared: SharedTokens) -> None:
+        """Count what the best possible prefix cache would save of a prompt."""
+        if not shared.is_full:
+            prompt.is_counted = True
+            num_shared = shared.add(prompt.ids[: prompt.num_to_feed])
+            self.num_counted_tokens += prompt.num_to_feed
+            self.num_counted_shareable += min(num_shared, prompt.num_to_feed - 1)
+
+    def count_admitted(self, prompt: PromptState) -> None:
+        """Count a prompt that is to be fed, perhaps once more."""
+        if prompt.again or prompt.is_apart:
+            self.num_put_back += not prompt.is_apart
+            self.num_apart += prompt.is_apart
+            self.num_again_tokens += prompt.num_to_feed - prompt.num_fed
+        else:
+            self.num_cached_tokens += prompt.num_cached
+            self.num_counted_cached += prompt.num_cached * prompt.is_counted
 
     def add_spans(self, spans: list[StageSpan]) -> None:
         """Count what each stage did in one step."""

@@ -136,7 +136,7 @@ class Team:
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for work, at most until the timeout; return whether there is any."""
         with self._news:
-            return self._news.wait_for(lambda: self.has_work, timeout_s)
+            return self._news.wait_for(lambda: self.has_work or self._is_closed, timeout_s)
 
     def step(self) -> list[Event]:
         """Send waiting requests to pipelines, and return the next events.
@@ -229,6 +229,7 @@ class Team:
             pipeline.close()
         with self._news:  # nobody writes to what another file's number may be soon
             is_closed, self._is_closed = self._is_closed, True
+            self._news.notify_all()
         if not is_closed:
             os.close(self._wake_out)
             os.close(self._wake_in)

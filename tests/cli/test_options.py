@@ -51,7 +51,8 @@ def test_every_option_belongs_to_a_group(name: str) -> None:
     assert not [each.name for each in options if not isinstance(each, GroupedOption)]
     sections = sections_of(name)
     assert [*sections] == [group for group in IN_ORDER if group in sections]
-    assert sections.pop(HELP) == ["-h", "--help"]
+    # click keeps the option of whoever asked first, and only `fminfer` itself has -h.
+    assert sections.pop(HELP)[-1] == "--help"
     shown = sorted(flag for flags in sections.values() for flag in flags)
     assert shown == sorted(f for each in options for f in (*each.opts, *each.secondary_opts))
     for option in options:
