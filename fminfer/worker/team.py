@@ -136,7 +136,8 @@ class Team:
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for work, at most until the timeout; return whether there is any."""
         with self._news:
-            return self._news.wait_for(lambda: self.has_work or self._is_closed, timeout_s)
+            self._news.wait_for(lambda: self.has_work or self._is_closed, timeout_s)
+        return self.has_work
 
     def step(self) -> list[Event]:
         """Send waiting requests to pipelines, and return the next events.
