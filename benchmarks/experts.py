@@ -51,10 +51,9 @@ def build(model: Any, held: Any, dtype: Any, *, in_one_call: bool) -> Any:
     cpu, library = torch.device("cpu"), find_library("require", torch.device("cpu"))
     parts, _ = find_layers("require", library, dtype=dtype, device=cpu)
     checkpoint: Any = type("Any", (), {"context_length": 4096})
-    bodies, _ = loading._find_bodies("require", checkpoint, library, parts, dtype, cpu)
+    bodies, whole = loading._find_bodies("require", checkpoint, library, parts, dtype, cpu)
     if not in_one_call:
-        bodies.experts = None
-        bodies.join = lambda layer, tensors: layer
+        bodies.experts = whole = None
     layers = []
     generator = torch.Generator().manual_seed(0)
     for how in model.layers:
@@ -65,7 +64,9 @@ def build(model: Any, held: Any, dtype: Any, *, in_one_call: bool) -> Any:
             tensors[name] = torch.ones(shape, dtype=dtype) if is_norm else tensor.to(held)
         tensors["router.weight"] = tensors["router.weight"].to(dtype)
         layers.append(tensors)
-    return Transformer(model, PartTensors(layers, {}, {}, dtype), first=0, bodies=bodies)
+    join = None if whole is None else whole.join
+    part = PartTensors(iter(layers), {}, {}, dtype, 0)
+    return Transformer(model, part, first=0, bodies=bodies, join=join)
 
 
 def time_step(network: Any, model: Any, dtype: Any, rows: int, tokens: int) -> float:
@@ -76,7 +77,7 @@ def time_step(network: Any, model: Any, dtype: Any, rows: int, tokens: int) -> f
     from fminfer.compute.attention.kv_cache import KvCache
     from fminfer.compute.kernel_choice import find_library
     from fminfer.core.messages import StepRow
-    from fminfer.models.transformer import LayerStep
+    from fminfer.models.layer_step import LayerStep
 
     each = (CONTEXT + tokens) // BLOCK + 1
     library = find_library("require", torch.device("cpu"))

@@ -28,8 +28,9 @@ from fminfer.compute.spec import Attention  # noqa: E402
 from fminfer.compute.trial import compare  # noqa: E402
 from fminfer.core.partition import Part  # noqa: E402
 from fminfer.models.checkpoint import open_checkpoint  # noqa: E402
+from fminfer.models.layer_bodies import Bodies  # noqa: E402
 from fminfer.models.part_tensors import load_tensors  # noqa: E402
-from fminfer.models.transformer import Bodies, Transformer  # noqa: E402
+from fminfer.models.transformer import Transformer  # noqa: E402
 from tests.further_families import BIGGER, FURTHER, GROUPED, VISION  # noqa: E402
 
 IS_ALL = os.environ.get("FMINFER_TEST_ALL") == "1"

@@ -30,8 +30,9 @@ from fminfer.core.messages import SamplingRows, Step, StepResult, StepRow, Token
 from fminfer.machine.out_of_memory import SizeLimit
 from fminfer.machine.threads import ThreadCount
 from fminfer.models.head import Head
+from fminfer.models.layer_step import LayerStep
 from fminfer.models.step_clock import StepClock
-from fminfer.models.transformer import LayerStep, Transformer
+from fminfer.models.transformer import Transformer
 
 # Elements of logits that exist at once. Above 32 MB glibc asks the system for fresh, zeroed memory
 # each time, which costs more than a smaller product does. A GPU reads the whole head each time, and

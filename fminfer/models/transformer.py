@@ -1,361 +1,23 @@
 """The one forward: computes any spec over the packed tokens of a step.
 
-It calls the bodies that it is given for products, norms, rotary positions, activations and
-attention.
+`layer` computes one layer, with the bodies that `layer_bodies` makes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Protocol
 
 import torch
 from torch import nn
 
 from fminfer.compute.layers import plain
-from fminfer.compute.layers.bodies import NormBody, Parts, RotateBody
-from fminfer.compute.layers.experts import KernelExperts, Mix, PlainExperts
-from fminfer.compute.layers.routing import route
-from fminfer.compute.linear.products import Products
-from fminfer.compute.spec import Attention, Layer, Mlp, Model, Moe, Norm, Rope
+from fminfer.compute.spec import Model
+from fminfer.models.layer import LayerOf, normed_sum
+from fminfer.models.layer_bodies import Bodies
+from fminfer.models.layer_step import LayerStep
 from fminfer.models.part_tensors import PartTensors, Tensors
 
-Function = Callable[[torch.Tensor], torch.Tensor]
-
-
-class Attend(Protocol):
-    """Attention over the paged KV cache of all layers."""
-
-    def __call__(
-        self,
-        layer: int,
-        query: torch.Tensor,  # (tokens, heads, head_dim)
-        key: torch.Tensor,  # (tokens, KV heads, head_dim)
-        value: torch.Tensor,
-        sinks: torch.Tensor | None = None,  # (heads,) float32
-    ) -> torch.Tensor:  # (kept tokens, heads, head_dim)
-        """Store the new keys and values of a layer, then attend."""
-
-
-@dataclass(slots=True)
-class LayerStep:
-    """What all layers of a step share."""
-
-    positions: torch.Tensor  # (tokens,) int64
-    attend: Attend
-    kept: torch.Tensor | None = None  # (wanted,) int64: tokens the last layer returns; None: all
-
-    _turns: dict[int, torch.Tensor] = field(default_factory=dict)
-
-    def keep(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.kept is None else x[self.kept]
-
-    def turns(self, rotate: RotateBody, table: torch.Tensor) -> torch.Tensor:
-        """Return the cosines and sines of the step's tokens, looked up once for all layers."""
-        if id(table) not in self._turns:
-            self._turns[id(table)] = rotate.turns(table, self.positions)
-        return self._turns[id(table)]
-
-
-Join = Callable[["LayerOf", Tensors], "LayerOf"]
-
-
-def _as_it_is(layer: LayerOf, tensors: Tensors) -> LayerOf:
-    return layer
-
-
-@dataclass(slots=True)
-class Bodies:
-    """Makes the bodies of layers.
-
-    Args:
-        num_positions: the longest sequence.
-        join: replaces a layer by one compiled call, where it can.
-        experts: makes compiled mixtures of experts; None: their products are made one by one.
-    """
-
-    parts: Parts
-    products: Products
-    num_positions: int
-    join: Join = _as_it_is
-    experts: KernelExperts | None = None
-    _tables: dict[Rope, torch.Tensor] = field(default_factory=dict)
-
-    def norm(self, how: Norm | None, tensors: Tensors, name: str) -> NormBody | None:
-        if how is None:
-            return None
-        return self.parts.norm(how, tensors.get(f"{name}.weight"), tensors.get(f"{name}.bias"))
-
-    def norms(
-        self, pair: tuple[Norm | None, Norm | None], tensors: Tensors, side: str
-    ) -> tuple[NormBody | None, NormBody | None]:
-        first, second = (
-            self.norm(how, tensors, f"{side}_{part}")
-            for how, part in zip(pair, ("attention", "mlp"), strict=True)
-        )
-        return first, second
-
-    def product(self, tensors: Tensors, name: str) -> Function:
-        return self.products.make(tensors[f"{name}.weight"], tensors.get(f"{name}.bias"))
-
-    def table(self, how: Rope, device: torch.device) -> torch.Tensor:
-        """Return the cosines and sines of all positions, made once for each `Rope`."""
-        if how not in self._tables:
-            self._tables[how] = plain.rotary_table(how, self.num_positions, device)
-        return self._tables[how]
-
-
-class AttentionOf:
-    """The attention of a layer with its products, norms of queries and keys, and positions."""
-
-    def __init__(self, how: Attention, tensors: Tensors, bodies: Bodies) -> None:
-        self._how = how
-        self.products = {name: bodies.product(tensors, name) for name in ("qkv", "out")}
-        self._q_norm = bodies.norm(how.qk_norm, tensors, "q_norm")
-        self._k_norm = bodies.norm(how.qk_norm, tensors, "k_norm")
-        device = tensors["qkv.weight"].device
-        self._rotate, self._table = None, torch.empty(0, device=device)
-        if how.rope is not None:
-            self._rotate = bodies.parts.rotate(how.rope)
-            self._table = bodies.table(how.rope, device)
-        slopes = () if how.alibi is None else how.alibi.slopes
-        self._slopes = torch.tensor(slopes, device=device).bfloat16()
-        self._sinks = tensors["sinks.weight"].float() if how.has_sinks else None
-
-    def __call__(self, x: torch.Tensor, layer: int, step: LayerStep) -> torch.Tensor:
-        how, qkv = self._how, self.products["qkv"](x)
-        if how.clip:
-            qkv = qkv.clamp(-how.clip, how.clip)
-        q, k = self._turned(qkv, step)
-        v = qkv[:, -how.qkv_sizes[2] :].view(len(x), how.kv_heads, how.head_dim)
-        if how.keeps_bias:
-            q, k, v = self._with_bias(q, k, v, step.positions)
-        out = step.attend(layer, q, k, v, self._sinks)[..., : how.head_dim]
-        return self.products["out"](out.flatten(1))
-
-    def _turned(self, qkv: torch.Tensor, step: LayerStep) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return queries and keys after their norms and positions, (tokens, heads, head_dim)."""
-        how = self._how
-        both = qkv[:, : -how.qkv_sizes[2]]
-        if self._q_norm is None or self._k_norm is None:  # in one pass
-            both = self._rotated(both.view(len(qkv), -1, how.head_dim), step)
-            return both[:, : how.heads], both[:, how.heads :]
-        q, k = both[:, : how.qkv_sizes[0]], both[:, how.qkv_sizes[0] :]
-        if how.qk_norm_over == "all":
-            q, k = self._q_norm(q), self._k_norm(k)
-        q, k = (part.view(len(qkv), -1, how.head_dim) for part in (q, k))
-        if how.qk_norm_is_last:
-            return self._q_norm(self._rotated(q, step)), self._k_norm(self._rotated(k, step))
-        if how.qk_norm_over != "all":
-            q, k = self._q_norm(q), self._k_norm(k)
-        return self._rotated(q, step), self._rotated(k, step)
-
-    def _rotated(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
-        turns = self.turns(step)
-        return x if self._rotate is None or turns is None else self._rotate(x, turns)
-
-    def turns(self, step: LayerStep) -> torch.Tensor | None:
-        """Return the cosines and sines of the step's tokens; None: no rotary positions."""
-        return None if self._rotate is None else step.turns(self._rotate, self._table)
-
-    def _with_bias(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Append Falcon's ALiBi bias to the key, and a 1 to the query.
-
-        Query · key then includes slope · position of the key, before it is scaled. The bias is
-        rounded to bfloat16, by up to 4 beyond position 1000: the rounding is part of the model.
-        """
-        bias = (self._slopes * positions[:, None]).to(k.dtype)
-        group = self._how.heads // k.shape[1]
-        k = torch.cat([k.repeat_interleave(group, 1), bias[..., None]], -1)
-        v = nn.functional.pad(v.repeat_interleave(group, 1), (0, 1))
-        return nn.functional.pad(q, (0, 1), value=1.0), k, v
-
-
-class LatentAttentionOf:
-    """Latent attention, with what makes keys and values of the latent moved to queries and out."""
-
-    def __init__(self, how: Attention, tensors: Tensors, bodies: Bodies) -> None:
-        assert how.latent is not None and how.rope is not None, "latent attention"
-        self._how, self._latent = how, how.latent
-        names = ("q",) if how.latent.query_rank is None else ("q_down", "q_up")
-        self.products = {n: bodies.product(tensors, n) for n in (*names, "kv_down", "out")}
-        norm = None if how.latent.query_rank is None else how.latent.norm
-        self._q_norm = bodies.norm(norm, tensors, "q_norm")
-        self._kv_norm = bodies.norm(how.latent.norm, tensors, "kv_norm")
-        weight = tensors["kv_up.weight"]
-        by_head = weight.view(how.heads, -1, how.latent.rank)
-        of_keys, of_values = by_head[:, : how.latent.key_dim], by_head[:, how.latent.key_dim :]
-        self._to_latent = of_keys.contiguous()  # (heads, key_dim, rank)
-        self._from_latent = of_values.transpose(1, 2).contiguous()  # (heads, rank, value_dim)
-        self._rotate = bodies.parts.rotate(how.rope)
-        self._table = bodies.table(how.rope, weight.device)
-
-    def __call__(self, x: torch.Tensor, layer: int, step: LayerStep) -> torch.Tensor:
-        latent = self._latent
-        turns = self.turns(step)
-        q = self._queries(x).view(len(x), self._how.heads, -1)
-        q_turned = self._rotate(q[..., latent.key_dim :].contiguous(), turns)
-        asked = _by_heads(q[..., : latent.key_dim], self._to_latent)
-        kv = self.products["kv_down"](x)
-        assert self._kv_norm is not None, "latent attention has a norm"
-        kept = self._kv_norm(kv[:, : latent.rank].contiguous())[:, None]
-        k_turned = self._rotate(kv[:, None, latent.rank :].contiguous(), turns)
-        key = torch.cat([kept, k_turned], -1)
-        out = step.attend(layer, torch.cat([asked, q_turned], -1), key, key)
-        values = _by_heads(out[..., : latent.rank], self._from_latent)
-        return self.products["out"](values.flatten(1))
-
-    def turns(self, step: LayerStep) -> torch.Tensor:
-        """Return the cosines and sines of the step's tokens."""
-        return step.turns(self._rotate, self._table)
-
-    def _queries(self, x: torch.Tensor) -> torch.Tensor:
-        if self._q_norm is None:
-            return self.products["q"](x)
-        return self.products["q_up"](self._q_norm(self.products["q_down"](x)))
-
-
-def _by_heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Multiply (tokens, heads, inputs) by a weight of each head, (heads, inputs, outputs)."""
-    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
-
-
-class MlpOf:
-    """The MLP of a layer or of an expert: two products with an activation between them."""
-
-    def __init__(self, how: Mlp, tensors: Tensors, bodies: Bodies) -> None:
-        self.products = {name: bodies.product(tensors, name) for name in ("up", "down")}
-        parts = bodies.parts
-        if how.activation == "xielu":
-            self._act: Function = partial(plain.xielu, **_under("xielu.", tensors))
-        elif how.limit is not None:
-            self._act = partial(plain.limited_gate, activation=how.activation, limit=how.limit)
-        else:
-            self._act = (parts.gate if how.is_gated else parts.activation)(how.activation)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.products["down"](self._act(self.products["up"](x)))
-
-
-class MoeOf:
-    """A mixture of experts: chooses those of each token, and how much each counts."""
-
-    def __init__(self, how: Moe, tensors: Tensors, bodies: Bodies) -> None:
-        self._how = how
-        # Not packed: with few outputs it is no faster, and its rounding could choose other experts.
-        self._router = tensors["router.weight"]  # float32, until it is rounded as hidden states are
-        self._router_bias = tensors["router.bias"] if how.has_router_bias else None
-        self._bias = tensors["choice.bias"] if how.has_choice_bias else None
-        self._shared = (
-            None if how.shared is None else MlpOf(how.shared, _under("shared.", tensors), bodies)
-        )
-        self._shared_gate = tensors["shared_gate.weight"] if how.has_shared_gate else None
-        own, mix = _under("experts.", tensors), None
-        if bodies.experts is not None:
-            mix = bodies.experts.make(how, own["up.weight"], own["down.weight"])
-        self.mix: Mix = mix or PlainExperts(
-            how,
-            [
-                MlpOf(how.expert, {name: each[number] for name, each in own.items()}, bodies)
-                for number in range(how.num_experts)
-            ],
-        )
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        shares, chosen = self._choose(x)
-        return self._with_shared(x, self.mix(x, chosen, shares))
-
-    def _choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the shares and numbers of each token's experts, (tokens, top_k)."""
-        if self._how.scores == "sigmoid" or self._how.is_precise:
-            x = x.float()  # scores that are near to each other stay apart
-        self._router = self._router.to(x.dtype)  # once
-        logits = nn.functional.linear(x, self._router, self._router_bias).float()
-        return route(self._how, logits, self._bias)
-
-    def _with_shared(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Add what the shared expert gives, if there is one."""
-        if self._shared is None:
-            return out
-        more = self._shared(x)
-        if self._shared_gate is not None:
-            more = more * nn.functional.linear(x, self._shared_gate).sigmoid()
-        return out + more
-
-
-def _under(top: str, tensors: Tensors) -> Tensors:
-    return {name.removeprefix(top): each for name, each in tensors.items() if name.startswith(top)}
-
-
-class LayerOf:
-    """A layer with its tensors."""
-
-    def __init__(self, how: Layer, tensors: Tensors, bodies: Bodies) -> None:
-        self.how = how
-        self.attention: AttentionOf | LatentAttentionOf
-        if how.attention.latent is not None:
-            self.attention = LatentAttentionOf(how.attention, tensors, bodies)
-        else:
-            self.attention = AttentionOf(how.attention, tensors, bodies)
-        self.mlp: Function
-        if isinstance(how.mlp, Moe):
-            self.mlp = MoeOf(how.mlp, tensors, bodies)
-        else:
-            self.mlp = MlpOf(how.mlp, tensors, bodies)
-        self.products = self.attention.products  # and those of a plain MLP
-        if isinstance(self.mlp, MlpOf):
-            self.products = self.products | self.mlp.products
-        self._before = bodies.norms(how.before, tensors, "before")
-        self._after = bodies.norms(how.after, tensors, "after")
-        self._of_sum = bodies.norms(how.of_sum, tensors, "sum")
-
-    def __call__(
-        self, x: torch.Tensor, more: torch.Tensor | None, number: int, step: LayerStep
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the hidden states after the layer as two terms; the second may be None.
-
-        The next norm adds them. The hidden states before the layer are x + more.
-        """
-        how = self.how
-        x, normed = _normed(self._before[0], x, more)
-        attended = self.attention(normed, number, step)
-        x, normed = step.keep(x), step.keep(normed)
-        if self._after[0]:
-            attended = self._after[0](attended)
-        attended = self._scaled(attended)
-        if how.is_parallel:
-            if self._before[1]:
-                normed = self._before[1](x)
-            return x, attended + self._scaled(self.mlp(normed))
-        x, more = _added(self._of_sum[0], normed if how.adds_normed else x, attended)
-        x, normed = _normed(self._before[1], x, more)
-        out = self.mlp(normed)
-        if self._after[1]:
-            out = self._after[1](out)
-        return _added(self._of_sum[1], normed if how.adds_normed else x, self._scaled(out))
-
-    def _scaled(self, out: torch.Tensor) -> torch.Tensor:
-        return out if self.how.residual_scale == 1.0 else out * self.how.residual_scale
-
-
-def _normed(
-    norm: NormBody | None, x: torch.Tensor, more: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if norm is not None:
-        return norm.of_sum(x, more)
-    if more is not None:
-        x = x + more
-    return x, x
-
-
-def _added(
-    norm: NormBody | None, x: torch.Tensor, more: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return (x, more) if norm is None else (norm.of_sum(x, more)[1], None)
+Join = Callable[[LayerOf, Tensors], LayerOf]
 
 
 class HeadLayer:
@@ -374,16 +36,26 @@ class Transformer:
         model: the spec of the whole model.
         tensors: those of the stage; each layer's go as soon as its bodies are made.
         first: the number in the model of the stage's first layer.
+        join: replaces a layer by one compiled call, where it can; None: layers stay as they are.
     """
 
-    def __init__(self, model: Model, tensors: PartTensors, *, first: int, bodies: Bodies) -> None:
+    def __init__(
+        self,
+        model: Model,
+        tensors: PartTensors,
+        *,
+        first: int,
+        bodies: Bodies,
+        join: Join | None = None,
+    ) -> None:
         self.model, self._entry, self._exit = model, tensors.entry, tensors.exit
         self._dtype = tensors.dtype
         self.layers: list[LayerOf] = []
         for each in tensors.layers:
             how = model.layers[first + len(self.layers)]
-            self.layers.append(bodies.join(LayerOf(how, each, bodies), each))
-            del each  # before the next layer's are read
+            layer = LayerOf(how, each, bodies)
+            self.layers.append(layer if join is None else join(layer, each))
+            del each, layer  # before the next layer's are read
         self.own = model.layers[first : first + len(self.layers)]
         if self._entry and model.has_sinusoids:
             table = plain.sinusoids(model.num_positions, model.hidden_size)
@@ -425,7 +97,7 @@ class Transformer:
             if number == len(self.layers) - 1:
                 step.kept = kept
             x, more = layer(x, more, number, step)
-        _, x = _normed(self._final_norm, x, more)
+        _, x = normed_sum(self._final_norm, x, more)
         if "project_out.weight" in self._exit:
             x = nn.functional.linear(x, self._exit["project_out.weight"])
         return x

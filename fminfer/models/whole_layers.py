@@ -27,8 +27,9 @@ from fminfer.compute.trial import Limits, Pair, try_body
 from fminfer.compute.workspace import Workspace
 from fminfer.core.config import Kernels
 from fminfer.core.messages import StepRow
+from fminfer.models.layer import LayerOf
+from fminfer.models.layer_step import LayerStep
 from fminfer.models.part_tensors import Tensors
-from fminfer.models.transformer import LayerOf, LayerStep
 
 NO_WINDOW = 2**31 - 1
 # Of the largest number that the parts give.

@@ -36,8 +36,9 @@ from fminfer.machine.device import (
 from fminfer.machine.threads import ThreadCount
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.fingerprint import digest_files
+from fminfer.models.layer_bodies import Bodies
 from fminfer.models.part_tensors import PartTensors, load_tensors
-from fminfer.models.transformer import Bodies, Transformer
+from fminfer.models.transformer import Transformer
 from fminfer.models.whole_layers import WholeLayers
 from fminfer.pipeline.group import Group
 from fminfer.pipeline.transport import HiddenForm
@@ -166,7 +167,8 @@ def _build_network(
     head, no_head = find_head(config.kernels, library, dtype)
     drawer, no_drawer = find_drawer(config.kernels, library, device)
     bodies, whole = _find_bodies(config.kernels, checkpoint, library, layers, dtype, device)
-    network = Transformer(checkpoint.model, tensors, first=part.first, bodies=bodies)
+    join = None if whole is None else whole.join
+    network = Transformer(checkpoint.model, tensors, first=part.first, bodies=bodies, join=join)
     attention, no_attention = find_attention(
         config.kernels,
         library,
@@ -205,7 +207,5 @@ def _find_bodies(
     if library is not None and isinstance(parts, KernelParts):
         kernels = ExpertKernel(library), ProductKernel(library)
         bodies.experts = KernelExperts(*kernels, dtype, asked)
-        whole = WholeLayers(library, dtype, asked)
-        bodies.join = whole.join
-        return bodies, whole
+        return bodies, WholeLayers(library, dtype, asked)
     return bodies, None

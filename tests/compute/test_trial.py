@@ -23,7 +23,8 @@ from fminfer.compute.sampling.head_kernel import HeadKernel
 from fminfer.compute.trial import compare, try_body
 from fminfer.core.errors import UsageError
 from fminfer.models.checkpoint import open_random
-from fminfer.models.transformer import Bodies, LayerOf
+from fminfer.models.layer import LayerOf
+from fminfer.models.layer_bodies import Bodies
 from fminfer.models.whole_layers import WholeLayers
 from tests.conftest import built_library
 from tests.models.test_oracle import Oracle, check_all, mixed_requests

@@ -17,10 +17,12 @@ import torch
 from fminfer.compute.layers.bodies import Parts
 from fminfer.compute.linear.products import Function, Products
 from fminfer.models.checkpoint import open_checkpoint
+from fminfer.models.layer import LayerOf
+from fminfer.models.layer_bodies import Bodies
 from fminfer.models.part_tensors import Tensors, load_tensors
 from fminfer.models.stored import read_ahead
 from fminfer.models.stored.read_ahead import Waiting, reading_ahead
-from fminfer.models.transformer import Bodies, LayerOf, Transformer
+from fminfer.models.transformer import Transformer
 from tests.models.test_transformer import one_stage
 
 ALL = range(12)  # parts, two of a group, of 100 bytes
@@ -101,6 +103,10 @@ def test_one_layer_is_in_memory_beside_the_packed_ones(
         on_progress=see,
     )
     Transformer(
-        checkpoint.model, tensors, first=0, bodies=Bodies(Parts(), Unpacked(), 64, keep_in_sight)
+        checkpoint.model,
+        tensors,
+        first=0,
+        bodies=Bodies(Parts(), Unpacked(), 64),
+        join=keep_in_sight,
     )
     assert len(joined) == 3 and set(left) == {0}

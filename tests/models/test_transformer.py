@@ -24,8 +24,10 @@ from fminfer.core.partition import Part, split_layers
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.families.table import ROWS
 from fminfer.models.head import Head
+from fminfer.models.layer_bodies import Bodies
+from fminfer.models.layer_step import LayerStep
 from fminfer.models.part_tensors import load_tensors
-from fminfer.models.transformer import Bodies, LayerStep, Transformer
+from fminfer.models.transformer import Transformer
 from tests.conftest import FIELDS, VOCAB, built_library, make_model
 
 CPU = torch.device("cpu")

@@ -1,0 +1,44 @@
+"""What all layers of a step share: positions, attention, and the tokens that are wanted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from fminfer.compute.layers.bodies import RotateBody
+
+
+class Attend(Protocol):
+    """Attention over the paged KV cache of all layers."""
+
+    def __call__(
+        self,
+        layer: int,
+        query: torch.Tensor,  # (tokens, heads, head_dim)
+        key: torch.Tensor,  # (tokens, KV heads, head_dim)
+        value: torch.Tensor,
+        sinks: torch.Tensor | None = None,  # (heads,) float32
+    ) -> torch.Tensor:  # (kept tokens, heads, head_dim)
+        """Store the new keys and values of a layer, then attend."""
+
+
+@dataclass(slots=True)
+class LayerStep:
+    """What all layers of a step share."""
+
+    positions: torch.Tensor  # (tokens,) int64
+    attend: Attend
+    kept: torch.Tensor | None = None  # (wanted,) int64: tokens the last layer returns; None: all
+
+    _turns: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def keep(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.kept is None else x[self.kept]
+
+    def turns(self, rotate: RotateBody, table: torch.Tensor) -> torch.Tensor:
+        """Return the cosines and sines of the step's tokens, looked up once for all layers."""
+        if id(table) not in self._turns:
+            self._turns[id(table)] = rotate.turns(table, self.positions)
+        return self._turns[id(table)]
