@@ -38,8 +38,9 @@ import fminfer
 from fminfer.compute.attention import kv_cache
 from fminfer.compute.attention.kernel_attention import KernelAttention
 from fminfer.compute.attention.paged_attention import PagedAttention
+from fminfer.models.layer_structs import Spent
 from fminfer.models.tensor_shapes import layer_shapes
-from fminfer.models.whole_layers import Spent, WholeLayer
+from fminfer.models.whole_layers import WholeLayer
 
 PLANNING: list[tuple[Any, str]] = [(kv_cache, "plan_attention"), (KernelAttention, "plan")]
 PARTS = ["products", "attention", "head", "drawing", "planning", "rest", "waiting"]

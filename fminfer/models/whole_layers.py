@@ -22,58 +22,18 @@ from fminfer.compute.attention.kernel_attention import (
 )
 from fminfer.compute.attention.kv_cache import KvCache
 from fminfer.compute.layers.bodies import GATES, PLAIN
-from fminfer.compute.linear.product_kernel import TYPES, PackedProduct
+from fminfer.compute.linear.product_kernel import PackedProduct
 from fminfer.compute.trial import Limits, Pair, try_body
 from fminfer.compute.workspace import Workspace
 from fminfer.core.config import Kernels
 from fminfer.core.messages import StepRow
 from fminfer.models.layer import LayerOf
 from fminfer.models.layer_step import LayerStep
+from fminfer.models.layer_structs import LayerStruct, Spent, describe_layer, tensors_of_norms
 from fminfer.models.part_tensors import Tensors
 
-NO_WINDOW = 2**31 - 1
 # Of the largest number that the parts give.
 MAX_ERROR: Limits = {torch.float32: 1e-4, torch.bfloat16: 0.02}
-
-
-class Norm(ctypes.Structure):
-    """x / sqrt(mean(x²) + eps) * (weight + offset), or a LayerNorm if it has a bias.
-
-    Without a weight none.
-    """
-
-    _fields_ = (
-        *[(name, ctypes.c_void_p) for name in ("weight", "bias")],
-        *[(name, ctypes.c_float) for name in ("eps", "offset")],
-    )
-
-
-class Linear(ctypes.Structure):
-    """A PackedProduct."""
-
-    _fields_ = (
-        *[(name, ctypes.c_void_p) for name in ("weight", "bias")],
-        *[(name, ctypes.c_int64) for name in ("inputs", "outputs", "weight_type")],
-    )
-
-
-class Layer(ctypes.Structure):
-    """What a layer is; whole_layers.cpp says what each is."""
-
-    _fields_ = (
-        *[(name, Norm) for name in ("first", "second", "of_query", "of_key")],
-        *[(name, Linear) for name in ("qkv", "out", "up", "down")],
-        *[(name, ctypes.c_void_p) for name in ("keys", "values", "slopes")],
-        *[(name, ctypes.c_int64) for name in ("head_step", "key_at", "value_at")],
-        *[(name, ctypes.c_int64) for name in ("activation", "window")],
-        *[(name, ctypes.c_float) for name in ("scaling", "softcap")],
-    )
-
-
-class Spent(ctypes.Structure):
-    """Seconds that layers took, for those who profile them."""
-
-    _fields_ = (("products", ctypes.c_double), ("attention", ctypes.c_double))
 
 
 def serves(how: spec.Layer) -> bool:
@@ -145,8 +105,8 @@ class WholeLayer(LayerOf):
         self._parts, self.step, self._dtype = parts, step, dtype
         self.how, self.attention, self.mlp = parts.how, parts.attention, parts.mlp
         self.has_experts = isinstance(parts.how.mlp, spec.Moe)
-        self._kept = _tensors_of_norms(tensors)  # the library is told where they lie
-        self.layer = _describe(parts, self._kept, dtype)
+        self._kept = tensors_of_norms(tensors)  # the library is told where they lie
+        self.layer = describe_layer(parts, self._kept, dtype)
         self._run = library.fminfer_layer
         self._space = library.fminfer_layer_space(ctypes.byref(self.layer))
         self._cache: torch.Tensor | None = None
@@ -171,16 +131,9 @@ class WholeLayer(LayerOf):
             self._use(paged.keys, paged.values, cache.slopes[number])
         self.step.see(rows, attention.heads, paged.keys, self._dtype)
         tokens, width = x.shape
-        kept = rows.kept
-        turn = self.attention.turns(step)  # (2, tokens, turned) float32, or None
+        kept, turn = rows.kept, self._turn(step, tokens)
         # The kernel trusts what it is given.
         assert len(rows.slots) == tokens and width == how.qkv.inputs
-        turned = 0
-        if turn is not None:
-            turn = turn.contiguous()
-            turned = turn.shape[-1]
-            assert turn.shape == (2, tokens, turned) and turn.dtype == torch.float32
-            assert turned % 2 == 0 and turned <= attention.head_dim, "cos and sin"
         num_kept = tokens if kept is None else len(kept)
         assert num_kept > 0, "tokens to keep"  # an empty tensor lies nowhere, which means all
         out = x.new_empty((num_kept, width))
@@ -190,7 +143,7 @@ class WholeLayer(LayerOf):
             self.step.arguments,
             None if turn is None else turn[0].data_ptr(),
             None if turn is None else turn[1].data_ptr(),
-            turned,
+            0 if turn is None else turn.shape[-1],
             None if kept is None else kept.data_ptr(),
             num_kept,
             x.data_ptr(),
@@ -203,6 +156,16 @@ class WholeLayer(LayerOf):
             self.step.workspace.drop()  # for the halves of the step
             raise MemoryError("no memory for a layer's working space")
         return out, None if normed is None else self.mlp(normed)
+
+    def _turn(self, step: LayerStep, tokens: int) -> torch.Tensor | None:
+        """Return cosines and sines, (2, tokens, turned) float32; None: no rotary positions."""
+        turn = self.attention.turns(step)
+        if turn is None:
+            return None
+        turned = turn.shape[-1]
+        assert turn.shape == (2, tokens, turned) and turn.dtype == torch.float32
+        assert turned % 2 == 0 and turned <= self.how.attention.head_dim, "cos and sin"
+        return turn.contiguous()
 
     def _use(self, keys: torch.Tensor, values: torch.Tensor, slopes: torch.Tensor | None) -> None:
         """Take a cache, if it is of the layer's shape: the kernel trusts what it is given."""
@@ -232,11 +195,11 @@ class WholeLayers:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         self._library, self._step = library, StepCall()
         library.fminfer_layer.argtypes = [
-            *(ctypes.POINTER(Layer), ctypes.POINTER(Arguments)),
+            *(ctypes.POINTER(LayerStruct), ctypes.POINTER(Arguments)),
             *(pointer, pointer, number, pointer, number, pointer, pointer, pointer, pointer),
             ctypes.POINTER(Spent),
         ]
-        library.fminfer_layer_space.argtypes = [ctypes.POINTER(Layer)]
+        library.fminfer_layer_space.argtypes = [ctypes.POINTER(LayerStruct)]
         library.fminfer_layer_space.restype = ctypes.c_int64
 
     def join(self, parts: LayerOf, tensors: Tensors) -> LayerOf:
@@ -288,51 +251,3 @@ class WholeLayers:
                 out, more = layer(x[: len(positions)], None, 0, step)
                 outs.append(out if more is None else out + more)
         yield from zip(outs[:2], outs[2:], strict=True)
-
-
-def _tensors_of_norms(tensors: Tensors) -> Tensors:
-    return {
-        name: each.contiguous()
-        for name, each in tensors.items()
-        if "norm" in name or "before" in name
-    }
-
-
-def _describe(parts: LayerOf, tensors: Tensors, dtype: torch.dtype) -> Layer:
-    how, attention, mlp = parts.how, parts.how.attention, parts.how.mlp
-    products = {name: _linear(product) for name, product in parts.products.items()}
-    of_query, of_key, _ = attention.qkv_sizes
-    assert products["qkv"].outputs == sum(attention.qkv_sizes), "queries, keys and values"
-    activation = 0
-    if isinstance(mlp, spec.Mlp):
-        assert products["up"].outputs == mlp.up_size and products["down"].inputs == mlp.size
-        activation = (GATES if mlp.is_gated else PLAIN)[mlp.activation]
-    return Layer(
-        _norm(how.before[0], tensors, "before_attention", dtype),
-        _norm(how.before[1], tensors, "before_mlp", dtype),
-        _norm(attention.qk_norm, tensors, "q_norm", dtype),
-        _norm(attention.qk_norm, tensors, "k_norm", dtype),
-        **products,
-        head_step=attention.head_dim,
-        key_at=of_query,
-        value_at=of_query + of_key,
-        activation=activation,
-        window=min(attention.window or 0, NO_WINDOW),
-        scaling=attention.scaling,
-        softcap=attention.softcap or 0.0,
-    )
-
-
-def _norm(how: spec.Norm | None, tensors: Tensors, name: str, dtype: torch.dtype) -> Norm:
-    if how is None:
-        return Norm()
-    weight, bias = tensors[f"{name}.weight"], tensors.get(f"{name}.bias")
-    assert weight.dtype == dtype, "a norm of the hidden states' type"
-    return Norm(weight.data_ptr(), None if bias is None else bias.data_ptr(), how.eps, how.offset)
-
-
-def _linear(product: object) -> Linear:
-    assert isinstance(product, PackedProduct), "a product of ours"
-    bias = None if product.bias is None else product.bias.data_ptr()
-    packed = product.packed
-    return Linear(packed.data_ptr(), bias, product.inputs, product.outputs, TYPES[packed.dtype])

@@ -1,0 +1,114 @@
+"""Describes a layer as the C struct that `whole_layers.cpp` expects."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from fminfer.compute import spec
+from fminfer.compute.layers.bodies import GATES, PLAIN
+from fminfer.compute.linear.product_kernel import TYPES, PackedProduct
+from fminfer.models.layer import LayerOf
+from fminfer.models.part_tensors import Tensors
+
+NO_WINDOW = 2**31 - 1
+
+
+class NormStruct(ctypes.Structure):
+    """x / sqrt(mean(x²) + eps) * (weight + offset), or a LayerNorm if it has a bias.
+
+    Without a weight none.
+    """
+
+    _fields_ = (
+        *[(name, ctypes.c_void_p) for name in ("weight", "bias")],
+        *[(name, ctypes.c_float) for name in ("eps", "offset")],
+    )
+
+
+class LinearStruct(ctypes.Structure):
+    """A PackedProduct."""
+
+    _fields_ = (
+        *[(name, ctypes.c_void_p) for name in ("weight", "bias")],
+        *[(name, ctypes.c_int64) for name in ("inputs", "outputs", "weight_type")],
+    )
+
+
+class LayerStruct(ctypes.Structure):
+    """A layer; whole_layers.cpp says what each field is."""
+
+    _fields_ = (
+        *[(name, NormStruct) for name in ("first", "second", "of_query", "of_key")],
+        *[(name, LinearStruct) for name in ("qkv", "out", "up", "down")],
+        *[(name, ctypes.c_void_p) for name in ("keys", "values", "slopes")],
+        *[(name, ctypes.c_int64) for name in ("head_step", "key_at", "value_at")],
+        *[(name, ctypes.c_int64) for name in ("activation", "window")],
+        *[(name, ctypes.c_float) for name in ("scaling", "softcap")],
+    )
+
+
+class Spent(ctypes.Structure):
+    """Seconds that layers took, for those who profile them."""
+
+    _fields_ = (("products", ctypes.c_double), ("attention", ctypes.c_double))
+
+
+def tensors_of_norms(tensors: Tensors) -> Tensors:
+    """Return those that a struct points to; who calls the library keeps them."""
+    return {
+        name: each.contiguous()
+        for name, each in tensors.items()
+        if "norm" in name or "before" in name
+    }
+
+
+def describe_layer(parts: LayerOf, tensors: Tensors, dtype: torch.dtype) -> LayerStruct:
+    """Describe a layer that is served, all but its cache.
+
+    Args:
+        tensors: those of its norms.
+        dtype: of hidden states and norms.
+    """
+    how, attention, mlp = parts.how, parts.how.attention, parts.how.mlp
+    products = {name: _linear(product) for name, product in parts.products.items()}
+    of_query, of_key, _ = attention.qkv_sizes
+    assert products["qkv"].outputs == sum(attention.qkv_sizes), "queries, keys and values"
+    activation = 0
+    if isinstance(mlp, spec.Mlp):
+        assert products["up"].outputs == mlp.up_size and products["down"].inputs == mlp.size
+        activation = (GATES if mlp.is_gated else PLAIN)[mlp.activation]
+    return LayerStruct(
+        _norm(how.before[0], tensors, "before_attention", dtype),
+        _norm(how.before[1], tensors, "before_mlp", dtype),
+        _norm(attention.qk_norm, tensors, "q_norm", dtype),
+        _norm(attention.qk_norm, tensors, "k_norm", dtype),
+        **products,
+        head_step=attention.head_dim,
+        key_at=of_query,
+        value_at=of_query + of_key,
+        activation=activation,
+        window=min(attention.window or 0, NO_WINDOW),
+        scaling=attention.scaling,
+        softcap=attention.softcap or 0.0,
+    )
+
+
+def _norm(how: spec.Norm | None, tensors: Tensors, name: str, dtype: torch.dtype) -> NormStruct:
+    if how is None:
+        return NormStruct()
+    weight, bias = tensors[f"{name}.weight"], tensors.get(f"{name}.bias")
+    assert weight.dtype == dtype, "a norm of the hidden states' type"
+    return NormStruct(
+        weight.data_ptr(), None if bias is None else bias.data_ptr(), how.eps, how.offset
+    )
+
+
+def _linear(product: object) -> LinearStruct:
+    assert isinstance(product, PackedProduct), "a product of ours"
+    bias = None if product.bias is None else product.bias.data_ptr()
+    packed = product.packed
+    return LinearStruct(
+        packed.data_ptr(), bias, product.inputs, product.outputs, TYPES[packed.dtype]
+    )
