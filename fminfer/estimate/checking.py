@@ -28,7 +28,7 @@ from fminfer.estimate.simulation import PretendPipeline, simulate
 from fminfer.files.line_reader import count_rows, read_lines
 from fminfer.machine.device import choose_kv_dtype
 from fminfer.models.checkpoint import Checkpoint
-from fminfer.models.part_tensors import check_tensors
+from fminfer.models.weight_headers import check_tensors
 from fminfer.text.tokenizer import Tokenizer
 from fminfer.worker.assembly import build_loop, find_limits, load_tokenizer
 from fminfer.worker.forecast import Layout, make_forecast, name_of

@@ -10,7 +10,7 @@ from fminfer.models.layer_attention import AttentionOf, LatentAttentionOf
 from fminfer.models.layer_bodies import Bodies, Function
 from fminfer.models.layer_mlp import MlpOf, MoeOf
 from fminfer.models.layer_step import LayerStep
-from fminfer.models.part_tensors import Tensors
+from fminfer.models.tensor_shapes import Tensors
 
 
 class LayerOf:

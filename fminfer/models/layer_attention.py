@@ -8,7 +8,7 @@ from torch import nn
 from fminfer.compute.spec import Attention
 from fminfer.models.layer_bodies import Bodies
 from fminfer.models.layer_step import LayerStep
-from fminfer.models.part_tensors import Tensors
+from fminfer.models.tensor_shapes import Tensors
 
 
 class AttentionOf:

@@ -12,7 +12,7 @@ from fminfer.compute.layers.experts import Mix, PlainExperts
 from fminfer.compute.layers.routing import route
 from fminfer.compute.spec import Mlp, Moe
 from fminfer.models.layer_bodies import Bodies, Function
-from fminfer.models.part_tensors import Tensors
+from fminfer.models.tensor_shapes import Tensors
 
 
 class MlpOf:

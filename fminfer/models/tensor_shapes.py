@@ -8,10 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+import torch
+
 from fminfer.compute.spec import ACTIVATION_SHAPES, Attention, Latent, Layer, Mlp, Model, Moe, Norm
 from fminfer.core.partition import Part
 
 Shapes = dict[str, tuple[int, ...]]
+Tensors = dict[str, torch.Tensor]  # by the same names
 # The share of tokens that run the head: generated tokens do, most prompt tokens do not.
 HEAD_SHARE = 0.5
 # Of a layer, or of each of its experts.

@@ -15,7 +15,8 @@ from fminfer.compute.spec import Model
 from fminfer.models.layer import LayerOf, normed_sum
 from fminfer.models.layer_bodies import Bodies
 from fminfer.models.layer_step import LayerStep
-from fminfer.models.part_tensors import PartTensors, Tensors
+from fminfer.models.part_tensors import PartTensors
+from fminfer.models.tensor_shapes import Tensors
 
 Join = Callable[[LayerOf, Tensors], LayerOf]
 

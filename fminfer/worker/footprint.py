@@ -20,7 +20,6 @@ from fminfer.core.partition import Part
 from fminfer.machine.device import choose_kv_dtype, is_fast_in_bfloat16
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.families.tensor_names import Architecture, source_of
-from fminfer.models.part_tensors import stored_dtype, weight_dtype
 from fminfer.models.tensor_shapes import (
     is_moved,
     is_of_product,
@@ -28,6 +27,7 @@ from fminfer.models.tensor_shapes import (
     may_stay_stored,
     part_shapes,
 )
+from fminfer.models.weight_headers import stored_dtype, weight_dtype
 from fminfer.worker.kv_size import kv_token_bytes
 from fminfer.worker.opening import split_model
 from fminfer.worker.step_memory import GPU_RESERVE, step_bytes

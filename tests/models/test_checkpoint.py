@@ -17,7 +17,8 @@ import fminfer
 from fminfer.core.errors import CheckpointError, UsageError
 from fminfer.core.partition import Part
 from fminfer.models.checkpoint import open_checkpoint, open_random
-from fminfer.models.part_tensors import check_tensors, load_tensors
+from fminfer.models.part_tensors import load_tensors
+from fminfer.models.weight_headers import check_tensors
 from tests.conftest import make_model, save_byte_tokenizer
 from tests.models.test_transformer import logits_of
 

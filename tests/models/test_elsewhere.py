@@ -22,8 +22,8 @@ from fminfer.core.partition import Part
 from fminfer.models.fingerprint import fingerprint_of
 from fminfer.models.known_sizes import ALIASES, SIZES, size_fields
 from fminfer.models.layer_count import check_split
-from fminfer.models.part_tensors import check_tensors
 from fminfer.models.tensor_shapes import part_shapes
+from fminfer.models.weight_headers import check_tensors
 from fminfer.worker.opening import open_model
 from tests.conftest import save_byte_tokenizer
 

@@ -19,9 +19,10 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.partition import Part, parts_of
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.fingerprint import digest_files, fingerprint_of, name_differences
-from fminfer.models.part_tensors import PartTensors, check_tensors, load_tensors, stored_dtype
+from fminfer.models.part_tensors import PartTensors, load_tensors
 from fminfer.models.stored.tensor_table import TensorFiles
 from fminfer.models.stored.weight_folder import find_weight_files, weight_files
+from fminfer.models.weight_headers import check_tensors, stored_dtype
 from fminfer.worker.opening import open_model
 from tests.conftest import make_model, save_byte_tokenizer, some_families
 from tests.forked import run_forked

@@ -19,9 +19,10 @@ from fminfer.compute.linear.products import Function, Products
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.layer import LayerOf
 from fminfer.models.layer_bodies import Bodies
-from fminfer.models.part_tensors import Tensors, load_tensors
+from fminfer.models.part_tensors import load_tensors
 from fminfer.models.stored import read_ahead
 from fminfer.models.stored.read_ahead import Waiting, reading_ahead
+from fminfer.models.tensor_shapes import Tensors
 from fminfer.models.transformer import Transformer
 from tests.models.test_transformer import one_stage
 
