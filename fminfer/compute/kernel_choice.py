@@ -12,12 +12,9 @@ from typing import Any
 
 import torch
 
+from fminfer.compute.attention.attention_plan import plan_attention
 from fminfer.compute.attention.kernel_attention import KernelAttention
-from fminfer.compute.attention.paged_attention import (
-    AttentionKernel,
-    PagedAttention,
-    plan_attention,
-)
+from fminfer.compute.attention.paged_attention import AttentionKernel, PagedAttention
 from fminfer.compute.kernels.kernel_build import KernelBuild, may_have_library, start_build
 from fminfer.compute.layers.bodies import PartKernels, part_pairs
 from fminfer.compute.layers.layer_kernels import LayerKernels

@@ -7,11 +7,8 @@ from typing import Any
 
 import torch
 
-from fminfer.compute.attention.paged_attention import (
-    AttentionKernel,
-    PagedAttention,
-    plan_attention,
-)
+from fminfer.compute.attention.attention_plan import plan_attention
+from fminfer.compute.attention.paged_attention import AttentionKernel, PagedAttention
 from fminfer.compute.spec import Attention
 from fminfer.core.messages import StepRow
 from fminfer.machine.host_memory import use_small_pages
