@@ -303,7 +303,8 @@ def test_a_rank_takes_its_share_and_one_tensor(
             theirs.close()
             peak, share, largest = mine.recv()
             process.join()
-            assert peak <= 1.1 * share + largest, (part, peak / share, largest / share)
+            others = 2 << 20  # what Python and torch come to need meanwhile
+            assert peak <= 1.1 * share + largest + others, (part, peak / share, largest / share)
 
 
 @pytest.mark.parametrize("form", ["safetensors", *FORMS])
