@@ -12,8 +12,11 @@ from fminfer.core.version import __version__
 
 __all__ = [
     "CheckpointError",
+    "Delta",
     "Engine",
     "EngineConfig",
+    "Failed",
+    "Finished",
     "FminferError",
     "RequestError",
     "UsageError",
@@ -33,4 +36,8 @@ def __getattr__(name: str) -> Any:
         from fminfer.core.config import EngineConfig
 
         return EngineConfig
+    if name in ("Delta", "Failed", "Finished"):
+        from fminfer.engine import events
+
+        return getattr(events, name)
     raise AttributeError(f"module 'fminfer' has no attribute {name!r}")

@@ -160,3 +160,9 @@ def test_a_run_that_may_read_nothing_is_refused(engine: fminfer.Engine) -> None:
     """It looped without end."""
     with pytest.raises(UsageError, match="read_ahead is 0"):
         list(engine.run([{"prompt": "x"}], read_ahead=0))
+
+
+def test_events_have_names_of_the_package(engine: fminfer.Engine) -> None:
+    engine.add(LONG, is_streamed=True)
+    kinds = set(map(type, events_of(engine)))
+    assert kinds == {fminfer.Delta, fminfer.Finished} and fminfer.Failed not in kinds
