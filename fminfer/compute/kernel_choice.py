@@ -6,7 +6,7 @@ A kernel is tried on a small problem beside plain torch first.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,9 @@ from fminfer.compute.layers.bodies import PartKernels, part_pairs
 from fminfer.compute.layers.layer_kernels import LayerKernels
 from fminfer.compute.sampling.draw_kernel import DrawKernel
 from fminfer.compute.sampling.head_kernel import HeadKernel, head_pairs
-from fminfer.compute.sampling.sampler import Drawer, Racer, draw
+from fminfer.compute.sampling.logit_trials import draw_pairs, rank_pairs
+from fminfer.compute.sampling.sampler import Drawer, Racer, Ranker, draw, rank
+from fminfer.compute.sampling.score_kernel import ScoreKernel
 from fminfer.compute.spec import Attention, Model
 from fminfer.compute.trial import Limits, Pair, try_body
 from fminfer.core.config import Kernels
@@ -34,6 +36,7 @@ ATTENTION_ERRORS: Limits = {torch.float32: 2e-4, torch.float16: 0.01, torch.bflo
 PART_ERRORS: Limits = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 0.016}
 HEAD_ERROR = 1e-4
 TOKEN_ERROR = 1e-9  # none: the ids must be the same
+RANK_ERROR = 1e-5  # of logits and normalizers; ids are whole numbers up to 3,000
 # Of the longer row of a trial. The GPU's kernel has 64 keys on the way at once.
 TRIED_KEYS = {"cpu": 67, "cuda": 327}
 
@@ -166,10 +169,12 @@ def find_drawer(
     """Return what draws tokens, and why it is slower than it could be.
 
     Raises:
-        UsageError: a kernel is asked for by name and cannot be.
+        UsageError: --kernels require, and there is none or its trial fails.
     """
     if library is not None:
-        return DrawKernel(library), ""
+        compiled: Callable[[], Drawer] = partial(DrawKernel, library)
+        found = try_body("draws", kernels, compiled, draw_pairs, TOKEN_ERROR)
+        return found[0] or draw, found[1]
     if kernels == "off" or device.type == "cpu":
         return draw, ""
     from fminfer.compute.sampling import triton_draws
@@ -180,6 +185,19 @@ def find_drawer(
     pairs = partial(triton_draws.race_pairs, device=device)
     racer, problem = try_body("draws", kernels, make, pairs, TOKEN_ERROR)
     return draw if racer is None else partial(draw, racer=racer), problem
+
+
+def find_ranker(kernels: Kernels, library: ctypes.CDLL | None) -> tuple[Ranker, str]:
+    """Return what ranks logits, and why it is slower than it could be.
+
+    Raises:
+        UsageError: --kernels require, and the kernel's trial fails.
+    """
+    if library is None:
+        return rank, ""
+    compiled: Callable[[], Ranker] = partial(ScoreKernel, library)
+    found = try_body("scores", kernels, compiled, rank_pairs, RANK_ERROR)
+    return found[0] or rank, found[1]
 
 
 def attention_pairs(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import socket
 from typing import Any
 
-from fminfer.compute.sampling.sampler import rank
-from fminfer.compute.sampling.score_kernel import ScoreKernel
 from fminfer.core.config import EngineConfig
 from fminfer.machine.device import (
     free_bytes,
@@ -81,7 +79,7 @@ def _build_stage(config: EngineConfig, loaded: LoadedPart, num_blocks: int) -> S
         num_blocks=num_blocks,
         block_size=config.block_size,
         kernel=loaded.attention,
-        ranker=rank if loaded.library is None else ScoreKernel(loaded.library),
+        ranker=loaded.ranker,
         drawer=loaded.drawer,
         head_kernel=loaded.head,
         threads=loaded.threads,

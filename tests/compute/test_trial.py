@@ -19,7 +19,10 @@ from fminfer.compute.layers.bodies import Parts
 from fminfer.compute.layers.layer_kernels import LayerKernels
 from fminfer.compute.linear.product_kernel import PackedProduct
 from fminfer.compute.linear.products import Products
+from fminfer.compute.sampling.draw_kernel import DrawKernel
 from fminfer.compute.sampling.head_kernel import HeadKernel
+from fminfer.compute.sampling.sampler import Ranking
+from fminfer.compute.sampling.score_kernel import ScoreKernel
 from fminfer.compute.trial import compare, try_body
 from fminfer.core.errors import UsageError
 from fminfer.models.checkpoint import open_random
@@ -42,7 +45,8 @@ def make_wrong(owner: type, name: str, patch: pytest.MonkeyPatch) -> None:
     def compute_wrong(*args: Any, **how: Any) -> Any:
         found = compute(*args, **how)
         part = found[-1] if isinstance(found, tuple) else found
-        part[..., -1] += 1.0
+        part = found.best if isinstance(found, Ranking) else part
+        part[..., -1] += 1
         return found
 
     patch.setattr(owner, name, compute_wrong)
@@ -51,7 +55,13 @@ def make_wrong(owner: type, name: str, patch: pytest.MonkeyPatch) -> None:
 @needs_compiler
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(LayerKernels, "norm"), (LayerKernels, "gate"), (KernelAttention, "__call__")],
+    [
+        (LayerKernels, "norm"),
+        (LayerKernels, "gate"),
+        (KernelAttention, "__call__"),
+        (DrawKernel, "__call__"),
+        (ScoreKernel, "__call__"),
+    ],
 )
 def test_a_wrong_kernel_of_the_cpu_costs_speed_alone(
     owner: type, name: str, llama_checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
