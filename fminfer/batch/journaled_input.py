@@ -112,6 +112,12 @@ class JournaledInput:
         self.hold.remove_dead()
         self.status.move("validating")
         self._count_kept(journal)
+        try:
+            self._input.check_limit(journal.last_number)
+        except UsageError:
+            journal.close()
+            self.journal = None
+            raise
         if journal.num_rows == self._input.num_rows and journal.num_rows:
             self._input.skip(journal.num_rows)
             self._finish_if_complete()
@@ -242,7 +248,7 @@ class JournaledInput:
     def _finish_if_complete(self) -> None:
         """Give the output its final name once every line of the input has its record."""
         journal = self.journal
-        if journal is None or not self._input.has_all(journal.num_rows):
+        if journal is None or not self._input.has_all(journal.num_rows, journal.last_number):
             return
         self.status.move("finalizing")
         self.status.seals = put_in_order(journal)

@@ -135,7 +135,11 @@ class EngineConfig:
             raise UsageError(
                 f"budget is {self.budget} tokens; it must hold one block, {self.block_size} tokens"
             )
-        for name, allowed in (("kv_dtype", get_args(DType)), ("kernels", get_args(Kernels))):
+        for name, allowed in (
+            ("dtype", get_args(DType)),
+            ("kv_dtype", get_args(DType)),
+            ("kernels", get_args(Kernels)),
+        ):
             if (value := getattr(self, name)) not in allowed:
                 raise UsageError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
         for name, place in PLACES.items():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fminfer.contract.line import Line
 from fminfer.core.errors import UsageError
-from fminfer.files.line_reader import count_rows, read_lines
+from fminfer.files.line_reader import count_to_last, read_lines
 from fminfer.files.streams import A_PIPE, Digest, changed_ns, digest_of
 
 
@@ -29,11 +29,12 @@ class InputFile:
         self.digest = digest_of(path)
         self.num_rows: int | None = None  # not counted, or not known before its end
         self.num_read = 0
+        self._last_number = 0  # of the last line that was read or counted
         self.is_read = False  # to its end
 
     def count_rows(self) -> None:
         """Count the lines to answer, where that is cheaper than to answer them."""
-        self.num_rows = count_rows(self.path, self.limit)
+        self.num_rows, self._last_number = count_to_last(self.path, self.limit)
 
     def skip(self, num_rows: int) -> None:
         """Take it as read: all of its lines have their record."""
@@ -57,6 +58,7 @@ class InputFile:
         digest = Digest()
         for line in read_lines(self.path, self._source, digest, self.limit):
             self.num_read += 1
+            self._last_number = max(self._last_number, line.number)
             yield line
         found = str(digest) if self.limit is None else digest_of(self.path)
         if self.digest not in (found, A_PIPE):
@@ -67,20 +69,35 @@ class InputFile:
             )
         self.is_read = True
 
-    def has_all(self, num_answered: int) -> bool:
-        """Tell whether so many answers are all that it needs; while it is read, nobody knows.
+    def has_all(self, num_answered: int, last_answered: int) -> bool:
+        """Return whether so many answers are all that it needs; while it is read, nobody knows.
+
+        Args:
+            last_answered: the largest number of a line with an answer.
 
         Raises:
             UsageError: it has fewer lines than that.
         """
-        if not self.is_read or num_answered <= self.num_read:
-            return self.is_read and num_answered == self.num_read
-        if self.limit is not None:
+        if not self.is_read:
+            return False
+        self.check_limit(last_answered)
+        if num_answered > self.num_read:
+            raise UsageError(
+                f"an earlier run has answered {num_answered} lines of {self.path}, and now it has "
+                f"{self.num_read}; give --restart to answer all from the start"
+            )
+        return num_answered == self.num_read
+
+    def check_limit(self, last_answered: int) -> None:
+        """Check that no line beyond the limit has an answer, if it is known which these are.
+
+        Answers come in another order than lines, so their number says nothing of it.
+
+        Raises:
+            UsageError: one has.
+        """
+        if self.limit is not None and 0 < self._last_number < last_answered:
             raise UsageError(
                 f"an earlier run has answered more than the first {self.limit} lines of "
                 f"{self.path}; give a larger --limit or none to go on with them, or --restart"
             )
-        raise UsageError(
-            f"an earlier run has answered {num_answered} lines of {self.path}, and now it has "
-            f"{self.num_read}; give --restart to answer all from the start"
-        )

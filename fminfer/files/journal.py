@@ -89,6 +89,14 @@ class Journal:
     def __contains__(self, number: int) -> bool:
         return number < len(self._places) and self._places[number] > 0
 
+    @property
+    def last_number(self) -> int:
+        """The largest number of a line that has its record; 0: none has."""
+        for number in range(len(self._places) - 1, 0, -1):
+            if self._places[number] > 0:
+                return number
+        return 0
+
     def is_of(self, number: int, input_crc: int) -> bool:
         """Tell whether a row that is there was answered from a line with this checksum."""
         with told(self.path):

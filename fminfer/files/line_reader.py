@@ -43,9 +43,20 @@ def stem(path: Path) -> str:
 
 def count_rows(path: Path, limit: int | None = None) -> int | None:
     """Count the lines to answer; None where that would mean to decompress or parse them twice."""
+    return count_to_last(path, limit)[0]
+
+
+def count_to_last(path: Path, limit: int | None = None) -> tuple[int | None, int]:
+    """Count the lines to answer, and return the number of the last one.
+
+    None and 0 where that would mean to decompress or parse them twice.
+    """
     if path.suffix != ".jsonl" or not path.is_file():  # a pipe can be read only once
-        return None
-    return sum(1 for _ in read_lines(path, 0, limit=limit))
+        return None, 0
+    count = last_number = 0
+    for line in read_lines(path, 0, limit=limit):
+        count, last_number = count + 1, line.number
+    return count, last_number
 
 
 def read_lines(

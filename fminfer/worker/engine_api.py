@@ -123,6 +123,7 @@ class Engine:
             self._computing = _load_pipeline(config, checkpoint, self.tokenizer, group, on_progress)
         self._core = self._computing.core
         self._intake = Intake(self.tokenizer, find_limits(config, checkpoint, self.tokenizer))
+        self._is_closed = False
         self._numbers = itertools.count()  # of added requests
         self._runner: LineRunner | None = None  # of the run that goes on
         self._left: deque[Event] = deque()  # of added requests, that a run met and did not need
@@ -142,7 +143,10 @@ class Engine:
 
         Raises:
             RequestError: what is wrong with it.
+            UsageError: the engine is closed.
         """
+        if self._is_closed:
+            raise UsageError("the engine is closed; make a new one")
         parsed = self._intake.parse(request)
         prepared = self._intake.prepare(parsed, repeat=next(self._numbers))
         request_id = self._core.add(prepared, priority=priority, is_streamed=is_streamed)
@@ -293,6 +297,7 @@ class Engine:
 
     def close(self) -> None:
         """End what computes. The engine cannot be used afterwards."""
+        self._is_closed = True
         self._computing.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from fminfer.batch.journaled_input import JournaledInput
 from fminfer.batch.named_files import open_files
 from fminfer.batch.shared_folder import share_files
 from fminfer.core.errors import UsageError
+from fminfer.files.journal import journal_path
 from fminfer.files.output_paths import Plan
 from fminfer.files.status_file import read_status
 from tests.batch.test_try_again import ALL, LASTING, answer, read, record_of, write_input
@@ -56,11 +58,40 @@ def test_a_run_that_broke_off_goes_on_with_another_limit(tmp_path: Path) -> None
     for line in lines[:4]:
         file.add(record_of(line, LASTING))
     file.abandon(KeyboardInterrupt())
-    file = open_limited(source, output, 2)
     with pytest.raises(UsageError, match=r"more than the first 2 lines.*larger --limit"):
+        open_limited(source, output, 2)
+    assert answer(open_limited(source, output, 6), LASTING) == [6, 7]
+
+
+def test_answers_beyond_the_limit_are_not_taken_for_those_before_it(tmp_path: Path) -> None:
+    """As many answers as the limit were taken for those of the first lines."""
+    source, output = write_input(tmp_path)
+    file = open_limited(source, output, None)
+    lines = list(file.lines(lambda line: None))
+    for line in (lines[0], lines[6]):
+        file.add(record_of(line, LASTING))
+    file.abandon(KeyboardInterrupt())
+    for limit in (3, 2):
+        with pytest.raises(UsageError, match="larger --limit"):
+            open_limited(source, output, limit)
+    assert answer(open_limited(source, output, 7), LASTING) == [2, 4, 5, 6, 7]
+
+
+def test_it_is_noticed_once_a_packed_file_is_read(tmp_path: Path) -> None:
+    """How many lines it has, and which, shows only then."""
+    plain, output = write_input(tmp_path)
+    source = plain.with_suffix(".jsonl.gz")
+    source.write_bytes(gzip.compress(plain.read_bytes()))
+    file = open_limited(source, output, None)
+    lines = list(file.lines(lambda line: None))
+    for line in (lines[0], lines[6]):
+        file.add(record_of(line, LASTING))
+    file.abandon(KeyboardInterrupt())
+    file = open_limited(source, output, 2)
+    with pytest.raises(UsageError, match="larger --limit"):
         list(file.lines(lambda line: None))
     file.abandon(KeyboardInterrupt())
-    assert answer(open_limited(source, output, 6), LASTING) == [6, 7]
+    assert not output.exists() and journal_path(output).exists()
 
 
 def test_files_of_a_folder_are_limited_each(tmp_path: Path) -> None:

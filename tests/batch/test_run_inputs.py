@@ -82,11 +82,11 @@ def test_an_input_file_knows_when_all_is_answered(
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"1\n2\n" if limit is None else b"1\n2\n3\n")
     file = InputFile(path, 0, limit)
-    assert not file.has_all(2), "it was not read yet"
+    assert not file.has_all(2, 2), "it was not read yet"
     assert len(list(file.lines())) == 2
-    assert not file.has_all(1) and file.has_all(2)
+    assert not file.has_all(1, 1) and file.has_all(2, 2)
     with pytest.raises(UsageError, match=says):
-        file.has_all(3)
+        file.has_all(3, 3)
 
 
 def test_counts_tell_own_rows_from_those_of_others() -> None:

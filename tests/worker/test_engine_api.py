@@ -84,9 +84,8 @@ def test_a_closed_engine_says_so() -> None:
     engine = fminfer.Engine(dtype="float32")
     engine.close()
     engine.close()
-    engine.add(QUESTION)
     with pytest.raises(UsageError, match="the engine is closed"):
-        engine.step()
+        engine.add(QUESTION)
     assert not engine.has_work and not engine.wait(0.01)
 
 

@@ -229,7 +229,8 @@ def test_a_closed_team_says_so(brief_team: Brief) -> None:
     for out, _ in ends:
         os.set_blocking(out, False)
     engine.cancel(request_id)
-    engine.add(LONG)
+    with pytest.raises(UsageError, match="the engine is closed"):
+        engine.add(LONG)
     time.sleep(0.05)
     for out, end in ends:
         with pytest.raises(BlockingIOError):
