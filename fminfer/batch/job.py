@@ -92,7 +92,9 @@ def _answer(
     try:
         with stopper.telling(engine.stop, lambda: bar.drawing_s(engine.num_draws_left)):
             while runner.has_work:
-                _feed(runner, lines)
+                runner.read_from(lines)
+                if runner.has_work and not runner.is_busy:  # no line is there yet
+                    time.sleep(WAIT_S)
                 for record in runner.step():
                     if inputs.files[record.line.source].add(record):
                         _count(summary, record)
@@ -106,23 +108,6 @@ def _answer(
     if stopper.reason is not None and not inputs.is_finished:
         raise stopper.reason
     inputs.check_kept()
-
-
-def _feed(runner: LineRunner, lines: Iterator[Line | None]) -> None:
-    """Add lines as long as more are wanted, and are there."""
-    for _ in range(runner.num_wanted):
-        if not runner.wants_more:
-            return
-        try:
-            line = next(lines)
-        except StopIteration:
-            runner.end_input()
-            return
-        if line is None:  # not there yet
-            if not runner.is_busy:
-                time.sleep(WAIT_S)
-            return
-        runner.add(line)
 
 
 def _lines(inputs: RunInputs, runner: LineRunner, stopper: Stopper) -> Iterator[Line | None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 MAX_NAMES = 5  # of a kind that are told, whatever the number of lines
@@ -50,22 +49,12 @@ class WarningCounts:
         """Forget all."""
         self.kinds.clear()
 
-    @property
-    def rows(self) -> dict[str, int]:
-        """The number of lines of each kind."""
-        return {kind: count.num_rows for kind, count in self.kinds.items()}
-
-    def to_dict(self, rows: Mapping[str, int] | None = None) -> dict[str, int]:
-        """Return the number of lines by what is told of them.
-
-        Args:
-            rows: of each kind, where others have counted them.
-        """
-        found = {}
-        for kind, num_rows in (self.rows if rows is None else rows).items():
-            count = self.kinds.get(kind, KindCount())
-            found[_told(kind, count.names) + " and others" * count.has_more] = num_rows
-        return found
+    def to_dict(self) -> dict[str, int]:
+        """Return the number of lines by the text of their warning."""
+        return {
+            _told(kind, count.names) + " and others" * count.has_more: count.num_rows
+            for kind, count in self.kinds.items()
+        }
 
 
 def _told(kind: str, names: list[str] | tuple[str, ...]) -> str:

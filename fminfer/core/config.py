@@ -5,7 +5,7 @@ The command line reads its defaults from here. It knows nothing of files or of t
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from os import PathLike
 from typing import Any, Literal, get_args
 
@@ -97,10 +97,6 @@ class EngineConfig:
     def num_stages(self) -> int:
         """Processes of each pipeline."""
         return (self.world_size or self.data_group_size) // self.data_group_size
-
-    def to_fields(self) -> dict[str, Any]:
-        """Return the options as JSON has them."""
-        return asdict(self)
 
     @classmethod
     def from_fields(cls, told: dict[str, Any]) -> Self:

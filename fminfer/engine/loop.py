@@ -17,6 +17,7 @@ from fminfer.core.errors import StepLimitError
 from fminfer.core.messages import Step, StepResult, StepTrace
 from fminfer.core.timing import RowClock
 from fminfer.engine.answer import AnswerForm, build_answer
+from fminfer.engine.counting import count_admitted, count_request, count_row, count_shareable
 from fminfer.engine.deltas import Deltas
 from fminfer.engine.events import Event
 from fminfer.engine.order import plan_order
@@ -210,8 +211,7 @@ class EngineLoop:
 
     def count_row(self, prepared: Prepared | None, *, is_copied: bool = False) -> None:
         """Count a line that was read, for progress."""
-        self.stats.read.add_row(prepared, is_copied=is_copied)
-        self.stats.num_copied_requests += is_copied
+        count_row(self.stats, prepared, is_copied=is_copied)
 
     @property
     def num_waiting(self) -> int:
@@ -249,10 +249,10 @@ class EngineLoop:
             if state.is_streamed:
                 self._streams[state.id] = Deltas(state, self._form)
             if not state.is_counted:
-                self.stats.read.add(state.prepared)
+                count_request(self.stats, state.prepared)
             for prompt in plan_order(state.prompts):
                 if prompt.num_to_feed > 0:
-                    self.stats.count_shareable(prompt, self._shared_tokens)
+                    count_shareable(self.stats, prompt, self._shared_tokens)
                     self._scheduler.add(prompt)
                 else:  # nothing to compute: max_tokens 0 without scores, or one token to score
                     for sequence in prompt.sequences:
@@ -279,7 +279,7 @@ class EngineLoop:
         """Submit steps until enough are in flight."""
         while self._pipeline.num_in_flight < self._micro_batches and not self._is_at_limit:
             for prompt in self._scheduler.admit(is_stopping=self._is_draining):
-                self.stats.count_admitted(prompt)
+                count_admitted(self.stats, prompt)
                 if prompt.owner.times is None:
                     prompt.owner.times = self._clock.start(time.perf_counter())
                     self.stats.num_begun += 1

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 
 from fminfer.core.messages import StageSpan
-from fminfer.engine.prefix import SharedTokens
-from fminfer.engine.sequence import Prepared, PromptState
 
 
 @dataclass(slots=True)
@@ -41,26 +39,13 @@ class ReadWork:
     max_open_draws: int = 0  # most tokens that these may still draw
     num_stopped: int = 0  # sequences that ended before max_tokens
 
-    def add_row(self, prepared: Prepared | None, *, is_copied: bool) -> None:
-        """Count a line, and what it asks for; None: it is wrong."""
-        self.num_rows += 1
-        if prepared is not None:
-            params = prepared.params
-            self.num_seeded += params.seed is not None and not params.is_greedy
-            if not is_copied:
-                self.add(prepared)
-
-    def add(self, prepared: Prepared) -> None:
-        """Count what a request asks for."""
-        params = prepared.params
-        for prompt in prepared.prompts:
-            num_to_feed = params.num_to_feed(len(prompt.ids))
-            if num_to_feed:
-                self.num_tokens += num_to_feed
-                self.num_sequences += params.num_candidates
-                self.max_draws += params.num_candidates * params.max_tokens
-                self.num_open += params.num_candidates
-                self.max_open_draws += params.num_candidates * params.max_tokens
+    def add(self, num_tokens: int, num_sequences: int, max_tokens: int) -> None:
+        """Count a prompt."""
+        self.num_tokens += num_tokens
+        self.num_sequences += num_sequences
+        self.max_draws += num_sequences * max_tokens
+        self.num_open += num_sequences
+        self.max_open_draws += num_sequences * max_tokens
 
     def end(self, num_drawn: int, max_tokens: int) -> None:
         """Count a sequence that ended; its draws were counted one by one."""
@@ -99,24 +84,6 @@ class EngineStats:
         for each in fields(ReadWork):
             total = getattr(self.read, each.name) + getattr(other.read, each.name)
             setattr(self.read, each.name, total)
-
-    def count_shareable(self, prompt: PromptState, shared: SharedTokens) -> None:
-        """Count what the best possible prefix cache would save of a prompt."""
-        if not shared.is_full:
-            prompt.is_counted = True
-            num_shared = shared.add(prompt.ids[: prompt.num_to_feed])
-            self.num_counted_tokens += prompt.num_to_feed
-            self.num_counted_shareable += min(num_shared, prompt.num_to_feed - 1)
-
-    def count_admitted(self, prompt: PromptState) -> None:
-        """Count a prompt that is to be fed, perhaps once more."""
-        if prompt.again or prompt.is_apart:
-            self.num_put_back += not prompt.is_apart
-            self.num_apart += prompt.is_apart
-            self.num_again_tokens += prompt.num_to_feed - prompt.num_fed
-        else:
-            self.num_cached_tokens += prompt.num_cached
-            self.num_counted_cached += prompt.num_cached * prompt.is_counted
 
     def add_spans(self, spans: list[StageSpan]) -> None:
         """Count what each stage did in one step."""

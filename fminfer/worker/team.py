@@ -15,6 +15,7 @@ from multiprocessing.connection import wait
 
 from fminfer.core.errors import FminferError, PipelineError, UsageError, error_of
 from fminfer.core.messages import StepTrace
+from fminfer.engine.counting import count_row
 from fminfer.engine.events import Delta, Event
 from fminfer.engine.sequence import Prepared
 from fminfer.engine.stats import EngineStats
@@ -184,8 +185,7 @@ class Team:
 
     def count_row(self, prepared: Prepared | None, *, is_copied: bool = False) -> None:
         """Count a line that was read, for progress."""
-        self._own.read.add_row(prepared, is_copied=is_copied)
-        self._own.num_copied_requests += is_copied
+        count_row(self._own, prepared, is_copied=is_copied)
 
     @property
     def has_work(self) -> bool:

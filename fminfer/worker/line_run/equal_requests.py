@@ -30,10 +30,6 @@ class EqualRequests:
         self._follower_bytes = 0  # of their lines
 
     @property
-    def num_followers(self) -> int:
-        return self._followers.total()
-
-    @property
     def is_full(self) -> bool:
         """Return whether so many wait that no more should be read."""
         most = MAX_FOLLOWERS if len(self._followers) < 2 else MAX_FOLLOWERS_OF_FILES

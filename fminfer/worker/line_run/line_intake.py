@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -25,12 +24,10 @@ class LineIntake:
 
     Args:
         intake: prepares their requests.
-        check: refuses a request that the engine could never hold.
     """
 
-    def __init__(self, intake: Intake, check: Callable[[Asked], None] = lambda asked: None) -> None:
+    def __init__(self, intake: Intake) -> None:
         self.intake = intake
-        self._check = check
         self._source = 0  # the file being read
         self._equal = SeenCounts()  # its unseeded requests so far, by meaning
         self._custom_ids = SeenCounts()  # the file's so far, by digest
@@ -44,7 +41,6 @@ class LineIntake:
             is_openai = envelope.shape == "batch"
             prepared = self.intake.prepare(request, repeat=repeat, is_openai=is_openai)
             asked = Asked(line, envelope, prepared, _answer_key(request, envelope))
-            self._check(asked)
         except Exception as error:
             return Record(line, envelope, error=row_error(error, f"line {line.number}"))
         warnings = (*envelope.warnings, *request.warnings)

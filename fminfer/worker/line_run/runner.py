@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 
 from fminfer.contract.line import Line
 from fminfer.contract.record import Record
@@ -69,28 +69,28 @@ class LineRunner:
         source = iter(lines)
         try:
             while True:
-                for _ in range(self.num_wanted):
-                    if not self.wants_more:
-                        break
-                    try:
-                        line = next(source)
-                    except StopIteration:
-                        self.end_input()
-                        break
-                    self.add(line)
+                self.read_from(source)
                 yield from self.step()
                 if not self.has_work:
                     return
         finally:
             self.close()
 
-    @property
-    def num_wanted(self) -> int:
-        """How many lines may be added before the next step; it may turn 0 sooner."""
-        if not self.wants_more:
-            return 0
+    def read_from(self, lines: Iterator[Line | None]) -> None:
+        """Add lines as long as more are wanted; None: none is there at the moment."""
         # While nothing is computed, nothing waits for the reading.
-        return LOOKAHEAD if self._core.is_computing else max(LOOKAHEAD, self._read_ahead)
+        num_most = LOOKAHEAD if self._core.is_computing else max(LOOKAHEAD, self._read_ahead)
+        for _ in range(num_most):
+            if not self.wants_more:
+                return
+            try:
+                line = next(lines)
+            except StopIteration:
+                self.end_input()
+                return
+            if line is None:
+                return
+            self.add(line)
 
     @property
     def wants_more(self) -> bool:

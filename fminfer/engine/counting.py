@@ -1,0 +1,51 @@
+"""Counts requests and prompts in an engine's statistics."""
+
+from __future__ import annotations
+
+from fminfer.engine.prefix import SharedTokens
+from fminfer.engine.sequence import Prepared, PromptState
+from fminfer.engine.stats import EngineStats
+
+
+def count_row(stats: EngineStats, prepared: Prepared | None, *, is_copied: bool) -> None:
+    """Count a line that was read, and its request; None: the line is wrong.
+
+    Args:
+        is_copied: it takes the answer of an equal one.
+    """
+    stats.read.num_rows += 1
+    stats.num_copied_requests += is_copied
+    if prepared is not None:
+        params = prepared.params
+        stats.read.num_seeded += params.seed is not None and not params.is_greedy
+        if not is_copied:
+            count_request(stats, prepared)
+
+
+def count_request(stats: EngineStats, prepared: Prepared) -> None:
+    """Count what a request asks for."""
+    params = prepared.params
+    for prompt in prepared.prompts:
+        num_to_feed = params.num_to_feed(len(prompt.ids))
+        if num_to_feed:
+            stats.read.add(num_to_feed, params.num_candidates, params.max_tokens)
+
+
+def count_shareable(stats: EngineStats, prompt: PromptState, shared: SharedTokens) -> None:
+    """Count what the best possible prefix cache would save of a prompt."""
+    if not shared.is_full:
+        prompt.is_counted = True
+        num_shared = shared.add(prompt.ids[: prompt.num_to_feed])
+        stats.num_counted_tokens += prompt.num_to_feed
+        stats.num_counted_shareable += min(num_shared, prompt.num_to_feed - 1)
+
+
+def count_admitted(stats: EngineStats, prompt: PromptState) -> None:
+    """Count a prompt that is to be fed, perhaps once more."""
+    if prompt.again or prompt.is_apart:
+        stats.num_put_back += not prompt.is_apart
+        stats.num_apart += prompt.is_apart
+        stats.num_again_tokens += prompt.num_to_feed - prompt.num_fed
+    else:
+        stats.num_cached_tokens += prompt.num_cached
+        stats.num_counted_cached += prompt.num_cached * prompt.is_counted
