@@ -18,6 +18,7 @@ from fminfer.batch.progress import TimeBar
 from fminfer.batch.run_paths import JobPaths
 from fminfer.batch.synthetic import NUM_BATCHES, Synthetic
 from fminfer.cli.check_command import check
+from fminfer.cli.configured_command import ConfiguredCommand, tell_notices
 from fminfer.cli.ending import Ending, tell
 from fminfer.cli.exit_status import EXIT_SOME_ERRORS, EXIT_USAGE
 from fminfer.cli.families_command import families
@@ -26,6 +27,7 @@ from fminfer.cli.options.option_groups import GroupedCommand
 from fminfer.cli.options.value_types import PathOrUrl
 from fminfer.cli.process_start import elapsed_s, importing_engine, start_children
 from fminfer.cli.run_options import bench_options, dtype_name, run_options
+from fminfer.cli.serve_command import serve, service
 from fminfer.cli.serve_part_command import serve_part
 from fminfer.cli.split_command import split
 from fminfer.cli.status_command import status
@@ -68,6 +70,7 @@ def main() -> None:
     \b
     fminfer run requests.jsonl                      write the answers to output_requests.jsonl
     fminfer run --help                              show all options of a run
+    fminfer serve /models/llama                     answer HTTP requests in OpenAI's form
     fminfer check requests.jsonl                    find wrong lines, predict memory and time
     fminfer status shards/                          show the progress of runs
     fminfer families                                list the model families that run
@@ -78,11 +81,11 @@ def main() -> None:
     """
 
 
-for command in (check, split, merge, submit, status, families, serve_part):
+for command in (serve, check, split, merge, submit, status, families, service, serve_part):
     main.add_command(command)
 
 
-@main.command(cls=GroupedCommand)
+@main.command(cls=ConfiguredCommand, settings_of="run")
 @click.argument("paths", nargs=-1, type=PathOrUrl(path_type=Path))
 @run_options
 def run(
@@ -129,8 +132,9 @@ def run(
     warning); 129 hung up; 130 interrupted; 143 terminated. After 1, 75, 129, 130 and 143 the same
     command goes on where the run ended.
 
-    Environment: FMINFER_CPU=avx2, avx512 or avx512_bf16 limits a newer processor to those
-    instructions, so that it computes as an older one would.
+    Environment: FMINFER_MODEL_NAME and so on set flags, as --config's file does. FMINFER_CPU=avx2,
+    avx512 or avx512_bf16 limits a newer processor to those instructions, so that it computes as an
+    older one would.
     """
     options["dtype"] = dtype_name(fp16, options["dtype"])
     rank_options = {field.name: options.pop(field.name) for field in fields(RankConfig)}
@@ -159,6 +163,8 @@ def run(
         if deadline_s is not None:
             stopper.set_deadline(time.monotonic() + deadline_s - elapsed_s())
         role = find_role(ranks, os.environ)
+        if role.is_first:
+            tell_notices(is_quiet=quiet)
         if files != given and role.is_first and not quiet:
             click.echo(f"Answering {named}, which is in this job's name.", err=True)
         if files and role.is_first and not quiet:
