@@ -62,9 +62,9 @@ def test_every_setting_has_a_flag_and_reaches_the_server(
     cert.touch(), key.touch()
     done = serve(
         "m --host ::1 --port 0 --served-model-name a --served-model-name b --api-key k "
-        f"--api-key l --queue-size 0 --max-body-size 2M --allow-origin https://x.org --ssl-certfile {cert} "
-        f"--ssl-keyfile {key} --keep-alive 1m --log-level DEBUG --grace 0:00:30 -q --max-rows 3 "
-        "--strict --check-model --fp16"
+        f"--api-key l --queue-size 0 --max-body-size 2M --allow-origin https://x.org "
+        f"--ssl-certfile {cert} --ssl-keyfile {key} --keep-alive 1m --log-level DEBUG -q "
+        "--grace 0:00:30 --max-rows 3 --strict --check-model --fp16"
     )
     assert (done.exit_code, done.output) == (0, "")
     settings, config, role, _, _ = started
