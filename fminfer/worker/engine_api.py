@@ -257,6 +257,21 @@ class Engine:
         return self._core.stats
 
     @property
+    def num_waiting(self) -> int:
+        """Prompts that have not begun; of several pipelines: requests. Any thread may ask."""
+        return self._core.num_waiting
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold KV cache. Any thread may ask."""
+        return self._core.num_running
+
+    @property
+    def kv_usage(self) -> float:
+        """The part of the KV cache that sequences hold, from 0 to 1. Any thread may ask."""
+        return self._core.kv_usage
+
+    @property
     def num_draws_left(self) -> int:
         """The most tokens that rows which run may still draw; 0: not known."""
         return self._core.num_draws_left
