@@ -155,25 +155,31 @@ class Answering:
             HttpError: it is wrong, or there is no room for it.
         """
         self._require_room()
-        loop = asyncio.get_running_loop()
-        self._num_preparing += 1
         try:
-            prepared = await loop.run_in_executor(
-                self._prepares, lambda: self._engine.prepare(fields, is_chat=is_chat)
-            )
-        except RequestError as error:
-            raise as_http(error) from None
-        finally:
-            self._num_preparing -= 1
-        if self._closed is not None:
-            raise self._closed
-        try:
+            prepared = await self.prepare(fields, is_chat=is_chat)
+            if self._closed is not None:
+                raise self._closed
             request_id = self._engine.add(prepared, is_streamed=is_streamed)
         except RequestError as error:
             raise as_http(error) from None
         # Events come by this thread, too, so none can have come yet.
         reply = self._open[request_id] = Reply(request_id, prepared)
         return reply
+
+    async def prepare(self, fields: Mapping[str, Any], *, is_chat: bool = False) -> Prepared:
+        """Check and tokenize a request beside the event loop.
+
+        Raises:
+            RequestError: what is wrong with it.
+        """
+        loop = asyncio.get_running_loop()
+        self._num_preparing += 1
+        try:
+            return await loop.run_in_executor(
+                self._prepares, lambda: self._engine.prepare(fields, is_chat=is_chat)
+            )
+        finally:
+            self._num_preparing -= 1
 
     def leave(self, reply: Reply) -> None:
         """Forget a request; if it has no answer yet, the engine frees what it holds."""

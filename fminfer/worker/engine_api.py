@@ -156,7 +156,7 @@ class Engine:
         prepared = request if isinstance(request, Prepared) else self.prepare(request)
         return self._core.add(prepared, priority=priority, is_streamed=is_streamed)
 
-    def prepare(self, request: Mapping[str, Any]) -> Prepared:
+    def prepare(self, request: Mapping[str, Any], *, is_chat: bool | None = None) -> Prepared:
         """Check and tokenize a request, to be added later. Any thread may call it.
 
         `add` does this too. A long prompt takes a while, which an event loop must not wait for.
@@ -306,6 +306,10 @@ class Engine:
     def gpu_memory(self) -> dict[str, int]:
         """Bytes of this process's GPU: the forecast, and the peak so far; {} on a CPU."""
         return self._computing.gpu_memory
+
+    @property
+    def has_chat_template(self) -> bool:
+        return False
 
     @property
     def warnings(self) -> dict[str, int]:
