@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,5 +111,5 @@ def _chat_delta(delta: Delta) -> dict[str, Any]:
     } | _stop_reason(delta)
 
 
-def _stop_reason(delta: Delta) -> Mapping[str, Any]:
+def _stop_reason(delta: Delta) -> dict[str, Any]:
     return {} if delta.stop_reason is None else {"stop_reason": delta.stop_reason}
