@@ -133,6 +133,11 @@ class Answering:
         return len(self._open) + self._num_preparing
 
     @property
+    def replies(self) -> list[Reply]:
+        """The requests without an answer that are with the engine."""
+        return [*self._open.values()]
+
+    @property
     def num_waiting(self) -> int:
         """Prompts that have not begun."""
         return self._num_preparing + self._engine.num_waiting
@@ -193,7 +198,7 @@ class Answering:
     def fail_all(self, error: HttpError) -> None:
         """Give every open request an error."""
         self.close(error)
-        for reply in [*self._open.values()]:
+        for reply in self.replies:
             self._engine.cancel(reply.id)
             reply.push(error)
         self._open.clear()

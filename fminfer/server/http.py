@@ -103,6 +103,12 @@ class HttpThread:
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
         self._fault: BaseException | None = None
 
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """Its event loop, once it has started."""
+        assert self._loop is not None, "it has started"
+        return self._loop
+
     def start(self) -> None:
         """Listen.
 
@@ -116,8 +122,7 @@ class HttpThread:
 
     def drain(self, grace_s: float) -> None:
         """Take no more requests; those that are open have so long. A signal handler may call it."""
-        assert self._loop is not None, "it has started"
-        self._loop.call_soon_threadsafe(self._drain, grace_s)
+        self.loop.call_soon_threadsafe(self._drain, grace_s)
 
     def end(self) -> None:
         """Wait until all has been sent, or for a while."""
