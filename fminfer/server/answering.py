@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -116,6 +116,7 @@ class Answering:
         self._num_preparing = 0
         self._prepares = ThreadPoolExecutor(TOKENIZERS, "tokenizing")
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_failure: Callable[[], None] = lambda: None
         self._is_over = threading.Event()
         self._closed: HttpError | None = None  # why no more requests are taken
         self.failure: BaseException | None = None  # why the engine answers no more
@@ -123,9 +124,13 @@ class Answering:
 
     # In the event loop's thread:
 
-    def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Take note of the event loop, which then may ask."""
-        self._loop = loop
+    def start(self, loop: asyncio.AbstractEventLoop, on_failure: Callable[[], None]) -> None:
+        """Take note of the event loop, which then may ask.
+
+        Args:
+            on_failure: called in the loop once the engine has failed.
+        """
+        self._loop, self._on_failure = loop, on_failure
 
     @property
     def num_open(self) -> int:
@@ -232,6 +237,7 @@ class Answering:
         self.failure = error
         told = str(error) if isinstance(error, FminferError) else type(error).__name__
         self.fail_all(HttpError(503, f"the engine failed: {told}", code="engine_failed"))
+        self._on_failure()
 
     # In the engine's thread:
 

@@ -104,6 +104,11 @@ class HttpThread:
         self._fault: BaseException | None = None
 
     @property
+    def is_alive(self) -> bool:
+        """Whether it goes on."""
+        return self._thread.is_alive()
+
+    @property
     def loop(self) -> asyncio.AbstractEventLoop:
         """Its event loop, once it has started."""
         assert self._loop is not None, "it has started"
@@ -155,7 +160,7 @@ class HttpThread:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self.service.answering.start(self._loop)
+        self.service.answering.start(self._loop, on_failure=lambda: self._drain(0.0))
         looking = asyncio.create_task(self._look())
         serving = asyncio.create_task(self._server.serve(sockets=[self._address]))
         while not (self._server.started or serving.done()):
