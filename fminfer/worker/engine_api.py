@@ -8,6 +8,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +23,7 @@ from fminfer.engine.engine_core import EngineCore
 from fminfer.engine.events import Event
 from fminfer.engine.facts import Facts
 from fminfer.engine.intake import Intake
+from fminfer.engine.room import KvSize
 from fminfer.engine.stats import EngineStats
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.pipeline.group import Group
@@ -65,7 +67,7 @@ Compute = Callable[[EngineConfig, Checkpoint, Tokenizer], Computing]
 
 
 class Engine:
-    """Answers completions requests with one model.
+    """Answers completions and chat requests with one model.
 
         engine = fminfer.Engine("path/to/model")
         for record in engine.run([{"prompt": "Hello", "max_tokens": 5}]):
@@ -122,7 +124,9 @@ class Engine:
         else:
             self._computing = _load_pipeline(config, checkpoint, self.tokenizer, group, on_progress)
         self._core = self._computing.core
-        self._intake = Intake(self.tokenizer, find_limits(config, checkpoint, self.tokenizer))
+        limits = find_limits(config, checkpoint, self.tokenizer)
+        kv_size = KvSize(self.facts.num_kv_blocks, config.block_size)
+        self._intake = Intake(self.tokenizer, replace(limits, kv_size=kv_size))
         self._is_closed = False
         self._numbers = itertools.count()  # of added requests
         self._runner: LineRunner | None = None  # of the run that goes on
@@ -130,16 +134,22 @@ class Engine:
         self.load_s = time.perf_counter() - started
 
     def add(
-        self, request: Mapping[str, Any], *, priority: int = 0, is_streamed: bool = False
+        self,
+        request: Mapping[str, Any],
+        *,
+        priority: int = 0,
+        is_streamed: bool = False,
+        is_chat: bool | None = None,
     ) -> int:
         """Queue a request; return the id by which events name it. Any thread may call it.
 
         Requests without a seed of their own draw differently, also those that say the same.
 
         Args:
-            request: the fields of a completions request.
+            request: the fields of a completions or chat request.
             priority: higher ones are admitted first, and may preempt rows of lower ones.
             is_streamed: return its tokens as they come.
+            is_chat: whether it is one of chat; None: it is if it has messages and no prompt.
 
         Raises:
             RequestError: what is wrong with it.
@@ -147,7 +157,7 @@ class Engine:
         """
         if self._is_closed:
             raise UsageError("the engine is closed; make a new one")
-        parsed = self._intake.parse(request)
+        parsed = self._intake.parse(request, is_chat=is_chat)
         prepared = self._intake.prepare(parsed, repeat=next(self._numbers))
         request_id = self._core.add(prepared, priority=priority, is_streamed=is_streamed)
         self._intake.note(*parsed.warnings)
@@ -208,7 +218,7 @@ class Engine:
         """Answer requests, and read them when there is room for them.
 
         Args:
-            requests: dicts with the fields of a completions request, or input lines.
+            requests: dicts with the fields of a completions or chat request, or input lines.
             read_ahead: prompts to read before there is room for them. More allow a better order.
                 The iterable is asked for the next request while others are computed. Use `add` if
                 the next one depends on an answer.
