@@ -7,7 +7,13 @@ from typing import get_args
 import click
 
 from fminfer.cli.options.option_groups import MADE_UP, REQUESTS, in_group
-from fminfer.core.config import EngineConfig, OnTooLong, TokenFormat
+from fminfer.core.config import (
+    EngineConfig,
+    GenerationDefaults,
+    OnTooLong,
+    TokenFormat,
+    ToolCallParser,
+)
 
 DEFAULTS = EngineConfig()
 _option = in_group(REQUESTS)
@@ -43,6 +49,27 @@ REQUEST_OPTIONS = [
         default=DEFAULTS.token_format,
         show_default=True,
         help="Spelling of logprobs.tokens: vocabulary pieces, or text. auto: text for Batch lines.",
+    ),
+    _option(
+        "--chat-template",
+        metavar="FILE",
+        help="A Jinja template of chat messages.  [default: the model's own]",
+    ),
+    _option(
+        "--tool-call-parser",
+        type=click.Choice(get_args(ToolCallParser)),
+        default=DEFAULTS.tool_call_parser,
+        show_default=True,
+        help="Form in which the model writes tool calls. auto: by its chat template. none: calls "
+        "stay text.",
+    ),
+    _option(
+        "--generation-config",
+        type=click.Choice(get_args(GenerationDefaults)),
+        default=DEFAULTS.generation_config,
+        show_default=True,
+        help="Defaults of sampling parameters: those of the OpenAI API, or the model's own from "
+        "generation_config.json.",
     ),
     _option(
         "--strict",
