@@ -120,6 +120,7 @@ class Answering:
         self._is_over = threading.Event()
         self._closed: HttpError | None = None  # why no more requests are taken
         self.failure: BaseException | None = None  # why the engine answers no more
+        self.num_dropped = 0  # requests that were open when the server ended
         self.queue_s = 0.0  # mean time that requests wait, over the last ones
 
     # In the event loop's thread:
@@ -203,6 +204,7 @@ class Answering:
     def fail_all(self, error: HttpError) -> None:
         """Give every open request an error."""
         self.close(error)
+        self.num_dropped += len(self._open)
         for reply in self.replies:
             self._engine.cancel(reply.id)
             reply.push(error)

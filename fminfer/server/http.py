@@ -44,13 +44,13 @@ def open_socket(settings: ServerSettings) -> socket.socket:
 def run_http(
     engine: Engine, settings: ServerSettings, stopper: Stopper, address: socket.socket
 ) -> None:
-    """Serve an engine until the stopper hears a signal.
+    """Serve an engine until the stopper hears a signal, and open requests have ended.
 
     Args:
         address: of `open_socket`.
 
     Raises:
-        StoppedError: it was told to stop, and open requests have ended.
+        StoppedError: it was told to stop, and requests were left without an answer.
         FminferError: the engine failed.
     """
     thread = HttpThread(engine, settings, address)
@@ -63,9 +63,10 @@ def run_http(
             thread.service.answering.run()
     finally:
         thread.end()
-    if stopper.reason is not None:
+    if thread.service.answering.num_dropped and stopper.reason is not None:
         raise stopper.reason
-    raise FminferError("the HTTP server ended by itself; its words stand above")
+    if stopper.reason is None:
+        raise FminferError("the HTTP server ended by itself; its words stand above")
 
 
 class HttpThread:

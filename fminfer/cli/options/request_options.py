@@ -7,6 +7,7 @@ from typing import get_args
 import click
 
 from fminfer.cli.options.option_groups import MADE_UP, REQUESTS, in_group
+from fminfer.cli.options.value_types import WholeText
 from fminfer.core.config import (
     EngineConfig,
     GenerationDefaults,
@@ -25,6 +26,12 @@ SEED_OPTION = _option(
     default=DEFAULTS.seed,
     show_default=True,
     help="Seed of requests without one of their own, and of random weights.",
+)
+CHECK_MODEL_OPTION = _option(
+    "--check-model",
+    is_flag=True,
+    default=DEFAULTS.check_model,
+    help="Refuse lines whose model or engine is neither --model-name nor its last part.",
 )
 REQUEST_OPTIONS = [
     SEED_OPTION,
@@ -75,15 +82,10 @@ REQUEST_OPTIONS = [
         "--strict",
         is_flag=True,
         default=DEFAULTS.strict,
-        help="Refuse lines with unknown parameters, best_of below n and the like. Otherwise a run "
-        "answers them with a warning.",
+        help="Refuse requests with unknown parameters, best_of below n and the like. Otherwise "
+        "they are answered with a warning.",
     ),
-    _option(
-        "--check-model",
-        is_flag=True,
-        default=DEFAULTS.check_model,
-        help="Refuse lines whose model or engine is neither --model-name nor its last part.",
-    ),
+    CHECK_MODEL_OPTION,
     _option(
         "--skip-tokenizer-init",
         is_flag=True,
@@ -134,7 +136,9 @@ MADE_UP_OPTIONS = [
         type=int,
         help="A request's best_of: candidates to draw, of which the best n are returned.",
     ),
-    _made_up_option("--stop", multiple=True, help="A request's stop. May be repeated."),
+    _made_up_option(
+        "--stop", multiple=True, type=WholeText(), help="A request's stop. May be repeated."
+    ),
     _made_up_option("--echo-prompt", is_flag=True, help="A request's echo."),
     _made_up_option("--top-k-per-token", type=int, help="A request's logprobs."),
 ]
