@@ -33,7 +33,8 @@ class ConfiguredCommand(GroupedCommand):
             UsageError: a file that cannot be read, a key that is no flag, a value of no flag.
         """
         typed, _, _ = self.make_parser(ctx).parse_args(list(args))
-        if ctx.resilient_parsing or typed.get("help"):
+        help_option = self.get_help_option(ctx)
+        if ctx.resilient_parsing or (help_option is not None and typed.get(help_option.name)):
             return super().parse_args(ctx, args)
         found = find_settings(self._settings_of, typed.get("config"), os.environ)
         for name, value in typed.items():
