@@ -16,7 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-CHROMIUM = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None
+)
 _FLAGS = [
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"),
     *("--disable-background-networking", "--hide-scrollbars", "--remote-debugging-pipe"),
@@ -103,7 +105,7 @@ class Browser:
     def wait(self, script: str, timeout_s: float = 30) -> None:
         """Wait until an expression is true."""
         end_s = time.monotonic() + timeout_s
-        while not self.run(script):
+        while not self.run(f"Boolean({script})"):
             if time.monotonic() > end_s:
                 raise BrowserError(f"still not so after {timeout_s:.0f} s: {script}\n{self.log}")
             time.sleep(0.03)

@@ -1,4 +1,4 @@
-"""The page at `/` and the API's documentation at `/docs`: files from memory, none of the internet."""
+"""The page at `/` and the API's documentation at `/docs`, without anything of the internet."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _File:
             "Content-Type": _TYPES[Path(self.name).suffix],
             "Content-Security-Policy": self.policy,
             "X-Content-Type-Options": "nosniff",
-            "Referrer-Policy": "no-referrer",
+            "Referrer-Policy": "same-origin",
             "Cache-Control": "no-cache",  # a browser asks each time, and the tag spares the bytes
             "ETag": f'"{hashlib.sha256(self.body).hexdigest()[:32]}"',
         }
