@@ -1,1 +1,1 @@
-"""An HTTP server on the engine: OpenAI's endpoints, a page to try them, and their documentation."""
+"""The HTTP server: OpenAI's endpoints on one engine, and a page to try them."""

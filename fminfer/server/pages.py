@@ -1,4 +1,4 @@
-"""The page at `/` and the API's documentation at `/docs`, without anything of the internet."""
+"""The page at `/` and the documentation at `/docs`: files from memory, none of the internet."""
 
 from __future__ import annotations
 
