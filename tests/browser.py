@@ -105,7 +105,7 @@ class Browser:
     def wait(self, script: str, timeout_s: float = 30) -> None:
         """Wait until an expression is true."""
         end_s = time.monotonic() + timeout_s
-        while not self.run(script):
+        while not self.run(f"Boolean({script})"):
             if time.monotonic() > end_s:
                 raise BrowserError(f"still not so after {timeout_s:.0f} s: {script}\n{self.log}")
             time.sleep(0.03)

@@ -40,7 +40,7 @@ class _File:
             "Content-Type": _TYPES[Path(self.name).suffix],
             "Content-Security-Policy": self.policy,
             "X-Content-Type-Options": "nosniff",
-            "Referrer-Policy": "no-referrer",
+            "Referrer-Policy": "same-origin",
             "Cache-Control": "no-cache",  # a browser asks each time, and the tag spares the bytes
             "ETag": f'"{hashlib.sha256(self.body).hexdigest()[:32]}"',
         }

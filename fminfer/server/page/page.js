@@ -300,7 +300,7 @@ async function follow(answer, said, message, times) {
 
 function summary({ reason, usage }, { start, first }) {
   const seconds = (performance.now() - first) / 1000;
-  const why = { stop: "Complete", length: "Cut at max tokens", tool_calls: "Calls a tool" };
+  const why = { stop: "Complete", length: "Reached max tokens", tool_calls: "Calls a tool" };
   const parts = [why[reason] ?? reason];
   if (usage) parts.push(`${usage.prompt_tokens} prompt + ${usage.completion_tokens} answer tokens`);
   if (first) parts.push(`first after ${((first - start) / 1000).toFixed(2)} s`);
@@ -331,8 +331,8 @@ async function ask(mode, text) {
   } catch (error) {
     const isStopped = error.name === "AbortError";
     meta.textContent = isStopped ? "Stopped" : "";
-    $("status").textContent = isStopped ? "Stopped." : "Failed.";
-    if (!isStopped) meta.after(errorLine(error));
+    $("status").textContent = isStopped ? "Stopped." : "Failed; see the answer.";
+    if (!isStopped) meta.replaceWith(make("p", "error", explain(error)));
     if (!message.content) {
       if (!$("text").value && mode === modeNow()) $("text").value = text;
       return;
@@ -341,12 +341,9 @@ async function ask(mode, text) {
   conversation.push({ role: "user", content: text }, message);
 }
 
-function errorLine(error) {
-  const isAway = error instanceof TypeError; // fetch says so if there is no connection
-  const line = make("p", "error", isAway ? "The server does not answer. Is it running?" : error.message);
-  line.role = "alert";
-  return line;
-}
+// fetch throws a TypeError where there is no connection.
+const explain = (error) =>
+  error instanceof TypeError ? "The server does not answer. Is it running?" : error.message;
 
 async function submit(event) {
   event.preventDefault();
@@ -428,7 +425,8 @@ async function loadModel() {
       document.forms.ask.elements.mode.value = "completion";
     }
   } catch (error) {
-    $("model").replaceChildren(errorLine(error));
+    $("model").textContent = "unknown model";
+    $("status").textContent = explain(error);
   }
   showMode();
 }
@@ -463,7 +461,7 @@ async function pollStats() {
 }
 
 document.forms.ask.addEventListener("submit", submit);
-document.forms.ask.addEventListener("change", (event) => event.target.name === "mode" && showMode());
+for (const choice of document.forms.ask.elements.mode) choice.addEventListener("change", showMode);
 $("text").addEventListener("keydown", sendByKey);
 $("stop").addEventListener("click", () => running?.abort());
 $("clear").addEventListener("click", clear);
