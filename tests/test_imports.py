@@ -25,7 +25,6 @@ core
 """
 LINES = [line.split() for line in LAYERS.strip().splitlines()]
 LAYER = {package: len(LINES) - row for row, names in enumerate(LINES) for package in names}
-TO_COME = {"server"}
 # These run on machines, and in tests, that have neither torch nor transformers.
 NEED_NO_TORCH = ["core", "contract", "text", "engine", "files", "split", "cluster", "cli"]
 HEAVY = {"torch", "transformers"}
@@ -113,7 +112,7 @@ def edges() -> Iterator[tuple[str, str]]:
 
 def test_every_package_has_a_layer() -> None:
     found = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
-    assert found | TO_COME == set(LAYER)
+    assert found == set(LAYER)
     roots = {name for name in MODULES if package_of(name) == "fminfer"}
     assert roots == {"fminfer", "fminfer.__main__"}, "a module belongs into a package"
 

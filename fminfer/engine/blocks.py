@@ -32,6 +32,12 @@ class BlockPool:
     def num_free(self) -> int:
         return len(self._free)
 
+    @property
+    def usage(self) -> float:
+        """The part of the blocks that sequences hold, from 0 to 1. Any thread may ask."""
+        # Meanwhile a block may go from one count to the other, and be counted in both.
+        return max(0.0, 1 - (len(self._free) + self.num_idle) / self.num_blocks)
+
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)

@@ -71,6 +71,14 @@ class EngineCore(Protocol):
         """Prompts that have not begun."""
 
     @property
+    def num_running(self) -> int:
+        """Sequences that hold KV cache. Any thread may ask, as for `num_waiting`."""
+
+    @property
+    def kv_usage(self) -> float:
+        """The part of the KV cache that sequences hold, from 0 to 1. Any thread may ask."""
+
+    @property
     def is_computing(self) -> bool:
         """Whether computing goes on while the caller does other things."""
 

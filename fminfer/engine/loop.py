@@ -219,6 +219,16 @@ class EngineLoop:
         return self._scheduler.num_waiting + sum(len(s.prompts) for s in tuple(self._added))
 
     @property
+    def num_running(self) -> int:
+        """Sequences that hold KV cache."""
+        return self._scheduler.num_running
+
+    @property
+    def kv_usage(self) -> float:
+        """The part of the KV cache that sequences hold, from 0 to 1."""
+        return self._scheduler.kv_usage
+
+    @property
     def is_computing(self) -> bool:
         """Whether a step is in flight."""
         return bool(self._in_flight)

@@ -44,6 +44,11 @@ class KvReservation:
     def has_cache(self) -> bool:
         return self._cache is not None
 
+    @property
+    def usage(self) -> float:
+        """The part of the pool that sequences hold, from 0 to 1."""
+        return self._pool.usage
+
     def fits(self, prompt: PromptState) -> bool:
         """Return whether the pool could hold the prompt if it were alone."""
         return self._num_blocks(prompt, prompt.num_kv_tokens) <= self._pool.num_blocks

@@ -81,6 +81,11 @@ class Scheduler:
         return self._kv.num_sequences
 
     @property
+    def kv_usage(self) -> float:
+        """The part of the KV cache that sequences hold, from 0 to 1."""
+        return self._kv.usage
+
+    @property
     def between_steps(self) -> list[Sequence]:
         """Running sequences that draw in no step in flight."""
         return [*self._ready, *(s for prompt in self._prefilling.prompts for s in prompt.sequences)]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -22,6 +22,7 @@ from fminfer.engine.engine_core import EngineCore
 from fminfer.engine.events import Event
 from fminfer.engine.facts import Facts
 from fminfer.engine.intake import Intake
+from fminfer.engine.sequence import Prepared
 from fminfer.engine.stats import EngineStats
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.pipeline.group import Group
@@ -40,6 +41,7 @@ from fminfer.worker.team import Team
 from fminfer.worker.team_process import start_pipelines
 
 log = logging.getLogger("fminfer")
+REPEAT_BITS = 64  # of the random number by which requests without a seed differ
 
 
 class Computing(Protocol):
@@ -124,20 +126,24 @@ class Engine:
         self._core = self._computing.core
         self._intake = Intake(self.tokenizer, find_limits(config, checkpoint, self.tokenizer))
         self._is_closed = False
-        self._numbers = itertools.count()  # of added requests
         self._runner: LineRunner | None = None  # of the run that goes on
         self._left: deque[Event] = deque()  # of added requests, that a run met and did not need
         self.load_s = time.perf_counter() - started
 
     def add(
-        self, request: Mapping[str, Any], *, priority: int = 0, is_streamed: bool = False
+        self,
+        request: Mapping[str, Any] | Prepared,
+        *,
+        priority: int = 0,
+        is_streamed: bool = False,
     ) -> int:
         """Queue a request; return the id by which events name it. Any thread may call it.
 
-        Requests without a seed of their own draw differently, also those that say the same.
+        Requests without a seed of their own draw differently, also those that say the same, and
+        also in another process.
 
         Args:
-            request: the fields of a completions request.
+            request: the fields of a completions request, or what `prepare` made of them.
             priority: higher ones are admitted first, and may preempt rows of lower ones.
             is_streamed: return its tokens as they come.
 
@@ -147,11 +153,24 @@ class Engine:
         """
         if self._is_closed:
             raise UsageError("the engine is closed; make a new one")
+        prepared = request if isinstance(request, Prepared) else self.prepare(request)
+        return self._core.add(prepared, priority=priority, is_streamed=is_streamed)
+
+    def prepare(self, request: Mapping[str, Any], *, is_chat: bool | None = None) -> Prepared:
+        """Check and tokenize a request, to be added later. Any thread may call it.
+
+        `add` does this too. A long prompt takes a while, which an event loop must not wait for.
+
+        Args:
+            request: the fields of a completions request.
+
+        Raises:
+            RequestError: what is wrong with it.
+        """
         parsed = self._intake.parse(request)
-        prepared = self._intake.prepare(parsed, repeat=next(self._numbers))
-        request_id = self._core.add(prepared, priority=priority, is_streamed=is_streamed)
+        prepared = self._intake.prepare(parsed, repeat=secrets.randbits(REPEAT_BITS))
         self._intake.note(*parsed.warnings)
-        return request_id
+        return prepared
 
     def cancel(self, request_id: int) -> None:
         """Forget a request, in any state. Any thread may call it."""
@@ -238,6 +257,21 @@ class Engine:
         return self._core.stats
 
     @property
+    def num_waiting(self) -> int:
+        """Prompts that have not begun; of several pipelines: requests. Any thread may ask."""
+        return self._core.num_waiting
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold KV cache. Any thread may ask."""
+        return self._core.num_running
+
+    @property
+    def kv_usage(self) -> float:
+        """The part of the KV cache that sequences hold, from 0 to 1. Any thread may ask."""
+        return self._core.kv_usage
+
+    @property
     def num_draws_left(self) -> int:
         """The most tokens that rows which run may still draw; 0: not known."""
         return self._core.num_draws_left
@@ -272,6 +306,10 @@ class Engine:
     def gpu_memory(self) -> dict[str, int]:
         """Bytes of this process's GPU: the forecast, and the peak so far; {} on a CPU."""
         return self._computing.gpu_memory
+
+    @property
+    def has_chat_template(self) -> bool:
+        return False
 
     @property
     def warnings(self) -> dict[str, int]:

@@ -203,6 +203,17 @@ class Team:
         return len(self._added) + len(self._waiting) + at_pipelines
 
     @property
+    def num_running(self) -> int:
+        """Sequences that hold KV cache, as the pipelines last said it."""
+        return sum(pipeline.num_running for pipeline in self._living)
+
+    @property
+    def kv_usage(self) -> float:
+        """The mean part of their KV caches that sequences hold, as the pipelines last said it."""
+        living = self._living
+        return sum(pipeline.kv_usage for pipeline in living) / max(1, len(living))
+
+    @property
     def is_computing(self) -> bool:
         """Whether a pipeline has requests."""
         return any(pipeline.asked for pipeline in self._living)
@@ -316,6 +327,7 @@ class Team:
             elif isinstance(report, Told):
                 pipeline.num_begun, pipeline.has_begun = report.num_begun, report.has_begun
                 pipeline.num_draws_left = report.num_draws_left
+                pipeline.num_running, pipeline.kv_usage = report.num_running, report.kv_usage
                 if report.stats is not None:
                     self._take_stats(pipeline, report.stats)
                 for event in report.events:

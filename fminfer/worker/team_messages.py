@@ -85,6 +85,8 @@ class Told:
     num_begun: int  # requests so far that no longer wait
     has_begun: bool  # rows run
     num_draws_left: int
+    num_running: int  # sequences
+    kv_usage: float  # the part of its KV cache that they hold
     stats: EngineStats | None  # now and then, and when nothing is left to do
 
 

@@ -48,6 +48,7 @@ class TeamPipeline(ABC):
         self.num_sent = self.num_begun = 0  # requests so far
         self.has_begun = False
         self.num_draws_left = 0
+        self.num_running, self.kv_usage = 0, 0.0  # sequences, and the part of its KV cache
         self.cost = 0  # of its requests
 
     @property

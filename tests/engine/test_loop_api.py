@@ -100,6 +100,49 @@ def test_cancelled_while_it_waits_it_costs_nothing() -> None:
     check_idle(bench)
 
 
+@pytest.mark.parametrize("has_cache", [False, True])
+def test_how_busy_it_is(has_cache: bool) -> None:
+    """Blocks that only the prefix cache keeps can be had at once: they count as free."""
+    bench = Bench(**SIZES | {"has_cache": has_cache, "chunk": 64}, max_rows=2)
+    loop = bench.loop
+
+    def state() -> tuple[int, int, float]:
+        return loop.num_waiting, loop.num_running, round(loop.kv_usage, 9)
+
+    assert state() == (0, 0, 0)
+    for token in range(3):
+        bench.add(prompt=[token] * 40, max_tokens=2, temperature=0)
+    assert state() == (3, 0, 0)
+    loop.step()
+    assert state() == (1, 2, round(2 * 11 / 60, 9))  # 42 tokens in blocks of 4
+    events_of(loop)
+    assert state() == (0, 0, 0)
+    assert (bench.pool.num_idle > 0) is has_cache
+
+
+def test_other_threads_may_ask_how_busy_it_is() -> None:
+    bench = Bench(**SIZES)
+    asked: list[tuple[int, int, float]] = []
+    is_over = threading.Event()
+
+    def ask() -> None:
+        while not is_over.is_set():
+            asked.append((bench.loop.num_waiting, bench.loop.num_running, bench.loop.kv_usage))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        for row in make_rows(1, 100):
+            bench.add(**row)
+            bench.loop.step()
+        events_of(bench.loop)
+    finally:
+        is_over.set()
+        thread.join()
+    assert len(asked) > 100 and all(0 <= usage <= 1 for _, _, usage in asked)
+    assert all(0 <= waiting <= 400 and 0 <= rows <= 12 for waiting, rows, _ in asked)
+
+
 @settings(
     max_examples=num_examples(240),
     deadline=None,

@@ -283,9 +283,11 @@ MESSAGES = [
         3,
         True,
         4,
+        2,
+        0.1,
         EngineStats(num_steps=3, stages=[StageStats(0.1, 1e-300, math.inf)], read=ReadWork(4, 5)),
     ),
-    Told([Failed(7, RequestError("out_of_range", "n is 0", "n"))], 0, False, 0, None),
+    Told([Failed(7, RequestError("out_of_range", "n is 0", "n"))], 0, False, 0, 0, 0.0, None),
 ]
 
 

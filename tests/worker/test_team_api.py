@@ -144,6 +144,21 @@ def test_many_that_can_never_run_hold_nobody_up(team: fminfer.Engine) -> None:
     within(60, use)
 
 
+def test_how_busy_all_pipelines_are(team: fminfer.Engine) -> None:
+    def use() -> None:
+        for _ in range(20):
+            team.add(LONG | {"max_tokens": 60}, is_streamed=True)
+        assert team.num_waiting == 20
+        while team.num_running < 2 * MAX_ROWS:
+            assert team.has_work, "both pipelines run all their rows at once, at some moment"
+            team.step()
+        assert 0 < team.kv_usage < 1 and 0 < team.num_waiting <= 12
+        events_of(team)
+        assert (team.num_waiting, team.num_running, team.kv_usage) == (0, 0, 0)
+
+    within(60, use)
+
+
 def test_a_higher_priority_enters_first(team: fminfer.Engine) -> None:
     def use() -> None:
         low = [team.add(LONG | {"max_tokens": 60}) for _ in range(40)]

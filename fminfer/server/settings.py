@@ -1,0 +1,106 @@
+"""What a server is told beside its engine: every option with its default, written once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Literal, get_args
+from urllib.parse import urlsplit
+
+from fminfer.core.errors import UsageError
+
+LogLevel = Literal["critical", "error", "warning", "info", "debug"]
+
+
+@dataclass(slots=True, frozen=True)
+class ServerSettings:
+    """Options of one server.
+
+    Raises:
+        UsageError: a value outside its limits, a key or name that no client could send, or
+            one of the two TLS files without the other.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_names: tuple[str, ...] = ()  # what /v1/models lists; empty: the model's own
+    api_keys: tuple[str, ...] = ()  # any of them opens; empty: no key is asked for
+    queue_size: int = 1000  # requests that may wait; 0: any number
+    max_body_bytes: int = 16 * 2**20
+    allowed_origins: tuple[str, ...] = ()  # of pages that may call (CORS); *: any
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
+    keep_alive_s: float = 5.0  # that an idle connection stays open
+    log_level: LogLevel = "info"
+    grace_s: float = 10.0  # that running requests have to end once the server is told to stop
+    is_quiet: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.host.strip():
+            raise UsageError("host is empty; give an address such as 127.0.0.1, or 0.0.0.0 for all")
+        if not 0 <= self.port <= 65535:
+            raise UsageError(f"port is {self.port}; it must be 0 (any free one) to 65535")
+        if self.queue_size < 0:
+            raise UsageError(f"queue_size is {self.queue_size}; it must be 0 (no limit) or more")
+        if self.max_body_bytes < 1:
+            raise UsageError(f"max_body_bytes is {self.max_body_bytes}; it must be at least 1")
+        for name in ("keep_alive_s", "grace_s"):
+            if not getattr(self, name) >= 0:  # a nan is refused, too
+                raise UsageError(f"{name} is {getattr(self, name)}; it must be 0 seconds or more")
+        if self.log_level not in get_args(LogLevel):
+            raise UsageError(
+                f"log_level is {self.log_level!r}; it must be one of {', '.join(get_args(LogLevel))}"
+            )
+        if "" in self.served_model_names:
+            raise UsageError("served_model_names holds an empty name; give each model a name")
+        self._check_keys()
+        for origin in self.allowed_origins:
+            _check_origin(origin)
+        self._check_tls()
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach the server."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ip_address(self.host.strip("[]")).is_loopback
+        except ValueError:
+            return False
+
+    def _check_keys(self) -> None:
+        """Refuse keys that no client could send, without showing them."""
+        for number, key in enumerate(self.api_keys, 1):
+            if not (key and key.isascii() and key.isprintable() and " " not in key):
+                raise UsageError(
+                    f"api_keys: key {number} of {len(self.api_keys)} is empty or has characters "
+                    "that a header cannot carry; use letters, digits and signs, without spaces"
+                )
+
+    def _check_tls(self) -> None:
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            given, other = (
+                ("ssl_certfile", "ssl_keyfile")
+                if self.ssl_keyfile is None
+                else ("ssl_keyfile", "ssl_certfile")
+            )
+            raise UsageError(
+                f"{given} is {getattr(self, given)}, without {other}; give both, or neither"
+            )
+        for name in ("ssl_certfile", "ssl_keyfile"):
+            path: Path | None = getattr(self, name)
+            if path is not None and not path.is_file():
+                raise UsageError(f"{name} is {path}, where there is no file; give a PEM file")
+
+
+def _check_origin(origin: str) -> None:
+    """Refuse what no browser sends as its Origin header."""
+    if origin in ("*", "null"):
+        return
+    parts = urlsplit(origin)
+    if not (parts.scheme and parts.netloc) or origin != f"{parts.scheme}://{parts.netloc}":
+        raise UsageError(
+            f"allowed_origins holds {origin!r}; give scheme, host and port without a path, such "
+            "as https://example.org:8443, or * for any"
+        )
