@@ -72,9 +72,10 @@ def run_phase(phase: Phase, port: int, pid: int, folder: Path) -> dict[str, Any]
 
 def answer_as_file(rows: list[dict[str, Any]], dtype: str, folder: Path) -> tuple[float, list[str]]:
     """Answer requests with `fminfer run`; return its seconds without loading, and the texts."""
-    job = {"rows": rows, "model": str(folder), "dtype": dtype, "device": "cpu"}
+    shown = [row | {"return_token_ids": True} for row in rows]
+    job = {"rows": shown, "model": str(folder), "dtype": dtype, "device": "cpu"}
     run_s = run_fminfer(job, folder)["run_s"]
-    records = map(json.loads, (folder / "out.jsonl").read_text().splitlines())
+    records = map(json.loads, (folder / "out.jsonl").read_bytes().splitlines())
     return run_s, [record["result"]["choices"][0]["text"] for record in records]
 
 
