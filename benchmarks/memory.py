@@ -67,7 +67,7 @@ class StubComputing:
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
         self.gpu_memory: dict[str, int] = {}
-        self.facts = Facts("cpu", "float32", "float32", 1, True, 256, 0, 1, False, "", "")
+        self.facts = Facts("cpu", "float32", "float32", 1, True, 256, 64, 0, 1, False, "", "")
         self.core = build_loop(
             config,
             Starter(tokenizer, checkpoint.eos_ids, config.seed),

@@ -134,7 +134,7 @@ def _server() -> ForkServerContext:
     if _context is None:
         _context = multiprocessing.get_context("forkserver")
         _context.set_forkserver_preload(
-            ["fminfer.cli.app", "fminfer.batch.run_process", "fminfer.worker.serving"]
+            ["fminfer.cli.app", "fminfer.batch.run_process", "fminfer.worker.part_process"]
         )
     return _context
 
@@ -177,10 +177,10 @@ def _be_fminfer(command: list[str], environ: Mapping[str, str]) -> NoReturn:
         import tqdm
 
         # Not in the process of the tests, which may only use programs().
-        from fminfer.cli import app
+        from fminfer.cli import app, process_start
 
         tqdm.tqdm.monitor_interval = 0  # no thread for it, which a fork would leave behind
-        app.STARTED_S = time.perf_counter()
+        process_start.STARTED_S = time.perf_counter()
         for place in filter(None, environ.get("PYTHONPATH", "").split(os.pathsep)):
             with contextlib.suppress(FileNotFoundError):
                 runpy.run_path(f"{place}/sitecustomize.py")

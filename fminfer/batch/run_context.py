@@ -14,19 +14,27 @@ from fminfer.worker.role import Manners, Role
 
 
 @dataclass(slots=True, frozen=True)
-class RunContext:
-    """A run of the command in one of its processes."""
+class ProcessContext:
+    """One of the processes of a command that has an engine."""
 
-    job: JobPaths
     config: EngineConfig
     role: Role
-    plan: Plan | None  # inputs and outputs; None: rank 0 finds them itself, once it is known
     children: Processes  # what this process has started
-    stopper: Stopper  # hears that the run is to stop
+    stopper: Stopper  # hears that the command is to stop
     end: Callable[[str], None]  # ends this process at once; it is told the kind of an error
     elapsed_s: Callable[[], float]  # since the command started
+    is_quiet: bool
+    is_verbose: bool
 
     @property
     def manners(self) -> Manners:
         """How the processes that this one has started should behave."""
-        return Manners(self.stopper.grace_s, self.job.is_verbose, is_of_command=True)
+        return Manners(self.stopper.grace_s, self.is_verbose, is_of_command=True)
+
+
+@dataclass(slots=True, frozen=True)
+class RunContext(ProcessContext):
+    """A run of the command in one of its processes."""
+
+    job: JobPaths
+    plan: Plan | None  # inputs and outputs; None: rank 0 finds them itself, once it is known

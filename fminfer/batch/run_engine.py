@@ -1,4 +1,4 @@
-"""Makes the engine of a run by the role of its process, and informs the user."""
+"""Makes the engine of a command by the role of its process, and informs the user."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import click
 
 from fminfer.batch.progress import LoadingBar, write_beside_bar
-from fminfer.batch.run_context import RunContext
+from fminfer.batch.run_context import ProcessContext
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import printable
 from fminfer.machine.user_cache import why_no_cache
@@ -21,8 +21,8 @@ from fminfer.worker.team_process import TeamPipeline, start_pipelines
 MakeEngine = Callable[[Checkpoint, LoadingBar], Engine]
 
 
-def own_engine(run: RunContext) -> MakeEngine:
-    """Return a function that makes the engine of a run whose processes this one has started."""
+def own_engine(run: ProcessContext) -> MakeEngine:
+    """Return a function that makes the engine; this process has started the others."""
     config, spread, children = run.config, run.role.spread, run.children
 
     def make(checkpoint: Checkpoint, loading: LoadingBar) -> Engine:
@@ -52,27 +52,27 @@ def engine_of_several(
     )
 
 
-def start_engine(run: RunContext, make: Callable[[LoadingBar], Engine]) -> Engine:
+def start_engine(run: ProcessContext, make: Callable[[LoadingBar], Engine]) -> Engine:
     """Make the engine, and print what the user should know about it."""
-    job, config = run.job, run.config
-    if config.model is None and config.random_init is None and not job.is_quiet:
+    config, is_quiet = run.config, run.is_quiet
+    if config.model is None and config.random_init is None and not is_quiet:
         click.echo(
             "Using the demo model, which knows only the way between rooms; "
             "--model-name gives another.",
             err=True,
         )
-    loading = LoadingBar(is_quiet=job.is_quiet)
+    loading = LoadingBar(is_quiet=is_quiet)
     try:
         engine = make(loading)
     finally:
         loading.close()
-    if not job.is_quiet:
+    if not is_quiet:
         engine.tell_warnings(say)
-    if config.cuda_ids and engine.device.type == "cpu" and not job.is_quiet:
+    if config.cuda_ids and engine.device.type == "cpu" and not is_quiet:
         click.echo("There is no GPU here: --cuda-id means nothing, the CPU computes.", err=True)
-    if not job.is_quiet and (why := why_no_cache()):
+    if not is_quiet and (why := why_no_cache()):
         click.echo(f"Nothing is kept from run to run, which makes each slower: {why}.", err=True)
-    if why := engine.facts.why_plain if job.is_quiet else engine.facts.why_slower:
+    if why := engine.facts.why_plain if is_quiet else engine.facts.why_slower:
         click.echo(f"The run is slower than it could be: {why}.", err=True)
     return engine
 

@@ -23,7 +23,6 @@ class JobPaths:
     stats: Path | None
     trace: Path | None
     is_quiet: bool
-    is_verbose: bool
     remote: RemoteFolders
     is_watching: bool = False
     prompt: dict[str, Any] | None = None  # one request to answer, in the place of files

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-
-import transformers
-
 from fminfer.batch.answering import answer
-from fminfer.batch.ranks_apart import be_a_rank, be_one_of_several
+from fminfer.batch.process_roles import lead_or_join
 from fminfer.batch.run_context import RunContext
-from fminfer.batch.run_engine import own_engine
+from fminfer.batch.run_engine import MakeEngine
 from fminfer.batch.run_summary import JobSummary
-from fminfer.core.errors import FminferError
-from fminfer.worker.opening import open_model
+from fminfer.files.output_paths import Plan
+from fminfer.models.checkpoint import Checkpoint
+from fminfer.worker.part_process import Opening
 
 
 def run_process(run: RunContext) -> JobSummary | None:
@@ -22,25 +18,29 @@ def run_process(run: RunContext) -> JobSummary | None:
     Raises:
         FminferError: the run cannot go on.
     """
-    if not run.job.is_verbose:
-        transformers.logging.set_verbosity_error()
-    with run.stopper.listening():
-        facts = run.role.facts
-        if facts is None:
-            plan = run.plan or run.job.plan()
-            with _naming_rank_0() if run.role.kind == "starter" else nullcontext():
-                return answer(run, plan, open_model(run.config), own_engine(run))
-        if run.role.spread.num_pipelines > 1:
-            return be_one_of_several(run, facts)
-        return be_a_rank(run, facts)
+    prepare = _Preparing(run)
+
+    def lead(run: RunContext, checkpoint: Checkpoint, make_engine: MakeEngine) -> JobSummary:
+        is_awaited = run.role.kind == "apart" and run.role.spread.num_pipelines == 1
+        return answer(run, prepare.plan, checkpoint, make_engine, is_awaited=is_awaited)
+
+    return lead_or_join(run, prepare, lead)
 
 
-@contextmanager
-def _naming_rank_0() -> Iterator[None]:
-    """Add the rank's name to an error that is not the user's."""
-    try:
-        yield
-    except (FminferError, OSError):
-        raise
-    except Exception as error:
-        raise RuntimeError(f"rank 0 failed: {error}") from error
+class _Preparing(Opening):
+    """Finds mistakes before a rank waits for others: in the model, and on rank 0 in the job."""
+
+    def __init__(self, run: RunContext) -> None:
+        super().__init__(run.config)
+        self._job, self._plan = run.job, run.plan
+
+    def __call__(self, rank: int) -> None:
+        if rank == 0:
+            self._plan = self._plan or self._job.plan()
+        super().__call__(rank)
+
+    @property
+    def plan(self) -> Plan:
+        """Rank 0's inputs and outputs."""
+        assert self._plan is not None, "rank 0 has a plan before it meets others"
+        return self._plan

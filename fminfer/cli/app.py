@@ -18,13 +18,16 @@ from fminfer.batch.progress import TimeBar
 from fminfer.batch.run_paths import JobPaths
 from fminfer.batch.synthetic import NUM_BATCHES, Synthetic
 from fminfer.cli.check_command import check
+from fminfer.cli.configured_command import ConfiguredCommand, tell_notices
 from fminfer.cli.ending import Ending, tell
 from fminfer.cli.exit_status import EXIT_SOME_ERRORS, EXIT_USAGE
 from fminfer.cli.families_command import families
 from fminfer.cli.merge_command import merge
 from fminfer.cli.options.option_groups import GroupedCommand
 from fminfer.cli.options.value_types import PathOrUrl
+from fminfer.cli.process_start import elapsed_s, importing_engine, start_children
 from fminfer.cli.run_options import bench_options, dtype_name, run_options
+from fminfer.cli.serve_command import serve, service
 from fminfer.cli.serve_part_command import serve_part
 from fminfer.cli.split_command import split
 from fminfer.cli.status_command import status
@@ -36,18 +39,12 @@ from fminfer.core.errors import FminferError, UsageError
 from fminfer.core.version import __version__
 from fminfer.estimate.cost_model import COSTS
 from fminfer.files.storage import Location, RemoteFolders, default_work_dir
-from fminfer.machine.host_memory import reading_files, touching_memory
 from fminfer.machine.processor import cap_libraries
 from fminfer.machine.start_up import importing, prepare_torch
 from fminfer.machine.stopper import Stopper, check_times
-from fminfer.models.layer_count import check_split
-from fminfer.models.stored.weight_folder import find_weight_files
 from fminfer.pipeline.ranks import RankConfig
-from fminfer.worker.processes import Processes
 from fminfer.worker.role import Role, find_role
 
-STARTED_S = time.perf_counter()
-GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd")
 _HYPERPARAMETERS = fields(Hyperparameters)
 
 
@@ -73,6 +70,7 @@ def main() -> None:
     \b
     fminfer run requests.jsonl                      write the answers to output_requests.jsonl
     fminfer run --help                              show all options of a run
+    fminfer serve /models/llama                     answer HTTP requests in OpenAI's form
     fminfer check requests.jsonl                    find wrong lines, predict memory and time
     fminfer status shards/                          show the progress of runs
     fminfer families                                list the model families that run
@@ -83,11 +81,11 @@ def main() -> None:
     """
 
 
-for command in (check, split, merge, submit, status, families, serve_part):
+for command in (serve, check, split, merge, submit, status, families, service, serve_part):
     main.add_command(command)
 
 
-@main.command(cls=GroupedCommand)
+@main.command(cls=ConfiguredCommand, settings_of="run")
 @click.argument("paths", nargs=-1, type=PathOrUrl(path_type=Path))
 @run_options
 def run(
@@ -134,8 +132,9 @@ def run(
     warning); 129 hung up; 130 interrupted; 143 terminated. After 1, 75, 129, 130 and 143 the same
     command goes on where the run ended.
 
-    Environment: FMINFER_CPU=avx2, avx512 or avx512_bf16 limits a newer processor to those
-    instructions, so that it computes as an older one would.
+    Environment: FMINFER_MODEL_NAME and so on set flags, as --config's file does. FMINFER_CPU=avx2,
+    avx512 or avx512_bf16 limits a newer processor to those instructions, so that it computes as an
+    older one would.
     """
     options["dtype"] = dtype_name(fp16, options["dtype"])
     rank_options = {field.name: options.pop(field.name) for field in fields(RankConfig)}
@@ -145,7 +144,7 @@ def run(
     given, named = [*infer_data, *paths], infer_data_of(os.environ)
     files = given or [named] if named is not None else given
     remote = RemoteFolders(work_dir or default_work_dir(), is_quiet=quiet)
-    job = JobPaths(files, output, restart, stats, trace, quiet, verbose, remote, is_watching)
+    job = JobPaths(files, output, restart, stats, trace, quiet, remote, is_watching)
     request = None if prompt is None else {"prompt": prompt} | hyperparameters.request_fields
     job = replace(job, limit=limit, prompt=request)
     try:
@@ -162,8 +161,10 @@ def run(
             config = replace(config, request_args=_request_args(hyperparameters))
         check_times(grace_s, deadline_s)
         if deadline_s is not None:
-            stopper.set_deadline(time.monotonic() + deadline_s - _elapsed_s())
+            stopper.set_deadline(time.monotonic() + deadline_s - elapsed_s())
         role = find_role(ranks, os.environ)
+        if role.is_first:
+            tell_notices(is_quiet=quiet)
         if files != given and role.is_first and not quiet:
             click.echo(f"Answering {named}, which is in this job's name.", err=True)
         if files and role.is_first and not quiet:
@@ -234,7 +235,7 @@ def bench(
         from fminfer.estimate.bench import run_bench
 
     rows = []
-    for figures in run_bench(EngineConfig(**options), batch_sizes, new_tokens, _elapsed_s):
+    for figures in run_bench(EngineConfig(**options), batch_sizes, new_tokens, elapsed_s):
         click.echo(f"{figures.to_text()}\n")
         rows.append(asdict(figures) | {"ms_per_token": figures.ms_per_token})
     click.echo("batch size        " + "".join(f"{row['batch_size']:>9}" for row in rows))
@@ -267,34 +268,22 @@ def _calibrate(config: EngineConfig) -> None:
 
 def _run(job: JobPaths, config: EngineConfig, role: Role, stopper: Stopper, ending: Ending) -> int:
     """Do this process's part of a run; return the exit status."""
-    spread = role.spread
-    if job.trace is not None and spread.num_pipelines > 1:
+    if job.trace is not None and role.spread.num_pipelines > 1:
         raise UsageError("--trace shows one pipeline; leave out --trace or --data-group-size")
     # Mistakes in the plan are told before anything is started or loaded; a rank's are told to all.
     plan = job.plan() if role.kind != "apart" else None
-    if role.kind == "starter":
-        check_split(config, spread.num_stages)
-    is_team = spread.num_pipelines > 1
-    children = Processes(
-        role.children, num_ranks=spread.num_stages - 1 if is_team else 0, has_line=is_team
-    )
-    ending.children = children
-    stopper.on_second = children.kill
-    ending.is_alone = role.kind == "alone"
-    if role.kind != "alone":  # torch's own words on broken connections say less than ours
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    prepare_torch()
-    if config.kernels != "off":
-        start_build()  # it runs beside the imports
-    files: dict[Path, int] = {}
-    if role.kind == "alone" and config.model is not None and _is_for_cpu(config.device):
-        files = find_weight_files(config.model)
-    num_bytes = 2 * sum(files.values())  # packed, and as much for the KV cache
-    with reading_files(files), touching_memory(num_bytes), importing():
+    children = start_children(config, role, stopper, ending)
+    with importing_engine(config, role):
         from fminfer.batch.run_context import RunContext
         from fminfer.batch.run_process import run_process
 
-    run = RunContext(job, config, role, plan, children, stopper, ending.at_once, _elapsed_s)
+    run = RunContext(
+        *(config, role, children, stopper, ending.at_once, elapsed_s),
+        is_quiet=job.is_quiet,
+        is_verbose=ending.is_verbose,
+        job=job,
+        plan=plan,
+    )
     try:
         summary = run_process(run)
     finally:
@@ -302,12 +291,3 @@ def _run(job: JobPaths, config: EngineConfig, role: Role, stopper: Stopper, endi
     if summary is not None and summary.refused:
         return EXIT_USAGE
     return EXIT_SOME_ERRORS if summary is not None and summary.has_errors else 0
-
-
-def _is_for_cpu(device: str) -> bool:
-    """Tell, without torch, whether a run will most likely compute on the CPU."""
-    return device == "cpu" or (device == "auto" and not any(map(os.path.exists, GPU_DRIVERS)))
-
-
-def _elapsed_s() -> float:
-    return time.perf_counter() - STARTED_S

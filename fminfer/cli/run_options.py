@@ -1,4 +1,4 @@
-"""Which options each command has: those of `fminfer run`, and what `check` and `bench` share."""
+"""Which options each command has: `fminfer run` and `serve`, and what others share with them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,16 @@ import click
 from fminfer.cli.options.file_options import INPUT_OPTIONS, OUTPUT_OPTIONS
 from fminfer.cli.options.model_options import MODEL_OPTIONS
 from fminfer.cli.options.old_options import OLD_MODEL_OPTIONS, OLD_RUN_OPTIONS
-from fminfer.cli.options.option_groups import BENCH, CHECK, in_group, with_options
+from fminfer.cli.options.old_serve_options import OLD_SERVE_OPTIONS
+from fminfer.cli.options.option_groups import BENCH, CHECK, CONFIG, in_group, with_options
 from fminfer.cli.options.rank_options import LAYOUT_OPTIONS, RANK_OPTIONS
-from fminfer.cli.options.request_options import MADE_UP_OPTIONS, REQUEST_OPTIONS, SEED_OPTION
+from fminfer.cli.options.request_options import (
+    CHECK_MODEL_OPTION,
+    MADE_UP_OPTIONS,
+    REQUEST_OPTIONS,
+    SEED_OPTION,
+)
+from fminfer.cli.options.serve_options import SERVED_REQUEST_OPTIONS, SERVER_OPTIONS
 from fminfer.cli.options.speed_options import SPEED_OPTIONS
 from fminfer.cli.options.value_types import ByteSize, Numbers
 
@@ -56,12 +63,26 @@ BENCH_OPTIONS = [
     ),
 ]
 
-run_options = with_options(
-    [
-        *(*INPUT_OPTIONS, *OUTPUT_OPTIONS, *REQUEST_OPTIONS, *ENGINE_OPTIONS),
-        *(*LAYOUT_OPTIONS, *RANK_OPTIONS, *MADE_UP_OPTIONS, *OLD_RUN_OPTIONS),
-    ]
+CONFIG_OPTION = in_group(CONFIG)(
+    "--config",
+    metavar="FILE",
+    expose_value=False,  # `ConfiguredCommand` reads it
+    help="A TOML file of flags by their names, as in: port = 8000. Tables [run] and [serve] are of "
+    "one command. FMINFER_PORT and so on go before the file, and the command line goes before "
+    "both. Paths in it are relative to the working directory.",
 )
+
+RUN_OPTIONS = [
+    *(*INPUT_OPTIONS, *OUTPUT_OPTIONS, *REQUEST_OPTIONS, *ENGINE_OPTIONS),
+    *(*LAYOUT_OPTIONS, *RANK_OPTIONS, *MADE_UP_OPTIONS, CONFIG_OPTION, *OLD_RUN_OPTIONS),
+]
+_OF_RUN = (SEED_OPTION, CHECK_MODEL_OPTION)
+SERVE_OPTIONS = [
+    *(*SERVER_OPTIONS, *SERVED_REQUEST_OPTIONS),
+    *[option for option in REQUEST_OPTIONS if option not in _OF_RUN],
+    *(*ENGINE_OPTIONS, *LAYOUT_OPTIONS, *RANK_OPTIONS, CONFIG_OPTION, *OLD_SERVE_OPTIONS),
+]
+run_options, serve_options = with_options(RUN_OPTIONS), with_options(SERVE_OPTIONS)
 # Those options of `fminfer run` that decide what a run meets and takes, and the check's own.
 check_options = with_options(
     [*INPUT_OPTIONS, *CHECK_OPTIONS, *REQUEST_OPTIONS, *ENGINE_OPTIONS, *LAYOUT_OPTIONS]

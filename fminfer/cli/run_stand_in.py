@@ -6,10 +6,11 @@ from typing import Any
 
 import click
 
+from fminfer.cli.configured_command import ConfiguredCommand
 from fminfer.cli.run_options import run_options
 
 
-@click.command("fminfer run")
+@click.command("fminfer run", cls=ConfiguredCommand, settings_of="run")
 @click.argument("paths", nargs=-1)
 @run_options
 def run_stand_in(**flags: Any) -> None:

@@ -14,12 +14,11 @@ from fminfer.contract.fields import show, wrong_type
 from fminfer.contract.json_object import load_object
 from fminfer.contract.json_spans import find_members, on_one_line
 from fminfer.contract.line import Line
-from fminfer.contract.prompts import CHAT_REMEDY
 from fminfer.contract.row_warnings import MAX_NAMES, RowWarning, cut_name
 from fminfer.core.errors import RequestError
 
 Shape = Literal["bare", "wrapped", "batch"]
-ENDPOINT = "/v1/completions"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BATCH_KEYS = frozenset({"custom_id", "method", "url", "body"})
 MAX_QUOTED_BYTES = 4096  # of a request that an error record holds verbatim
 QUOTED_BYTES = 400  # that it holds of a longer one
@@ -39,6 +38,7 @@ class Envelope:
     others: dict[str, bytes] = field(default_factory=dict)  # "name":value of a wrapped line's rest
     error: RequestError | None = None
     warnings: tuple[RowWarning, ...] = ()
+    is_chat: bool | None = None  # as a Batch line's url says; None: its fields tell
 
 
 def open_envelope(line: Line) -> Envelope:
@@ -57,7 +57,7 @@ def open_envelope(line: Line) -> Envelope:
     if "prompt" not in fields:
         if "request" in fields:
             return _open_wrapped(raw, fields)
-        if BATCH_KEYS & fields.keys():
+        if BATCH_KEYS & fields.keys() and ("messages" not in fields or "body" in fields):
             return _open_batch(raw, fields, line.number)
     return Envelope("bare", raw, fields)
 
@@ -123,6 +123,7 @@ def _open_batch(raw: bytes, fields: dict[str, Any], number: int) -> Envelope:
         custom_id=members["custom_id"].value if "custom_id" in members else b"null",
         error=error,
         warnings=warnings,
+        is_chat=fields.get("url") == CHAT,
     )
 
 
@@ -137,15 +138,14 @@ def _what_is_wrong(fields: dict[str, Any], number: int) -> RequestError | None:
             return RequestError(
                 "invalid_type", f"{name} of line {number} is {found}; it must be {allowed}", name
             )
-    for name, expected in (("method", "POST"), ("url", ENDPOINT)):
-        if fields.get(name) != expected:
+    for name, answered in (("method", ("POST",)), ("url", (COMPLETIONS, CHAT))):
+        if fields.get(name) not in answered:
             found = show(fields[name]) if name in fields else "absent"
-            remedy = "Set it to that, or take the line out"
-            if name == "url" and "messages" in fields["body"]:
-                remedy = CHAT_REMEDY
+            allowed = " and ".join(f'"{value}"' for value in answered)
             return RequestError(
                 "unsupported_parameter",
-                f'{name} is {found}; only "{expected}" is answered here. {remedy}',
+                f"{name} is {found}; only {allowed} can be answered here. Set it to that, or take "
+                "the line out",
                 name,
             )
     return None

@@ -13,11 +13,6 @@ from fminfer.core.errors import RequestError
 MAX_CHOICES = 16_384
 # Of a line's logprobs: tokens and alternatives. As objects and JSON one takes 150 to 550 bytes.
 MAX_ENTRIES = 1 << 24
-CHAT_REMEDY = (
-    "Chat requests are not supported yet. Render the messages with the model's chat template "
-    "(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)), and "
-    'send the text as "prompt", with "add_special_tokens": false'
-)
 
 
 def read_prompts(obj: dict[str, Any]) -> list[str | list[int]]:
@@ -29,12 +24,18 @@ def read_prompts(obj: dict[str, Any]) -> list[str | list[int]]:
     value = obj.get("prompt")
     if value is None:
         raise _missing(obj)
+    if obj.get("messages") is not None:
+        raise RequestError(
+            "unsupported_parameter",
+            "the request has a prompt and messages; keep the one that is to be answered",
+            "messages",
+        )
     if isinstance(value, str):
-        return [_encodable(value)]
+        return [check_text(value)]
     if isinstance(value, list) and not value:
         raise RequestError("out_of_range", "prompt is an empty list; give a prompt", "prompt")
     if _is_all(value, lambda v: isinstance(v, str)):
-        return [_encodable(text) for text in value]
+        return [check_text(text) for text in value]
     if _is_all(value, is_integral):
         return [_token_ids(value)]
     if _is_all(value, lambda ids: _is_all(ids, is_integral)):
@@ -93,8 +94,9 @@ def _missing(obj: dict[str, Any]) -> RequestError:
     """Return the error of a request without a prompt."""
     if obj.get("messages") is not None:
         return RequestError(
-            "unsupported_parameter",
-            f"the line has messages and no prompt. {CHAT_REMEDY}",
+            "missing_prompt",
+            "the request has messages and no prompt, and /v1/completions answers prompts; send it "
+            "to /v1/chat/completions",
             "messages",
         )
     found = "null" if "prompt" in obj else "absent"
@@ -120,14 +122,19 @@ def _token_ids(ids: list[Any]) -> list[int]:
     return [int(i) for i in ids]
 
 
-def _encodable(text: str) -> str:
+def check_text(text: str, name: str = "prompt") -> str:
+    """Return a text that has a UTF-8 form.
+
+    Raises:
+        RequestError: it has none.
+    """
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise RequestError(
             "invalid_utf8",
-            f"prompt holds half of a surrogate pair (\\u{ord(text[error.start]):04x}) at character "
+            f"{name} holds half of a surrogate pair (\\u{ord(text[error.start]):04x}) at character "
             f"{error.start}, which is no text; write the whole pair or the character itself",
-            "prompt",
+            name,
         ) from None
     return text

@@ -7,15 +7,14 @@ tokens are checked later, once prompts are tokenized.
 from __future__ import annotations
 
 import dataclasses
-import json
-from dataclasses import dataclass, field
-from difflib import get_close_matches
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fminfer.contract.fields import INT64, FieldReader, out_of_range, show
+from fminfer.contract.fields import INT64, FieldReader, out_of_range
+from fminfer.contract.known_names import Neutral, check_names, refuse_wishes
 from fminfer.contract.prompts import check_choices, read_prompts
-from fminfer.contract.row_warnings import MAX_NAMES, RowWarning, cut_name
+from fminfer.contract.row_warnings import RowWarning
+from fminfer.core.config import KnownParser
 from fminfer.core.errors import RequestError
 
 MAX_CANDIDATES = 128  # n and best_of
@@ -83,47 +82,48 @@ DEFAULTS = SamplingParams()
 
 @dataclass(slots=True, frozen=True)
 class Request:
-    """A request that passed: its prompts and its sampling params."""
+    """A request that passed: its prompts and its sampling params.
+
+    A chat request's prompt is its rendered template.
+    """
 
     prompts: list[str | list[int]]
     params: SamplingParams
     warnings: tuple[RowWarning, ...] = field(default=())
+    is_chat: bool = False  # answered with messages
+    fills_context: bool = False  # max_tokens is at most what the context leaves of params'
+    tool_parser: KnownParser | None = None  # the form of tool calls in its answer; None: text
 
 
 # Parameters that mean nothing in a file of completions: accepted at the value that changes nothing
 # and refused otherwise, so that no answer ever ignores a wish in silence.
-_NEUTRAL: dict[str, tuple[object, ...]] = {"suffix": ("",), "stream": (False,)}
+_NEUTRAL = {"suffix": Neutral(("",)), "stream": Neutral((False,))}
 _RECORDED = frozenset({"model", "engine", "request_type", "user"})
-_ACTED_ON = frozenset(field.name for field in dataclasses.fields(SamplingParams)) | {"prompt"}
+PARAM_NAMES = frozenset(field.name for field in dataclasses.fields(SamplingParams))
+_KNOWN = PARAM_NAMES | _RECORDED | frozenset(_NEUTRAL) | {"prompt"}
 
 
-def parse_request(fields: dict[str, Any], *, max_logprobs: int, is_strict: bool = False) -> Request:
-    """Check one request.
+def parse_request(
+    fields: dict[str, Any],
+    *,
+    max_logprobs: int,
+    is_strict: bool = False,
+    defaults: SamplingParams = DEFAULTS,
+) -> Request:
+    """Check one completions request.
 
     Args:
         fields: the request's object, parsed.
         max_logprobs: the largest `logprobs` that is allowed.
         is_strict: what is otherwise only warned of is an error.
+        defaults: what a field that is absent or null means.
 
     Raises:
         RequestError: with one of the codes of the contract's section 3.
     """
     reader = FieldReader(fields)
-    warnings = []
-    _refuse_unsupported(fields)
-    unknown = sorted(fields.keys() - _ACTED_ON - _RECORDED - _NEUTRAL.keys())
-    if unknown and is_strict:
-        name = cut_name(unknown[0])
-        raise RequestError(
-            "unsupported_parameter",
-            f"{name} is {show(fields[unknown[0]])}, and no parameter has that name"
-            f"{_meant(name)}; remove it, or run without --strict to keep it and not act on "
-            "it",
-            name,
-        )
-    if unknown:
-        names = tuple(name + _meant(name) for name in map(cut_name, unknown[: MAX_NAMES + 1]))
-        warnings.append(RowWarning("unknown parameters are kept and not acted on", names))
+    refuse_wishes(fields, _NEUTRAL)
+    warnings = check_names(fields, _KNOWN, is_strict=is_strict)
     n = reader.integer("n", DEFAULTS.n, 1, MAX_CANDIDATES)
     best_of = reader.integer("best_of", n, 0, MAX_CANDIDATES)
     is_below = best_of < n and fields.get("best_of") is not None
@@ -135,38 +135,60 @@ def parse_request(fields: dict[str, Any], *, max_logprobs: int, is_strict: bool 
         values = (f"best_of {best_of} with n {n}",)
         warnings.append(RowWarning("best_of is below n and is taken as n", values))
     max_tokens = reader.integer("max_tokens", DEFAULTS.max_tokens, 0, INT64 - 1)
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        min_tokens=_min_tokens(reader, max_tokens),
-        temperature=reader.number("temperature", DEFAULTS.temperature, 0, 2),
-        top_p=reader.number("top_p", DEFAULTS.top_p, 0, 1),
-        top_k=reader.integer("top_k", DEFAULTS.top_k, 0, INT64 - 1),
-        min_p=reader.number("min_p", DEFAULTS.min_p, 0, 1),
-        n=n,
+    params = replace(
+        read_params(reader, max_tokens, defaults),
         best_of=max(n, best_of),
         logprobs=reader.optional_integer("logprobs", 0, max_logprobs),
         echo=reader.boolean("echo", DEFAULTS.echo, also_0_1=True),
-        stop=reader.strings("stop"),
-        stop_token_ids=reader.token_ids("stop_token_ids"),
-        frequency_penalty=reader.number("frequency_penalty", DEFAULTS.frequency_penalty, -2, 2),
-        presence_penalty=reader.number("presence_penalty", DEFAULTS.presence_penalty, -2, 2),
-        repetition_penalty=reader.number(
-            "repetition_penalty", DEFAULTS.repetition_penalty, 1 / MAX_REPETITION, MAX_REPETITION
-        ),
-        logit_bias=reader.biases("logit_bias", MAX_BIAS),
-        seed=reader.optional_integer("seed", -INT64, INT64 - 1),
-        **{name: reader.boolean(name, getattr(DEFAULTS, name)) for name in _SWITCHES},
     )
     prompts = read_prompts(fields)
     check_choices(len(prompts), params.n, params.best_of)
     return Request(prompts=prompts, params=params, warnings=tuple(warnings))
 
 
-@lru_cache(1024)  # for files with a key of their own on each line
-def _meant(name: str) -> str:
-    """Ask whether the nearest known parameter was meant."""
-    nearest = get_close_matches(name, _ACTED_ON | _RECORDED, 1, 0.8)
-    return f" (did you mean {nearest[0]}?)" if nearest else ""
+def read_params(reader: FieldReader, max_tokens: int, defaults: SamplingParams) -> SamplingParams:
+    """Read the sampling params that completions and chat have in common.
+
+    Args:
+        max_tokens: the request's, which `min_tokens` must not exceed.
+        defaults: what a field that is absent or null means.
+
+    Raises:
+        RequestError: what is wrong with one.
+    """
+    n = reader.integer("n", DEFAULTS.n, 1, MAX_CANDIDATES)
+    return replace(
+        read_draws(reader, defaults),
+        max_tokens=max_tokens,
+        min_tokens=_min_tokens(reader, max_tokens),
+        n=n,
+        best_of=n,
+        stop=reader.strings("stop"),
+        stop_token_ids=reader.token_ids("stop_token_ids"),
+        frequency_penalty=reader.number("frequency_penalty", DEFAULTS.frequency_penalty, -2, 2),
+        presence_penalty=reader.number("presence_penalty", DEFAULTS.presence_penalty, -2, 2),
+        logit_bias=reader.biases("logit_bias", MAX_BIAS),
+        seed=reader.optional_integer("seed", -INT64, INT64 - 1),
+        **{name: reader.boolean(name, getattr(DEFAULTS, name)) for name in _SWITCHES},
+    )
+
+
+def read_draws(reader: FieldReader, defaults: SamplingParams = DEFAULTS) -> SamplingParams:
+    """Read the params for which a model may have defaults of its own.
+
+    Raises:
+        RequestError: what is wrong with one.
+    """
+    return replace(
+        defaults,
+        temperature=reader.number("temperature", defaults.temperature, 0, 2),
+        top_p=reader.number("top_p", defaults.top_p, 0, 1),
+        top_k=reader.integer("top_k", defaults.top_k, 0, INT64 - 1),
+        min_p=reader.number("min_p", defaults.min_p, 0, 1),
+        repetition_penalty=reader.number(
+            "repetition_penalty", defaults.repetition_penalty, 1 / MAX_REPETITION, MAX_REPETITION
+        ),
+    )
 
 
 def _min_tokens(reader: FieldReader, max_tokens: int) -> int:
@@ -179,17 +201,3 @@ def _min_tokens(reader: FieldReader, max_tokens: int) -> int:
             "min_tokens",
         )
     return min_tokens
-
-
-def _refuse_unsupported(obj: dict[str, Any]) -> None:
-    for name, neutral in _NEUTRAL.items():
-        value = obj.get(name)
-        if value is None or any(type(value) is type(ok) and value == ok for ok in neutral):
-            continue
-        allowed = " or ".join(["null", *(json.dumps(ok) for ok in neutral)])
-        raise RequestError(
-            "unsupported_parameter",
-            f"{name} is {show(value)}, and this version cannot do that; "
-            f"remove {name} or set it to {allowed}",
-            name,
-        )

@@ -21,9 +21,13 @@ PLACES = {  # what the fields that say where a model comes from may hold
     "random_init": "a path, hub id or size",
     "tokenizer": "a path or hub id",
     "model_config": "a path, hub id or size",
+    "chat_template": "the path of a file",
 }
 NO_CONFIG = ("glm", "yalm")  # model types of the old tool: GLM-130B and YaLM-100B
 OnTooLong = Literal["error", "truncate-left", "truncate-right"]
+GenerationDefaults = Literal["openai", "model"]
+KnownParser = Literal["hermes", "llama3_json"]
+ToolCallParser = Literal["auto", "hermes", "llama3_json", "none"]
 
 
 @dataclass(slots=True, frozen=True)
@@ -63,6 +67,9 @@ class EngineConfig:
     max_logprobs: int = 100  # largest `logprobs` a request may ask for
     token_format: TokenFormat = "auto"  # of logprobs.tokens; auto: text in Batch lines, else vocab
     skip_tokenizer_init: bool = False  # prompts are token ids, and answers have no text
+    chat_template: str | None = None  # a file with the template of messages; None: the model's own
+    tool_call_parser: ToolCallParser = "auto"  # the form of tool calls; auto: by the chat template
+    generation_config: GenerationDefaults = "openai"  # whose defaults params have that are left out
     strict: bool = False  # what is otherwise only warned of is the line's error
     request_args: dict[str, Any] | None = None  # fields that replace each line's own
     check_model: bool = False  # a line that names another model is an error
@@ -135,6 +142,8 @@ class EngineConfig:
             ("dtype", get_args(DType)),
             ("kv_dtype", get_args(DType)),
             ("kernels", get_args(Kernels)),
+            ("tool_call_parser", get_args(ToolCallParser)),
+            ("generation_config", get_args(GenerationDefaults)),
         ):
             if (value := getattr(self, name)) not in allowed:
                 raise UsageError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")

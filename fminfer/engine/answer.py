@@ -8,12 +8,17 @@ from typing import Any
 
 from fminfer.core.config import TokenFormat
 from fminfer.core.timing import RowTimes
+from fminfer.engine.chat_answer import LOWEST_LOGPROB, build_chat_choice
 from fminfer.engine.events import Event, Failed, Finished
-from fminfer.engine.sequence import PromptState, RequestState, Sequence, TokenReport
+from fminfer.engine.sequence import (
+    AnswerKind,
+    PromptState,
+    RequestState,
+    Sequence,
+    TokenReport,
+)
 from fminfer.text.spelling import Spelling
 from fminfer.text.tokenizer import Tokenizer
-
-LOWEST_LOGPROB = -9999.0  # what -inf and everything below it becomes
 
 
 @dataclass(slots=True)
@@ -24,9 +29,9 @@ class AnswerForm:
     token_format: TokenFormat
     _spellings: dict[bool, Spelling] = field(default_factory=dict)
 
-    def spelling(self, *, is_openai: bool) -> Spelling:
-        """Return how tokens are spelled."""
-        is_text = self.token_format == "text" or (self.token_format == "auto" and is_openai)
+    def spelling(self, kind: AnswerKind) -> Spelling:
+        """Return how tokens are spelled in answers of a kind."""
+        is_text = self.token_format == "text" or (self.token_format == "auto" and kind != "plain")
         if is_text not in self._spellings:
             self._spellings[is_text] = Spelling(self.tokenizer, is_text=is_text)
         return self._spellings[is_text]
@@ -36,12 +41,12 @@ def build_answer(state: RequestState, form: AnswerForm) -> Event:
     """Build the answer of a request whose prompts are all finished."""
     if state.error is not None:
         return Failed(state.id, state.error)
-    is_openai = state.prepared.is_openai
-    spelling = form.spelling(is_openai=is_openai)
+    kind = state.prepared.kind
+    spelling = form.spelling(kind)
     choices: list[dict[str, Any]] = []
     for prompt in state.prompts:
         for sequence in chosen(prompt):
-            choices.append(_choice(sequence, len(choices), spelling, is_openai))
+            choices.append(_choice(sequence, len(choices), spelling, kind))
     num_prompt = sum(len(prompt.ids) for prompt in state.prompts)
     num_completion = sum(_num_drawn(prompt) for prompt in state.prompts)
     usage = {
@@ -75,7 +80,23 @@ def _num_drawn(prompt: PromptState) -> int:
     return copies * sum(len(sequence.tokens) for sequence in prompt.sequences)
 
 
-def _choice(sequence: Sequence, index: int, spelling: Spelling, is_openai: bool) -> dict[str, Any]:
+def _choice(sequence: Sequence, index: int, spelling: Spelling, kind: AnswerKind) -> dict[str, Any]:
+    params = sequence.prompt.params
+    if kind == "chat":
+        choice = build_chat_choice(sequence, index, spelling)
+    else:
+        choice = _text_choice(sequence, index, spelling, is_openai=kind == "openai")
+    if sequence.stop_reason is not None:
+        choice["stop_reason"] = sequence.stop_reason
+    if params.return_token_ids or not spelling.has_words:
+        choice["prompt_token_ids"] = sequence.prompt.ids
+        choice["token_ids"] = [token.token_id for token in sequence.tokens]
+    return choice
+
+
+def _text_choice(
+    sequence: Sequence, index: int, spelling: Spelling, *, is_openai: bool
+) -> dict[str, Any]:
     params = sequence.prompt.params
     text = sequence.prompt.encoded.text + sequence.text if params.echo else sequence.text
     choice: dict[str, Any] = {"text": text, "index": index}
@@ -86,11 +107,6 @@ def _choice(sequence: Sequence, index: int, spelling: Spelling, is_openai: bool)
     elif is_openai:  # its schema has the key always; HELM's client raises on a null
         choice["logprobs"] = None
     choice["finish_reason"] = sequence.finish_reason
-    if sequence.stop_reason is not None:
-        choice["stop_reason"] = sequence.stop_reason
-    if params.return_token_ids or not spelling.has_words:
-        choice["prompt_token_ids"] = sequence.prompt.ids
-        choice["token_ids"] = [token.token_id for token in sequence.tokens]
     return choice
 
 

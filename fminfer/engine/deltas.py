@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from fminfer.engine.answer import AnswerForm, chosen, list_logprobs
+from fminfer.engine.chat_answer import MessageReader, list_chat_logprobs, name_call
 from fminfer.engine.events import Delta
 from fminfer.engine.sequence import PromptState, RequestState, Sequence
 from fminfer.engine.stop_strings import len_of_possible_stop
@@ -15,7 +17,8 @@ from fminfer.engine.stop_strings import len_of_possible_stop
 class _Told:
     """How much of a sequence was returned."""
 
-    num_chars: int = 0
+    reader: MessageReader
+    num_chars: int = 0  # read; of these, some may be held back as the beginning of a call
     num_listed: int = 0  # tokens in the logprobs arrays
     num_drawn: int = 0  # tokens in all
     has_prompt: bool = False  # the echoed prompt
@@ -27,7 +30,8 @@ class Deltas:
 
     def __init__(self, state: RequestState, form: AnswerForm) -> None:
         self._state = state
-        self._spelling = form.spelling(is_openai=state.prepared.is_openai)
+        self._is_chat = state.prepared.kind == "chat"
+        self._spelling = form.spelling(state.prepared.kind)
         self._told: dict[int, _Told] = {}  # by the sequence's id()
 
     def take(self) -> Iterator[Delta]:
@@ -41,24 +45,26 @@ class Deltas:
                 yield from self._news(sequence, range(first + place, first + place + copies))
 
     def _news(self, sequence: Sequence, indices: range) -> Iterator[Delta]:
-        told = self._told.setdefault(id(sequence), _Told())
-        prompt, params = sequence.prompt, sequence.prompt.params
+        told = self._told.get(id(sequence))
+        if told is None:
+            reader = MessageReader(self._state.prepared.tool_parser)
+            told = self._told[id(sequence)] = _Told(reader)
+        params = sequence.prompt.params
         is_over = sequence.finish_reason is not None
         if told.is_over or not (sequence.tokens or is_over):
             return  # before the first token the echoed prompt's scores are not all there
         num_chars, num_listed = _certain(sequence)
-        text = sequence.text[told.num_chars : num_chars]
+        new_text = sequence.text[told.num_chars : num_chars]
+        text, calls = told.reader.read(new_text, is_over=is_over)
+        told.num_chars = num_chars
         tells_prompt = params.echo and not told.has_prompt
         if tells_prompt:
-            text = prompt.encoded.text + text
-        new_ids = [token.token_id for token in sequence.tokens[told.num_drawn :]]
-        if not (text or num_listed > told.num_listed or is_over):
+            text = sequence.prompt.encoded.text + text
+        if not (text or calls or num_listed > told.num_listed or is_over):
             return
-        logprobs = None
-        if params.logprobs is not None:
-            logprobs = list_logprobs(
-                *(sequence, self._spelling, told.num_listed, num_listed), with_prompt=tells_prompt
-            )
+        new_ids = [token.token_id for token in sequence.tokens[told.num_drawn :]]
+        logprobs = self._list(sequence, told.num_listed, num_listed, with_prompt=tells_prompt)
+        first_call = told.reader.num_calls - len(calls)
         for index in indices:
             yield Delta(
                 self._state.id,
@@ -66,12 +72,24 @@ class Deltas:
                 text,
                 new_ids,
                 logprobs,
-                sequence.finish_reason,
+                told.reader.finish_reason_of(sequence),
                 sequence.stop_reason,
+                [
+                    {"index": place} | name_call(call, sequence, index, place)
+                    for place, call in enumerate(calls, first_call)
+                ],
             )
-        self._told[id(sequence)] = _Told(
-            num_chars, num_listed, len(sequence.tokens), told.has_prompt or tells_prompt, is_over
-        )
+        told.num_listed, told.num_drawn = num_listed, len(sequence.tokens)
+        told.has_prompt, told.is_over = told.has_prompt or tells_prompt, is_over
+
+    def _list(
+        self, sequence: Sequence, start: int, end: int, *, with_prompt: bool
+    ) -> dict[str, Any] | None:
+        if sequence.prompt.params.logprobs is None:
+            return None
+        if self._is_chat:
+            return list_chat_logprobs(sequence, self._spelling, start, end)
+        return list_logprobs(sequence, self._spelling, start, end, with_prompt=with_prompt)
 
 
 def _tellable(prompt: PromptState) -> list[Sequence]:

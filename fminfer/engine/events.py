@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fminfer.core.errors import RequestError
@@ -13,16 +13,18 @@ from fminfer.engine.sequence import FinishReason
 class Delta:
     """The new part of one choice. The joined deltas of a choice are the choice of the answer.
 
-    Text that may become a stop string, or half a character, comes with a later delta.
+    Text that may become a stop string, a tool call or half a character comes with a later delta.
     """
 
     request_id: int
     index: int  # of the choice
-    text: str
+    text: str  # in chat the content of the message
     token_ids: list[int]  # all that were drawn, also an EOS that the text does not show
     logprobs: dict[str, Any] | None = None  # of these tokens, as in a choice; None: not asked for
     finish_reason: FinishReason | None = None  # of the last delta of a choice
     stop_reason: str | int | None = None  # the stop string or the stop token's id
+    # In chat: whole calls, as a message has them, each with its `index` among them.
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(slots=True, frozen=True)

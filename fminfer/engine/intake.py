@@ -7,23 +7,25 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fminfer.contract.chat import is_chat as is_chat_request
 from fminfer.contract.prompts import check_entries
-from fminfer.contract.request import Request, SamplingParams, parse_request
+from fminfer.contract.request import DEFAULTS, Request, SamplingParams, parse_request
 from fminfer.contract.row_warnings import RowWarning, WarningCounts
-from fminfer.core.config import OnTooLong
+from fminfer.core.config import OnTooLong, ToolCallParser
 from fminfer.core.errors import RequestError
+from fminfer.engine.chat_intake import ChatIntake
 from fminfer.engine.noise import meaning_of
-from fminfer.engine.sequence import Prepared
+from fminfer.engine.prompt_fit import PromptFit
+from fminfer.engine.room import KvSize
+from fminfer.engine.sequence import AnswerKind, Prepared
+from fminfer.text.chat_template import ChatTemplate
 from fminfer.text.encoded_prompt import EncodedPrompt
 from fminfer.text.tokenizer import Tokenizer
-
-MAX_COUNTED_CHARS = 2**16  # a prompt up to this length is tokenized whatever the context
-MAX_CUT_CHARS = 2**22  # longest prompt that --on-too-long cuts; its tokens take about a gigabyte
 
 
 @dataclass(slots=True, frozen=True)
 class Limits:
-    """What a model and a run allow."""
+    """What a model and a run allow, and what they take where a request does not say."""
 
     context_length: int
     vocab_size: int
@@ -33,6 +35,11 @@ class Limits:
     is_strict: bool = False  # what is otherwise only warned of is an error
     model_names: frozenset[str] | None = None  # what a line may call the model; None: anything
     request_args: dict[str, Any] | None = None  # fields that replace each request's own
+    defaults: SamplingParams = DEFAULTS  # of params that a request leaves out
+    max_new_tokens: int | None = None  # of a chat request that does not say; None: the context's
+    kv_size: KvSize | None = None  # of each pipeline, once it is known
+    chat_template: str | None = None  # in place of the model's own
+    tool_call_parser: ToolCallParser = "auto"
 
 
 class Intake:
@@ -44,19 +51,43 @@ class Intake:
         self.warnings = WarningCounts()
         self.on_warning: Callable[[str], None] = lambda text: None  # told of each one that is new
         self._lock = threading.Lock()  # of the counts
+        template = ChatTemplate(tokenizer, limits.chat_template)
+        self._chat = ChatIntake(template, limits.tool_call_parser)
 
-    def parse(self, fields: Mapping[str, Any]) -> Request:
-        """Check a request as far as that goes without its tokens.
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether messages can become a prompt."""
+        template = self._chat.template
+        return self._tokenizer.has_words and template.find_text(has_tools=False) is not None
+
+    def parse(self, fields: Mapping[str, Any], *, is_chat: bool | None = None) -> Request:
+        """Check a request as far as that goes without its tokens; render the template of a chat.
+
+        Args:
+            is_chat: whether it was sent to the chat endpoint; None: its fields tell.
 
         Raises:
             RequestError: what is wrong with it.
         """
         limits = self.limits
-        request = parse_request(
-            {**fields, **(limits.request_args or {})},
-            max_logprobs=limits.max_logprobs,
-            is_strict=limits.is_strict,
-        )
+        if is_chat_request(fields) if is_chat is None else is_chat:
+            if not self._tokenizer.has_words:
+                raise self._needs_words("messages are text", "messages")
+            request = self._chat.parse(
+                fields,
+                limits.request_args or {},
+                max_logprobs=limits.max_logprobs,
+                is_strict=limits.is_strict,
+                defaults=limits.defaults,
+                max_new_tokens=limits.max_new_tokens,
+            )
+        else:
+            request = parse_request(
+                {**fields, **(limits.request_args or {})},
+                max_logprobs=limits.max_logprobs,
+                is_strict=limits.is_strict,
+                defaults=limits.defaults,
+            )
         self._check_params(request.params)
         return request
 
@@ -65,17 +96,25 @@ class Intake:
 
         Args:
             repeat: how many equal requests without a seed came before.
-            is_openai: it is answered as the OpenAI API does.
+            is_openai: completions are answered as the OpenAI API does.
 
         Raises:
             RequestError: what is wrong with it.
         """
-        params = request.params
-        prompts = [self._encode(prompt, params) for prompt in request.prompts]
+        fit = self._fit_of(request)
+        prompts = [self._encode(prompt, fit) for prompt in request.prompts]
+        params = fit.settle(max(len(prompt.ids) for prompt in prompts), self.limits.kv_size)
         _check_logprobs(prompts, params)
         draws_unseeded = params.seed is None and not params.is_greedy
-        meaning = meaning_of(request.prompts, params) if draws_unseeded else b""
-        return Prepared(params, prompts, repeat if meaning else 0, meaning, is_openai)
+        meaning = meaning_of(request.prompts, request.params) if draws_unseeded else b""
+        return Prepared(
+            params,
+            prompts,
+            repeat if meaning else 0,
+            meaning,
+            kind_of(request, is_openai=is_openai),
+            request.tool_parser,
+        )
 
     def note(self, *warnings: RowWarning, where: str = "") -> None:
         """Count a request's warnings, and pass on those that are new.
@@ -89,19 +128,38 @@ class Intake:
             if new:
                 self.on_warning(f"Warning: {where}{new}")
 
-    def _encode(self, prompt: str | list[int], params: SamplingParams) -> EncodedPrompt:
-        """Return a prompt as ids that fit the context, with the text and offsets that it needs."""
-        if isinstance(prompt, str):
-            return self._fit(self._encode_text(prompt, params), params)
-        self._check_ids(prompt, "prompt", "Was it tokenized for another model?")
-        encoded = self._fit(EncodedPrompt(prompt, "", []), params)
-        needs_text = params.echo or params.logprobs is not None
-        return self._describe(prompt, params) if needs_text and not encoded.num_cut else encoded
+    def _fit_of(self, request: Request) -> PromptFit:
+        limits = self.limits
+        return PromptFit(
+            self._tokenizer,
+            limits.context_length,
+            limits.on_too_long,
+            request.params,
+            request.fills_context,
+        )
 
-    def _encode_text(self, prompt: str, params: SamplingParams) -> EncodedPrompt:
+    def _encode(self, prompt: str | list[int], fit: PromptFit) -> EncodedPrompt:
+        """Return a prompt as ids that fit the context, with the text and offsets that it needs."""
+        params = fit.params
+        if isinstance(prompt, str):
+            return self._note_cut(fit.fit(self._encode_text(prompt, fit)))
+        self._check_ids(prompt, "prompt", "Was it tokenized for another model?")
+        encoded = self._note_cut(fit.fit(EncodedPrompt(prompt, "", [])))
+        needs_text = params.echo or params.logprobs is not None
+        return fit.describe(prompt) if needs_text and not encoded.num_cut else encoded
+
+    def _note_cut(self, encoded: EncodedPrompt) -> EncodedPrompt:
+        if encoded.num_cut:
+            kind = f"prompts were cut by --on-too-long {self.limits.on_too_long}"
+            with self._lock:
+                self.warnings.add(RowWarning(kind))
+        return encoded
+
+    def _encode_text(self, prompt: str, fit: PromptFit) -> EncodedPrompt:
+        params = fit.params
         if not self._tokenizer.has_words:
             raise self._needs_words("prompt is text", "prompt")
-        self._refuse_giant(prompt, params)
+        fit.refuse_giant(prompt)
         encoded = self._tokenizer.encode(
             prompt,
             with_offsets=params.echo and params.logprobs is not None,
@@ -119,30 +177,6 @@ class Intake:
         self._check_ids(encoded.ids, "prompt", hint)
         return encoded
 
-    def _describe(self, ids: list[int], params: SamplingParams) -> EncodedPrompt:
-        return self._tokenizer.describe_ids(
-            ids,
-            with_offsets=params.echo and params.logprobs is not None,
-            skip_special_tokens=params.skip_special_tokens,
-        )
-
-    def _refuse_giant(self, prompt: str, params: SamplingParams) -> None:
-        """Refuse what cannot fit before it is tokenized, which takes 300 times its size."""
-        if len(prompt) <= MAX_COUNTED_CHARS:  # the error then has the exact number
-            return
-        least = self._tokenizer.least_tokens(prompt)
-        if least <= self._room(params):
-            return
-        if self.limits.on_too_long == "error":
-            raise self._too_long(least, params, about="at least ")
-        if len(prompt) > MAX_CUT_CHARS:
-            raise RequestError(
-                "context_length_exceeded",
-                f"the prompt has {len(prompt):,} characters; --on-too-long cuts prompts of at most "
-                f"{MAX_CUT_CHARS:,}, for it must tokenize all of them. Shorten the prompt",
-                "prompt",
-            )
-
     def _check_params(self, params: SamplingParams) -> None:
         hint = "Was it written for another model?"
         if params.stop and not self._tokenizer.has_words:
@@ -152,11 +186,11 @@ class Intake:
 
     @staticmethod
     def _needs_words(found: str, param: str) -> RequestError:
-        instead = "stop_token_ids" if param == "stop" else "token ids"
+        instead = {"stop": "stop_token_ids", "messages": "a prompt of token ids"}
         return RequestError(
             "unsupported_parameter",
-            f"{found}, and this run has no tokenizer; give {instead}, or run without "
-            "--skip-tokenizer-init",
+            f"{found}, and this run has no tokenizer; give {instead.get(param, 'token ids')}, or "
+            "run without --skip-tokenizer-init",
             param,
         )
 
@@ -171,43 +205,10 @@ class Intake:
                     param,
                 )
 
-    def _room(self, params: SamplingParams) -> int:
-        """Return how many tokens a prompt may have."""
-        # A last token that is scored and never fed needs no place.
-        is_scored_only = params.max_tokens == 0 and params.echo
-        return self.limits.context_length + is_scored_only - params.max_tokens
 
-    def _fit(self, encoded: EncodedPrompt, params: SamplingParams) -> EncodedPrompt:
-        """Return the prompt if it fits the context, or cut it if that is allowed."""
-        room = self._room(params)
-        if len(encoded.ids) <= room:
-            return encoded
-        if self.limits.on_too_long == "error" or room < 1:
-            raise self._too_long(len(encoded.ids), params)
-        return self._cut(encoded, room, params)
-
-    def _too_long(self, num_prompt: int, params: SamplingParams, about: str = "") -> RequestError:
-        context = self.limits.context_length
-        return RequestError(
-            "context_length_exceeded",
-            f"the prompt has {about}{num_prompt} tokens and max_tokens is {params.max_tokens}, "
-            f"{about}{num_prompt + params.max_tokens} in all; the context is {context} "
-            "tokens. Shorten the prompt or lower max_tokens, or let --on-too-long cut prompts",
-            "max_tokens" if num_prompt < context else "prompt",
-        )
-
-    def _cut(self, encoded: EncodedPrompt, room: int, params: SamplingParams) -> EncodedPrompt:
-        """Cut a prompt to `room` tokens; a BOS in front stays when the left is cut."""
-        ids, num_cut = encoded.ids, len(encoded.ids) - room
-        kind = f"prompts were cut by --on-too-long {self.limits.on_too_long}"
-        with self._lock:
-            self.warnings.add(RowWarning(kind))
-        if self.limits.on_too_long == "truncate-right":
-            ids = ids[:room]
-        else:
-            num_kept = int(ids[0] == self._tokenizer.bos_id and room > 1)
-            ids = ids[:num_kept] + ids[num_kept + num_cut :]
-        return replace(self._describe(ids, params), num_cut=num_cut)
+def kind_of(request: Request, *, is_openai: bool) -> AnswerKind:
+    """Return the kind of a request's answer."""
+    return "chat" if request.is_chat else "openai" if is_openai else "plain"
 
 
 def _check_logprobs(prompts: list[EncodedPrompt], params: SamplingParams) -> None:

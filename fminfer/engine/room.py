@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from fminfer.core.errors import RequestError
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.sequence import RequestState
+
+
+@dataclass(slots=True, frozen=True)
+class KvSize:
+    """The size of the KV cache."""
+
+    num_blocks: int
+    block_size: int  # tokens
+
+    def most_draws(self, num_prompt_tokens: int, num_sequences: int) -> int:
+        """Return how many tokens each sequence of a prompt can draw; below 1 if none."""
+        num_common = num_prompt_tokens // self.block_size  # full blocks that they share
+        num_blocks = self.num_blocks + (num_sequences - 1) * num_common
+        # The last token drawn is never fed.
+        return num_blocks // num_sequences * self.block_size - num_prompt_tokens + 1
 
 
 def check_room(state: RequestState, scheduler: Scheduler, num_kv_tokens: int) -> None:

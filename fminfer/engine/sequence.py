@@ -6,13 +6,16 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fminfer.contract.request import SamplingParams
+from fminfer.core.config import KnownParser
 from fminfer.core.errors import RequestError
 from fminfer.core.timing import RowTimes
 from fminfer.engine.logit_edits import LogitEdits
 from fminfer.text.detokenizer import Detokenizer
 from fminfer.text.encoded_prompt import EncodedPrompt
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]  # the last one in chat answers only
+# Of an answer: of shapes A and B, of OpenAI's completions, or of chat.
+AnswerKind = Literal["plain", "openai", "chat"]
 
 
 @dataclass(slots=True)  # not frozen: there is one a token, and that costs three times as much
@@ -36,7 +39,8 @@ class Prepared:
     prompts: list[EncodedPrompt]
     repeat: int = 0  # equal requests without a seed before it; makes them draw differently
     meaning: bytes = b""  # without a seed: a digest of its prompts and all of its params
-    is_openai: bool = True  # answered as the OpenAI API does: tokens as texts, logprobs or null
+    kind: AnswerKind = "openai"
+    tool_parser: KnownParser | None = None  # the form of tool calls in the text; None: it is text
 
 
 @dataclass(slots=True, eq=False)  # one of two equal requests is not the other

@@ -19,6 +19,7 @@ from fminfer.core.config import EngineConfig
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.intake import Intake, Limits
 from fminfer.engine.loop import EngineLoop
+from fminfer.engine.room import KvSize
 from fminfer.engine.start import Starter
 from fminfer.estimate.check_report import CheckReport, FirstPrompt, Work
 from fminfer.estimate.cost_model import CostModel
@@ -62,6 +63,8 @@ class Check:
         most = most_kv_tokens(config, self._checkpoint, forecast.device)
         num_tokens = forecast.num_kv_tokens or most
         self._num_blocks = num_tokens // config.block_size
+        kv_size = KvSize(self._num_blocks, config.block_size)
+        self._limits = replace(self._limits, kv_size=kv_size)
 
     def run(
         self, inputs: Sequence[Path], on_wrong: Callable[[Record], None], *, is_quiet: bool

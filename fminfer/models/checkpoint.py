@@ -69,15 +69,27 @@ class Checkpoint:
         return self.max_model_len or context_length(self.config)
 
     @property
+    def generation_fields(self) -> dict[str, Any]:
+        """What generation_config.json says; {}: there is none.
+
+        Raises:
+            CheckpointError: it is broken.
+        """
+        if self.generation_folder is None:
+            return {}
+        path = self.generation_folder / GENERATION
+        try:
+            fields = json.loads(path.read_bytes())
+        except ValueError as error:
+            raise CheckpointError(f"{path} is no JSON object: {error}") from error
+        if not isinstance(fields, dict):
+            raise CheckpointError(f"{path} is no JSON object; take the model's own")
+        return fields
+
+    @property
     def eos_ids(self) -> frozenset[int]:
         """The ids that end a sequence, by generation_config.json or else the config."""
-        eos = self.config.eos_token_id
-        if self.generation_folder is not None:
-            path = self.generation_folder / GENERATION
-            try:
-                eos = json.loads(path.read_bytes()).get("eos_token_id", eos)
-            except (ValueError, AttributeError) as error:
-                raise CheckpointError(f"{path} is no JSON object: {error}") from error
+        eos = self.generation_fields.get("eos_token_id", self.config.eos_token_id)
         return frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
 
 

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 from fminfer.core.config import EngineConfig
-from fminfer.core.errors import CheckpointError
+from fminfer.core.errors import CheckpointError, UsageError
 from fminfer.core.version import DRAWING, __version__
 from fminfer.machine.device import choose_device, choose_dtype, choose_kv_dtype
 from fminfer.models.checkpoint import GENERATION, Checkpoint
@@ -23,13 +23,15 @@ PIECE_BYTES = 2048
 # By name: a folder may hold outputs too.
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "vocab.txt", "merges.txt"),
+    *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja"),
 )
 KV_DTYPE = "--kv-dtype"  # named if it is another than that of hidden states
 SETTINGS = (
     *("seed", "on_too_long", "max_logprobs", "token_format", "skip_tokenizer_init"),
     *("strict", "check_model"),
 )
+
+CHAT_SETTINGS = ("tool_call_parser", "generation_config")  # named if they are not the defaults
 
 
 def fingerprint_of(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, str]:
@@ -55,9 +57,21 @@ def fingerprint_of(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, st
         found["--max-model-len"] = str(config.max_model_len)
     if config.request_args:
         found["--overwrite-request-args"] = json.dumps(config.request_args, sort_keys=True)
+    if config.chat_template is not None:
+        found["--chat-template"] = _template_digest(Path(config.chat_template))
+    for name in CHAT_SETTINGS:
+        if (value := getattr(config, name)) != getattr(EngineConfig, name):
+            found[f"--{name.replace('_', '-')}"] = str(value)
     for name in SETTINGS:
         found[f"--{name.replace('_', '-')}"] = str(getattr(config, name))
     return found
+
+
+def _template_digest(file: Path) -> str:
+    try:
+        return hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
+    except OSError as error:
+        raise UsageError(f"--chat-template {file} cannot be read: {error}") from error
 
 
 def _model_digest(config: EngineConfig, checkpoint: Checkpoint) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -116,21 +116,32 @@ class Answering:
         self._num_preparing = 0
         self._prepares = ThreadPoolExecutor(TOKENIZERS, "tokenizing")
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_failure: Callable[[], None] = lambda: None
         self._is_over = threading.Event()
         self._closed: HttpError | None = None  # why no more requests are taken
         self.failure: BaseException | None = None  # why the engine answers no more
+        self.num_dropped = 0  # requests that were open when the server ended
         self.queue_s = 0.0  # mean time that requests wait, over the last ones
 
     # In the event loop's thread:
 
-    def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Take note of the event loop, which then may ask."""
-        self._loop = loop
+    def start(self, loop: asyncio.AbstractEventLoop, on_failure: Callable[[], None]) -> None:
+        """Take note of the event loop, which then may ask.
+
+        Args:
+            on_failure: called in the loop once the engine has failed.
+        """
+        self._loop, self._on_failure = loop, on_failure
 
     @property
     def num_open(self) -> int:
         """Requests without an answer."""
         return len(self._open) + self._num_preparing
+
+    @property
+    def replies(self) -> list[Reply]:
+        """The requests without an answer that are with the engine."""
+        return [*self._open.values()]
 
     @property
     def num_waiting(self) -> int:
@@ -193,7 +204,8 @@ class Answering:
     def fail_all(self, error: HttpError) -> None:
         """Give every open request an error."""
         self.close(error)
-        for reply in [*self._open.values()]:
+        self.num_dropped += len(self._open)
+        for reply in self.replies:
             self._engine.cancel(reply.id)
             reply.push(error)
         self._open.clear()
@@ -227,6 +239,7 @@ class Answering:
         self.failure = error
         told = str(error) if isinstance(error, FminferError) else type(error).__name__
         self.fail_all(HttpError(503, f"the engine failed: {told}", code="engine_failed"))
+        self._on_failure()
 
     # In the engine's thread:
 

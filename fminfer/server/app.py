@@ -17,6 +17,7 @@ from fminfer.server.errors import HttpError, respond
 from fminfer.server.model_routes import model_routes
 from fminfer.server.old_routes import old_routes
 from fminfer.server.openai_routes import openai_routes
+from fminfer.server.pages import page_routes
 from fminfer.server.service import Service
 from fminfer.server.settings import ServerSettings
 
@@ -32,6 +33,7 @@ def make_app(service: Service, settings: ServerSettings) -> FastAPI:
     )
     for routes in (openai_routes, model_routes, old_routes):
         app.include_router(routes(service))
+    app.include_router(page_routes())
     _add_errors(app, service)
     origins = settings.allowed_origins
     app.add_middleware(Doors, api_keys=settings.api_keys, allowed_origins=origins)

@@ -44,13 +44,13 @@ def open_socket(settings: ServerSettings) -> socket.socket:
 def run_http(
     engine: Engine, settings: ServerSettings, stopper: Stopper, address: socket.socket
 ) -> None:
-    """Serve an engine until the stopper hears a signal.
+    """Serve an engine until the stopper hears a signal, and open requests have ended.
 
     Args:
         address: of `open_socket`.
 
     Raises:
-        StoppedError: it was told to stop, and open requests have ended.
+        StoppedError: it was told to stop, and requests were left without an answer.
         FminferError: the engine failed.
     """
     thread = HttpThread(engine, settings, address)
@@ -63,9 +63,10 @@ def run_http(
             thread.service.answering.run()
     finally:
         thread.end()
-    if stopper.reason is not None:
+    if thread.service.answering.num_dropped and stopper.reason is not None:
         raise stopper.reason
-    raise FminferError("the HTTP server ended by itself; its words stand above")
+    if stopper.reason is None:
+        raise FminferError("the HTTP server ended by itself; its words stand above")
 
 
 class HttpThread:
@@ -103,6 +104,17 @@ class HttpThread:
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
         self._fault: BaseException | None = None
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether it goes on."""
+        return self._thread.is_alive()
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """Its event loop, once it has started."""
+        assert self._loop is not None, "it has started"
+        return self._loop
+
     def start(self) -> None:
         """Listen.
 
@@ -116,8 +128,7 @@ class HttpThread:
 
     def drain(self, grace_s: float) -> None:
         """Take no more requests; those that are open have so long. A signal handler may call it."""
-        assert self._loop is not None, "it has started"
-        self._loop.call_soon_threadsafe(self._drain, grace_s)
+        self.loop.call_soon_threadsafe(self._drain, grace_s)
 
     def end(self) -> None:
         """Wait until all has been sent, or for a while."""
@@ -150,7 +161,7 @@ class HttpThread:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self.service.answering.start(self._loop)
+        self.service.answering.start(self._loop, on_failure=lambda: self._drain(0.0))
         looking = asyncio.create_task(self._look())
         serving = asyncio.create_task(self._server.serve(sockets=[self._address]))
         while not (self._server.started or serving.done()):

@@ -1,9 +1,248 @@
+"""What a server tells Prometheus: vLLM's names where they mean the same, else `fminfer:…`."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from prometheus_client import (
+    CONTENT_TYPE_PLAIN_0_0_4,
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from fminfer.engine.events import Finished
+from fminfer.engine.stats import EngineStats
+
+
+class MetricsSource(Protocol):
+    """What is read of an engine, at any moment and from any thread."""
+
+    @property
+    def stats(self) -> EngineStats: ...
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    @property
+    def num_running(self) -> int: ...
+
+    @property
+    def kv_usage(self) -> float: ...
+
+    @property
+    def gpu_memory(self) -> dict[str, int]: ...
+
+
+@dataclass(slots=True, frozen=True)
+class RequestTimes:
+    """A finished request: how much was asked and drawn, and how long it took."""
+
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    finish_reasons: tuple[str, ...]  # one a choice
+    queue_s: float
+    first_token_s: float | None  # since it came; None: it draws nothing
+    total_s: float
+
+    @classmethod
+    def of(cls, finished: Finished, total_s: float) -> RequestTimes:
+        """Return those of an answer.
+
+        Args:
+            total_s: from its coming to its end, as the server saw it. What the engine did not see
+                of that, such as tokenizing, counts as time in the queue.
+        """
+        times, usage = finished.times, finished.usage
+        queue_s = max(0.0, total_s - times["batch_time"])
+        has_drawn = usage["completion_tokens"] > 0
+        return cls(
+            usage["prompt_tokens"],
+            usage["completion_tokens"],
+            tuple(choice["finish_reason"] for choice in finished.choices),
+            queue_s,
+            queue_s + times["prefill_time"] if has_drawn else None,
+            total_s,
+        )
+
+
 class Metrics:
-    def __init__(self, engine, model_name):
-        pass
+    """The metrics of one server, in a registry of its own.
 
-    def count_refused(self, status):
-        pass
+    All methods may be called from any thread.
 
-    def render(self):
-        return b"", "text/plain"
+    Args:
+        engine: is read when `render` is called.
+        model_name: the label of every metric that is about the model.
+    """
+
+    def __init__(self, engine: MetricsSource, model_name: str) -> None:
+        self._registry = registry = CollectorRegistry()
+        self._model_name = model_name
+        registry.register(_EngineMetrics(engine, model_name))
+        ProcessCollector(registry=registry)
+        self._queue_s = self._histogram(
+            "vllm:request_queue_time_seconds", "From a request's coming to its admission.", SECONDS
+        )
+        self._first_token_s = self._histogram(
+            "vllm:time_to_first_token_seconds",
+            "From a request's coming to its first token.",
+            SECONDS,
+        )
+        self._gap_s = self._histogram(
+            "vllm:inter_token_latency_seconds", "Between two tokens of a streamed choice.", SECONDS
+        )
+        self._total_s = self._histogram(
+            "vllm:e2e_request_latency_seconds", "From a request's coming to its end.", SECONDS
+        )
+        self._prompt_tokens = self._histogram(
+            "vllm:request_prompt_tokens", "Prompt tokens of a finished request.", TOKENS
+        )
+        self._generated_tokens = self._histogram(
+            "vllm:request_generation_tokens", "Tokens that a finished request has drawn.", TOKENS
+        )
+        self._finished = self._counter(
+            "vllm:request_success", "Choices that have ended, by their reason.", "finished_reason"
+        )
+        self._refused = self._counter(
+            "fminfer:requests_refused", "Requests without an answer, by HTTP status.", "status"
+        )
+        for reason in ("stop", "length", "abort"):  # a rate needs the 0 before the first one
+            self._finished.labels(model_name, reason)
+
+    def observe(self, answered: RequestTimes) -> None:
+        """Count a request that was answered."""
+        self._prompt_tokens.observe(answered.num_prompt_tokens)
+        self._generated_tokens.observe(answered.num_generated_tokens)
+        self._queue_s.observe(answered.queue_s)
+        self._total_s.observe(answered.total_s)
+        if answered.first_token_s is not None:
+            self._first_token_s.observe(answered.first_token_s)
+        for reason in answered.finish_reasons:
+            self._finished.labels(self._model_name, reason).inc()
+
+    def observe_gap(self, seconds: float) -> None:
+        """Note the time between two tokens of a streamed choice."""
+        self._gap_s.observe(seconds)
+
+    def count_cancelled(self) -> None:
+        """Count a request whose client left before its end."""
+        self._finished.labels(self._model_name, "abort").inc()
+
+    def count_refused(self, status: int) -> None:
+        """Count a request that was answered with an error of this HTTP status."""
+        self._refused.labels(self._model_name, str(status)).inc()
+
+    def render(self) -> tuple[bytes, str]:
+        """Return what `/metrics` answers: the body, and its content type."""
+        return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
+
+    def _counter(self, name: str, meaning: str, label: str) -> Counter:
+        return Counter(name, meaning, ["model_name", label], registry=self._registry)
+
+    def _histogram(self, name: str, meaning: str, buckets: Sequence[float]) -> Histogram:
+        metric = Histogram(name, meaning, ["model_name"], buckets=buckets, registry=self._registry)
+        return metric.labels(self._model_name)
+
+
+class _EngineMetrics:
+    """Reads an engine each time that somebody asks for the metrics."""
+
+    def __init__(self, engine: MetricsSource, model_name: str) -> None:
+        self._engine, self._model_name = engine, model_name
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield what the engine has counted, and how it stands."""
+        stats, gpu = self._engine.stats, self._engine.gpu_memory
+        for name, (meaning, read) in STATE.items():
+            yield self._add_value(
+                GaugeMetricFamily(name, meaning, labels=LABELS), read(self._engine)
+            )
+        for name, (meaning, count) in COUNTS.items():
+            yield self._add_value(CounterMetricFamily(name, meaning, labels=LABELS), count(stats))
+        for key, (name, meaning) in GPU.items():
+            if key in gpu:
+                yield self._add_value(GaugeMetricFamily(name, meaning, labels=LABELS), gpu[key])
+
+    def _add_value(self, family: Family, value: float) -> Family:
+        family.add_metric([self._model_name], value)
+        return family
+
+
+def _steps(first: int, last: int) -> tuple[float, ...]:
+    """Return 1, 2 and 5 times each power of ten from 10^first to 10^last."""
+    return tuple(float(f"{m}e{power}") for power in range(first, last + 1) for m in (1, 2, 5))
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _num_prompt_tokens(stats: EngineStats) -> int:
+    """Return tokens that were fed or found in the cache; it never falls, as a counter must not."""
+    return stats.num_prompt_tokens + stats.num_cached_tokens
+
+
+LABELS = ["model_name"]
+SECONDS = _steps(-3, 2)  # limits of buckets
+TOKENS = _steps(0, 5)
+Family = TypeVar("Family", GaugeMetricFamily, CounterMetricFamily)
+STATE: dict[str, tuple[str, Callable[[MetricsSource], float]]] = {
+    "vllm:num_requests_running": ("Sequences that run.", lambda engine: engine.num_running),
+    "vllm:num_requests_waiting": (
+        "Prompts that have not begun.",
+        lambda engine: engine.num_waiting,
+    ),
+    "vllm:kv_cache_usage_perc": (
+        "Part of the KV cache that running sequences hold, from 0 to 1.",
+        lambda engine: engine.kv_usage,
+    ),
+    "fminfer:kv_cache_tokens": (
+        "Tokens that the KV cache can hold.",
+        lambda engine: engine.stats.num_kv_tokens,
+    ),
+    "fminfer:peak_memory_bytes": (
+        "Most memory that this process has had.",
+        lambda engine: _peak_bytes(),
+    ),
+}
+COUNTS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
+    "vllm:prompt_tokens": (
+        "Prompt tokens that were computed, or found in the prefix cache.",
+        _num_prompt_tokens,
+    ),
+    "vllm:generation_tokens": (
+        "Tokens that were drawn.",
+        lambda stats: stats.num_generated_tokens,
+    ),
+    "vllm:prefix_cache_queries": (
+        "Prompt tokens that were looked up in the prefix cache.",
+        _num_prompt_tokens,
+    ),
+    "vllm:prefix_cache_hits": (
+        "Prompt tokens that the prefix cache had.",
+        lambda stats: stats.num_cached_tokens,
+    ),
+    "vllm:num_preemptions": (
+        "Rows that were preempted and fed again.",
+        lambda stats: stats.num_put_back,
+    ),
+    "fminfer:tokens_fed_again": (
+        "Prompt tokens that were fed a second time for these.",
+        lambda stats: stats.num_again_tokens,
+    ),
+    "fminfer:engine_steps": ("Steps that were computed.", lambda stats: stats.num_steps),
+}
+GPU = {
+    "peak_bytes": ("fminfer:gpu_peak_memory_bytes", "Most memory of this process's GPU so far."),
+    "foreseen_bytes": (
+        "fminfer:gpu_foreseen_memory_bytes",
+        "Memory of this process's GPU that was forecast.",
+    ),
+}

@@ -48,9 +48,9 @@ class ServerSettings:
         for name in ("keep_alive_s", "grace_s"):
             if not getattr(self, name) >= 0:  # a nan is refused, too
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be 0 seconds or more")
-        if self.log_level not in get_args(LogLevel):
+        if self.log_level not in (allowed := get_args(LogLevel)):
             raise UsageError(
-                f"log_level is {self.log_level!r}; it must be one of {', '.join(get_args(LogLevel))}"
+                f"log_level is {self.log_level!r}; it must be one of {', '.join(allowed)}"
             )
         if "" in self.served_model_names:
             raise UsageError("served_model_names holds an empty name; give each model a name")

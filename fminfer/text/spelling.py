@@ -41,6 +41,14 @@ class Spelling:
             return text[1:]
         return text
 
+    def spell_bytes(self, token_id: int, *, is_first: bool = False) -> bytes:
+        """Return what a token stands for, in UTF-8; it may be a piece of a character."""
+        found = self._tokenizer.token_bytes(token_id)
+        if is_first and found.startswith(b" "):
+            shown = self._tokenizer.decode([token_id]).encode()
+            return shown if shown == found[1:] else found
+        return found
+
     @property
     def has_words(self) -> bool:
         """Whether tokens have texts at all."""

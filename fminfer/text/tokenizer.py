@@ -54,6 +54,11 @@ class Tokenizer:
         return self._hf
 
     @property
+    def backend(self) -> BackendTokenizer | None:
+        """The tokenizer of the tokenizers package; None: it is sentencepiece's own."""
+        return self._backend
+
+    @property
     def num_trained(self) -> int:
         """The size of its vocabulary without added tokens, for which a model may have no rows."""
         if self._backend is not None:

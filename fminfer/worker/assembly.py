@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fminfer.contract.fields import INT64, FieldReader
+from fminfer.contract.request import DEFAULTS, SamplingParams, read_draws
 from fminfer.core.config import EngineConfig, StepSizes
-from fminfer.core.errors import CheckpointError
+from fminfer.core.errors import CheckpointError, RequestError, UsageError
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.intake import Limits
@@ -16,7 +18,7 @@ from fminfer.engine.loop import EngineLoop, Pipeline
 from fminfer.engine.prefix import PrefixCache
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.start import Starter
-from fminfer.models.checkpoint import Checkpoint
+from fminfer.models.checkpoint import GENERATION, Checkpoint
 from fminfer.text.no_tokenizer import NoTokenizer
 from fminfer.text.tokenizer import Tokenizer
 
@@ -27,11 +29,14 @@ def find_limits(config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokeniz
         checkpoint.context_length,
         checkpoint.config.vocab_size,
         config.max_logprobs,
-        _ends(checkpoint, tokenizer),
+        find_ends(checkpoint, tokenizer),
         config.on_too_long,
         config.strict,
         _model_names(config, checkpoint.name),
         config.request_args,
+        *_find_defaults(config, checkpoint),
+        chat_template=_read_template(config),
+        tool_call_parser=config.tool_call_parser,
     )
 
 
@@ -109,8 +114,51 @@ def _model_names(config: EngineConfig, name: str) -> frozenset[str] | None:
     return frozenset({name} if asked is None else {asked, Path(asked).name})
 
 
-def _ends(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[int]:
+def find_ends(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[int]:
     """Return the ids that end a sequence: the config's, or else the tokenizer's."""
     if checkpoint.eos_ids or tokenizer.eos_id is None:
         return checkpoint.eos_ids
     return frozenset({tokenizer.eos_id})
+
+
+def _find_defaults(
+    config: EngineConfig, checkpoint: Checkpoint
+) -> tuple[SamplingParams, int | None]:
+    """Return what params mean that a request leaves out, and the most tokens of such a chat.
+
+    Raises:
+        CheckpointError: the model has no such defaults, or impossible ones.
+    """
+    if config.generation_config == "openai":
+        return DEFAULTS, None
+    if checkpoint.generation_folder is None:
+        raise CheckpointError(
+            f"--generation-config model, and {checkpoint.name} has no {GENERATION}; leave the flag "
+            "out"
+        )
+    reader = FieldReader(checkpoint.generation_fields)
+    try:
+        most = reader.optional_integer("max_new_tokens", 1, INT64 - 1)
+        return read_draws(reader), most
+    except RequestError as error:
+        raise CheckpointError(
+            f"{checkpoint.generation_folder / GENERATION}: {error.message}. Mend it, or leave out "
+            "--generation-config model"
+        ) from error
+
+
+def _read_template(config: EngineConfig) -> str | None:
+    """Return the chat template that a run was given.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    if config.chat_template is None:
+        return None
+    try:
+        return Path(config.chat_template).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"--chat-template {config.chat_template} cannot be read: {error}. Give a file with a "
+            "Jinja template"
+        ) from error

@@ -8,6 +8,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +23,7 @@ from fminfer.engine.engine_core import EngineCore
 from fminfer.engine.events import Event
 from fminfer.engine.facts import Facts
 from fminfer.engine.intake import Intake
+from fminfer.engine.room import KvSize
 from fminfer.engine.sequence import Prepared
 from fminfer.engine.stats import EngineStats
 from fminfer.models.checkpoint import Checkpoint
@@ -67,7 +69,7 @@ Compute = Callable[[EngineConfig, Checkpoint, Tokenizer], Computing]
 
 
 class Engine:
-    """Answers completions requests with one model.
+    """Answers completions and chat requests with one model.
 
         engine = fminfer.Engine("path/to/model")
         for record in engine.run([{"prompt": "Hello", "max_tokens": 5}]):
@@ -124,7 +126,9 @@ class Engine:
         else:
             self._computing = _load_pipeline(config, checkpoint, self.tokenizer, group, on_progress)
         self._core = self._computing.core
-        self._intake = Intake(self.tokenizer, find_limits(config, checkpoint, self.tokenizer))
+        limits = find_limits(config, checkpoint, self.tokenizer)
+        kv_size = KvSize(self.facts.num_kv_blocks, config.block_size)
+        self._intake = Intake(self.tokenizer, replace(limits, kv_size=kv_size))
         self._is_closed = False
         self._runner: LineRunner | None = None  # of the run that goes on
         self._left: deque[Event] = deque()  # of added requests, that a run met and did not need
@@ -136,6 +140,7 @@ class Engine:
         *,
         priority: int = 0,
         is_streamed: bool = False,
+        is_chat: bool | None = None,
     ) -> int:
         """Queue a request; return the id by which events name it. Any thread may call it.
 
@@ -143,9 +148,10 @@ class Engine:
         also in another process.
 
         Args:
-            request: the fields of a completions request, or what `prepare` made of them.
+            request: the fields of a completions or chat request, or what `prepare` made of them.
             priority: higher ones are admitted first, and may preempt rows of lower ones.
             is_streamed: return its tokens as they come.
+            is_chat: whether it is one of chat; None: it is if it has messages and no prompt.
 
         Raises:
             RequestError: what is wrong with it.
@@ -153,8 +159,9 @@ class Engine:
         """
         if self._is_closed:
             raise UsageError("the engine is closed; make a new one")
-        prepared = request if isinstance(request, Prepared) else self.prepare(request)
-        return self._core.add(prepared, priority=priority, is_streamed=is_streamed)
+        if not isinstance(request, Prepared):
+            request = self.prepare(request, is_chat=is_chat)
+        return self._core.add(request, priority=priority, is_streamed=is_streamed)
 
     def prepare(self, request: Mapping[str, Any], *, is_chat: bool | None = None) -> Prepared:
         """Check and tokenize a request, to be added later. Any thread may call it.
@@ -162,12 +169,13 @@ class Engine:
         `add` does this too. A long prompt takes a while, which an event loop must not wait for.
 
         Args:
-            request: the fields of a completions request.
+            request: the fields of a completions or chat request.
+            is_chat: whether it is one of chat; None: it is if it has messages and no prompt.
 
         Raises:
             RequestError: what is wrong with it.
         """
-        parsed = self._intake.parse(request)
+        parsed = self._intake.parse(request, is_chat=is_chat)
         prepared = self._intake.prepare(parsed, repeat=secrets.randbits(REPEAT_BITS))
         self._intake.note(*parsed.warnings)
         return prepared
@@ -227,7 +235,7 @@ class Engine:
         """Answer requests, and read them when there is room for them.
 
         Args:
-            requests: dicts with the fields of a completions request, or input lines.
+            requests: dicts with the fields of a completions or chat request, or input lines.
             read_ahead: prompts to read before there is room for them. More allow a better order.
                 The iterable is asked for the next request while others are computed. Use `add` if
                 the next one depends on an answer.
@@ -309,7 +317,8 @@ class Engine:
 
     @property
     def has_chat_template(self) -> bool:
-        return False
+        """Whether chat requests can be answered."""
+        return self._intake.has_chat_template
 
     @property
     def warnings(self) -> dict[str, int]:

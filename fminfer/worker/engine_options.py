@@ -12,7 +12,15 @@ from typing import Any, TypedDict, TypeVar
 
 from typing_extensions import Unpack
 
-from fminfer.core.config import DType, EngineConfig, Kernels, OnTooLong, TokenFormat
+from fminfer.core.config import (
+    DType,
+    EngineConfig,
+    GenerationDefaults,
+    Kernels,
+    OnTooLong,
+    TokenFormat,
+    ToolCallParser,
+)
 from fminfer.core.errors import UsageError
 
 Init = TypeVar("Init", bound=Callable[..., None])
@@ -40,6 +48,9 @@ class EngineOptions(TypedDict, total=False):
     on_too_long: OnTooLong
     max_logprobs: int
     token_format: TokenFormat
+    chat_template: str | None
+    tool_call_parser: ToolCallParser
+    generation_config: GenerationDefaults
     strict: bool
     request_args: dict[str, Any] | None
     check_model: bool

@@ -23,7 +23,7 @@ from fminfer.pipeline.meeting import End
 from fminfer.pipeline.ring import RingPipeline, serve
 from fminfer.pipeline.watch import Fault
 from fminfer.text.tokenizer import Tokenizer
-from fminfer.worker.assembly import build_loop, find_limits
+from fminfer.worker.assembly import build_loop, find_ends
 from fminfer.worker.forecast import name_of, require_room
 from fminfer.worker.loading import LoadedPart, load_part
 from fminfer.worker.processes import Processes, start_ranks
@@ -79,13 +79,14 @@ class OnePipeline:
             num_threads,
             is_alone=group is None,
             max_rows=sizes.max_rows,
+            num_kv_blocks=num_blocks,
             weight_bytes=loaded.weight_bytes,
             kv_bytes_per_token=loaded.kv_bytes_per_token,
             has_kernel=stage.has_kernel,
             why_plain=loaded.why_plain,
             why_slower=why_slow or loaded.why_slower,
         )
-        eos_ids = find_limits(config, checkpoint, tokenizer).eos_ids
+        eos_ids = find_ends(checkpoint, tokenizer)
         self.core = build_loop(
             config,
             Starter(tokenizer, eos_ids, config.seed),

@@ -86,6 +86,7 @@ class Team:
         self.facts = replace(
             all_facts[0],
             is_alone=False,
+            num_kv_blocks=min(facts.num_kv_blocks for facts in all_facts),
             why_plain=next((facts.why_plain for facts in all_facts if facts.why_plain), ""),
             why_slower=next((facts.why_slower for facts in all_facts if facts.why_slower), ""),
         )

@@ -25,7 +25,7 @@ import pytest
 from click.testing import CliRunner
 
 import fminfer
-from fminfer.cli import app
+from fminfer.cli import app, process_start
 from fminfer.machine import control_groups, host_memory, library_imports
 from fminfer.machine.host_memory import free_host_bytes, read_mapped, reading_files, touching_memory
 from fminfer.models.stored.weight_folder import find_weight_files
@@ -399,7 +399,7 @@ def test_a_run_reads_its_weights_and_touches_twice_as_much(
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a", "max_tokens": 1}\n')
     driver = tmp_path / "driver"
-    monkeypatch.setattr(app, "GPU_DRIVERS", (str(driver),))
+    monkeypatch.setattr(process_start, "GPU_DRIVERS", (str(driver),))
     sizes: list[int] = []
 
     @contextmanager
@@ -414,8 +414,8 @@ def test_a_run_reads_its_weights_and_touches_twice_as_much(
         read.append([*paths])
         yield
 
-    monkeypatch.setattr(app, "touching_memory", record)
-    monkeypatch.setattr(app, "reading_files", record_files)
+    monkeypatch.setattr(process_start, "touching_memory", record)
+    monkeypatch.setattr(process_start, "reading_files", record_files)
     here = ["--model-name", str(folder)]
     for more in (here, [*here, "--device", "cuda"], ["--model-name", "no/such/model"], []):
         CliRunner().invoke(app.main, ["run", "-q", "--restart", str(rows), *more])

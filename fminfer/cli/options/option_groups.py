@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 INPUT_OUTPUT = "Input and output"
+SERVER = "Server"
 REQUESTS = "Requests"
 MODEL = "Model"
 SPEED = "Speed and memory"
@@ -21,10 +22,10 @@ MADE_UP = "Made-up requests and --prompt"
 CHECK, BENCH = "Check", "Bench"  # what these commands have beside the options of a run
 JOBS, QUEUE = "Jobs", "Queue"  # of `fminfer submit`
 OLD = "Old command lines"
-HELP = "Help"
+CONFIG, HELP = "Configuration", "Help"
 IN_ORDER = (
-    *(INPUT_OUTPUT, JOBS, QUEUE, CHECK, BENCH),
-    *(REQUESTS, MODEL, SPEED, RANKS, MADE_UP, OLD, HELP),
+    *(INPUT_OUTPUT, SERVER, JOBS, QUEUE, CHECK, BENCH),
+    *(REQUESTS, MODEL, SPEED, RANKS, MADE_UP, CONFIG, OLD, HELP),
 )
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]

@@ -7,7 +7,14 @@ from typing import get_args
 import click
 
 from fminfer.cli.options.option_groups import MADE_UP, REQUESTS, in_group
-from fminfer.core.config import EngineConfig, OnTooLong, TokenFormat
+from fminfer.cli.options.value_types import WholeText
+from fminfer.core.config import (
+    EngineConfig,
+    GenerationDefaults,
+    OnTooLong,
+    TokenFormat,
+    ToolCallParser,
+)
 
 DEFAULTS = EngineConfig()
 _option = in_group(REQUESTS)
@@ -19,6 +26,12 @@ SEED_OPTION = _option(
     default=DEFAULTS.seed,
     show_default=True,
     help="Seed of requests without one of their own, and of random weights.",
+)
+CHECK_MODEL_OPTION = _option(
+    "--check-model",
+    is_flag=True,
+    default=DEFAULTS.check_model,
+    help="Refuse lines whose model or engine is neither --model-name nor its last part.",
 )
 REQUEST_OPTIONS = [
     SEED_OPTION,
@@ -45,18 +58,34 @@ REQUEST_OPTIONS = [
         help="Spelling of logprobs.tokens: vocabulary pieces, or text. auto: text for Batch lines.",
     ),
     _option(
+        "--chat-template",
+        metavar="FILE",
+        help="A Jinja template of chat messages.  [default: the model's own]",
+    ),
+    _option(
+        "--tool-call-parser",
+        type=click.Choice(get_args(ToolCallParser)),
+        default=DEFAULTS.tool_call_parser,
+        show_default=True,
+        help="Form in which the model writes tool calls. auto: by its chat template. none: calls "
+        "stay text.",
+    ),
+    _option(
+        "--generation-config",
+        type=click.Choice(get_args(GenerationDefaults)),
+        default=DEFAULTS.generation_config,
+        show_default=True,
+        help="Defaults of sampling parameters: those of the OpenAI API, or the model's own from "
+        "generation_config.json.",
+    ),
+    _option(
         "--strict",
         is_flag=True,
         default=DEFAULTS.strict,
-        help="Refuse lines with unknown parameters, best_of below n and the like. Otherwise a run "
-        "answers them with a warning.",
+        help="Refuse requests with unknown parameters, best_of below n and the like. Otherwise "
+        "they are answered with a warning.",
     ),
-    _option(
-        "--check-model",
-        is_flag=True,
-        default=DEFAULTS.check_model,
-        help="Refuse lines whose model or engine is neither --model-name nor its last part.",
-    ),
+    CHECK_MODEL_OPTION,
     _option(
         "--skip-tokenizer-init",
         is_flag=True,
@@ -107,7 +136,9 @@ MADE_UP_OPTIONS = [
         type=int,
         help="A request's best_of: candidates to draw, of which the best n are returned.",
     ),
-    _made_up_option("--stop", multiple=True, help="A request's stop. May be repeated."),
+    _made_up_option(
+        "--stop", multiple=True, type=WholeText(), help="A request's stop. May be repeated."
+    ),
     _made_up_option("--echo-prompt", is_flag=True, help="A request's echo."),
     _made_up_option("--top-k-per-token", type=int, help="A request's logprobs."),
 ]

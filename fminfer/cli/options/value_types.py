@@ -41,21 +41,46 @@ class PipelineMode(click.ParamType):  # type: ignore[type-arg]
 class DTypeName(click.Choice):  # type: ignore[type-arg]
     """A dtype, also in the short names that others give them."""
 
+    LATER: ClassVar = ("int8", "int4")
     SHORT: ClassVar = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 
     def __init__(self) -> None:
         super().__init__(get_args(DType), case_sensitive=False)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if str(value).lower() in self.LATER:
+            bits = str(value)[3:]
+            self.fail(
+                f"{value!r}: weights of {bits} bits (--quantize {value}) are not there yet; give "
+                "float16, bfloat16 or float32",
+                param,
+                ctx,
+            )
         return super().convert(self.SHORT.get(str(value).lower(), value), param, ctx)
 
 
 class PathOrUrl(click.Path):
     """A path, or a URL as it stands: a path would lose one of its slashes."""
 
+    envvar_list_splitter = ","  # a URL has the colon that stands between paths
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         is_url = isinstance(value, str) and "://" in value
         return value if is_url else super().convert(value, param, ctx)
+
+
+class Words(click.types.StringParamType):
+    """A text of an option that may be repeated; a variable holds several with commas between."""
+
+    def split_envvar_value(self, rv: str) -> list[str]:
+        return [word for part in rv.split(",") if (word := part.strip())]
+
+
+class WholeText(click.types.StringParamType):
+    """A text of an option that may be repeated; a variable holds one, with all its spaces."""
+
+    def split_envvar_value(self, rv: str) -> list[str]:
+        return [rv]
 
 
 class Duration(click.ParamType):  # type: ignore[type-arg]

@@ -77,7 +77,7 @@ class RecordForm:
             return Record(line, envelope, error=answer.error)
         usage = answer.usage
         if envelope.shape == "batch":
-            result = self._completion_head(asked) | answer.result
+            result = self._head(asked) | answer.result
         else:
             times = dict(answer.times)
             times["queue_time"] += max(0.0, asked.added_s - asked.read_s)
@@ -91,12 +91,14 @@ class RecordForm:
             num_completion_tokens=usage["completion_tokens"],
         )
 
-    def _completion_head(self, asked: Asked) -> dict[str, str | int]:
+    def _head(self, asked: Asked) -> dict[str, str | int]:
         """Return what an OpenAI completion object has before its choices."""
         model = asked.envelope.fields.get("model")
+        is_chat = asked.prepared.kind == "chat"
+        prefix = "chatcmpl" if is_chat else "cmpl"
         return {
-            "id": f"cmpl-{make_id(asked.line, asked.envelope)}",
-            "object": "text_completion",
+            "id": f"{prefix}-{make_id(asked.line, asked.envelope)}",
+            "object": "chat.completion" if is_chat else "text_completion",
             "created": self.created,
             "model": model if isinstance(model, str) and model else self.model_name,
         }

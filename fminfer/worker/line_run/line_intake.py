@@ -13,7 +13,7 @@ from fminfer.contract.line import Line
 from fminfer.contract.record import Record
 from fminfer.contract.request import Request
 from fminfer.core.errors import RequestError, row_error
-from fminfer.engine.intake import Intake
+from fminfer.engine.intake import Intake, kind_of
 from fminfer.engine.noise import meaning_of
 from fminfer.worker.line_run.asked import Asked
 from fminfer.worker.line_run.seen_counts import SeenCounts
@@ -40,7 +40,7 @@ class LineIntake:
             request, repeat = self._identify(line, envelope)
             is_openai = envelope.shape == "batch"
             prepared = self.intake.prepare(request, repeat=repeat, is_openai=is_openai)
-            asked = Asked(line, envelope, prepared, _answer_key(request, envelope))
+            asked = Asked(line, envelope, prepared, _answer_key(request, is_openai=is_openai))
         except Exception as error:
             return Record(line, envelope, error=row_error(error, f"line {line.number}"))
         warnings = (*envelope.warnings, *request.warnings)
@@ -71,7 +71,7 @@ class LineIntake:
             self._equal.clear()
             self._custom_ids.clear()
         self._check_envelope(line, envelope)
-        request = self.intake.parse(envelope.fields)
+        request = self.intake.parse(envelope.fields, is_chat=envelope.is_chat)
         return request, self._count_repeat(line, request)
 
     def _check_envelope(self, line: Line, envelope: Envelope) -> None:
@@ -123,7 +123,7 @@ def count_repeat(request: Request, seen: SeenCounts) -> int:
     return seen.add(meaning_of(request.prompts, params))
 
 
-def _answer_key(request: Request, envelope: Envelope) -> bytes | None:
+def _answer_key(request: Request, *, is_openai: bool) -> bytes | None:
     """Return what requests of one answer have in common; None: chance has a part in it."""
     params = request.params
     if params.is_greedy or params.max_tokens == 0:
@@ -131,7 +131,8 @@ def _answer_key(request: Request, envelope: Envelope) -> bytes | None:
     elif params.seed is None:
         return None
     meaning = meaning_of(request.prompts, params)
-    return _digest(f"{meaning.hex()} {params.seed} {envelope.shape == 'batch'}")
+    kind = kind_of(request, is_openai=is_openai)
+    return _digest(f"{meaning.hex()} {params.seed} {kind} {request.tool_parser}")
 
 
 def _digest(text: str) -> bytes:

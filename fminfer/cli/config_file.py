@@ -1,0 +1,159 @@
+"""Reads a configuration file, and FMINFER_ variables, as settings of a command's parameters."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fminfer.cli.config_aliases import ALIASES, Entry, translate
+from fminfer.cli.config_keys import (
+    RIVALS,
+    TABLES,
+    Setting,
+    flags_of,
+    key_of,
+    known_flags,
+    known_keys,
+    nearest,
+    setting_of,
+)
+from fminfer.cli.python_config import refuse_python
+from fminfer.core.errors import UsageError
+
+PREFIX = "FMINFER_"
+FILE_VARIABLE = "FMINFER_CONFIG"
+# Variables of ours that are no flags, and the beginning of those of the tests.
+OTHERS = (FILE_VARIABLE, "FMINFER_CPU", "FMINFER_SECRET")
+OF_TESTS = "FMINFER_TEST_"
+
+
+@dataclass(slots=True)
+class Settings:
+    """What files and variables say of a command's parameters."""
+
+    of: dict[str, Setting] = field(default_factory=dict)  # by parameter
+    notices: list[str] = field(default_factory=list)  # to tell the user
+
+    def put_over(self, layer: Mapping[str, Setting]) -> None:
+        """Take the settings of something that goes before what is here."""
+        for name in layer:
+            self.of.pop(RIVALS.get(name, ""), None)
+        self.of.update(layer)
+
+
+def find_settings(command: str, file: str | None, environ: Mapping[str, str]) -> Settings:
+    """Return what is set for `run` or `serve` beside its command line.
+
+    Args:
+        file: of --config; None: FMINFER_CONFIG names it, if there is one.
+
+    Raises:
+        UsageError: a file that cannot be read, a key that is no flag, a value that cannot be.
+    """
+    found = Settings()
+    path = file or environ.get(FILE_VARIABLE)
+    if path:
+        _read_file(found, command, Path(path), "--config" if file else FILE_VARIABLE)
+    _read_variables(found, command, environ)
+    return found
+
+
+def _read_file(found: Settings, command: str, path: Path, source: str) -> None:
+    top = _read_toml(path, source)
+    tables = {name: top.pop(name) for name in [*top] if isinstance(top[name], dict)}
+    if wrong := [name for name in tables if name not in TABLES]:
+        allowed = " and ".join(f"[{name}]" for name in TABLES)
+        raise UsageError(f"[{wrong[0]}] in {path} is no table of ours; there are {allowed}")
+    where = f" in {path}"
+    _put_table(found, command, top, where, allowed=known_keys())
+    for name, table in tables.items():
+        keys = flags_of(name).keys() | ALIASES.keys()
+        if name == command:
+            _put_table(found, command, table, f" in [{name}] of {path}", allowed=keys)
+        else:
+            _refuse_unknown(table, f" in [{name}] of {path}", keys)
+
+
+def _put_table(
+    found: Settings, command: str, table: Mapping[str, Any], where: str, *, allowed: Iterable[str]
+) -> None:
+    _refuse_unknown(table, where, allowed)
+    names: dict[str, str] = {}
+    for key in table:
+        if other := names.get(key_of(key)):
+            raise UsageError(f"{other} and {key}{where} are one flag; give one of them")
+        names[key_of(key)] = key
+    plain = {key_of(key): value for key, value in table.items()}
+    entries, notices = translate(plain, lambda key: names[key] + where)
+    found.put_over(_settle(command, entries))
+    found.notices += notices
+
+
+def _refuse_unknown(table: Mapping[str, Any], where: str, allowed: Iterable[str]) -> None:
+    for key in table:
+        if key_of(key) in allowed:
+            continue
+        if key_of(key) in known_keys():
+            raise UsageError(
+                f"{key}{where} is a flag of the other command; put it into that one's table, or "
+                "above all tables"
+            )
+        commands = " or ".join(TABLES)
+        raise UsageError(f"{key}{where} is no flag of fminfer {commands}{nearest(key_of(key))}")
+
+
+def _settle(
+    command: str, entries: Iterable[Entry], *, are_variables: bool = False
+) -> dict[str, Setting]:
+    """Return the settings of one layer, by parameter; keys of the other command are left out."""
+    flags, layer = flags_of(command), dict[str, Setting]()
+    for entry in entries:
+        if entry.key not in flags:
+            continue
+        name = flags[entry.key].option.name
+        assert name is not None, "every option has a name"
+        setting = setting_of(flags[entry.key], entry.value, entry.name, is_variable=are_variables)
+        if name in layer and layer[name].value != setting.value:
+            raise UsageError(
+                f"{layer[name].origin} and {entry.name} contradict each other; give one of them"
+            )
+        layer[name] = setting
+    return layer
+
+
+def _read_variables(found: Settings, command: str, environ: Mapping[str, str]) -> None:
+    known, plain = known_flags(), dict[str, object]()
+    for variable, value in environ.items():
+        if not variable.startswith(PREFIX) or variable in OTHERS or variable.startswith(OF_TESTS):
+            continue
+        key = variable.removeprefix(PREFIX).lower()
+        if variable != variable_of(key) or key not in known:
+            found.notices.append(f"{variable} is no flag of fminfer, and ignored{nearest(key)}")
+        elif value:
+            plain[key] = value
+    entries, _ = translate(plain, variable_of)
+    found.put_over(_settle(command, entries, are_variables=True))
+
+
+def variable_of(key: str) -> str:
+    """Return the variable that sets a flag."""
+    return PREFIX + key.upper()
+
+
+def _read_toml(path: Path, source: str) -> dict[str, Any]:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+
+    if path.suffix == ".py":
+        raise UsageError(refuse_python(path))
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{source} {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:  # also of text that is no UTF-8
+        raise UsageError(f"{source} {path} is no TOML: {error}") from error

@@ -1,0 +1,114 @@
+"""The flags of `fminfer run` and `serve` as keys of a configuration file, or as variables."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import click
+
+from fminfer.cli.config_aliases import ALIASES, OLD_FLAGS, as_bool
+from fminfer.cli.options.option_groups import Decorator, with_options
+from fminfer.cli.options.value_types import Numbers
+from fminfer.cli.run_options import RUN_OPTIONS, SERVE_OPTIONS
+from fminfer.core.errors import UsageError
+
+TABLES: Mapping[str, list[Decorator]] = {"run": RUN_OPTIONS, "serve": SERVE_OPTIONS}
+# One of these takes the place of the other, where it is told nearer to the command line.
+RIVALS = {
+    **{"model": "random_init", "model_argument": "random_init", "random_init": "model"},
+    "fp16": "dtype",
+}
+
+
+@dataclass(slots=True, frozen=True)
+class Flag:
+    """A flag as a key."""
+
+    option: click.Option
+    is_negative: bool = False  # as --no-prefix-cache
+
+
+@dataclass(slots=True, frozen=True)
+class Setting:
+    """What a file or a variable says of a parameter."""
+
+    value: str | bool | list[str]  # what click converts
+    origin: str  # where it stands, for messages
+
+
+@cache
+def flags_of(command: str) -> dict[str, Flag]:
+    """Return the flags of a command by their keys: the long names, with underscores."""
+    options = click.command()(with_options(TABLES[command])(_nothing)).params
+    found = {}
+    for option in options:
+        if not isinstance(option, click.Option) or option.hidden or not option.expose_value:
+            continue
+        named = [(name, False) for name in option.opts]
+        for name, is_negative in [*named, *((name, True) for name in option.secondary_opts)]:
+            if name.startswith("--"):
+                found[key_of(name)] = Flag(option, is_negative)
+    return found
+
+
+def _nothing(**_: Any) -> None:
+    """Have options, and do nothing."""
+
+
+def key_of(name: str) -> str:
+    """Return a flag's or key's one spelling."""
+    return name.removeprefix("--").replace("-", "_")
+
+
+def known_flags() -> set[str]:
+    """Return the keys that are flags of some command."""
+    return {key for command in TABLES for key in flags_of(command)} | {*OLD_FLAGS}
+
+
+def known_keys() -> set[str]:
+    """Return the keys that a file may have."""
+    return known_flags() | ALIASES.keys()
+
+
+def nearest(key: str) -> str:
+    """Return a question with the key that is meant most likely, or nothing."""
+    found = difflib.get_close_matches(key, sorted(known_flags()), 1)
+    return f"; did you mean {found[0].replace('_', '-')}?" if found else ""
+
+
+def setting_of(flag: Flag, value: object, origin: str, *, is_variable: bool = False) -> Setting:
+    """Return what a value says of a flag.
+
+    Args:
+        is_variable: it is a text, which may hold several values.
+
+    Raises:
+        UsageError: a value of a kind that no flag takes.
+    """
+    option = flag.option
+    if isinstance(value, list):
+        if not option.multiple and not isinstance(option.type, Numbers):
+            raise UsageError(f"{origin} is a list; give one value")
+        texts = [_text(each, origin) for each in value]
+        return Setting(texts if option.multiple else ",".join(texts), origin)
+    if option.is_flag:
+        return Setting(as_bool(value, origin) is not flag.is_negative, origin)
+    text = _text(value, origin)
+    if option.multiple:
+        words = option.type.split_envvar_value(text) if is_variable else [text]
+        return Setting([*words], origin)
+    return Setting(text, origin)
+
+
+def _text(value: object, origin: str) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str | int | float):
+        return str(value)
+    raise UsageError(
+        f"{origin} is of type {type(value).__name__}; give text, a number, true or false"
+    )

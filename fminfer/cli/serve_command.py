@@ -1,0 +1,142 @@
+"""`fminfer serve`: answer HTTP requests until told to stop."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import fields
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from fminfer.cli.configured_command import NOTICES, ConfiguredCommand, tell_notices
+from fminfer.cli.ending import Ending
+from fminfer.cli.options.old_serve_options import translate_old_flags
+from fminfer.cli.process_start import elapsed_s, importing_engine, start_children
+from fminfer.cli.run_options import dtype_name, serve_options
+from fminfer.core.config import EngineConfig
+from fminfer.core.errors import UsageError
+from fminfer.machine.stopper import Stopper
+from fminfer.pipeline.ranks import RankConfig
+from fminfer.server.settings import ServerSettings
+from fminfer.worker.role import Role, find_role
+
+# What the extra brings, as it is imported.
+EXTRA = ("fastapi", "uvicorn", "prometheus_client", "python_multipart", "swagger_ui_bundle")
+
+
+class _ServeCommand(ConfiguredCommand):
+    """Takes the start line of EnergonAI's services, too."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the flags, and translate the old ones."""
+        rest = super().parse_args(ctx, args)
+        if not ctx.resilient_parsing:
+            ctx.meta.setdefault(NOTICES, []).extend(translate_old_flags(ctx))
+            _take_argument(ctx)
+        return rest
+
+
+def _take_argument(ctx: click.Context) -> None:
+    """Let MODEL be the same as --model-name."""
+    model = ctx.params.pop("model_argument")
+    if model is None:
+        return
+    is_typed = ctx.get_parameter_source("model") is ParameterSource.COMMANDLINE
+    if is_typed and ctx.params["model"] != model:
+        raise click.UsageError(
+            f"{model} and --model-name {ctx.params['model']} contradict each other; give one", ctx
+        )
+    ctx.params["model"] = model
+
+
+@click.command(cls=_ServeCommand, settings_of="serve")
+@click.argument("model_argument", required=False, metavar="[MODEL]")
+@serve_options
+def serve(quiet: bool, verbose: bool, fp16: bool, **options: Any) -> None:
+    """Answer HTTP requests in OpenAI's form.
+
+    \b
+    fminfer serve /models/llama
+    fminfer serve --model-name /models/llama --host 0.0.0.0 --port 8000
+    fminfer serve --config fminfer.toml
+    fminfer serve --model-name /models/opt-30b --world-size 4
+
+    It has the engine of fminfer run, and its ranks. It needs the extra: pip install
+    'fminfer[serve]'.
+
+    Every flag is also a key of --config's file, and a variable: FMINFER_API_KEY=key1,key2 is
+    --api-key. The start lines of EnergonAI's services work, too (docs/coming_from.md).
+
+    \b
+    Exit status: 0 told to stop, and every request that ran has its answer; 1 it failed;
+    2 wrong usage; 129 hung up, 130 interrupted, 143 terminated before that.
+    """
+    options["dtype"] = dtype_name(fp16, options["dtype"])
+    ranks = {field.name: options.pop(field.name) for field in fields(RankConfig)}
+    # One of the two takes its own name from each option.
+    of_server = {f.name: options.pop(f.name) for f in fields(ServerSettings) if f.name in options}
+    ending = Ending(is_verbose=verbose)
+    stopper = Stopper(of_server["grace_s"], is_quiet=quiet, end=ending.stop)
+    try:
+        settings = ServerSettings(**of_server, is_quiet=quiet)
+        config = EngineConfig(**options)
+        role = find_role(RankConfig(**ranks), os.environ)
+        if role.is_first:
+            tell_notices(is_quiet=quiet)
+            _require_extra()
+            _warn_of_open_door(settings)
+        _serve(settings, config, role, stopper, ending)
+    except (Exception, KeyboardInterrupt) as error:
+        ending.fail(error, stopper.reason)
+
+
+def _require_extra() -> None:
+    """Refuse to start without what only the extra installs.
+
+    Raises:
+        UsageError: it is not there.
+    """
+    if missing := [name for name in EXTRA if importlib.util.find_spec(name) is None]:
+        raise UsageError(
+            f"fminfer serve needs {', '.join(missing)}, which the extra installs: "
+            "pip install 'fminfer[serve]'"
+        )
+
+
+def _warn_of_open_door(settings: ServerSettings) -> None:
+    if not settings.is_loopback and not settings.api_keys:
+        click.echo(
+            f"Warning: --host {settings.host} without a key: whoever reaches this machine can use "
+            "the model. Set FMINFER_API_KEY, or leave --host out.",
+            err=True,
+        )
+
+
+def _serve(
+    settings: ServerSettings, config: EngineConfig, role: Role, stopper: Stopper, ending: Ending
+) -> None:
+    """Do this process's part of a server."""
+    children = start_children(config, role, stopper, ending)
+    with importing_engine(config, role):
+        from fminfer.server.serving import ServeContext, serve_process
+
+    run = ServeContext(
+        *(config, role, children, stopper, ending.at_once, elapsed_s),
+        is_quiet=settings.is_quiet,
+        is_verbose=ending.is_verbose,
+        settings=settings,
+    )
+    try:
+        serve_process(run)
+    finally:
+        children.end()
+
+
+@click.group(hidden=True)
+def service() -> None:
+    """Start a server as EnergonAI does: service init --config_file FILE."""
+
+
+service.add_command(serve, "init")

@@ -1,0 +1,177 @@
+"""Reads the messages and tools of a chat request, in the plain form that templates expect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from fminfer.contract.fields import json_type, show, wrong_type
+from fminfer.core.errors import RequestError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_TEXT_ONLY = "only text is read: give a string, or parts of type text"
+
+
+def read_messages(value: object) -> list[dict[str, Any]]:
+    """Return messages whose contents are strings and whose calls have objects as arguments.
+
+    Nulls are left out. What else a message says is for the template.
+
+    Raises:
+        RequestError: what is wrong with one.
+    """
+    if not isinstance(value, list):
+        raise wrong_type("messages", value, "a list of messages")
+    if not value:
+        raise RequestError("out_of_range", "messages is an empty list; give a message", "messages")
+    return [_read_message(each, f"messages[{place}]") for place, each in enumerate(value)]
+
+
+def read_tools(value: object) -> list[dict[str, Any]]:
+    """Return the tools that a model may call; none for null.
+
+    Raises:
+        RequestError: what is wrong with one.
+    """
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise wrong_type("tools", value, "a list of tools or null")
+    for place, tool in enumerate(value):
+        _check_tool(tool, f"tools[{place}]")
+    return value
+
+
+def count_chars(messages: object) -> int:
+    """Return how long the texts of messages are; 0 of what is no list of messages."""
+    if not isinstance(messages, list):
+        return 0
+    contents = [each.get("content") for each in messages if isinstance(each, dict)]
+    num_chars = 0
+    for content in contents:
+        parts = content if isinstance(content, list) else [{"text": content}]
+        texts = [part.get("text") for part in parts if isinstance(part, dict)]
+        num_chars += sum(len(text) for text in texts if isinstance(text, str))
+    return num_chars
+
+
+def _read_message(value: object, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise wrong_type(name, value, 'an object, such as {"role": "user", "content": "Hello"}')
+    role = value.get("role")
+    if role not in ROLES:
+        remedy = ". An answer of a function has the role tool" if role == "function" else ""
+        found = show(role) if "role" in value else "absent"
+        raise RequestError(
+            "out_of_range",
+            f"{name}.role is {found}; it must be one of {', '.join(ROLES)}{remedy}",
+            f"{name}.role",
+        )
+    for field, instead in (("function_call", "tool_calls"), ("audio", "content")):
+        if value.get(field) is not None:
+            raise RequestError(
+                "unsupported_parameter",
+                f"{name}.{field} is {show(value[field])}, which is not read; give {instead}",
+                f"{name}.{field}",
+            )
+    message = {field: each for field, each in value.items() if each is not None}
+    calls = (
+        _read_calls(value.get("tool_calls"), f"{name}.tool_calls") if role == "assistant" else []
+    )
+    message.pop("tool_calls", None)
+    if calls:
+        message["tool_calls"] = calls
+    if value.get("content") is not None:
+        message["content"] = _read_content(value["content"], f"{name}.content")
+    elif not calls:
+        found = "null" if "content" in value else "absent"
+        raise RequestError(
+            "invalid_type",
+            f"{name}.content is {found}; it must be a string or a list of text parts. Only an "
+            "assistant's message with tool_calls may go without",
+            f"{name}.content",
+        )
+    return message
+
+
+def _read_content(content: object, name: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise wrong_type(name, content, "a string or a list of text parts")
+    if not content:
+        raise RequestError("out_of_range", f"{name} is an empty list; give a text part", name)
+    return "\n".join(_read_part(part, f"{name}[{place}]") for place, part in enumerate(content))
+
+
+def _read_part(part: object, name: str) -> str:
+    if not isinstance(part, dict):
+        raise wrong_type(name, part, 'an object, such as {"type": "text", "text": "Hello"}')
+    if part.get("type") != "text":
+        raise RequestError(
+            "unsupported_parameter",
+            f"{name} is a part of type {show(part.get('type'))}; {_TEXT_ONLY}",
+            name,
+        )
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise wrong_type(f"{name}.text", text, "a string")
+    return text
+
+
+def _read_calls(value: object, name: str) -> list[dict[str, Any]]:
+    """Return calls with their arguments as objects, which templates write in forms of their own."""
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise wrong_type(name, value, "a list of calls or null")
+    return [_read_call(call, f"{name}[{place}]") for place, call in enumerate(value)]
+
+
+def _read_call(call: object, name: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict):
+        raise wrong_type(name, call, 'an object with a "function"')
+    if not isinstance(function.get("name"), str):
+        raise wrong_type(f"{name}.function.name", function.get("name"), "a string")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = _parse(arguments or "{}")
+    if arguments is not None and not isinstance(arguments, dict):
+        raise RequestError(
+            "invalid_type",
+            f"{name}.function.arguments is {show(function['arguments'])}; it must be an object, or "
+            "a string that holds one as JSON",
+            f"{name}.function.arguments",
+        )
+    return {"type": "function"} | call | {"function": function | {"arguments": arguments or {}}}
+
+
+def _parse(text: str) -> object:
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return text
+
+
+def _check_tool(tool: object, name: str) -> None:
+    if not isinstance(tool, dict):
+        raise wrong_type(name, tool, 'an object, such as {"type": "function", "function": {…}}')
+    if tool.get("type") != "function":
+        raise RequestError(
+            "unsupported_parameter",
+            f'{name}.type is {show(tool.get("type"))}; only tools of type "function" are known',
+            f"{name}.type",
+        )
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        raise wrong_type(f"{name}.function", function, "an object with a name and parameters")
+    if not (isinstance(function.get("name"), str) and function["name"]):
+        found = show(function.get("name"))
+        kind = json_type(function.get("name"))
+        raise RequestError(
+            "invalid_type",
+            f"{name}.function.name is {found}, a {kind}; it must be a string, not empty",
+            f"{name}.function.name",
+        )

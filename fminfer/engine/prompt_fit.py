@@ -1,0 +1,125 @@
+"""Whether a prompt and what is to be drawn fit the model's context, and prompts cut to fit it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from fminfer.contract.prompts import MAX_ENTRIES
+from fminfer.contract.request import DEFAULTS, SamplingParams
+from fminfer.core.config import OnTooLong
+from fminfer.core.errors import RequestError
+from fminfer.engine.room import KvSize
+from fminfer.text.encoded_prompt import EncodedPrompt
+from fminfer.text.tokenizer import Tokenizer
+
+MAX_COUNTED_CHARS = 2**16  # a prompt up to this length is tokenized whatever the context
+MAX_CUT_CHARS = 2**22  # longest prompt that --on-too-long cuts; its tokens take about a gigabyte
+
+
+@dataclass(slots=True, frozen=True)
+class PromptFit:
+    """Fits the prompts of one request.
+
+    Args:
+        fills_context: `max_tokens` of the params is an upper bound, lowered to what is left.
+    """
+
+    tokenizer: Tokenizer
+    context_length: int
+    on_too_long: OnTooLong
+    params: SamplingParams
+    fills_context: bool = False
+
+    def refuse_giant(self, prompt: str) -> None:
+        """Refuse what cannot fit before it is tokenized, which takes 300 times its size.
+
+        Raises:
+            RequestError: it is too long.
+        """
+        if len(prompt) <= MAX_COUNTED_CHARS:  # the error then has the exact number
+            return
+        least = self.tokenizer.least_tokens(prompt)
+        if least <= self._room:
+            return
+        if self.on_too_long == "error":
+            raise self._too_long(least, about="at least ")
+        if len(prompt) > MAX_CUT_CHARS:
+            raise RequestError(
+                "context_length_exceeded",
+                f"the prompt has {len(prompt):,} characters; --on-too-long cuts prompts of at most "
+                f"{MAX_CUT_CHARS:,}, for it must tokenize all of them. Shorten the prompt",
+                "prompt",
+            )
+
+    def fit(self, encoded: EncodedPrompt) -> EncodedPrompt:
+        """Return the prompt if it fits the context, or cut it if that is allowed.
+
+        Raises:
+            RequestError: it is too long.
+        """
+        if len(encoded.ids) <= self._room:
+            return encoded
+        # A cut prompt leaves as much as completions draw, where the request does not say.
+        least = max(DEFAULTS.max_tokens, self.params.min_tokens) if self.fills_context else 0
+        room = self.context_length - min(least, self.params.max_tokens) if least else self._room
+        if self.on_too_long == "error" or room < 1:
+            raise self._too_long(len(encoded.ids))
+        return self._cut(encoded, room)
+
+    def describe(self, ids: list[int]) -> EncodedPrompt:
+        """Give a prompt of ids its text and offsets."""
+        return self.tokenizer.describe_ids(
+            ids,
+            with_offsets=self.params.echo and self.params.logprobs is not None,
+            skip_special_tokens=self.params.skip_special_tokens,
+        )
+
+    def settle(self, num_prompt_tokens: int, kv: KvSize | None) -> SamplingParams:
+        """Return the params with the `max_tokens` that the context leaves.
+
+        Without it no default may make a request impossible: what the KV cache cannot hold, or
+        more logprobs than a line may have.
+        """
+        params = self.params
+        if not self.fills_context:
+            return params
+        num_choices = max(params.n, params.num_candidates)
+        most = min(params.max_tokens, self.context_length - num_prompt_tokens)
+        if kv is not None:
+            most = min(most, kv.most_draws(num_prompt_tokens, params.num_candidates))
+        if params.logprobs is not None:
+            most = min(most, MAX_ENTRIES // (num_choices * (1 + params.logprobs)))
+        return replace(params, max_tokens=max(1, params.min_tokens, most))
+
+    @property
+    def _room(self) -> int:
+        """How many tokens a prompt may have."""
+        if self.fills_context:
+            return self.context_length - max(1, self.params.min_tokens)
+        # A last token that is scored and never fed needs no place.
+        is_scored_only = self.params.max_tokens == 0 and self.params.echo
+        return self.context_length + is_scored_only - self.params.max_tokens
+
+    def _too_long(self, num_prompt: int, about: str = "") -> RequestError:
+        context, max_tokens = self.context_length, self.params.max_tokens
+        asked = f" and max_tokens is {max_tokens}, {about}{num_prompt + max_tokens} in all"
+        if self.fills_context:
+            least = self.params.min_tokens
+            asked = f" and min_tokens is {least}" if least > 1 else ", and one more is to be drawn"
+        return RequestError(
+            "context_length_exceeded",
+            f"the prompt has {about}{num_prompt} tokens{asked}; this model's maximum context "
+            f"length is {context} tokens. Shorten the prompt or lower max_tokens, or let "
+            "--on-too-long cut prompts",
+            "max_tokens" if num_prompt < context else "prompt",
+        )
+
+    def _cut(self, encoded: EncodedPrompt, room: int) -> EncodedPrompt:
+        """Cut a prompt to `room` tokens; a BOS in front stays when the left is cut."""
+        ids, num_cut = encoded.ids, len(encoded.ids) - room
+        if self.on_too_long == "truncate-right":
+            ids = ids[:room]
+        else:
+            num_kept = int(ids[0] == self.tokenizer.bos_id and room > 1)
+            ids = ids[:num_kept] + ids[num_kept + num_cut :]
+        return replace(self.describe(ids), num_cut=num_cut)

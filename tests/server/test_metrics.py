@@ -1,0 +1,174 @@
+"""What Prometheus reads: right after known work, and of two servers in one process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client import REGISTRY
+from prometheus_client.parser import text_string_to_metric_families
+
+import fminfer
+from fminfer.engine.events import Finished
+from fminfer.engine.stats import EngineStats
+from fminfer.server.metrics import Metrics, RequestTimes
+from tests.streams import events_of
+
+PROMPT = list(range(40, 80))
+Samples = dict[str, float]
+
+
+def read(metrics: Metrics) -> Samples:
+    """Return every sample by its name, and the labels beside model_name."""
+    body, content_type = metrics.render()
+    assert content_type.startswith("text/plain")
+    found: Samples = {}
+    for family in text_string_to_metric_families(body.decode()):
+        assert family.documentation and family.type in ("gauge", "counter", "histogram")
+        for sample in family.samples:
+            if sample.name.startswith("process_"):
+                continue
+            labels = dict(sample.labels)
+            assert labels.pop("model_name") == "demo", sample
+            told = "".join(f"{{{key}={value}}}" for key, value in labels.items())
+            assert sample.name + told not in found
+            found[sample.name + told] = sample.value
+    return found
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[fminfer.Engine]:
+    engine = fminfer.Engine(dtype="float32", max_rows=4)
+    yield engine
+    engine.close()
+
+
+class Still:
+    """An engine that does nothing, on a GPU."""
+
+    stats = EngineStats(num_put_back=3, num_again_tokens=70, num_kv_tokens=4096)
+    num_waiting, num_running, kv_usage = 7, 5, 0.25
+    gpu_memory = {"peak_bytes": 2**31, "foreseen_bytes": 2**32}  # noqa: RUF012
+
+
+def test_values_after_known_work(engine: fminfer.Engine) -> None:
+    metrics = Metrics(engine, "demo")
+    before = read(metrics)
+    assert (
+        before["vllm:num_requests_running"]
+        == before["vllm:request_success_total{finished_reason=stop}"]
+        == 0
+    )
+    # The second one finds the prompt of the first one in the cache, but for its last token.
+    for fields in ({"max_tokens": 6, "n": 2}, {"max_tokens": 4, "echo": True}):
+        started = time.perf_counter()
+        engine.add({"prompt": PROMPT, "ignore_eos": True, "seed": 1} | fields)
+        events = events_of(engine)
+        finished = events[-1]
+        assert isinstance(finished, Finished)
+        metrics.observe(RequestTimes.of(finished, time.perf_counter() - started))
+    after = read(metrics)
+
+    def grown(name: str) -> float:
+        return after[name] - before[name]
+
+    assert grown("vllm:prompt_tokens_total") == grown("vllm:prefix_cache_queries_total") == 80
+    assert grown("vllm:prefix_cache_hits_total") == 39
+    assert grown("vllm:generation_tokens_total") == 6 * 2 + 4
+    assert grown("vllm:request_success_total{finished_reason=length}") == 3
+    assert grown("vllm:request_success_total{finished_reason=stop}") == 0
+    assert grown("vllm:num_preemptions_total") == grown("fminfer:tokens_fed_again_total") == 0
+    assert grown("fminfer:engine_steps_total") >= 6 + 4
+    assert after["vllm:request_prompt_tokens_sum"] == 80
+    assert after["vllm:request_generation_tokens_sum"] == 16
+    assert after["vllm:e2e_request_latency_seconds_count"] == 2
+    assert after["vllm:num_requests_waiting"] == after["vllm:kv_cache_usage_perc"] == 0
+    assert after["fminfer:kv_cache_tokens"] == engine.stats.num_kv_tokens > 0
+    assert 2**24 < after["fminfer:peak_memory_bytes"] < 2**36
+    assert not [name for name in after if "gpu" in name], "this engine is on a CPU"
+
+
+def test_values_while_it_works(engine: fminfer.Engine) -> None:
+    metrics = Metrics(engine, "demo")
+    ids = [engine.add({"prompt": PROMPT, "max_tokens": 30, "ignore_eos": True}) for _ in range(6)]
+    assert read(metrics)["vllm:num_requests_waiting"] == 6
+    while engine.num_running < 4:
+        engine.step()
+    found = read(metrics)
+    assert (found["vllm:num_requests_running"], found["vllm:num_requests_waiting"]) == (4, 2)
+    assert 0 < found["vllm:kv_cache_usage_perc"] == engine.kv_usage < 1
+    for request_id in ids:
+        engine.cancel(request_id)
+        metrics.count_cancelled()
+    events_of(engine)
+    found = read(metrics)
+    assert found["vllm:kv_cache_usage_perc"] == 0
+    assert found["vllm:request_success_total{finished_reason=abort}"] == 6
+
+
+def test_histograms_hold_what_was_observed() -> None:
+    metrics = Metrics(Still(), "demo")
+    metrics.observe(RequestTimes(10, 3, ("stop", "length"), 0.25, 0.5, 2.0))
+    metrics.observe(RequestTimes(300, 0, ("length",), 0.25, None, 1.0))
+    for seconds in (0.001, 0.004, 0.3):
+        metrics.observe_gap(seconds)
+    found = read(metrics)
+    for name, expected in {
+        "request_queue_time_seconds": (2, 0.5),
+        "time_to_first_token_seconds": (1, 0.5),
+        "e2e_request_latency_seconds": (2, 3.0),
+        "inter_token_latency_seconds": (3, 0.305),
+        "request_prompt_tokens": (2, 310),
+        "request_generation_tokens": (2, 3),
+    }.items():
+        told = found[f"vllm:{name}_count"], found[f"vllm:{name}_sum"]
+        assert told == pytest.approx(expected), name
+    gaps = {
+        limit: found[f"vllm:inter_token_latency_seconds_bucket{{le={limit}}}"]
+        for limit in ("0.001", "0.005", "0.2", "+Inf")
+    }
+    assert gaps == {"0.001": 1, "0.005": 2, "0.2": 2, "+Inf": 3}
+    assert found["vllm:request_success_total{finished_reason=length}"] == 2
+
+
+def test_times_that_the_engine_did_not_see_are_of_the_queue() -> None:
+    usage = {"prompt_tokens": 5, "completion_tokens": 2}
+    times = {"batch_time": 1.0, "queue_time": 0.5, "prefill_time": 0.25, "decode_time": 0.75}
+    choices = [{"finish_reason": "stop"}]
+    assert RequestTimes.of(Finished(1, choices, usage, times), 2.0) == RequestTimes(
+        5, 2, ("stop",), queue_s=1.0, first_token_s=1.25, total_s=2.0
+    )
+    nothing = usage | {"completion_tokens": 0}
+    assert RequestTimes.of(Finished(1, choices, nothing, times), 2.0).first_token_s is None
+
+
+def test_two_servers_in_one_process_count_for_themselves() -> None:
+    first, second = Metrics(Still(), "demo"), Metrics(Still(), "demo")
+    first.count_refused(429)
+    first.count_refused(429)
+    second.count_refused(400)
+    assert read(first)["fminfer:requests_refused_total{status=429}"] == 2
+    assert "fminfer:requests_refused_total{status=429}" not in read(second)
+    assert not [name for name in REGISTRY._names_to_collectors if "vllm" in name]
+
+
+def test_state_of_an_engine_on_a_gpu() -> None:
+    found = read(Metrics(Still(), "demo"))
+    assert found["fminfer:gpu_peak_memory_bytes"] == 2**31
+    assert found["fminfer:gpu_foreseen_memory_bytes"] == 2**32
+    assert found["vllm:num_preemptions_total"] == 3
+    assert found["vllm:kv_cache_usage_perc"] == 0.25
+
+
+def test_a_models_name_may_hold_any_character() -> None:
+    name = 'a "b"\\c\n€'
+    body, _ = Metrics(Still(), name).render()
+    families = text_string_to_metric_families(body.decode())
+    labels = {
+        sample.labels["model_name"]
+        for family in families
+        for sample in family.samples
+        if "model_name" in sample.labels
+    }
+    assert labels == {name}
