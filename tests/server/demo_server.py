@@ -15,7 +15,8 @@ from pathlib import Path
 
 from .raw_http import HOST, get
 
-START_S, GRACE_S = 120.0, 5.0
+START_S, GRACE_S = 120.0, 5
+BUDGET = 16384  # KV tokens: few, so that some wait, and memory that is touched late is no growth
 DTYPE = "float32"  # in which answers do not depend on what is computed beside them
 
 
@@ -26,8 +27,9 @@ def running(errors: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
         free.bind((HOST, 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "fminfer", "serve", "--port", str(port), "--dtype", DTYPE]
+    command += ["--budget", str(BUDGET), "--grace", str(GRACE_S)]
     with errors.open("wb") as file:
-        server = subprocess.Popen([*command, "--grace", str(GRACE_S)], stderr=file)
+        server = subprocess.Popen(command, stderr=file)
     try:
         deadline = time.monotonic() + START_S
         while not _is_ready(port):

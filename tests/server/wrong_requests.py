@@ -91,7 +91,7 @@ ROUTES = [
 PROTOCOL = [
     _raw("not HTTP", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 30, 400, CLOSED),
     _raw("a line of nothing", b"\r\n\r\n\r\n\r\n", 400, CLOSED, has_end=False),
-    _raw("HTTP 9", b"GET / HTTP/9.9\r\nHost: x\r\n\r\n", 400, 505, CLOSED),
+    _raw("HTTP 9", b"GET /nope HTTP/9.9\r\nHost: x\r\n\r\n", 400, 404, 505, CLOSED),
     _raw("two lengths", _head("Content-Length: 5", "Content-Length: 7") + b"12345", 400, CLOSED),
     _raw("negative length", _head("Content-Length: -1"), 400, CLOSED),
     _raw("length is text", _head("Content-Length: five") + b"12345", 400, CLOSED),
