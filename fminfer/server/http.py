@@ -200,11 +200,12 @@ def _make_service(engine: Engine, settings: ServerSettings) -> Service:
         if not settings.is_quiet and settings.log_level in ("info", "debug"):
             click.echo(text, err=True)
 
+    metrics = Metrics(engine, names[0])
     return Service(
         engine,
-        Answering(engine, settings.queue_size),
+        Answering(engine, settings.queue_size, metrics),
         model,
-        Metrics(engine, names[0]),
+        metrics,
         Throughput(lambda: engine.stats),
         settings.max_body_bytes,
         log,
