@@ -91,7 +91,7 @@ class HttpThread:
                 ws="none",
                 lifespan="off",
                 log_config=None,
-                log_level="warning" if settings.log_level == "info" else settings.log_level,
+                log_level="debug" if is_debug else "error",
                 access_log=is_debug,
                 server_header=False,
                 timeout_keep_alive=settings.keep_alive_s,  # type: ignore[arg-type]

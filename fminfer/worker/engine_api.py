@@ -22,7 +22,7 @@ from fminfer.core.messages import StepTrace
 from fminfer.engine.engine_core import EngineCore
 from fminfer.engine.events import Event
 from fminfer.engine.facts import Facts
-from fminfer.engine.intake import Intake
+from fminfer.engine.intake import Intake, Limits
 from fminfer.engine.room import KvSize
 from fminfer.engine.sequence import Prepared
 from fminfer.engine.stats import EngineStats
@@ -314,6 +314,11 @@ class Engine:
     def gpu_memory(self) -> dict[str, int]:
         """Bytes of this process's GPU: the forecast, and the peak so far; {} on a CPU."""
         return self._computing.gpu_memory
+
+    @property
+    def limits(self) -> Limits:
+        """What the model and the options allow a request."""
+        return self._intake.limits
 
     @property
     def has_chat_template(self) -> bool:
