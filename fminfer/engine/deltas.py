@@ -50,6 +50,7 @@ class Deltas:
             reader = MessageReader(self._state.prepared.tool_parser)
             told = self._told[id(sequence)] = _Told(reader)
         params = sequence.prompt.params
+        wants_logprobs = params.logprobs is not None
         is_over = sequence.finish_reason is not None
         if told.is_over or not (sequence.tokens or is_over):
             return  # before the first token the echoed prompt's scores are not all there
@@ -60,7 +61,9 @@ class Deltas:
         tells_prompt = params.echo and not told.has_prompt
         if tells_prompt:
             text = sequence.prompt.encoded.text + text
-        if not (text or calls or num_listed > told.num_listed or is_over):
+        # In chat, calls are held back for many tokens, which are not worth an empty delta each.
+        has_listed = num_listed > told.num_listed and (wants_logprobs or not self._is_chat)
+        if not (text or calls or has_listed or is_over):
             return
         new_ids = [token.token_id for token in sequence.tokens[told.num_drawn :]]
         logprobs = self._list(sequence, told.num_listed, num_listed, with_prompt=tells_prompt)

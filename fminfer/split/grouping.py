@@ -40,7 +40,8 @@ class Group:
     def max_tokens(self) -> int:
         """How many tokens an answer has at most, or may be expected to have."""
         names = ("max_completion_tokens", "max_tokens") if self.is_chat else ("max_tokens",)
-        for value in map(self.hyperparameters.get, names):
+        for name in names:
+            value: Any = self.hyperparameters.get(name)
             if is_integral(value) and value >= 0:
                 return int(value)
         return CHAT_TOKENS if self.is_chat else DEFAULTS.max_tokens
