@@ -5,13 +5,13 @@ It knows the three shapes of input lines, and nothing of what a request's fields
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import orjson
 
-from fminfer.contract.fields import json_type, show, wrong_type
+from fminfer.contract.fields import show, wrong_type
+from fminfer.contract.json_object import load_object
 from fminfer.contract.json_spans import find_members, on_one_line
 from fminfer.contract.line import Line
 from fminfer.contract.row_warnings import MAX_NAMES, RowWarning, cut_name
@@ -49,7 +49,7 @@ def open_envelope(line: Line) -> Envelope:
             raise RequestError("out_of_range", line.fault)
         if line.damage or line.fault:
             raise RequestError("invalid_json", line.damage or line.fault)
-        fields = _load_object(raw)
+        fields = load_object(raw)
     except RequestError as error:
         is_json = error.code == "not_an_object"
         return Envelope("bare", on_one_line(raw) if is_json else as_text(raw), error=error)
@@ -149,55 +149,3 @@ def _what_is_wrong(fields: dict[str, Any], number: int) -> RequestError | None:
                 name,
             )
     return None
-
-
-def _load_object(raw: bytes) -> dict[str, Any]:
-    try:
-        raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise RequestError(
-            "invalid_utf8",
-            f"byte {error.start} of the line is not UTF-8 ({raw[error.start]:#04x}); "
-            "save the file as UTF-8",
-        ) from None
-    try:
-        value = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        value = _load_leniently(raw, error)
-    if not isinstance(value, dict):
-        raise RequestError(
-            "not_an_object",
-            f"the line holds a JSON {json_type(value)}; a request is a JSON object, "
-            'such as {"prompt": "Hello", "max_tokens": 5}',
-        )
-    return value
-
-
-def _load_leniently(raw: bytes, error: orjson.JSONDecodeError) -> Any:
-    """Accept what JSON allows and orjson refuses (lone surrogates); explain the rest."""
-
-    def refuse_constant(name: str) -> None:
-        raise RequestError("invalid_json", f"{name} is not JSON; use a number or null")
-
-    try:
-        return json.loads(raw.decode(), parse_constant=refuse_constant)
-    except RecursionError:
-        raise RequestError("invalid_json", "the JSON is nested too deep") from None
-    except ValueError:
-        raise RequestError(
-            "invalid_json",
-            f"the line is not JSON: {error.msg} at character {error.pos + 1}. " + _json_remedy(raw),
-        ) from None
-
-
-def _json_remedy(raw: bytes) -> str:
-    if raw.startswith(b"\xef\xbb\xbf"):
-        return "A byte order mark stands before it; only a file's first line may have one"
-    if raw[-1:] == b"}" and raw[:-1].rstrip()[-1:] == b",":
-        return "There is a comma before the last brace; remove it"
-    if (raw[:1] == b"{" and raw[-1:] != b"}") or raw[:1] in (b'"', b"}", b"]"):
-        return (
-            "It looks like a piece of a request that is spread over several lines; "
-            "write each request on one line (jq -c . does it)"
-        )
-    return "Write one JSON object on the line"

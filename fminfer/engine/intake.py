@@ -54,6 +54,12 @@ class Intake:
         template = ChatTemplate(tokenizer, limits.chat_template)
         self._chat = ChatIntake(template, limits.tool_call_parser)
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether messages can become a prompt."""
+        template = self._chat.template
+        return self._tokenizer.has_words and template.find_text(has_tools=False) is not None
+
     def parse(self, fields: Mapping[str, Any], *, is_chat: bool | None = None) -> Request:
         """Check a request as far as that goes without its tokens; render the template of a chat.
 

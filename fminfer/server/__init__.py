@@ -1,1 +1,1 @@
-"""The HTTP server: OpenAI's endpoints on one engine."""
+"""The HTTP server: OpenAI's endpoints on one engine, and a page to try them."""

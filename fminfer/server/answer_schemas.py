@@ -97,6 +97,7 @@ def model_schema() -> Schema:
             "root": TEXT,
             "parent": NULL,
             "max_model_len": COUNT | {"description": "Most tokens of prompt and answer."},
+            "has_chat_template": {"type": "boolean"},
         },
         *("id", "object", "created", "owned_by", "max_model_len"),
     )
@@ -107,6 +108,14 @@ def model_list_schema() -> Schema:
     return object_of(
         {"object": {"const": "list"}, "data": list_of(model_schema())}, "object", "data"
     )
+
+
+def stats_schema() -> Schema:
+    """Return the answer of `/stats`."""
+    rates = ("kv_usage", "prompt_tokens_per_s", "generation_tokens_per_s", "uptime_s")
+    figures: Schema = {"num_running": COUNT, "num_waiting": COUNT}
+    figures |= {name: {"type": "number", "minimum": 0} for name in rates}
+    return object_of({"model": TEXT, **figures}, "model", *figures)
 
 
 def tokenize_schema() -> Schema:

@@ -1,12 +1,212 @@
-"""Answers HTTP requests with an engine."""
+"""Runs a server: HTTP in a thread with an event loop, the engine's steps in this one."""
 
 from __future__ import annotations
 
+import asyncio
+import socket
+import threading
+from contextlib import suppress
+
+import click
+import uvicorn
+
+from fminfer.core.errors import FminferError, UsageError
 from fminfer.machine.stopper import Stopper
+from fminfer.server.answering import Answering
+from fminfer.server.app import make_app
+from fminfer.server.connections import Connection, listen
+from fminfer.server.errors import HttpError
+from fminfer.server.metrics import Metrics
+from fminfer.server.service import ServedModel, Service
 from fminfer.server.settings import ServerSettings
+from fminfer.server.throughput import Throughput
 from fminfer.worker.engine_api import Engine
 
+LEAVE_S = 2.0  # for the last bytes, once the grace is over
+REPORT_S = 10  # between lines that say what goes on
 
-def run_http(engine: Engine, settings: ServerSettings, stopper: Stopper) -> None:
-    """Serve until told to stop; the main thread runs the engine's steps."""
-    raise NotImplementedError
+
+def open_socket(settings: ServerSettings) -> socket.socket:
+    """Take the server's address, before a model is loaded for nothing.
+
+    Raises:
+        UsageError: it cannot be had.
+    """
+    try:
+        return listen(settings.host, settings.port)
+    except (OSError, UnicodeError) as error:
+        raise UsageError(
+            f"{settings.host}:{settings.port} cannot be listened on: {error}. Give another --port "
+            "or --host"
+        ) from None
+
+
+def run_http(
+    engine: Engine, settings: ServerSettings, stopper: Stopper, address: socket.socket
+) -> None:
+    """Serve an engine until the stopper hears a signal, and open requests have ended.
+
+    Args:
+        address: of `open_socket`.
+
+    Raises:
+        StoppedError: it was told to stop, and requests were left without an answer.
+        FminferError: the engine failed.
+    """
+    thread = HttpThread(engine, settings, address)
+    thread.start()
+    if not settings.is_quiet:
+        click.echo(f"Serving {thread.service.model.names[0]} at {thread.url}", err=True)
+        click.echo(f"  {thread.url}/docs lists what there is; Ctrl-C ends it.", err=True)
+    try:
+        with stopper.telling(thread.drain):
+            thread.service.answering.run()
+    finally:
+        thread.end()
+    if thread.service.answering.num_dropped and stopper.reason is not None:
+        raise stopper.reason
+    if stopper.reason is None:
+        raise FminferError("the HTTP server ended by itself; its words stand above")
+
+
+class HttpThread:
+    """The thread of HTTP.
+
+    Args:
+        address: a socket that does not listen yet.
+    """
+
+    def __init__(self, engine: Engine, settings: ServerSettings, address: socket.socket) -> None:
+        self._settings = settings
+        self._address = address
+        self.service = _make_service(engine, settings)
+        scheme = "http" if settings.ssl_certfile is None else "https"
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        self.url = f"{scheme}://{host}:{address.getsockname()[1]}"
+        is_debug = settings.log_level == "debug"
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                make_app(self.service, settings),
+                http=Connection,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                log_level="debug" if is_debug else "error",
+                access_log=is_debug,
+                server_header=False,
+                timeout_keep_alive=settings.keep_alive_s,  # type: ignore[arg-type]
+                ssl_certfile=settings.ssl_certfile,
+                ssl_keyfile=settings.ssl_keyfile,
+            )
+        )
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="http", daemon=True)
+        self._fault: BaseException | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it goes on."""
+        return self._thread.is_alive()
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """Its event loop, once it has started."""
+        assert self._loop is not None, "it has started"
+        return self._loop
+
+    def start(self) -> None:
+        """Listen.
+
+        Raises:
+            FminferError: it cannot.
+        """
+        self._thread.start()
+        self._is_ready.wait()
+        if self._fault is not None:
+            raise FminferError(f"the HTTP server cannot start: {self._fault}") from self._fault
+
+    def drain(self, grace_s: float) -> None:
+        """Take no more requests; those that are open have so long. A signal handler may call it."""
+        self.loop.call_soon_threadsafe(self._drain, grace_s)
+
+    def end(self) -> None:
+        """Wait until all has been sent, or for a while."""
+        if self._loop is not None:
+            with suppress(RuntimeError):  # its loop is closed
+                self._loop.call_soon_threadsafe(self._drain, 0.0)
+        self._thread.join(LEAVE_S + 1)
+
+    def _drain(self, grace_s: float) -> None:
+        answering = self.service.answering
+        closing = HttpError(
+            503,
+            "the server is shutting down; ask another one",
+            code="shutting_down",
+            headers={"Retry-After": "10", "Connection": "close"},
+        )
+        answering.close(closing)
+        asyncio.get_running_loop().call_later(grace_s, answering.fail_all, closing)
+        self._server.config.timeout_graceful_shutdown = grace_s + LEAVE_S  # type: ignore[assignment]
+        self._server.should_exit = True
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            self._fault = error
+        finally:
+            self.service.answering.end()
+            self._is_ready.set()
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.service.answering.start(self._loop, on_failure=lambda: self._drain(0.0))
+        looking = asyncio.create_task(self._look())
+        serving = asyncio.create_task(self._server.serve(sockets=[self._address]))
+        while not (self._server.started or serving.done()):
+            await asyncio.sleep(0.005)
+        self._is_ready.set()
+        await serving
+        looking.cancel()
+
+    async def _look(self) -> None:
+        """Count tokens each second; now and then say what goes on."""
+        throughput, answering = self.service.throughput, self.service.answering
+        num_told = 0
+        while True:
+            for _ in range(REPORT_S):
+                await asyncio.sleep(1)
+                throughput.look()
+            num_tokens = throughput.num_tokens
+            if num_tokens != num_told:
+                engine, rates = self.service.engine, throughput.rates
+                self.service.log(
+                    f"{engine.num_running} running, {answering.num_waiting} waiting, KV cache "
+                    f"{engine.kv_usage:.0%} full; {rates.prompt_tokens:,.0f} prompt tokens/s, "
+                    f"{rates.generation_tokens:,.0f} new tokens/s"
+                )
+            num_told = num_tokens
+
+
+def _make_service(engine: Engine, settings: ServerSettings) -> Service:
+    names = settings.served_model_names or (engine.model_name,)
+    config = engine.config
+    model = ServedModel(
+        names, engine.context_length, engine.has_chat_template, is_checked=config.check_model
+    )
+
+    def log(text: str) -> None:
+        if not settings.is_quiet and settings.log_level in ("info", "debug"):
+            click.echo(text, err=True)
+
+    metrics = Metrics(engine, names[0])
+    return Service(
+        engine,
+        Answering(engine, settings.queue_size, metrics),
+        model,
+        metrics,
+        Throughput(lambda: engine.stats),
+        settings.max_body_bytes,
+        log,
+    )

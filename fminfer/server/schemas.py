@@ -128,6 +128,27 @@ def describe_body(schema: Schema) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {JSON: {"schema": schema}}}}
 
 
+def document(
+    answer: Schema,
+    meaning: str,
+    *,
+    body: Schema | None = None,
+    chunk: Schema | None = None,
+    errors: Iterable[int] = ERRORS,
+) -> dict[str, Any]:
+    """Return what FastAPI is told of a route: what it takes, and what it answers.
+
+    Args:
+        body: of the request.
+        chunk: of which a stream consists, if the route can send one.
+        errors: the statuses with which it may end.
+    """
+    found: dict[str, Any] = {
+        "responses": describe_answers(answer, meaning, chunk=chunk, errors=errors)
+    }
+    return found if body is None else found | {"openapi_extra": describe_body(body)}
+
+
 def describe_answers(
     schema: Schema, meaning: str, *, chunk: Schema | None = None, errors: Iterable[int] = ERRORS
 ) -> dict[int | str, dict[str, Any]]:

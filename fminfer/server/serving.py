@@ -10,7 +10,7 @@ from fminfer.batch.process_roles import lead_or_join
 from fminfer.batch.run_context import ProcessContext
 from fminfer.batch.run_engine import MakeEngine, start_engine
 from fminfer.models.checkpoint import Checkpoint
-from fminfer.server.http import run_http
+from fminfer.server.http import open_socket, run_http
 from fminfer.server.settings import ServerSettings
 from fminfer.worker.part_process import Opening
 
@@ -33,12 +33,13 @@ def serve_process(run: ServeContext) -> None:
 
 def _serve(run: ServeContext, checkpoint: Checkpoint, make_engine: MakeEngine) -> None:
     """Make the engine, and let it answer over HTTP; only the first process does so."""
+    address = open_socket(run.settings)  # before a model is loaded for nothing
     if not run.is_quiet:
         click.echo(f"Loading {checkpoint.name} …", err=True)
     engine = start_engine(run, lambda bar: make_engine(checkpoint, bar))
     try:
         if not run.is_quiet:
             click.echo(f"Ready after {run.elapsed_s():.1f} s.", err=True)
-        run_http(engine, run.settings, run.stopper)
+        run_http(engine, run.settings, run.stopper, address)
     finally:
         engine.close()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -22,8 +22,9 @@ from fminfer.core.messages import StepTrace
 from fminfer.engine.engine_core import EngineCore
 from fminfer.engine.events import Event
 from fminfer.engine.facts import Facts
-from fminfer.engine.intake import Intake
+from fminfer.engine.intake import Intake, Limits
 from fminfer.engine.room import KvSize
+from fminfer.engine.sequence import Prepared
 from fminfer.engine.stats import EngineStats
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.pipeline.group import Group
@@ -42,6 +43,7 @@ from fminfer.worker.team import Team
 from fminfer.worker.team_process import start_pipelines
 
 log = logging.getLogger("fminfer")
+REPEAT_BITS = 64  # of the random number by which requests without a seed differ
 
 
 class Computing(Protocol):
@@ -128,14 +130,13 @@ class Engine:
         kv_size = KvSize(self.facts.num_kv_blocks, config.block_size)
         self._intake = Intake(self.tokenizer, replace(limits, kv_size=kv_size))
         self._is_closed = False
-        self._numbers = itertools.count()  # of added requests
         self._runner: LineRunner | None = None  # of the run that goes on
         self._left: deque[Event] = deque()  # of added requests, that a run met and did not need
         self.load_s = time.perf_counter() - started
 
     def add(
         self,
-        request: Mapping[str, Any],
+        request: Mapping[str, Any] | Prepared,
         *,
         priority: int = 0,
         is_streamed: bool = False,
@@ -143,10 +144,11 @@ class Engine:
     ) -> int:
         """Queue a request; return the id by which events name it. Any thread may call it.
 
-        Requests without a seed of their own draw differently, also those that say the same.
+        Requests without a seed of their own draw differently, also those that say the same, and
+        also in another process.
 
         Args:
-            request: the fields of a completions or chat request.
+            request: the fields of a completions or chat request, or what `prepare` made of them.
             priority: higher ones are admitted first, and may preempt rows of lower ones.
             is_streamed: return its tokens as they come.
             is_chat: whether it is one of chat; None: it is if it has messages and no prompt.
@@ -157,11 +159,26 @@ class Engine:
         """
         if self._is_closed:
             raise UsageError("the engine is closed; make a new one")
+        if not isinstance(request, Prepared):
+            request = self.prepare(request, is_chat=is_chat)
+        return self._core.add(request, priority=priority, is_streamed=is_streamed)
+
+    def prepare(self, request: Mapping[str, Any], *, is_chat: bool | None = None) -> Prepared:
+        """Check and tokenize a request, to be added later. Any thread may call it.
+
+        `add` does this too. A long prompt takes a while, which an event loop must not wait for.
+
+        Args:
+            request: the fields of a completions or chat request.
+            is_chat: whether it is one of chat; None: it is if it has messages and no prompt.
+
+        Raises:
+            RequestError: what is wrong with it.
+        """
         parsed = self._intake.parse(request, is_chat=is_chat)
-        prepared = self._intake.prepare(parsed, repeat=next(self._numbers))
-        request_id = self._core.add(prepared, priority=priority, is_streamed=is_streamed)
+        prepared = self._intake.prepare(parsed, repeat=secrets.randbits(REPEAT_BITS))
         self._intake.note(*parsed.warnings)
-        return request_id
+        return prepared
 
     def cancel(self, request_id: int) -> None:
         """Forget a request, in any state. Any thread may call it."""
@@ -297,6 +314,16 @@ class Engine:
     def gpu_memory(self) -> dict[str, int]:
         """Bytes of this process's GPU: the forecast, and the peak so far; {} on a CPU."""
         return self._computing.gpu_memory
+
+    @property
+    def limits(self) -> Limits:
+        """What the model and the options allow a request."""
+        return self._intake.limits
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether chat requests can be answered."""
+        return self._intake.has_chat_template
 
     @property
     def warnings(self) -> dict[str, int]:

@@ -1,0 +1,281 @@
+"""Requests of an event loop, and the engine that answers them in another thread.
+
+The event loop asks and gets events by `Reply`. The engine's thread calls `run`, which steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+from fminfer.core.errors import FminferError, RequestError
+from fminfer.engine.events import Delta, Event, Failed, Finished
+from fminfer.engine.sequence import Prepared
+from fminfer.server.errors import HttpError, as_http
+from fminfer.server.metrics import Metrics, RequestTimes
+
+IDLE_S = 0.2  # after which an idle engine looks whether it is to end
+TOKENIZERS = 2  # requests that are tokenized at once
+MOST_RETRY_S = 60
+
+
+class AnsweringEngine(Protocol):
+    """What of an `Engine` is needed here."""
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    def prepare(self, request: Mapping[str, Any], *, is_chat: bool | None = None) -> Prepared: ...
+
+    def add(self, request: Prepared, *, priority: int = 0, is_streamed: bool = False) -> int: ...
+
+    def cancel(self, request_id: int) -> None: ...
+
+    def wait(self, timeout_s: float | None = None) -> bool: ...
+
+    def step(self) -> list[Event]: ...
+
+
+class Reply:
+    """The events of one request, in the event loop's thread."""
+
+    def __init__(self, request_id: int, asked_s: float) -> None:
+        self.id = request_id
+        self.asked_s = asked_s  # of time.perf_counter, when the request came
+        self.token_s: dict[int, float] = {}  # by choice: when its last token came
+        self._events: list[Event | HttpError] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    def push(self, event: Event | HttpError) -> None:
+        """Add an event, and wake who waits for it."""
+        self._events.append(event)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take(self, timeout_s: float | None = None) -> list[Event]:
+        """Return the events since the last call; wait for one, or until the timeout.
+
+        Raises:
+            HttpError: there is no answer.
+        """
+        if not self._events:
+            await self._wait(timeout_s)
+        events: list[Event] = []
+        for event in self._events:
+            if isinstance(event, Failed):
+                event = as_http(event.error)
+            if isinstance(event, HttpError):
+                self._events = [event] if events else []  # what came before it goes first
+                if events:
+                    return events
+                raise event
+            events.append(event)
+        self._events = []
+        return events
+
+    async def finish(self) -> Finished:
+        """Wait for the answer of a request that is not streamed.
+
+        Raises:
+            HttpError: there is none.
+        """
+        while True:
+            for event in await self.take():
+                if isinstance(event, Finished):
+                    return event
+
+    async def _wait(self, timeout_s: float | None) -> None:
+        loop = asyncio.get_running_loop()
+        self._waiter = waiter = loop.create_future()
+        timer = None if timeout_s is None else loop.call_later(timeout_s, _end_wait, waiter)
+        try:
+            await waiter
+        finally:
+            self._waiter = None
+            if timer is not None:
+                timer.cancel()
+
+
+def _end_wait(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+class Answering:
+    """Takes requests in an event loop, and answers them with an engine.
+
+    Args:
+        queue_size: prompts that may wait; 0: any number.
+        metrics: is told of each request's times.
+    """
+
+    def __init__(self, engine: AnsweringEngine, queue_size: int, metrics: Metrics) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self._queue_size = queue_size
+        self._open: dict[int, Reply] = {}  # of the event loop's thread only
+        self._num_preparing = 0
+        self._prepares = ThreadPoolExecutor(TOKENIZERS, "tokenizing")
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_failure: Callable[[], None] = lambda: None
+        self._is_over = threading.Event()
+        self._closed: HttpError | None = None  # why no more requests are taken
+        self.failure: BaseException | None = None  # why the engine answers no more
+        self.num_dropped = 0  # requests that were open when the server ended
+        self.queue_s = 0.0  # mean time that requests wait, over the last ones
+
+    # In the event loop's thread:
+
+    def start(self, loop: asyncio.AbstractEventLoop, on_failure: Callable[[], None]) -> None:
+        """Take note of the event loop, which then may ask.
+
+        Args:
+            on_failure: called in the loop once the engine has failed.
+        """
+        self._loop, self._on_failure = loop, on_failure
+
+    @property
+    def num_open(self) -> int:
+        """Requests without an answer."""
+        return len(self._open) + self._num_preparing
+
+    @property
+    def replies(self) -> list[Reply]:
+        """The requests without an answer that are with the engine."""
+        return [*self._open.values()]
+
+    @property
+    def num_waiting(self) -> int:
+        """Prompts that have not begun."""
+        return self._num_preparing + self._engine.num_waiting
+
+    @property
+    def refusal(self) -> HttpError | None:
+        """Why no requests are taken; None: they are."""
+        return self._closed
+
+    async def ask(
+        self,
+        fields: Mapping[str, Any],
+        *,
+        is_chat: bool = False,
+        is_streamed: bool = False,
+    ) -> Reply:
+        """Queue a request.
+
+        Raises:
+            HttpError: it is wrong, or there is no room for it.
+        """
+        self._require_room()
+        asked_s = time.perf_counter()
+        try:
+            prepared = await self.prepare(fields, is_chat=is_chat)
+            if self._closed is not None:
+                raise self._closed
+            request_id = self._engine.add(prepared, is_streamed=is_streamed)
+        except RequestError as error:
+            raise as_http(error) from None
+        # Events come by this thread, too, so none can have come yet.
+        reply = self._open[request_id] = Reply(request_id, asked_s)
+        return reply
+
+    async def prepare(self, fields: Mapping[str, Any], *, is_chat: bool = False) -> Prepared:
+        """Check and tokenize a request beside the event loop.
+
+        Raises:
+            RequestError: what is wrong with it.
+        """
+        loop = asyncio.get_running_loop()
+        self._num_preparing += 1
+        try:
+            return await loop.run_in_executor(
+                self._prepares, lambda: self._engine.prepare(fields, is_chat=is_chat)
+            )
+        finally:
+            self._num_preparing -= 1
+
+    def leave(self, reply: Reply) -> None:
+        """Forget a request; if it has no answer yet, the engine frees what it holds."""
+        if self._open.pop(reply.id, None) is not None:
+            self._engine.cancel(reply.id)
+            self._metrics.count_cancelled()
+
+    def close(self, error: HttpError) -> None:
+        """Take no more requests; those that are open go on."""
+        self._closed = self._closed or error
+
+    def fail_all(self, error: HttpError) -> None:
+        """Give every open request an error."""
+        self.close(error)
+        self.num_dropped += len(self._open)
+        for reply in self.replies:
+            self._engine.cancel(reply.id)
+            reply.push(error)
+        self._open.clear()
+
+    def _require_room(self) -> None:
+        if self._closed is not None:
+            raise self._closed
+        if self._queue_size and (waiting := self.num_waiting) >= self._queue_size:
+            retry_s = min(MOST_RETRY_S, max(1, round(self.queue_s)))
+            raise HttpError(
+                429,
+                f"{waiting} prompts wait, and the queue is full (--queue-size "
+                f"{self._queue_size}). Try again in {retry_s} s",
+                code="queue_full",
+                headers={"Retry-After": str(retry_s)},
+            )
+
+    def _deliver(self, events: list[Event]) -> None:
+        now_s = time.perf_counter()
+        for event in events:
+            reply = self._open.get(event.request_id)
+            if reply is None:  # its client has left
+                continue
+            if isinstance(event, Delta):
+                self._time_token(reply, event, now_s)
+            else:
+                del self._open[event.request_id]
+            if isinstance(event, Finished):
+                self.queue_s += 0.1 * (event.times["queue_time"] - self.queue_s)
+                self._metrics.observe(RequestTimes.of(event, now_s - reply.asked_s))
+            reply.push(event)
+
+    def _time_token(self, reply: Reply, delta: Delta, now_s: float) -> None:
+        if delta.index in reply.token_s:
+            self._metrics.observe_gap(now_s - reply.token_s[delta.index])
+        reply.token_s[delta.index] = now_s
+
+    def _break(self, error: BaseException) -> None:
+        self.failure = error
+        told = str(error) if isinstance(error, FminferError) else type(error).__name__
+        self.fail_all(HttpError(503, f"the engine failed: {told}", code="engine_failed"))
+        self._on_failure()
+
+    # In the engine's thread:
+
+    def run(self) -> None:
+        """Answer requests until `end` is called.
+
+        Raises:
+            BaseException: the engine's, which has failed. Each open request has got an error.
+        """
+        assert self._loop is not None, "the event loop starts first"
+        try:
+            while not self._is_over.is_set():
+                if self._engine.wait(IDLE_S) and (events := self._engine.step()):
+                    self._loop.call_soon_threadsafe(self._deliver, events)
+        except BaseException as error:
+            self._loop.call_soon_threadsafe(self._break, error)
+            raise
+
+    # In any thread:
+
+    def end(self) -> None:
+        """Have `run` return."""
+        self._is_over.set()
+        self._prepares.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,111 @@
+"""The ASGI application: routes, the errors they end with, and the doors before them."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+
+from fminfer.core.version import __version__
+from fminfer.server.doors import Doors
+from fminfer.server.errors import HttpError, respond
+from fminfer.server.model_routes import model_routes
+from fminfer.server.old_routes import old_routes
+from fminfer.server.openai_routes import openai_routes
+from fminfer.server.pages import page_routes
+from fminfer.server.service import Service
+from fminfer.server.settings import ServerSettings
+
+
+def make_app(service: Service, settings: ServerSettings) -> FastAPI:
+    """Return the application that serves an engine."""
+    app = FastAPI(
+        title="fminfer",
+        version=__version__,
+        description="Completions and chat with one model, in the form of the OpenAI API.",
+        docs_url=None,
+        redoc_url=None,
+    )
+    for routes in (openai_routes, model_routes, old_routes):
+        app.include_router(routes(service))
+    app.include_router(page_routes())
+    _add_errors(app, service)
+    document = _describe(app, has_keys=bool(settings.api_keys))
+    app.openapi = lambda: document  # type: ignore[method-assign]
+    origins = settings.allowed_origins
+    app.add_middleware(Doors, api_keys=settings.api_keys, allowed_origins=origins)
+    if origins:  # added last, so that it answers what browsers ask before they send a key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    return app
+
+
+def _describe(app: FastAPI, *, has_keys: bool) -> dict[str, Any]:
+    """Return the OpenAPI document: FastAPI's, without its own error, and with the key."""
+    document = get_openapi(
+        title=app.title,
+        version=app.version,
+        description=app.description,
+        routes=app.routes,
+        tags=app.openapi_tags,
+    )
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)  # it comes as a 400
+    for name in ("HTTPValidationError", "ValidationError"):
+        document.get("components", {}).get("schemas", {}).pop(name, None)
+    if has_keys:
+        scheme = {"type": "http", "scheme": "bearer"}
+        document.setdefault("components", {})["securitySchemes"] = {"key": scheme}
+        document["security"] = [{"key": []}]
+    return document
+
+
+def _add_errors(app: FastAPI, service: Service) -> None:
+    """Give all errors OpenAI's shape."""
+
+    @app.exception_handler(HttpError)
+    async def on_error(request: Request, error: HttpError) -> Response:
+        service.metrics.count_refused(error.status)
+        return respond(error)
+
+    @app.exception_handler(HTTPException)
+    async def on_http_error(request: Request, error: HTTPException) -> Response:
+        told = HttpError(error.status_code, _explain(request, error), headers=error.headers)
+        return await on_error(request, told)
+
+    @app.exception_handler(RequestValidationError)
+    async def on_wrong_parameter(request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"][1:])
+        message = f"{name}: {first['msg']}; it was {str(first.get('input'))[:60]!r}"
+        return await on_error(request, HttpError(400, message, code="invalid_type", param=name))
+
+    @app.exception_handler(Exception)
+    async def on_fault(request: Request, error: Exception) -> Response:
+        text = "".join(traceback.format_exception(error))
+        service.log(f"Request {request.state.request_id} failed by a fault of fminfer:\n{text}")
+        message = f"fminfer failed on this request ({type(error).__name__}); please report it"
+        return await on_error(request, HttpError(500, message, code="internal_error"))
+
+
+def _explain(request: Request, error: HTTPException) -> str:
+    path = request.url.path
+    if error.status_code == 404:
+        return f"there is no {path}; /docs lists what there is"
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "another method")
+        return f"{path} is not there for {request.method}; use {allowed}"
+    return str(error.detail)

@@ -1,0 +1,74 @@
+"""What an HTTP request gets instead of an answer: OpenAI's error object, and a status."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.responses import Response
+
+from fminfer.contract.json_object import dump
+from fminfer.core.errors import FminferError, RequestError
+
+JSON = "application/json"
+
+
+class HttpError(FminferError):
+    """A request that ends with an error's status.
+
+    Args:
+        status: of HTTP.
+        code: OpenAI's, or one of ours, for programs.
+        param: the field that is wrong.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+        self.headers = headers
+
+    @property
+    def type(self) -> str:
+        """Whose fault it is, in OpenAI's words."""
+        if self.status == 401:
+            return "authentication_error"
+        if self.status == 429:
+            return "rate_limit_error"
+        return "invalid_request_error" if self.status < 500 else "server_error"
+
+
+def status_of(error: RequestError) -> int:
+    """Return the HTTP status of a request that cannot be answered."""
+    return 500 if error.is_ours else 400
+
+
+def as_http(error: RequestError) -> HttpError:
+    """Return a request's error with its status."""
+    return HttpError(status_of(error), error.message, code=error.code, param=error.param)
+
+
+def describe(error: HttpError) -> dict[str, Any]:
+    """Return the OpenAI error object."""
+    found = {
+        "message": str(error),
+        "type": error.type,
+        "param": error.param,
+        "code": error.code,
+    }
+    return {"error": found}
+
+
+def respond(error: HttpError) -> Response:
+    """Return the response that an error becomes."""
+    body = dump(describe(error))
+    return Response(body, error.status, dict(error.headers or {}), JSON)

@@ -1,0 +1,128 @@
+"""What the server tells of itself and its model: tokens, health, figures, versions."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from fminfer.contract.fields import wrong_type
+from fminfer.core.errors import RequestError
+from fminfer.core.version import __version__
+from fminfer.server.answer_schemas import detokenize_schema, stats_schema, tokenize_schema
+from fminfer.server.errors import HttpError, as_http
+from fminfer.server.json_schema import TEXT, object_of
+from fminfer.server.openai_routes import respond_json
+from fminfer.server.schemas import (
+    detokenize_request_schema,
+    document,
+    tokenize_request_schema,
+)
+from fminfer.server.service import Service
+
+
+def model_routes(service: Service) -> APIRouter:
+    """Return the routes that compute nothing."""
+    router = APIRouter(tags=["Model and server"])
+    engine, answering = service.engine, service.answering
+
+    @router.post(
+        "/tokenize",
+        **document(tokenize_schema(), "The ids.", body=tokenize_request_schema(engine.limits)),
+    )
+    async def tokenize(request: Request) -> Response:
+        """Return the ids of a prompt or of a rendered chat."""
+        fields = await service.read(request)
+        service.model.check(fields.get("model"))
+        return respond_json(await asyncio.to_thread(_tokenize, service, fields))
+
+    @router.post(
+        "/detokenize",
+        **document(detokenize_schema(), "The text.", body=detokenize_request_schema(engine.limits)),
+    )
+    async def detokenize(request: Request) -> Response:
+        """Return the text of ids."""
+        fields = await service.read(request)
+        service.model.check(fields.get("model"))
+        return respond_json(await asyncio.to_thread(_detokenize, service, fields))
+
+    @router.get(
+        "/version",
+        **document(object_of({"version": TEXT}, "version"), "The version.", errors=[401]),
+    )
+    async def version() -> Response:
+        """Return the version of fminfer."""
+        return respond_json({"version": __version__})
+
+    @router.get(
+        "/health", **document(object_of({"status": TEXT}, "status"), "It answers.", errors=[503])
+    )
+    async def health() -> Response:
+        """Return 200 while requests are taken, 503 otherwise."""
+        if answering.refusal is not None:
+            raise answering.refusal
+        return respond_json({"status": "ok"})
+
+    @router.get("/stats", **document(stats_schema(), "How it stands.", errors=[401]))
+    async def stats() -> Response:
+        """Return what the server does at the moment."""
+        rates = service.throughput.rates
+        return respond_json(
+            {
+                "model": service.model.names[0],
+                "num_running": engine.num_running,
+                "num_waiting": answering.num_waiting,
+                "kv_usage": engine.kv_usage,
+                "prompt_tokens_per_s": rates.prompt_tokens,
+                "generation_tokens_per_s": rates.generation_tokens,
+                "uptime_s": service.throughput.uptime_s,
+            }
+        )
+
+    @router.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        """Return the figures that Prometheus collects."""
+        body, media_type = service.metrics.render()
+        return Response(body, media_type=media_type)
+
+    return router
+
+
+def _tokenize(service: Service, fields: dict[str, Any]) -> dict[str, Any]:
+    """Do what vLLM's /tokenize does."""
+    engine = service.engine
+    with_words = fields.pop("return_token_strs", None)
+    ids = _prepare_one(service, fields, "prompt")
+    words = [engine.tokenizer.piece(token_id) for token_id in ids] if with_words else None
+    return {
+        "count": len(ids),
+        "max_model_len": engine.context_length,
+        "tokens": ids,
+        "token_strs": words,
+    }
+
+
+def _detokenize(service: Service, fields: dict[str, Any]) -> dict[str, Any]:
+    """Do what vLLM's /detokenize does."""
+    engine, ids = service.engine, fields.get("tokens")
+    if not isinstance(ids, list):
+        raise as_http(wrong_type("tokens", ids, "a list of token ids"))
+    if not ids:
+        return {"prompt": ""}
+    found = _prepare_one(service, {"prompt": ids}, "tokens")
+    return {"prompt": engine.tokenizer.decode(found, skip_special_tokens=False)}
+
+
+def _prepare_one(service: Service, request: dict[str, Any], name: str) -> list[int]:
+    """Return the ids of a request's only prompt."""
+    try:
+        is_chat = "messages" in request
+        prepared = service.engine.prepare(request | {"max_tokens": 0}, is_chat=is_chat)
+    except RequestError as error:
+        raise as_http(error) from None
+    if len(prepared.prompts) != 1:
+        raise HttpError(400, f"{name} holds several prompts; send one", param=name)
+    return prepared.prompts[0].ids

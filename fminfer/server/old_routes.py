@@ -1,0 +1,145 @@
+"""Routes that clients of older servers call: EnergonAI's, and FM Inference's latency server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Query
+from starlette.requests import Request
+from starlette.responses import Response
+
+from fminfer.core.errors import RequestError
+from fminfer.engine.events import Finished
+from fminfer.server.answer_schemas import generation_schema, texts_schema
+from fminfer.server.errors import HttpError, as_http
+from fminfer.server.event_stream import until_answered
+from fminfer.server.openai_routes import respond_json
+from fminfer.server.schemas import document, generation_request_schema, latency_request_schema
+from fminfer.server.service import Service
+
+NEW_TOKENS, SEQUENCE_TOKENS, LATENCY_TOKENS = 64, 64, 10  # where a request does not say
+SAMPLING = ("temperature", "top_p", "top_k")
+# What of a completions request would change the shape of the answer.
+OF_COMPLETIONS = ("n", "best_of", "logprobs", "echo", "stream", "stream_options", "suffix")
+# Parameters of the latency server, and what they are called here; those with None are read here.
+LATENCY = {
+    "max_new_tokens": "max_tokens",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "repetition_penalty": "repetition_penalty",
+    "seed": "seed",
+    "stop": "stop",
+    "num_return_sequences": "n",
+    "return_full_text": "echo",
+    "do_sample": None,
+}
+
+
+def old_routes(service: Service) -> APIRouter:
+    """Return the routes of older servers."""
+    router = APIRouter(tags=["Older servers"])
+    limits = service.engine.limits
+    of_generation = generation_request_schema(limits, NEW_TOKENS, OF_COMPLETIONS)
+    of_latency = latency_request_schema(limits, LATENCY_TOKENS, LATENCY)
+
+    @router.post("/generation", **document(generation_schema(), "The text.", body=of_generation))
+    async def generation(request: Request) -> Response:
+        """Complete one prompt, as EnergonAI's servers of BLOOM and OPT do."""
+        fields = await service.read(request)
+        finished = await _complete(service, request, _from_generation(fields))
+        return respond_json({"text": finished.choices[0]["text"]})
+
+    @router.get("/run/{text:path}", **document(texts_schema(), "The text, in a list."))
+    @router.get("/run_{name}/{text:path}", **document(texts_schema(), "The text, in a list."))
+    async def run(
+        request: Request,
+        text: str,
+        max_seq_length: int = Query(SEQUENCE_TOKENS, ge=1, description="prompt and completion"),
+    ) -> Response:
+        """Continue a text greedily, as EnergonAI's server of GPT-2 does."""
+        num_prompt = await _count_tokens(service, text)
+        if num_prompt >= max_seq_length:
+            raise HttpError(
+                400,
+                f"max_seq_length is {max_seq_length}, and the text alone has {num_prompt} tokens; "
+                "raise max_seq_length, which counts both",
+                code="out_of_range",
+                param="max_seq_length",
+            )
+        fields = {"prompt": text, "max_tokens": max_seq_length - num_prompt}
+        finished = await _complete(service, request, fields | {"temperature": 0, "echo": True})
+        return respond_json([choice["text"] for choice in finished.choices])
+
+    @router.post("/", **document(texts_schema(), "The texts.", body=of_latency))
+    async def latency(request: Request) -> Response:
+        """Complete prompts, as FM Inference's latency server does."""
+        fields = await service.read(request)
+        finished = await _complete(service, request, _from_latency(fields))
+        return respond_json([choice["text"] for choice in finished.choices])
+
+    return router
+
+
+async def _complete(service: Service, request: Request, fields: dict[str, Any]) -> Finished:
+    reply = await service.answering.ask(fields)
+    return await until_answered(service.answering, reply, request.receive)
+
+
+async def _count_tokens(service: Service, text: str) -> int:
+    try:
+        prepared = await service.answering.prepare({"prompt": text, "max_tokens": 0})
+    except RequestError as error:
+        raise as_http(error) from None
+    return len(prepared.prompts[0].ids)
+
+
+def _from_generation(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the completions request that a /generation request means."""
+    for name in OF_COMPLETIONS:
+        if fields.get(name) is not None:
+            raise HttpError(
+                400,
+                f"{name} has no place in the answer of /generation, which is one text; leave it "
+                "out, or call /v1/completions",
+                code="unsupported_parameter",
+                param=name,
+            )
+    if not isinstance(fields.get("prompt"), str):
+        raise HttpError(400, "prompt must be a string here", code="invalid_type", param="prompt")
+    request = {**fields, "echo": True}
+    new_tokens = request.pop("max_new_tokens", None)
+    if new_tokens is None:
+        new_tokens = request.get("max_tokens")
+    request["max_tokens"] = NEW_TOKENS if new_tokens is None else new_tokens
+    if all(fields.get(name) is None for name in SAMPLING):
+        request["temperature"] = 0
+    return request
+
+
+def _from_latency(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the completions request that one of the latency server means."""
+    parameters = fields.get("parameters") or {}
+    if not isinstance(parameters, dict):
+        raise HttpError(
+            400, "parameters must be an object", code="invalid_type", param="parameters"
+        )
+    for name in parameters:
+        if name not in LATENCY:
+            raise HttpError(
+                400,
+                f"parameters has {name}, and known are {', '.join(LATENCY)}; leave it out, or call "
+                "/v1/completions",
+                code="unsupported_parameter",
+                param=name,
+            )
+    request: dict[str, Any] = {"prompt": fields.get("inputs"), "max_tokens": LATENCY_TOKENS}
+    for name, value in parameters.items():
+        if (ours := LATENCY[name]) is not None and value is not None:
+            request[ours] = value
+    do_sample = parameters.get("do_sample")
+    if not isinstance(do_sample, bool | None):
+        raise HttpError(400, "do_sample must be true or false", param="do_sample")
+    if do_sample is False:
+        request["temperature"] = 0
+    return request

@@ -1,0 +1,73 @@
+"""What all routes of a server share: the model that it serves, and the way to its engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+
+from fminfer.contract.fields import show
+from fminfer.server.answering import Answering
+from fminfer.server.bodies import read_object
+from fminfer.server.errors import HttpError
+from fminfer.server.metrics import Metrics
+from fminfer.server.throughput import Throughput
+from fminfer.worker.engine_api import Engine
+
+
+@dataclass(slots=True, frozen=True)
+class ServedModel:
+    """The model, and what requests may call it.
+
+    `created` is the Unix time at which it was ready, seconds.
+    """
+
+    names: tuple[str, ...]  # the first one stands in answers
+    max_model_len: int
+    has_chat_template: bool
+    is_checked: bool  # a request that names another model is refused
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def check(self, asked: object) -> None:
+        """Refuse a foreign model's name, if that is wanted.
+
+        Raises:
+            HttpError: the request is for another model.
+        """
+        if self.is_checked and asked is not None and asked not in self.names:
+            raise HttpError(
+                404,
+                f"model is {show(asked)}, and this server has {' or '.join(self.names)}; ask for "
+                "that, or start the server without --check-model",
+                code="model_not_found",
+                param="model",
+            )
+
+    def name_for(self, fields: Mapping[str, Any]) -> str:
+        """Return the model's name in the answer to a request: as it was asked for."""
+        asked = fields.get("model")
+        return asked if isinstance(asked, str) and asked else self.names[0]
+
+
+@dataclass(slots=True, frozen=True)
+class Service:
+    """What routes need."""
+
+    engine: Engine
+    answering: Answering
+    model: ServedModel
+    metrics: Metrics
+    throughput: Throughput
+    max_body_bytes: int
+    log: Callable[[str], None]
+
+    async def read(self, request: Request) -> dict[str, Any]:
+        """Return the JSON object of a request's body.
+
+        Raises:
+            HttpError: there is none.
+        """
+        return await read_object(request, self.max_body_bytes)

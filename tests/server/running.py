@@ -1,0 +1,136 @@
+"""A server of this process, and the small client that tests call it with."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from fminfer.server.http import HttpThread, open_socket
+from fminfer.server.settings import ServerSettings
+from fminfer.worker.engine_api import Engine
+
+WAIT_S = 20.0
+
+
+@dataclass(slots=True)
+class Answer:
+    """What came back."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """The error object, which has OpenAI's fields and no others."""
+        error: dict[str, Any] = self.json["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        return error
+
+    @property
+    def events(self) -> list[Any]:
+        """The JSON values of an event stream, without the last [DONE]."""
+        lines = [line for line in self.body.decode().split("\n\n") if line]
+        assert lines[-1] == "data: [DONE]"
+        kept = [line for line in lines[:-1] if not line.startswith(":")]
+        assert all(line.startswith("data: ") for line in kept)
+        return [json.loads(line.removeprefix("data: ")) for line in kept]
+
+
+@dataclass(slots=True)
+class Running:
+    """A server that listens on this machine."""
+
+    engine: Engine
+    thread: HttpThread
+    fault: BaseException | None = None  # that ended the engine's thread
+
+    @property
+    def url(self) -> str:
+        return self.thread.url
+
+    @property
+    def address(self) -> tuple[str, int]:
+        parts = urlsplit(self.url)
+        assert parts.hostname is not None and parts.port is not None
+        return parts.hostname, parts.port
+
+    def call(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+    ) -> Answer:
+        """Send a request, and return the whole response."""
+        connection = http.client.HTTPConnection(*self.address, timeout=WAIT_S)
+        raw = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        try:
+            connection.request(method, path, raw, headers or {})
+            response = connection.getresponse()
+            return Answer(response.status, dict(response.headers), response.read())
+        finally:
+            connection.close()
+
+    def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> Answer:
+        return self.call("POST", path, body, headers)
+
+    def get(self, path: str, headers: dict[str, str] | None = None) -> Answer:
+        return self.call("GET", path, None, headers)
+
+    def send_raw(self, data: bytes) -> socket.socket:
+        """Send bytes, and return the connection."""
+        connection = socket.create_connection(self.address, WAIT_S)
+        connection.sendall(data)
+        return connection
+
+    def start_post(self, path: str, body: Any) -> socket.socket:
+        """Send a request whose response is not read."""
+        raw = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
+        return self.send_raw(head.encode() + raw)
+
+    def is_idle(self) -> bool:
+        """Tell whether no request is open, and none holds anything."""
+        engine, answering = self.engine, self.thread.service.answering
+        is_free = not (engine.has_work or engine.num_running or engine.num_waiting)
+        return is_free and answering.num_open == 0 and engine.kv_usage == 0
+
+
+def until(is_so: Callable[[], bool], what: str) -> None:
+    """Wait until something is so."""
+    end_s = time.monotonic() + WAIT_S
+    while not is_so():
+        assert time.monotonic() < end_s, f"waited {WAIT_S} s until {what}"
+        time.sleep(0.01)
+
+
+@contextmanager
+def running(engine: Engine, **settings: Any) -> Iterator[Running]:
+    """Serve an engine on a free port."""
+    options = ServerSettings(**{"port": 0, "is_quiet": True} | settings)
+    server = Running(engine, HttpThread(engine, options, open_socket(options)))
+
+    def answer() -> None:
+        try:
+            server.thread.service.answering.run()
+        except BaseException as error:
+            server.fault = error
+
+    server.thread.start()
+    stepping = threading.Thread(target=answer)
+    stepping.start()
+    try:
+        yield server
+    finally:
+        server.thread.end()
+        stepping.join(WAIT_S)
+        assert not stepping.is_alive()

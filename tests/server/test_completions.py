@@ -1,0 +1,217 @@
+"""`/v1/completions`: the answers of a file run, whole and in parts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import fminfer
+from tests.server.running import Running, running, until
+
+QUESTION = "Question: How do you go from the porch to the den?\nAnswer:"
+REQUESTS: list[dict[str, Any]] = [
+    {"prompt": QUESTION, "max_tokens": 8, "temperature": 0},
+    {"prompt": QUESTION, "max_tokens": 12, "seed": 7, "logprobs": 3, "ignore_eos": True},
+    {"prompt": QUESTION, "max_tokens": 9, "seed": 7, "n": 3, "logit_bias": {"0": -100}},
+    {"prompt": [QUESTION, "den"], "max_tokens": 5, "seed": 1, "n": 2, "logprobs": 0},
+    {"prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0, "echo": True, "logprobs": 2},
+    {"prompt": [[5, 6], [7]], "max_tokens": 3, "seed": 3, "echo": 1, "stop": ["e"]},
+    {"prompt": QUESTION, "max_tokens": 0, "echo": True, "logprobs": 1},
+    {"prompt": QUESTION, "max_tokens": 6, "seed": 5, "n": 2, "best_of": 4, "logprobs": 1},
+    {"prompt": "äöü 🙂", "max_tokens": 8, "seed": 2, "echo": True, "logprobs": 1, "top_k": 40},
+    {"prompt": QUESTION, "max_tokens": 5, "seed": 2, "return_token_ids": True, "min_tokens": 3},
+]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[fminfer.Engine]:
+    engine = fminfer.Engine(dtype="float32")
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def server(engine: fminfer.Engine) -> Iterator[Running]:
+    with running(engine) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def file_answers() -> list[dict[str, Any]]:
+    """What the same requests have as answers in a Batch file."""
+    lines = [
+        {"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": body}
+        for i, body in enumerate(REQUESTS)
+    ]
+    other = fminfer.Engine(dtype="float32")
+    try:
+        records = [record.to_dict() for record in other.run(lines)]
+    finally:
+        other.close()
+    records.sort(key=lambda record: int(record["custom_id"]))
+    return [record["response"]["body"] for record in records]
+
+
+@pytest.mark.parametrize("place", range(len(REQUESTS)))
+def test_answers_are_those_of_a_file(
+    server: Running, file_answers: list[dict[str, Any]], place: int
+) -> None:
+    answer = server.post("/v1/completions", REQUESTS[place])
+    assert answer.status == 200
+    assert_equal(answer.json, file_answers[place])
+
+
+@pytest.mark.parametrize("place", range(len(REQUESTS)))
+def test_a_streams_parts_are_the_answer(
+    server: Running, file_answers: list[dict[str, Any]], place: int
+) -> None:
+    usage = {"stream_options": {"include_usage": True}}
+    answer = server.post("/v1/completions", REQUESTS[place] | {"stream": True} | usage)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert answer.headers["x-accel-buffering"] == "no"
+    *chunks, last = answer.events
+    assert last["choices"] == [] and all(chunk["usage"] is None for chunk in chunks)
+    joined = join([choice for chunk in chunks for choice in chunk["choices"]])
+    assert_equal({"choices": joined, "usage": last["usage"]}, file_answers[place])
+
+
+def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Compare choices and usage; prompts that are cached differ in the usage's details."""
+    expected_choices = [
+        {k: v for k, v in choice.items() if k not in ("prompt_token_ids", "token_ids")}
+        for choice in expected["choices"]
+    ]
+    choices = [
+        {k: v for k, v in choice.items() if k not in ("prompt_token_ids", "token_ids")}
+        for choice in found["choices"]
+    ]
+    assert rounded(choices) == rounded(expected_choices)
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert found["usage"][name] == expected["usage"][name]
+
+
+def rounded(value: Any) -> Any:
+    """Round logprobs: rows that run beside others differ in the last digits."""
+    if isinstance(value, float):
+        return round(value, 3)
+    if isinstance(value, dict):
+        return {key: rounded(each) for key, each in value.items()}
+    return [rounded(each) for each in value] if isinstance(value, list) else value
+
+
+def join(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Join the parts of choices."""
+    choices: dict[int, dict[str, Any]] = {}
+    for part in parts:
+        choice = choices.setdefault(part["index"], {"text": "", "index": part["index"]})
+        choice["text"] += part["text"]
+        if part["logprobs"] is None:
+            choice.setdefault("logprobs", None)
+        else:
+            found = choice.setdefault("logprobs", {key: [] for key in part["logprobs"]})
+            for key, values in part["logprobs"].items():
+                found[key] = None if values is None else found[key] + values
+        assert choice.get("finish_reason") is None
+        choice["finish_reason"] = part["finish_reason"]
+        if "stop_reason" in part:
+            choice["stop_reason"] = part["stop_reason"]
+    return [choices[index] for index in sorted(choices)]
+
+
+def test_unseeded_requests_differ_and_a_seed_repeats(server: Running) -> None:
+    def text(**fields: Any) -> str:
+        request = {"prompt": "a", "max_tokens": 12, "ignore_eos": True} | fields
+        found: str = server.post("/v1/completions", request).json["choices"][0]["text"]
+        return found
+
+    assert len({text() for _ in range(5)}) == 5
+    assert len({text(seed=4) for _ in range(3)}) == 1
+
+
+def test_an_answer_has_its_own_id_time_and_the_asked_models_name(server: Running) -> None:
+    found = [server.post("/v1/completions", {"prompt": "a", "model": m}).json for m in ("x", "y")]
+    assert [each["model"] for each in found] == ["x", "y"]
+    assert found[0]["id"] != found[1]["id"] and found[0]["id"].startswith("cmpl-")
+    assert found[0]["object"] == "text_completion" and found[0]["created"] > 1_700_000_000
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "told"),
+    [
+        ({"prompt": "a", "n": 0}, "n", "from 1 to 128"),
+        ({}, "prompt", "prompt is absent"),
+        ({"prompt": "a", "stream": 1}, "stream", "true, false or null"),
+        ({"prompt": "a", "stream": True, "stream_options": 3}, "stream_options", "an object"),
+        ({"prompt": "a", "max_tokens": 5000}, "max_tokens", "maximum context length is 1024 "),
+        ({"prompt": "a " * 3000}, "prompt", "maximum context length is 1024 tokens"),
+        ({"prompt": [9999]}, "prompt", "token id 9999"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "messages", "prompt"),
+    ],
+)
+def test_wrong_requests_are_told_what_is_wrong(
+    server: Running, fields: dict[str, Any], param: str, told: str
+) -> None:
+    for stream in ({}, {"stream": True}):
+        answer = server.post("/v1/completions", stream | fields)
+        assert answer.status == 400
+        assert answer.error["param"] == param and told in answer.error["message"]
+        assert answer.error["type"] == "invalid_request_error"
+
+
+def test_half_a_surrogate_pair_in_a_name_comes_back(server: Running) -> None:
+    """orjson refuses to write what it is no text."""
+    body = b'{"prompt": "a", "model": "\\ud800", "max_tokens": 1%s}'
+    assert server.post("/v1/completions", body % b"").json["model"] == "\ud800"
+    assert server.post("/v1/completions", body % b', "stream": true').events[0]["model"] == "\ud800"
+    assert server.post("/v1/completions", b'{"prompt": "a", "n": "\\ud800"}').status == 400
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'{"prompt": NaN}', b"\xff", b"[" * 100_000])
+def test_a_body_that_is_no_object(server: Running, body: bytes) -> None:
+    answer = server.post("/v1/completions", body)
+    assert answer.status == 400 and answer.error["code"] in (
+        *("invalid_json", "invalid_utf8", "not_an_object"),
+    )
+
+
+def test_clients_that_leave_free_their_rows(server: Running) -> None:
+    long = {"prompt": QUESTION, "max_tokens": 900, "ignore_eos": True}
+    for fields in (long, long | {"stream": True}, long | {"n": 8}):
+        connections = [server.start_post("/v1/completions", fields) for _ in range(3)]
+        until(lambda: server.engine.num_running > 0, "they run")
+        for connection in connections:
+            connection.close()
+        until(server.is_idle, "all is free")
+
+
+def test_a_stream_that_nobody_reads_holds_no_other(server: Running) -> None:
+    fields = {"prompt": QUESTION, "max_tokens": 900, "ignore_eos": True, "n": 8, "logprobs": 20}
+    connection = server.start_post("/v1/completions", fields | {"stream": True})
+    until(lambda: server.engine.num_running > 0, "it runs")
+    assert server.post("/v1/completions", REQUESTS[0]).status == 200
+    connection.close()
+    until(server.is_idle, "all is free")
+
+
+def test_the_error_in_the_middle_of_a_stream(server: Running) -> None:
+    """What a stream has had stays, and an event says what is wrong."""
+    from fminfer.server.errors import HttpError
+
+    fields = {"prompt": QUESTION, "max_tokens": 900, "ignore_eos": True, "stream": True}
+    connection = server.start_post("/v1/completions", fields)
+    received = b""
+    while b"data: " not in received:
+        received += connection.recv(1000)
+    answering = server.thread.service.answering
+    error = HttpError(500, "broken", code="internal_error")
+    loop = server.thread.loop
+    loop.call_soon_threadsafe(lambda: [reply.push(error) for reply in answering.replies])
+    while b"[DONE]" not in received:
+        received += connection.recv(10_000)
+    last = received.split(b"data: ")[-2]
+    assert json.loads(last.split(b"\r\n")[0])["error"]["message"] == "broken"
+    connection.close()
+    until(server.is_idle, "all is free")
