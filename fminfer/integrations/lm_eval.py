@@ -25,7 +25,7 @@ from lm_eval.models.utils import has_bos_prefix
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from fminfer.core.config import EngineConfig
-from fminfer.core.errors import UsageError
+from fminfer.core.errors import RequestError, UsageError
 from fminfer.integrations.client_requests import answer_all, score, shown
 from fminfer.integrations.lm_eval_generation import Generation, plan_generation
 from fminfer.worker.engine_api import Engine
@@ -205,14 +205,51 @@ class FminferLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Refuse: the engine answers completions."""
-        raise _no_chat()
+        """Render messages; one that is not to be answered is continued, as with `hf`.
+
+        Raises:
+            UsageError: there is no template, or it refuses the messages.
+        """
+        try:
+            return self._render(chat_history, add_generation_prompt)
+        except RequestError as error:
+            others = [message for message in chat_history if message["role"] != "system"]
+            if len(others) == len(chat_history):
+                raise UsageError(error.message) from error
+        log.warning("the chat template refuses the system message, which is left out")
+        try:
+            return self._render(others, add_generation_prompt)
+        except RequestError as error:
+            raise UsageError(error.message) from error
+
+    def _render(self, messages: list[dict[str, str]], adds_generation_prompt: bool) -> str:
+        return self.engine.chat_template.render(
+            messages,
+            [],
+            adds_generation_prompt=adds_generation_prompt,
+            continues_final_message=not adds_generation_prompt,
+        )
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Return "", no template; refuse any other."""
-        if chat_template:
-            raise _no_chat()
-        return ""
+        """Return the template, which lm-eval notes with its results; None: it is not to be used.
+
+        Raises:
+            UsageError: there is none, or one of several is asked for by name.
+        """
+        if chat_template is False or chat_template is None:
+            return None
+        if isinstance(chat_template, str):
+            raise UsageError(
+                f"apply_chat_template is {chat_template!r}; give true, and another template as "
+                "chat_template=FILE in model_args"
+            )
+        text = self.engine.chat_template.find_text(has_tools=False)
+        if text is None:
+            raise UsageError(
+                f"{self.engine.model_name} has no chat template; give chat_template=FILE in "
+                "model_args, or leave out apply_chat_template"
+            )
+        return text
 
     def _warn_of_cuts(self, num_cut: int, total: int) -> None:
         if num_cut:
@@ -243,13 +280,6 @@ def _check_options(options: dict[str, Any]) -> None:
             f"pretrained, device, max_length, max_gen_toks, prefix_token_id, "
             f"{', '.join(sorted(known))}"
         )
-
-
-def _no_chat() -> UsageError:
-    return UsageError(
-        "fminfer answers completions and applies no chat template; leave apply_chat_template out, "
-        "or put the template into the task's prompts"
-    )
 
 
 if __name__ == "__main__":
