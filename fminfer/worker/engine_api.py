@@ -52,11 +52,6 @@ class Computing(Protocol):
     def core(self) -> EngineCore: ...
 
     @property
-    def chat_template(self) -> ChatTemplate:
-        """What renders the messages of chat requests."""
-        return self._intake.chat_template
-
-    @property
     def facts(self) -> Facts: ...
 
     @property
