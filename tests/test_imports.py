@@ -36,6 +36,8 @@ LATE = {
     "numpy": "takes 0.1 s, and only `fminfer split` needs it",
     "tqdm": "takes a third of the start of commands that show no bar",
     "fsspec": "is an extra, for URLs",
+    "tomllib": "takes 3 ms, and only --config needs it",
+    "tomli": "the same",
     "importlib.metadata": "takes time, and is needed once transformers is imported",
 }
 # The same of our own modules: (package that imports, what it imports).
@@ -47,6 +49,7 @@ OWN_LATE = {
     ("cli", "fminfer.estimate"): "brings torch, and `fminfer --help` needs 0.3 s",
     ("cli", "fminfer.batch"): "the same",
     ("cli", "fminfer.worker"): "the same",
+    ("cli", "fminfer.server"): "the same",
     ("cli", "fminfer.split"): "only its own commands need it",
     ("cli", "fminfer.files"): "only `fminfer merge` needs it",
     ("cli", "fminfer.cluster"): "only `fminfer submit` needs its templates' library",

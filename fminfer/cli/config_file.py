@@ -102,7 +102,8 @@ def _refuse_unknown(table: Mapping[str, Any], where: str, allowed: Iterable[str]
                 "above all tables"
             )
         commands = " or ".join(TABLES)
-        raise UsageError(f"{key}{where} is no flag of fminfer {commands}{nearest(key_of(key))}")
+        hint = nearest(key_of(key), lambda flag: flag.replace("_", "-"))
+        raise UsageError(f"{key}{where} is no flag of fminfer {commands}{hint}")
 
 
 def _settle(
@@ -131,7 +132,9 @@ def _read_variables(found: Settings, command: str, environ: Mapping[str, str]) -
             continue
         key = variable.removeprefix(PREFIX).lower()
         if variable != variable_of(key) or key not in known:
-            found.notices.append(f"{variable} is no flag of fminfer, and ignored{nearest(key)}")
+            found.notices.append(
+                f"{variable} is no flag of fminfer, and ignored{nearest(key, variable_of)}"
+            )
         elif value:
             plain[key] = value
     entries, _ = translate(plain, variable_of)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -74,10 +74,10 @@ def known_keys() -> set[str]:
     return known_flags() | ALIASES.keys()
 
 
-def nearest(key: str) -> str:
-    """Return a question with the key that is meant most likely, or nothing."""
+def nearest(key: str, spell: Callable[[str], str]) -> str:
+    """Return a question with the flag that is meant most likely, or nothing."""
     found = difflib.get_close_matches(key, sorted(known_flags()), 1)
-    return f"; did you mean {found[0].replace('_', '-')}?" if found else ""
+    return f"; did you mean {spell(found[0])}?" if found else ""
 
 
 def setting_of(flag: Flag, value: object, origin: str, *, is_variable: bool = False) -> Setting:

@@ -33,13 +33,12 @@ class ConfiguredCommand(GroupedCommand):
             UsageError: a file that cannot be read, a key that is no flag, a value of no flag.
         """
         typed, _, _ = self.make_parser(ctx).parse_args(list(args))
-        if ctx.resilient_parsing or typed.get("help"):
+        help_option = self.get_help_option(ctx)
+        if ctx.resilient_parsing or (help_option is not None and typed.get(help_option.name)):
             return super().parse_args(ctx, args)
         found = find_settings(self._settings_of, typed.get("config"), os.environ)
         for name, value in typed.items():
-            if isinstance(
-                value, str | bool | list
-            ):  # an argument that is left out is none of these
+            if isinstance(value, str | bool):  # an argument that is left out is neither
                 found.of.pop(RIVALS.get(name, ""), None)
         origins = {name: setting.origin for name, setting in found.of.items()}
         ctx.default_map = {name: setting.value for name, setting in found.of.items()}

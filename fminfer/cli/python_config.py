@@ -10,11 +10,12 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from fminfer.cli.config_aliases import ALIASES, translate
+from fminfer.cli.config_aliases import translate
+from fminfer.cli.config_keys import known_keys
 from fminfer.core.errors import UsageError
 
 # Of EnergonAI's files: where its own processes met, and how it made its engine.
-OF_ITS_OWN = ("host", "port", "backend", "engine_server", "model_type", "model_name", "rm_padding")
+OF_ITS_OWN = ("host", "port", "backend", "engine_server", "model_type")
 UNTOLD = "an expression; write what it gives"
 
 
@@ -40,11 +41,11 @@ def _lines(tree: ast.Module) -> Iterator[str]:
     for node in tree.body:
         if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name):
             continue
-        key, source = node.targets[0].id, ast.unparse(node.value)
+        key, source = node.targets[0].id, " ".join(ast.unparse(node.value).split())
         value = _value(node.value)
         if key in OF_ITS_OWN:
             yield f"# {key} = {source}: of EnergonAI's own processes, not needed here"
-        elif key not in ALIASES and key != "log_level":
+        elif key not in known_keys():
             yield f"# {key} = {source}: not known here"
         elif value is None:
             yield f"# {key} = {source}: {UNTOLD}"
@@ -59,7 +60,7 @@ def _lines(tree: ast.Module) -> Iterator[str]:
         yield f"{entry.key.replace('_', '-')} = {_toml(entry.value)}"
 
 
-def _value(node: ast.expr) -> str | int | float | bool | None:
+def _value(node: ast.expr) -> str | int | float | list[object] | None:
     """Return a literal's value; a name, such as opt_125M, is told as it stands."""
     if isinstance(node, ast.Name):
         return node.id
@@ -67,7 +68,8 @@ def _value(node: ast.expr) -> str | int | float | bool | None:
         value = ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None
-    return value if isinstance(value, str | int | float) else None
+    each = value if isinstance(value, list) else [value]
+    return value if all(isinstance(one, str | int | float) for one in each) else None
 
 
 def _toml(value: object) -> str:

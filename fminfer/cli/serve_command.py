@@ -49,6 +49,7 @@ def _take_argument(ctx: click.Context) -> None:
             f"{model} and --model-name {ctx.params['model']} contradict each other; give one", ctx
         )
     ctx.params["model"] = model
+    ctx.set_parameter_source("model", ParameterSource.COMMANDLINE)
 
 
 @click.command(cls=_ServeCommand, settings_of="serve")

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import fields
 from typing import Any
 
 from lm_eval.api.instance import Instance
@@ -24,13 +23,21 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import has_bos_prefix
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.integrations.client_requests import answer_all, score, shown
+from fminfer.integrations.lm_eval_chat import ChatRenderer
 from fminfer.integrations.lm_eval_generation import Generation, plan_generation
+from fminfer.integrations.lm_eval_options import (
+    check_length,
+    check_options,
+    read_template,
+)
 from fminfer.worker.engine_api import Engine
-from fminfer.worker.engine_options import refuse_old_names
 
+OWN_OPTIONS = [
+    *("pretrained", "device", "max_length", "max_gen_toks", "prefix_token_id"),
+    "chat_template_args",
+]
 LM_EVAL_DEVICE = "cuda:0"  # what lm-eval's command passes if the user says nothing
 
 log = logging.getLogger(__name__)
@@ -48,6 +55,7 @@ class FminferLM(TemplateLM):
         max_length: tokens of context to use, at most the model's.
         max_gen_toks: tokens to generate where the task does not say.
         prefix_token_id: what an empty context becomes; default BOS, or else EOS.
+        chat_template_args: further variables of the chat template.
         batch_size, max_batch_size: passed by lm-eval and not used: all requests run together, as
             many at once as the engine's `budget` and `max_rows` allow.
         options: other fields of `EngineConfig`.
@@ -66,12 +74,13 @@ class FminferLM(TemplateLM):
         max_length: int | None = None,
         max_gen_toks: int = 256,
         prefix_token_id: int | None = None,
+        chat_template_args: dict[str, Any] | None = None,
         batch_size: int | str | None = None,
         max_batch_size: int | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
-        _check_options(options)
+        check_options(options, OWN_OPTIONS)
         if batch_size not in (None, 1, "1", "auto"):
             log.warning("batch_size %s is not used; see the engine's budget", batch_size)
         device = "auto" if device == LM_EVAL_DEVICE else device
@@ -81,7 +90,9 @@ class FminferLM(TemplateLM):
             raise UsageError(
                 f"{self.engine.model_name} has no tokenizer; give a model folder that has one"
             )
-        self.max_length = _checked_length(max_length, self.engine.context_length)
+        template = read_template(options.get("chat_template"))
+        self._chat = ChatRenderer(self.tokenizer, template, chat_template_args)
+        self.max_length = check_length(max_length, self.engine.context_length)
         self.max_gen_toks = max_gen_toks
         starts = (prefix_token_id, self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
         self._prefix_token_id: int | None = next((i for i in starts if i is not None), None)
@@ -102,12 +113,13 @@ class FminferLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        return self.engine.model_name.replace("/", "__")
+        """What lm-eval's cache of prompts is filed under; prompts depend on the template, too."""
+        return f"{self.tokenizer.name_or_path.replace('/', '__')}{self._chat.fingerprint}"
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Tokenize; None is the tokenizer's own policy, unless the text brings its BOS along."""
+        """Tokenize; None is the tokenizer's own policy, unless the text brings its prefix along."""
         if add_special_tokens is None:
             prefix_id = self._prefix_token_id
             prefix = None if prefix_id is None else self.tokenizer.decode(prefix_id)
@@ -193,7 +205,9 @@ class FminferLM(TemplateLM):
         return [texts[place] for place in range(len(requests))]
 
     def _plan(self, context: str, gen_kwargs: dict[str, Any]) -> Generation:
-        ids = self.tok_encode(context) or [self.prefix_token_id]
+        # `hf` looks for BOS here, and not for the prefix of scored texts.
+        has_bos = has_bos_prefix(context, self.tokenizer.bos_token)
+        ids = self.tok_encode(context, not has_bos) or [self.prefix_token_id]
         return plan_generation(
             ids,
             gen_kwargs,
@@ -205,14 +219,14 @@ class FminferLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Refuse: the engine answers completions."""
-        raise _no_chat()
+        """Return messages as a prompt; without a generation prompt the last message goes on."""
+        return self._chat.render(chat_history, adds_generation_prompt=add_generation_prompt)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Return "", no template; refuse any other."""
-        if chat_template:
-            raise _no_chat()
-        return ""
+        """Return the template that lm-eval reports; a string is the name of one of several."""
+        if isinstance(chat_template, str):
+            self._chat.warn_of_name(chat_template)
+        return self._chat.template or super().chat_template(chat_template)
 
     def _warn_of_cuts(self, num_cut: int, total: int) -> None:
         if num_cut:
@@ -221,35 +235,6 @@ class FminferLM(TemplateLM):
                 "were cut off, as lm-eval asks of a model",
                 *(num_cut, total, self.max_length),
             )
-
-
-def _checked_length(asked: int | None, context_length: int) -> int:
-    if asked is None:
-        return context_length
-    if not 1 < asked <= context_length:
-        raise UsageError(
-            f"max_length is {asked}; it must be from 2 to the model's context, {context_length}"
-        )
-    return asked
-
-
-def _check_options(options: dict[str, Any]) -> None:
-    refuse_old_names(options)
-    known = {field.name for field in fields(EngineConfig)} - {"model", "device"}
-    unknown = sorted(options.keys() - known)
-    if unknown:
-        raise UsageError(
-            f"model_args holds {', '.join(unknown)}, which fminfer does not know; it knows "
-            f"pretrained, device, max_length, max_gen_toks, prefix_token_id, "
-            f"{', '.join(sorted(known))}"
-        )
-
-
-def _no_chat() -> UsageError:
-    return UsageError(
-        "fminfer answers completions and applies no chat template; leave apply_chat_template out, "
-        "or put the template into the task's prompts"
-    )
 
 
 if __name__ == "__main__":

@@ -29,9 +29,10 @@ import ray.data
 import torch
 from ray.data.expressions import monotonically_increasing_id
 
+from fminfer.contract.chat import ChatRequest, is_chat, parse_chat
 from fminfer.contract.envelope import open_envelope
 from fminfer.contract.line import Line
-from fminfer.contract.request import parse_request
+from fminfer.contract.request import Request, parse_request
 from fminfer.core.errors import RequestError, UsageError
 from fminfer.files.file_names import beside
 from fminfer.files.input_folders import find_inputs
@@ -257,13 +258,29 @@ def _read_files(batch: pyarrow.Table) -> Iterator[pyarrow.Table]:
 
 
 def _count_equal(line: Line, seen: SeenCounts) -> int:
-    """Return how many equal requests without a seed came before this one."""
+    """Return how many equal requests without a seed came before this one.
+
+    The template is the actors'. So chat requests are equal here if their messages are, and all else
+    that a template sees.
+    """
+    envelope = open_envelope(line)
+    fields = envelope.fields
     try:
-        fields = open_envelope(line).fields
-        request = parse_request(fields, max_logprobs=MAX_LOGPROBS)
+        if is_chat(fields) if envelope.is_chat is None else envelope.is_chat:
+            chat = parse_chat(fields, max_logprobs=MAX_LOGPROBS)
+            request = Request([_show_prompt(chat)], chat.params)
+        else:
+            request = parse_request(fields, max_logprobs=MAX_LOGPROBS)
     except RequestError:
         return 0
     return count_repeat(request, seen)
+
+
+def _show_prompt(chat: ChatRequest) -> str:
+    """Return what a template would write a chat's prompt from."""
+    messages = [sorted(message.items()) for message in chat.messages]
+    flags = (chat.adds_generation_prompt, chat.continues_final_message)
+    return repr((messages, chat.tools, sorted(chat.template_args.items()), flags))
 
 
 def _to_table(rows: list[tuple[Any, ...]]) -> pyarrow.Table:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from fminfer.core.errors import FminferError, RequestError
-from fminfer.engine.events import Event, Failed, Finished
+from fminfer.engine.events import Delta, Event, Failed, Finished
 from fminfer.engine.sequence import Prepared
 from fminfer.server.errors import HttpError, as_http
+from fminfer.server.metrics import Metrics, RequestTimes
 
 IDLE_S = 0.2  # after which an idle engine looks whether it is to end
 TOKENIZERS = 2  # requests that are tokenized at once
@@ -41,9 +43,10 @@ class AnsweringEngine(Protocol):
 class Reply:
     """The events of one request, in the event loop's thread."""
 
-    def __init__(self, request_id: int, prepared: Prepared) -> None:
+    def __init__(self, request_id: int, asked_s: float) -> None:
         self.id = request_id
-        self.prepared = prepared
+        self.asked_s = asked_s  # of time.perf_counter, when the request came
+        self.token_s: dict[int, float] = {}  # by choice: when its last token came
         self._events: list[Event | HttpError] = []
         self._waiter: asyncio.Future[None] | None = None
 
@@ -107,10 +110,12 @@ class Answering:
 
     Args:
         queue_size: prompts that may wait; 0: any number.
+        metrics: is told of each request's times.
     """
 
-    def __init__(self, engine: AnsweringEngine, queue_size: int) -> None:
+    def __init__(self, engine: AnsweringEngine, queue_size: int, metrics: Metrics) -> None:
         self._engine = engine
+        self._metrics = metrics
         self._queue_size = queue_size
         self._open: dict[int, Reply] = {}  # of the event loop's thread only
         self._num_preparing = 0
@@ -166,6 +171,7 @@ class Answering:
             HttpError: it is wrong, or there is no room for it.
         """
         self._require_room()
+        asked_s = time.perf_counter()
         try:
             prepared = await self.prepare(fields, is_chat=is_chat)
             if self._closed is not None:
@@ -174,7 +180,7 @@ class Answering:
         except RequestError as error:
             raise as_http(error) from None
         # Events come by this thread, too, so none can have come yet.
-        reply = self._open[request_id] = Reply(request_id, prepared)
+        reply = self._open[request_id] = Reply(request_id, asked_s)
         return reply
 
     async def prepare(self, fields: Mapping[str, Any], *, is_chat: bool = False) -> Prepared:
@@ -196,6 +202,7 @@ class Answering:
         """Forget a request; if it has no answer yet, the engine frees what it holds."""
         if self._open.pop(reply.id, None) is not None:
             self._engine.cancel(reply.id)
+            self._metrics.count_cancelled()
 
     def close(self, error: HttpError) -> None:
         """Take no more requests; those that are open go on."""
@@ -224,16 +231,24 @@ class Answering:
             )
 
     def _deliver(self, events: list[Event]) -> None:
+        now_s = time.perf_counter()
         for event in events:
-            is_last = isinstance(event, Finished | Failed)
             reply = self._open.get(event.request_id)
             if reply is None:  # its client has left
                 continue
-            if is_last:
+            if isinstance(event, Delta):
+                self._time_token(reply, event, now_s)
+            else:
                 del self._open[event.request_id]
             if isinstance(event, Finished):
                 self.queue_s += 0.1 * (event.times["queue_time"] - self.queue_s)
+                self._metrics.observe(RequestTimes.of(event, now_s - reply.asked_s))
             reply.push(event)
+
+    def _time_token(self, reply: Reply, delta: Delta, now_s: float) -> None:
+        if delta.index in reply.token_s:
+            self._metrics.observe_gap(now_s - reply.token_s[delta.index])
+        reply.token_s[delta.index] = now_s
 
     def _break(self, error: BaseException) -> None:
         self.failure = error

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import traceback
+from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -35,6 +37,8 @@ def make_app(service: Service, settings: ServerSettings) -> FastAPI:
         app.include_router(routes(service))
     app.include_router(page_routes())
     _add_errors(app, service)
+    document = _describe(app, has_keys=bool(settings.api_keys))
+    app.openapi = lambda: document  # type: ignore[method-assign]
     origins = settings.allowed_origins
     app.add_middleware(Doors, api_keys=settings.api_keys, allowed_origins=origins)
     if origins:  # added last, so that it answers what browsers ask before they send a key
@@ -46,6 +50,27 @@ def make_app(service: Service, settings: ServerSettings) -> FastAPI:
             expose_headers=["x-request-id", "retry-after"],
         )
     return app
+
+
+def _describe(app: FastAPI, *, has_keys: bool) -> dict[str, Any]:
+    """Return the OpenAPI document: FastAPI's, without its own error, and with the key."""
+    document = get_openapi(
+        title=app.title,
+        version=app.version,
+        description=app.description,
+        routes=app.routes,
+        tags=app.openapi_tags,
+    )
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)  # it comes as a 400
+    for name in ("HTTPValidationError", "ValidationError"):
+        document.get("components", {}).get("schemas", {}).pop(name, None)
+    if has_keys:
+        scheme = {"type": "http", "scheme": "bearer"}
+        document.setdefault("components", {})["securitySchemes"] = {"key": scheme}
+        document["security"] = [{"key": []}]
+    return document
 
 
 def _add_errors(app: FastAPI, service: Service) -> None:

@@ -50,12 +50,15 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 async def _read(request: Request, max_bytes: int) -> bytes:
     pieces: list[bytes] = []
     num_bytes = 0
+    announced = request.headers.get("content-length", "")
+    is_large = announced.isdecimal() and int(announced) > max_bytes
     async for piece in request.stream():
         num_bytes += len(piece)
-        if num_bytes <= max_bytes:
-            pieces.append(piece)
-        else:
+        is_large = is_large or num_bytes > max_bytes
+        if is_large:
             pieces.clear()
+        else:
+            pieces.append(piece)
         if num_bytes > max_bytes + MOST_DISCARDED:
             break
     if num_bytes > max_bytes:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import orjson
 from starlette.responses import Response
 
+from fminfer.contract.json_object import dump
 from fminfer.core.errors import FminferError, RequestError
 
 JSON = "application/json"
@@ -70,5 +70,5 @@ def describe(error: HttpError) -> dict[str, Any]:
 
 def respond(error: HttpError) -> Response:
     """Return the response that an error becomes."""
-    body = orjson.dumps(describe(error))
+    body = dump(describe(error))
     return Response(body, error.status, dict(error.headers or {}), JSON)

@@ -91,7 +91,7 @@ class HttpThread:
                 ws="none",
                 lifespan="off",
                 log_config=None,
-                log_level="warning" if settings.log_level == "info" else settings.log_level,
+                log_level="debug" if is_debug else "error",
                 access_log=is_debug,
                 server_header=False,
                 timeout_keep_alive=settings.keep_alive_s,  # type: ignore[arg-type]
@@ -200,11 +200,12 @@ def _make_service(engine: Engine, settings: ServerSettings) -> Service:
         if not settings.is_quiet and settings.log_level in ("info", "debug"):
             click.echo(text, err=True)
 
+    metrics = Metrics(engine, names[0])
     return Service(
         engine,
-        Answering(engine, settings.queue_size),
+        Answering(engine, settings.queue_size, metrics),
         model,
-        Metrics(engine, names[0]),
+        metrics,
         Throughput(lambda: engine.stats),
         settings.max_body_bytes,
         log,

@@ -7,13 +7,20 @@ from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from fminfer.contract.fields import wrong_type
 from fminfer.core.errors import RequestError
 from fminfer.core.version import __version__
+from fminfer.server.answer_schemas import detokenize_schema, stats_schema, tokenize_schema
 from fminfer.server.errors import HttpError, as_http
+from fminfer.server.json_schema import TEXT, object_of
 from fminfer.server.openai_routes import respond_json
+from fminfer.server.schemas import (
+    detokenize_request_schema,
+    document,
+    tokenize_request_schema,
+)
 from fminfer.server.service import Service
 
 
@@ -22,33 +29,44 @@ def model_routes(service: Service) -> APIRouter:
     router = APIRouter(tags=["Model and server"])
     engine, answering = service.engine, service.answering
 
-    @router.post("/tokenize")
+    @router.post(
+        "/tokenize",
+        **document(tokenize_schema(), "The ids.", body=tokenize_request_schema(engine.limits)),
+    )
     async def tokenize(request: Request) -> Response:
         """Return the ids of a prompt or of a rendered chat."""
         fields = await service.read(request)
         service.model.check(fields.get("model"))
         return respond_json(await asyncio.to_thread(_tokenize, service, fields))
 
-    @router.post("/detokenize")
+    @router.post(
+        "/detokenize",
+        **document(detokenize_schema(), "The text.", body=detokenize_request_schema(engine.limits)),
+    )
     async def detokenize(request: Request) -> Response:
         """Return the text of ids."""
         fields = await service.read(request)
         service.model.check(fields.get("model"))
         return respond_json(await asyncio.to_thread(_detokenize, service, fields))
 
-    @router.get("/version")
+    @router.get(
+        "/version",
+        **document(object_of({"version": TEXT}, "version"), "The version.", errors=[401]),
+    )
     async def version() -> Response:
         """Return the version of fminfer."""
         return respond_json({"version": __version__})
 
-    @router.get("/health")
+    @router.get(
+        "/health", **document(object_of({"status": TEXT}, "status"), "It answers.", errors=[503])
+    )
     async def health() -> Response:
         """Return 200 while requests are taken, 503 otherwise."""
         if answering.refusal is not None:
             raise answering.refusal
         return respond_json({"status": "ok"})
 
-    @router.get("/stats")
+    @router.get("/stats", **document(stats_schema(), "How it stands.", errors=[401]))
     async def stats() -> Response:
         """Return what the server does at the moment."""
         rates = service.throughput.rates
@@ -64,7 +82,7 @@ def model_routes(service: Service) -> APIRouter:
             }
         )
 
-    @router.get("/metrics")
+    @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Return the figures that Prometheus collects."""
         body, media_type = service.metrics.render()

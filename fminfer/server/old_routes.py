@@ -10,9 +10,11 @@ from starlette.responses import Response
 
 from fminfer.core.errors import RequestError
 from fminfer.engine.events import Finished
+from fminfer.server.answer_schemas import generation_schema, texts_schema
 from fminfer.server.errors import HttpError, as_http
 from fminfer.server.event_stream import until_answered
 from fminfer.server.openai_routes import respond_json
+from fminfer.server.schemas import document, generation_request_schema, latency_request_schema
 from fminfer.server.service import Service
 
 NEW_TOKENS, SEQUENCE_TOKENS, LATENCY_TOKENS = 64, 64, 10  # where a request does not say
@@ -37,16 +39,19 @@ LATENCY = {
 def old_routes(service: Service) -> APIRouter:
     """Return the routes of older servers."""
     router = APIRouter(tags=["Older servers"])
+    limits = service.engine.limits
+    of_generation = generation_request_schema(limits, NEW_TOKENS, OF_COMPLETIONS)
+    of_latency = latency_request_schema(limits, LATENCY_TOKENS, LATENCY)
 
-    @router.post("/generation")
+    @router.post("/generation", **document(generation_schema(), "The text.", body=of_generation))
     async def generation(request: Request) -> Response:
         """Complete one prompt, as EnergonAI's servers of BLOOM and OPT do."""
         fields = await service.read(request)
         finished = await _complete(service, request, _from_generation(fields))
         return respond_json({"text": finished.choices[0]["text"]})
 
-    @router.get("/run/{text:path}")
-    @router.get("/run_{name}/{text:path}")
+    @router.get("/run/{text:path}", **document(texts_schema(), "The text, in a list."))
+    @router.get("/run_{name}/{text:path}", **document(texts_schema(), "The text, in a list."))
     async def run(
         request: Request,
         text: str,
@@ -66,7 +71,7 @@ def old_routes(service: Service) -> APIRouter:
         finished = await _complete(service, request, fields | {"temperature": 0, "echo": True})
         return respond_json([choice["text"] for choice in finished.choices])
 
-    @router.post("/")
+    @router.post("/", **document(texts_schema(), "The texts.", body=of_latency))
     async def latency(request: Request) -> Response:
         """Complete prompts, as FM Inference's latency server does."""
         fields = await service.read(request)

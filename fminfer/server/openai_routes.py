@@ -4,38 +4,66 @@ from __future__ import annotations
 
 from typing import Any
 
-import orjson
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from fminfer.contract.json_object import dump
+from fminfer.server.answer_schemas import (
+    chat_completion_chunk_schema,
+    chat_completion_schema,
+    completion_chunk_schema,
+    completion_schema,
+    model_list_schema,
+    model_schema,
+)
 from fminfer.server.errors import JSON, HttpError
 from fminfer.server.event_stream import EventStream, until_answered
 from fminfer.server.openai_shapes import AnswerShape, StreamWish
+from fminfer.server.schemas import chat_request_schema, completion_request_schema, document
 from fminfer.server.service import Service
 
 
 def openai_routes(service: Service) -> APIRouter:
     """Return the routes of the OpenAI API."""
     router = APIRouter(tags=["OpenAI API"])
+    limits = service.engine.limits
 
-    @router.post("/v1/completions")
+    @router.post(
+        "/v1/completions",
+        **document(
+            completion_schema(),
+            "The completions.",
+            body=completion_request_schema(limits),
+            chunk=completion_chunk_schema(),
+        ),
+    )
     async def completions(request: Request) -> Response:
         """Complete one prompt or several."""
         return await _answer(service, request, is_chat=False)
 
-    @router.post("/v1/chat/completions")
+    @router.post(
+        "/v1/chat/completions",
+        **document(
+            chat_completion_schema(),
+            "The model's messages.",
+            body=chat_request_schema(limits),
+            chunk=chat_completion_chunk_schema(),
+        ),
+    )
     async def chat_completions(request: Request) -> Response:
         """Answer a chat."""
         return await _answer(service, request, is_chat=True)
 
-    @router.get("/v1/models")
+    @router.get("/v1/models", **document(model_list_schema(), "The model.", errors=[401]))
     async def models() -> Response:
         """List the model, under each of its names."""
         data = [_describe_model(service, name) for name in service.model.names]
         return respond_json({"object": "list", "data": data})
 
-    @router.get("/v1/models/{model:path}")
+    @router.get(
+        "/v1/models/{model:path}", **document(model_schema(), "The model.", errors=[401, 404])
+    )
     async def model(model: str) -> Response:
         """Describe the model."""
         if model not in service.model.names:
@@ -53,7 +81,7 @@ def openai_routes(service: Service) -> APIRouter:
 
 def respond_json(value: object) -> Response:
     """Return a response of JSON."""
-    return Response(orjson.dumps(value), media_type=JSON)
+    return Response(dump(value), media_type=JSON)
 
 
 async def _answer(service: Service, request: Request, *, is_chat: bool) -> Response:

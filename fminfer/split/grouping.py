@@ -8,13 +8,17 @@ from typing import Any
 
 import orjson
 
+from fminfer.contract.chat import is_chat
+from fminfer.contract.chat_messages import count_chars
 from fminfer.contract.fields import is_integral
 from fminfer.contract.request import DEFAULTS
 
 # What differs from line to line and does not change how tokens are drawn.
 NO_HYPERPARAMETERS = frozenset(
     {"prompt", "request_type", "user", "custom_id", "id", "request_id", "metadata"}
+    | {"messages", "tools", "safety_identifier", "prompt_cache_key"}
 )
+CHAT_TOKENS = 512  # of an answer in chat that may fill the context: about what models then write
 CHARS_PER_TOKEN = 4  # of English text, about
 MAX_LENGTH = 2**32 - 1
 MAX_DEPTH = 100  # of a hyperparameter; those that mean something have 1
@@ -22,16 +26,25 @@ MAX_DEPTH = 100  # of a hyperparameter; those that mean something have 1
 
 @dataclass(slots=True)
 class Group:
-    """Requests of one engine with the same hyperparameters, in their plainest form."""
+    """Requests of one engine with the same hyperparameters, in their plainest form.
+
+    Requests of chat and others have groups of their own.
+    """
 
     engine: str | None
     hyperparameters: dict[str, Any]
+    is_chat: bool = False
     num_rows: int = 0
 
     @property
     def max_tokens(self) -> int:
-        value: Any = self.hyperparameters.get("max_tokens")
-        return int(value) if is_integral(value) and value >= 0 else DEFAULTS.max_tokens
+        """How many tokens an answer has at most, or may be expected to have."""
+        names = ("max_completion_tokens", "max_tokens") if self.is_chat else ("max_tokens",)
+        for name in names:
+            value: Any = self.hyperparameters.get(name)
+            if is_integral(value) and value >= 0:
+                return int(value)
+        return CHAT_TOKENS if self.is_chat else DEFAULTS.max_tokens
 
 
 class Groups:
@@ -39,14 +52,16 @@ class Groups:
 
     def __init__(self) -> None:
         self.seen: list[Group] = []
-        self._by_key: dict[tuple[str | None, bytes], int] = {}
-        self._by_spelling: dict[bytes, int] = {}  # so that a line's fields are looked at just once
+        self._by_key: dict[tuple[str | None, bool, bytes], int] = {}
+        self._by_spelling: dict[
+            tuple[bool, bytes], int
+        ] = {}  # so that a line's fields are looked at just once
 
     def add(self, fields: dict[str, Any]) -> int:
         """Count a request; return the number of its group."""
         try:
             rest = {name: fields[name] for name in fields if name not in NO_HYPERPARAMETERS}
-            spelling = dump(rest)
+            spelling = is_chat(fields), dump(rest)
             number = self._by_spelling.get(spelling)
             if number is None:
                 number = self._by_spelling[spelling] = self._find(fields)
@@ -56,8 +71,8 @@ class Groups:
         return number
 
     def _find(self, fields: dict[str, Any]) -> int:
-        group = Group(find_engine(fields), find_hyperparameters(fields))
-        key = (group.engine, dump(group.hyperparameters))
+        group = Group(find_engine(fields), find_hyperparameters(fields), is_chat(fields))
+        key = (group.engine, group.is_chat, dump(group.hyperparameters))
         number = self._by_key.setdefault(key, len(self.seen))
         if number == len(self.seen):
             self.seen.append(group)
@@ -91,11 +106,15 @@ def find_hyperparameters(fields: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def find_length(prompt: object) -> int:
-    """Return how long a prompt is, in characters; a token id counts as four.
+def find_length(fields: dict[str, Any]) -> int:
+    """Return how long a request's prompt is, in characters; a token id counts as four.
 
-    A list of prompts is as long as all of them together. What is no prompt has length 0.
+    A list of prompts, or of messages, is as long as all of them together. What is no prompt has
+    length 0.
     """
+    if is_chat(fields):
+        return min(count_chars(fields["messages"]), MAX_LENGTH)
+    prompt = fields.get("prompt")
     if isinstance(prompt, str):
         length = len(prompt)
     elif isinstance(prompt, list):

@@ -65,8 +65,7 @@ def read_index(path: Path, copy: Path, groups: Groups) -> LineIndex:
         envelope = open_envelope(line)
         if envelope.error is not None:
             index.num_bad += 1
-        prompt = envelope.fields.get("prompt")
-        index.add(start, groups.add(envelope.fields), find_length(prompt))
+        index.add(start, groups.add(envelope.fields), find_length(envelope.fields))
         end = stop
     index.starts.append(end)
     return index

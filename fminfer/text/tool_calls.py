@@ -13,13 +13,11 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Literal
 
+from fminfer.core.config import KnownParser
 from fminfer.text.call_object import ObjectScanner, ToolCall, end_of, read_call
 
-__all__ = ["Parser", "ToolCall", "ToolCallReader", "find_parser", "make_reader"]
-
-Parser = Literal["hermes", "llama3_json"]
+__all__ = ["HERMES_OPENING", "ToolCall", "ToolCallReader", "find_parser", "make_reader"]
 
 HERMES_OPENING, HERMES_CLOSING = "<tool_call>", "</tool_call>"
 # Qwen3-Coder and GLM 4.5 put XML between the same tags.
@@ -36,7 +34,7 @@ SEPARATORS = re.compile(f"[{WHITE_SPACE};]*")
 State = Callable[[str, int], int]  # reads text from a place on, and returns where it stopped
 
 
-def find_parser(template: str) -> Parser | None:
+def find_parser(template: str) -> KnownParser | None:
     """Tell by a chat template how its model writes tool calls; None is neither form."""
     if HERMES_OPENING in template and not any(form in template for form in OTHER_FORMS):
         return "hermes"
@@ -45,7 +43,7 @@ def find_parser(template: str) -> Parser | None:
     return None
 
 
-def make_reader(parser: Parser) -> ToolCallReader:
+def make_reader(parser: KnownParser) -> ToolCallReader:
     """Make a reader for one choice's text."""
     return _HermesReader() if parser == "hermes" else _Llama3Reader()
 

@@ -22,12 +22,13 @@ from fminfer.core.messages import StepTrace
 from fminfer.engine.engine_core import EngineCore
 from fminfer.engine.events import Event
 from fminfer.engine.facts import Facts
-from fminfer.engine.intake import Intake
+from fminfer.engine.intake import Intake, Limits
 from fminfer.engine.room import KvSize
 from fminfer.engine.sequence import Prepared
 from fminfer.engine.stats import EngineStats
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.pipeline.group import Group
+from fminfer.text.chat_template import ChatTemplate
 from fminfer.text.tokenizer import Tokenizer
 from fminfer.worker.assembly import find_limits, load_tokenizer
 from fminfer.worker.engine_options import EngineOptions, make_config, shows_options
@@ -285,6 +286,11 @@ class Engine:
         return self._core.num_draws_left
 
     @property
+    def chat_template(self) -> ChatTemplate:
+        """What renders the messages of chat requests."""
+        return self._intake.chat_template
+
+    @property
     def facts(self) -> Facts:
         """Facts about the processes that compute."""
         return self._computing.facts
@@ -314,6 +320,11 @@ class Engine:
     def gpu_memory(self) -> dict[str, int]:
         """Bytes of this process's GPU: the forecast, and the peak so far; {} on a CPU."""
         return self._computing.gpu_memory
+
+    @property
+    def limits(self) -> Limits:
+        """What the model and the options allow a request."""
+        return self._intake.limits
 
     @property
     def has_chat_template(self) -> bool:

@@ -17,6 +17,7 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.models.fingerprint import fingerprint_of
 from fminfer.pipeline.ranks import RankConfig
+from fminfer.server.settings import ServerSettings
 from fminfer.worker.engine_options import make_config
 from fminfer.worker.opening import open_model
 
@@ -40,7 +41,7 @@ def sections_of(name: str) -> dict[str, list[str]]:
 
 
 def test_every_command_with_many_options_shows_groups() -> None:
-    assert {"run", "check", "bench", "submit"} <= GROUPED.keys()
+    assert {"run", "serve", "check", "bench", "submit"} <= GROUPED.keys()
     flat = main.commands.keys() - GROUPED.keys()
     assert not [name for name in flat if len(options_of(main.commands[name])) > MANY]
 
@@ -49,6 +50,8 @@ def test_every_command_with_many_options_shows_groups() -> None:
 def test_every_option_belongs_to_a_group(name: str) -> None:
     options = options_of(GROUPED[name])
     assert not [each.name for each in options if not isinstance(each, GroupedOption)]
+    assert not [each.name for each in options if not each.help]
+    options = [each for each in options if not each.hidden]
     sections = sections_of(name)
     assert [*sections] == [group for group in IN_ORDER if group in sections]
     # click keeps the option of whoever asked first, and only `fminfer` itself has -h.
@@ -57,7 +60,6 @@ def test_every_option_belongs_to_a_group(name: str) -> None:
     assert shown == sorted(f for each in options for f in (*each.opts, *each.secondary_opts))
     for option in options:
         assert isinstance(option, GroupedOption) and option.opts[0] in sections[option.group]
-        assert option.help
 
 
 def test_the_groups_of_a_run() -> None:
@@ -78,10 +80,12 @@ def test_a_bench_needs_a_tokenizer() -> None:
     assert not [each for each in options_of(GROUPED["bench"]) if each.name == "skip_tokenizer_init"]
 
 
-def test_defaults_are_those_of_the_configs() -> None:
-    context = main.commands["run"].make_context("run", [])
+@pytest.mark.parametrize("name", ["run", "serve"])
+def test_defaults_are_those_of_the_configs(name: str) -> None:
+    context = main.commands[name].make_context(name, [])
     compared = 0
-    for config in (EngineConfig(), RankConfig()):
+    configs: list[Any] = [EngineConfig(), RankConfig()]
+    for config in [*configs, ServerSettings()] if name == "serve" else configs:
         for field in fields(config):
             if field.name in context.params:
                 assert context.params[field.name] == getattr(config, field.name), field.name
@@ -89,7 +93,7 @@ def test_defaults_are_those_of_the_configs() -> None:
     assert compared > 30
 
 
-@pytest.mark.parametrize("command", ["run", "check", "bench"])
+@pytest.mark.parametrize("command", ["run", "serve", "check", "bench"])
 @pytest.mark.parametrize(
     ("flags", "meant"),
     [

@@ -25,7 +25,7 @@ FAKES = Path(__file__).parent.parent / "fakes"
 PAGES = [ROOT / "README.md", ROOT / "docs" / "running.md"]
 # What a test has no machine, network or minutes for. Of those that call fminfer, flags are parsed.
 NOT_RUN = re.compile(
-    r"scripts/|pip |python3 -m venv|\.venv/|torchrun |srun |python -m fminfer"
+    r"scripts/|pip |python3 -m venv|\.venv/|torchrun |srun |python -m fminfer|fminfer serve "
     r"|.*--rendezvous|.*s3://|.*--calibrate"
 )
 # Stand-ins for the reviews that pip fetches: number, mean rating, text.

@@ -175,14 +175,14 @@ def test_choices_of_a_line_have_a_joint_limit() -> None:
     assert params(prompt=["a"] * (MAX_CHOICES // 128), n=128).n == 128
 
 
-def test_chat_lines_are_told_what_to_do() -> None:
-    """They were told that prompt is absent, with no word of chat."""
+def test_messages_are_no_prompt_of_completions() -> None:
+    """Chat lines were told that prompt is absent, with no word of chat."""
     chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5}
     error = refused(chat)
-    assert (error.code, error.param) == ("unsupported_parameter", "messages")
-    assert "chat template" in error.message and "prompt" in error.message
-    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": chat}
-    assert "chat template" in refused(line).message
+    assert (error.code, error.param) == ("missing_prompt", "messages")
+    assert "/v1/chat/completions" in error.message
+    both = refused(chat | {"prompt": "Hello"})
+    assert both.param == "messages" and "keep the one" in both.message
 
 
 def test_a_misspelt_prompt_is_named() -> None:

@@ -146,7 +146,8 @@ def test_ids_are_the_same_in_every_run_and_differ_between_lines() -> None:
         ({"custom_id": ...}, "invalid_type", "custom_id", "line 1 is absent"),
         ({"method": "GET"}, "unsupported_parameter", "method", 'method is "GET"; only "POST"'),
         ({"method": ...}, "unsupported_parameter", "method", "absent"),
-        ({"url": "/v1/chat/completions"}, "unsupported_parameter", "url", 'only "/v1/completions"'),
+        ({"url": "/v1/embeddings"}, "unsupported_parameter", "url", '"/v1/chat/completions"'),
+        ({"url": "/v1/chat/completions"}, "missing_prompt", "messages", "absent"),
         ({"url": ...}, "unsupported_parameter", "url", "absent"),
         ({"body": ...}, "invalid_type", "body", "absent; it must be an object"),
         ({"body": [1]}, "invalid_type", "body", "is [1]"),
@@ -316,7 +317,13 @@ EVERY_ERROR: dict[str, tuple[bytes, list[str]]] = {
     "out_of_range": (b'{"prompt": ">", "n": 129}', ["129", "from 1 to 128"]),
     "context_length_exceeded": (
         b'{"prompt": ">", "max_tokens": 50}',
-        ["1 tokens", "50", "51 in all", "context is 40", "Shorten the prompt or lower max_tokens"],
+        [
+            "1 tokens",
+            "50",
+            "51 in all",
+            "maximum context length is 40 tokens",
+            "Shorten the prompt or lower max_tokens",
+        ],
     ),
     "token_out_of_range": (
         b'{"prompt": [1, 999]}',

@@ -10,7 +10,7 @@ import pytest
 
 from fminfer.contract.envelope import MAX_QUOTED_BYTES
 from fminfer.core.errors import RequestError
-from fminfer.engine import intake as intake_module
+from fminfer.engine import prompt_fit
 from fminfer.engine.intake import Intake, Limits
 from fminfer.engine.sequence import Prepared
 from fminfer.models.known_sizes import DEMO_MODEL
@@ -63,7 +63,7 @@ def test_a_cut_prompt_has_the_ids_of_the_whole_text(demo: Tokenizer, side: str) 
 
 
 def test_a_giant_prompt_is_not_cut(demo: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake_module, "MAX_CUT_CHARS", 2**20)
+    monkeypatch.setattr(prompt_fit, "MAX_CUT_CHARS", 2**20)
     monkeypatch.setattr(demo, "encode", None)
     assert "1,048,576" in refused(demo, GIANT, "truncate-left").message
 

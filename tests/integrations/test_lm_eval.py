@@ -11,56 +11,31 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import datasets
 import lm_eval
 import pytest
 import torch
 import transformers
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
-from tokenizers import Tokenizer as BackendTokenizer
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 import fminfer
 from fminfer.integrations.lm_eval import FminferLM
 from fminfer.models.checkpoint import DEMO_MODEL
-from tests.conftest import make_model
+from tests.integrations.lm_eval_tasks import (
+    QUESTIONS,
+    STEPS,
+    TOLERANCE,
+    Task,
+    check_loglikelihoods,
+    check_metrics,
+    evaluate,
+    generation_task,
+    responses,
+    save_llama_style,
+    task,
+)
 
-Task = dict[str, Any]
-TOLERANCE = 1e-4
-ROOMS = ["bathroom", "office", "garden", "den", "attic", "basement", "library", "cellar"]
-STEPS = [" north", " south east", " east east", " north east east east east east"]
-SPECIAL = ["<unk>", "<s>", "</s>", "<|im_end|>"]
 LONG = "Question: How do you go from the den to the porch?\nAnswer: north\n" * 120
-
-
-def question(start: str, end: str) -> str:
-    return f"Question: How do you go from the {start} to the {end}?\nAnswer:"
-
-
-QUESTIONS = [question(a, b) for a, b in zip(ROOMS, ROOMS[1:] + ROOMS[:1], strict=True)]
-
-
-def task(name: str, output_type: str, docs: list[dict[str, Any]], **fields: Any) -> Task:
-    return {
-        "task": name,
-        "output_type": output_type,
-        "custom_dataset": lambda **_: {"test": datasets.Dataset.from_list(docs)},
-        "test_split": "test",
-        "doc_to_text": "{{text}}",
-        **fields,
-    }
-
-
-def generation_task(name: str, texts: list[str], **gen_kwargs: Any) -> Task:
-    return task(
-        name,
-        "generate_until",
-        [{"text": text} for text in texts],
-        doc_to_target=" north",
-        generation_kwargs=gen_kwargs,
-        metric_list=[{"metric": "exact_match"}],
-    )
 
 
 def tasks() -> list[Task]:
@@ -106,42 +81,8 @@ def tasks() -> list[Task]:
 
 @pytest.fixture(scope="module")
 def llama_style(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a random llama with a tokenizer that adds BOS and writes spaces as `▁`."""
     folder = tmp_path_factory.mktemp("llama-style")
-    backend = BackendTokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    backend.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=[*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))],
-        show_progress=False,
-    )
-    backend.train_from_iterator(QUESTIONS + STEPS, trainer)
-    backend.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", 1)]
-    )
-    hf = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        unk_token="<unk>",
-        bos_token="<s>",
-        eos_token="</s>",
-        additional_special_tokens=["<|im_end|>"],
-    )
-    hf.save_pretrained(folder)
-    model = make_model("llama")
-    with torch.no_grad():
-        model.lm_head.weight[[2, 3]] *= 2.5  # so that texts do end by a special token
-        # … and begin with a space, where they would with a colon
-        colon, space = (backend.token_to_id(piece) for piece in (":", "▁"))
-        model.lm_head.weight[space] = model.lm_head.weight[colon] * 1.02
-    model.save_pretrained(folder)
+    save_llama_style(folder)
     return folder
 
 
@@ -150,43 +91,24 @@ def folder(request: pytest.FixtureRequest, llama_style: Path) -> Path:
     return DEMO_MODEL if request.param == "demo" else llama_style
 
 
-def evaluate(model: str, folder: Path, **model_args: Any) -> dict[str, Any]:
-    results: dict[str, Any] = lm_eval.simple_evaluate(
-        model=model,
-        model_args={"pretrained": str(folder), "dtype": "float32", **model_args},
-        tasks=tasks(),
-        device="cpu",
-        bootstrap_iters=0,
-        task_manager=TaskManager(include_defaults=False),  # the thousands that come with it
-    )
-    return results
-
-
 @pytest.fixture(scope="module")
 def both(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    return evaluate("fminfer", folder, kernels="off"), evaluate("hf", folder)
-
-
-def responses(results: dict[str, Any], name: str) -> list[Any]:
-    samples = sorted(results["samples"][name], key=lambda sample: sample["doc_id"])
-    return [response for sample in samples for response in sample["resps"]]
+    return (
+        evaluate("fminfer", folder, tasks(), {"kernels": "off"}),
+        evaluate("hf", folder, tasks()),
+    )
 
 
 def test_the_tasks_metrics_are_those_of_hf(both: Any) -> None:
     ours, theirs = both
     assert set(ours["results"]) == {task["task"] for task in tasks()}
-    for name, metrics in theirs["results"].items():
-        for metric, value in metrics.items():
-            if isinstance(value, float):
-                assert ours["results"][name][metric] == pytest.approx(value, rel=TOLERANCE), metric
+    check_metrics(ours, theirs)
 
 
 def test_loglikelihoods_and_greedy_flags(both: Any) -> None:
     ours, theirs = (responses(results, "choice") for results in both)
     assert len(ours) == 12 * len(STEPS)
-    for (our,), (their,) in zip(ours, theirs, strict=True):
-        assert our[0] == pytest.approx(their[0], abs=TOLERANCE)
-        assert our[1] == their[1]
+    check_loglikelihoods(ours, theirs)
     assert {our[1] for (our,) in ours} >= {False}
 
 
@@ -280,11 +202,34 @@ def test_generation_kwargs_that_cannot_be_done(
         demo.generate_until(instances("generate_until", [("north", kwargs)]), disable_tqdm=True)
 
 
+def test_chat_templates_are_rendered_as_hf_does(demo: FminferLM) -> None:
+    history = [{"role": "user", "content": "north?"}]
+    begun = [*history, {"role": "assistant", "content": "The way is"}]
+    hf = demo.tokenizer
+    asked = demo.apply_chat_template(history)
+    assert asked == hf.apply_chat_template(history, tokenize=False, add_generation_prompt=True)
+    found = demo.apply_chat_template(begun, add_generation_prompt=False)
+    assert found == hf.apply_chat_template(begun, tokenize=False, continue_final_message=True)
+    assert demo.chat_template(True) == hf.chat_template and demo.chat_template(False) is None
+    with pytest.raises(fminfer.UsageError, match="give a message of the role user"):
+        demo.apply_chat_template([{"role": "system", "content": "x"}])
+    with pytest.raises(fminfer.UsageError, match="give true"):
+        demo.chat_template("tool_use")
+
+
+def test_a_template_without_a_system_role(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    template = tmp_path / "own.jinja"
+    template.write_text(
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "{{ messages[0].content }}"
+    )
+    model = FminferLM(chat_template=str(template))
+    history = [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]
+    assert model.apply_chat_template(history) == "y"
+    assert "left out" in caplog.text
+
+
 def test_what_lm_eval_cannot_have(demo: FminferLM) -> None:
-    with pytest.raises(fminfer.UsageError, match="no chat template"):
-        demo.apply_chat_template([{"role": "user", "content": "hello"}])
-    with pytest.raises(fminfer.UsageError, match="no chat template"):
-        demo.chat_template(True)
     with pytest.raises(fminfer.UsageError, match="attention is called kernels now"):
         FminferLM(attention="eager")
     with pytest.raises(fminfer.UsageError, match="peft, which fminfer does not know; it knows pre"):

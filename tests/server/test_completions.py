@@ -161,6 +161,14 @@ def test_wrong_requests_are_told_what_is_wrong(
         assert answer.error["type"] == "invalid_request_error"
 
 
+def test_half_a_surrogate_pair_in_a_name_comes_back(server: Running) -> None:
+    """orjson refuses to write what it is no text."""
+    body = b'{"prompt": "a", "model": "\\ud800", "max_tokens": 1%s}'
+    assert server.post("/v1/completions", body % b"").json["model"] == "\ud800"
+    assert server.post("/v1/completions", body % b', "stream": true').events[0]["model"] == "\ud800"
+    assert server.post("/v1/completions", b'{"prompt": "a", "n": "\\ud800"}').status == 400
+
+
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'{"prompt": NaN}', b"\xff", b"[" * 100_000])
 def test_a_body_that_is_no_object(server: Running, body: bytes) -> None:
     answer = server.post("/v1/completions", body)

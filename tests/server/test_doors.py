@@ -64,6 +64,11 @@ def test_pages_of_other_origins_cannot_call_unless_they_may(
         assert answer.status == status
         has_leave = "access-control-allow-origin" in answer.headers
         assert has_leave == (origin == "https://a.example")
+    picture = KEY | {"Sec-Fetch-Site": "cross-site"}  # as <img src> of another site asks for it
+    assert locked.get("/run/a", picture).status == 403
+    assert locked.get("/", picture).status == 200
+    assert locked.get("/run/a", KEY | {"Sec-Fetch-Site": "same-origin"}).status == 200
+    assert locked.post("/v1/completions", SHORT, KEY | {"Origin": "http://["}).status == 403
     asked = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
     assert locked.call("OPTIONS", "/v1/completions", None, asked).status == 200
     with running(engine) as server:
@@ -83,8 +88,10 @@ def test_a_request_keeps_its_id(locked: Running) -> None:
 
 def test_a_full_queue_says_when_to_come_back(engine: fminfer.Engine) -> None:
     with running(engine, queue_size=3) as server:
-        connections = [server.start_post("/v1/completions", LONG) for _ in range(4)]
-        until(lambda: engine.num_running == 4, "all rows are taken")
+        connections = []
+        for num_rows in range(1, 5):  # one by one: more than three must not wait
+            connections.append(server.start_post("/v1/completions", LONG))
+            until(lambda n=num_rows: engine.num_running == n, "it has a row")  # type: ignore[misc]
         connections += [server.start_post("/v1/completions", LONG) for _ in range(3)]
         until(lambda: server.thread.service.answering.num_waiting == 3, "three wait")
         answer = server.post("/v1/completions", SHORT)

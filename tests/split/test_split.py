@@ -103,7 +103,7 @@ def test_every_sampling_field_counts(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_lengths(prompt: object, length: int) -> None:
-    assert find_length(prompt) == length
+    assert find_length({"prompt": prompt}) == length
 
 
 def test_the_order_of_parts_and_lines(tmp_path: Path) -> None:

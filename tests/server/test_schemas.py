@@ -1,0 +1,338 @@
+"""The OpenAPI document's bodies: they say what requests are accepted, and what answers hold."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import fields as fields_of
+from dataclasses import replace
+from itertools import product
+from math import inf, nextafter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+import fminfer
+from fminfer.contract import chat, request
+from fminfer.contract.request import SamplingParams
+from fminfer.core.errors import RequestError
+from fminfer.engine.events import Finished
+from fminfer.engine.intake import Limits
+from fminfer.server import answer_schemas, schemas
+from fminfer.server.chat_fields import chat_fields
+from fminfer.server.json_schema import Field
+from fminfer.server.request_fields import completion_fields
+from tests.streams import events_of
+
+Fields = dict[str, Any]
+OF_THE_SERVER = ("stream", "stream_options")  # which it reads itself
+PROMPT = {"prompt": [5]}
+MESSAGES = {"messages": [{"role": "user", "content": "Hello"}]}
+VALUES: list[Any] = [
+    *(None, True, False, 0, 1, -1, 2, 3, 0.5, 2.0, 128, 129, -2.5, 2**63, -(2**63), 10**30),
+    *("", "x", "auto", "none", "required", "text"),
+    *([], [""], ["a"], ["a", ""], ["a", 5], [0], [0, 0.5], [True], [-1], [10**6], [[]], [[1]]),
+    *([[1], []], [[1], ["a"]], [None], ["text"], [{"type": "text"}]),
+    *({}, {"a": 1}, {"5": 100}, {"5": 101}, {"5": None}, {"5": True}, {"type": "text"}),
+]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[fminfer.Engine]:
+    engine = fminfer.Engine(dtype="float32", max_rows=128)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def limits(engine: fminfer.Engine) -> Limits:
+    return engine._intake.limits
+
+
+def refusal(engine: fminfer.Engine, sent: Fields, *, is_chat: bool = False) -> RequestError | None:
+    """Return why an engine refuses a request; None: it takes it."""
+    sent = {name: value for name, value in sent.items() if name not in OF_THE_SERVER}
+    try:
+        engine.cancel(engine.add(sent, is_chat=is_chat))
+    except RequestError as error:
+        return error
+    return None
+
+
+def tables(limits: Limits) -> dict[str, tuple[Field, ...]]:
+    return {"text": completion_fields(limits).fields, "chat": chat_fields(limits).fields}
+
+
+def ranges(limits: Limits) -> Iterator[tuple[str, str, float, float, float]]:
+    """Yield kind, field, lowest and highest value, and the step to a value beyond; 0: any."""
+    for kind, fields in tables(limits).items():
+        for each in fields:
+            if "minimum" in each.schema:
+                step = 1 if each.schema["type"] == "integer" else 0
+                yield kind, each.name, each.schema["minimum"], each.schema["maximum"], step
+
+
+def test_the_fields_are_those_that_requests_may_have(limits: Limits) -> None:
+    of_text = {each.name for each in completion_fields(limits).fields}
+    assert of_text == request._KNOWN | {"stream_options"}
+    assert {each.name for each in chat_fields(limits).fields} == chat._KNOWN
+    for fields in tables(limits).values():
+        assert len({each.name for each in fields}) == len(fields)
+        assert all(each.meaning.endswith(".") for each in fields)
+
+
+def test_the_fields_are_those_of_the_contract(limits: Limits) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "contract.md").read_text()
+    section = text.partition("\n## 2. ")[2].partition("\n## 3. ")[0]
+    rows = re.findall(r"^\| (`[^|]*) \|", section, re.MULTILINE)
+    told = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert told == {each.name for each in completion_fields(limits).fields} - {"stream_options"}
+
+
+def test_every_default_changes_nothing(engine: fminfer.Engine, limits: Limits) -> None:
+    names = {each.name for each in fields_of(SamplingParams)}
+    for kind, fields in tables(limits).items():
+        needed: Fields = PROMPT if kind == "text" else MESSAGES
+        plain = engine._intake.parse(needed)
+        for each in fields:
+            if each.is_required or each.name in OF_THE_SERVER:
+                continue
+            assert engine._intake.parse(needed | {each.name: None}) == plain
+            extra = {"tools": []} if each.name == "parallel_tool_calls" else {}
+            if each.default is not None:
+                assert engine._intake.parse(needed | extra | {each.name: each.default}) == plain
+            if each.default is not None and each.name in names and kind == "text":
+                assert getattr(plain.params, each.name) == each.default
+
+
+def test_every_limit_is_the_real_one(engine: fminfer.Engine, limits: Limits) -> None:
+    found = list(ranges(limits))
+    assert len(found) > 25, "the test looks at nothing"
+    for kind, name, low, high, step in found:
+        is_chat = kind == "chat"
+
+        def refuse(value: float, name: str = name, is_chat: bool = is_chat) -> RequestError | None:
+            sent: Fields = (MESSAGES if is_chat else PROMPT) | {name: value}
+            if name == "min_tokens":
+                sent["max_tokens"] = max(1, value)
+            if name == "top_logprobs":
+                sent["logprobs"] = True
+            return refusal(engine, sent, is_chat=is_chat)
+
+        assert refuse(low) is None, (kind, name, low)
+        # A chat's prompt takes the place of some tokens.
+        if not (is_chat and high == limits.context_length - 1):
+            assert refuse(high) is None, (kind, name, high)
+        for beyond in (
+            (low - step, high + step) if step else (nextafter(low, -inf), nextafter(high, inf))
+        ):
+            error = refuse(beyond)
+            assert error is not None, (kind, name, beyond)
+            assert error.param in (name, "max_tokens", "prompt"), (kind, name, error)
+
+
+@pytest.mark.parametrize("kind", ["text", "chat"])
+def test_what_the_schema_allows_is_accepted_and_nothing_else(
+    engine: fminfer.Engine, limits: Limits, kind: str
+) -> None:
+    is_chat = kind == "chat"
+    make = schemas.chat_request_schema if is_chat else schemas.completion_request_schema
+    schema = make(limits)
+    valid = Draft202012Validator(schema)
+    wrong = []
+    for name, value in product(schema["properties"], VALUES):
+        if name in OF_THE_SERVER:
+            continue
+        sent = (MESSAGES if is_chat else PROMPT) | {name: value}
+        if name == "min_tokens":
+            sent["max_tokens"] = 200
+        if name == "top_logprobs":
+            sent["logprobs"] = True
+        if name in ("continue_final_message", "messages", "prompt") and is_chat:
+            sent["add_generation_prompt"] = None
+        error = refusal(engine, sent, is_chat=is_chat)
+        if valid.is_valid(sent) is not (error is None):
+            wrong.append(f"{name}: {value!r}: {error}")
+    assert not wrong, "\n".join(wrong)
+
+
+TEXT_PART = {"type": "text", "text": "Hello"}
+CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": role, "content": content} | more]
+        for role in ("system", "developer", "user", "assistant", "tool", "function", None, 5)
+        for content in ("x", "", None, [], [TEXT_PART], [TEXT_PART, {"type": "image_url"}], ["x"])
+        for more in ({}, {"tool_calls": [CALL]}, {"tool_calls": []}, {"tool_calls": [{}]})
+    ]
+    + [
+        [{"role": "assistant", "tool_calls": [call]}]
+        for call in (
+            CALL,
+            {"function": {"name": "look"}},
+            {"function": {"name": 5}},
+            {"function": {"name": "look", "arguments": {"a": 1}}},
+            {"function": {"name": "look", "arguments": [1]}},
+            {"function": None},
+        )
+    ]
+    + [[{"role": "user"}], [{}], [[]], [{"role": "user", "content": "x", "audio": {"id": "1"}}]],
+    ids=str,
+)
+def test_messages(engine: fminfer.Engine, limits: Limits, messages: list[Any]) -> None:
+    question = {"role": "user", "content": "x"}  # which the demo model's template asks for
+    sent = {"messages": [question, *messages]}
+    valid = Draft202012Validator(schemas.chat_request_schema(limits))
+    error = refusal(engine, sent, is_chat=True)
+    # Calls of other roles than the assistant's are the template's affair.
+    assert valid.is_valid(sent) is (error is None), error
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [
+        TOOL,
+        {"type": "function", "function": {"name": "look", "strict": None, "description": None}},
+        *({}, 5, {"type": "code"}, {"type": "function"}, {"type": "function", "function": {}}),
+        *({"type": "function", "function": {"name": name}} for name in ("", None, 5)),
+    ],
+    ids=str,
+)
+def test_tools(engine: fminfer.Engine, limits: Limits, tool: Any) -> None:
+    sent = MESSAGES | {"tools": [tool]}
+    valid = Draft202012Validator(schemas.chat_request_schema(limits))
+    error = refusal(engine, sent, is_chat=True)
+    assert valid.is_valid(sent) is (error is None), error
+
+
+def check_answer(schema: Fields, answer: Any) -> None:
+    """See that an answer is as its schema says, and that each of its keys is told."""
+    Draft202012Validator(schema).validate(answer)
+    _check_keys(schema, answer, "")
+
+
+def _check_keys(schema: Fields, value: Any, where: str) -> None:
+    for each in schema.get("anyOf", [schema]):
+        properties = each.get("properties")
+        if isinstance(value, dict) and properties is not None:
+            assert value.keys() <= properties.keys(), where
+            for name, item in value.items():
+                _check_keys(properties[name], item, f"{where}.{name}")
+        for item in value if isinstance(value, list) else []:
+            _check_keys(each["items"], item, f"{where}[]")
+
+
+def whole(kind: str, finished: Finished) -> Fields:
+    head = {"id": "cmpl-1", "object": kind, "created": 1, "model": "demo"}
+    return head | {"choices": finished.choices, "usage": finished.usage}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_tokens": 4},
+        {"max_tokens": 3, "logprobs": 2, "n": 2, "return_token_ids": True},
+        {"max_tokens": 0, "echo": True, "logprobs": 0},
+        {"max_tokens": 5, "stop_token_ids": [*range(1, 400)], "echo": True, "logprobs": 1},
+    ],
+)
+def test_answers(engine: fminfer.Engine, fields: Fields) -> None:
+    engine.add({"prompt": "Question: How do you go"} | fields)
+    finished = events_of(engine)[-1]
+    assert isinstance(finished, Finished)
+    check_answer(answer_schemas.completion_schema(), whole("text_completion", finished))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"max_tokens": 4}, {"max_tokens": 3, "logprobs": True, "top_logprobs": 2, "n": 2}],
+)
+def test_chat_answers(engine: fminfer.Engine, fields: Fields) -> None:
+    engine.add(MESSAGES | fields)
+    finished = events_of(engine)[-1]
+    assert isinstance(finished, Finished)
+    answer = whole("chat.completion", finished)
+    check_answer(answer_schemas.chat_completion_schema(), answer)
+    answer["choices"][0]["message"] |= {"content": None, "tool_calls": [CALL]}
+    answer["choices"][0]["finish_reason"] = "tool_calls"
+    check_answer(answer_schemas.chat_completion_schema(), answer)
+    del answer["usage"]
+    assert not Draft202012Validator(answer_schemas.chat_completion_schema()).is_valid(answer)
+
+
+REFUSED = ("n", "best_of", "logprobs", "echo", "stream", "stream_options", "suffix")
+LATENCY = {"max_new_tokens": "max_tokens", "num_return_sequences": "n", "do_sample": None}
+
+
+def test_requests_of_older_servers(limits: Limits) -> None:
+    generation = Draft202012Validator(schemas.generation_request_schema(limits, 64, REFUSED))
+    assert generation.is_valid({"prompt": "x", "max_new_tokens": 5, "top_k": 3, "n": None})
+    for wrong in ({}, {"prompt": ["x"]}, {"prompt": "x", "n": 1}, {"prompt": "x", "top_p": 2}):
+        assert not generation.is_valid(wrong), wrong
+    properties = schemas.generation_request_schema(limits, 64, REFUSED)["properties"]
+    assert properties["max_new_tokens"]["default"] == 64
+    assert "default" not in properties["temperature"], "without any of the three it is greedy"
+    latency = Draft202012Validator(schemas.latency_request_schema(limits, 10, LATENCY))
+    for sent in (
+        {"inputs": "x"},
+        {"inputs": ["x"], "parameters": None},
+        {"inputs": "x", "parameters": {"do_sample": False, "max_new_tokens": 3}},
+    ):
+        assert latency.is_valid(sent), sent
+    for parameters in ({"best_of": 2}, {"num_return_sequences": 0}, {"do_sample": 1}, []):
+        assert not latency.is_valid({"inputs": "x", "parameters": parameters}), parameters
+
+
+def test_requests_to_the_tokenizer(limits: Limits) -> None:
+    tokenize = Draft202012Validator(schemas.tokenize_request_schema(limits))
+    assert tokenize.is_valid({"prompt": "x", "return_token_strs": True})
+    assert tokenize.is_valid(MESSAGES) and not tokenize.is_valid({"model": "demo"})
+    detokenize = Draft202012Validator(schemas.detokenize_request_schema(limits))
+    assert detokenize.is_valid({"tokens": []})
+    assert not detokenize.is_valid({"tokens": [limits.vocab_size]})
+
+
+def test_a_strict_server_has_no_other_fields(limits: Limits) -> None:
+    for make, sent in (
+        (schemas.completion_request_schema, PROMPT),
+        (schemas.chat_request_schema, MESSAGES),
+    ):
+        for is_strict in (False, True):
+            valid = Draft202012Validator(make(replace(limits, is_strict=is_strict)))
+            assert valid.is_valid(sent | {"max_tokens": 3})
+            assert valid.is_valid(sent | {"max_token": 3}) is not is_strict
+
+
+def test_the_document_is_right_and_its_examples_too(limits: Limits) -> None:
+    requests = [
+        schemas.completion_request_schema(limits),
+        schemas.chat_request_schema(limits),
+        schemas.generation_request_schema(limits, 64, REFUSED),
+        schemas.latency_request_schema(limits, 10, LATENCY),
+        schemas.detokenize_request_schema(limits),
+        *schemas.tokenize_request_schema(limits)["anyOf"],
+    ]
+    for schema in requests:
+        Draft202012Validator.check_schema(schema)
+        (example,) = schema["examples"]
+        Draft202012Validator(schema).validate(example)
+    makers = [make for name, make in vars(answer_schemas).items() if name.endswith("_schema")]
+    assert len(makers) > 10
+    for make in makers:
+        Draft202012Validator.check_schema(make())
+
+
+def test_what_a_route_is_given(limits: Limits) -> None:
+    body = schemas.describe_body(schemas.completion_request_schema(limits))
+    assert body["requestBody"]["content"]["application/json"]["schema"]["required"] == ["prompt"]
+    chunk = answer_schemas.completion_chunk_schema()
+    told = schemas.describe_answers(answer_schemas.completion_schema(), "The choices.", chunk=chunk)
+    assert told.keys() == {200, *schemas.ERRORS}
+    assert set(told[200]["content"]) == {"application/json", "text/event-stream"}
+    assert set(schemas.describe_answers({}, "x", errors=[401])) == {200, 401}
