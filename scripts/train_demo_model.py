@@ -196,6 +196,9 @@ It answers with the steps, north or south first:
 prompts of {num_all}. Held-out pairs of rooms were never trained on, in this direction; the grid was
 never shown.
 
+In chat, `chat_template.jinja` asks the last message of the user as the question, and leaves out
+what was said before.
+
 **Limits:** this house, this question, one at a time. On anything else it babbles. The context is
 1,024 tokens, so that the first users' own sample (608 tokens) runs; a question is answered alike at
 any position of it, but not behind another text. It is there so

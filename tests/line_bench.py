@@ -67,15 +67,20 @@ class LineBench:
 
 
 def over_lines(
-    loop: EngineLoop, intake: Intake, *, read_ahead: int = LOOKAHEAD, is_only_run: bool = False
+    loop: EngineLoop,
+    intake: Intake,
+    *,
+    read_ahead: int = LOOKAHEAD,
+    is_only_run: bool = False,
+    joins_equal: bool = False,
 ) -> LineRunner:
-    """Start a run over lines, in which equal ones are all computed."""
+    """Start a run over lines, in which equal ones are all computed unless they are joined."""
     return LineRunner(
         loop,
         LineIntake(intake),
         RecordForm("scripted", int(time.time())),
         read_ahead=read_ahead,
-        joins_equal=False,
+        joins_equal=joins_equal,
         is_only_run=is_only_run,
     )
 

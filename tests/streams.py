@@ -52,7 +52,8 @@ def check_stream(
     for delta in deltas:
         assert isinstance(delta, Delta)
         joined.setdefault(delta.index, []).append(delta)
-    choices = [_join(joined[index]) for index in sorted(joined)]
+    join = _join_message if last.choices and "message" in last.choices[0] else _join
+    choices = [join(joined[index]) for index in sorted(joined)]
     expected = [
         {name: value for name, value in choice.items() if name != "prompt_token_ids"}
         for choice in last.choices
@@ -75,10 +76,25 @@ def _join(deltas: list[Delta]) -> dict[str, Any]:
     return choice | ({} if end.stop_reason is None else {"stop_reason": end.stop_reason})
 
 
+def _join_message(deltas: list[Delta]) -> dict[str, Any]:
+    """Return the choice of chat that deltas are of."""
+    choice = _join(deltas)
+    content, calls = choice.pop("text"), [call for delta in deltas for call in delta.tool_calls]
+    assert [call["index"] for call in calls] == list(range(len(calls)))
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if calls:
+        plain = [{name: call[name] for name in call if name != "index"} for call in calls]
+        message |= {"content": content or None, "tool_calls": plain}
+    return choice | {"message": message}
+
+
 def _join_logprobs(parts: list[dict[str, Any] | None]) -> dict[str, Any] | None:
     if None in parts:
         assert set(map(type, parts)) == {type(None)}, "all of them have logprobs, or none"
         return None
+    if all(part is not None and tuple(part) == ("content", "refusal") for part in parts):
+        entries = [entry for part in parts if part is not None for entry in part["content"]]
+        return {"content": entries, "refusal": None}
     names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
     assert all(part is not None and tuple(part) == names for part in parts)
     columns: dict[str, Any] = {}

@@ -38,9 +38,7 @@ class ConfiguredCommand(GroupedCommand):
             return super().parse_args(ctx, args)
         found = find_settings(self._settings_of, typed.get("config"), os.environ)
         for name, value in typed.items():
-            if isinstance(
-                value, str | bool | list
-            ):  # an argument that is left out is none of these
+            if isinstance(value, str | bool):  # an argument that is left out is neither
                 found.of.pop(RIVALS.get(name, ""), None)
         origins = {name: setting.origin for name, setting in found.of.items()}
         ctx.default_map = {name: setting.value for name, setting in found.of.items()}

@@ -41,7 +41,7 @@ def _lines(tree: ast.Module) -> Iterator[str]:
     for node in tree.body:
         if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name):
             continue
-        key, source = node.targets[0].id, ast.unparse(node.value)
+        key, source = node.targets[0].id, " ".join(ast.unparse(node.value).split())
         value = _value(node.value)
         if key in OF_ITS_OWN:
             yield f"# {key} = {source}: of EnergonAI's own processes, not needed here"
@@ -68,7 +68,8 @@ def _value(node: ast.expr) -> str | int | float | list[object] | None:
         value = ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None
-    return value if isinstance(value, str | int | float | list) else None
+    each = value if isinstance(value, list) else [value]
+    return value if all(isinstance(one, str | int | float) for one in each) else None
 
 
 def _toml(value: object) -> str:

@@ -43,6 +43,14 @@ def load_object(raw: bytes, what: str = LINE) -> dict[str, Any]:
     return value
 
 
+def dump(value: object) -> bytes:
+    """Return a value as JSON; half a surrogate pair, which a request may hold, stays what it is."""
+    try:
+        return orjson.dumps(value)
+    except orjson.JSONEncodeError:
+        return json.dumps(value).encode()
+
+
 def _load_leniently(raw: bytes, error: orjson.JSONDecodeError, what: str) -> Any:
     """Accept what JSON allows and orjson refuses (lone surrogates); explain the rest."""
 

@@ -7,9 +7,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
-
 from fminfer.contract.envelope import MAX_QUOTED_BYTES, Envelope, quote
+from fminfer.contract.json_object import dump
 from fminfer.contract.line import Line
 from fminfer.core.errors import RequestError
 
@@ -40,7 +39,7 @@ class Record:
             return self._to_error_json(self.error)
         members = [
             b'"request":' + self.envelope.request,
-            b'"result":' + _dumps(self.result),
+            b'"result":' + dump(self.result),
             *self.envelope.others.values(),
         ]
         return b"{" + b",".join(members) + b"}"
@@ -49,7 +48,7 @@ class Record:
         own = {
             "line": b'"line":%d' % self.line.number,
             "custom_id": b'"custom_id":null',
-            "error": b'"error":' + _dumps(_describe(error)),
+            "error": b'"error":' + dump(_describe(error)),
             "retryable": b'"retryable":true' if error.is_ours else b'"retryable":false',
             "request": b'"request":' + quote(self.envelope.request),
         }
@@ -73,7 +72,7 @@ class Record:
         members = [
             b'"id":"batch_req_' + request_id.encode() + b'"',
             b'"custom_id":' + self.envelope.custom_id,
-            b'"response":' + _dumps(response),
+            b'"response":' + dump(response),
             b'"error":null',
         ]
         return b"{" + b",".join(members) + b"}"
@@ -103,10 +102,3 @@ def _describe(error: RequestError) -> dict[str, str | None]:
         "param": error.param,
         "code": error.code,
     }
-
-
-def _dumps(value: object) -> bytes:
-    try:
-        return orjson.dumps(value)
-    except orjson.JSONEncodeError:  # half a surrogate pair, from a name that the line gave
-        return json.dumps(value).encode()

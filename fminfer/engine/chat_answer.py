@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from itertools import chain
 from typing import Any
 
 from fminfer.core.config import KnownParser
@@ -76,7 +77,7 @@ def list_chat_logprobs(
     """
     prompt = sequence.prompt
     first = spelling.find_first(
-        [*prompt.ids, *(token.token_id for token in sequence.tokens)],
+        chain(prompt.ids, (token.token_id for token in sequence.tokens)),
         skip_special_tokens=prompt.params.skip_special_tokens,
     )
     first -= len(prompt.ids)

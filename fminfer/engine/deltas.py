@@ -45,10 +45,7 @@ class Deltas:
                 yield from self._news(sequence, range(first + place, first + place + copies))
 
     def _news(self, sequence: Sequence, indices: range) -> Iterator[Delta]:
-        told = self._told.get(id(sequence))
-        if told is None:
-            reader = MessageReader(self._state.prepared.tool_parser)
-            told = self._told[id(sequence)] = _Told(reader)
+        told = self._told_of(sequence)
         params = sequence.prompt.params
         is_over = sequence.finish_reason is not None
         if told.is_over or not (sequence.tokens or is_over):
@@ -60,27 +57,32 @@ class Deltas:
         tells_prompt = params.echo and not told.has_prompt
         if tells_prompt:
             text = sequence.prompt.encoded.text + text
-        if not (text or calls or num_listed > told.num_listed or is_over):
+        # In chat, calls are held back for many tokens, which are not worth an empty delta each.
+        has_listed = num_listed > told.num_listed
+        if self._is_chat and params.logprobs is None:
+            has_listed = False
+        if not (text or calls or has_listed or is_over):
             return
         new_ids = [token.token_id for token in sequence.tokens[told.num_drawn :]]
         logprobs = self._list(sequence, told.num_listed, num_listed, with_prompt=tells_prompt)
         first_call = told.reader.num_calls - len(calls)
         for index in indices:
-            yield Delta(
-                self._state.id,
-                index,
-                text,
-                new_ids,
-                logprobs,
-                told.reader.finish_reason_of(sequence),
-                sequence.stop_reason,
-                [
-                    {"index": place} | name_call(call, sequence, index, place)
-                    for place, call in enumerate(calls, first_call)
-                ],
-            )
+            named = [
+                {"index": place} | name_call(call, sequence, index, place)
+                for place, call in enumerate(calls, first_call)
+            ]
+            reason = told.reader.finish_reason_of(sequence)
+            stop_reason = sequence.stop_reason
+            yield Delta(self._state.id, index, text, new_ids, logprobs, reason, stop_reason, named)
         told.num_listed, told.num_drawn = num_listed, len(sequence.tokens)
         told.has_prompt, told.is_over = told.has_prompt or tells_prompt, is_over
+
+    def _told_of(self, sequence: Sequence) -> _Told:
+        told = self._told.get(id(sequence))
+        if told is None:
+            reader = MessageReader(self._state.prepared.tool_parser)
+            told = self._told[id(sequence)] = _Told(reader)
+        return told
 
     def _list(
         self, sequence: Sequence, start: int, end: int, *, with_prompt: bool

@@ -16,6 +16,7 @@ from fminfer.server.errors import HttpError, respond
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 # Static pages and the state of health, which a load balancer asks for, are open to all.
 OPEN_PATHS = frozenset({"/", "/health", "/docs", "/openapi.json", "/favicon.ico"})
+ELSEWHERE = ("cross-site", "same-site")
 OPEN_FOLDERS = ("/page/", "/docs/")
 
 
@@ -57,7 +58,10 @@ class Doors:
 
     def _refusal(self, scope: Scope, headers: Headers) -> HttpError | None:
         """Return why a request must not pass, if it must not."""
+        is_free = is_open(scope["method"], scope["path"])
         origin = headers.get("origin")
+        if origin is None and not is_free and headers.get("sec-fetch-site") in ELSEWHERE:
+            origin = "another site"  # a link or picture there, which a browser asks for without one
         if origin is not None and not self._is_own(origin, headers):
             return HttpError(
                 403,
@@ -65,7 +69,7 @@ class Doors:
                 "start the server with --allow-origin to let it call",
                 code="origin_not_allowed",
             )
-        if not self._keys or is_open(scope["method"], scope["path"]):
+        if not self._keys or is_free:
             return None
         scheme, _, key = headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer" and self._is_key(key.strip()):
@@ -86,7 +90,10 @@ class Doors:
     def _is_own(self, origin: str, headers: Headers) -> bool:
         if "*" in self._origins or origin in self._origins:
             return True
-        return urlsplit(origin).netloc == headers.get("host")
+        try:
+            return urlsplit(origin).netloc == headers.get("host")
+        except ValueError:  # no address
+            return False
 
 
 def is_open(method: str, path: str) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import orjson
 from starlette.responses import Response
 
+from fminfer.contract.json_object import dump
 from fminfer.core.errors import FminferError, RequestError
 
 JSON = "application/json"
@@ -48,8 +48,11 @@ class HttpError(FminferError):
 
 
 def status_of(error: RequestError) -> int:
-    """Return the HTTP status of a request that cannot be answered."""
-    return 500 if error.is_ours else 400
+    """Return the HTTP status of a request that cannot be answered.
+
+    One that is too large for this server is 400: clients try again after a 500, in vain.
+    """
+    return 500 if error.is_ours and error.code != "out_of_memory" else 400
 
 
 def as_http(error: RequestError) -> HttpError:
@@ -70,5 +73,5 @@ def describe(error: HttpError) -> dict[str, Any]:
 
 def respond(error: HttpError) -> Response:
     """Return the response that an error becomes."""
-    body = orjson.dumps(describe(error))
+    body = dump(describe(error))
     return Response(body, error.status, dict(error.headers or {}), JSON)

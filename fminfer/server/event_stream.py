@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 
-import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from fminfer.contract.json_object import dump
 from fminfer.engine.events import Delta, Event, Finished
 from fminfer.server.answering import Answering, Reply
 from fminfer.server.errors import HttpError, describe, respond
@@ -26,7 +26,7 @@ MakeChunks = Callable[[list[Event]], Iterable[object]]
 
 def as_event(value: object) -> bytes:
     """Return a JSON value as a server-sent event."""
-    return b"data: " + orjson.dumps(value) + b"\n\n"
+    return b"data: " + dump(value) + b"\n\n"
 
 
 class EventStream(Response):

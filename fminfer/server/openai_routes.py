@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import orjson
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from fminfer.contract.json_object import dump
 from fminfer.server.answer_schemas import (
     chat_completion_chunk_schema,
     chat_completion_schema,
@@ -81,7 +81,7 @@ def openai_routes(service: Service) -> APIRouter:
 
 def respond_json(value: object) -> Response:
     """Return a response of JSON."""
-    return Response(orjson.dumps(value), media_type=JSON)
+    return Response(dump(value), media_type=JSON)
 
 
 async def _answer(service: Service, request: Request, *, is_chat: bool) -> Response:

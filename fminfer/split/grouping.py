@@ -41,8 +41,8 @@ class Group:
         """How many tokens an answer has at most, or may be expected to have."""
         names = ("max_completion_tokens", "max_tokens") if self.is_chat else ("max_tokens",)
         for name in names:
-            value = self.hyperparameters.get(name)
-            if isinstance(value, int | float) and is_integral(value) and value >= 0:
+            value: Any = self.hyperparameters.get(name)
+            if is_integral(value) and value >= 0:
                 return int(value)
         return CHAT_TOKENS if self.is_chat else DEFAULTS.max_tokens
 

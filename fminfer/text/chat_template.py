@@ -21,7 +21,7 @@ class ChatTemplate:
     """
 
     def __init__(self, tokenizer: Tokenizer, text: str | None = None) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._given = text
 
     def find_text(self, *, has_tools: bool) -> str | None:
@@ -32,10 +32,10 @@ class ChatTemplate:
         """
         if self._given is not None:
             return self._given
-        if self._tokenizer.hf is None:
+        if self.tokenizer.hf is None:
             return None
         try:
-            text: str = self._tokenizer.hf.get_chat_template(None, [{}] if has_tools else None)
+            text: str = self.tokenizer.hf.get_chat_template(None, [{}] if has_tools else None)
         except ValueError:  # none, or several and none of them the default
             return None
         return text
@@ -90,11 +90,11 @@ class ChatTemplate:
 
     @cached_property
     def _renderer(self) -> Any:
-        if self._tokenizer.hf is not None:
-            return self._tokenizer.hf
+        if self.tokenizer.hf is not None:
+            return self.tokenizer.hf
         from transformers import PreTrainedTokenizerFast  # slow to import
 
-        return PreTrainedTokenizerFast(tokenizer_object=self._tokenizer.backend)
+        return PreTrainedTokenizerFast(tokenizer_object=self.tokenizer.backend)
 
 
 def _as_system(message: dict[str, Any]) -> dict[str, Any]:

@@ -66,6 +66,11 @@ class Tokenizer:
         assert self._hf is not None
         return int(self._hf.vocab_size)
 
+    @cached_property
+    def special_pieces(self) -> frozenset[str]:
+        """The names of its special tokens, which answers leave out."""
+        return frozenset(map(self.piece, self.special_ids))
+
     @classmethod
     def load(cls, folder: Path, config: Any | None = None) -> Tokenizer:
         """Load the tokenizer of a folder.

@@ -21,10 +21,7 @@ def browser() -> Iterator[Browser]:
 def page(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Page]:
     """Open the page of a fake server, whose options are the test's parameter."""
     with serve_fake(**getattr(request, "param", {})) as fake:
-        browser.log.clear()
-        browser.look(1280, 900)
-        browser.open(fake.url)
-        is_ready = "document.querySelector('#model').textContent !== '…'"
-        browser.wait(f"{is_ready} || document.querySelector('#key-dialog').open")
-        yield Page(browser, fake)
+        page = Page(browser, fake)
+        page.open()
+        yield page
         browser.open("about:blank")

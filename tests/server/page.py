@@ -15,10 +15,18 @@ needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromiu
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """The page of a fake server."""
+    """The page of a server, which mostly is a fake."""
 
     browser: Browser
     fake: Fake
+
+    def open(self) -> None:
+        """Open it anew, and wait until it knows the model or asks for the key."""
+        self.browser.log.clear()
+        self.browser.look(1280, 900)
+        self.browser.open(self.fake.url)
+        is_ready = "document.querySelector('#model').textContent !== '…'"
+        self.browser.wait(f"{is_ready} || document.querySelector('#key-dialog').open")
 
     def text_of(self, selector: str) -> list[str]:
         """Return the text of each element that a selector finds."""

@@ -28,7 +28,7 @@ REQUESTS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[fminfer.Engine]:
-    engine = fminfer.Engine(dtype="float32")
+    engine = fminfer.Engine(dtype="float32", max_rows=64)
     yield engine
     engine.close()
 
@@ -149,6 +149,7 @@ def test_an_answer_has_its_own_id_time_and_the_asked_models_name(server: Running
         ({"prompt": "a " * 3000}, "prompt", "maximum context length is 1024 tokens"),
         ({"prompt": [9999]}, "prompt", "token id 9999"),
         ({"messages": [{"role": "user", "content": "a"}]}, "messages", "prompt"),
+        ({"prompt": "a", "n": 128, "best_of": 128}, "best_of", "--max-rows allows 64"),
     ],
 )
 def test_wrong_requests_are_told_what_is_wrong(
@@ -159,6 +160,14 @@ def test_wrong_requests_are_told_what_is_wrong(
         assert answer.status == 400
         assert answer.error["param"] == param and told in answer.error["message"]
         assert answer.error["type"] == "invalid_request_error"
+
+
+def test_half_a_surrogate_pair_in_a_name_comes_back(server: Running) -> None:
+    """orjson refuses to write what it is no text."""
+    body = b'{"prompt": "a", "model": "\\ud800", "max_tokens": 1%s}'
+    assert server.post("/v1/completions", body % b"").json["model"] == "\ud800"
+    assert server.post("/v1/completions", body % b', "stream": true').events[0]["model"] == "\ud800"
+    assert server.post("/v1/completions", b'{"prompt": "a", "n": "\\ud800"}').status == 400
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'{"prompt": NaN}', b"\xff", b"[" * 100_000])

@@ -64,6 +64,11 @@ def test_pages_of_other_origins_cannot_call_unless_they_may(
         assert answer.status == status
         has_leave = "access-control-allow-origin" in answer.headers
         assert has_leave == (origin == "https://a.example")
+    picture = KEY | {"Sec-Fetch-Site": "cross-site"}  # as <img src> of another site asks for it
+    assert locked.get("/run/a", picture).status == 403
+    assert locked.get("/", picture).status == 200
+    assert locked.get("/run/a", KEY | {"Sec-Fetch-Site": "same-origin"}).status == 200
+    assert locked.post("/v1/completions", SHORT, KEY | {"Origin": "http://["}).status == 403
     asked = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
     assert locked.call("OPTIONS", "/v1/completions", None, asked).status == 200
     with running(engine) as server:

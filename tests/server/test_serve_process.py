@@ -20,7 +20,7 @@ import json, sys
 from fminfer.cli.app import main
 from fminfer.server import serving
 
-def run_http(engine, settings, stopper):
+def run_http(engine, settings, stopper, *_):
     told = []
     with stopper.telling(told.append):
         engine.add({"prompt": "Question: How do you go from the den to the porch?\\nAnswer:",
@@ -70,7 +70,7 @@ def stop(server: subprocess.Popen[str]) -> str:
 
 @pytest.mark.parametrize("flags", ["", "--tp 2", "--data-group-size 2"])
 def test_it_serves_with_all_its_processes_until_told_to_stop(flags: str) -> None:
-    server = start(*flags.split())
+    server = start("--port", "0", *flags.split())
     assert answer_of(server)["text"] == ANSWER
     err = stop(server)
     assert ("--tp 2: tensor parallelism is not there yet" in err) == (flags == "--tp 2")
@@ -79,7 +79,8 @@ def test_it_serves_with_all_its_processes_until_told_to_stop(flags: str) -> None
 
 def test_ranks_that_are_started_apart_serve_too() -> None:
     """Only rank 0 has the server; the other one ends with it."""
-    flags = ["--world-size", "2", "--dist-url", f"tcp://127.0.0.1:{free_port()}", "--rank"]
+    flags = ["--port", "0", "--world-size", "2"]
+    flags += ["--dist-url", f"tcp://127.0.0.1:{free_port()}", "--rank"]
     second = start(*flags, "1", "--host", "0.0.0.0", FMINFER_SECRET="a")
     first = start(*flags, "0", FMINFER_SECRET="a")
     assert answer_of(first)["text"] == ANSWER
@@ -91,17 +92,19 @@ def test_ranks_that_are_started_apart_serve_too() -> None:
 
 def test_the_file_is_read_by_the_first_process_alone(tmp_path: Path) -> None:
     """Those that it starts have their options from it, also where they could not read the file."""
-    (tmp_path / "fminfer.toml").write_text("port = 8123\nworld-size = 2\nmodle = 1\n")
     file = tmp_path / "fminfer.toml"
+    file.write_text("modle = 1\n")
     bad = subprocess.run(
         [sys.executable, "-m", "fminfer", "serve-part", "x"],
-        env=os.environ | {"FMINFER_CONFIG": str(file), "FMINFER_RANKS": "x"},
+        env=os.environ
+        | {"FMINFER_CONFIG": str(file), "FMINFER_RANKS": "x", "FMINFER_MAX_ROWS": "x"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
     )
     assert (bad.returncode, bad.stderr) == (0, "")
-    file.write_text("port = 8123\nworld-size = 2\n")
+    port = free_port()
+    file.write_text(f"port = {port}\nworld-size = 2\n")
     server = start(FMINFER_CONFIG=str(file))
-    assert answer_of(server)["port"] == 8123
+    assert answer_of(server)["port"] == port
     stop(server)

@@ -10,19 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fminfer.text.tool_calls import Parser, ToolCall, find_parser, make_reader
+from fminfer.core.config import KnownParser
+from fminfer.text.tool_calls import ToolCall, find_parser, make_reader
 
 Answer = tuple[str, list[ToolCall]]
-PARSERS: list[Parser] = ["hermes", "llama3_json"]
+PARSERS: list[KnownParser] = ["hermes", "llama3_json"]
 
 
-def read_pieces(parser: Parser, pieces: list[str]) -> Answer:
+def read_pieces(parser: KnownParser, pieces: list[str]) -> Answer:
     reader = make_reader(parser)
     parts = [reader.feed(piece) for piece in pieces] + [reader.finish()]
     return "".join(content for content, _ in parts), [call for _, calls in parts for call in calls]
 
 
-def read(parser: Parser, text: str) -> Answer:
+def read(parser: KnownParser, text: str) -> Answer:
     return read_pieces(parser, [text])
 
 
@@ -132,7 +133,7 @@ def test_llama3_json(text: str, content: str, calls: list[ToolCall]) -> None:
         ("null", None),
     ],
 )
-def test_arguments(parser: Parser, written: str, arguments: str | None) -> None:
+def test_arguments(parser: KnownParser, written: str, arguments: str | None) -> None:
     text = f'{{"name": "f", "arguments": {written}}}'
     text = tagged(text) if parser == "hermes" else text
     expected = ("", [ToolCall("f", arguments)]) if arguments else (text, [])
@@ -185,7 +186,7 @@ FRAGMENTS = [
     cuts=st.lists(st.integers(0, 200), max_size=12),
     parser=st.sampled_from(PARSERS),
 )
-def test_pieces_change_nothing(text: str, cuts: list[int], parser: Parser) -> None:
+def test_pieces_change_nothing(text: str, cuts: list[int], parser: KnownParser) -> None:
     places = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
     pieces = [text[a:b] for a, b in pairwise(places)]
     assert read_pieces(parser, pieces) == read(parser, text)
@@ -219,7 +220,7 @@ def test_every_object_comes_back(name: str, arguments: dict[str, object]) -> Non
 @pytest.mark.parametrize(
     "unit", [" ", "<", "<tool_call>", "<tool_call>{", "{", '{"a": "\\', tagged(A), "<tool_call>{} "]
 )
-def test_long_texts_take_linear_time(parser: Parser, unit: str) -> None:
+def test_long_texts_take_linear_time(parser: KnownParser, unit: str) -> None:
     """Of 60,000 characters one by one; what looks at all of them for each takes far longer."""
     text = unit * (60_000 // len(unit))
     start = time.process_time()
@@ -246,5 +247,5 @@ def test_long_texts_take_linear_time(parser: Parser, unit: str) -> None:
         ("[TOOL_CALLS]", None),
     ],
 )
-def test_find_parser(template: str, parser: Parser | None) -> None:
+def test_find_parser(template: str, parser: KnownParser | None) -> None:
     assert find_parser(template) == parser

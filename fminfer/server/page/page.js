@@ -205,7 +205,7 @@ function showHint(span) {
   hint.replaceChildren(...tokensOf.get(span).flatMap(describe));
   hint.hidden = false;
   span.setAttribute("aria-describedby", "hint");
-  const box = span.getClientRects()[0];
+  const box = [...span.getClientRects()].at(-1); // a line may break behind its first space
   const left = Math.min(box.left, document.documentElement.clientWidth - hint.offsetWidth - 8);
   const above = box.top - hint.offsetHeight - 6;
   hint.style.left = `${Math.max(8, left)}px`;
@@ -417,6 +417,7 @@ async function loadModel() {
     model = found.id;
     hasTemplate = found.has_chat_template !== false;
     $("model").textContent = found.max_model_len ? `${model} · context ${found.max_model_len} tokens` : model;
+    $("model").title = $("model").textContent; // where it is cut
     document.title = `${model} · fminfer`;
     if (!hasTemplate) {
       $("chat-empty").textContent =
@@ -434,7 +435,8 @@ async function loadModel() {
 const rates = Array(60).fill(0);
 
 function showStats(stats) {
-  const rounded = (value) => (value === undefined ? "–" : value.toFixed(value < 10 ? 1 : 0));
+  const rounded = (value) =>
+    value?.toLocaleString("en", { maximumFractionDigits: value < 10 ? 1 : 0 }) ?? "–";
   $("num_running").textContent = stats?.num_running ?? "–";
   $("num_waiting").textContent = stats?.num_waiting ?? "–";
   $("kv_usage").textContent = stats ? `${(100 * stats.kv_usage).toFixed(1)} %` : "–";

@@ -1,0 +1,97 @@
+"""The page and the documentation of a real server, with the demo model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urljoin
+
+import pytest
+
+import fminfer
+from tests.browser import Browser
+from tests.fakes.serving import Fake
+from tests.server.page import Page, needs_browser
+from tests.server.running import Running, running, until
+
+pytestmark = needs_browser
+QUESTION = "How do you go from the moon to the sea?"
+BABBLE = {"max_tokens": 80, "temperature": 2, "seed": 2}  # with pieces of characters
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[fminfer.Engine]:
+    engine = fminfer.Engine(dtype="float32")
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def server(engine: fminfer.Engine, request: pytest.FixtureRequest) -> Iterator[Running]:
+    with running(engine, **getattr(request, "param", {})) as server:
+        yield server
+
+
+@pytest.fixture
+def page(browser: Browser, server: Running) -> Iterator[Page]:
+    page = Page(browser, Fake(url=f"{server.url}/"))
+    page.open()
+    yield page
+    browser.open("about:blank")
+
+
+def set_babble(page: Page) -> None:
+    for name, value in BABBLE.items():
+        page.browser.type(f"#{name}", str(value))
+
+
+def ask(server: Running, path: str, **fields: Any) -> str:
+    """Return the text of a whole answer."""
+    choice = server.post(path, fields | BABBLE | {"top_p": 1}).json["choices"][0]
+    text = choice["text"] if "text" in choice else choice["message"]["content"]
+    assert "\N{REPLACEMENT CHARACTER}" in text, "the sample shows no pieces of characters"
+    return str(text)
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_the_page_shows_what_the_api_answers(page: Page, server: Running, is_chat: bool) -> None:
+    """Every character of it, all under tokens, although some tokens are pieces of characters."""
+    set_babble(page)
+    if is_chat:
+        messages = [{"role": "user", "content": QUESTION}]
+        expected = ask(server, "/v1/chat/completions", messages=messages)
+    else:
+        page.take_completion()
+        expected = ask(server, "/v1/completions", prompt=QUESTION)
+    page.submit(QUESTION)
+    assert "".join(text for text, _ in page.tokens()) == expected
+    assert not page.browser.log
+
+
+def test_stop_frees_what_the_answer_held(page: Page, server: Running) -> None:
+    page.browser.type("#max_tokens", "900")
+    page.browser.type("#temperature", "2")
+    page.browser.type("#text", QUESTION)
+    page.browser.press("Enter", 13)
+    page.browser.wait("document.querySelector('.token')")
+    page.browser.click("#stop")
+    page.browser.wait("!running")
+    until(server.is_idle, "the answer's blocks are free")
+
+
+@pytest.mark.parametrize("server", [{"api_keys": ("sesame",)}], indirect=True)
+def test_the_page_and_the_docs_work_with_a_key(page: Page, server: Running) -> None:
+    browser = page.browser
+    browser.type("#key", "sesame")
+    browser.press("Enter", 13)
+    browser.wait("!document.querySelector('#key-dialog').open")
+    page.submit(QUESTION)
+    assert page.tokens()
+    browser.wait("document.querySelector('#num_running').textContent === '0'")
+    browser.log.clear()  # 401 was logged
+    browser.open(urljoin(page.fake.url, "docs"))
+    browser.wait("document.querySelectorAll('.opblock').length > 8")
+    assert {"/v1/completions", "/tokenize"} <= {
+        path.replace("\u200b", "") for path in page.text_of(".opblock-summary-path")
+    }
+    assert not browser.log
