@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import unquote_to_bytes
 
 from fastapi import APIRouter, Query
 from starlette.requests import Request
@@ -53,6 +54,7 @@ def old_routes(service: Service) -> APIRouter:
         max_seq_length: int = Query(SEQUENCE_TOKENS, ge=1, description="prompt and completion"),
     ) -> Response:
         """Continue a text greedily, as EnergonAI's server of GPT-2 does."""
+        _require_utf8(request)
         num_prompt = await _count_tokens(service, text)
         if num_prompt >= max_seq_length:
             raise HttpError(
@@ -79,6 +81,22 @@ def old_routes(service: Service) -> APIRouter:
 async def _complete(service: Service, request: Request, fields: dict[str, Any]) -> Finished:
     reply = await service.answering.ask(fields)
     return await until_answered(service.answering, reply, request.receive)
+
+
+def _require_utf8(request: Request) -> None:
+    """Refuse a path whose bytes are no text; it was decoded with replacements by now."""
+    raw: bytes = request.scope["raw_path"]
+    try:
+        unquote_to_bytes(raw).decode()
+    except UnicodeDecodeError as error:
+        wrong = error.object[error.start]
+        raise HttpError(
+            400,
+            f"the path is not UTF-8: byte 0x{wrong:02x}; write each character as the %XX of its "
+            "UTF-8 bytes",
+            code="invalid_utf8",
+            param="text",
+        ) from None
 
 
 async def _count_tokens(service: Service, text: str) -> int:

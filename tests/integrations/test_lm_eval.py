@@ -150,11 +150,14 @@ def folder(request: pytest.FixtureRequest, llama_style: Path) -> Path:
     return DEMO_MODEL if request.param == "demo" else llama_style
 
 
-def evaluate(model: str, folder: Path, **model_args: Any) -> dict[str, Any]:
+def evaluate(
+    model: str, folder: Path, asked: list[Task] | None = None, **model_args: Any
+) -> dict[str, Any]:
+    """Evaluate a model in this process with some tasks, or with those of this file."""
     results: dict[str, Any] = lm_eval.simple_evaluate(
         model=model,
         model_args={"pretrained": str(folder), "dtype": "float32", **model_args},
-        tasks=tasks(),
+        tasks=tasks() if asked is None else asked,
         device="cpu",
         bootstrap_iters=0,
         task_manager=TaskManager(include_defaults=False),  # the thousands that come with it
