@@ -6,6 +6,7 @@ from typing import Any
 from urllib.parse import unquote_to_bytes
 
 from fastapi import APIRouter, Query
+from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -35,9 +36,16 @@ LATENCY = {
 }
 
 
+class _TextConvertor(PathConvertor):
+    """A part of a path that may hold any text, of several lines too."""
+
+    regex = "(?s:.*)"
+
+
 def old_routes(service: Service) -> APIRouter:
     """Return the routes of older servers."""
     router = APIRouter(tags=["Older servers"])
+    register_url_convertor("text", _TextConvertor())  # the routes below name it
 
     @router.post("/generation")
     async def generation(request: Request) -> Response:
@@ -46,8 +54,8 @@ def old_routes(service: Service) -> APIRouter:
         finished = await _complete(service, request, _from_generation(fields))
         return respond_json({"text": finished.choices[0]["text"]})
 
-    @router.get("/run/{text:path}")
-    @router.get("/run_{name}/{text:path}")
+    @router.get("/run/{text:text}")
+    @router.get("/run_{name}/{text:text}")
     async def run(
         request: Request,
         text: str,

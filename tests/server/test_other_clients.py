@@ -11,6 +11,7 @@ import litellm
 import openai
 import pydantic
 import pytest
+from instructor.core import InstructorRetryException
 
 import fminfer
 from tests.server.answers import answer_file, rounded
@@ -125,6 +126,7 @@ class Person(pydantic.BaseModel):
     rooms: list[str] = []
 
 
+ANN = {"name": "Ann", "age": 34, "rooms": ["den", "attic"]}
 TEXTS = {
     "ann": 'Here it is:\n```json\n{"name": "Ann", "age": 34, "rooms": ["den", "attic"]}\n```\n',
     "wrong": '```json\n{"name": "Bob", "age": "many"}\n```',
@@ -170,21 +172,21 @@ def asked(content: str) -> dict[str, Any]:
 
 def test_instructor_reads_json_in_markdown(reader: Any) -> None:
     found, raw = reader.create_with_completion(**asked("Ann is 34."))
-    assert found == Person(name="Ann", age=34, rooms=["den", "attic"])
+    assert found.model_dump() == ANN
     assert raw.choices[0].message.content == TEXTS["ann"] and raw.usage.total_tokens > 100
 
 
 def test_instructor_asks_again_until_it_is_valid(reader: Any) -> None:
-    found = reader.create(**asked("Bob is old."), max_retries=3)
-    assert found == Person(name="Bob III", age=15)
-    with pytest.raises(instructor.core.InstructorRetryException, match="less than or equal"):
-        reader.create(**asked("Bob is old."), max_retries=2)
+    found = reader.create(**asked("Bob is old."), max_retries=2)
+    assert found.model_dump() == {"name": "Bob III", "age": 15, "rooms": []}
+    with pytest.raises(InstructorRetryException, match="less than or equal"):
+        reader.create(**asked("Bob is old."), max_retries=1)
 
 
 def test_instructor_reads_parts_of_a_stream(reader: Any) -> None:
     parts = list(reader.create_partial(**asked("Ann is 34.")))
     assert len(parts) > 3 and parts[0].age is None
-    assert parts[-1].model_dump() == {"name": "Ann", "age": 34, "rooms": ["den", "attic"]}
+    assert parts[-1].model_dump() == ANN
 
 
 def test_instructor_with_asyncio(reciting: Running) -> None:
