@@ -136,6 +136,7 @@ class Intake:
             limits.on_too_long,
             request.params,
             request.fills_context,
+            "messages" if request.is_chat else "prompt",
         )
 
     def _encode(self, prompt: str | list[int], fit: PromptFit) -> EncodedPrompt:
