@@ -214,7 +214,7 @@ class FminferLM(TemplateLM):
             return self._render(chat_history, add_generation_prompt)
         except RequestError as error:
             others = [message for message in chat_history if message["role"] != "system"]
-            if len(others) == len(chat_history):
+            if not others or len(others) == len(chat_history):
                 raise UsageError(error.message) from error
         log.warning("the chat template refuses the system message, which is left out")
         try:
