@@ -111,14 +111,7 @@ def parse_chat(
         RequestError: with one of the codes of the contract's section 3.
     """
     if fields.get("messages") is None:
-        found = "null" if "messages" in fields else "absent"
-        instead = "; /v1/completions answers prompts" if "prompt" in fields else ""
-        raise RequestError(
-            "missing_prompt",
-            f'messages is {found}; give a list such as [{{"role": "user", "content": "Hello"}}]'
-            f"{instead}",
-            "messages",
-        )
+        raise _missing(fields)
     reader = FieldReader(dict(fields))
     refuse_wishes(fields, _NEUTRAL)
     warnings = check_names(fields, _KNOWN, is_strict=is_strict)
@@ -142,6 +135,18 @@ def parse_chat(
         params,
         fills_context=max_tokens is None,
         warnings=tuple(warnings),
+    )
+
+
+def _missing(fields: Mapping[str, Any]) -> RequestError:
+    """Return the error of a request without messages."""
+    found = "null" if "messages" in fields else "absent"
+    instead = "; /v1/completions answers prompts" if "prompt" in fields else ""
+    return RequestError(
+        "missing_prompt",
+        f'messages is {found}; give a list such as [{{"role": "user", "content": "Hello"}}]'
+        f"{instead}",
+        "messages",
     )
 
 

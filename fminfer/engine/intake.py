@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fminfer.contract.chat import is_chat as is_chat_request
+from fminfer.contract.chat import overwrite, parse_chat
+from fminfer.contract.fields import INT64
 from fminfer.contract.prompts import check_entries
 from fminfer.contract.request import DEFAULTS, Request, SamplingParams, parse_request
 from fminfer.contract.row_warnings import RowWarning, WarningCounts
@@ -69,27 +71,32 @@ class Intake:
         Raises:
             RequestError: what is wrong with it.
         """
-        limits = self.limits
-        if is_chat_request(fields) if is_chat is None else is_chat:
-            if not self._tokenizer.has_words:
-                raise self._needs_words("messages are text", "messages")
-            request = self._chat.parse(
-                fields,
-                limits.request_args or {},
-                max_logprobs=limits.max_logprobs,
-                is_strict=limits.is_strict,
-                defaults=limits.defaults,
-                max_new_tokens=limits.max_new_tokens,
-            )
-        else:
-            request = parse_request(
-                {**fields, **(limits.request_args or {})},
-                max_logprobs=limits.max_logprobs,
-                is_strict=limits.is_strict,
-                defaults=limits.defaults,
-            )
+        is_chat = is_chat_request(fields) if is_chat is None else is_chat
+        request = self._parse_chat(fields) if is_chat else self._parse_completion(fields)
         self._check_params(request.params)
         return request
+
+    def _parse_completion(self, fields: Mapping[str, Any]) -> Request:
+        limits = self.limits
+        return parse_request(
+            {**fields, **(limits.request_args or {})},
+            max_logprobs=limits.max_logprobs,
+            is_strict=limits.is_strict,
+            defaults=limits.defaults,
+        )
+
+    def _parse_chat(self, fields: Mapping[str, Any]) -> Request:
+        limits = self.limits
+        if not self._tokenizer.has_words:
+            raise self._needs_words("messages are text", "messages")
+        chat = parse_chat(
+            overwrite(fields, limits.request_args or {}),
+            max_logprobs=limits.max_logprobs,
+            is_strict=limits.is_strict,
+            defaults=limits.defaults,
+            max_new_tokens=limits.max_new_tokens or INT64 - 1,
+        )
+        return self._chat.render(chat, is_strict=limits.is_strict)
 
     def prepare(self, request: Request, *, repeat: int = 0, is_openai: bool = True) -> Prepared:
         """Tokenize a request's prompts, and check that they fit.
