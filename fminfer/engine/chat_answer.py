@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from itertools import chain
 from typing import Any
 
 from fminfer.core.config import KnownParser
@@ -76,7 +77,7 @@ def list_chat_logprobs(
     """
     prompt = sequence.prompt
     first = spelling.find_first(
-        [*prompt.ids, *(token.token_id for token in sequence.tokens)],
+        chain(prompt.ids, (token.token_id for token in sequence.tokens)),
         skip_special_tokens=prompt.params.skip_special_tokens,
     )
     first -= len(prompt.ids)
@@ -111,7 +112,9 @@ def name_call(call: ToolCall, sequence: Sequence, index: int, place: int) -> dic
         place: of the call among those of the choice.
     """
     prepared = sequence.prompt.owner.prepared
-    asked = (prepared.meaning, prepared.repeat, prepared.params.seed, index, place)
+    # Greedy requests are answered together whatever their seeds.
+    seed = None if prepared.params.is_greedy else prepared.params.seed
+    asked = (prepared.meaning, prepared.repeat, seed, index, place)
     digest = hashlib.blake2b(array("q", sequence.prompt.ids).tobytes(), digest_size=12)
     digest.update(repr(asked).encode())
     return {

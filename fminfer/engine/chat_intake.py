@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fminfer.contract.chat import ChatRequest, overwrite, parse_chat
@@ -14,7 +14,7 @@ from fminfer.contract.row_warnings import RowWarning
 from fminfer.core.config import KnownParser, ToolCallParser
 from fminfer.core.errors import RequestError
 from fminfer.text.chat_template import ChatTemplate
-from fminfer.text.tool_calls import find_parser
+from fminfer.text.tool_calls import HERMES_OPENING, find_parser
 
 
 @dataclass(slots=True, frozen=True)
@@ -70,9 +70,12 @@ class ChatIntake:
                 "unsupported_parameter",
                 f"{warnings[0]}; change that, or run without --strict",
             )
+        params = chat.params
+        if parser == "hermes" and self.template.hides(HERMES_OPENING):
+            params = replace(params, skip_special_tokens=False)  # as vLLM does for its reader
         return Request(
             [check_text(text, "messages")],
-            chat.params,
+            params,
             warnings,
             is_chat=True,
             fills_context=chat.fills_context,

@@ -5,11 +5,14 @@ transformers renders it, in a sandbox. What a template refuses is an error of it
 
 from __future__ import annotations
 
+import re
 from functools import cached_property
 from typing import Any
 
 from fminfer.core.errors import RequestError
 from fminfer.text.tokenizer import Tokenizer
+
+_DEVELOPER = re.compile("""['"]developer['"]""")  # the role, not a word of the template's text
 
 
 class ChatTemplate:
@@ -40,6 +43,10 @@ class ChatTemplate:
             return None
         return text
 
+    def hides(self, text: str) -> bool:
+        """Tell whether answers lack a text that the model writes, for it is a special token."""
+        return self._tokenizer.is_special(text)
+
     def render(
         self,
         messages: list[dict[str, Any]],
@@ -65,7 +72,7 @@ class ChatTemplate:
                 "(in Python: chat_template), or send a prompt",
                 "messages",
             )
-        if "developer" not in text:
+        if not _DEVELOPER.search(text):
             messages = [_as_system(message) for message in messages]
         try:
             rendered: str = self._renderer.apply_chat_template(

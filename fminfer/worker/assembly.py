@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from fminfer.contract.fields import INT64, FieldReader
@@ -20,6 +21,7 @@ from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.start import Starter
 from fminfer.models.checkpoint import GENERATION, Checkpoint
 from fminfer.text.no_tokenizer import NoTokenizer
+from fminfer.text.template_file import read_template
 from fminfer.text.tokenizer import Tokenizer
 
 
@@ -139,12 +141,14 @@ def _find_defaults(
     reader = FieldReader(checkpoint.generation_fields)
     try:
         most = reader.optional_integer("max_new_tokens", 1, INT64 - 1)
-        return read_draws(reader), most
+        draws = read_draws(reader)
     except RequestError as error:
         raise CheckpointError(
             f"{checkpoint.generation_folder / GENERATION}: {error.message}. Mend it, or leave out "
             "--generation-config model"
         ) from error
+    is_greedy = checkpoint.generation_fields.get("do_sample") is False
+    return (replace(draws, temperature=0.0) if is_greedy else draws), most
 
 
 def _read_template(config: EngineConfig) -> str | None:
@@ -156,8 +160,8 @@ def _read_template(config: EngineConfig) -> str | None:
     if config.chat_template is None:
         return None
     try:
-        return Path(config.chat_template).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_template(Path(config.chat_template))
+    except (OSError, ValueError) as error:
         raise UsageError(
             f"--chat-template {config.chat_template} cannot be read: {error}. Give a file with a "
             "Jinja template"
