@@ -71,8 +71,8 @@ class ChatIntake:
                 f"{warnings[0]}; change that, or run without --strict",
             )
         params = chat.params
-        if parser == "hermes" and self.template.hides(HERMES_OPENING):
-            params = replace(params, skip_special_tokens=False)  # as vLLM does for its reader
+        if parser == "hermes" and HERMES_OPENING in self.template.tokenizer.special_pieces:
+            params = replace(params, skip_special_tokens=False)  # the text would lose its calls
         return Request(
             [check_text(text, "messages")],
             params,

@@ -56,8 +56,8 @@ class Intake:
         self.warnings = WarningCounts()
         self.on_warning: Callable[[str], None] = lambda text: None  # told of each one that is new
         self._lock = threading.Lock()  # of the counts
-        template = ChatTemplate(tokenizer, limits.chat_template)
-        self._chat = ChatIntake(template, limits.tool_call_parser)
+        self.chat_template = ChatTemplate(tokenizer, limits.chat_template)
+        self._chat = ChatIntake(self.chat_template, limits.tool_call_parser)
 
     @property
     def has_chat_template(self) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from prometheus_client import (
-    CONTENT_TYPE_PLAIN_0_0_4,
+    CONTENT_TYPE_LATEST,
     CollectorRegistry,
     Counter,
     Histogram,
@@ -141,7 +141,7 @@ class Metrics:
 
     def render(self) -> tuple[bytes, str]:
         """Return what `/metrics` answers: the body, and its content type."""
-        return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
+        return generate_latest(self._registry), CONTENT_TYPE_LATEST
 
     def _counter(self, name: str, meaning: str, label: str) -> Counter:
         return Counter(name, meaning, ["model_name", label], registry=self._registry)

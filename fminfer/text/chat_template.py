@@ -24,7 +24,7 @@ class ChatTemplate:
     """
 
     def __init__(self, tokenizer: Tokenizer, text: str | None = None) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._given = text
 
     def find_text(self, *, has_tools: bool) -> str | None:
@@ -35,17 +35,13 @@ class ChatTemplate:
         """
         if self._given is not None:
             return self._given
-        if self._tokenizer.hf is None:
+        if self.tokenizer.hf is None:
             return None
         try:
-            text: str = self._tokenizer.hf.get_chat_template(None, [{}] if has_tools else None)
+            text: str = self.tokenizer.hf.get_chat_template(None, [{}] if has_tools else None)
         except ValueError:  # none, or several and none of them the default
             return None
         return text
-
-    def hides(self, text: str) -> bool:
-        """Tell whether answers lack a text that the model writes, for it is a special token."""
-        return self._tokenizer.is_special(text)
 
     def render(
         self,
@@ -97,11 +93,11 @@ class ChatTemplate:
 
     @cached_property
     def _renderer(self) -> Any:
-        if self._tokenizer.hf is not None:
-            return self._tokenizer.hf
+        if self.tokenizer.hf is not None:
+            return self.tokenizer.hf
         from transformers import PreTrainedTokenizerFast  # slow to import
 
-        return PreTrainedTokenizerFast(tokenizer_object=self._tokenizer.backend)
+        return PreTrainedTokenizerFast(tokenizer_object=self.tokenizer.backend)
 
 
 def _as_system(message: dict[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ class Spelling:
         self._tokenizer = tokenizer
         self._is_text = is_text
         self._texts: dict[int, str] = {}
+        self._bytes: dict[int, bytes] = {}
 
     def spell(self, token_id: int, *, is_first: bool = False) -> str:
         """Return a token's spelling.
@@ -43,7 +44,9 @@ class Spelling:
 
     def spell_bytes(self, token_id: int, *, is_first: bool = False) -> bytes:
         """Return what a token stands for, in UTF-8; it may be a piece of a character."""
-        found = self._tokenizer.token_bytes(token_id)
+        if token_id not in self._bytes:
+            self._bytes[token_id] = self._tokenizer.token_bytes(token_id)
+        found = self._bytes[token_id]
         if is_first and found.startswith(b" "):
             shown = self._tokenizer.decode([token_id]).encode()
             return shown if shown == found[1:] else found

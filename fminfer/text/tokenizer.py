@@ -67,6 +67,11 @@ class Tokenizer:
         assert self._hf is not None
         return int(self._hf.vocab_size)
 
+    @cached_property
+    def special_pieces(self) -> frozenset[str]:
+        """The names of its special tokens, which answers leave out."""
+        return frozenset(map(self.piece, self.special_ids))
+
     @classmethod
     def load(cls, folder: Path, config: Any | None = None) -> Tokenizer:
         """Load the tokenizer of a folder.
@@ -148,10 +153,6 @@ class Tokenizer:
         if with_offsets:
             offsets, text = self._detokenized_offsets(ids, skip_special_tokens)
         return EncodedPrompt(ids, text, offsets)
-
-    def is_special(self, text: str) -> bool:
-        """Tell whether a text is a special token, which decoding leaves out."""
-        return any(self.piece(token_id) == text for token_id in self.special_ids)
 
     def piece(self, token_id: int) -> str:
         """Return the vocabulary's spelling of an id, such as `Ġnorth` or `▁north`."""

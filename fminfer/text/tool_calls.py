@@ -17,7 +17,7 @@ from collections.abc import Callable
 from fminfer.core.config import KnownParser
 from fminfer.text.call_object import ObjectScanner, ToolCall, end_of, read_call
 
-__all__ = ["ToolCall", "ToolCallReader", "find_parser", "make_reader"]
+__all__ = ["HERMES_OPENING", "ToolCall", "ToolCallReader", "find_parser", "make_reader"]
 
 HERMES_OPENING, HERMES_CLOSING = "<tool_call>", "</tool_call>"
 # Qwen3-Coder and GLM 4.5 put XML between the same tags.

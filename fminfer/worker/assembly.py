@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from fminfer.contract.fields import INT64, FieldReader
@@ -141,14 +140,12 @@ def _find_defaults(
     reader = FieldReader(checkpoint.generation_fields)
     try:
         most = reader.optional_integer("max_new_tokens", 1, INT64 - 1)
-        draws = read_draws(reader)
+        return read_draws(reader), most
     except RequestError as error:
         raise CheckpointError(
             f"{checkpoint.generation_folder / GENERATION}: {error.message}. Mend it, or leave out "
             "--generation-config model"
         ) from error
-    is_greedy = checkpoint.generation_fields.get("do_sample") is False
-    return (replace(draws, temperature=0.0) if is_greedy else draws), most
 
 
 def _read_template(config: EngineConfig) -> str | None:

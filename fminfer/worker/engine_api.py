@@ -28,6 +28,7 @@ from fminfer.engine.sequence import Prepared
 from fminfer.engine.stats import EngineStats
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.pipeline.group import Group
+from fminfer.text.chat_template import ChatTemplate
 from fminfer.text.tokenizer import Tokenizer
 from fminfer.worker.assembly import find_limits, load_tokenizer
 from fminfer.worker.engine_options import EngineOptions, make_config, shows_options
@@ -283,6 +284,11 @@ class Engine:
     def num_draws_left(self) -> int:
         """The most tokens that rows which run may still draw; 0: not known."""
         return self._core.num_draws_left
+
+    @property
+    def chat_template(self) -> ChatTemplate:
+        """What renders the messages of chat requests."""
+        return self._intake.chat_template
 
     @property
     def facts(self) -> Facts:

@@ -125,7 +125,7 @@ def test_bad_lines_are_named_with_what_to_do(answered: tuple[Path, str]) -> None
 
 def test_stats(answered: tuple[Path, str]) -> None:
     stats = json.loads((answered[0] / "stats.json").read_text())
-    assert stats["num_rows"] == 38 and stats["num_errors"] == 10
+    assert stats["num_rows"] == 41 and stats["num_errors"] == 10
     assert stats["completion_tokens"] > 50 and stats["start_to_ready_s"] > 0
     assert len(stats["outputs"]) == 10
 

@@ -8,13 +8,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import transformers
 
 from fminfer.contract.line import Line
 from fminfer.contract.prompts import MAX_ENTRIES
 from fminfer.core.errors import RequestError
 from fminfer.engine.events import Delta, Event, Finished
-from fminfer.engine.intake import Intake
+from fminfer.engine.intake import Intake, Limits
 from fminfer.engine.room import KvSize
+from fminfer.models.known_sizes import DEMO_MODEL
+from fminfer.text.tokenizer import Tokenizer
 from fminfer.worker.team_heard import Heard
 from tests.engine.test_contract import Bench
 from tests.line_bench import over_lines
@@ -301,3 +304,14 @@ def test_a_cancelled_chat_says_nothing_more() -> None:
     events += events_of(bench.loop)
     assert not any(isinstance(each, Finished) for each in of_request(events, request_id))
     bench.scheduler.check_idle()
+
+
+@pytest.mark.parametrize("is_special", [True, False])
+def test_a_tag_that_is_a_special_token_is_read_all_the_same(is_special: bool) -> None:
+    """Answers leave special tokens out, and calls would lose their tags with them."""
+    hf = transformers.AutoTokenizer.from_pretrained(DEMO_MODEL)
+    hf.add_tokens(["<tool_call>", "</tool_call>"], special_tokens=is_special)
+    intake = Intake(Tokenizer(hf), Limits(100, len(hf), 5, tool_call_parser="hermes"))
+    asked = {"messages": HELLO, "tools": TOOLS}
+    assert intake.parse(asked).params.skip_special_tokens is not is_special
+    assert intake.parse({"messages": HELLO}).params.skip_special_tokens

@@ -199,6 +199,9 @@ def check_words(folder: Path, raw: bytes) -> None:
     check_scripts(folder, name, words[1:])
 
 
+CHAT_TEMPLATE = "{% for each in messages %}{{ each.role }}: {{ each.content }} {% endfor %}"
+
+
 def corpus() -> list[bytes]:
     """Return the lines to begin with."""
     files = [*sorted(QUERIES.glob("*.jsonl")), *sorted((HERE / "lines").iterdir())]
@@ -208,7 +211,7 @@ def corpus() -> list[bytes]:
 def rounds(seed: int) -> Iterator[int]:
     """Do one thing after another; yield how many were done."""
     source, lines = random.Random(seed), corpus()
-    limits = Limits(2048, 300, 100, is_strict=bool(seed % 2))
+    limits = Limits(2048, 300, 100, is_strict=bool(seed % 2), chat_template=CHAT_TEMPLATE)
     intake = LineIntake(Intake(Tokenizer(None), limits))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -139,6 +139,22 @@ def test_lines_that_say_the_same_but_for_their_seed(
         assert {r.result["choices"][0]["text"] for r in records if r.result} == found
 
 
+def test_chat_lines_draw_as_in_a_run(stage: Answer, tmp_path: Path) -> None:
+    """Equal ones are counted where no template is at hand."""
+    chat = {"messages": [{"role": "user", "content": "Once"}], "max_tokens": 8, "temperature": 2.0}
+    batch = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": chat}
+    other = chat | {"messages": [{"content": "Twice", "role": "user"}]}
+    rows = [chat, other, chat, batch, chat | {"seed": 1}, other]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (table,) = _read_files(pyarrow.table({"path": [str(path)]}))
+    assert table["num_equal"].to_pylist() == [0, 0, 1, 2, 0, 1]
+    found = [without_times(row["record"]) for row in stage(table).to_pylist()]
+    lines = [Line(0, n, json.dumps(row).encode()) for n, row in enumerate(rows, start=1)]
+    records = sorted(stage._engine.run(lines), key=lambda record: record.line.number)
+    assert found == [without_times(record.to_json()) for record in records]
+
+
 def test_an_actor_of_two_ranks(cluster: None, stage: Answer) -> None:
     """An engine of several ranks could not be made in somebody's process."""
     rows = [SAMPLED | {"number": i} for i in range(1, 9)]

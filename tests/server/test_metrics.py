@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from prometheus_client import REGISTRY
@@ -159,6 +161,19 @@ def test_state_of_an_engine_on_a_gpu() -> None:
     assert found["fminfer:gpu_foreseen_memory_bytes"] == 2**32
     assert found["vllm:num_preemptions_total"] == 3
     assert found["vllm:kv_cache_usage_perc"] == 0.25
+
+
+def test_the_docs_name_every_metric() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    told = re.findall(r"^\| `((?:vllm|fminfer):\w+)` \| (\w+) \|", text, re.MULTILINE)
+    body, _ = Metrics(Still(), "demo").render()
+    is_counter = {"counter": "_total"}
+    found = [
+        (family.name + is_counter.get(family.type, ""), family.type)
+        for family in text_string_to_metric_families(body.decode())
+        if ":" in family.name and not family.name.endswith("_created")
+    ]
+    assert sorted(told) == sorted(found)
 
 
 def test_a_models_name_may_hold_any_character() -> None:

@@ -1,0 +1,47 @@
+# A server in a container (docs/serving.md, In a container).
+#
+#   docker build -t fminfer .                              for CPUs
+#   docker build -t fminfer --build-arg DEVICE=cuda .      for NVIDIA's GPUs
+ARG BASE=python:3.12-slim
+FROM ${BASE}
+
+# cpu, or cuda. The CUDA libraries come with torch's wheels; the driver comes from the host.
+ARG DEVICE=cpu
+# Where torch's wheels are looked for beside PyPI; empty: where DEVICE has them.
+ARG TORCH_INDEX=
+# What else is installed, such as remote: extras of setup.cfg, with commas.
+ARG EXTRAS=serve
+
+# The kernels are compiled when a server starts first.
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/*
+
+WORKDIR /opt/fminfer
+COPY setup.cfg pyproject.toml constraints.txt README.md LICENSE ./
+COPY fminfer ./fminfer
+RUN set -eu; index="${TORCH_INDEX}"; \
+    case "${DEVICE}" in \
+        cpu) index="${index:-https://download.pytorch.org/whl/cpu}" ;; \
+        cuda) ;; \
+        *) echo "DEVICE is ${DEVICE}; it must be cpu or cuda" >&2; exit 1 ;; \
+    esac; \
+    pip install --no-cache-dir --constraint constraints.txt \
+        ${index:+--extra-index-url "${index}"} ".[${EXTRAS}]"
+COPY scripts/container_start /usr/local/bin/container_start
+
+# What is compiled, and models of the hub, go to /cache; it must be this user's own.
+RUN useradd --create-home --uid 1000 fminfer \
+    && install --directory --mode 700 --owner fminfer --group fminfer /cache
+ENV XDG_CACHE_HOME=/cache \
+    HF_HOME=/cache/huggingface \
+    PYTHONUNBUFFERED=1 \
+    NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility
+USER fminfer
+WORKDIR /home/fminfer
+
+EXPOSE 8020
+HEALTHCHECK --interval=30s --timeout=10s --start-period=15m \
+    CMD ["container_start", "--health"]
+ENTRYPOINT ["container_start"]
