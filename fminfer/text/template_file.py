@@ -16,13 +16,12 @@ def read_template(file: Path) -> str:
         ValueError: it holds no template.
     """
     text = file.read_text("utf-8-sig")  # a byte order mark is no part of a prompt
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        return text
-    template = found.get("chat_template")
+    return _read_member(text) if file.suffix == ".json" else text
+
+
+def _read_member(text: str) -> str:
+    fields = json.loads(text)
+    template = fields.get("chat_template") if isinstance(fields, dict) else None
     if not isinstance(template, str):
-        raise ValueError("it is a JSON object without a text as its chat_template")
+        raise ValueError("it is no JSON object with a text as its chat_template")
     return template
