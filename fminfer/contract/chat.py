@@ -20,7 +20,7 @@ _NEUTRAL = {
     "prompt": Neutral((), "The prompt of a chat request is its messages"),
     "echo": Neutral((False, 0), "An answer in chat is a message; /v1/completions has echo"),
     "suffix": Neutral(("",)),
-    "best_of": Neutral((), "/v1/completions has best_of"),
+    "best_of": Neutral((1,), "/v1/completions has best_of"),
     "stream": Neutral((False,)),
     "stream_options": Neutral(),
     "functions": Neutral(([],), _USE_TOOLS),
@@ -83,10 +83,13 @@ def is_chat(fields: Mapping[str, Any]) -> bool:
 def overwrite(fields: Mapping[str, Any], args: Mapping[str, Any]) -> dict[str, Any]:
     """Return a chat request's fields with others in their place, which have completions' names."""
     found = {**fields, **args}
-    if "max_tokens" in args:
-        found.pop("max_completion_tokens", None)
+    same = {"max_tokens": "max_completion_tokens", "max_completion_tokens": "max_tokens"}
+    for other in {same[name] for name in same if name in args} - args.keys():
+        found.pop(other, None)
     if is_integral(args.get("logprobs")):
         found |= {"logprobs": True, "top_logprobs": args["logprobs"]}
+    elif "logprobs" in args and "top_logprobs" not in args and not args["logprobs"]:
+        found.pop("top_logprobs", None)
     return found
 
 

@@ -24,6 +24,11 @@ from fminfer.text.chat_template import ChatTemplate
 from fminfer.text.encoded_prompt import EncodedPrompt
 from fminfer.text.tokenizer import Tokenizer
 
+SHORTER = RowWarning(
+    "chat requests without max_tokens may draw fewer tokens than the context leaves: the KV cache "
+    "has no room for more, or a line for more logprobs. Raise --budget, or give max_tokens"
+)
+
 
 @dataclass(slots=True, frozen=True)
 class Limits:
@@ -110,7 +115,7 @@ class Intake:
         """
         fit = self._fit_of(request)
         prompts = [self._encode(prompt, fit) for prompt in request.prompts]
-        params = fit.settle(max(len(prompt.ids) for prompt in prompts), self.limits.kv_size)
+        params = self._settle(fit, max(len(prompt.ids) for prompt in prompts))
         _check_logprobs(prompts, params)
         draws_unseeded = params.seed is None and not params.is_greedy
         meaning = meaning_of(request.prompts, request.params) if draws_unseeded else b""
@@ -145,6 +150,13 @@ class Intake:
             request.fills_context,
             "messages" if request.is_chat else "prompt",
         )
+
+    def _settle(self, fit: PromptFit, num_prompt_tokens: int) -> SamplingParams:
+        params = fit.settle(num_prompt_tokens, self.limits.kv_size)
+        if fit.fills_context and params.max_tokens < fit.most_wished(num_prompt_tokens):
+            with self._lock:
+                self.warnings.add(SHORTER)
+        return params
 
     def _encode(self, prompt: str | list[int], fit: PromptFit) -> EncodedPrompt:
         """Return a prompt as ids that fit the context, with the text and offsets that it needs."""

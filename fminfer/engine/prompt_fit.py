@@ -86,12 +86,16 @@ class PromptFit:
         if not self.fills_context:
             return params
         num_choices = max(params.n, params.num_candidates)
-        most = min(params.max_tokens, self.context_length - num_prompt_tokens)
+        most = self.most_wished(num_prompt_tokens)
         if kv is not None:
             most = min(most, kv.most_draws(num_prompt_tokens, params.num_candidates))
         if params.logprobs is not None:
             most = min(most, MAX_ENTRIES // (num_choices * (1 + params.logprobs)))
         return replace(params, max_tokens=max(1, params.min_tokens, most))
+
+    def most_wished(self, num_prompt_tokens: int) -> int:
+        """Return the most tokens that a prompt's answer has in an unlimited KV cache."""
+        return min(self.params.max_tokens, self.context_length - num_prompt_tokens)
 
     @property
     def _room(self) -> int:
