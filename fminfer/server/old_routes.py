@@ -13,8 +13,8 @@ from starlette.responses import Response
 from fminfer.core.errors import RequestError
 from fminfer.engine.events import Finished
 from fminfer.server.answer_schemas import generation_schema, texts_schema
-from fminfer.server.errors import HttpError, as_http
 from fminfer.server.event_stream import until_answered
+from fminfer.server.http_errors import HttpError, as_http
 from fminfer.server.openai_routes import respond_json
 from fminfer.server.schemas import document, generation_request_schema, latency_request_schema
 from fminfer.server.service import Service
@@ -92,8 +92,8 @@ def old_routes(service: Service) -> APIRouter:
 
 
 async def _complete(service: Service, request: Request, fields: dict[str, Any]) -> Finished:
-    reply = await service.answering.ask(fields)
-    return await until_answered(service.answering, reply, request.receive)
+    reply = await service.dispatcher.ask(fields)
+    return await until_answered(service.dispatcher, reply, request.receive)
 
 
 def _require_utf8(request: Request) -> None:
@@ -114,7 +114,7 @@ def _require_utf8(request: Request) -> None:
 
 async def _count_tokens(service: Service, text: str) -> int:
     try:
-        prepared = await service.answering.prepare({"prompt": text, "max_tokens": 0})
+        prepared = await service.dispatcher.prepare({"prompt": text, "max_tokens": 0})
     except RequestError as error:
         raise as_http(error) from None
     return len(prepared.prompts[0].ids)

@@ -147,17 +147,17 @@ def test_a_stream_that_nobody_reads_holds_no_other(server: Running) -> None:
 
 def test_the_error_in_the_middle_of_a_stream(server: Running) -> None:
     """What a stream has had stays, and an event says what is wrong."""
-    from fminfer.server.errors import HttpError
+    from fminfer.server.http_errors import HttpError
 
     fields = {"prompt": QUESTION, "max_tokens": 900, "ignore_eos": True, "stream": True}
     connection = server.start_post("/v1/completions", fields)
     received = b""
     while b"data: " not in received:
         received += connection.recv(1000)
-    answering = server.thread.service.answering
+    dispatcher = server.thread.service.dispatcher
     error = HttpError(500, "broken", code="internal_error")
     loop = server.thread.loop
-    loop.call_soon_threadsafe(lambda: [reply.push(error) for reply in answering.replies])
+    loop.call_soon_threadsafe(lambda: [reply.push(error) for reply in dispatcher.replies])
     while b"[DONE]" not in received:
         received += connection.recv(10_000)
     last = received.split(b"data: ")[-2]
