@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import unquote_to_bytes
 
 from fastapi import APIRouter, Query
+from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.requests import Request
 from starlette.responses import Response
 
 from fminfer.core.errors import RequestError
 from fminfer.engine.events import Finished
 from fminfer.server.answer_schemas import generation_schema, texts_schema
-from fminfer.server.errors import HttpError, as_http
 from fminfer.server.event_stream import until_answered
+from fminfer.server.http_errors import HttpError, as_http
 from fminfer.server.openai_routes import respond_json
 from fminfer.server.schemas import document, generation_request_schema, latency_request_schema
 from fminfer.server.service import Service
@@ -36,12 +38,19 @@ LATENCY = {
 }
 
 
+class _TextConvertor(PathConvertor):
+    """A part of a path that may hold any text, of several lines too."""
+
+    regex = "(?s:.*)"
+
+
 def old_routes(service: Service) -> APIRouter:
     """Return the routes of older servers."""
     router = APIRouter(tags=["Older servers"])
     limits = service.engine.limits
     of_generation = generation_request_schema(limits, NEW_TOKENS, OF_COMPLETIONS)
     of_latency = latency_request_schema(limits, LATENCY_TOKENS, LATENCY)
+    register_url_convertor("text", _TextConvertor())  # the routes below name it
 
     @router.post("/generation", **document(generation_schema(), "The text.", body=of_generation))
     async def generation(request: Request) -> Response:
@@ -50,14 +59,15 @@ def old_routes(service: Service) -> APIRouter:
         finished = await _complete(service, request, _from_generation(fields))
         return respond_json({"text": finished.choices[0]["text"]})
 
-    @router.get("/run/{text:path}", **document(texts_schema(), "The text, in a list."))
-    @router.get("/run_{name}/{text:path}", **document(texts_schema(), "The text, in a list."))
+    @router.get("/run/{text:text}", **document(texts_schema(), "The text, in a list."))
+    @router.get("/run_{name}/{text:text}", **document(texts_schema(), "The text, in a list."))
     async def run(
         request: Request,
         text: str,
         max_seq_length: int = Query(SEQUENCE_TOKENS, ge=1, description="prompt and completion"),
     ) -> Response:
         """Continue a text greedily, as EnergonAI's server of GPT-2 does."""
+        _require_utf8(request)
         num_prompt = await _count_tokens(service, text)
         if num_prompt >= max_seq_length:
             raise HttpError(
@@ -82,13 +92,29 @@ def old_routes(service: Service) -> APIRouter:
 
 
 async def _complete(service: Service, request: Request, fields: dict[str, Any]) -> Finished:
-    reply = await service.answering.ask(fields)
-    return await until_answered(service.answering, reply, request.receive)
+    reply = await service.dispatcher.ask(fields)
+    return await until_answered(service.dispatcher, reply, request.receive)
+
+
+def _require_utf8(request: Request) -> None:
+    """Refuse a path whose bytes are no text; it was decoded with replacements by now."""
+    raw: bytes = request.scope["raw_path"]
+    try:
+        unquote_to_bytes(raw).decode()
+    except UnicodeDecodeError as error:
+        wrong = error.object[error.start]
+        raise HttpError(
+            400,
+            f"the path is not UTF-8: byte 0x{wrong:02x}; write each character as the %XX of its "
+            "UTF-8 bytes",
+            code="invalid_utf8",
+            param="text",
+        ) from None
 
 
 async def _count_tokens(service: Service, text: str) -> int:
     try:
-        prepared = await service.answering.prepare({"prompt": text, "max_tokens": 0})
+        prepared = await service.dispatcher.prepare({"prompt": text, "max_tokens": 0})
     except RequestError as error:
         raise as_http(error) from None
     return len(prepared.prompts[0].ids)
