@@ -109,7 +109,7 @@ def test_the_docs_send_the_example_of_a_route(page: Page) -> None:
             browser.wait("document.querySelector('.body-param__text')")
             body = json.loads(browser.run("document.querySelector('.body-param__text').value"))
             assert "max_tokens" in body and len(body) < 5
-    browser.wait("document.querySelector('.live-responses-table .response-col_status')")
-    assert page.text_of(".live-responses-table .response-col_status")[0].startswith("200")
+    browser.wait("document.querySelector('.live-responses-table tbody .response-col_status')")
+    assert page.text_of(".live-responses-table tbody .response-col_status")[0].startswith("200")
     assert "Unknown Type" not in browser.run("document.body.textContent")
     assert not browser.log
