@@ -83,8 +83,10 @@ def test_a_request_keeps_its_id(locked: Running) -> None:
 
 def test_a_full_queue_says_when_to_come_back(engine: fminfer.Engine) -> None:
     with running(engine, queue_size=3) as server:
-        connections = [server.start_post("/v1/completions", LONG) for _ in range(4)]
-        until(lambda: engine.num_running == 4, "all rows are taken")
+        connections = []
+        for number in range(1, 5):  # one by one: those being tokenized count as waiting, too
+            connections.append(server.start_post("/v1/completions", LONG))
+            until(lambda number=number: engine.num_running == number, "another row is taken")
         connections += [server.start_post("/v1/completions", LONG) for _ in range(3)]
         until(lambda: server.thread.service.answering.num_waiting == 3, "three wait")
         answer = server.post("/v1/completions", SHORT)
