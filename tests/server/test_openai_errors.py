@@ -11,7 +11,7 @@ import openai
 import pytest
 
 import fminfer
-from fminfer.server.errors import HttpError
+from fminfer.server.http_errors import HttpError
 from tests.server.running import Running, running, until
 from tests.server.test_completions import QUESTION
 
@@ -82,7 +82,7 @@ def test_a_full_queue_is_a_rate_limit_that_clients_wait_for(strict_engine: fminf
         connections = [server.start_post("/v1/completions", long)]
         until(lambda: strict_engine.num_running == 2, "all rows are taken")
         connections.append(server.start_post("/v1/completions", long))
-        until(lambda: server.thread.service.answering.num_waiting == 1, "one waits")
+        until(lambda: server.thread.service.dispatcher.num_waiting == 1, "one waits")
         with connect(server) as client, pytest.raises(openai.RateLimitError) as caught:
             client.completions.create(model=strict_engine.model_name, prompt="a")
         assert caught.value.code == "queue_full"
@@ -104,7 +104,7 @@ def _close_later(server: Running, connections: list[socket.socket]) -> None:
 
 def test_a_server_that_ends_is_a_503(strict_engine: fminfer.Engine) -> None:
     with running(strict_engine) as server, connect(server) as client:
-        server.thread.service.answering.close(HttpError(503, "the server is shutting down"))
+        server.thread.service.dispatcher.close(HttpError(503, "the server is shutting down"))
         with pytest.raises(openai.InternalServerError, match="shutting down") as caught:
             client.completions.create(model=strict_engine.model_name, prompt="a")
         assert caught.value.status_code == 503 and caught.value.type == "server_error"
@@ -114,9 +114,9 @@ def test_an_error_in_the_middle_of_a_stream(server: Running, client: openai.Open
     stream = client.completions.create(model="demo", stream=True, **LONG)
     next(iter(stream))
     error = HttpError(500, "a rank died", code="internal_error")
-    answering = server.thread.service.answering
+    dispatcher = server.thread.service.dispatcher
     server.thread.loop.call_soon_threadsafe(
-        lambda: [reply.push(error) for reply in answering.replies]
+        lambda: [reply.push(error) for reply in dispatcher.replies]
     )
     with pytest.raises(openai.APIError, match="a rank died"):
         list(stream)
