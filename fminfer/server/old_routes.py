@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import unquote_to_bytes
 
 from fastapi import APIRouter, Query
+from starlette.convertors import Convertor, register_url_convertor
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -36,8 +38,23 @@ LATENCY = {
 }
 
 
+class _Text(Convertor[str]):
+    """Any text in a path: the one named `path` ends at a line break."""
+
+    regex = r"[\s\S]*"
+
+    def convert(self, value: str) -> str:
+        """Return the text."""
+        return value
+
+    def to_string(self, value: str) -> str:
+        """Return the text."""
+        return value
+
+
 def old_routes(service: Service) -> APIRouter:
     """Return the routes of older servers."""
+    register_url_convertor("text", _Text())
     router = APIRouter(tags=["Older servers"])
     limits = service.engine.limits
     of_generation = generation_request_schema(limits, NEW_TOKENS, OF_COMPLETIONS)
@@ -50,14 +67,15 @@ def old_routes(service: Service) -> APIRouter:
         finished = await _complete(service, request, _from_generation(fields))
         return respond_json({"text": finished.choices[0]["text"]})
 
-    @router.get("/run/{text:path}", **document(texts_schema(), "The text, in a list."))
-    @router.get("/run_{name}/{text:path}", **document(texts_schema(), "The text, in a list."))
+    @router.get("/run/{text:text}", **document(texts_schema(), "The text, in a list."))
+    @router.get("/run_{name}/{text:text}", **document(texts_schema(), "The text, in a list."))
     async def run(
         request: Request,
         text: str,
         max_seq_length: int = Query(SEQUENCE_TOKENS, ge=1, description="prompt and completion"),
     ) -> Response:
         """Continue a text greedily, as EnergonAI's server of GPT-2 does."""
+        _require_utf8(request)
         num_prompt = await _count_tokens(service, text)
         if num_prompt >= max_seq_length:
             raise HttpError(
@@ -81,7 +99,22 @@ def old_routes(service: Service) -> APIRouter:
     return router
 
 
+def _require_utf8(request: Request) -> None:
+    """Refuse a path whose bytes are no text: they came as replacement characters."""
+    try:
+        unquote_to_bytes(request.scope["raw_path"]).decode()
+    except UnicodeDecodeError as error:
+        raise HttpError(
+            400,
+            f"the text in the path is not UTF-8 ({error.object[error.start]:#04x}); encode it as "
+            "UTF-8 and then with percent signs",
+            code="invalid_utf8",
+            param="text",
+        ) from None
+
+
 async def _complete(service: Service, request: Request, fields: dict[str, Any]) -> Finished:
+    service.model.check(fields.get("model"))
     reply = await service.answering.ask(fields)
     return await until_answered(service.answering, reply, request.receive)
 
