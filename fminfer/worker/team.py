@@ -144,7 +144,8 @@ class Team:
             self._news.wait_for(lambda: self.has_work or self._is_closed, timeout_s)
         if self.has_work or self._is_closed:
             return self.has_work
-        return bool(wait([each.connection for each in self._living], 0))
+        living = [pipeline.connection for pipeline in self._living]
+        return not living or bool(wait(living, 0))
 
     def step(self) -> list[Event]:
         """Send waiting requests to pipelines, and return the next events.
