@@ -14,6 +14,7 @@ from fminfer.core.errors import FminferError, UsageError
 from fminfer.machine.stopper import Stopper
 from fminfer.server.answering import Answering
 from fminfer.server.app import make_app
+from fminfer.server.bodies import Bodies
 from fminfer.server.connections import Connection, check_certificate, listen
 from fminfer.server.errors import HttpError
 from fminfer.server.metrics import Metrics
@@ -223,6 +224,6 @@ def _make_service(engine: Engine, settings: ServerSettings) -> Service:
         model,
         metrics,
         Throughput(lambda: engine.stats),
-        settings.max_body_bytes,
+        Bodies(settings.max_body_bytes),
         log,
     )

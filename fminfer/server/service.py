@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from fminfer.contract.fields import show
 from fminfer.server.answering import Answering
-from fminfer.server.bodies import read_object
+from fminfer.server.bodies import Bodies
 from fminfer.server.errors import HttpError
 from fminfer.server.metrics import Metrics
 from fminfer.server.request_fields import MAX_NAME_CHARS
@@ -70,7 +70,7 @@ class Service:
     model: ServedModel
     metrics: Metrics
     throughput: Throughput
-    max_body_bytes: int
+    bodies: Bodies
     log: Callable[[str], None]
 
     async def read(self, request: Request) -> dict[str, Any]:
@@ -79,4 +79,4 @@ class Service:
         Raises:
             HttpError: there is none.
         """
-        return await read_object(request, self.max_body_bytes)
+        return await self.bodies.read_object(request)

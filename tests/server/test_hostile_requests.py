@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import json
 import logging
 import socket
 import time
@@ -13,7 +14,7 @@ import pytest
 
 import fminfer
 from fminfer.batch.run_engine import say
-from tests.server.running import Running, running
+from tests.server.running import Running, running, until
 
 SHORT = {"prompt": [5] * 20, "max_tokens": 2, "ignore_eos": True}
 SURROGATE = "\ud800"
@@ -97,6 +98,29 @@ def test_a_broken_chunk_behind_a_refusal_is_no_fault(
         _read_all(connection)
         assert server.get("/health").status == 200
     assert not caplog.records
+
+
+def test_bodies_that_never_end_do_not_fill_the_memory(
+    engine: fminfer.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hundred clients that sent 15 MB each, and not the rest, held 1.5 GB for a minute."""
+    monkeypatch.setattr("fminfer.server.bodies.MOST_AT_ONCE", 2)
+    large = 2**20
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {large}\r\n\r\n".encode()
+    whole = json.dumps(SHORT).encode()
+    whole += b" " * (large - len(whole))
+    with running(engine, max_body_bytes=large) as server:
+        slow = [server.send_raw(head + b" " * (large - 1)) for _ in range(2)]
+        bodies = server.thread.service.bodies
+        until(lambda: bodies._num_held > 1.8 * large, "the server has them")
+        answer = server.post("/v1/completions", whole)
+        assert answer.status == 429 and answer.error["code"] == "too_many_bodies"
+        assert answer.headers["retry-after"] == "1"
+        assert server.post("/v1/completions", SHORT).status == 200, "small ones always pass"
+        for connection in slow:
+            connection.close()
+        until(lambda: bodies._num_held == 0, "they are forgotten")
+        assert server.post("/v1/completions", whole).status == 200
 
 
 def test_an_idle_connection_stays_open_as_long_as_is_said(
