@@ -20,7 +20,7 @@ _NEUTRAL = {
     "prompt": Neutral((), "The prompt of a chat request is its messages"),
     "echo": Neutral((False, 0), "An answer in chat is a message; /v1/completions has echo"),
     "suffix": Neutral(("",)),
-    "best_of": Neutral((), "/v1/completions has best_of"),
+    "best_of": Neutral((1,), "/v1/completions has best_of"),
     "stream": Neutral((False,)),
     "stream_options": Neutral(),
     "functions": Neutral(([],), _USE_TOOLS),
@@ -83,10 +83,13 @@ def is_chat(fields: Mapping[str, Any]) -> bool:
 def overwrite(fields: Mapping[str, Any], args: Mapping[str, Any]) -> dict[str, Any]:
     """Return a chat request's fields with others in their place, which have completions' names."""
     found = {**fields, **args}
-    if "max_tokens" in args:
-        found.pop("max_completion_tokens", None)
+    same = {"max_tokens": "max_completion_tokens", "max_completion_tokens": "max_tokens"}
+    for other in {same[name] for name in same if name in args} - args.keys():
+        found.pop(other, None)
     if is_integral(args.get("logprobs")):
         found |= {"logprobs": True, "top_logprobs": args["logprobs"]}
+    elif "logprobs" in args and "top_logprobs" not in args and not args["logprobs"]:
+        found.pop("top_logprobs", None)
     return found
 
 
@@ -111,14 +114,7 @@ def parse_chat(
         RequestError: with one of the codes of the contract's section 3.
     """
     if fields.get("messages") is None:
-        found = "null" if "messages" in fields else "absent"
-        instead = "; /v1/completions answers prompts" if "prompt" in fields else ""
-        raise RequestError(
-            "missing_prompt",
-            f'messages is {found}; give a list such as [{{"role": "user", "content": "Hello"}}]'
-            f"{instead}",
-            "messages",
-        )
+        raise _missing(fields)
     reader = FieldReader(dict(fields))
     refuse_wishes(fields, _NEUTRAL)
     warnings = check_names(fields, _KNOWN, is_strict=is_strict)
@@ -142,6 +138,18 @@ def parse_chat(
         params,
         fills_context=max_tokens is None,
         warnings=tuple(warnings),
+    )
+
+
+def _missing(fields: Mapping[str, Any]) -> RequestError:
+    """Return the error of a request without messages."""
+    found = "null" if "messages" in fields else "absent"
+    instead = "; /v1/completions answers prompts" if "prompt" in fields else ""
+    return RequestError(
+        "missing_prompt",
+        f'messages is {found}; give a list such as [{{"role": "user", "content": "Hello"}}]'
+        f"{instead}",
+        "messages",
     )
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
-
-import orjson
 
 from fminfer.contract.fields import json_type, show, wrong_type
 from fminfer.core.errors import RequestError
@@ -145,14 +144,21 @@ def _read_call(call: object, name: str) -> dict[str, Any]:
             "a string that holds one as JSON",
             f"{name}.function.arguments",
         )
-    return {"type": "function"} | call | {"function": function | {"arguments": arguments or {}}}
+    written = function | {"arguments": arguments or {}}
+    # The names stay in their order, in which a template may write them.
+    return call | {"type": call.get("type") or "function", "function": written}
 
 
 def _parse(text: str) -> object:
     try:
-        return orjson.loads(text)
-    except orjson.JSONDecodeError:
+        # orjson would make floats of integers over 64 bits.
+        return json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
         return text
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _check_tool(tool: object, name: str) -> None:

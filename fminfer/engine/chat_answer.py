@@ -112,7 +112,9 @@ def name_call(call: ToolCall, sequence: Sequence, index: int, place: int) -> dic
         place: of the call among those of the choice.
     """
     prepared = sequence.prompt.owner.prepared
-    asked = (prepared.meaning, prepared.repeat, prepared.params.seed, index, place)
+    # Greedy requests are answered together whatever their seeds.
+    seed = None if prepared.params.is_greedy else prepared.params.seed
+    asked = (prepared.meaning, prepared.repeat, seed, index, place)
     digest = hashlib.blake2b(array("q", sequence.prompt.ids).tobytes(), digest_size=12)
     digest.update(repr(asked).encode())
     return {

@@ -1,15 +1,12 @@
-"""Turns a chat request's fields into a request whose prompt is the rendered template."""
+"""Turns a chat request that passed into a request whose prompt is the rendered template."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
-from fminfer.contract.chat import ChatRequest, overwrite, parse_chat
-from fminfer.contract.fields import INT64
+from fminfer.contract.chat import ChatRequest
 from fminfer.contract.prompts import check_text
-from fminfer.contract.request import Request, SamplingParams
+from fminfer.contract.request import Request
 from fminfer.contract.row_warnings import RowWarning
 from fminfer.core.config import KnownParser, ToolCallParser
 from fminfer.core.errors import RequestError
@@ -19,37 +16,20 @@ from fminfer.text.tool_calls import HERMES_OPENING, find_parser
 
 @dataclass(slots=True, frozen=True)
 class ChatIntake:
-    """Parses and renders chat requests."""
+    """Renders chat requests."""
 
     template: ChatTemplate
     tool_call_parser: ToolCallParser
 
-    def parse(
-        self,
-        fields: Mapping[str, Any],
-        args: Mapping[str, Any],
-        *,
-        max_logprobs: int,
-        is_strict: bool,
-        defaults: SamplingParams,
-        max_new_tokens: int | None,
-    ) -> Request:
-        """Check a chat request and render its prompt.
+    def render(self, chat: ChatRequest, *, is_strict: bool) -> Request:
+        """Return the request whose prompt is what the template writes.
 
         Args:
-            args: fields that replace its own, by the names that completions have for them.
-            max_new_tokens: as in `Limits`; the others as in `parse_chat`.
+            is_strict: what is otherwise only warned of is an error.
 
         Raises:
-            RequestError: what is wrong with it.
+            RequestError: the template refuses the messages.
         """
-        chat = parse_chat(
-            overwrite(fields, args),
-            max_logprobs=max_logprobs,
-            is_strict=is_strict,
-            defaults=defaults,
-            max_new_tokens=max_new_tokens or INT64 - 1,
-        )
         text = self.template.render(
             chat.messages,
             chat.tools,

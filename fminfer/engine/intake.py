@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fminfer.contract.chat import is_chat as is_chat_request
+from fminfer.contract.chat import overwrite, parse_chat
+from fminfer.contract.fields import INT64
 from fminfer.contract.prompts import check_entries
 from fminfer.contract.request import DEFAULTS, Request, SamplingParams, parse_request
 from fminfer.contract.row_warnings import RowWarning, WarningCounts
@@ -21,6 +23,11 @@ from fminfer.engine.sequence import AnswerKind, Prepared
 from fminfer.text.chat_template import ChatTemplate
 from fminfer.text.encoded_prompt import EncodedPrompt
 from fminfer.text.tokenizer import Tokenizer
+
+SHORTER = RowWarning(
+    "chat requests without max_tokens may draw fewer tokens than the context leaves: the KV cache "
+    "has no room for more, or a line for more logprobs. Raise --budget, or give max_tokens"
+)
 
 
 @dataclass(slots=True, frozen=True)
@@ -69,27 +76,32 @@ class Intake:
         Raises:
             RequestError: what is wrong with it.
         """
-        limits = self.limits
-        if is_chat_request(fields) if is_chat is None else is_chat:
-            if not self._tokenizer.has_words:
-                raise self._needs_words("messages are text", "messages")
-            request = self._chat.parse(
-                fields,
-                limits.request_args or {},
-                max_logprobs=limits.max_logprobs,
-                is_strict=limits.is_strict,
-                defaults=limits.defaults,
-                max_new_tokens=limits.max_new_tokens,
-            )
-        else:
-            request = parse_request(
-                {**fields, **(limits.request_args or {})},
-                max_logprobs=limits.max_logprobs,
-                is_strict=limits.is_strict,
-                defaults=limits.defaults,
-            )
+        is_chat = is_chat_request(fields) if is_chat is None else is_chat
+        request = self._parse_chat(fields) if is_chat else self._parse_completion(fields)
         self._check_params(request.params)
         return request
+
+    def _parse_completion(self, fields: Mapping[str, Any]) -> Request:
+        limits = self.limits
+        return parse_request(
+            {**fields, **(limits.request_args or {})},
+            max_logprobs=limits.max_logprobs,
+            is_strict=limits.is_strict,
+            defaults=limits.defaults,
+        )
+
+    def _parse_chat(self, fields: Mapping[str, Any]) -> Request:
+        limits = self.limits
+        if not self._tokenizer.has_words:
+            raise self._needs_words("messages are text", "messages")
+        chat = parse_chat(
+            overwrite(fields, limits.request_args or {}),
+            max_logprobs=limits.max_logprobs,
+            is_strict=limits.is_strict,
+            defaults=limits.defaults,
+            max_new_tokens=limits.max_new_tokens or INT64 - 1,
+        )
+        return self._chat.render(chat, is_strict=limits.is_strict)
 
     def prepare(self, request: Request, *, repeat: int = 0, is_openai: bool = True) -> Prepared:
         """Tokenize a request's prompts, and check that they fit.
@@ -103,7 +115,7 @@ class Intake:
         """
         fit = self._fit_of(request)
         prompts = [self._encode(prompt, fit) for prompt in request.prompts]
-        params = fit.settle(max(len(prompt.ids) for prompt in prompts), self.limits.kv_size)
+        params = self._settle(fit, max(len(prompt.ids) for prompt in prompts))
         _check_logprobs(prompts, params)
         draws_unseeded = params.seed is None and not params.is_greedy
         meaning = meaning_of(request.prompts, request.params) if draws_unseeded else b""
@@ -136,7 +148,15 @@ class Intake:
             limits.on_too_long,
             request.params,
             request.fills_context,
+            "messages" if request.is_chat else "prompt",
         )
+
+    def _settle(self, fit: PromptFit, num_prompt_tokens: int) -> SamplingParams:
+        params = fit.settle(num_prompt_tokens, self.limits.kv_size)
+        if fit.fills_context and params.max_tokens < fit.most_wished(num_prompt_tokens):
+            with self._lock:
+                self.warnings.add(SHORTER)
+        return params
 
     def _encode(self, prompt: str | list[int], fit: PromptFit) -> EncodedPrompt:
         """Return a prompt as ids that fit the context, with the text and offsets that it needs."""

@@ -22,6 +22,7 @@ class PromptFit:
 
     Args:
         fills_context: `max_tokens` of the params is an upper bound, lowered to what is left.
+        source: the field that the prompts are from; errors name it.
     """
 
     tokenizer: Tokenizer
@@ -29,6 +30,7 @@ class PromptFit:
     on_too_long: OnTooLong
     params: SamplingParams
     fills_context: bool = False
+    source: str = "prompt"
 
     def refuse_giant(self, prompt: str) -> None:
         """Refuse what cannot fit before it is tokenized, which takes 300 times its size.
@@ -48,7 +50,7 @@ class PromptFit:
                 "context_length_exceeded",
                 f"the prompt has {len(prompt):,} characters; --on-too-long cuts prompts of at most "
                 f"{MAX_CUT_CHARS:,}, for it must tokenize all of them. Shorten the prompt",
-                "prompt",
+                self.source,
             )
 
     def fit(self, encoded: EncodedPrompt) -> EncodedPrompt:
@@ -84,12 +86,16 @@ class PromptFit:
         if not self.fills_context:
             return params
         num_choices = max(params.n, params.num_candidates)
-        most = min(params.max_tokens, self.context_length - num_prompt_tokens)
+        most = self.most_wished(num_prompt_tokens)
         if kv is not None:
             most = min(most, kv.most_draws(num_prompt_tokens, params.num_candidates))
         if params.logprobs is not None:
             most = min(most, MAX_ENTRIES // (num_choices * (1 + params.logprobs)))
         return replace(params, max_tokens=max(1, params.min_tokens, most))
+
+    def most_wished(self, num_prompt_tokens: int) -> int:
+        """Return the most tokens that a prompt's answer has in an unlimited KV cache."""
+        return min(self.params.max_tokens, self.context_length - num_prompt_tokens)
 
     @property
     def _room(self) -> int:
@@ -111,7 +117,7 @@ class PromptFit:
             f"the prompt has {about}{num_prompt} tokens{asked}; this model's maximum context "
             f"length is {context} tokens. Shorten the prompt or lower max_tokens, or let "
             "--on-too-long cut prompts",
-            "max_tokens" if num_prompt < context else "prompt",
+            "max_tokens" if num_prompt < context else self.source,
         )
 
     def _cut(self, encoded: EncodedPrompt, room: int) -> EncodedPrompt:

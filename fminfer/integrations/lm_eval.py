@@ -30,7 +30,6 @@ from fminfer.integrations.lm_eval_generation import Generation, plan_generation
 from fminfer.integrations.lm_eval_options import (
     check_length,
     check_options,
-    read_template,
 )
 from fminfer.worker.engine_api import Engine
 
@@ -90,7 +89,7 @@ class FminferLM(TemplateLM):
             raise UsageError(
                 f"{self.engine.model_name} has no tokenizer; give a model folder that has one"
             )
-        template = read_template(options.get("chat_template"))
+        template = self.engine.limits.chat_template
         self._chat = ChatRenderer(self.tokenizer, template, chat_template_args)
         self.max_length = check_length(max_length, self.engine.context_length)
         self.max_gen_toks = max_gen_toks

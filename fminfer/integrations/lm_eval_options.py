@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from fminfer.core.config import EngineConfig
@@ -37,8 +36,3 @@ def check_options(options: dict[str, Any], own: list[str]) -> None:
             f"model_args holds {', '.join(unknown)}, which fminfer does not know; it knows "
             f"{', '.join([*own, *sorted(known)])}"
         )
-
-
-def read_template(path: str | None) -> str | None:
-    """Return the chat template of a file that the engine has read before."""
-    return None if path is None else Path(path).read_text("utf-8")

@@ -68,7 +68,8 @@ def read_lines(*paths: str | Path) -> ray.data.Dataset:
     line in its file, the `line` itself, `damage` where it cannot be read, `is_cut` if it is too
     long and `line` is its beginning, and `num_equal`, the number of equal requests before it in
     its file. So answers are those of `fminfer run`, sampled ones too; only that the custom_ids of
-    a Batch file are not compared, and that with `request_args` sampled answers are others.
+    a Batch file are not compared, and that sampled answers are others with `request_args`, or where
+    a chat template leaves out what two requests differ in.
 
     Raises:
         UsageError: a path that does not exist or has another ending; stdin.

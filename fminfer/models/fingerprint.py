@@ -23,8 +23,9 @@ PIECE_BYTES = 2048
 # By name: a folder may hold outputs too.
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja"),
+    *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json"),
 )
+FURTHER_TEMPLATES = "additional_chat_templates/*.jinja"  # such as one for requests with tools
 KV_DTYPE = "--kv-dtype"  # named if it is another than that of hidden states
 SETTINGS = (
     *("seed", "on_too_long", "max_logprobs", "token_format", "skip_tokenizer_init"),
@@ -137,6 +138,7 @@ def _files_digest(checkpoint: Checkpoint) -> str:
     folder, files = checkpoint.tokenizer_folder, []
     if folder is not None:
         files = sorted(file for file in folder.iterdir() if _is_of_tokenizer(file))
+        files += sorted(folder.glob(FURTHER_TEMPLATES))
     if checkpoint.generation_folder is not None:
         files.append(checkpoint.generation_folder / GENERATION)
     for file in files:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from fminfer.server.errors import HttpError, respond
+from fminfer.server.http_errors import HttpError, respond
 
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 # Static pages and the state of health, which a load balancer asks for, are open to all.

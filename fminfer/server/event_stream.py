@@ -10,8 +10,8 @@ from starlette.types import Receive, Scope, Send
 
 from fminfer.contract.json_object import dump
 from fminfer.engine.events import Delta, Event, Finished
-from fminfer.server.answering import Answering, Reply
-from fminfer.server.errors import HttpError, describe, respond
+from fminfer.server.dispatcher import Dispatcher, Reply
+from fminfer.server.http_errors import HttpError, describe, respond
 
 KEEP_ALIVE_S = 10.0  # between signs of life while a request waits
 DONE = b"data: [DONE]\n\n"
@@ -36,10 +36,10 @@ class EventStream(Response):
         make_chunks: turns events into the JSON values that are sent.
     """
 
-    def __init__(self, answering: Answering, reply: Reply, make_chunks: MakeChunks) -> None:
+    def __init__(self, dispatcher: Dispatcher, reply: Reply, make_chunks: MakeChunks) -> None:
         super().__init__(media_type="text/event-stream", headers=HEADERS)
         del self.headers["content-length"]  # of the empty body
-        self._answering = answering
+        self._dispatcher = dispatcher
         self._reply = reply
         self._make_chunks = make_chunks
 
@@ -52,7 +52,7 @@ class EventStream(Response):
             if sending.done():
                 sending.result()
         finally:
-            self._answering.leave(self._reply)
+            self._dispatcher.leave(self._reply)
             for task in (leaving, sending):
                 task.cancel()
             await asyncio.gather(leaving, sending, return_exceptions=True)
@@ -91,7 +91,7 @@ async def _until_left(receive: Receive) -> None:
         pass
 
 
-async def until_answered(answering: Answering, reply: Reply, receive: Receive) -> Finished:
+async def until_answered(dispatcher: Dispatcher, reply: Reply, receive: Receive) -> Finished:
     """Wait for a request's answer; forget the request if its client leaves.
 
     Raises:
@@ -105,7 +105,7 @@ async def until_answered(answering: Answering, reply: Reply, receive: Receive) -
             return finishing.result()
         raise HttpError(499, "the client has left", code="cancelled")
     finally:
-        answering.leave(reply)
+        dispatcher.leave(reply)
         for task in (leaving, finishing):
             task.cancel()
         await asyncio.gather(leaving, finishing, return_exceptions=True)

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fminfer.core.errors import printable
-from fminfer.server.errors import HttpError, respond
+from fminfer.server.http_errors import HttpError, respond
 from fminfer.server.metrics import Metrics
 
 

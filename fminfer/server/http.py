@@ -12,12 +12,12 @@ import uvicorn
 
 from fminfer.core.errors import FminferError, UsageError
 from fminfer.machine.stopper import Stopper
-from fminfer.server.answering import Answering
-from fminfer.server.app import make_app
-from fminfer.server.bodies import Bodies
+from fminfer.server.asgi_app import make_app
 from fminfer.server.connections import Connection, check_certificate, listen
-from fminfer.server.errors import HttpError
+from fminfer.server.dispatcher import Dispatcher
+from fminfer.server.http_errors import HttpError
 from fminfer.server.metrics import Metrics
+from fminfer.server.request_bodies import Bodies
 from fminfer.server.service import ServedModel, Service
 from fminfer.server.settings import ServerSettings
 from fminfer.server.throughput import Throughput
@@ -63,10 +63,10 @@ def run_http(
         click.echo(f"  {thread.url}/docs lists what there is; Ctrl-C ends it.", err=True)
     try:
         with stopper.telling(thread.drain):
-            thread.service.answering.run()
+            thread.service.dispatcher.run()
     finally:
         thread.end()
-    if thread.service.answering.num_dropped and stopper.reason is not None:
+    if thread.service.dispatcher.num_dropped and stopper.reason is not None:
         raise stopper.reason
     if stopper.reason is None:
         why = thread.fault or "it gave no reason"
@@ -146,16 +146,16 @@ class HttpThread:
         self._thread.join(LEAVE_S + 1)
 
     def _drain(self, grace_s: float) -> None:
-        answering = self.service.answering
+        dispatcher = self.service.dispatcher
         closing = HttpError(
             503,
             "the server is shutting down; ask another one",
             code="shutting_down",
             headers={"Retry-After": "10", "Connection": "close"},
         )
-        answering.close(closing)
+        dispatcher.close(closing)
         loop = asyncio.get_running_loop()
-        loop.call_later(grace_s, answering.fail_all, closing)
+        loop.call_later(grace_s, dispatcher.fail_all, closing)
         loop.call_later(grace_s + LEAVE_S, self._hang_up)
         most_s = grace_s + LEAVE_S + 0.5  # for what goes on without a connection
         self._server.config.timeout_graceful_shutdown = most_s  # type: ignore[assignment]
@@ -172,12 +172,12 @@ class HttpThread:
         except BaseException as error:
             self._fault = error
         finally:
-            self.service.answering.end()
+            self.service.dispatcher.end()
             self._is_ready.set()
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self.service.answering.start(self._loop, on_failure=lambda: self._drain(0.0))
+        self.service.dispatcher.start(self._loop, on_failure=lambda: self._drain(0.0))
         looking = asyncio.create_task(self._look())
         serving = asyncio.create_task(self._server.serve(sockets=[self._address]))
         while not (self._server.started or serving.done()):
@@ -189,7 +189,7 @@ class HttpThread:
 
     async def _look(self) -> None:
         """Count tokens each second; now and then say what goes on."""
-        throughput, answering = self.service.throughput, self.service.answering
+        throughput, dispatcher = self.service.throughput, self.service.dispatcher
         num_told = 0
         while True:
             for _ in range(REPORT_S):
@@ -199,7 +199,7 @@ class HttpThread:
             if num_tokens != num_told:
                 engine, rates = self.service.engine, throughput.rates
                 self.service.log(
-                    f"{engine.num_running} running, {answering.num_waiting} waiting, KV cache "
+                    f"{engine.num_running} running, {dispatcher.num_waiting} waiting, KV cache "
                     f"{engine.kv_usage:.0%} full; {rates.prompt_tokens:,.0f} prompt tokens/s, "
                     f"{rates.generation_tokens:,.0f} new tokens/s"
                 )
@@ -220,7 +220,7 @@ def _make_service(engine: Engine, settings: ServerSettings) -> Service:
     metrics = Metrics(engine, names[0])
     return Service(
         engine,
-        Answering(engine, settings.queue_size, metrics),
+        Dispatcher(engine, settings.queue_size, metrics),
         model,
         metrics,
         Throughput(lambda: engine.stats),

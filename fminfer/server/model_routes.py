@@ -13,7 +13,7 @@ from fminfer.contract.fields import wrong_type
 from fminfer.core.errors import RequestError
 from fminfer.core.version import __version__
 from fminfer.server.answer_schemas import detokenize_schema, stats_schema, tokenize_schema
-from fminfer.server.errors import HttpError, as_http
+from fminfer.server.http_errors import HttpError, as_http
 from fminfer.server.json_schema import TEXT, object_of
 from fminfer.server.openai_routes import respond_json
 from fminfer.server.schemas import (
@@ -27,7 +27,7 @@ from fminfer.server.service import Service
 def model_routes(service: Service) -> APIRouter:
     """Return the routes that compute nothing."""
     router = APIRouter(tags=["Model and server"])
-    engine, answering = service.engine, service.answering
+    engine, dispatcher = service.engine, service.dispatcher
 
     @router.post(
         "/tokenize",
@@ -62,8 +62,8 @@ def model_routes(service: Service) -> APIRouter:
     )
     async def health() -> Response:
         """Return 200 while requests are taken, 503 otherwise."""
-        if answering.refusal is not None:
-            raise answering.refusal
+        if dispatcher.refusal is not None:
+            raise dispatcher.refusal
         return respond_json({"status": "ok"})
 
     @router.get("/stats", **document(stats_schema(), "How it stands.", errors=[401]))
@@ -74,7 +74,7 @@ def model_routes(service: Service) -> APIRouter:
             {
                 "model": service.model.names[0],
                 "num_running": engine.num_running,
-                "num_waiting": answering.num_waiting,
+                "num_waiting": dispatcher.num_waiting,
                 "kv_usage": engine.kv_usage,
                 "prompt_tokens_per_s": rates.prompt_tokens,
                 "generation_tokens_per_s": rates.generation_tokens,

@@ -6,15 +6,15 @@ from typing import Any
 from urllib.parse import unquote_to_bytes
 
 from fastapi import APIRouter, Query
-from starlette.convertors import Convertor, register_url_convertor
+from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.requests import Request
 from starlette.responses import Response
 
 from fminfer.core.errors import RequestError
 from fminfer.engine.events import Finished
 from fminfer.server.answer_schemas import generation_schema, texts_schema
-from fminfer.server.errors import HttpError, as_http
 from fminfer.server.event_stream import until_answered
+from fminfer.server.http_errors import HttpError, as_http
 from fminfer.server.openai_routes import respond_json
 from fminfer.server.schemas import document, generation_request_schema, latency_request_schema
 from fminfer.server.service import Service
@@ -38,27 +38,19 @@ LATENCY = {
 }
 
 
-class _Text(Convertor[str]):
-    """Any text in a path: the one named `path` ends at a line break."""
+class _TextConvertor(PathConvertor):
+    """A part of a path that may hold any text, of several lines too."""
 
-    regex = r"[\s\S]*"
-
-    def convert(self, value: str) -> str:
-        """Return the text."""
-        return value
-
-    def to_string(self, value: str) -> str:
-        """Return the text."""
-        return value
+    regex = "(?s:.*)"
 
 
 def old_routes(service: Service) -> APIRouter:
     """Return the routes of older servers."""
-    register_url_convertor("text", _Text())
     router = APIRouter(tags=["Older servers"])
     limits = service.engine.limits
     of_generation = generation_request_schema(limits, NEW_TOKENS, OF_COMPLETIONS)
     of_latency = latency_request_schema(limits, LATENCY_TOKENS, LATENCY)
+    register_url_convertor("text", _TextConvertor())  # the routes below name it
 
     @router.post("/generation", **document(generation_schema(), "The text.", body=of_generation))
     async def generation(request: Request) -> Response:
@@ -99,29 +91,31 @@ def old_routes(service: Service) -> APIRouter:
     return router
 
 
+async def _complete(service: Service, request: Request, fields: dict[str, Any]) -> Finished:
+    service.model.check(fields.get("model"))
+    reply = await service.dispatcher.ask(fields)
+    return await until_answered(service.dispatcher, reply, request.receive)
+
+
 def _require_utf8(request: Request) -> None:
-    """Refuse a path whose bytes are no text: they came as replacement characters."""
+    """Refuse a path whose bytes are no text; it was decoded with replacements by now."""
+    raw: bytes = request.scope["raw_path"]
     try:
-        unquote_to_bytes(request.scope["raw_path"]).decode()
+        unquote_to_bytes(raw).decode()
     except UnicodeDecodeError as error:
+        wrong = error.object[error.start]
         raise HttpError(
             400,
-            f"the text in the path is not UTF-8 ({error.object[error.start]:#04x}); encode it as "
-            "UTF-8 and then with percent signs",
+            f"the path is not UTF-8: byte 0x{wrong:02x}; write each character as the %XX of its "
+            "UTF-8 bytes",
             code="invalid_utf8",
             param="text",
         ) from None
 
 
-async def _complete(service: Service, request: Request, fields: dict[str, Any]) -> Finished:
-    service.model.check(fields.get("model"))
-    reply = await service.answering.ask(fields)
-    return await until_answered(service.answering, reply, request.receive)
-
-
 async def _count_tokens(service: Service, text: str) -> int:
     try:
-        prepared = await service.answering.prepare({"prompt": text, "max_tokens": 0})
+        prepared = await service.dispatcher.prepare({"prompt": text, "max_tokens": 0})
     except RequestError as error:
         raise as_http(error) from None
     return len(prepared.prompts[0].ids)

@@ -17,8 +17,8 @@ from fminfer.server.answer_schemas import (
     model_list_schema,
     model_schema,
 )
-from fminfer.server.errors import JSON, HttpError
 from fminfer.server.event_stream import EventStream, until_answered
+from fminfer.server.http_errors import JSON, HttpError
 from fminfer.server.openai_shapes import AnswerShape, StreamWish
 from fminfer.server.schemas import chat_request_schema, completion_request_schema, document
 from fminfer.server.service import Service
@@ -88,8 +88,8 @@ async def _answer(service: Service, request: Request, *, is_chat: bool) -> Respo
     fields = await service.read(request)
     wish = StreamWish.take(fields)
     service.model.check(fields.get("model"))
-    answering = service.answering
-    reply = await answering.ask(fields, is_chat=is_chat, is_streamed=wish.is_streamed)
+    dispatcher = service.dispatcher
+    reply = await dispatcher.ask(fields, is_chat=is_chat, is_streamed=wish.is_streamed)
     prepared = reply.prepared
     tells_ids = prepared.params.return_token_ids or not service.engine.tokenizer.has_words
     shape = AnswerShape(
@@ -100,9 +100,9 @@ async def _answer(service: Service, request: Request, *, is_chat: bool) -> Respo
         n=prepared.params.n,
     )
     if not wish.is_streamed:
-        finished = await until_answered(answering, reply, request.receive)
+        finished = await until_answered(dispatcher, reply, request.receive)
         return respond_json(shape.whole(finished))
-    return EventStream(answering, reply, shape.chunks)
+    return EventStream(dispatcher, reply, shape.chunks)
 
 
 def _describe_model(service: Service, name: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from fminfer.contract.fields import wrong_type
 from fminfer.engine.events import Delta, Event, Finished
-from fminfer.server.errors import as_http
+from fminfer.server.http_errors import as_http
 
 
 @dataclass(slots=True, frozen=True)

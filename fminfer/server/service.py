@@ -10,10 +10,10 @@ from typing import Any
 from starlette.requests import Request
 
 from fminfer.contract.fields import show
-from fminfer.server.answering import Answering
-from fminfer.server.bodies import Bodies
-from fminfer.server.errors import HttpError
+from fminfer.server.dispatcher import Dispatcher
+from fminfer.server.http_errors import HttpError
 from fminfer.server.metrics import Metrics
+from fminfer.server.request_bodies import Bodies
 from fminfer.server.request_fields import MAX_NAME_CHARS
 from fminfer.server.throughput import Throughput
 from fminfer.worker.engine_api import Engine
@@ -66,7 +66,7 @@ class Service:
     """What routes need."""
 
     engine: Engine
-    answering: Answering
+    dispatcher: Dispatcher
     model: ServedModel
     metrics: Metrics
     throughput: Throughput

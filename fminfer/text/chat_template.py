@@ -5,11 +5,14 @@ transformers renders it, in a sandbox. What a template refuses is an error of it
 
 from __future__ import annotations
 
+import re
 from functools import cached_property
 from typing import Any
 
 from fminfer.core.errors import RequestError
 from fminfer.text.tokenizer import Tokenizer
+
+_DEVELOPER = re.compile("""['"]developer['"]""")  # the role, not a word of the template's text
 
 
 class ChatTemplate:
@@ -65,7 +68,7 @@ class ChatTemplate:
                 "(in Python: chat_template), or send a prompt",
                 "messages",
             )
-        if "developer" not in text:
+        if not _DEVELOPER.search(text):
             messages = [_as_system(message) for message in messages]
         try:
             rendered: str = self._renderer.apply_chat_template(

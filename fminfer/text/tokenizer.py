@@ -19,6 +19,7 @@ from fminfer.core.impostors import broken, refuse_impostor
 from fminfer.text.detokenizer import BROKEN, Detokenizer
 from fminfer.text.encoded_prompt import EncodedPrompt
 from fminfer.text.sentencepieces import follow_model_file
+from fminfer.text.template_file import LEGACY_TEMPLATE, read_template
 from fminfer.text.token_lengths import LongestToken, find_longest, least_tokens
 
 # Files of vocabularies, beside those whose names end in .model or .tiktoken.
@@ -102,6 +103,8 @@ class Tokenizer:
             raise CheckpointError(f"{folder} has no usable tokenizer: {error}") from error
         if (backend := getattr(hf, "backend_tokenizer", None)) is not None:
             follow_model_file(backend, folder)
+        if not hf.chat_template and (file := folder / LEGACY_TEMPLATE).exists():
+            hf.chat_template = _read_legacy_template(file)
         return cls(hf)
 
     def encode(
@@ -239,6 +242,13 @@ class Tokenizer:
             offsets[len(offsets) + 1 - len(detokenizer.starts) :] = detokenizer.starts
         parts.append(detokenizer.flush())
         return offsets, "".join(parts)
+
+
+def _read_legacy_template(file: Path) -> str:
+    try:
+        return read_template(file)
+    except (OSError, ValueError) as error:
+        raise broken(file, str(error)) from error
 
 
 def _refuse_cut_files(folder: Path) -> None:

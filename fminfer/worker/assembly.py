@@ -20,6 +20,7 @@ from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.start import Starter
 from fminfer.models.checkpoint import GENERATION, Checkpoint
 from fminfer.text.no_tokenizer import NoTokenizer
+from fminfer.text.template_file import read_template
 from fminfer.text.tokenizer import Tokenizer
 
 
@@ -156,8 +157,8 @@ def _read_template(config: EngineConfig) -> str | None:
     if config.chat_template is None:
         return None
     try:
-        return Path(config.chat_template).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_template(Path(config.chat_template))
+    except (OSError, ValueError) as error:
         raise UsageError(
             f"--chat-template {config.chat_template} cannot be read: {error}. Give a file with a "
             "Jinja template"

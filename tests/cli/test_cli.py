@@ -127,7 +127,7 @@ def test_stats(answered: tuple[Path, str]) -> None:
     stats = json.loads((answered[0] / "stats.json").read_text())
     assert stats["num_rows"] == 41 and stats["num_errors"] == 10
     assert stats["completion_tokens"] > 50 and stats["start_to_ready_s"] > 0
-    assert len(stats["outputs"]) == 10
+    assert len(stats["outputs"]) == 11
 
 
 def test_five_sets_of_hyperparameters_in_one_file(tmp_path: Path) -> None:

@@ -202,33 +202,6 @@ def test_generation_kwargs_that_cannot_be_done(
         demo.generate_until(instances("generate_until", [("north", kwargs)]), disable_tqdm=True)
 
 
-def test_chat_templates_are_rendered_as_hf_does(demo: FminferLM) -> None:
-    history = [{"role": "user", "content": "north?"}]
-    begun = [*history, {"role": "assistant", "content": "The way is"}]
-    hf = demo.tokenizer
-    asked = demo.apply_chat_template(history)
-    assert asked == hf.apply_chat_template(history, tokenize=False, add_generation_prompt=True)
-    found = demo.apply_chat_template(begun, add_generation_prompt=False)
-    assert found == hf.apply_chat_template(begun, tokenize=False, continue_final_message=True)
-    assert demo.chat_template(True) == hf.chat_template and demo.chat_template(False) is None
-    with pytest.raises(fminfer.UsageError, match="give a message of the role user"):
-        demo.apply_chat_template([{"role": "system", "content": "x"}])
-    with pytest.raises(fminfer.UsageError, match="give true"):
-        demo.chat_template("tool_use")
-
-
-def test_a_template_without_a_system_role(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    template = tmp_path / "own.jinja"
-    template.write_text(
-        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-        "{{ messages[0].content }}"
-    )
-    model = FminferLM(chat_template=str(template))
-    history = [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]
-    assert model.apply_chat_template(history) == "y"
-    assert "left out" in caplog.text
-
-
 def test_what_lm_eval_cannot_have(demo: FminferLM) -> None:
     with pytest.raises(fminfer.UsageError, match="attention is called kernels now"):
         FminferLM(attention="eager")

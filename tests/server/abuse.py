@@ -37,6 +37,7 @@ NUM_AT_ONCE = 32
 WARM_UP = 0.2  # share of the requests
 MEMORY_MB = 50.0  # that the server may have more in the end
 MOST_TOLD = 20
+MOST_UNREAD = 16  # at once: the server holds what they do not take
 
 
 @dataclass(slots=True)
@@ -101,6 +102,8 @@ async def run_tasks(
             await leaving_clients.leave(port, task.way, rng)
         elif task.kind == "unread":
             unread.append(leaving_clients.open_unread(port, rng))
+            if len(unread) > MOST_UNREAD:
+                unread.pop(0).close()
         else:
             await wrong_requests.ask_wrong(port, task.way, rng)
 

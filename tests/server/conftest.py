@@ -1,14 +1,46 @@
-"""One browser for a module's tests, and the page of a fake server for each."""
+"""Clients here reach servers of this machine and nothing else; a browser for a module's tests."""
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterator
+from ipaddress import ip_address
+from typing import Any
 
 import pytest
 
 from tests.browser import Browser, open_browser
 from tests.fakes.serving import serve_fake
 from tests.server.page import Page
+
+# Read by the libraries when they are imported, which is after this.
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+os.environ |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "NO_PROXY": "127.0.0.1"}
+
+
+@pytest.fixture(scope="package", autouse=True)
+def only_this_machine() -> Iterator[None]:
+    """Make every attempt to connect elsewhere a failure."""
+    connect, connect_ex = socket.socket.connect, socket.socket.connect_ex
+
+    def check(connection: socket.socket, address: Any) -> None:
+        is_internet = connection.family in (socket.AF_INET, socket.AF_INET6)
+        if is_internet and not ip_address(address[0]).is_loopback:
+            raise AssertionError(f"a test tried to connect to {address}")
+
+    def refuse(connection: socket.socket, address: Any) -> None:
+        check(connection, address)
+        connect(connection, address)
+
+    def refuse_ex(connection: socket.socket, address: Any) -> int:
+        check(connection, address)
+        return connect_ex(connection, address)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket.socket, "connect", refuse)
+        patch.setattr(socket.socket, "connect_ex", refuse_ex)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -100,9 +100,9 @@ class Running:
 
     def is_idle(self) -> bool:
         """Tell whether no request is open, and none holds anything."""
-        engine, answering = self.engine, self.thread.service.answering
+        engine, dispatcher = self.engine, self.thread.service.dispatcher
         is_free = not (engine.has_work or engine.num_running or engine.num_waiting)
-        return is_free and answering.num_open == 0 and engine.kv_usage == 0
+        return is_free and dispatcher.num_open == 0 and engine.kv_usage == 0
 
 
 def until(is_so: Callable[[], bool], what: str) -> None:
@@ -121,7 +121,7 @@ def running(engine: Engine, **settings: Any) -> Iterator[Running]:
 
     def answer() -> None:
         try:
-            server.thread.service.answering.run()
+            server.thread.service.dispatcher.run()
         except BaseException as error:
             server.fault = error
 

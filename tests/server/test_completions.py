@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import fminfer
+from tests.server.answers import answer_file, assert_equal, join
 from tests.server.running import Running, running, until
 
 QUESTION = "Question: How do you go from the porch to the den?\nAnswer:"
@@ -28,7 +29,7 @@ REQUESTS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[fminfer.Engine]:
-    engine = fminfer.Engine(dtype="float32")
+    engine = fminfer.Engine(dtype="float32", max_rows=64)
     yield engine
     engine.close()
 
@@ -42,17 +43,7 @@ def server(engine: fminfer.Engine) -> Iterator[Running]:
 @pytest.fixture(scope="module")
 def file_answers() -> list[dict[str, Any]]:
     """What the same requests have as answers in a Batch file."""
-    lines = [
-        {"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": body}
-        for i, body in enumerate(REQUESTS)
-    ]
-    other = fminfer.Engine(dtype="float32")
-    try:
-        records = [record.to_dict() for record in other.run(lines)]
-    finally:
-        other.close()
-    records.sort(key=lambda record: int(record["custom_id"]))
-    return [record["response"]["body"] for record in records]
+    return answer_file([("/v1/completions", body) for body in REQUESTS], dtype="float32")
 
 
 @pytest.mark.parametrize("place", range(len(REQUESTS)))
@@ -76,49 +67,6 @@ def test_a_streams_parts_are_the_answer(
     assert last["choices"] == [] and all(chunk["usage"] is None for chunk in chunks)
     joined = join([choice for chunk in chunks for choice in chunk["choices"]])
     assert_equal({"choices": joined, "usage": last["usage"]}, file_answers[place])
-
-
-def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Compare choices and usage; prompts that are cached differ in the usage's details."""
-    expected_choices = [
-        {k: v for k, v in choice.items() if k not in ("prompt_token_ids", "token_ids")}
-        for choice in expected["choices"]
-    ]
-    choices = [
-        {k: v for k, v in choice.items() if k not in ("prompt_token_ids", "token_ids")}
-        for choice in found["choices"]
-    ]
-    assert rounded(choices) == rounded(expected_choices)
-    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
-        assert found["usage"][name] == expected["usage"][name]
-
-
-def rounded(value: Any) -> Any:
-    """Round logprobs: rows that run beside others differ in the last digits."""
-    if isinstance(value, float):
-        return round(value, 3)
-    if isinstance(value, dict):
-        return {key: rounded(each) for key, each in value.items()}
-    return [rounded(each) for each in value] if isinstance(value, list) else value
-
-
-def join(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Join the parts of choices."""
-    choices: dict[int, dict[str, Any]] = {}
-    for part in parts:
-        choice = choices.setdefault(part["index"], {"text": "", "index": part["index"]})
-        choice["text"] += part["text"]
-        if part["logprobs"] is None:
-            choice.setdefault("logprobs", None)
-        else:
-            found = choice.setdefault("logprobs", {key: [] for key in part["logprobs"]})
-            for key, values in part["logprobs"].items():
-                found[key] = None if values is None else found[key] + values
-        assert choice.get("finish_reason") is None
-        choice["finish_reason"] = part["finish_reason"]
-        if "stop_reason" in part:
-            choice["stop_reason"] = part["stop_reason"]
-    return [choices[index] for index in sorted(choices)]
 
 
 def test_unseeded_requests_differ_and_a_seed_repeats(server: Running) -> None:
@@ -149,6 +97,7 @@ def test_an_answer_has_its_own_id_time_and_the_asked_models_name(server: Running
         ({"prompt": "a " * 3000}, "prompt", "maximum context length is 1024 tokens"),
         ({"prompt": [9999]}, "prompt", "token id 9999"),
         ({"messages": [{"role": "user", "content": "a"}]}, "messages", "prompt"),
+        ({"prompt": "a", "n": 128, "best_of": 128}, "best_of", "--max-rows allows 64"),
     ],
 )
 def test_wrong_requests_are_told_what_is_wrong(
@@ -198,17 +147,17 @@ def test_a_stream_that_nobody_reads_holds_no_other(server: Running) -> None:
 
 def test_the_error_in_the_middle_of_a_stream(server: Running) -> None:
     """What a stream has had stays, and an event says what is wrong."""
-    from fminfer.server.errors import HttpError
+    from fminfer.server.http_errors import HttpError
 
     fields = {"prompt": QUESTION, "max_tokens": 900, "ignore_eos": True, "stream": True}
     connection = server.start_post("/v1/completions", fields)
     received = b""
     while b"data: " not in received:
         received += connection.recv(1000)
-    answering = server.thread.service.answering
+    dispatcher = server.thread.service.dispatcher
     error = HttpError(500, "broken", code="internal_error")
     loop = server.thread.loop
-    loop.call_soon_threadsafe(lambda: [reply.push(error) for reply in answering.replies])
+    loop.call_soon_threadsafe(lambda: [reply.push(error) for reply in dispatcher.replies])
     while b"[DONE]" not in received:
         received += connection.recv(10_000)
     last = received.split(b"data: ")[-2]

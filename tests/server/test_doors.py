@@ -93,7 +93,7 @@ def test_a_full_queue_says_when_to_come_back(engine: fminfer.Engine) -> None:
             connections.append(server.start_post("/v1/completions", LONG))
             until(lambda n=num_rows: engine.num_running == n, "it has a row")  # type: ignore[misc]
         connections += [server.start_post("/v1/completions", LONG) for _ in range(3)]
-        until(lambda: server.thread.service.answering.num_waiting == 3, "three wait")
+        until(lambda: server.thread.service.dispatcher.num_waiting == 3, "three wait")
         answer = server.post("/v1/completions", SHORT)
         assert answer.status == 429 and int(answer.headers["retry-after"]) >= 1
         assert answer.error["type"] == "rate_limit_error"
@@ -185,7 +185,7 @@ def test_a_connection_that_sends_nothing_is_closed(
     engine: fminfer.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fminfer.server.connections.HEAD_S", 0.2)
-    monkeypatch.setattr("fminfer.server.bodies.READ_S", 0.2)
+    monkeypatch.setattr("fminfer.server.request_bodies.READ_S", 0.2)
     with running(engine) as server:
         for sent in (b"", b"POST /v1/comp", b"GET /health HTTP/1.1\r\nHost: x\r\n"):
             connection = server.send_raw(sent)

@@ -51,22 +51,6 @@ def test_a_stream_without_a_tokenizer_tells_token_ids() -> None:
     assert len(ids) == 8
 
 
-@pytest.mark.parametrize("route", ["/run/", "/run_gpt/"])
-def test_a_text_in_a_path_may_have_several_lines(engine: fminfer.Engine, route: str) -> None:
-    """There was no such path, a 404: a route's text ended at a line break."""
-    with running(engine) as server:
-        answer = server.get(f"{route}a%0A%2Fb%0D%0A?max_seq_length=16")
-    assert answer.status == 200 and answer.json[0].startswith("a\n/b\r\n")
-
-
-def test_a_text_in_a_path_that_is_no_utf8(engine: fminfer.Engine) -> None:
-    """Its bytes became replacement characters, and the answer was one to these."""
-    with running(engine) as server:
-        answer = server.get("/run/caf%E9?max_seq_length=16")
-        assert answer.status == 400 and "0xe9" in answer.error["message"]
-        assert server.get("/run/caf%C3%A9?max_seq_length=16").json[0].startswith("café")
-
-
 def test_older_routes_check_the_model_too(engine: fminfer.Engine) -> None:
     with running(engine, served_model_names=("m1",)) as server:
         asked = {"prompt": "x", "max_new_tokens": 1}

@@ -137,7 +137,7 @@ def test_ids_are_those_of_transformers(
 def test_developer_is_system_where_a_template_has_no_such_role(tokenizer: Tokenizer) -> None:
     messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "x"}]
     assert "<|im_start|>system\nBe brief." in render(tokenizer, CHATML, messages=messages)
-    aware = CHATML + "{# developer #}"
+    aware = CHATML + "{# 'developer' #}"
     assert "<|im_start|>developer\n" in render(tokenizer, aware, messages=messages)
 
 

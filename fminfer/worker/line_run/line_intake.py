@@ -132,7 +132,8 @@ def _answer_key(request: Request, *, is_openai: bool) -> bytes | None:
         return None
     meaning = meaning_of(request.prompts, params)
     kind = kind_of(request, is_openai=is_openai)
-    return _digest(f"{meaning.hex()} {params.seed} {kind} {request.tool_parser}")
+    form = f"{kind} {request.tool_parser} {request.fills_context}"
+    return _digest(f"{meaning.hex()} {params.seed} {form}")
 
 
 def _digest(text: str) -> bytes:

@@ -48,8 +48,11 @@ class HttpError(FminferError):
 
 
 def status_of(error: RequestError) -> int:
-    """Return the HTTP status of a request that cannot be answered."""
-    return 500 if error.is_ours else 400
+    """Return the HTTP status of a request that cannot be answered.
+
+    One that is too large for this server is 400: clients try again after a 500, in vain.
+    """
+    return 500 if error.is_ours and error.code != "out_of_memory" else 400
 
 
 def as_http(error: RequestError) -> HttpError:

@@ -14,8 +14,8 @@ from starlette.responses import Response
 
 from fminfer.core.version import __version__
 from fminfer.server.doors import Doors
-from fminfer.server.errors import HttpError, respond
 from fminfer.server.faults import Faults
+from fminfer.server.http_errors import HttpError, respond
 from fminfer.server.model_routes import model_routes
 from fminfer.server.old_routes import old_routes
 from fminfer.server.openai_routes import openai_routes

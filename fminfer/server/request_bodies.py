@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 from fminfer.contract.json_object import load_object
 from fminfer.core.errors import RequestError
 from fminfer.core.quantities import show_bytes
-from fminfer.server.errors import HttpError, as_http
+from fminfer.server.http_errors import HttpError, as_http
 
 READ_S = 60.0  # for a whole body
 MOST_DISCARDED = 64 * 2**20  # bytes of a body beyond the limit, so that its client hears of it

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from fminfer.core.errors import FminferError, RequestError
 from fminfer.engine.events import Delta, Event, Failed, Finished
 from fminfer.engine.sequence import Prepared
-from fminfer.server.errors import HttpError, as_http
+from fminfer.server.http_errors import HttpError, as_http
 from fminfer.server.metrics import Metrics, RequestTimes
 
 IDLE_S = 0.2  # after which an idle engine looks whether it is to end
@@ -23,7 +23,7 @@ TOKENIZERS = 2  # requests that are tokenized at once
 MOST_RETRY_S = 60
 
 
-class AnsweringEngine(Protocol):
+class DispatchedEngine(Protocol):
     """What of an `Engine` is needed here."""
 
     @property
@@ -106,7 +106,7 @@ def _end_wait(waiter: asyncio.Future[None]) -> None:
         waiter.set_result(None)
 
 
-class Answering:
+class Dispatcher:
     """Takes requests in an event loop, and answers them with an engine.
 
     Args:
@@ -114,7 +114,7 @@ class Answering:
         metrics: is told of each request's times.
     """
 
-    def __init__(self, engine: AnsweringEngine, queue_size: int, metrics: Metrics) -> None:
+    def __init__(self, engine: DispatchedEngine, queue_size: int, metrics: Metrics) -> None:
         self._engine = engine
         self._metrics = metrics
         self._queue_size = queue_size

@@ -1,0 +1,34 @@
+"""Tool calls of earlier turns, as a template gets them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fminfer.contract.chat_messages import read_messages
+from fminfer.core.errors import RequestError
+
+
+def read(call: dict[str, object]) -> dict[str, object]:
+    (message,) = read_messages([{"role": "assistant", "tool_calls": [call]}])
+    found: dict[str, object] = message["tool_calls"][0]
+    return found
+
+
+def test_names_stay_in_their_order() -> None:
+    """A template that writes a whole call wrote its type first, unlike transformers."""
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"b": 1}}}
+    assert json.dumps(read(call)) == json.dumps(call)
+    assert read({"function": {"name": "f"}, "type": None})["type"] == "function"
+    assert read({"function": {"name": "f"}})["type"] == "function"
+
+
+def test_big_numbers_in_arguments_stay_whole() -> None:
+    """An id of more than 64 bits became 1.2345678901234568e+22."""
+    big = 12345678901234567890123
+    call = read({"function": {"name": "f", "arguments": f'{{"id": {big}}}'}})
+    assert call["function"] == {"name": "f", "arguments": {"id": big}}
+    for wrong in ('{"a": NaN}', '{"a": 1', "[" * 100_000):
+        with pytest.raises(RequestError, match="holds one as JSON"):
+            read({"function": {"name": "f", "arguments": wrong}})

@@ -1,0 +1,63 @@
+"""Whatever the document at /openapi.json allows, and what it does not: nothing is a 500."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+
+import fminfer
+from tests.conftest import num_examples
+from tests.server.running import Running, running
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    # Few tokens of context: random requests ask for as many as they may.
+    engine = fminfer.Engine(dtype="float32", max_model_len=64, max_rows=16)
+    with running(engine) as server:
+        yield server
+    engine.close()
+
+
+ROUTES = (
+    *("POST /v1/completions", "POST /v1/chat/completions", "POST /tokenize", "POST /detokenize"),
+    *("POST /generation", "POST /", "GET /run/{text}", "GET /run_{name}/{text}"),
+    *("GET /v1/models/{model}", "GET /v1/models", "GET /metrics", "GET /version"),
+    *("GET /stats", "GET /health"),
+)
+
+
+@pytest.mark.parametrize("mode", ["positive", "negative"])
+@pytest.mark.parametrize("route", ROUTES)
+def test_no_request_is_a_500(server: Running, route: str, mode: str) -> None:
+    """Neither one that the document allows nor one that it does not."""
+    method, path = route.split()
+    operation = schemathesis.openapi.from_url(f"{server.url}/openapi.json")[path][method]
+    if mode == "negative" and not operation.body:
+        pytest.skip("it has nothing that could be wrong")
+
+    @settings(max_examples=num_examples(60), deadline=None, suppress_health_check=[*HealthCheck])
+    @given(case=operation.as_strategy(generation_mode=GenerationMode(mode)))
+    def check(case: Any) -> None:
+        case.call_and_validate(checks=[not_a_server_error], timeout=30)
+
+    check()
+
+
+def test_the_document_has_every_route_and_no_error_of_fastapis(server: Running) -> None:
+    document = server.get("/openapi.json").json
+    assert {
+        *("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model}"),
+        *("/tokenize", "/detokenize", "/health", "/stats", "/metrics", "/version"),
+        *("/generation", "/run/{text}", "/run_{name}/{text}", "/"),
+    } == set(document["paths"])
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            assert "422" not in operation["responses"]
+    assert "HTTPValidationError" not in str(document)
