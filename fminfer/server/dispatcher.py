@@ -43,8 +43,9 @@ class DispatchedEngine(Protocol):
 class Reply:
     """The events of one request, in the event loop's thread."""
 
-    def __init__(self, request_id: int, asked_s: float) -> None:
+    def __init__(self, request_id: int, asked_s: float, prepared: Prepared) -> None:
         self.id = request_id
+        self.prepared = prepared
         self.asked_s = asked_s  # of time.perf_counter, when the request came
         self.token_s: dict[int, float] = {}  # by choice: when its last token came
         self._events: list[Event | HttpError] = []
@@ -180,7 +181,7 @@ class Dispatcher:
         except RequestError as error:
             raise as_http(error) from None
         # Events come by this thread, too, so none can have come yet.
-        reply = self._open[request_id] = Reply(request_id, asked_s)
+        reply = self._open[request_id] = Reply(request_id, asked_s, prepared)
         return reply
 
     async def prepare(self, fields: Mapping[str, Any], *, is_chat: bool = False) -> Prepared:

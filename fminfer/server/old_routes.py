@@ -92,6 +92,7 @@ def old_routes(service: Service) -> APIRouter:
 
 
 async def _complete(service: Service, request: Request, fields: dict[str, Any]) -> Finished:
+    service.model.check(fields.get("model"))
     reply = await service.dispatcher.ask(fields)
     return await until_answered(service.dispatcher, reply, request.receive)
 
