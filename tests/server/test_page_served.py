@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urljoin
@@ -94,4 +95,21 @@ def test_the_page_and_the_docs_work_with_a_key(page: Page, server: Running) -> N
     assert {"/v1/completions", "/tokenize"} <= {
         path.replace("\u200b", "") for path in page.text_of(".opblock-summary-path")
     }
+    assert not browser.log
+
+
+def test_the_docs_send_the_example_of_a_route(page: Page) -> None:
+    """Swagger UI made values such as "Unknown Type: integer,null", which a route refuses."""
+    browser = page.browser
+    browser.open(urljoin(page.fake.url, "docs"))
+    for number, wanted in enumerate([".opblock-summary-control", ".try-out__btn", ".execute"]):
+        browser.wait(f"document.querySelector('{wanted}')")
+        browser.run(f"document.querySelector('{wanted}').click()")
+        if number == 1:
+            browser.wait("document.querySelector('.body-param__text')")
+            body = json.loads(browser.run("document.querySelector('.body-param__text').value"))
+            assert "max_tokens" in body and len(body) < 5
+    browser.wait("document.querySelector('.live-responses-table .response-col_status')")
+    assert page.text_of(".live-responses-table .response-col_status")[0].startswith("200")
+    assert "Unknown Type" not in browser.run("document.body.textContent")
     assert not browser.log
