@@ -32,6 +32,7 @@ def make_app(service: Service, settings: ServerSettings) -> FastAPI:
         description="Completions and chat with one model, in the form of the OpenAI API.",
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,  # the address of a proxy before it is not known
     )
     for routes in (openai_routes, model_routes, old_routes):
         app.include_router(routes(service))
