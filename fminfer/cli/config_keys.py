@@ -100,6 +100,8 @@ def setting_of(flag: Flag, value: object, origin: str, *, is_variable: bool = Fa
     text = _text(value, origin)
     if option.multiple:
         words = option.type.split_envvar_value(text) if is_variable else [text]
+        if not words:  # such as a comma alone, which must not open a server to all
+            raise UsageError(f"{origin} is set, and holds no value; unset it, or give one")
         return Setting([*words], origin)
     return Setting(text, origin)
 

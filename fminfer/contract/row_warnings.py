@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from fminfer.core.errors import printable
+
 MAX_NAMES = 5  # of a kind that are told, whatever the number of lines
 MAX_NAME_CHARS = 60
 
@@ -58,8 +60,9 @@ class WarningCounts:
 
 
 def _told(kind: str, names: list[str] | tuple[str, ...]) -> str:
-    """Write a warning with the names that belong to it."""
-    return f"{kind}: {', '.join(names)}" if names else kind
+    """Write a warning with the names that belong to it, on one line."""
+    shown = (printable(name).replace("\n", r"\n").replace("\t", r"\t") for name in names)
+    return f"{kind}: {', '.join(shown)}" if names else kind
 
 
 def cut_name(name: str) -> str:

@@ -174,10 +174,10 @@ def row_error(error: Exception, what: str) -> RequestError:
 
 
 def printable(text: str) -> str:
-    """Return a text that a terminal only shows: control characters in it are spelled out."""
+    """Return a text that a terminal only shows: what controls it, or is no text, is spelled out."""
     return "".join(
         char.encode("unicode_escape").decode()
-        if char not in "\n\t" and unicodedata.category(char) in ("Cc", "Cf")
+        if char not in "\n\t" and unicodedata.category(char) in ("Cc", "Cf", "Cs")
         else char
         for char in text
     )

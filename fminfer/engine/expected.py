@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 MIN_SEEN = 8  # ended rows before their lengths tell anything
+MOST_UNSEEN = 1024  # until then; of chats that may fill a context of 100,000 several run at once
 MEMORY = 64  # about so many of the last rows count
 
 
@@ -23,9 +24,9 @@ class ExpectedLengths:
         self._seen[max_tokens.bit_length()] = (count + 1, mean, square)
 
     def expect(self, max_tokens: int) -> int:
-        """Return how many tokens to reserve: mean and one deviation, or max_tokens."""
+        """Return how many tokens to reserve: mean and one deviation, or a first guess."""
         count, mean, square = self._seen.get(max_tokens.bit_length(), (0, 0.0, 0.0))
         if count < MIN_SEEN:
-            return max_tokens
+            return min(max_tokens, MOST_UNSEEN)
         deviation = math.sqrt(max(0.0, square - mean**2))
         return min(max_tokens, math.ceil(mean + deviation))

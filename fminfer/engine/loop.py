@@ -262,7 +262,8 @@ class EngineLoop:
                 count_request(self.stats, state.prepared)
             for prompt in plan_order(state.prompts):
                 if prompt.num_to_feed > 0:
-                    count_shareable(self.stats, prompt, self._shared_tokens)
+                    if state.is_counted:  # of a run over lines, whose summary tells it
+                        count_shareable(self.stats, prompt, self._shared_tokens)
                     self._scheduler.add(prompt)
                 else:  # nothing to compute: max_tokens 0 without scores, or one token to score
                     for sequence in prompt.sequences:
@@ -284,6 +285,11 @@ class EngineLoop:
                     drawn = len(sequence.tokens)
                     self.stats.read.end(drawn, prompt.params.max_tokens)
         self._leave(state)
+        self._unlink_if_left(state)
+
+    def _unlink_if_left(self, state: RequestState) -> None:
+        if not any(sequence.prompt.owner is state for sequence in self._leaving):
+            state.unlink()
 
     def _schedule(self) -> None:
         """Submit steps until enough are in flight."""
@@ -320,6 +326,7 @@ class EngineLoop:
         for sequence in [s for s in self._leaving if not self._scheduler.has_in_flight(s)]:
             self._leaving.remove(sequence)
             self._scheduler.release(sequence)
+            self._unlink_if_left(sequence.prompt.owner)
 
     def _end(self, sequence: Sequence) -> None:
         self._scheduler.release(sequence)
@@ -351,4 +358,5 @@ class EngineLoop:
         for state in finished:
             self._streams.pop(state.id, None)
             events.append(build_answer(state, self._form))
+            state.unlink()
         return events

@@ -58,6 +58,15 @@ class RequestState:
     error: RequestError | None = None
     is_cancelled: bool = False
 
+    def unlink(self) -> None:
+        """Cut its links to prompts and theirs to sequences, once nothing asks for them.
+
+        Both point back at it. Reference counts then free all at once, without a collection.
+        """
+        for prompt in self.prompts:
+            prompt.sequences = []
+        self.prompts = []
+
     @property
     def is_finished(self) -> bool:
         return all(prompt.is_finished for prompt in self.prompts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from typing import Any
 
 from fastapi import FastAPI
@@ -15,6 +14,7 @@ from starlette.responses import Response
 
 from fminfer.core.version import __version__
 from fminfer.server.doors import Doors
+from fminfer.server.faults import Faults
 from fminfer.server.http_errors import HttpError, respond
 from fminfer.server.model_routes import model_routes
 from fminfer.server.old_routes import old_routes
@@ -32,6 +32,7 @@ def make_app(service: Service, settings: ServerSettings) -> FastAPI:
         description="Completions and chat with one model, in the form of the OpenAI API.",
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,  # the address of a proxy before it is not known
     )
     for routes in (openai_routes, model_routes, old_routes):
         app.include_router(routes(service))
@@ -40,7 +41,9 @@ def make_app(service: Service, settings: ServerSettings) -> FastAPI:
     document = _describe(app, has_keys=bool(settings.api_keys))
     app.openapi = lambda: document  # type: ignore[method-assign]
     origins = settings.allowed_origins
-    app.add_middleware(Doors, api_keys=settings.api_keys, allowed_origins=origins)
+    app.add_middleware(Faults, metrics=service.metrics)
+    log = service.log if settings.log_level == "debug" else None
+    app.add_middleware(Doors, api_keys=settings.api_keys, allowed_origins=origins, log=log)
     if origins:  # added last, so that it answers what browsers ask before they send a key
         app.add_middleware(
             CORSMiddleware,
@@ -92,13 +95,6 @@ def _add_errors(app: FastAPI, service: Service) -> None:
         name = ".".join(str(part) for part in first["loc"][1:])
         message = f"{name}: {first['msg']}; it was {str(first.get('input'))[:60]!r}"
         return await on_error(request, HttpError(400, message, code="invalid_type", param=name))
-
-    @app.exception_handler(Exception)
-    async def on_fault(request: Request, error: Exception) -> Response:
-        text = "".join(traceback.format_exception(error))
-        service.log(f"Request {request.state.request_id} failed by a fault of fminfer:\n{text}")
-        message = f"fminfer failed on this request ({type(error).__name__}); please report it"
-        return await on_error(request, HttpError(500, message, code="internal_error"))
 
 
 def _explain(request: Request, error: HTTPException) -> str:

@@ -21,10 +21,11 @@ from fminfer.server.request_fields import around_fields, draw_fields
 
 # Fields that are accepted only where they ask for nothing.
 _NOT_THERE = (
-    *("prompt", "best_of", "audio", "web_search_options", "chat_template", "documents"),
+    *("prompt", "audio", "web_search_options", "chat_template", "documents"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
 )
 _CHAT_NEUTRAL: dict[str, Schema] = dict.fromkeys(_NOT_THERE, NULL) | {
+    "best_of": {"enum": [1]},
     "echo": {"enum": [False, 0]},
     "suffix": {"enum": [""]},
     "functions": {"type": "array", "maxItems": 0},

@@ -13,10 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from fminfer.core.errors import FminferError, RequestError
-from fminfer.engine.events import Delta, Event, Failed, Finished
+from fminfer.engine.events import Delta, Event, Finished
 from fminfer.engine.sequence import Prepared
 from fminfer.server.http_errors import HttpError, as_http
 from fminfer.server.metrics import Metrics, RequestTimes
+from fminfer.server.reply import Reply
 
 IDLE_S = 0.2  # after which an idle engine looks whether it is to end
 TOKENIZERS = 2  # requests that are tokenized at once
@@ -38,71 +39,6 @@ class DispatchedEngine(Protocol):
     def wait(self, timeout_s: float | None = None) -> bool: ...
 
     def step(self) -> list[Event]: ...
-
-
-class Reply:
-    """The events of one request, in the event loop's thread."""
-
-    def __init__(self, request_id: int, asked_s: float) -> None:
-        self.id = request_id
-        self.asked_s = asked_s  # of time.perf_counter, when the request came
-        self.token_s: dict[int, float] = {}  # by choice: when its last token came
-        self._events: list[Event | HttpError] = []
-        self._waiter: asyncio.Future[None] | None = None
-
-    def push(self, event: Event | HttpError) -> None:
-        """Add an event, and wake who waits for it."""
-        self._events.append(event)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def take(self, timeout_s: float | None = None) -> list[Event]:
-        """Return the events since the last call; wait for one, or until the timeout.
-
-        Raises:
-            HttpError: there is no answer.
-        """
-        if not self._events:
-            await self._wait(timeout_s)
-        events: list[Event] = []
-        for event in self._events:
-            if isinstance(event, Failed):
-                event = as_http(event.error)
-            if isinstance(event, HttpError):
-                self._events = [event] if events else []  # what came before it goes first
-                if events:
-                    return events
-                raise event
-            events.append(event)
-        self._events = []
-        return events
-
-    async def finish(self) -> Finished:
-        """Wait for the answer of a request that is not streamed.
-
-        Raises:
-            HttpError: there is none.
-        """
-        while True:
-            for event in await self.take():
-                if isinstance(event, Finished):
-                    return event
-
-    async def _wait(self, timeout_s: float | None) -> None:
-        loop = asyncio.get_running_loop()
-        self._waiter = waiter = loop.create_future()
-        timer = None if timeout_s is None else loop.call_later(timeout_s, _end_wait, waiter)
-        try:
-            await waiter
-        finally:
-            self._waiter = None
-            if timer is not None:
-                timer.cancel()
-
-
-def _end_wait(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
 
 
 class Dispatcher:
@@ -180,7 +116,7 @@ class Dispatcher:
         except RequestError as error:
             raise as_http(error) from None
         # Events come by this thread, too, so none can have come yet.
-        reply = self._open[request_id] = Reply(request_id, asked_s)
+        reply = self._open[request_id] = Reply(request_id, asked_s, prepared)
         return reply
 
     async def prepare(self, fields: Mapping[str, Any], *, is_chat: bool = False) -> Prepared:

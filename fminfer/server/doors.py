@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -26,12 +26,19 @@ class Doors:
     Args:
         api_keys: any of them opens; none: no key is asked for.
         allowed_origins: of pages elsewhere that may call; "*": any.
+        log: is told of each response as it begins; None: nobody is.
     """
 
     def __init__(
-        self, app: ASGIApp, *, api_keys: Iterable[str], allowed_origins: Iterable[str]
+        self,
+        app: ASGIApp,
+        *,
+        api_keys: Iterable[str],
+        allowed_origins: Iterable[str],
+        log: Callable[[str], None] | None = None,
     ) -> None:
         self._app = app
+        self._log = log
         self._keys = [key.encode() for key in api_keys]
         self._origins = frozenset(allowed_origins)
 
@@ -48,6 +55,8 @@ class Doors:
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["x-request-id"] = request_id
+                if self._log is not None:
+                    self._log(f"{_show(scope)} {message['status']} {request_id}")
             await send(message)
 
         error = self._refusal(scope, headers)
@@ -94,6 +103,13 @@ class Doors:
             return urlsplit(origin).netloc == headers.get("host")
         except ValueError:  # no address
             return False
+
+
+def _show(scope: Scope) -> str:
+    """Return who asks, and for what as it was sent, which is plain ASCII."""
+    client = scope["client"][0] if scope.get("client") else "-"
+    query = f"?{scope['query_string'].decode('ascii')}" if scope["query_string"] else ""
+    return f"{client} {scope['method']} {scope['raw_path'].decode('ascii')}{query}"
 
 
 def is_open(method: str, path: str) -> bool:

@@ -10,8 +10,9 @@ from starlette.types import Receive, Scope, Send
 
 from fminfer.contract.json_object import dump
 from fminfer.engine.events import Delta, Event, Finished
-from fminfer.server.dispatcher import Dispatcher, Reply
+from fminfer.server.dispatcher import Dispatcher
 from fminfer.server.http_errors import HttpError, describe, respond
+from fminfer.server.reply import Reply
 
 KEEP_ALIVE_S = 10.0  # between signs of life while a request waits
 DONE = b"data: [DONE]\n\n"

@@ -13,10 +13,11 @@ import uvicorn
 from fminfer.core.errors import FminferError, UsageError
 from fminfer.machine.stopper import Stopper
 from fminfer.server.asgi_app import make_app
-from fminfer.server.connections import Connection, listen
+from fminfer.server.connections import Connection, check_certificate, listen
 from fminfer.server.dispatcher import Dispatcher
 from fminfer.server.http_errors import HttpError
 from fminfer.server.metrics import Metrics
+from fminfer.server.request_bodies import Bodies
 from fminfer.server.service import ServedModel, Service
 from fminfer.server.settings import ServerSettings
 from fminfer.server.throughput import Throughput
@@ -30,8 +31,10 @@ def open_socket(settings: ServerSettings) -> socket.socket:
     """Take the server's address, before a model is loaded for nothing.
 
     Raises:
-        UsageError: it cannot be had.
+        UsageError: it cannot be had, or the certificate is none.
     """
+    if settings.ssl_certfile is not None:
+        check_certificate(settings.ssl_certfile, settings.ssl_keyfile)
     try:
         return listen(settings.host, settings.port)
     except (OSError, UnicodeError) as error:
@@ -66,7 +69,8 @@ def run_http(
     if thread.service.dispatcher.num_dropped and stopper.reason is not None:
         raise stopper.reason
     if stopper.reason is None:
-        raise FminferError("the HTTP server ended by itself; its words stand above")
+        why = thread.fault or "it gave no reason"
+        raise FminferError(f"the HTTP server ended by itself: {why}") from thread.fault
 
 
 class HttpThread:
@@ -83,7 +87,6 @@ class HttpThread:
         scheme = "http" if settings.ssl_certfile is None else "https"
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         self.url = f"{scheme}://{host}:{address.getsockname()[1]}"
-        is_debug = settings.log_level == "debug"
         self._server = uvicorn.Server(
             uvicorn.Config(
                 make_app(self.service, settings),
@@ -91,8 +94,8 @@ class HttpThread:
                 ws="none",
                 lifespan="off",
                 log_config=None,
-                log_level="debug" if is_debug else "error",
-                access_log=is_debug,
+                log_level="error",
+                access_log=False,
                 server_header=False,
                 timeout_keep_alive=settings.keep_alive_s,  # type: ignore[arg-type]
                 ssl_certfile=settings.ssl_certfile,
@@ -108,6 +111,11 @@ class HttpThread:
     def is_alive(self) -> bool:
         """Whether it goes on."""
         return self._thread.is_alive()
+
+    @property
+    def fault(self) -> BaseException | None:
+        """What ended it, if nobody did."""
+        return self._fault
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -146,9 +154,17 @@ class HttpThread:
             headers={"Retry-After": "10", "Connection": "close"},
         )
         dispatcher.close(closing)
-        asyncio.get_running_loop().call_later(grace_s, dispatcher.fail_all, closing)
-        self._server.config.timeout_graceful_shutdown = grace_s + LEAVE_S  # type: ignore[assignment]
+        loop = asyncio.get_running_loop()
+        loop.call_later(grace_s, dispatcher.fail_all, closing)
+        loop.call_later(grace_s + LEAVE_S, self._hang_up)
+        most_s = grace_s + LEAVE_S + 0.5  # for what goes on without a connection
+        self._server.config.timeout_graceful_shutdown = most_s  # type: ignore[assignment]
         self._server.should_exit = True
+
+    def _hang_up(self) -> None:
+        """Close what is still open: of clients that do not read, or have not sent all."""
+        for connection in [*self._server.server_state.connections]:
+            connection.transport.abort()
 
     def _run(self) -> None:
         try:
@@ -166,7 +182,8 @@ class HttpThread:
         serving = asyncio.create_task(self._server.serve(sockets=[self._address]))
         while not (self._server.started or serving.done()):
             await asyncio.sleep(0.005)
-        self._is_ready.set()
+        if self._server.started:  # otherwise once the fault is noted
+            self._is_ready.set()
         await serving
         looking.cancel()
 
@@ -207,6 +224,6 @@ def _make_service(engine: Engine, settings: ServerSettings) -> Service:
         model,
         metrics,
         Throughput(lambda: engine.stats),
-        settings.max_body_bytes,
+        Bodies(settings.max_body_bytes),
         log,
     )

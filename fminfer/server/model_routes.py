@@ -60,6 +60,7 @@ def model_routes(service: Service) -> APIRouter:
     @router.get(
         "/health", **document(object_of({"status": TEXT}, "status"), "It answers.", errors=[503])
     )
+    @router.head("/health", include_in_schema=False)
     async def health() -> Response:
         """Return 200 while requests are taken, 503 otherwise."""
         if dispatcher.refusal is not None:

@@ -92,6 +92,7 @@ def old_routes(service: Service) -> APIRouter:
 
 
 async def _complete(service: Service, request: Request, fields: dict[str, Any]) -> Finished:
+    service.model.check(fields.get("model"))
     reply = await service.dispatcher.ask(fields)
     return await until_answered(service.dispatcher, reply, request.receive)
 
@@ -145,7 +146,7 @@ def _from_generation(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _from_latency(fields: dict[str, Any]) -> dict[str, Any]:
     """Return the completions request that one of the latency server means."""
-    parameters = fields.get("parameters") or {}
+    parameters = {} if fields.get("parameters") is None else fields["parameters"]
     if not isinstance(parameters, dict):
         raise HttpError(
             400, "parameters must be an object", code="invalid_type", param="parameters"

@@ -90,7 +90,15 @@ async def _answer(service: Service, request: Request, *, is_chat: bool) -> Respo
     service.model.check(fields.get("model"))
     dispatcher = service.dispatcher
     reply = await dispatcher.ask(fields, is_chat=is_chat, is_streamed=wish.is_streamed)
-    shape = AnswerShape(is_chat, service.model.name_for(fields), wish.has_usage)
+    prepared = reply.prepared
+    tells_ids = prepared.params.return_token_ids or not service.engine.tokenizer.has_words
+    shape = AnswerShape(
+        is_chat,
+        service.model.name_for(fields),
+        wish.has_usage,
+        prompt_ids=[prompt.ids for prompt in prepared.prompts] if tells_ids else None,
+        n=prepared.params.n,
+    )
     if not wish.is_streamed:
         finished = await until_answered(dispatcher, reply, request.receive)
         return respond_json(shape.whole(finished))

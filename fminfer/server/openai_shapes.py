@@ -46,11 +46,15 @@ class AnswerShape:
     Args:
         model: its name in the answer.
         has_usage: the last chunk tells the usage.
+        prompt_ids: of each prompt, if chunks tell token ids.
+        n: choices of each prompt.
     """
 
     is_chat: bool
     model: str
     has_usage: bool = False
+    prompt_ids: list[list[int]] | None = None
+    n: int = 1
     id: str = field(default_factory=lambda: secrets.token_hex(16))
     created: int = field(default_factory=lambda: int(time.time()))
     _begun: set[int] = field(default_factory=set)  # choices that have had a chunk
@@ -67,13 +71,21 @@ class AnswerShape:
             head["usage"] = None
         for event in events:
             if isinstance(event, Delta):
-                if self.is_chat and event.index not in self._begun:
-                    self._begun.add(event.index)
+                is_first = event.index not in self._begun
+                self._begun.add(event.index)
+                if self.is_chat and is_first:
                     yield head | {"choices": [_role(event.index)]}
                 choice = _chat_delta(event) if self.is_chat else _text_delta(event)
-                yield head | {"choices": [choice]}
+                yield head | {"choices": [choice | self._token_ids(event, is_first=is_first)]}
             elif isinstance(event, Finished) and self.has_usage:
                 yield head | {"choices": [], "usage": event.usage}
+
+    def _token_ids(self, delta: Delta, *, is_first: bool) -> dict[str, Any]:
+        """Return the new ids of a choice, and before the first ones its prompt's, if asked for."""
+        if self.prompt_ids is None:
+            return {}
+        told = {"prompt_token_ids": self.prompt_ids[delta.index // self.n]} if is_first else {}
+        return told | {"token_ids": delta.token_ids}
 
     def _head(self, kind: str) -> dict[str, Any]:
         prefix = "chatcmpl" if self.is_chat else "cmpl"

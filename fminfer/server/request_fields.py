@@ -21,6 +21,8 @@ from fminfer.server.json_schema import (
     number,
 )
 
+MAX_NAME_CHARS = 256  # of a model's name: each chunk of a stream repeats it
+
 
 def token_ids(limits: Limits, least: int = 0) -> Schema:
     """Return the schema of a list of the model's token ids, at least so many."""
@@ -136,7 +138,9 @@ def _param(defaults: SamplingParams, name: str, meaning: str, schema: Schema) ->
 
 def model_field() -> Field:
     """Return the name of the model that is asked for."""
-    return Field("model", "The model's name; any passes without --check-model.", ANYTHING)
+    name: Schema = {"type": "string", "maxLength": MAX_NAME_CHARS}
+    meaning = "The model's name; any passes without --check-model."
+    return Field("model", meaning, {"anyOf": [name, {"not": TEXT}]})
 
 
 def around_fields() -> tuple[Field, ...]:

@@ -13,7 +13,8 @@ from fminfer.contract.fields import show
 from fminfer.server.dispatcher import Dispatcher
 from fminfer.server.http_errors import HttpError
 from fminfer.server.metrics import Metrics
-from fminfer.server.request_bodies import read_object
+from fminfer.server.request_bodies import Bodies
+from fminfer.server.request_fields import MAX_NAME_CHARS
 from fminfer.server.throughput import Throughput
 from fminfer.worker.engine_api import Engine
 
@@ -32,11 +33,19 @@ class ServedModel:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def check(self, asked: object) -> None:
-        """Refuse a foreign model's name, if that is wanted.
+        """Refuse a foreign model's name, if that is wanted, and one of a length that none has.
 
         Raises:
             HttpError: the request is for another model.
         """
+        if isinstance(asked, str) and len(asked) > MAX_NAME_CHARS:
+            raise HttpError(
+                400,
+                f"model has {len(asked):,} characters, and at most {MAX_NAME_CHARS} are allowed; "
+                "give the model's name",
+                code="out_of_range",
+                param="model",
+            )
         if self.is_checked and asked is not None and asked not in self.names:
             raise HttpError(
                 404,
@@ -61,7 +70,7 @@ class Service:
     model: ServedModel
     metrics: Metrics
     throughput: Throughput
-    max_body_bytes: int
+    bodies: Bodies
     log: Callable[[str], None]
 
     async def read(self, request: Request) -> dict[str, Any]:
@@ -70,4 +79,4 @@ class Service:
         Raises:
             HttpError: there is none.
         """
-        return await read_object(request, self.max_body_bytes)
+        return await self.bodies.read_object(request)

@@ -136,10 +136,16 @@ class Team:
         self._wake()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for work, at most until the timeout; return whether there is any."""
+        """Wait for work, at most until the timeout; return whether there is any.
+
+        What pipelines say unasked is work, too: that of one that died is its end.
+        """
         with self._news:
             self._news.wait_for(lambda: self.has_work or self._is_closed, timeout_s)
-        return self.has_work
+        if self.has_work or self._is_closed:
+            return self.has_work
+        living = [pipeline.connection for pipeline in self._living]
+        return not living or bool(wait(living, 0))
 
     def step(self) -> list[Event]:
         """Send waiting requests to pipelines, and return the next events.

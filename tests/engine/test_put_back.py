@@ -46,6 +46,7 @@ def test_lengths_are_learned_for_rows_of_about_the_same_limit() -> None:
     lengths.learn(512, 20)
     assert lengths.expect(512) == lengths.expect(700) == 20
     assert lengths.expect(100) == 100, "rows of another kind"
+    assert lengths.expect(100_000) == 1024, "a chat that may fill the context takes not all of it"
     for _ in range(500):
         lengths.learn(600, 300)
     assert 300 <= lengths.expect(512) <= 310, "what is long ago is forgotten"

@@ -112,6 +112,9 @@ def test_a_body_beyond_the_limit_is_refused(engine: fminfer.Engine) -> None:
 
 def test_routes_and_methods_that_are_not_there(engine: fminfer.Engine) -> None:
     with running(engine) as server:
+        assert server.call("HEAD", "/health").status == 200
+        assert server.get("/v1/models/").status == 404
+        assert server.post("/", {"inputs": "a", "parameters": 0}).error["param"] == "parameters"
         answer = server.get("/v1/engines")
         assert answer.status == 404 and "/docs" in answer.error["message"]
         answer = server.get("/v1/completions")

@@ -11,6 +11,7 @@ import pytest
 from lm_eval.tasks import TaskManager
 
 import fminfer
+import fminfer.integrations.lm_eval  # registers the model
 from fminfer.models.checkpoint import DEMO_MODEL
 from tests.integrations.lm_eval_tasks import (
     QUESTIONS,

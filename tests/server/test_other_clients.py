@@ -101,11 +101,11 @@ def test_litellms_errors(server: Running, to_server: dict[str, Any]) -> None:
         talk = [{"role": "user", "content": content}]
         litellm.completion("openai/demo", messages=talk, **to_server | fields)
 
-    with pytest.raises(litellm.ContextWindowExceededError, match="1024 tokens"):  # type: ignore[attr-defined]
+    with pytest.raises(litellm.ContextWindowExceededError, match="1024 tokens"):
         ask("a " * 3000)
-    with pytest.raises(litellm.AuthenticationError):  # type: ignore[attr-defined]
+    with pytest.raises(litellm.AuthenticationError):
         ask(api_key="k2")
-    with pytest.raises(litellm.BadRequestError, match="n is 0"):  # type: ignore[attr-defined]
+    with pytest.raises(litellm.BadRequestError, match="n is 0"):
         ask(n=0)
 
 

@@ -1,0 +1,131 @@
+"""How a server fails to start, and how it ends for clients that are not ready for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+import fminfer
+from fminfer.core.errors import FminferError, UsageError
+from fminfer.server.http import open_socket
+from fminfer.server.settings import ServerSettings
+from tests.server.running import running, until
+
+CERTIFICATE = """-----BEGIN CERTIFICATE-----
+MIIBfzCCASWgAwIBAgIUA1qLw3huqiE2Ys+UNubUMrEacg0wCgYIKoZIzj0EAwIw
+FDESMBAGA1UEAwwJbG9jYWxob3N0MCAXDTI2MTEyNTIyMDIyNFoYDzIxMjYxMTAx
+MjIwMjI0WjAUMRIwEAYDVQQDDAlsb2NhbGhvc3QwWTATBgcqhkjOPQIBBggqhkjO
+PQMBBwNCAATB9obbBcgUaIkamd+ouY73x5sHGNAwvlumNqAMLBahuxp3+BQQe75C
+iZvZDLVzIf+Di+UKExe1ynQyUZa92VMCo1MwUTAdBgNVHQ4EFgQUIlgpaWoJD3Ks
+5wCgdfQHNMpddBUwHwYDVR0jBBgwFoAUIlgpaWoJD3Ks5wCgdfQHNMpddBUwDwYD
+VR0TAQH/BAUwAwEB/zAKBggqhkjOPQQDAgNIADBFAiEAhRdwKnGGnDmlLmQXWg8R
+E8vbJKwJHgmLCyJaZLFFA7kCIFO0e94N/+Wsa+9FjFEyqxQext4vz/rVy72RRPDA
+Y8Hs
+-----END CERTIFICATE-----
+"""
+# Its key, with a password that nobody needs: the certificate is of localhost, and of no use.
+LOCKED_KEY = """-----BEGIN ENCRYPTED PRIVATE KEY-----
+MIHsMFcGCSqGSIb3DQEFDTBKMCkGCSqGSIb3DQEFDDAcBAj9U/03aBQrBQICCAAw
+DAYIKoZIhvcNAgkFADAdBglghkgBZQMEASoEEChM7W0mYA7Rr1SV4C+r5rMEgZCm
+INRErk6fIRiFUJe3ggUG+TiZ0uKxqp+FHxtpjuTsmxCPbz7XGmJAakrrCpQZkCn6
+2PEwpRIPXoz3F3pf4YQqsl4TvUCJRnmG505xjOOBr62MJD8upk24/ppFirJX9DEm
+mytK8NKq+lkrtEgiW1zYYlxSwZSAgEYFhEs2diiJXfF9K1OrDiRkpKbpNSLwx3g=
+-----END ENCRYPTED PRIVATE KEY-----
+"""
+LONG = {"prompt": [5] * 20, "max_tokens": 900, "ignore_eos": True, "stream": True, "logprobs": 5}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[fminfer.Engine]:
+    engine = fminfer.Engine(dtype="float32")
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def tls(tmp_path: Path) -> ServerSettings:
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    certificate.write_text(CERTIFICATE)
+    key.write_text(LOCKED_KEY)
+    return ServerSettings(port=0, ssl_certfile=certificate, ssl_keyfile=key)
+
+
+def test_a_key_with_a_password_is_told_before_a_model_is_loaded(tls: ServerSettings) -> None:
+    """OpenSSL asked for the password on the terminal, and nobody was there to answer."""
+    with pytest.raises(UsageError, match="is encrypted"):
+        open_socket(tls)
+
+
+def test_what_is_no_key_is_told_before_a_model_is_loaded(tls: ServerSettings) -> None:
+    assert tls.ssl_keyfile is not None
+    tls.ssl_keyfile.write_text("junk\n")
+    with pytest.raises(UsageError, match=r"key\.pem cannot be used.*PEM files"):
+        open_socket(tls)
+
+
+def test_a_server_that_cannot_start_says_why(
+    engine: fminfer.Engine, tls: ServerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was said to serve, and to have ended by itself for a reason that stood nowhere."""
+    assert tls.ssl_keyfile is not None
+    tls.ssl_keyfile.write_text("junk\n")
+    monkeypatch.setattr("fminfer.server.http.check_certificate", lambda *files: None)
+    with pytest.raises(FminferError, match=r"cannot start: .*SSL"):  # noqa: SIM117
+        with running(engine, ssl_certfile=tls.ssl_certfile, ssl_keyfile=tls.ssl_keyfile):
+            pass
+
+
+def test_clients_that_are_slow_are_left_without_a_traceback(
+    engine: fminfer.Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that had not sent its body got a 500, and each of them cost a traceback."""
+    monkeypatch.setattr("fminfer.server.http.LEAVE_S", 0.5)
+    with running(engine) as server:
+        half = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
+        sending = server.send_raw(half)
+        reading = socket.socket()
+        reading.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        reading.connect(server.address)
+        body = json.dumps(LONG | {"n": 64}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        reading.sendall(head.encode() + body)
+        until(lambda: engine.num_running == 64, "it runs")
+        time.sleep(0.3)
+        server.thread.drain(0.2)
+        until(lambda: not server.thread.is_alive, "the server has ended")
+        with suppress(ConnectionResetError):
+            assert sending.recv(4096) == b"", "no answer"
+        reading.close()
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_pipelines_that_die_while_nothing_is_asked_end_the_server() -> None:
+    """It went on, in good health, until somebody asked for something."""
+    command = [sys.executable, "-m", "fminfer", "serve", "--device", "cpu", "--port", "0"]
+    server = subprocess.Popen(
+        [*command, "--data-group-size", "2"],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert server.stderr is not None
+        while "Ctrl-C" not in (line := server.stderr.readline()):
+            assert line, "it has started"
+        children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+        for child in children:
+            os.kill(int(child), signal.SIGKILL)
+        _, err = server.communicate(timeout=60)
+    finally:
+        server.kill()
+    assert server.returncode == 1 and "every pipeline has ended" in err

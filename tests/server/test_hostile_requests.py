@@ -1,0 +1,154 @@
+"""Requests that are meant to harm: they cost nobody else anything, and the log stays readable."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import fminfer
+from fminfer.batch.run_engine import say
+from tests.server.running import Running, running, until
+
+SHORT = {"prompt": [5] * 20, "max_tokens": 2, "ignore_eos": True}
+SURROGATE = "\ud800"
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[fminfer.Engine]:
+    engine = fminfer.Engine(dtype="float32", max_rows=4)
+    engine.tell_warnings(say)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def server(engine: fminfer.Engine) -> Iterator[Running]:
+    with running(engine) as server:
+        yield server
+
+
+def test_an_unknown_name_cannot_break_or_forge_the_log(
+    server: Running, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Half a surrogate pair in the name of an unknown field was a 500, and ended a whole run."""
+    name = f"\x1b[31mred\nReady\t{SURROGATE}"
+    assert server.post("/v1/completions", SHORT | {name: 1}).status == 200
+    told = capfd.readouterr().err
+    assert r"\x1b[31mred\nReady\t\ud800" in told and told.count("\n") == 1
+
+
+def test_a_run_goes_on_behind_a_line_with_such_a_name(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    engine = fminfer.Engine(dtype="float32")
+    engine.tell_warnings(say)
+    records = list(engine.run([SHORT | {f"a{SURROGATE}": 1}, SHORT]))
+    engine.close()
+    assert [record.error for record in records] == [None, None]
+    assert r"a\ud800" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generation"])
+def test_a_name_of_the_model_that_is_too_long(server: Running, path: str) -> None:
+    """Each chunk of a stream repeats it: one request of 4 MB made the server need 6 GB."""
+    answer = server.post(path, {"prompt": "x", "messages": [], "model": "m" * 257})
+    assert answer.status == 400 and answer.error["param"] == "model"
+    assert "at most 256" in answer.error["message"]
+    assert server.post("/v1/completions", SHORT | {"model": "m" * 256}).status == 200
+
+
+def test_a_fault_is_told_once_and_its_answer_is_like_all_others(
+    engine: fminfer.Engine, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It lacked its x-request-id and what lets a page read it, and was told twice."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise LookupError("\x1b[31mred")
+
+    monkeypatch.setattr(engine, "prepare", fail)
+    page = "https://a.example"
+    with running(engine, allowed_origins=(page,), log_level="error") as server:
+        answer = server.post("/v1/completions", SHORT, {"x-request-id": "r7", "Origin": page})
+    assert answer.status == 500 and answer.error["code"] == "internal_error"
+    assert answer.headers["x-request-id"] == "r7"
+    assert answer.headers["access-control-allow-origin"] == page
+    told = capfd.readouterr().err
+    assert told.count("Traceback") == 1 and "Request r7 failed" in told
+    assert r"LookupError: \x1b[31mred" in told
+
+
+@pytest.mark.parametrize("is_later", [False, True])
+def test_a_broken_chunk_behind_a_refusal_is_no_fault(
+    engine: fminfer.Engine, caplog: pytest.LogCaptureFixture, *, is_later: bool
+) -> None:
+    """Anybody could fill the log with tracebacks, also without the key."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with running(engine, api_keys=("k",)) as server, caplog.at_level(logging.ERROR):
+        connection = server.send_raw(head + b"5\r\nabcde\r\n" + (b"" if is_later else b"zz\r\n"))
+        if is_later:
+            assert connection.recv(4096).startswith(b"HTTP/1.1 401")
+            connection.sendall(b"zz\r\n")
+        _read_all(connection)
+        assert server.get("/health").status == 200
+    assert not caplog.records
+
+
+def test_bodies_that_never_end_do_not_fill_the_memory(
+    engine: fminfer.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hundred clients that sent 15 MB each, and not the rest, held 1.5 GB for a minute."""
+    monkeypatch.setattr("fminfer.server.request_bodies.MOST_AT_ONCE", 2)
+    large = 2**20
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {large}\r\n\r\n".encode()
+    whole = json.dumps(SHORT).encode()
+    whole += b" " * (large - len(whole))
+    with running(engine, max_body_bytes=large) as server:
+        slow = [server.send_raw(head + b" " * (large - 1)) for _ in range(2)]
+        bodies = server.thread.service.bodies
+        until(lambda: bodies._num_held > 1.8 * large, "the server has them")
+        answer = server.post("/v1/completions", whole)
+        assert answer.status == 429 and answer.error["code"] == "too_many_bodies"
+        assert answer.headers["retry-after"] == "1"
+        assert server.post("/v1/completions", SHORT).status == 200, "small ones always pass"
+        for connection in slow:
+            connection.close()
+        until(lambda: bodies._num_held == 0, "they are forgotten")
+        assert server.post("/v1/completions", whole).status == 200
+
+
+def test_an_idle_connection_stays_open_as_long_as_is_said(
+    engine: fminfer.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was closed after the time for a request's head, whatever --keep-alive said."""
+    monkeypatch.setattr("fminfer.server.connections.HEAD_S", 0.2)
+    with running(engine, keep_alive_s=60) as server:
+        client = http.client.HTTPConnection(*server.address)
+        for _ in range(2):
+            client.request("GET", "/health")
+            assert client.getresponse().read() == b'{"status":"ok"}'
+            opened = client.sock
+            time.sleep(0.5)
+        assert client.sock is opened
+        client.close()
+
+
+def test_debug_tells_each_request(
+    engine: fminfer.Engine, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with running(engine, log_level="debug", is_quiet=False) as server:
+        server.get("/nope%0a?a=%1b", {"x-request-id": "r8"})
+    assert "127.0.0.1 GET /nope%0a?a=%1b 404 r8\n" in capfd.readouterr().err
+
+
+def _read_all(connection: socket.socket) -> bytes:
+    received = b""
+    while piece := connection.recv(65536):
+        received += piece
+    return received
