@@ -140,7 +140,7 @@ def test_short_names_and_capitals_are_understood(flag: str) -> None:
 
 
 def test_another_name_is_refused() -> None:
-    found = CliRunner().invoke(main, ["run", "--kv-dtype", "int4", "--prompt", "a"])
-    assert found.exit_code == 2 and "'int4' is not one of 'auto', 'float32'" in found.output
-    with pytest.raises(fminfer.UsageError, match="kv_dtype is 'int4'; it must be one of auto"):
-        EngineConfig(kv_dtype="int4")  # type: ignore[arg-type]
+    found = CliRunner().invoke(main, ["run", "--kv-dtype", "float8", "--prompt", "a"])
+    assert found.exit_code == 2 and "'float8' is not one of 'auto', 'float32'" in found.output
+    with pytest.raises(fminfer.UsageError, match="kv_dtype is 'float8'; it must be one of auto"):
+        EngineConfig(kv_dtype="float8")  # type: ignore[arg-type]
