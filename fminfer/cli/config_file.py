@@ -133,7 +133,7 @@ def _read_variables(found: Settings, command: str, environ: Mapping[str, str]) -
         key = variable.removeprefix(PREFIX).lower()
         if variable != variable_of(key) or key not in known:
             found.notices.append(
-                f"{variable} is no flag of fminfer, and ignored{nearest(key, variable_of)}"
+                f"{variable} is no flag of fminfer, and is ignored{nearest(key, variable_of)}"
             )
         elif value:
             plain[key] = value

@@ -65,7 +65,7 @@ def serve(quiet: bool, verbose: bool, fp16: bool, **options: Any) -> None:
     fminfer serve --model-name /models/opt-30b --world-size 4
 
     It has the engine of fminfer run, and its ranks. It needs the extra: pip install
-    'fminfer[serve]'.
+    '.[serve]' in a clone.
 
     Every flag is also a key of --config's file, and a variable: FMINFER_API_KEY=key1,key2 is
     --api-key. The start lines of EnergonAI's services work, too (docs/coming_from.md).
@@ -102,7 +102,7 @@ def _require_extra() -> None:
     if missing := [name for name in EXTRA if importlib.util.find_spec(name) is None]:
         raise UsageError(
             f"fminfer serve needs {', '.join(missing)}, which the extra installs: "
-            "pip install 'fminfer[serve]'"
+            "pip install '.[serve]' in a clone of fminfer"
         )
 
 

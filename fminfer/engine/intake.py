@@ -59,6 +59,8 @@ class Intake:
         self.on_warning: Callable[[str], None] = lambda text: None  # told of each one that is new
         self._lock = threading.Lock()  # of the counts
         self.chat_template = ChatTemplate(tokenizer, limits.chat_template)
+        if limits.chat_template is not None:
+            self.chat_template.check()
         self._chat = ChatIntake(self.chat_template, limits.tool_call_parser)
 
     @property

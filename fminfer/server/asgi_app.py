@@ -67,6 +67,9 @@ def _describe(app: FastAPI, *, has_keys: bool) -> dict[str, Any]:
     for operations in document["paths"].values():
         for operation in operations.values():
             operation["responses"].pop("422", None)  # it comes as a 400
+            operation["summary"] = operation.pop("description", operation["summary"]).rstrip(".")
+    if has_keys:
+        document["paths"]["/health"]["get"]["security"] = []  # it needs none
     for name in ("HTTPValidationError", "ValidationError"):
         document.get("components", {}).get("schemas", {}).pop(name, None)
     if has_keys:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
-from fminfer.core.errors import FminferError, RequestError
+from fminfer.core.errors import FminferError, RequestError, StoppedError
 from fminfer.engine.events import Delta, Event, Finished
 from fminfer.engine.sequence import Prepared
 from fminfer.server.http_errors import HttpError, as_http
@@ -188,6 +188,10 @@ class Dispatcher:
 
     def _break(self, error: BaseException) -> None:
         self.failure = error
+        if isinstance(error, KeyboardInterrupt | StoppedError):  # told twice to end
+            self.fail_all(HttpError(503, "the server is shutting down", code="shutting_down"))
+            self._on_failure()
+            return
         told = str(error) if isinstance(error, FminferError) else type(error).__name__
         self.fail_all(HttpError(503, f"the engine failed: {told}", code="engine_failed"))
         self._on_failure()

@@ -210,7 +210,11 @@ def _make_service(engine: Engine, settings: ServerSettings) -> Service:
     names = settings.served_model_names or (engine.model_name,)
     config = engine.config
     model = ServedModel(
-        names, engine.context_length, engine.has_chat_template, is_checked=config.check_model
+        names,
+        engine.context_length,
+        engine.has_chat_template,
+        frozenset() if settings.served_model_names else engine.limits.model_names or frozenset(),
+        is_checked=config.check_model,
     )
 
     def log(text: str) -> None:

@@ -17,6 +17,7 @@ from fminfer.server.http_errors import HttpError, as_http
 from fminfer.server.json_schema import TEXT, object_of
 from fminfer.server.openai_routes import respond_json
 from fminfer.server.schemas import (
+    ERRORS,
     detokenize_request_schema,
     document,
     tokenize_request_schema,
@@ -83,7 +84,11 @@ def model_routes(service: Service) -> APIRouter:
             }
         )
 
-    @router.get("/metrics", response_class=PlainTextResponse)
+    @router.get(
+        "/metrics",
+        response_class=PlainTextResponse,
+        responses={401: {"description": ERRORS[401]}},
+    )
     async def metrics() -> Response:
         """Return the figures that Prometheus collects."""
         body, media_type = service.metrics.render()
@@ -123,6 +128,8 @@ def _prepare_one(service: Service, request: dict[str, Any], name: str) -> list[i
         is_chat = "messages" in request
         prepared = service.engine.prepare(request | {"max_tokens": 0}, is_chat=is_chat)
     except RequestError as error:
+        if error.param == "prompt":
+            error = RequestError(error.code, error.message.replace("prompt", name, 1), name)
         raise as_http(error) from None
     if len(prepared.prompts) != 1:
         raise HttpError(400, f"{name} holds several prompts; send one", param=name)

@@ -68,6 +68,16 @@ def old_routes(service: Service) -> APIRouter:
     ) -> Response:
         """Continue a text greedily, as EnergonAI's server of GPT-2 does."""
         _require_utf8(request)
+        if others := sorted(request.query_params.keys() - {"max_seq_length"}):
+            raise HttpError(
+                400,
+                f"{others[0]} is no parameter of this route, which takes max_seq_length; call "
+                "/v1/completions for others",
+                code="unsupported_parameter",
+                param=others[0],
+            )
+        if not text:
+            raise HttpError(400, "there is no text behind /run/; give one", param="text")
         num_prompt = await _count_tokens(service, text)
         if num_prompt >= max_seq_length:
             raise HttpError(

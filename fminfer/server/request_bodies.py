@@ -99,7 +99,7 @@ class Bodies:
 def _too_large(num_bytes: int, max_bytes: int) -> HttpError:
     return HttpError(
         413,
-        f"the body has {show_bytes(num_bytes)}, and {show_bytes(max_bytes)} are allowed "
+        f"the body has {num_bytes:,} bytes, and {max_bytes:,} are allowed "
         "(--max-body-size); send fewer or shorter prompts",
         code="body_too_large",
         headers={"Connection": "close"},

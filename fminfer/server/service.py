@@ -29,6 +29,7 @@ class ServedModel:
     names: tuple[str, ...]  # the first one stands in answers
     max_model_len: int
     has_chat_template: bool
+    others: frozenset[str]  # by which it may be asked for, too
     is_checked: bool  # a request that names another model is refused
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -46,7 +47,7 @@ class ServedModel:
                 code="out_of_range",
                 param="model",
             )
-        if self.is_checked and asked is not None and asked not in self.names:
+        if self.is_checked and asked is not None and asked not in (*self.names, *self.others):
             raise HttpError(
                 404,
                 f"model is {show(asked)}, and this server has {' or '.join(self.names)}; ask for "

@@ -9,7 +9,9 @@ import re
 from functools import cached_property
 from typing import Any
 
-from fminfer.core.errors import RequestError
+from jinja2 import TemplateSyntaxError
+
+from fminfer.core.errors import RequestError, UsageError
 from fminfer.text.tokenizer import Tokenizer
 
 _DEVELOPER = re.compile("""['"]developer['"]""")  # the role, not a word of the template's text
@@ -26,6 +28,24 @@ class ChatTemplate:
     def __init__(self, tokenizer: Tokenizer, text: str | None = None) -> None:
         self.tokenizer = tokenizer
         self._given = text
+
+    def check(self) -> None:
+        """See that the given template can be read; what it refuses is seen with each request.
+
+        Raises:
+            UsageError: it has an error of syntax.
+        """
+        try:
+            self._renderer.apply_chat_template(
+                [{"role": "user", "content": ""}], chat_template=self._given, tokenize=False
+            )
+        except TemplateSyntaxError as error:
+            raise UsageError(
+                f"--chat-template has an error in line {error.lineno}: {error.message}. Mend the "
+                "file, or leave out the flag to take the model's own template"
+            ) from error
+        except Exception:  # it may want more than one message
+            return
 
     def find_text(self, *, has_tools: bool) -> str | None:
         """Return the template; None: there is none.

@@ -51,7 +51,8 @@ function send(path, { body, signal }) {
 async function call(path, options = {}) {
   let answer = await send(path, options);
   while (answer.status === 401) {
-    const message = await errorOf(answer);
+    const sent = sessionStorage.getItem(KEY) !== null;
+    const message = sent ? "That key is not this server's." : "This server asks for a key.";
     if (!(await askForKey(message))) throw new Error(message);
     answer = await send(path, options);
   }
@@ -406,7 +407,7 @@ function showExamples(isChat) {
     `curl ${base}/${path}${key} \\\n  -H "Content-Type: application/json" \\\n  -d '${quoted}'`;
   const named = Object.entries(body).map(([name, value]) => `    ${name}=${JSON.stringify(value)},\n`);
   $("try-python").textContent =
-    `from openai import OpenAI\n\nclient = OpenAI(base_url="${base}", api_key="${key ? "…" : "none"}")\n` +
+    `${key ? "import os\n\n" : ""}from openai import OpenAI\n\nclient = OpenAI(base_url="${base}", api_key=${key ? 'os.environ["FMINFER_API_KEY"]' : '"none"'})\n` +
     `answer = client.${path.replace("/", ".")}.create(\n${named.join("")})\n` +
     `print(answer.choices[0].${isChat ? "message.content" : "text"})`;
 }

@@ -12,11 +12,14 @@ from fminfer.contract.fields import show
 from fminfer.contract.line import Line
 from fminfer.contract.record import Record
 from fminfer.contract.request import Request
+from fminfer.contract.row_warnings import RowWarning
 from fminfer.core.errors import RequestError, row_error
 from fminfer.engine.intake import Intake, kind_of
 from fminfer.engine.noise import meaning_of
 from fminfer.worker.line_run.asked import Asked
 from fminfer.worker.line_run.seen_counts import SeenCounts
+
+FILLS = RowWarning("chats without max_tokens are answered until they end or the context is full")
 
 
 class LineIntake:
@@ -43,7 +46,9 @@ class LineIntake:
             asked = Asked(line, envelope, prepared, _answer_key(request, is_openai=is_openai))
         except Exception as error:
             return Record(line, envelope, error=row_error(error, f"line {line.number}"))
-        warnings = (*envelope.warnings, *request.warnings)
+        warnings = [*envelope.warnings, *request.warnings]
+        if request.fills_context:
+            warnings.append(FILLS)
         self.intake.note(*warnings, where=f"line {line.number}: ")
         return asked
 

@@ -1,0 +1,76 @@
+"""What a new user stumbled over."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import fminfer
+from fminfer.models.checkpoint import DEMO_MODEL
+from tests.server.running import running, until
+
+SHORT = {"prompt": [5] * 20, "max_tokens": 2}
+
+
+def test_a_second_ctrl_c_is_no_fault_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients were told that the engine failed: KeyboardInterrupt."""
+    engine = fminfer.Engine(dtype="float32")
+    with running(engine) as server:
+        open_one = server.start_post("/v1/completions", SHORT | {"max_tokens": 900})
+        until(lambda: engine.num_running == 1, "it runs")
+
+        def interrupt() -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(engine, "step", interrupt)
+        received = b""
+        while piece := open_one.recv(65536):
+            received += piece
+        assert b"503" in received and b"shutting_down" in received
+    engine.close()
+
+
+def test_other_parameters_of_run_are_refused_by_name() -> None:
+    """A seed was dropped in silence."""
+    engine = fminfer.Engine(dtype="float32")
+    with running(engine) as server:
+        answer = server.get("/run/den?max_seq_length=9&seed=3")
+        assert answer.status == 400 and answer.error["param"] == "seed"
+        assert server.get("/run/").error["param"] == "text"
+        ids = server.post("/detokenize", {"tokens": [99_999]}).error
+        assert ids["param"] == "tokens" and ids["message"].startswith("tokens holds")
+    engine.close()
+
+
+def test_a_template_with_an_error_of_syntax_ends_the_start(tmp_path: Path) -> None:
+    """It was found with the first request, whose messages were blamed."""
+    template = tmp_path / "broken.jinja"
+    template.write_text("{% for message in messages %}\n{{ message.content }")
+    with pytest.raises(fminfer.UsageError, match="--chat-template has an error in line 2"):
+        fminfer.Engine(chat_template=str(template))
+    template.write_text("{{ messages[3].content }}")  # which one message cannot show
+    fminfer.Engine(chat_template=str(template)).close()
+
+
+def test_a_models_folder_has_a_name(tmp_path: Path) -> None:
+    """With --check-model, a client had to know the path on the server."""
+    folder = tmp_path / "rooms"
+    shutil.copytree(DEMO_MODEL, folder)
+    engine = fminfer.Engine(str(folder), check_model=True)
+    with running(engine) as server:
+        for name, status in (("rooms", 200), (str(folder), 200), ("other", 404)):
+            assert server.post("/v1/completions", SHORT | {"model": name}).status == status
+    engine.close()
+
+
+def test_a_file_with_chats_that_may_fill_the_context_says_so() -> None:
+    """One such line took minutes, and nothing told why."""
+    engine = fminfer.Engine(dtype="float32")
+    chat = {"messages": [{"role": "user", "content": "How do you go from the den to the porch?"}]}
+    list(engine.run([chat | {"max_tokens": 3}, chat | {"max_completion_tokens": 3}]))
+    assert not engine.warnings
+    list(engine.run([chat]))
+    assert "until they end or the context is full" in str(engine.warnings)
+    engine.close()
