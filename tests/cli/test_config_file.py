@@ -238,7 +238,9 @@ def test_an_unknown_variable_is_only_warned_of(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("FMINFER_MODELNAME", "x")
     monkeypatch.delenv("FMINFER_CPU")
     done = CliRunner().invoke(main, ["run"])
-    told = "FMINFER_MODELNAME is no flag of fminfer, and ignored; did you mean FMINFER_MODEL_NAME?"
+    told = (
+        "FMINFER_MODELNAME is no flag of fminfer, and is ignored; did you mean FMINFER_MODEL_NAME?"
+    )
     assert done.exit_code == 2 and told in done.stderr  # there is no input
     assert "FMINFER" not in CliRunner().invoke(main, ["run", "-q"]).stderr
 

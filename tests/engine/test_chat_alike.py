@@ -53,12 +53,12 @@ def test_an_answer_that_the_kv_cache_shortens_is_warned_of() -> None:
     bench = ChatBench(b"a" * 3000, context=2000, kv_size=KvSize(400, 4))
     (choice,) = bench.choices()
     assert choice["finish_reason"] == "length"
-    (warning,) = bench.intake.warnings.to_dict()
+    (warning,) = bench.warnings
     assert "--budget" in warning and "max_tokens" in warning
     for context, fields in ((2000, {"max_tokens": 9}), (200, {})):
         other = ChatBench(b"a\0", context=context, kv_size=KvSize(400, 4))
         other.choices(**fields)
-        assert not other.intake.warnings.to_dict()
+        assert not other.warnings
 
 
 def test_an_argument_of_the_run_leaves_nothing_of_what_it_replaces() -> None:

@@ -52,7 +52,7 @@ async function call(path, options = {}) {
   let answer = await send(path, options);
   while (answer.status === 401) {
     const sent = sessionStorage.getItem(KEY) !== null;
-    const message = sent ? "That key is not this server's." : "This server asks for a key.";
+    const message = sent ? "That key is not this server's." : "This server asks for an API key.";
     if (!(await askForKey(message))) throw new Error(message);
     answer = await send(path, options);
   }
