@@ -242,8 +242,8 @@ class EngineLoop:
     @property
     def num_draws_left(self) -> int:
         """The most tokens that running rows may still draw. It may be asked at any moment."""
-        in_flight = (s for planned in self._in_flight for s in planned.sequences)
-        return sum(s.num_draws_left for s in (*self._scheduler.between_steps, *in_flight))
+        sequences = (s for state in self._open.values() for p in state.prompts for s in p.sequences)
+        return sum(s.num_draws_left for s in sequences if s.block_table and not s.finish_reason)
 
     @property
     def _is_at_limit(self) -> bool:

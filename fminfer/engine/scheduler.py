@@ -86,11 +86,6 @@ class Scheduler:
         return self._kv.usage
 
     @property
-    def between_steps(self) -> list[Sequence]:
-        """Running sequences that draw in no step in flight."""
-        return [*self._ready, *(s for prompt in self._prefilling.prompts for s in prompt.sequences)]
-
-    @property
     def is_idle(self) -> bool:
         return not (len(self._waiting) or self.num_running)
 

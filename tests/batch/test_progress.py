@@ -21,6 +21,7 @@ from fminfer.core.config import EngineConfig, StepSizes
 from fminfer.core.messages import Step, StepResult, StepTrace
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.intake import Intake, Limits
+from fminfer.engine.packing import PlannedStep, pack
 from fminfer.engine.start import Starter
 from fminfer.engine.stats import EngineStats
 from fminfer.estimate.cost_model import CostModel, StepWork
@@ -93,6 +94,14 @@ def run(
     clock = Clock()
     monkeypatch.setattr("fminfer.batch.progress.time", clock)
     costs = CostModel(MACHINES[how.get("machine", "float32")], 0.0)
+
+    def asked_while_packing(*args: Any) -> PlannedStep:
+        """Rows were in no list for a moment, and a signal then found none."""
+        while_packing.append(loop.num_draws_left)
+        return pack(*args)
+
+    while_packing: list[int] = []
+    monkeypatch.setattr("fminfer.engine.scheduler.pack", asked_while_packing)
     tokenizer = Tokenizer(None)
     limits = Limits(2048, 256, 100, eos_ids=frozenset({END_ID}))
     loop = build_loop(
@@ -198,7 +207,7 @@ def test_a_terminal_sees_what_happens_from_the_start(columns: int, tmp_path: Pat
     assert re.search(r"fminfer: +\d+%\|.*\| \d+/99 rows, [\d,]+ tokens, [\d,]+ tok/s", text), text
 
 
-def test_what_running_rows_may_still_draw_is_counted() -> None:
+def test_what_running_rows_may_still_draw_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C waited 10 s for rows that needed longer, and did not know it."""
     told: list[int] = []
 
@@ -207,6 +216,13 @@ def test_what_running_rows_may_still_draw_is_counted() -> None:
             told.append(loop.num_draws_left)
             return super().collect()
 
+    def asked_while_packing(*args: Any) -> PlannedStep:
+        """Rows were in no list for a moment, and a signal then found none."""
+        while_packing.append(loop.num_draws_left)
+        return pack(*args)
+
+    while_packing: list[int] = []
+    monkeypatch.setattr("fminfer.engine.scheduler.pack", asked_while_packing)
     tokenizer = Tokenizer(None)
     limits = Limits(2048, 256, 100, eos_ids=frozenset({END_ID}))
     loop = build_loop(
@@ -224,6 +240,7 @@ def test_what_running_rows_may_still_draw_is_counted() -> None:
     assert len(list(over_lines(loop, Intake(tokenizer, limits)).run(lines))) == 3
     # While each step is computed: long rows first, two at once, the third when one has ended.
     assert told[:10] == [39, 37, 35, 33, 31, 29, 27, 25, 23, 21 + 5] and told[-1] == 1, told
+    assert while_packing == told
     bar = ProgressBar(None, is_quiet=True)
     assert bar.drawing_s(10) is None, "nothing was computed yet"
     bar.add_step(0, 5)

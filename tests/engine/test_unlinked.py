@@ -22,7 +22,7 @@ def engine() -> Iterator[fminfer.Engine]:
 
 def count_states() -> int:
     kinds = (PromptState, RequestState, Sequence)
-    return sum(isinstance(each, kinds) for each in gc.get_objects())
+    return sum(type(each) in kinds for each in gc.get_objects())
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 5])
