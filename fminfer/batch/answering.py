@@ -26,11 +26,13 @@ from fminfer.core.quantities import counted
 from fminfer.files.input_folders import MOST_NAMED
 from fminfer.files.journal_head import Fingerprint
 from fminfer.files.output_paths import Plan
+from fminfer.files.run_terms import CountLines
 from fminfer.machine.processor import chosen_name
 from fminfer.machine.stopper import AGAIN, Stopper
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.fingerprint import KV_DTYPE, fingerprint_of
 from fminfer.worker.forecast import name_held_dtype
+from fminfer.worker.line_run.counting import line_counting
 
 
 def answer(
@@ -105,7 +107,8 @@ def _answer_files(
     if not job.is_quiet:
         _tell_left_out(job, plan)
     fingerprint = fingerprint_of(run.config, checkpoint)
-    files, is_done = _open(job, plan, fingerprint, checkpoint.name)
+    count_lines = line_counting(run.config, checkpoint)
+    files, is_done = _open(job, plan, fingerprint, checkpoint.name, count_lines)
     summary = JobSummary(checkpoint.name, fingerprint["the dtype"], plan.inputs, plan.outputs)
     summary.kv_dtype, summary.limit = fingerprint.get(KV_DTYPE, summary.dtype), job.limit
     summary.weight_dtype = name_held_dtype(run.config, checkpoint)
@@ -121,7 +124,7 @@ def _answer_files(
 
 
 def _open(
-    job: JobPaths, plan: Plan, fingerprint: Fingerprint, model: str
+    job: JobPaths, plan: Plan, fingerprint: Fingerprint, model: str, count_lines: CountLines
 ) -> tuple[RunInputs, bool]:
     """Open the inputs and their journals; return whether nothing is left to answer."""
     if job.is_shared:
@@ -132,6 +135,7 @@ def _open(
             restart=job.restart,
             is_watching=job.is_watching,
             limit=job.limit,
+            count_lines=count_lines,
         )
         return shared, not shared.look()
     named = open_files(
@@ -139,6 +143,7 @@ def _open(
         model=model,
         restart=job.restart,
         limit=job.limit,
+        count_lines=count_lines,
     )
     return named, named.is_finished
 

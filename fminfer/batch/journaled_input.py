@@ -9,17 +9,20 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from fminfer.contract.line import Line
 from fminfer.contract.record import Record
 from fminfer.core.errors import OutputError, UsageError
+from fminfer.files.carrying_over import CarriedOver, carry_over
 from fminfer.files.claims import Claim
-from fminfer.files.completed import CompletedOutput, require_completed
+from fminfer.files.completed import CompletedOutput, find_completed, require_completed
 from fminfer.files.disk import told
 from fminfer.files.hold import Hold
 from fminfer.files.input_file import InputFile
 from fminfer.files.journal import Journal, journal_path, peek
+from fminfer.files.journal_head import INPUT
 from fminfer.files.journal_rows import Row
 from fminfer.files.ordered_output import put_in_order
 from fminfer.files.reopening import reopen
@@ -50,13 +53,16 @@ class JournaledInput:
         self.journal: Journal | None = None  # open while the input is being answered
         self._terms = terms
         self._input = InputFile(path, source, terms.limit)
-        self._fingerprint = {"the input": self._input.digest} | terms.fingerprint
+        self._fingerprint = {INPUT: self._input.digest} | terms.fingerprint
         self._counts = Counts()
         self._to_reopen: CompletedOutput | None = None  # it is complete, and leaves rows to answer
-        has_journal = peek(output, self._fingerprint, restart=terms.restart)
-        if not has_journal and not terms.restart and output.exists():
+        self.carried = CarriedOver()  # from answers to an earlier form of the input
+        takes_over = terms.count_lines is not None
+        journal = peek(output, self._fingerprint, restart=terms.restart, takes_over=takes_over)
+        self._has_changed_input = journal == "other input"
+        if journal is None and not terms.restart and output.exists():
             self._take_as_completed()
-        if not self.is_finished:
+        if not (self.is_finished or self._has_changed_input):
             self._input.count_rows()
             self._counts.num_rows = self._input.num_rows or 0
         self.status = StatusFile(
@@ -106,10 +112,13 @@ class JournaledInput:
             self.output.parent.mkdir(parents=True, exist_ok=True)
         if self._to_reopen is not None:
             self._reopen(self._to_reopen)
+        if self._has_changed_input:
+            self._carry_over()
         # There from the start, so that no run of another kind takes the output meanwhile.
         journal = Journal(self.output, self._fingerprint, restart=self._terms.restart)
         self.journal = journal
         self.hold.remove_dead()
+        self._drop_answerless(journal)
         self.status.move("validating")
         self._count_kept(journal)
         try:
@@ -141,20 +150,22 @@ class JournaledInput:
         if journal is None:
             return
         self._look_again(journal)
+        repeats = self._known_repeats(journal)
         self.status.move("in_progress")
         for line in self._input.lines():
             self._counts.num_rows = max(self._input.num_rows or 0, self._input.num_read)
             if self.is_lost:
                 return
             if line.number not in journal:
-                yield line
+                yield line if repeats is None else replace(line, num_equal=repeats[line.number])
                 continue
             if not journal.is_of(line.number, zlib.crc32(line.raw)):
                 raise UsageError(
                     f"line {line.number} of {self.path} is not the one that an earlier run has "
                     "answered; give --restart to answer all from the start, or another --output"
                 )
-            pass_over(line)
+            if repeats is None:
+                pass_over(line)
         self._counts.num_rows = self._input.num_read
         self._finish_if_complete()  # its last record may have come before its end was seen
 
@@ -199,7 +210,41 @@ class JournaledInput:
         with self.hold.taken():
             if not journal_path(self.output).exists():  # of a run that did so and died meanwhile
                 seals, limit = completed.seals, completed.limit
-                reopen(self.path, self.output, self._fingerprint, seals, limit)
+                counter = self._terms.count_lines and self._terms.count_lines()
+                reopen(self.path, self.output, self._fingerprint, seals, limit, counter)
+
+    def _carry_over(self) -> None:
+        """Make the journal from the answers to an earlier form of the input."""
+        with self.hold.taken():
+            carried = carry_over(self.path, self.output, self._fingerprint, self._terms)
+        if carried is None:  # another run has done so meanwhile
+            self._input.count_rows()
+        else:
+            self.carried = carried
+            self._input.take_count(carried.num_rows, carried.last_number)
+        self._counts.num_rows = self._input.num_rows or 0
+
+    def _drop_answerless(self, journal: Journal) -> None:
+        """Remove an output of an earlier form of the input that has no answers to take.
+
+        Otherwise it would pass for one that another run has completed meanwhile.
+        """
+        if journal.num_rows or journal.num_tried or not self.output.exists():
+            return
+        completed = find_completed(self.output)
+        if completed is not None and not completed.num_completed:
+            if self._terms.takes_over(completed.fingerprint, self._fingerprint):
+                with told(self.output):
+                    self.output.unlink(missing_ok=True)
+
+    def _known_repeats(self, journal: Journal) -> dict[int, int] | None:
+        """Return how many equal lines stand before each that is left; None: they are to be counted.
+
+        What was counted for the journal holds as long as the journal has all that it had then.
+        """
+        carried = self.carried
+        has_all = not journal.num_damaged and journal.num_rows >= carried.num_taken > 0
+        return carried.repeats if has_all else None
 
     def _open_journal(self) -> Journal | None:
         """Open the journal for writing; None: another run has finished the output meanwhile."""
@@ -233,9 +278,10 @@ class JournaledInput:
         if journal.num_rows or journal.num_tried:
             raise UsageError(
                 f"{self.path} was changed since this run began, and rows of an earlier run are "
-                "kept. Give --restart to answer all from the start, or another --output"
+                "kept. Run the same command again: it keeps the answers to lines that are still "
+                "there (--restart answers all anew)"
             )
-        self._fingerprint["the input"] = self._input.digest  # the status file's as well
+        self._fingerprint[INPUT] = self._input.digest  # the status file's as well
         journal.begin_anew(self._fingerprint)
         self._input.count_rows()
         self._counts.num_rows = self._input.num_rows or 0
@@ -264,8 +310,14 @@ class JournaledInput:
         Raises:
             UsageError: it is not this input's, or nobody knows.
         """
-        completed = require_completed(self.output, self.path, self._fingerprint)
-        if completed.leaves_rows(self._terms.limit, self._terms.started_s):
+        terms = self._terms
+        completed = require_completed(
+            *(self.output, self.path, self._fingerprint), takes_over=terms.count_lines is not None
+        )
+        if terms.takes_over(completed.fingerprint, self._fingerprint):
+            self._has_changed_input = True
+            return
+        if completed.leaves_rows(terms.limit, terms.started_s):
             self._to_reopen = completed
             return
         self._counts.see_completed(
@@ -287,4 +339,4 @@ def _row_of(record: Record) -> Row:
     tokens = record.num_prompt_tokens, record.num_cached_tokens, record.num_completion_tokens
     is_ours = record.error is not None and record.error.is_ours
     crc, is_error = zlib.crc32(record.line.raw), record.error is not None
-    return Row(record.line.number, is_error, tokens, crc, record.to_json(), is_ours)
+    return Row(record.line.number, is_error, tokens, crc, record.to_json(), is_ours, record.key)

@@ -10,6 +10,7 @@ from fminfer.batch.run_summary import JobSummary
 from fminfer.contract.line import Line
 from fminfer.contract.record import Record
 from fminfer.core.errors import UsageError
+from fminfer.files.carrying_over import CarriedOver
 from fminfer.files.row_counts import Tally
 
 
@@ -37,6 +38,10 @@ class RunInput(Protocol):
     @property
     def num_tried_rows(self) -> int:
         """Rows that failed in earlier runs, and are tried again."""
+
+    @property
+    def carried(self) -> CarriedOver:
+        """What became of answers to an earlier form of the input."""
 
     @property
     def num_saved_rows(self) -> int | None:
@@ -124,9 +129,15 @@ def add_files(files: Sequence[RunInput], kept: Tally, summary: JobSummary) -> No
     summary.num_kept_rows, summary.num_kept_errors = kept.num_rows, kept.num_errors
     damaged: dict[Path, int] = {}
     tried: dict[Path, int] = {}
+    carried: dict[Path, CarriedOver] = {}
     for file in files:
         if file.is_lost and file.is_finished:
             summary.completed_elsewhere.append(str(file.output))
         damaged[file.path] = max(damaged.get(file.path, 0), file.num_damaged_rows)
         tried[file.path] = max(tried.get(file.path, 0), file.num_tried_rows)
+        if file.carried.has_answers:
+            carried[file.path] = file.carried
     summary.num_damaged_rows, summary.num_tried_rows = sum(damaged.values()), sum(tried.values())
+    summary.num_changed_inputs = len(carried)
+    summary.num_taken_rows = sum(each.num_taken for each in carried.values())
+    summary.num_left_out_rows = sum(each.num_left_out for each in carried.values())

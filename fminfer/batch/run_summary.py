@@ -32,6 +32,9 @@ class JobSummary:
     limit: int | None = None  # --limit: requests of each input that were to be answered
     num_kept_rows: int = 0  # rows of earlier runs, answered or refused
     num_kept_errors: int = 0  # errors among them
+    num_changed_inputs: int = 0  # inputs that had answers to an earlier form of them
+    num_taken_rows: int = 0  # of the kept rows, those that were taken from these answers
+    num_left_out_rows: int = 0  # of these answers, those whose lines are gone
     num_damaged_rows: int = 0  # damaged rows of earlier runs, not kept
     num_tried_rows: int = 0  # rows that failed in earlier runs, and were tried again
     num_files_elsewhere: int = 0  # files that other runs were answering at the end
@@ -141,6 +144,16 @@ class JobSummary:
     def _tried_text(self) -> str:
         return f"; {self.num_tried_rows:,} had failed before" if self.num_tried_rows else ""
 
+    def _changed_line(self) -> str:
+        """Say what became of answers to an earlier form of the inputs."""
+        inputs = counted(self.num_changed_inputs, "input")
+        has = "has" if self.num_changed_inputs == 1 else "have"
+        text = f"changed   {inputs} {has} changed: {counted(self.num_taken_rows, 'row')} taken from "
+        text += "earlier answers"
+        if self.num_left_out_rows:
+            text += f"; left out, as their lines are gone: {self.num_left_out_rows:,}"
+        return text
+
     def _work_lines(self) -> list[str]:
         """Say what was computed, and how fast."""
         took = show_seconds(self.wall_s) if self.wall_s >= 60 else f"{self.wall_s:.1f} s"
@@ -201,6 +214,8 @@ class JobSummary:
             + self._tried_text()
             + self._kept_text(),
         ]
+        if self.num_changed_inputs:
+            lines.append(self._changed_line())
         if self.made_up:
             lines.append(f"made up   {self.made_up}")
         if self.device:  # otherwise nothing was left to do

@@ -15,7 +15,7 @@ from fminfer.files.disk import told
 from fminfer.files.journal_head import Fingerprint
 from fminfer.files.output_paths import Plan
 from fminfer.files.row_counts import Tally
-from fminfer.files.run_terms import RunTerms
+from fminfer.files.run_terms import CountLines, RunTerms
 
 SCAN_EVERY_S = 2.0  # while no file is free
 
@@ -173,6 +173,7 @@ def share_files(
     restart: bool,
     is_watching: bool,
     limit: int | None = None,
+    count_lines: CountLines | None = None,
 ) -> SharedFiles:
     """Prepare to answer files together with other runs; nothing is opened yet.
 
@@ -183,6 +184,8 @@ def share_files(
         restart: answer again what was complete before this run began.
         is_watching: wait for more files when all are answered.
         limit: of each input, answer the first so many lines.
+        count_lines: begins to count a file's lines; None: no answers to an earlier form of a file
+            are taken.
     """
-    terms = RunTerms(model, fingerprint, restart, limit)
+    terms = RunTerms(model, fingerprint, restart, limit, count_lines=count_lines)
     return SharedFiles(find, terms, is_watching=is_watching)

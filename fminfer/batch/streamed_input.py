@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fminfer.contract.line import Line
 from fminfer.contract.record import Record
+from fminfer.files.carrying_over import CarriedOver
 from fminfer.files.line_reader import count_rows, read_lines
 from fminfer.files.ordered_stdout import OrderedStream
 from fminfer.files.output_paths import STDOUT
@@ -23,6 +24,7 @@ class StreamedInput:
     kept = Tally()
     num_damaged_rows = num_tried_rows = 0
     num_saved_rows = None
+    carried = CarriedOver()
     is_lost = False
 
     def __init__(

@@ -48,7 +48,7 @@ def dump(value: object) -> bytes:
     try:
         return orjson.dumps(value)
     except orjson.JSONEncodeError:
-        return json.dumps(value).encode()
+        return json.dumps(value, separators=(",", ":")).encode()
 
 
 def _load_leniently(raw: bytes, error: orjson.JSONDecodeError, what: str) -> Any:

@@ -27,6 +27,12 @@ class Record:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_completion_tokens: int = 0
+    repeat: int = 0  # equal requests before it, if chance has a part in it
+
+    @property
+    def key(self) -> bytes:
+        """Return what records of one request, with the same draws, have in common."""
+        return make_key(self.envelope, self.repeat)
 
     def to_json(self) -> bytes:
         """Return the output line in the shape of the input line, without a newline.
@@ -63,14 +69,15 @@ class Record:
 
     def _to_batch_json(self) -> bytes:
         """Write the line of an OpenAI Batch output file, or of its error file."""
-        request_id = make_id(self.line, self.envelope)
+        line_id = make_id(self.line, self.envelope)
+        request_id = make_request_id(self.key, line_id)
         status, body = 200, self.result
         if self.error is not None:
             status = 500 if self.error.is_ours else 400
             body = {"error": _describe(self.error)}
-        response = {"status_code": status, "request_id": f"req_{request_id}", "body": body}
+        response = {"status_code": status, "request_id": request_id, "body": body}
         members = [
-            b'"id":"batch_req_' + request_id.encode() + b'"',
+            b'"id":"batch_req_' + line_id.encode() + b'"',
             b'"custom_id":' + self.envelope.custom_id,
             b'"response":' + dump(response),
             b'"error":null',
@@ -92,6 +99,24 @@ def make_id(line: Line, envelope: Envelope) -> str:
     """Return 32 hex digits for a line, the same whenever it is answered."""
     parts = (b"%d" % line.number, envelope.custom_id, envelope.request)
     return hashlib.blake2b(b"\n".join(parts), digest_size=16).hexdigest()
+
+
+def make_key(envelope: Envelope, repeat: int) -> bytes:
+    """Return 16 bytes for a request, the form of its answer, and the draws that it takes.
+
+    Lines of one key have one answer, whatever else stands in them.
+
+    Args:
+        repeat: equal requests before it in its file; 0 where chance has no part in it.
+    """
+    form = b"batch" if envelope.shape == "batch" else b"plain"
+    head = b"%s %s %d\n" % (form, repr(envelope.is_chat).encode(), repeat)
+    return hashlib.blake2b(head + envelope.request, digest_size=16).digest()
+
+
+def make_request_id(key: bytes, line_id: str) -> str:
+    """Return a Batch record's `request_id`. A later run finds the answer by the key in it."""
+    return f"req_{key.hex()}{line_id[:16]}"
 
 
 def _describe(error: RequestError) -> dict[str, str | None]:

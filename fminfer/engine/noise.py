@@ -33,10 +33,21 @@ def meaning_of(prompts: Sequence[str | list[int]], params: SamplingParams) -> by
 
     Requests that mean the same in other bytes (the order of keys, `stream`, 1 for 1.0) are equal.
     """
+    return meaning_beside(prompts, describe_params(params))
+
+
+def describe_params(params: SamplingParams) -> str:
+    """Return the part of requests' meaning that their params are, without a seed."""
     values = {each.name: getattr(params, each.name) for each in fields(params)}
     values["seed"] = None
     values["logit_bias"] = tuple(sorted(params.logit_bias))
-    return _digest(repr((list(prompts), _canonical(values))).encode("utf-8", "surrogatepass"))
+    return repr(_canonical(values))
+
+
+def meaning_beside(prompts: Sequence[str | list[int]], described_params: str) -> bytes:
+    """Return `meaning_of` a request whose params are described already."""
+    text = f"({list(prompts)!r}, {described_params})"
+    return _digest(text.encode("utf-8", "surrogatepass"))
 
 
 def draw_key(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fminfer.core.errors import UsageError
-from fminfer.files.journal_head import Fingerprint, check_fingerprint
+from fminfer.files.journal_head import INPUT, Fingerprint, check_fingerprint, is_of_other_input
 from fminfer.files.ordered_output import Seals
 from fminfer.files.reopening import has_retryable
 from fminfer.files.row_counts import Tally
@@ -53,7 +53,7 @@ class CompletedOutput:
         Raises:
             UsageError: what differs.
         """
-        check_fingerprint(self.output, self._fingerprint, fingerprint)
+        check_fingerprint(self.output, self.fingerprint, fingerprint)
 
     def check_settings(self, fingerprint: Fingerprint) -> None:
         """See that it is of a run like this, whatever its input.
@@ -61,8 +61,8 @@ class CompletedOutput:
         Raises:
             UsageError: what differs.
         """
-        any_input = {"the input": ""}
-        check_fingerprint(self.output, self._fingerprint | any_input, fingerprint | any_input)
+        any_input = {INPUT: ""}
+        check_fingerprint(self.output, self.fingerprint | any_input, fingerprint | any_input)
 
     def is_of_input_changed_at(self, changed_ns: int) -> bool:
         """Tell whether its input was last changed then, by `input.streams.changed_ns`."""
@@ -77,7 +77,7 @@ class CompletedOutput:
         return self._is_short_of(limit) or self._is_worth_another_try(started_s)
 
     @property
-    def _fingerprint(self) -> Fingerprint:
+    def fingerprint(self) -> Fingerprint:
         return dict(self.status.get("metadata") or {})
 
     def _is_short_of(self, limit: int | None) -> bool:
@@ -101,11 +101,14 @@ def find_completed(output: Path) -> CompletedOutput | None:
     return CompletedOutput(output, status)
 
 
-def require_completed(output: Path, source: Path, fingerprint: Fingerprint) -> CompletedOutput:
+def require_completed(
+    output: Path, source: Path, fingerprint: Fingerprint, *, takes_over: bool = False
+) -> CompletedOutput:
     """Return what is known of an output that is there, once it is sure that it is this run's.
 
     Args:
         fingerprint: of the run, with that of its input.
+        takes_over: it may be of another input.
 
     Raises:
         UsageError: it is another run's, or nobody knows whose.
@@ -116,10 +119,11 @@ def require_completed(output: Path, source: Path, fingerprint: Fingerprint) -> C
             f"{output} exists, and nothing tells which run wrote it. Give --restart to answer "
             f"{source} again, or another --output"
         )
-    if fingerprint["the input"] == A_PIPE:
+    if fingerprint[INPUT] == A_PIPE:
         raise UsageError(
             f"{output} exists, and what {source} holds is not known before it is read. Give "
             "--restart to answer it, or another --output"
         )
-    completed.check_fingerprint(fingerprint)
+    if not (takes_over and is_of_other_input(completed.fingerprint, fingerprint)):
+        completed.check_fingerprint(fingerprint)
     return completed

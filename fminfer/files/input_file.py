@@ -36,6 +36,10 @@ class InputFile:
         """Count the lines to answer, where that is cheaper than to answer them."""
         self.num_rows, self._last_number = count_to_last(self.path, self.limit)
 
+    def take_count(self, num_rows: int, last_number: int) -> None:
+        """Take note of the lines to answer that somebody has counted."""
+        self.num_rows, self._last_number = num_rows, last_number
+
     def skip(self, num_rows: int) -> None:
         """Take it as read: all of its lines have their record."""
         self.num_read, self.is_read = num_rows, True
@@ -63,9 +67,8 @@ class InputFile:
         found = str(digest) if self.limit is None else digest_of(self.path)
         if self.digest not in (found, A_PIPE):
             raise UsageError(
-                f"{self.path} was changed while it was being answered. Its finished rows are kept "
-                "until you give --restart to answer all from the start; or answer it into another "
-                "--output"
+                f"{self.path} was changed while it was being answered. Run the same command again: "
+                "it keeps the answers to lines that are still there (--restart answers all anew)"
             )
         self.is_read = True
 

@@ -15,13 +15,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from typing import Literal
 
 from fminfer.core.errors import InUseError, OutputError
 from fminfer.files.disk import lock, sync_folder, told, write_all
 from fminfer.files.file_names import beside
-from fminfer.files.journal_head import Fingerprint, check_fingerprint, head_line, read_fingerprint
-from fminfer.files.journal_rows import Row, read_input_crc, read_row
+from fminfer.files.journal_head import (
+    Fingerprint,
+    check_fingerprint,
+    head_line,
+    is_of_other_input,
+    read_fingerprint,
+)
+from fminfer.files.journal_rows import Row, read_row
 
+Peeked = Literal["mine", "other input"]  # whose rows a journal has
 JOURNAL = ".journal"  # added to the output's name
 TRIED = -1  # in the place of a row
 SYNC_EVERY_S = 0.5  # a power cut costs at most a second's rows
@@ -38,7 +46,8 @@ class Kept:
     def add(self, row: Row) -> None:
         self.num_errors += row.is_error
         self.num_answers += not row.is_error
-        self.tokens = [a + b for a, b in zip(self.tokens, row.tokens, strict=True)]
+        for place, num_tokens in enumerate(row.tokens):
+            self.tokens[place] += num_tokens
 
 
 def journal_path(output: Path) -> Path:
@@ -63,8 +72,9 @@ class Journal:
         self.output = output
         self.path = journal_path(output)
         # Where each row stands, by its line's number; 0: not there, TRIED: it is to be tried again.
-        # 8 bytes a line are all that grows with the file.
         self._places = array("q")
+        # Of the line that each row answers. These 12 bytes a line are all that grows with the file.
+        self._input_crcs = array("I")
         self.kept = Kept()
         self.num_rows = 0
         self.num_tried = 0  # rows of earlier runs that are to be tried again
@@ -99,18 +109,20 @@ class Journal:
 
     def is_of(self, number: int, input_crc: int) -> bool:
         """Tell whether a row that is there was answered from a line with this checksum."""
-        with told(self.path):
-            start = os.pread(self._fd, 256, self._places[number])
-        return read_input_crc(start) == input_crc
+        return self._input_crcs[number] == input_crc
 
     def rows(self) -> Iterator[Row]:
         """Read the rows, in the order of their lines."""
         with told(self.path), open(self._fd, "rb", closefd=False) as file:
+            here = 0
             for place in self._places:
                 if place <= 0:
                     continue
-                file.seek(place)
-                row = read_row(file.readline())
+                if place != here:  # to seek costs more than to read
+                    file.seek(place)
+                line = file.readline()
+                here = place + len(line)
+                row = read_row(line)
                 if row is None:
                     raise OutputError(
                         f"{self.path} changed under this run, at byte {place}; run the same "
@@ -120,7 +132,7 @@ class Journal:
 
     def begin_anew(self, fingerprint: Fingerprint) -> None:
         """Drop all rows: those that come are of another run."""
-        self._places = array("q")
+        self._places, self._input_crcs = array("q"), array("I")
         self.kept, self.num_rows = Kept(), 0
         self.num_damaged = self.num_tried = 0
         with told(self.path):
@@ -142,7 +154,7 @@ class Journal:
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._fd, self._end)
                 raise
-        self._note(row.number, self._end)
+        self._note(row, self._end)
         self._end += len(line)
         self._dirty = True
         if self._thread is None:
@@ -218,7 +230,7 @@ class Journal:
             self.num_tried += self._places[row.number] == 0
             self._places[row.number] = TRIED
         else:
-            self._note(row.number, self._end)
+            self._note(row, self._end)
             self.kept.add(row)
 
     def _begin(self, fingerprint: Fingerprint) -> None:
@@ -231,12 +243,15 @@ class Journal:
 
     def _make_place(self, number: int) -> None:
         if number >= len(self._places):
-            self._places.extend([0] * (number + 1 - len(self._places)))
+            more = number + 1 - len(self._places)
+            self._places.extend([0] * more)
+            self._input_crcs.extend([0] * more)
 
-    def _note(self, number: int, place: int) -> None:
-        self._make_place(number)
+    def _note(self, row: Row, place: int) -> None:
+        self._make_place(row.number)
         self.num_rows += 1
-        self._places[number] = place
+        self._places[row.number] = place
+        self._input_crcs[row.number] = row.input_crc
 
     def _sync_often(self) -> None:
         while not self._stop.wait(SYNC_EVERY_S):
@@ -257,20 +272,27 @@ def _holds_nothing(first: bytes, output: Path) -> bool:
     return not first.endswith(b"\n") and not output.exists()
 
 
-def peek(output: Path, fingerprint: Fingerprint, *, restart: bool) -> bool:
-    """Tell whether an output has a journal that this run can go on with.
+def peek(
+    output: Path, fingerprint: Fingerprint, *, restart: bool, takes_over: bool = False
+) -> Peeked | None:
+    """Return whose rows an output's journal has; None: it has no journal.
+
+    Args:
+        takes_over: rows of another input are no error.
 
     Raises:
         UsageError, OutputError: as `Journal` does; nothing is written.
     """
     path = journal_path(output)
     if not path.exists():
-        return False
+        return None
     with told(path), path.open("rb+") as file:  # NFS locks only what may be written
         lock(file.fileno(), path, output)
         head = file.readline()
         if head.endswith(b"\n") and not restart:
             old = read_fingerprint(path, head)
             if not _holds_nothing(file.readline(), output):
+                if takes_over and is_of_other_input(old, fingerprint):
+                    return "other input"
                 check_fingerprint(path, old, fingerprint)
-    return True
+    return "mine"

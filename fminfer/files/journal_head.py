@@ -7,13 +7,16 @@ from pathlib import Path
 
 from fminfer.core.errors import UsageError
 from fminfer.core.version import DRAWING
+from fminfer.files.streams import A_PIPE
 
 Fingerprint = dict[str, str]  # what must be the same for rows to be kept; names are for people
+INPUT = "the input"  # in a fingerprint: the bytes of the file
+FORM = 2  # of a journal. Rows of form 1 had no keys, and are read as well
 
 
 def head_line(fingerprint: Fingerprint) -> bytes:
     """Return a journal's first line."""
-    return json.dumps({"fminfer_journal": 1, "fingerprint": fingerprint}).encode() + b"\n"
+    return json.dumps({"fminfer_journal": FORM, "fingerprint": fingerprint}).encode() + b"\n"
 
 
 def read_fingerprint(path: Path, head: bytes) -> Fingerprint:
@@ -25,7 +28,7 @@ def read_fingerprint(path: Path, head: bytes) -> Fingerprint:
     try:
         fields = json.loads(head)
         found = fields["fingerprint"]
-        is_known = fields["fminfer_journal"] == 1 and isinstance(found, dict)
+        is_known = fields["fminfer_journal"] in (1, FORM) and isinstance(found, dict)
     except (ValueError, KeyError, TypeError, RecursionError):
         is_known = False
     if not is_known:
@@ -34,6 +37,16 @@ def read_fingerprint(path: Path, head: bytes) -> Fingerprint:
             "not known. Give --restart to answer from the start, or another --output"
         )
     return {str(name): str(value) for name, value in found.items()}
+
+
+def is_of_other_input(old: Fingerprint, new: Fingerprint) -> bool:
+    """Tell whether rows are of a run like this over a file that has changed since.
+
+    What a pipe held is not known.
+    """
+    inputs = old.get(INPUT), new.get(INPUT)
+    is_same = {**old, INPUT: ""} == {**new, INPUT: ""}
+    return is_same and inputs[0] != inputs[1] and not {None, A_PIPE} & {*inputs}
 
 
 def check_fingerprint(path: Path, old: Fingerprint, new: Fingerprint) -> None:

@@ -1,8 +1,10 @@
 """One row of a journal: a line of JSON with a checksum, which a crash may tear or damage.
 
-    {"line":7,"kind":"answer","tokens":[5,0,3],"input":"8c736521","check":"1d3a…","record":{…}}
+    {"line":7,"kind":"answer","tokens":[5,0,3],"input":"8c736521","key":"9f…","check":"1d3a…",
+    "record":{…}}
 
-`record` stands there in the very bytes that the output will hold. It knows nothing of files.
+`record` stands there in the very bytes that the output will hold. `key` is that of `contract.record`,
+by which a run over a changed file finds the answer. Rows of older versions have none.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from dataclasses import dataclass
 
 _ROW = re.compile(
     rb'\{"line":(\d{1,18}),"kind":"(answer|error|fault)","tokens":\[(\d+),(\d+),(\d+)\],'
-    rb'"input":"([0-9a-f]{8})","check":"([0-9a-f]{8})","record":'
+    rb'"input":"([0-9a-f]{8})",(?:"key":"([0-9a-f]{32})",)?"check":"([0-9a-f]{8})","record":'
 )
 
 
@@ -27,6 +29,7 @@ class Row:
     input_crc: int  # of the input's line
     record: bytes
     is_ours: bool = False  # an error that another run may not meet, such as too little memory
+    key: bytes = b""  # of the request and its draws; b"": not known
 
     @property
     def kind(self) -> str:
@@ -34,11 +37,12 @@ class Row:
 
     def to_line(self) -> bytes:
         """Return the journal's line, with its newline."""
-        head = b'{"line":%d,"kind":"%s","tokens":[%d,%d,%d],"input":"%08x","check":"' % (
+        head = b'{"line":%d,"kind":"%s","tokens":[%d,%d,%d],"input":"%08x",%s"check":"' % (
             self.number,
             self.kind.encode(),
             *self.tokens,
             self.input_crc,
+            b'"key":"%s",' % self.key.hex().encode() if self.key else b"",
         )
         check = zlib.crc32(self.record, zlib.crc32(head))
         return head + b'%08x","record":' % check + self.record + b"}\n"
@@ -50,14 +54,9 @@ def read_row(line: bytes) -> Row | None:
     if match is None or not line.endswith(b"}\n"):
         return None
     record = line[match.end() : -2]
-    if zlib.crc32(record, zlib.crc32(line[: match.start(7)])) != int(match[7], 16):
+    if zlib.crc32(record, zlib.crc32(line[: match.start(8)])) != int(match[8], 16):
         return None
     tokens = int(match[3]), int(match[4]), int(match[5])
     is_error, is_ours = match[2] != b"answer", match[2] == b"fault"
-    return Row(int(match[1]), is_error, tokens, int(match[6], 16), record, is_ours)
-
-
-def read_input_crc(start: bytes) -> int | None:
-    """Read the checksum of a row's input from the start of its line."""
-    match = _ROW.match(start)
-    return None if match is None else int(match[6], 16)
+    key = bytes.fromhex(match[7].decode()) if match[7] else b""
+    return Row(int(match[1]), is_error, tokens, int(match[6], 16), record, is_ours, key)

@@ -7,26 +7,24 @@ are replaced.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
-
-import orjson
 
 from fminfer.contract.envelope import Envelope, open_envelope
 from fminfer.contract.line import Line
-from fminfer.contract.record import make_id
-from fminfer.core.errors import RETRYABLE, UsageError
-from fminfer.files.disk import explain, sync_folder
+from fminfer.contract.record import make_id, make_key
+from fminfer.contract.record_parts import Answered, Tokens, load_record
+from fminfer.core.errors import RETRYABLE, UsageError, row_error
+from fminfer.files.disk import sync_folder, told
 from fminfer.files.journal import journal_path
 from fminfer.files.journal_head import Fingerprint, head_line
 from fminfer.files.journal_rows import Row
 from fminfer.files.line_reader import read_lines
 from fminfer.files.ordered_output import Seals, draft_path, errors_path, read_seals
+from fminfer.files.run_terms import LineCounter
 
 _LINE = re.compile(rb'\{"line":(\d{1,18}),')
 _BATCH = re.compile(rb'\{"id":"batch_req_([0-9a-f]{32})"')
@@ -45,13 +43,13 @@ def has_retryable(output: Path, seals: Seals | None) -> bool:
         return False
     written = (seals or {}).get("errors")
     is_edited = written is not None and path.stat().st_size != written.get("bytes")
-    return is_edited or any(map(is_retryable, _records(path)))
+    return is_edited or any(map(is_retryable, records_of(path)))
 
 
 def is_retryable(record: bytes) -> bool:
     """Tell whether an error record says that its line was right, and another run may answer it."""
     try:
-        fields = _load(record)
+        fields = load_record(record)
         if _BATCH.match(record):
             return bool(fields["response"]["body"]["error"]["code"] in RETRYABLE)
         return bool(fields["error"]["code"] in RETRYABLE)
@@ -65,6 +63,7 @@ def reopen(
     fingerprint: Fingerprint,
     seals: Seals | None = None,
     limit: int | None = None,
+    counter: LineCounter | None = None,
 ) -> None:
     """Write the journal from which `files.ordered_output` would make the output and its errors.
 
@@ -73,33 +72,42 @@ def reopen(
     Args:
         seals: with which the output was written; None: they are not known.
         limit: the output is of so many lines, the first ones.
+        counter: begins with the first line. Without it the rows have no keys.
 
     Raises:
         UsageError: the output is not what a run has written for the lines of `source`.
         OutputError: the disk is full or gone.
     """
+    with told(output):
+        check_unchanged(output, seals)
+        put_journal(output, fingerprint, _read_rows(source, output, limit, counter))
+
+
+def put_journal(output: Path, fingerprint: Fingerprint, rows: Iterable[Row]) -> None:
+    """Write an output's journal beside the one that may be there, and put it in its place.
+
+    Raises:
+        OutputError: the disk is full or gone; the one that was there stays.
+    """
     path = journal_path(output)
     draft = draft_path(path)
     try:
-        _check_unchanged(output, seals)
-        try:
+        with told(path):
             with draft.open("wb") as file:
                 file.write(head_line(fingerprint))
-                for row in _read_rows(source, output, limit):
+                for row in rows:
                     file.write(row.to_line())
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(draft, path)
             sync_folder(path.parent)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                draft.unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise explain(path, error) from error
+    except BaseException:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise
 
 
-def _check_unchanged(output: Path, seals: Seals | None) -> None:
+def check_unchanged(output: Path, seals: Seals | None) -> None:
     """Refuse files that were edited since they were written."""
     if seals is None:
         return
@@ -110,16 +118,20 @@ def _check_unchanged(output: Path, seals: Seals | None) -> None:
             raise _changed(output, path, f"it was {sizes[0]} then, and is {sizes[1]} now")
 
 
-def _read_rows(source: Path, output: Path, limit: int | None) -> Iterator[Row]:
-    answers, errors = _records(output), _records(errors_path(output))
+def _read_rows(
+    source: Path, output: Path, limit: int | None, counter: LineCounter | None
+) -> Iterator[Row]:
+    answers, errors = records_of(output), records_of(errors_path(output))
     answer, error = next(answers, None), next(errors, None)
     for line in read_lines(source, 0, limit=limit):
         envelope, crc = open_envelope(line), zlib.crc32(line.raw)
+        repeat = None if counter is None else _count(line, envelope, counter)
         if error is not None and _is_error_of(error, line, envelope):
             yield Row(line.number, True, (0, 0, 0), crc, error, is_retryable(error))
             error = next(errors, None)
         elif answer is not None and _is_answer_to(answer, line, envelope):
-            yield Row(line.number, False, _tokens(output, answer), crc, answer)
+            key = b"" if counter is None else make_key(envelope, repeat or 0)
+            yield Row(line.number, False, _tokens(output, answer), crc, answer, key=key)
             answer = next(answers, None)
         else:
             raise _changed(output, output, f"line {line.number} of {source} has no record")
@@ -127,7 +139,15 @@ def _read_rows(source: Path, output: Path, limit: int | None) -> Iterator[Row]:
         raise _changed(output, output, f"it has more records than {source} has lines")
 
 
-def _records(path: Path) -> Iterator[bytes]:
+def _count(line: Line, envelope: Envelope, counter: LineCounter) -> int | None:
+    try:
+        return counter.count(line, envelope)
+    except Exception as error:  # a refused line
+        row_error(error, f"line {line.number}")
+        return None
+
+
+def records_of(path: Path) -> Iterator[bytes]:
     """Yield the lines of a file, without their newlines; none if it is not there."""
     if path.exists():
         with path.open("rb") as file:
@@ -151,23 +171,12 @@ def _has_id_of(record: bytes, line: Line, envelope: Envelope) -> bool:
     return match is not None and match[1] == make_id(line, envelope).encode()
 
 
-def _tokens(output: Path, answer: bytes) -> tuple[int, int, int]:
+def _tokens(output: Path, answer: bytes) -> Tokens:
     """Return an answer's tokens, as a row of a journal has them."""
     try:
-        fields = _load(answer)
-        result = fields["result"] if "result" in fields else fields["response"]["body"]
-        usage = result["usage"]
-        cached = usage["prompt_tokens_details"]["cached_tokens"]
-        return int(usage["prompt_tokens"]), int(cached), int(usage["completion_tokens"])
-    except (ValueError, KeyError, TypeError) as error:
+        return Answered(answer, load_record(answer)).tokens
+    except ValueError as error:
         raise _changed(output, output, "an answer has no usage") from error
-
-
-def _load(record: bytes) -> Any:
-    try:
-        return orjson.loads(record)
-    except ValueError:
-        return json.loads(record)  # which takes lone surrogates
 
 
 def _changed(output: Path, path: Path, what: str) -> UsageError:

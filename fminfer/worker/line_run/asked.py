@@ -74,7 +74,7 @@ class RecordForm:
         """Return a line's record."""
         line, envelope = asked.line, asked.envelope
         if isinstance(answer, Failed):
-            return Record(line, envelope, error=answer.error)
+            return Record(line, envelope, error=answer.error, repeat=asked.prepared.repeat)
         usage = answer.usage
         if envelope.shape == "batch":
             result = self._head(asked) | answer.result
@@ -89,6 +89,7 @@ class RecordForm:
             num_prompt_tokens=usage["prompt_tokens"],
             num_cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
             num_completion_tokens=usage["completion_tokens"],
+            repeat=asked.prepared.repeat,
         )
 
     def _head(self, asked: Asked) -> dict[str, str | int]:

@@ -17,6 +17,7 @@ from fminfer.core.errors import RequestError, row_error
 from fminfer.engine.intake import Intake, kind_of
 from fminfer.engine.noise import meaning_of
 from fminfer.worker.line_run.asked import Asked
+from fminfer.worker.line_run.meanings import Meanings
 from fminfer.worker.line_run.seen_counts import SeenCounts
 
 FILLS = RowWarning("chats without max_tokens are answered until they end or the context is full")
@@ -34,6 +35,7 @@ class LineIntake:
         self._source = 0  # the file being read
         self._equal = SeenCounts()  # its unseeded requests so far, by meaning
         self._custom_ids = SeenCounts()  # the file's so far, by digest
+        self._meanings = Meanings(intake)
 
     def open(self, line: Line) -> Asked | Record:
         """Return a line's request, or the record that says why it cannot be answered."""
@@ -61,9 +63,35 @@ class LineIntake:
             FminferError: the run cannot go on.
         """
         try:
-            self._identify(line, open_envelope(line))
+            self.count(line, open_envelope(line))
         except Exception as error:  # that run has told what is wrong with it
             row_error(error, f"line {line.number}")
+
+    def count(self, line: Line, envelope: Envelope) -> int | None:
+        """Count a line that is not answered here; return how many equal ones came before it.
+
+        None: chance has no part in its answer, and it does not count.
+
+        Raises:
+            RequestError: what is wrong with it, as far as that shows without its tokens.
+            MachineError: the disk for temporary files is full or gone.
+        """
+        self._turn_to(line.source)
+        self._check_envelope(line, envelope)
+        return self.count_request(envelope.fields, is_chat=envelope.is_chat)
+
+    def count_request(
+        self, fields: dict[str, Any], *, is_chat: bool | None = None, times: int = 1
+    ) -> int | None:
+        """Count a request of the file by itself, some times; as `count`."""
+        meaning = self._meanings.find(fields, is_chat=is_chat)
+        return None if meaning is None else self._equal.add(meaning, times)
+
+    def _turn_to(self, source: int) -> None:
+        if source != self._source:
+            self._source = source
+            self._equal.clear()
+            self._custom_ids.clear()
 
     def _identify(self, line: Line, envelope: Envelope) -> tuple[Request, int]:
         """Return a line's request, and how many equal ones came before it.
@@ -71,10 +99,7 @@ class LineIntake:
         Raises:
             RequestError: what is wrong with it, as far as that shows without its tokens.
         """
-        if line.source != self._source:
-            self._source = line.source
-            self._equal.clear()
-            self._custom_ids.clear()
+        self._turn_to(line.source)
         self._check_envelope(line, envelope)
         request = self.intake.parse(envelope.fields, is_chat=envelope.is_chat)
         return request, self._count_repeat(line, request)

@@ -1,0 +1,183 @@
+"""Makes the journal of a run over an input that has changed, from the answers to its old form.
+
+The answers stand in a complete output, or in the journal of a run that has not ended. Both stay
+until the new journal, and later the new output, take their places.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fminfer.contract.envelope import Envelope, open_envelope
+from fminfer.contract.line import Line
+from fminfer.contract.record import make_key
+from fminfer.core.errors import UsageError, row_error
+from fminfer.files.completed import find_completed
+from fminfer.files.disk import lock, told
+from fminfer.files.earlier_answers import EarlierAnswers, JournalAnswers, OutputAnswers
+from fminfer.files.journal import journal_path
+from fminfer.files.journal_head import (
+    INPUT,
+    Fingerprint,
+    is_of_other_input,
+    read_fingerprint,
+)
+from fminfer.files.journal_rows import Row
+from fminfer.files.line_reader import read_lines
+from fminfer.files.reopening import check_unchanged, put_journal
+from fminfer.files.run_terms import CountLines, LineCounter, RunTerms
+from fminfer.files.streams import Digest
+
+MAX_REPEATS = 1 << 17  # lines left to answer whose equal ones are kept in memory, about 12 MB
+
+
+@dataclass(slots=True)
+class CarriedOver:
+    """What became of the answers to an earlier form of an input."""
+
+    num_rows: int = 0  # lines to answer of the new form
+    last_number: int = 0
+    num_taken: int = 0  # of them, those that have an answer already
+    num_left_out: int = 0  # answers to lines that are gone
+    num_beyond: int = 0  # lines beyond the limit that have an answer
+    # Equal lines before each one that is left to answer, by its number. None: that is not known of
+    # all, and lines are to be counted as they are passed over.
+    repeats: dict[int, int] | None = field(default_factory=dict)
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether there were any, taken or not."""
+        return self.num_taken + self.num_left_out > 0
+
+
+def carry_over(
+    source: Path, output: Path, fingerprint: Fingerprint, terms: RunTerms
+) -> CarriedOver | None:
+    """Write the journal of an input from the answers that there are to an earlier form of it.
+
+    The caller has claimed the output. Return None if another run has done so meanwhile.
+
+    Args:
+        fingerprint: of the run, with that of its input.
+
+    Raises:
+        UsageError: no answer can be taken, or what was written has changed since.
+        OutputError: the disk is full or gone.
+    """
+    assert terms.count_lines is not None, "a run that takes no earlier answers"
+    with _open(output, fingerprint, terms.count_lines) as (earlier, old_input):
+        if earlier is None:
+            return None
+        found = CarriedOver()
+        rows = _Rows(source, fingerprint[INPUT], terms.limit, earlier, terms.count_lines(), found)
+        put_journal(output, fingerprint, rows.take(old_input))
+    return found
+
+
+@contextmanager
+def _open(
+    output: Path, fingerprint: Fingerprint, count_lines: CountLines
+) -> Iterator[tuple[EarlierAnswers | None, str]]:
+    """Open the answers to an earlier form of an input; with them comes what it was."""
+    path = journal_path(output)
+    if not path.exists():
+        completed = find_completed(output)
+        if completed is None or not is_of_other_input(completed.fingerprint, fingerprint):
+            yield None, ""
+            return
+        with told(output), output.open("rb") as file:
+            check_unchanged(output, completed.seals)
+            yield OutputAnswers(output, file, count_lines()), completed.fingerprint[INPUT]
+        return
+    with told(path), path.open("rb+") as file:  # NFS locks only what may be written
+        lock(file.fileno(), path, output)
+        old = read_fingerprint(path, file.readline())
+        if not is_of_other_input(old, fingerprint):
+            yield None, ""
+            return
+        file.seek(0)
+        yield JournalAnswers(path, file), old[INPUT]
+
+
+class _Rows:
+    """The rows of a new form of an input that have an answer already."""
+
+    def __init__(
+        self,
+        source: Path,
+        input_digest: str,
+        limit: int | None,
+        earlier: EarlierAnswers,
+        counter: LineCounter,
+        found: CarriedOver,
+    ) -> None:
+        self._source, self._input_digest = source, input_digest
+        self._limit = limit
+        self._earlier, self._counter = earlier, counter
+        self._found = found
+
+    def take(self, old_input: str) -> Iterator[Row]:
+        """Yield them, and count all.
+
+        Raises:
+            UsageError: there are none, or the limit would leave some out, or the input was edited.
+        """
+        found, earlier, digest = self._found, self._earlier, Digest()
+        for line in read_lines(self._source, 0, digest):
+            row = self._row_of(line)
+            if self._limit is not None and found.num_rows >= self._limit:
+                found.num_beyond += row is not None
+                continue
+            found.num_rows += 1
+            found.last_number = line.number
+            if row is not None:
+                found.num_taken += 1
+                yield row
+        if str(digest) != self._input_digest:
+            raise UsageError(f"{self._source} was changed just now; run the same command again")
+        if earlier.num_answers and not found.num_taken + found.num_beyond:
+            raise UsageError(
+                f"{earlier.path} belongs to a run that differs: the input was {old_input}, is "
+                f"{self._input_digest}, and none of the answers ({earlier.num_answers:,}) is to a "
+                f"line of it. Give --restart to answer {self._source} in its place, or another "
+                "--output"
+            )
+        if found.num_beyond:
+            raise UsageError(
+                f"an earlier run has answered lines of {self._source} ({found.num_beyond:,}) that "
+                f"stand behind the first {self._limit}; give a larger --limit or none to keep "
+                "their answers, or --restart"
+            )
+        found.num_left_out = earlier.num_left_out
+
+    def _row_of(self, line: Line) -> Row | None:
+        """Return a line's row, if there is an answer to it."""
+        envelope = open_envelope(line)
+        try:
+            repeat = self._counter.count(line, envelope)
+        except Exception as error:
+            refused = row_error(error, f"line {line.number}")
+            if refused.code == "duplicate_custom_id":  # it depends on another line
+                self._found.repeats = None
+            self._leave(line, 0)
+            return None
+        key = make_key(envelope, repeat or 0)
+        answer = self._earlier.find(line, envelope, key)
+        if answer is None:
+            self._leave(line, repeat or 0)
+            return None
+        record, tokens = answer
+        return Row(line.number, False, tokens, zlib.crc32(line.raw), record, key=key)
+
+    def _leave(self, line: Line, repeat: int) -> None:
+        """Note a line that is left to answer."""
+        repeats = self._found.repeats
+        if repeats is None:
+            return
+        repeats[line.number] = repeat
+        if len(repeats) > MAX_REPEATS:
+            self._found.repeats = None

@@ -1,0 +1,179 @@
+"""The answers that an earlier run has written, for a run over a changed input to look up.
+
+They stand in a complete output, or in the journal of a run that has not ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from fminfer.contract.envelope import MAX_QUOTED_BYTES, Envelope
+from fminfer.contract.line import Line
+from fminfer.contract.record import make_key
+from fminfer.contract.record_parts import (
+    Tokens,
+    is_batch,
+    load_record,
+    read_key,
+    read_request,
+    readdress,
+)
+from fminfer.core.errors import RequestError, UsageError
+from fminfer.files.journal_rows import read_row
+from fminfer.files.key_index import KeyIndex
+from fminfer.files.ordered_output import errors_path
+from fminfer.files.reopening import is_retryable, records_of
+from fminfer.files.run_terms import LineCounter
+
+UNSURE = 1 << 40  # more equal lines than a file has
+
+
+class EarlierAnswers:
+    """Answers by the keys of their requests (`contract.record.make_key`).
+
+    Args:
+        path: where they stand.
+    """
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self.path = path
+        self.num_unsure = 0  # of which it is not known how many equal ones stood before them
+        self._index = KeyIndex()
+        self._file = file
+        self._place = -1  # of the file
+
+    @property
+    def num_answers(self) -> int:
+        return len(self._index) + self.num_unsure
+
+    @property
+    def num_left_out(self) -> int:
+        """Answers that no line has asked for."""
+        return self._index.count_unused() + self.num_unsure
+
+    def find(self, line: Line, envelope: Envelope, key: bytes) -> tuple[bytes, Tokens] | None:
+        """Return the record that a line gets, and its tokens; None: it has no answer yet.
+
+        Raises:
+            UsageError: what stands there is not what was read before.
+        """
+        place = self._index.find(key)
+        if place is None:
+            return None
+        if place != self._place:
+            self._file.seek(place)
+        written = self._file.readline()
+        self._place = place + len(written)
+        try:
+            return self._open(written, line, envelope, key)
+        except (ValueError, KeyError) as error:
+            raise damaged(self.path, f"{error}, at byte {place}") from error
+
+    def _open(
+        self, written: bytes, line: Line, envelope: Envelope, key: bytes
+    ) -> tuple[bytes, Tokens]:
+        answered = readdress(written.rstrip(b"\n"), line, envelope, key)
+        return answered.record, answered.tokens
+
+    def _lines(self) -> Iterator[tuple[int, bytes]]:
+        """Yield each line of the file with its place."""
+        place = 0
+        for line in self._file:
+            yield place, line
+            place += len(line)
+
+
+class OutputAnswers(EarlierAnswers):
+    """The answers of a complete output. Its Batch records hold their keys, others their requests.
+
+    Equal requests of other shapes than Batch are counted in the order of the output. Where that is
+    not the order of the old input's lines, those in which chance has a part are unsure.
+
+    Args:
+        counter: begins with the first of them.
+
+    Raises:
+        UsageError: records are none, or an older version's.
+    """
+
+    def __init__(self, output: Path, file: BinaryIO, counter: LineCounter) -> None:
+        super().__init__(output, file)
+        self._counter = counter
+        self._has_unknown = False  # a request before the next answer
+        self._has_long_unknown = False  # the same, of more than MAX_QUOTED_BYTES
+        for record in records_of(errors_path(output)):
+            if is_retryable(record):  # other errors are those of all equal requests
+                self._note_failed(record)
+        for place, line in self._lines():
+            record = line.rstrip(b"\n")
+            try:
+                key = self._key_of(record)
+            except (ValueError, KeyError, TypeError, RequestError) as error:
+                raise damaged(output, f"{error}, at byte {place}") from error
+            if key is None:
+                self.num_unsure += 1
+            else:
+                self._index.add(key, place)
+
+    def _note_failed(self, record: bytes) -> None:
+        """Take note of a line that was counted, and has no answer: its place is not known."""
+        request = None if is_batch(record) else _request_of(record)
+        if isinstance(request, dict):
+            self._counter.count_request(request, times=UNSURE)
+        elif isinstance(request, str):  # only its beginning is quoted
+            self._has_long_unknown = True
+        else:
+            self._has_unknown = True
+
+    def _key_of(self, record: bytes) -> bytes | None:
+        if is_batch(record):
+            self._has_unknown = True
+            if (key := read_key(record)) is None:
+                raise ValueError("a Batch record of an older version does not tell its request")
+            return key
+        request = read_request(record)
+        repeat = self._counter.count_request(_request_of(record))
+        is_long = self._has_long_unknown and len(request) > MAX_QUOTED_BYTES
+        if repeat is not None and (repeat >= UNSURE or self._has_unknown or is_long):
+            return None
+        return make_key(Envelope("bare", request), repeat or 0)
+
+
+class JournalAnswers(EarlierAnswers):
+    """The answers of a journal, whose rows hold their keys.
+
+    Raises:
+        UsageError: rows are an older version's.
+    """
+
+    def __init__(self, journal: Path, file: BinaryIO) -> None:
+        super().__init__(journal, file)
+        for place, line in self._lines():
+            row = read_row(line)
+            if row is None or row.is_error:  # its head, a damaged row, or one to be judged again
+                continue
+            if not row.key:
+                raise damaged(journal, "a row of an older version does not tell its request")
+            self._index.add(row.key, place)
+
+    def _open(
+        self, written: bytes, line: Line, envelope: Envelope, key: bytes
+    ) -> tuple[bytes, Tokens]:
+        row = read_row(written)
+        if row is None:
+            raise ValueError("a row is damaged")
+        return readdress(row.record, line, envelope, key).record, row.tokens
+
+
+def _request_of(record: bytes) -> Any:
+    return load_record(record)["request"]
+
+
+def damaged(path: Path, what: str) -> UsageError:
+    return UsageError(
+        f"{path} cannot be gone on with: its input has changed, and which lines its answers are to "
+        f"is not clear ({what}). Put the input back as it was, or give --restart to answer all "
+        "again, or another --output"
+    )
