@@ -53,7 +53,12 @@ def result_of(shape: Shape, number: int) -> dict[str, Any]:
     usage = {"prompt_tokens": 90, "completion_tokens": 4, "total_tokens": 94}
     result = {"choices": [choice], "usage": usage | {"prompt_tokens_details": details}}
     if shape == "batch":
-        head = {"id": f"cmpl-{number:032x}", "object": "text_completion", "created": 1, "model": "m"}
+        head = {
+            "id": f"cmpl-{number:032x}",
+            "object": "text_completion",
+            "created": 1,
+            "model": "m",
+        }
         return head | result
     return result | {"request_time": {"batch_time": 0.5, "batch_size": 30.0, "queue_time": 0.25}}
 
@@ -127,7 +132,11 @@ def measure(
     "--edit", type=click.Choice(["appended", "shuffled"]), default="appended", show_default=True
 )
 @click.option(
-    "--from", "source", type=click.Choice(["output", "journal"]), default="output", show_default=True
+    "--from",
+    "source",
+    type=click.Choice(["output", "journal"]),
+    default="output",
+    show_default=True,
 )
 def main(rows: tuple[int, ...], shape: Shape, edit: str, source: str) -> None:
     """Show time and memory for each number of rows."""

@@ -30,6 +30,8 @@ from fminfer.files.row_counts import Counts, Tally
 from fminfer.files.run_terms import RunTerms
 from fminfer.files.status_file import StatusFile
 
+MANY_ROWS = 100_000  # of a journal that is not read again if it has just been made
+
 
 class JournaledInput:
     """An input whose answers go to its journal, and then to a file.
@@ -130,8 +132,8 @@ class JournaledInput:
         if journal.num_rows == self._input.num_rows and journal.num_rows:
             self._input.skip(journal.num_rows)
             self._finish_if_complete()
-        else:  # opened again when it is this input's turn: there may be thousands
-            journal.close()
+        elif not (journal.has_locks and self.carried.num_taken >= MANY_ROWS):
+            journal.close()  # opened again when it is this input's turn: there may be thousands
             self.journal = None
 
     def lines(self, pass_over: Callable[[Line], None]) -> Iterator[Line]:
@@ -250,7 +252,7 @@ class JournaledInput:
         """Open the journal for writing; None: another run has finished the output meanwhile."""
         try:
             self.hold.take()
-            journal = Journal(self.output, self._fingerprint)
+            journal = self.journal or Journal(self.output, self._fingerprint)
             self.hold.remove_dead()
         except UsageError:
             self.hold.lose()

@@ -148,7 +148,9 @@ class JobSummary:
         """Say what became of answers to an earlier form of the inputs."""
         inputs = counted(self.num_changed_inputs, "input")
         has = "has" if self.num_changed_inputs == 1 else "have"
-        text = f"changed   {inputs} {has} changed: {counted(self.num_taken_rows, 'row')} taken from "
+        text = (
+            f"changed   {inputs} {has} changed: {counted(self.num_taken_rows, 'row')} taken from "
+        )
         text += "earlier answers"
         if self.num_left_out_rows:
             text += f"; left out, as their lines are gone: {self.num_left_out_rows:,}"

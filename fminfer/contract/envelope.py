@@ -5,6 +5,8 @@ It knows the three shapes of input lines, and nothing of what a request's fields
 
 from __future__ import annotations
 
+import contextlib
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -22,6 +24,24 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BATCH_KEYS = frozenset({"custom_id", "method", "url", "body"})
 MAX_QUOTED_BYTES = 4096  # of a request that an error record holds verbatim
 QUOTED_BYTES = 400  # that it holds of a longer one
+_COMMA, _COLON = rb"[ \t]*,[ \t]*", rb"[ \t]*:[ \t]*"
+_PLAIN_BATCH = re.compile(  # with its members in the usual order, and nothing escaped
+    rb'\{[ \t]*"custom_id"'
+    + _COLON
+    + rb'(?P<custom_id>"[^"\\]*")'
+    + _COMMA
+    + rb'"method"'
+    + _COLON
+    + rb'"[^"\\]*"'
+    + _COMMA
+    + rb'"url"'
+    + _COLON
+    + rb'"[^"\\]*"'
+    + _COMMA
+    + rb'"body"'
+    + _COLON
+    + rb"(?P<body>\{.*\})[ \t]*\}"
+)
 
 
 @dataclass(slots=True, frozen=True)
@@ -108,8 +128,21 @@ def _open_wrapped(raw: bytes, fields: dict[str, Any]) -> Envelope:
     )
 
 
-def _open_batch(raw: bytes, fields: dict[str, Any], number: int) -> Envelope:
+def _find_batch_members(raw: bytes) -> tuple[bytes, bytes]:
+    """Return `custom_id` and `body` of a Batch line, or null."""
+    plain = _PLAIN_BATCH.fullmatch(raw)
+    if plain is not None:
+        with contextlib.suppress(ValueError):  # then other members stand behind the body
+            orjson.loads(plain["body"])
+            return plain["custom_id"], plain["body"]
     members = find_members(raw)
+    values = (members[name].value if name in members else b"null" for name in ("custom_id", "body"))
+    custom_id, body = values
+    return custom_id, body
+
+
+def _open_batch(raw: bytes, fields: dict[str, Any], number: int) -> Envelope:
+    custom_id, body = _find_batch_members(raw)
     error = _what_is_wrong(fields, number)
     warnings: tuple[RowWarning, ...] = ()
     unknown = sorted(fields.keys() - BATCH_KEYS)
@@ -118,9 +151,9 @@ def _open_batch(raw: bytes, fields: dict[str, Any], number: int) -> Envelope:
         warnings = (RowWarning("a Batch record has no place for other keys of a line", names),)
     return Envelope(
         "batch",
-        members["body"].value if "body" in members else b"null",
+        body,
         {} if error else fields["body"],
-        custom_id=members["custom_id"].value if "custom_id" in members else b"null",
+        custom_id=custom_id,
         error=error,
         warnings=warnings,
         is_chat=fields.get("url") == CHAT,

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 _QUOTE, _BACKSLASH = ord('"'), ord("\\")
 _NO_SPACE = re.compile(rb"[^ \t\r\n]")
-_SIGN = re.compile(rb'["\[\]{}]')
+_PLAIN_KEY = re.compile(rb'[ \t\r\n,]*("[^"\\]*")[ \t\r\n]*:[ \t\r\n]*')  # nothing is escaped
+_PLAIN_STRING = re.compile(rb'"[^"\\]*"')
+_STRING_OR_SIGN = re.compile(rb'"[^"\\]*"|["\[\]{}]')
 _SCALAR_END = re.compile(rb"[,} \t\r\n]")
 _LINE_BREAK = re.compile(rb"[\r\n][ \t\r\n]*")
 
@@ -33,13 +35,19 @@ def find_members(raw: bytes) -> dict[str, Member]:
     members: dict[str, Member] = {}
     place = _skip_space(raw, raw.index(b"{") + 1)
     while raw[place] != ord("}"):
-        if raw[place] == ord(","):
-            place = _skip_space(raw, place + 1)
-        key = raw[place : _string_end(raw, place)]
-        colon = _skip_space(raw, place + len(key))
-        start = _skip_space(raw, colon + 1)
+        plain = _PLAIN_KEY.match(raw, place)
+        if plain is not None:
+            key, start = plain[1], plain.end()
+            name = key[1:-1].decode()
+        else:
+            if raw[place] == ord(","):
+                place = _skip_space(raw, place + 1)
+            key = raw[place : _string_end(raw, place)]
+            colon = _skip_space(raw, place + len(key))
+            start = _skip_space(raw, colon + 1)
+            name = json.loads(key.decode())
         end = _value_end(raw, start)
-        members[json.loads(key.decode())] = Member(key, raw[start:end])
+        members[name] = Member(key, raw[start:end])
         place = _skip_space(raw, end)
     return members
 
@@ -71,18 +79,22 @@ def _string_end(raw: bytes, place: int) -> int:
 
 def _value_end(raw: bytes, place: int) -> int:
     if raw[place] == _QUOTE:
-        return _string_end(raw, place)
+        plain = _PLAIN_STRING.match(raw, place)
+        return _string_end(raw, place) if plain is None else plain.end()
     if raw[place] not in b"[{":
         end = _SCALAR_END.search(raw, place)
         assert end is not None, "the object has no end"
         return end.start()
     depth = 0
-    while (match := _SIGN.search(raw, place)) is not None:
+    while (match := _STRING_OR_SIGN.search(raw, place)) is not None:
         place = match.end()
-        if match.group() == b'"':
+        sign = match.group()
+        if sign == b'"':
             place = _string_end(raw, match.start())
-        else:
-            depth += 1 if match.group() in b"[{" else -1
+        elif sign in (b"{", b"["):
+            depth += 1
+        elif sign in (b"}", b"]"):
+            depth -= 1
             if depth == 0:
                 return place
     raise AssertionError("the object has no end")

@@ -110,7 +110,9 @@ def make_key(envelope: Envelope, repeat: int) -> bytes:
         repeat: equal requests before it in its file; 0 where chance has no part in it.
     """
     form = b"batch" if envelope.shape == "batch" else b"plain"
-    head = b"%s %s %d\n" % (form, repr(envelope.is_chat).encode(), repeat)
+    if envelope.is_chat is not None:  # the endpoint says it, and not the request
+        form += b" chat" if envelope.is_chat else b" completion"
+    head = b"%s %d\n" % (form, repeat)
     return hashlib.blake2b(head + envelope.request, digest_size=16).digest()
 
 

@@ -15,14 +15,10 @@ from fminfer.contract.line import Line
 from fminfer.contract.record import make_id, make_request_id
 
 _START, _RESULT = b'{"request":', b',"result":'
-_STRING = rb'"[^"\\]*(?:\\.[^"\\]*)*"'
-_BATCH_START = b'{"id":"batch_req_'
-_BATCH = re.compile(
-    rb'\{"id":"batch_req_[0-9a-f]{32}","custom_id":'
-    + _STRING
-    + rb',"response":\{"status_code":200,"request_id":"req_([0-9a-f]{32})[0-9a-f]{16}",'
-    + rb'"body":\{"id":"(cmpl|chatcmpl)-[0-9a-f]{32}"',
-    re.DOTALL,
+_BATCH_START, _RESPONSE = b'{"id":"batch_req_', b',"response":'
+_ANSWER = re.compile(
+    rb',"response":\{"status_code":200,"request_id":"req_([0-9a-f]{32})[0-9a-f]{16}",'
+    rb'"body":\{"id":"(cmpl|chatcmpl)-[0-9a-f]{32}"'
 )
 Tokens = tuple[int, int, int]  # of the prompt, those of it not computed again, and drawn ones
 
@@ -57,8 +53,14 @@ def is_batch(record: bytes) -> bool:
 
 def read_key(record: bytes) -> bytes | None:
     """Return the key in an answered Batch record; None: an older version wrote it, or nobody."""
-    match = _BATCH.match(record)
+    match = _match_answer(record)
     return None if match is None else bytes.fromhex(match[1].decode())
+
+
+def _match_answer(record: bytes) -> re.Match[bytes] | None:
+    """Match what stands behind a Batch record's `custom_id`, which holds no bare quotes."""
+    place = record.find(_RESPONSE)
+    return _ANSWER.match(record, place) if is_batch(record) and place > 0 else None
 
 
 def load_record(record: bytes) -> dict[str, Any]:
@@ -105,7 +107,7 @@ def readdress(record: bytes, line: Line, envelope: Envelope, key: bytes) -> Answ
 
 
 def _readdress_batch(record: bytes, line: Line, envelope: Envelope, key: bytes) -> Answered:
-    match = _BATCH.match(record)
+    match = _match_answer(record)
     if match is None or match[1] != key.hex().encode():
         raise ValueError("a record is of another request")
     line_id = make_id(line, envelope)

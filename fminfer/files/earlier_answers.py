@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from fminfer.contract.envelope import MAX_QUOTED_BYTES, Envelope
 from fminfer.contract.line import Line
@@ -100,16 +100,15 @@ class OutputAnswers(EarlierAnswers):
 
     def __init__(self, output: Path, file: BinaryIO, counter: LineCounter) -> None:
         super().__init__(output, file)
-        self._counter = counter
         self._has_unknown = False  # a request before the next answer
         self._has_long_unknown = False  # the same, of more than MAX_QUOTED_BYTES
         for record in records_of(errors_path(output)):
             if is_retryable(record):  # other errors are those of all equal requests
-                self._note_failed(record)
+                self._note_failed(record, counter)
         for place, line in self._lines():
             record = line.rstrip(b"\n")
             try:
-                key = self._key_of(record)
+                key = self._key_of(record, counter)
             except (ValueError, KeyError, TypeError, RequestError) as error:
                 raise damaged(output, f"{error}, at byte {place}") from error
             if key is None:
@@ -117,24 +116,24 @@ class OutputAnswers(EarlierAnswers):
             else:
                 self._index.add(key, place)
 
-    def _note_failed(self, record: bytes) -> None:
+    def _note_failed(self, record: bytes, counter: LineCounter) -> None:
         """Take note of a line that was counted, and has no answer: its place is not known."""
-        request = None if is_batch(record) else _request_of(record)
+        request = None if is_batch(record) else load_record(record)["request"]
         if isinstance(request, dict):
-            self._counter.count_request(request, times=UNSURE)
+            counter.count_request(request, times=UNSURE)
         elif isinstance(request, str):  # only its beginning is quoted
             self._has_long_unknown = True
         else:
             self._has_unknown = True
 
-    def _key_of(self, record: bytes) -> bytes | None:
+    def _key_of(self, record: bytes, counter: LineCounter) -> bytes | None:
         if is_batch(record):
             self._has_unknown = True
             if (key := read_key(record)) is None:
                 raise ValueError("a Batch record of an older version does not tell its request")
             return key
         request = read_request(record)
-        repeat = self._counter.count_request(_request_of(record))
+        repeat = counter.count_request(load_record(request))
         is_long = self._has_long_unknown and len(request) > MAX_QUOTED_BYTES
         if repeat is not None and (repeat >= UNSURE or self._has_unknown or is_long):
             return None
@@ -165,10 +164,6 @@ class JournalAnswers(EarlierAnswers):
         if row is None:
             raise ValueError("a row is damaged")
         return readdress(row.record, line, envelope, key).record, row.tokens
-
-
-def _request_of(record: bytes) -> Any:
-    return load_record(record)["request"]
 
 
 def damaged(path: Path, what: str) -> UsageError:

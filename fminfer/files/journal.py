@@ -248,7 +248,8 @@ class Journal:
             self._input_crcs.extend([0] * more)
 
     def _note(self, row: Row, place: int) -> None:
-        self._make_place(row.number)
+        if row.number >= len(self._places):
+            self._make_place(row.number)
         self.num_rows += 1
         self._places[row.number] = place
         self._input_crcs[row.number] = row.input_crc

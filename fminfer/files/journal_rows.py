@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _ROW = re.compile(
     rb'\{"line":(\d{1,18}),"kind":"(answer|error|fault)","tokens":\[(\d+),(\d+),(\d+)\],'
@@ -19,8 +19,7 @@ _ROW = re.compile(
 )
 
 
-@dataclass(slots=True, frozen=True)
-class Row:
+class Row(NamedTuple):
     """A finished row. Tokens: of the prompt, those of it not computed again, and drawn ones."""
 
     number: int  # of the input's line, from 1
@@ -51,12 +50,18 @@ class Row:
 def read_row(line: bytes) -> Row | None:
     """Read a line of a journal; None: it is torn or damaged."""
     match = _ROW.match(line)
-    if match is None or not line.endswith(b"}\n"):
+    if match is None or line[-2:] != b"}\n":
         return None
     record = line[match.end() : -2]
     if zlib.crc32(record, zlib.crc32(line[: match.start(8)])) != int(match[8], 16):
         return None
-    tokens = int(match[3]), int(match[4]), int(match[5])
-    is_error, is_ours = match[2] != b"answer", match[2] == b"fault"
-    key = bytes.fromhex(match[7].decode()) if match[7] else b""
-    return Row(int(match[1]), is_error, tokens, int(match[6], 16), record, is_ours, key)
+    number, kind, *tokens, input_crc, key, _ = match.groups()
+    return Row(
+        int(number),
+        kind != b"answer",
+        (int(tokens[0]), int(tokens[1]), int(tokens[2])),
+        int(input_crc, 16),
+        record,
+        kind == b"fault",
+        bytes.fromhex(key.decode()) if key else b"",
+    )

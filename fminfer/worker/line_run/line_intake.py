@@ -109,7 +109,9 @@ class LineIntake:
         custom_id = envelope.custom_id
         is_alone = line.num_equal is not None  # the lines before it in its file may be elsewhere
         if envelope.shape == "batch" and custom_id.startswith(b'"') and not is_alone:
-            name = json.loads(custom_id.decode())  # one string can be written in many ways
+            name = custom_id[1:-1].decode()
+            if "\\" in name:  # one string can be written in many ways
+                name = json.loads(custom_id.decode())
             if self._custom_ids.add(_digest(name)):
                 raise RequestError(
                     "duplicate_custom_id",

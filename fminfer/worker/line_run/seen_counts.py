@@ -50,8 +50,10 @@ class SeenCounts:
 
     def _find(self, digest: bytes) -> int:
         assert self._database is not None
-        place, bit = _place_of(digest)
-        if not self._may_be_stored[place] & bit:  # most are new, and need no look into the file
+        number = _number_of(digest)
+        if not self._may_be_stored[number >> 3] & 1 << (
+            number & 7
+        ):  # most are new, and need no look into the file
             return 0
         with _told():
             row = self._database.execute(_FIND, (digest,)).fetchone()
@@ -64,9 +66,8 @@ class SeenCounts:
                 self._database = self._open()
                 self._may_be_stored = bytearray(FILTER_BITS // 8)
             self._database.executemany(_KEEP, sorted(self._recent.items()))
-        for digest in self._recent:
-            place, bit = _place_of(digest)
-            self._may_be_stored[place] |= bit
+        for number in map(_number_of, self._recent):
+            self._may_be_stored[number >> 3] |= 1 << (number & 7)
         self._recent.clear()
 
     @staticmethod
@@ -82,10 +83,9 @@ class SeenCounts:
         return database
 
 
-def _place_of(digest: bytes) -> tuple[int, int]:
-    """Return a digest's byte in the filter, and its bit there."""
-    number = int.from_bytes(digest[:4], "little") % FILTER_BITS
-    return number >> 3, 1 << (number & 7)
+def _number_of(digest: bytes) -> int:
+    """Return the number of a digest's bit in the filter."""
+    return int.from_bytes(digest[:4], "little") % FILTER_BITS
 
 
 @contextlib.contextmanager
