@@ -3,12 +3,12 @@
     python benchmarks/grown.py --rows 10000 --rows 1000000
 
 A file of distinct requests without a seed, about 150 bytes each, has an answer to each of its lines
-but for the last ten, which were added since. Timed is the whole command, with the demo model:
-it takes the known answers, computes the others, and writes the output. Memory is the largest
-resident memory of its life. The known answers are not a model's: they have the form of a run's, and
-were written by its own journal. `--shape batch` takes lines of the OpenAI Batch form, `--edit
-shuffled` also changes the order of all lines, and `--from journal` takes the answers from the journal
-of a run that was broken off.
+but for the last ten, which were added since. Timed is the whole command, with the demo model: it
+takes the known answers, computes the others, and writes the output. Memory is the largest resident
+memory of its life. No model has made the known answers: they have the form of a run's, and its own
+journal has written them. `--shape batch` takes lines of the OpenAI Batch form. `--edit shuffled`
+changes the order of all lines, too. `--from journal` takes the answers from the journal of a run
+that was broken off.
 """
 
 from __future__ import annotations

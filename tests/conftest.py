@@ -296,13 +296,18 @@ def restored_signals() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def run_files(engine: Any, inputs: list[Path], outputs: list[Path]) -> Any:
-    """Answer files with an engine, as the command does."""
+def run_files(engine: Any, inputs: list[Path], outputs: list[Path], **terms: Any) -> Any:
+    """Answer files with an engine, as the command does.
+
+    Args:
+        terms: as `open_files` takes them.
+    """
     from fminfer.batch.job import run_job
     from fminfer.batch.named_files import open_files
     from fminfer.batch.run_summary import JobSummary
 
-    files = open_files(inputs, outputs, {}, model=engine.model_name, restart=False)
+    terms = {"restart": False} | terms
+    files = open_files(inputs, outputs, {}, model=engine.model_name, **terms)
     summary = JobSummary(engine.model_name, "float32", inputs, outputs)
     return run_job(engine, files, summary, is_quiet=True)
 

@@ -32,7 +32,7 @@ from fminfer.machine.stopper import AGAIN, Stopper
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.fingerprint import KV_DTYPE, fingerprint_of
 from fminfer.worker.forecast import name_held_dtype
-from fminfer.worker.line_run.counting import line_counting
+from fminfer.worker.line_run.early_counting import line_counting
 
 
 def answer(

@@ -234,10 +234,11 @@ class JournaledInput:
         if journal.num_rows or journal.num_tried or not self.output.exists():
             return
         completed = find_completed(self.output)
-        if completed is not None and not completed.num_completed:
-            if self._terms.takes_over(completed.fingerprint, self._fingerprint):
-                with told(self.output):
-                    self.output.unlink(missing_ok=True)
+        if completed is None or completed.num_completed:
+            return
+        if self._terms.takes_over(completed.fingerprint, self._fingerprint):
+            with told(self.output):
+                self.output.unlink(missing_ok=True)
 
     def _known_repeats(self, journal: Journal) -> dict[int, int] | None:
         """Return how many equal lines stand before each that is left; None: they are to be counted.

@@ -17,6 +17,7 @@ import orjson
 
 from fminfer.core.errors import UsageError
 from fminfer.files.claims import look_at
+from fminfer.files.completed import has_changed
 from fminfer.files.file_names import beside
 from fminfer.files.input_folders import find_inputs, find_lost, holds_requests, list_requests
 from fminfer.files.journal import journal_path
@@ -27,6 +28,7 @@ from fminfer.files.output_paths import answers_path, plan_each
 from fminfer.files.status_file import STATUS, read_status, status_path
 
 State = Literal["done", "running", "stopped", "waiting"]
+CHANGED = "its input has changed since; the same command answers what is new"
 STATES: tuple[State, ...] = ("done", "running", "stopped", "waiting")
 
 
@@ -162,22 +164,26 @@ def _state_of(
     status = read_status(output) or {}
     counts = status.get("request_counts") or {}
     source = source or (Path(status["input_file_id"]) if status.get("input_file_id") else None)
+    name = _name_state(output, status)
+    has_grown = name == "done" and source is not None and has_changed(source, status)
     state = FileState(
         str(output),
         None if source is None else str(source),
-        _name_state(output, status),
+        "stopped" if has_grown else name,
         counts.get("total"),
         int(counts.get("completed") or 0),
         int(counts.get("failed") or 0),
     )
-    if state.num_rows is None and source is not None and source.exists():
+    if source is not None and source.exists() and (state.num_rows is None or has_grown):
         state.num_rows = count_rows(source)
+    if has_grown and state.num_rows is not None:  # how many of them can be taken is not known
+        state.num_answered = max(0, min(state.num_answered, state.num_rows - state.num_failed))
     if state.num_failed:
         state.failed_by_code = _count_codes(output)
     if state.state == "running":
         _add_run(state, output, status, now_s)
     elif state.state == "stopped":
-        state.why = _why(status)
+        state.why = CHANGED if has_grown else _why(status)
     elif state.state == "waiting":
         state.why = trouble
     return state

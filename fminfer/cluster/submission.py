@@ -18,8 +18,8 @@ from fminfer.cluster.job_scripts import ScriptTemplate
 from fminfer.cluster.slurm_and_lsf import Job, QueuedTask, Scheduler
 from fminfer.core.errors import SchedulerError
 from fminfer.core.quantities import counted
+from fminfer.files.completed import is_complete
 from fminfer.files.disk import told
-from fminfer.files.journal import journal_path
 
 Mode = Literal["each", "array", "ranks"]
 MAX_ARRAY = 1000  # tasks: what Slurm (MaxArraySize) and LSF (MAX_JOB_ARRAY_SIZE) allow by default
@@ -179,7 +179,7 @@ class Submission:
             SchedulerError: a job was not taken; says which were.
             UsageError: there is no scheduler.
         """
-        files = [file for file, output in self.outputs.items() if not is_finished(output)]
+        files = [file for file, output in self.outputs.items() if not is_complete(output, file)]
         self.num_finished = len(self.outputs) - len(files)
         if not files:
             return
@@ -239,11 +239,6 @@ class Submission:
 
     def _count(self, tasks: Sequence[QueuedTask]) -> None:
         self._num_queued = sum(is_of(task.name, self.form.name) for task in tasks)
-
-
-def is_finished(output: Path) -> bool:
-    """Tell whether an output is complete: its journal goes last."""
-    return output.exists() and not journal_path(output).exists()
 
 
 def write_list(path: Path, files: Sequence[Path]) -> None:

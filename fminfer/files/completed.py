@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from fminfer.core.errors import UsageError
+from fminfer.files.journal import journal_path
 from fminfer.files.journal_head import INPUT, Fingerprint, check_fingerprint, is_of_other_input
 from fminfer.files.ordered_output import Seals
 from fminfer.files.reopening import has_retryable
 from fminfer.files.row_counts import Tally
 from fminfer.files.status_file import has_ended_before, limit_of, read_status, seals_of
-from fminfer.files.streams import A_PIPE
+from fminfer.files.streams import A_PIPE, changed_ns, digest_of
 
 
 @dataclass(slots=True, frozen=True)
@@ -99,6 +100,28 @@ def find_completed(output: Path) -> CompletedOutput | None:
     if status is None or status.get("status") != "completed":
         return None
     return CompletedOutput(output, status)
+
+
+def is_complete(output: Path, source: Path | None) -> bool:
+    """Tell whether an output is complete, and its input as it was then.
+
+    Args:
+        source: the input; None: it is not known.
+    """
+    if not output.exists() or journal_path(output).exists():
+        return False
+    return source is None or not has_changed(source, read_status(output) or {})
+
+
+def has_changed(source: Path, status: dict[str, Any]) -> bool:
+    """Tell whether an input holds other bytes than those that a status is of."""
+    noted = str((status.get("metadata") or {}).get(INPUT) or A_PIPE)
+    if noted == A_PIPE or not source.is_file():
+        return False
+    if (status.get("fminfer") or {}).get("input_changed_ns") == changed_ns(source):
+        return False
+    is_as_long = noted.startswith(f"{source.stat().st_size:,} bytes ")
+    return not is_as_long or digest_of(source) != noted
 
 
 def require_completed(

@@ -3,8 +3,8 @@
     {"line":7,"kind":"answer","tokens":[5,0,3],"input":"8c736521","key":"9f…","check":"1d3a…",
     "record":{…}}
 
-`record` stands there in the very bytes that the output will hold. `key` is that of `contract.record`,
-by which a run over a changed file finds the answer. Rows of older versions have none.
+`record` stands there in the very bytes that the output will hold. `key` is `contract.record`'s, by
+which a run over a changed file finds the answer. Rows of older versions have none.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 _LOW, _HIGH = slice(0, 8), slice(8, 16)
 
@@ -18,7 +18,7 @@ class KeyIndex:
         self._places = array("q")
         self._is_used = bytearray()
         self._next = 0  # whose key will probably be asked for next
-        self._order: Sequence[int] | None = None  # of `_low`, once one was not
+        self._order: npt.NDArray[np.uint32] | None = None  # of `_low`, once one was not
 
     def __len__(self) -> int:
         return len(self._places)
@@ -61,7 +61,7 @@ class KeyIndex:
     def _search(self, low: int, high: int) -> int | None:
         halves = np.frombuffer(self._low, "u8")
         if self._order is None:
-            self._order = np.argsort(halves, kind="stable").astype("u4")
+            self._order = np.argsort(halves, kind="stable").astype(np.uint32)
         place = int(np.searchsorted(halves, np.uint64(low), sorter=self._order))
         while place < len(halves) and self._low[number := int(self._order[place])] == low:
             if self._high[number] == high:

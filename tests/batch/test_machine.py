@@ -57,6 +57,7 @@ def test_a_full_temporary_disk_ends_the_run_and_keeps_its_rows(
     source, output = write_batch(tmp_path / "a.jsonl"), tmp_path / "out.jsonl"
     with pytest.MonkeyPatch.context() as patch:
         shrink_temporary_disk(patch)
+        patch.setattr("fminfer.worker.line_run.seen_counts.MAX_RECENT", 16)
         patch.setattr("fminfer.batch.job.WINDOW", LOOKAHEAD)  # rows are answered before it is full
         with pytest.raises(MachineError, match=r"temporary .* full.*TMPDIR.*same command"):
             run_files(engine, [source], [output])
