@@ -15,9 +15,9 @@ from pathlib import Path
 from fminfer.contract.line import Line
 from fminfer.contract.record import Record
 from fminfer.core.errors import OutputError, UsageError
-from fminfer.files.carrying_over import CarriedOver, carry_over
+from fminfer.files.carrying_over import CarriedOver, carry_over, drop_answerless
 from fminfer.files.claims import Claim
-from fminfer.files.completed import CompletedOutput, find_completed, require_completed
+from fminfer.files.completed import CompletedOutput, require_completed
 from fminfer.files.disk import told
 from fminfer.files.hold import Hold
 from fminfer.files.input_file import InputFile
@@ -120,7 +120,8 @@ class JournaledInput:
         journal = Journal(self.output, self._fingerprint, restart=self._terms.restart)
         self.journal = journal
         self.hold.remove_dead()
-        self._drop_answerless(journal)
+        if not (journal.num_rows or journal.num_tried):
+            drop_answerless(self.output, self._fingerprint, self._terms)
         self.status.move("validating")
         self._count_kept(journal)
         try:
@@ -152,7 +153,7 @@ class JournaledInput:
         if journal is None:
             return
         self._look_again(journal)
-        repeats = self._known_repeats(journal)
+        repeats = self.carried.repeats_for(journal)
         self.status.move("in_progress")
         for line in self._input.lines():
             self._counts.num_rows = max(self._input.num_rows or 0, self._input.num_read)
@@ -226,29 +227,6 @@ class JournaledInput:
             self._input.take_count(carried.num_rows, carried.last_number)
         self._counts.num_rows = self._input.num_rows or 0
 
-    def _drop_answerless(self, journal: Journal) -> None:
-        """Remove an output of an earlier form of the input that has no answers to take.
-
-        Otherwise it would pass for one that another run has completed meanwhile.
-        """
-        if journal.num_rows or journal.num_tried or not self.output.exists():
-            return
-        completed = find_completed(self.output)
-        if completed is None or completed.num_completed:
-            return
-        if self._terms.takes_over(completed.fingerprint, self._fingerprint):
-            with told(self.output):
-                self.output.unlink(missing_ok=True)
-
-    def _known_repeats(self, journal: Journal) -> dict[int, int] | None:
-        """Return how many equal lines stand before each that is left; None: they are to be counted.
-
-        What was counted for the journal holds as long as the journal has all that it had then.
-        """
-        carried = self.carried
-        has_all = not journal.num_damaged and journal.num_rows >= carried.num_taken > 0
-        return carried.repeats if has_all else None
-
     def _open_journal(self) -> Journal | None:
         """Open the journal for writing; None: another run has finished the output meanwhile."""
         try:
@@ -256,7 +234,7 @@ class JournaledInput:
             journal = self.journal or Journal(self.output, self._fingerprint)
             self.hold.remove_dead()
         except UsageError:
-            self.hold.lose()
+            self._lose()
             raise
         has_rows = journal.num_rows or journal.num_tried
         if not (has_rows or self._terms.restart) and self.output.exists():

@@ -19,7 +19,7 @@ from fminfer.core.errors import UsageError, row_error
 from fminfer.files.completed import find_completed
 from fminfer.files.disk import lock, told
 from fminfer.files.earlier_answers import EarlierAnswers, JournalAnswers, OutputAnswers
-from fminfer.files.journal import journal_path
+from fminfer.files.journal import Journal, journal_path
 from fminfer.files.journal_head import (
     INPUT,
     Fingerprint,
@@ -53,6 +53,11 @@ class CarriedOver:
         """Whether there were any, taken or not."""
         return self.num_taken + self.num_left_out > 0
 
+    def repeats_for(self, journal: Journal) -> dict[int, int] | None:
+        """Return `repeats` if the journal still has all that was put into it."""
+        has_all = not journal.num_damaged and journal.num_rows >= self.num_taken > 0
+        return self.repeats if has_all else None
+
 
 def carry_over(
     source: Path, output: Path, fingerprint: Fingerprint, terms: RunTerms
@@ -78,6 +83,19 @@ def carry_over(
     return found
 
 
+def drop_answerless(output: Path, fingerprint: Fingerprint, terms: RunTerms) -> None:
+    """Remove an output to an earlier form of an input if it has no answers that could be taken.
+
+    Otherwise it would pass for one that another run has completed meanwhile.
+    """
+    completed = find_completed(output) if output.exists() else None
+    if completed is None or completed.num_completed:
+        return
+    if terms.takes_over(completed.fingerprint, fingerprint):
+        with told(output):
+            output.unlink(missing_ok=True)
+
+
 @contextmanager
 def _open(
     output: Path, fingerprint: Fingerprint, count_lines: CountLines
@@ -90,7 +108,7 @@ def _open(
             yield None, ""
             return
         with told(output), output.open("rb") as file:
-            check_unchanged(output, completed.seals)
+            check_unchanged(output, completed.seals, has_changed_input=True)
             yield OutputAnswers(output, file, count_lines()), completed.fingerprint[INPUT]
         return
     with told(path), path.open("rb+") as file:  # NFS locks only what may be written

@@ -20,7 +20,7 @@ from fminfer.contract.record_parts import (
     read_request,
     readdress,
 )
-from fminfer.core.errors import RequestError, UsageError
+from fminfer.core.errors import RequestError, UsageError, row_error
 from fminfer.files.journal_rows import read_row
 from fminfer.files.key_index import KeyIndex
 from fminfer.files.ordered_output import errors_path
@@ -104,7 +104,10 @@ class OutputAnswers(EarlierAnswers):
         self._has_long_unknown = False  # the same, of more than MAX_QUOTED_BYTES
         for record in records_of(errors_path(output)):
             if is_retryable(record):  # other errors are those of all equal requests
-                self._note_failed(record, counter)
+                try:
+                    self._note_failed(record, counter)
+                except Exception as error:  # then it was not counted
+                    row_error(error, "a failed line")
         for place, line in self._lines():
             record = line.rstrip(b"\n")
             try:

@@ -107,7 +107,7 @@ def put_journal(output: Path, fingerprint: Fingerprint, rows: Iterable[Row]) -> 
         raise
 
 
-def check_unchanged(output: Path, seals: Seals | None) -> None:
+def check_unchanged(output: Path, seals: Seals | None, *, has_changed_input: bool = False) -> None:
     """Refuse files that were edited since they were written."""
     if seals is None:
         return
@@ -115,7 +115,8 @@ def check_unchanged(output: Path, seals: Seals | None) -> None:
         path = output if name == "output" else errors_path(output)
         if now != (then := seals.get(name)):
             sizes = [f"{seal.get('bytes')} bytes" if seal else "no file" for seal in (then, now)]
-            raise _changed(output, path, f"it was {sizes[0]} then, and is {sizes[1]} now")
+            what = f"it was {sizes[0]} then, and is {sizes[1]} now"
+            raise _changed(output, path, what, has_changed_input=has_changed_input)
 
 
 def _read_rows(
@@ -179,9 +180,12 @@ def _tokens(output: Path, answer: bytes) -> Tokens:
         raise _changed(output, output, "an answer has no usage") from error
 
 
-def _changed(output: Path, path: Path, what: str) -> UsageError:
-    return UsageError(
+def _changed(output: Path, path: Path, what: str, *, has_changed_input: bool = False) -> UsageError:
+    text = (
         f"{path} is not as it was written ({what}), and lines of {output} are left to answer. Put "
-        "the file back as it was, or give --restart to answer all again. To leave the output as it "
-        f"is, remove {errors_path(output).name} and keep the --limit that it was made with"
+        "the file back as it was, or give --restart to answer all again"
     )
+    if not has_changed_input:  # otherwise there are lines that nobody has answered
+        text += f". To leave the output as it is, remove {errors_path(output).name} and keep the "
+        text += "--limit that it was made with"
+    return UsageError(text)

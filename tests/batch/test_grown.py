@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 import fminfer
 from fminfer.batch.overview import look_over
 from fminfer.batch.run_summary import JobSummary
 from fminfer.batch.shared_folder import share_files
+from fminfer.cli.app import main
 from fminfer.core.errors import StoppedError, UsageError
 from fminfer.files.completed import is_complete
 from fminfer.files.journal import journal_path
@@ -552,3 +554,24 @@ def test_an_edit_in_the_middle_of_a_run_costs_no_answer(
     assert summary.num_taken_rows > 5
     run_files(engine, [source], [tmp_path / "whole.jsonl"])
     assert read(output) == read(tmp_path / "whole.jsonl")
+
+
+def test_the_command(tmp_path: Path) -> None:
+    """`fminfer run` twice over a file that grows; the second time nothing is left to compute."""
+    source, stats = tmp_path / "a.jsonl", tmp_path / "stats.json"
+    command = ["run", str(source), "--stats", str(stats), "--dtype", "float32", "--kernels", "off"]
+    lines = [ANCHOR | {"prompt": text} for text in "abc"]
+    found = []
+    for some in (lines[:2], lines, lines[1:], lines[1:]):
+        write(source, some)
+        result = CliRunner().invoke(main, command)
+        assert result.exit_code == 0, result.output
+        told = json.loads(stats.read_text())
+        names = ("num_rows", "num_kept_rows", "num_taken_rows", "num_left_out_rows")
+        found.append(([told[name] for name in names], bool(told["device"])))
+    assert found == [
+        *(([2, 0, 0, 0], True), ([1, 2, 2, 0], True)),
+        *(([0, 2, 2, 1], False), ([0, 2, 0, 0], False)),  # no model was loaded
+    ]
+    result = CliRunner().invoke(main, [*command, "--seed", "7"])
+    assert result.exit_code == 2 and "--seed was 0, is 7" in result.output

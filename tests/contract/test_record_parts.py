@@ -1,0 +1,99 @@
+"""Records taken apart: an answer moves to another line of its request, and to no other."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from fminfer.contract.envelope import open_envelope
+from fminfer.contract.line import Line
+from fminfer.contract.record import Record, make_key
+from fminfer.contract.record_parts import is_batch, read_key, read_request, readdress
+
+USAGE = {
+    "prompt_tokens": 5,
+    "completion_tokens": 3,
+    "prompt_tokens_details": {"cached_tokens": 2},
+}
+BODY = b'{"prompt":"a \\"result\\": \\\\", "x":{"y":1,"result":{"z":2}}}'
+HEAD = {"id": "cmpl-" + "0" * 32, "object": "text_completion", "created": 1, "model": "m"}
+
+
+def line_of(number: int, raw: bytes) -> Line:
+    return Line(0, number, raw)
+
+
+def batch(custom_id: str, body: bytes = BODY) -> bytes:
+    head = b'{"custom_id": %s, "method":"POST","url":"/v1/completions", "body": '
+    return head % json.dumps(custom_id).encode() + body + b"}"
+
+
+def record_of(line: Line, repeat: int = 0, text: str = "t") -> bytes:
+    envelope = open_envelope(line)
+    result: dict[str, Any] = {"choices": [{"text": text}], "usage": USAGE}
+    result = HEAD | result if envelope.shape == "batch" else result
+    return Record(line, envelope, result, repeat=repeat).to_json()
+
+
+LINES = {
+    "bare": (BODY, BODY),
+    "other keys": (b'{"request":%s, "a":[1,{"result":2}]}' % BODY, b'{"a":7,"request":%s}' % BODY),
+    "no keys": (b'{"request":%s,"a":1}' % BODY, b'{"request":%s}' % BODY),
+    "bare to wrapped": (BODY, b'{"request":%s,"a":",\\"result\\":"}' % BODY),
+    "batch": (batch('a","response":{"\\'), batch("\ud800 b")),
+}
+
+
+@pytest.mark.parametrize("text", ["t", '","usage":{"}', "half \ud800"])
+@pytest.mark.parametrize("kind", LINES)
+def test_an_answer_moves_to_another_line(kind: str, text: str) -> None:
+    """The record is the one that the other line would have got with this answer."""
+    old, new = (line_of(number, raw) for number, raw in zip((3, 8), LINES[kind], strict=True))
+    record, envelope = record_of(old, 2, text), open_envelope(new)
+    key = make_key(envelope, 2)
+    assert key == make_key(open_envelope(old), 2)
+    if is_batch(record):
+        assert read_key(record) == key
+    else:
+        assert read_request(record) == BODY
+    moved = readdress(record, new, envelope, key)
+    assert moved.tokens == (5, 2, 3)
+    expected = json.loads(record_of(new, 2, text))
+    if kind == "batch":
+        line_id = expected["id"].removeprefix("batch_req_")
+        expected["response"]["body"]["id"] = f"cmpl-{line_id}"
+    assert json.loads(moved.record) == expected
+    again = readdress(moved.record, new, envelope, key)
+    assert again.record == moved.record
+
+
+@pytest.mark.parametrize("kind", ["bare", "batch"])
+def test_an_answer_to_another_request_is_refused(kind: str) -> None:
+    old, other = BODY, BODY.replace(b"a ", b"b ")
+    if kind == "batch":
+        old, other = batch("c", old), batch("c", other)
+    line = line_of(1, other)
+    envelope = open_envelope(line)
+    assert make_key(envelope, 0) != make_key(open_envelope(line_of(1, old)), 0)
+    with pytest.raises(ValueError, match="another request"):
+        readdress(record_of(line_of(1, old)), line, envelope, make_key(envelope, 0))
+
+
+def test_keys_tell_forms_draws_and_endpoints_apart() -> None:
+    chat = batch("c").replace(b"/v1/completions", b"/v1/chat/completions")
+    keys = {
+        make_key(open_envelope(line_of(1, raw)), repeat)
+        for raw in (BODY, batch("c"), chat)
+        for repeat in (0, 1)
+    }
+    assert len(keys) == 6
+    assert make_key(open_envelope(line_of(9, batch("d"))), 0) in keys, "whatever its custom_id"
+
+
+def test_a_record_of_an_older_version_has_no_key() -> None:
+    record = record_of(line_of(1, batch("c")))
+    found = json.loads(record)
+    found["response"]["request_id"] = found["response"]["request_id"][:36]
+    assert read_key(json.dumps(found, separators=(",", ":")).encode()) is None
