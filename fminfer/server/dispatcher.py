@@ -10,18 +10,19 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from fminfer.core.errors import FminferError, RequestError, StoppedError
 from fminfer.engine.events import Delta, Event, Finished
 from fminfer.engine.sequence import Prepared
-from fminfer.server.http_errors import HttpError, as_http
+from fminfer.server.http_errors import HttpError, as_http, shutting_down
 from fminfer.server.metrics import Metrics, RequestTimes
 from fminfer.server.reply import Reply
 
 IDLE_S = 0.2  # after which an idle engine looks whether it is to end
 TOKENIZERS = 2  # requests that are tokenized at once
 MOST_RETRY_S = 60
+Result = TypeVar("Result")
 
 
 class DispatchedEngine(Protocol):
@@ -60,7 +61,6 @@ class Dispatcher:
         self._on_failure: Callable[[], None] = lambda: None
         self._is_over = threading.Event()
         self._closed: HttpError | None = None  # why no more requests are taken
-        self.failure: BaseException | None = None  # why the engine answers no more
         self.num_dropped = 0  # requests that were open when the server ended
         self.queue_s = 0.0  # mean time that requests wait, over the last ones
 
@@ -106,7 +106,6 @@ class Dispatcher:
         Raises:
             HttpError: it is wrong, or there is no room for it.
         """
-        self._require_room()
         asked_s = time.perf_counter()
         try:
             prepared = await self.prepare(fields, is_chat=is_chat)
@@ -124,13 +123,22 @@ class Dispatcher:
 
         Raises:
             RequestError: what is wrong with it.
+            HttpError: there is no room for it.
         """
+        return await self.beside(lambda: self._engine.prepare(fields, is_chat=is_chat))
+
+    async def beside(self, work: Callable[[], Result]) -> Result:
+        """Tokenize beside the event loop, where only a few do so at once.
+
+        Raises:
+            HttpError: there is no room for it.
+            Exception: the work's.
+        """
+        self._require_room()
         loop = asyncio.get_running_loop()
         self._num_preparing += 1
         try:
-            return await loop.run_in_executor(
-                self._prepares, lambda: self._engine.prepare(fields, is_chat=is_chat)
-            )
+            return await loop.run_in_executor(self._prepares, work)
         finally:
             self._num_preparing -= 1
 
@@ -187,9 +195,8 @@ class Dispatcher:
         reply.token_s[delta.index] = now_s
 
     def _break(self, error: BaseException) -> None:
-        self.failure = error
         if isinstance(error, KeyboardInterrupt | StoppedError):  # told twice to end
-            self.fail_all(HttpError(503, "the server is shutting down", code="shutting_down"))
+            self.fail_all(shutting_down())
             self._on_failure()
             return
         told = str(error) if isinstance(error, FminferError) else type(error).__name__
