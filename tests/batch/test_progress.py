@@ -15,11 +15,13 @@ from typing import Any
 
 import pytest
 
-from fminfer.batch.progress import Pace, ProgressBar, work_left
+from fminfer.batch.progress import ProgressBar
+from fminfer.batch.time_left import TimeLeft
 from fminfer.contract.line import Line
 from fminfer.core.config import EngineConfig, StepSizes
 from fminfer.core.messages import Step, StepResult, StepTrace
 from fminfer.engine.answer import AnswerForm
+from fminfer.engine.facts import Facts
 from fminfer.engine.intake import Intake, Limits
 from fminfer.engine.packing import PlannedStep, pack
 from fminfer.engine.start import Starter
@@ -40,6 +42,7 @@ MACHINES = {
     "float32": (45e-3, 1.2e-3, 1.5e-3, 0, 0, 0.6e-3, 0.6e-3, 0.9e-3, 5e-6, 1e-3, 0.3e-3, 0),
     "gpu": (20e-3, 0.01e-3, 0.03e-3, 0, 0, 0.02e-3, 0.02e-3, 0.02e-3, 1e-8, 0, 0.01e-3, 0),
 }
+WEIGHT_BYTES, KEY_BYTES = 110_000_000 * 4, 12 * 2 * 768 * 4  # of such a llama in float32
 
 
 class Clock:
@@ -53,16 +56,17 @@ class Clock:
 
 
 class DrawingPipeline(PretendPipeline):
-    """Draws the end token with a probability."""
+    """Draws the end token with a probability, from a position on."""
 
-    def __init__(self, stop_rate: float) -> None:
+    def __init__(self, stop_rate: float, stops_from: int) -> None:
         super().__init__(32)
-        self._rng, self._stop_rate = random.Random(5), stop_rate
+        self._rng, self._stop_rate, self._stops_from = random.Random(5), stop_rate, stops_from
 
     def collect(self) -> StepResult:
-        result = super().collect()
-        for place in range(len(result.sampled.ids)):
-            if self._rng.random() < self._stop_rate:
+        step, result = self._steps[0], super().collect()
+        at = [row.position + place for row in step.rows for place in range(len(row.token_ids))]
+        for place, index in enumerate(step.sampling.token_index):
+            if at[index] >= self._stops_from and self._rng.random() < self._stop_rate:
                 result.sampled.ids[place] = END_ID
         return result
 
@@ -83,6 +87,18 @@ def rows_of(workload: str, count: int) -> Iterator[dict[str, Any]]:
             yield {"prompt": ids(rng.randint(64, 511)), **how}
         elif workload == "prefixes":
             yield {"prompt": heads[number % 2] + ids(rng.randint(40, 99)), "max_tokens": 8}
+        elif workload == "short":
+            yield {"prompt": ids(30), "max_tokens": rng.randint(16, 32)}
+        elif workload == "few long":
+            yield {"prompt": ids(40), "max_tokens": 600 if number in (3, 8) else 60}
+        elif workload == "uneven":
+            yield {"prompt": ids(30), "max_tokens": int(8 * 2 ** rng.uniform(0, 6))}
+        elif workload == "chats":
+            yield {"prompt": ids(rng.randint(35, 45)), "max_tokens": 800}
+        elif workload == "short, then long":
+            is_long = number >= count // 2
+            length, max_tokens = (80, 60) if is_long else (20, 8)
+            yield {"prompt": ids(length), "max_tokens": max_tokens}
         else:  # candidates
             yield {"prompt": ids(40), "max_tokens": 60, "n": 1 + number % 4, "temperature": 1}
 
@@ -97,7 +113,7 @@ def run(
 
     def asked_while_packing(*args: Any) -> PlannedStep:
         """Rows were in no list for a moment, and a signal then found none."""
-        while_packing.append(loop.num_draws_left)
+        while_packing.append(sum(loop.running_rows.num_left))
         return pack(*args)
 
     while_packing: list[int] = []
@@ -107,20 +123,23 @@ def run(
     loop = build_loop(
         EngineConfig(),
         Starter(tokenizer, limits.eos_ids, seed=1),
-        DrawingPipeline(how.get("stop_rate", 0.0)),
+        DrawingPipeline(how.get("stop_rate", 0.0), how.get("stops_from", 0)),
         AnswerForm(tokenizer, "auto"),
-        sizes=EngineConfig().step_sizes("cpu", 1),
+        sizes=EngineConfig(max_rows=how.get("max_rows")).step_sizes("cpu", 1),
         num_blocks=how.get("num_blocks", 4096),
         num_stages=1,
     )
-    bar = ProgressBar(total, is_quiet=True)
+    device = "cuda:0" if how.get("machine") == "gpu" else "cpu"
+    sizes = (256, 4096, WEIGHT_BYTES, KEY_BYTES)
+    facts = Facts(device, "float32", "float32", 2, True, *sizes, True, "", "")
+    bar = ProgressBar(total, TimeLeft.of(facts, 1), is_quiet=True)
     told: list[tuple[float, float | None]] = []
 
     def on_step(trace: StepTrace) -> None:
         step: Step = trace.step
         clock.now_s += costs.predict_s(StepWork.of(step).counts)
-        bar.add_step(trace.num_prompt_tokens, len(step.sampling.token_index))
-        told.append((clock.now_s, bar.left_s(loop.stats)))
+        bar.add_work(loop.stats, trace.num_prompt_tokens, len(step.sampling.token_index))
+        told.append((clock.now_s, bar.left_s(loop)))
 
     loop.on_step = on_step
     base = {"temperature": 0, "user": ""}
@@ -213,12 +232,12 @@ def test_what_running_rows_may_still_draw_is_counted(monkeypatch: pytest.MonkeyP
 
     class Asked(PretendPipeline):
         def collect(self) -> StepResult:
-            told.append(loop.num_draws_left)
+            told.append(sum(loop.running_rows.num_left))
             return super().collect()
 
     def asked_while_packing(*args: Any) -> PlannedStep:
         """Rows were in no list for a moment, and a signal then found none."""
-        while_packing.append(loop.num_draws_left)
+        while_packing.append(sum(loop.running_rows.num_left))
         return pack(*args)
 
     while_packing: list[int] = []
@@ -236,7 +255,7 @@ def test_what_running_rows_may_still_draw_is_counted(monkeypatch: pytest.MonkeyP
     )
     rows = [{"prompt": [9, 10, 11 + i], "max_tokens": n} for i, n in enumerate((5, 9, 30))]
     lines = (Line(0, i, json.dumps(row).encode()) for i, row in enumerate(rows, 1))
-    assert loop.num_draws_left == 0
+    assert not loop.running_rows.num_left
     assert len(list(over_lines(loop, Intake(tokenizer, limits)).run(lines))) == 3
     # While each step is computed: long rows first, two at once, the third when one has ended.
     assert told[:10] == [39, 37, 35, 33, 31, 29, 27, 25, 23, 21 + 5] and told[-1] == 1, told
