@@ -18,7 +18,8 @@ from fminfer.engine.stats import EngineStats, RunningRows
 
 BAR_EVERY_S = 0.2
 FIRST_LINE_S, LINE_EVERY_S = 5.0, 30.0  # without a terminal; the wait doubles up to the second
-LEFT_EVERY_S = 1.0  # the time left is worked out so often, and counted down in between
+LEFT_EVERY_S = 1.0  # how often the time left is worked out
+LEAST_BAR = 3  # columns
 USUAL_SIZE = {"ncols": 80, "nrows": 24}  # for a terminal that does not report its size
 BAR_OF_UNKNOWN = "{desc}: {n_fmt}/? rows{postfix}"
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} rows{postfix}"
@@ -50,6 +51,7 @@ class ProgressBar:
         self._time_left = time_left or TimeLeft()
         self._num_rows = self._num_tokens = 0
         self._elapsed_s = 0.0
+        self._left, self._left_at_s = "left ?", -math.inf
         hide = is_quiet or not self._is_terminal
         form = BAR_OF_UNKNOWN if total_rows is None else BAR
         self._bar = _make_bar(total=total_rows, desc="fminfer", bar_format=form, disable=hide)
@@ -83,24 +85,38 @@ class ProgressBar:
         self._last_line_s = now_s
         if not self._is_terminal:
             self._every_s = min(2 * self._every_s, LINE_EVERY_S)
-        left_s = self.left_s(engine)
-        left = "?" if left_s is None else show_seconds(left_s)
-        # Rows may take long to end; tokens show that they go on.
-        tokens_per_s = self._num_tokens / self._elapsed_s if self._elapsed_s > 0 else 0.0
-        postfix = f"{self._num_tokens:,} tokens, {tokens_per_s:,.0f} tok/s"
-        postfix += f", left {left}"
-        if num_errors:
-            postfix += f", {counted(num_errors, 'error')}"
-        if self._is_slowed():
-            postfix += ", slowed by other work"
+        if now_s - self._left_at_s >= LEFT_EVERY_S:
+            self._left, self._left_at_s = self._tell_left(engine), now_s
+        total = "?" if self.total_rows is None else self.total_rows
+        rows = f"{num_rows}/{total} rows"
+        texts = self._texts(num_errors)
         if self._is_terminal:
-            self._bar.set_postfix_str(postfix, refresh=False)
+            room = _num_columns() - len(f"fminfer: 100%|| {rows}, ") - LEAST_BAR
+            text = next((each for each in texts if len(each) <= room), texts[-1])
+            self._bar.set_postfix_str(text, refresh=False)
             self._bar.total = self.total_rows
             self._bar.update(num_rows - self._bar.n)
             self._bar.refresh()
         else:
-            total = "?" if self.total_rows is None else self.total_rows
-            print(f"{num_rows}/{total} rows, {postfix}", file=sys.stderr, flush=True)
+            print(f"{rows}, {texts[0]}", file=sys.stderr, flush=True)
+
+    def _tell_left(self, engine: Answering) -> str:
+        left_s = self.left_s(engine)
+        if left_s is None or self.total_rows is None:
+            return "left ?"
+        is_most = self._time_left.is_most(engine, self.total_rows)
+        return f"left {'<' if is_most else '~'}{show_seconds(left_s)}"
+
+    def _texts(self, num_errors: int) -> list[str]:
+        """Return what stands behind the rows, and shorter forms of it for narrow terminals."""
+        # Rows may take long to end; tokens show that they go on.
+        tokens_per_s = self._num_tokens / self._elapsed_s if self._elapsed_s > 0 else 0.0
+        tokens, speed = f"{self._num_tokens:,} tokens", f"{tokens_per_s:,.0f} tok/s"
+        most = [self._left, *([counted(num_errors, "error")] if num_errors else [])]
+        slowed = ["slowed by other work"] if self._is_slowed() else []
+        brief = [*most, *(["slowed"] if slowed else [])]
+        forms = [[tokens, speed, *most, *slowed], [speed, *most, *slowed], [speed, *brief], brief, most, most[:1]]
+        return [", ".join(form) for form in forms]
 
     def close(self) -> None:
         self._bar.update(self._num_rows - self._bar.n)
@@ -169,12 +185,13 @@ def _make_bar(**how: Any) -> Any:
     """Return a tqdm bar; its library takes a third of the start of commands that show none."""
     from tqdm import tqdm
 
-    return tqdm(**how, **_size())
+    # Where a terminal reports no columns, a bar would not show.
+    size: dict[str, Any] = {"dynamic_ncols": True} if _num_columns(0) else USUAL_SIZE
+    return tqdm(**how, **size)
 
 
-def _size() -> dict[str, int]:
-    """Return a size for a terminal that reports no columns, where a bar would not show."""
+def _num_columns(unknown: int = USUAL_SIZE["ncols"]) -> int:
+    """Return the width of the terminal, which may change."""
     with suppress(OSError, ValueError):
-        if os.get_terminal_size(sys.stderr.fileno()).columns == 0:
-            return USUAL_SIZE
-    return {}
+        return os.get_terminal_size(sys.stderr.fileno()).columns or unknown
+    return unknown

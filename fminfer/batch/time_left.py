@@ -69,6 +69,11 @@ class TimeLeft:
             return None
         return self._seconds(work_left(stats, engine.running_rows, total_rows, self._most_fed))
 
+    def is_most(self, engine: Answering, total_rows: int) -> bool:
+        """Whether rows may take far less: all were read, and none has ended."""
+        read = engine.stats.read
+        return read.num_rows >= total_rows and sum(read.ends.num_open) == sum(read.ends.num_read)
+
     def _seconds(self, work: WorkLeft) -> float | None:
         costs = self._costs.fit()
         if costs is None:

@@ -89,9 +89,9 @@ class RowEnds:
     @staticmethod
     def spread(num_drawn: int, by_place: list[int]) -> None:
         """Add the draws of a sequence to the counts of their places."""
-        for place in range(1, num_drawn.bit_length()):
-            by_place[place] += 1 << (place - 1)
-        by_place[num_drawn.bit_length()] += num_drawn - ((1 << num_drawn.bit_length() >> 1) - 1)
+        for place in range(1, num_drawn.bit_length() + 1):
+            first = 1 << (place - 1)
+            by_place[place] += min(first, num_drawn + 1 - first)
 
 
 @dataclass(slots=True)
