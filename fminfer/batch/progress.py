@@ -18,7 +18,8 @@ from fminfer.engine.stats import EngineStats, RunningRows
 
 BAR_EVERY_S = 0.2
 FIRST_LINE_S, LINE_EVERY_S = 5.0, 30.0  # without a terminal; the wait doubles up to the second
-LEFT_EVERY_S = 1.0  # how often the time left is worked out
+LEFT_EVERY_S = 2.0  # how often the time left is worked out
+UNKNOWN = "left ?"
 LEAST_BAR = 3  # columns
 USUAL_SIZE = {"ncols": 80, "nrows": 24}  # for a terminal that does not report its size
 BAR_OF_UNKNOWN = "{desc}: {n_fmt}/? rows{postfix}"
@@ -51,7 +52,7 @@ class ProgressBar:
         self._time_left = time_left or TimeLeft()
         self._num_rows = self._num_tokens = 0
         self._elapsed_s = 0.0
-        self._left, self._left_at_s = "left ?", -math.inf
+        self._left, self._left_at_s = UNKNOWN, -math.inf
         hide = is_quiet or not self._is_terminal
         form = BAR_OF_UNKNOWN if total_rows is None else BAR
         self._bar = _make_bar(total=total_rows, desc="fminfer", bar_format=form, disable=hide)
@@ -85,7 +86,7 @@ class ProgressBar:
         self._last_line_s = now_s
         if not self._is_terminal:
             self._every_s = min(2 * self._every_s, LINE_EVERY_S)
-        if now_s - self._left_at_s >= LEFT_EVERY_S:
+        if self._left == UNKNOWN or now_s - self._left_at_s >= LEFT_EVERY_S:
             self._left, self._left_at_s = self._tell_left(engine), now_s
         total = "?" if self.total_rows is None else self.total_rows
         rows = f"{num_rows}/{total} rows"
@@ -103,7 +104,7 @@ class ProgressBar:
     def _tell_left(self, engine: Answering) -> str:
         left_s = self.left_s(engine)
         if left_s is None or self.total_rows is None:
-            return "left ?"
+            return UNKNOWN
         is_most = self._time_left.is_most(engine, self.total_rows)
         return f"left {'<' if is_most else '~'}{show_seconds(left_s)}"
 
@@ -115,7 +116,14 @@ class ProgressBar:
         most = [self._left, *([counted(num_errors, "error")] if num_errors else [])]
         slowed = ["slowed by other work"] if self._is_slowed() else []
         brief = [*most, *(["slowed"] if slowed else [])]
-        forms = [[tokens, speed, *most, *slowed], [speed, *most, *slowed], [speed, *brief], brief, most, most[:1]]
+        forms = [
+            [tokens, speed, *most, *slowed],
+            [speed, *most, *slowed],
+            [speed, *brief],
+            brief,
+            most,
+            most[:1],
+        ]
         return [", ".join(form) for form in forms]
 
     def close(self) -> None:

@@ -23,9 +23,7 @@ class WorkLeft:
 
 
 def work_left(stats: EngineStats, running: RunningRows, total_rows: int, most_fed: int) -> WorkLeft:
-    """Expect what is left: rows take free places one by one, in the order of the engine.
-
-    Unread rows are like those that were read.
+    """Expect what is left: rows take free places one by one. Unread rows are like those read.
 
     Args:
         most_fed: prompt tokens of a step, at most.
@@ -49,18 +47,19 @@ def work_left(stats: EngineStats, running: RunningRows, total_rows: int, most_fe
         places.go_on(drawn, lengths.next(drawn, left))
     for length in _each(waiting):
         places.enter(lengths.next(0, length))
-    known = places.work
-    share = times_unread / times
+    known, share = places.work, times_unread / times
     for length in _each([(count * share, length) for count, length in read.ends.read_rows]):
         places.enter(lengths.next(0, length))
     work = places.work
-    work.num_fed = num_fed
+    new_draws, new_keys = work.num_drawn - known.num_drawn, work.num_keys - known.num_keys
+    new_steps = max(new_draws / places.count, places.feeding * num_unread / times)
     others = times - 1  # for each row looked at
-    new_steps = (work.num_drawn - known.num_drawn) / places.count
-    work.num_steps += others * max(new_steps, places.feeding * num_unread / times)
-    work.num_drawn += others * (work.num_drawn - known.num_drawn)
-    work.num_keys += others * (work.num_keys - known.num_keys)
-    return work
+    return WorkLeft(
+        work.num_steps + others * new_steps,
+        num_fed,
+        work.num_drawn + others * new_draws,
+        work.num_keys + others * new_keys,
+    )
 
 
 def _fed_left(stats: EngineStats, times_unread: float) -> float:

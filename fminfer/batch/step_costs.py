@@ -24,10 +24,7 @@ class StepCosts:
 
     def __init__(self, device_type: str = "cpu") -> None:
         self._step_tokens = STEP_TOKENS[device_type]
-        self._num_seen = 0
-        self._begin()
-
-    def _begin(self) -> None:
+        self._is_warm = False
         self._elapsed_s = 0.0
         self._num_units = 0.0  # what the usual costs count
         self._products = [[0.0] * 3 for _ in range(3)]
@@ -43,9 +40,9 @@ class StepCosts:
         units = self._step_tokens * num_reads + num_fed + num_drawn
         if not units:
             return
-        if self._num_seen == 1:  # the first step warms up, and waited for the first lines
-            self._begin()
-        self._num_seen += 1
+        if not self._is_warm:  # the first step waited for the first lines, and for memory
+            self._is_warm = True
+            return
         self._elapsed_s += seconds
         self._num_units += units
         # With these weights the fitted total is the measured one.

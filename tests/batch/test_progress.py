@@ -40,9 +40,11 @@ def test_nothing_is_said_of_what_is_not_known(monkeypatch: pytest.MonkeyPatch) -
     assert bar.left_s(engine) is None
     engine.stats.read.num_rows = 3
     assert bar.left_s(engine) is None and ProgressBar(None, is_quiet=True).left_s(engine) is None
-    clock.now_s = 1.0
-    engine.stats.num_steps = 1
-    bar.add_work(engine.stats, 5, 0)
+    for _ in range(2):
+        assert bar.left_s(engine) is None, "the first step says nothing of others"
+        clock.now_s += 1.0
+        engine.stats.num_steps += 1
+        bar.add_work(engine.stats, 5, 0)
     assert bar.left_s(engine) == 0.0
 
 
@@ -55,13 +57,14 @@ def test_a_bound_is_shown_as_one(
     monkeypatch.setattr("fminfer.batch.progress.LEFT_EVERY_S", 0.0)
     clock = Clock()
     monkeypatch.setattr("fminfer.batch.progress.time", clock)
-    stats = EngineStats(max_rows=8, num_steps=10, num_generated_tokens=20)
+    stats = EngineStats(max_rows=8, num_prompt_tokens=8)
     engine = Told(stats, RunningRows([10, 10], [90, 90]))
     stats.read.num_rows = 2
     stats.read.add(8, 2, 100)
     bar = ProgressBar(2, is_quiet=False)
-    clock.now_s = 5.0
-    bar.add_work(stats, 0, 20)
+    bar.add_work(stats, 8, 2)
+    stats.num_steps, clock.now_s = 9, 4.5
+    bar.add_work(stats, 0, 18)
     bar.update(0, 0, engine)
     stats.read.ends.end(10, 100)
     bar.update(1, 0, engine)
@@ -129,6 +132,7 @@ def test_what_running_rows_may_still_draw_is_counted(monkeypatch: pytest.MonkeyP
     running = RunningRows([5, 5], [3, 7])
     assert bar.drawing_s(running) is None, "nothing was computed yet"
     bar.add_work(EngineStats(num_steps=5), 0, 5)
+    bar.add_work(EngineStats(num_steps=9), 0, 5)
     assert (bar.drawing_s(running) or 0) > 0 and bar.drawing_s(RunningRows()) is None
 
 
@@ -144,7 +148,8 @@ def test_the_bar_fits_a_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) 
         bar = ProgressBar(1_000_000, is_quiet=False, is_slowed=lambda: True)
         stats.read.num_rows, stats.num_steps = 4_000, 10
         stats.read.add(400_000, 4_000, 100)
-        bar.add_work(stats, 12_345_678, 87_654_321)
+        bar.add_work(stats, 12_345_678, 0)
+        bar.add_work(stats, 0, 87_654_321)
         bar.update(450_000, 12_345, Told(stats, RunningRows([9], [91])))
         bar.close()
     said = b""

@@ -244,9 +244,8 @@ def test_several_pipelines_share_the_rows() -> None:
 
 def test_costs_are_fitted_to_steps() -> None:
     costs, rng = StepCosts("cpu"), random.Random(1)
-    assert costs.fit() is None
     costs.add(99.0, 1, 500, 0)
-    assert costs.fit() is not None, "the first step is all that is known"
+    assert costs.fit() is None, "the first step says nothing of others"
     for _ in range(2000):
         num_fed, num_drawn = rng.choice([0, 0, 100]), rng.randint(1, 64)
         costs.add(0.05 + 0.001 * num_fed + 0.002 * num_drawn, 1, num_fed, num_drawn)
