@@ -10,7 +10,7 @@ from fminfer.engine.facts import Facts
 from fminfer.engine.stats import EngineStats, RunningRows
 
 # A step of few tokens takes as long as reading the weights half as often again: measured on CPUs
-# with a llama of 12 × 768. A GPU could read so many bytes while it starts a step's kernels.
+# with a llama of 12 × 768. A GPU is assumed to start a step's kernels in the time of so many bytes.
 WEIGHTS_READ, STEP_BYTES = 1.5, 20e9
 
 
