@@ -6,7 +6,7 @@ from typing import Protocol
 
 from fminfer.engine.events import Event
 from fminfer.engine.sequence import Prepared
-from fminfer.engine.stats import EngineStats
+from fminfer.engine.stats import EngineStats, RunningRows
 
 
 class EngineCore(Protocol):
@@ -87,5 +87,5 @@ class EngineCore(Protocol):
         """Whether rows run, or have run and are to run again."""
 
     @property
-    def num_draws_left(self) -> int:
-        """The most tokens that running rows may still draw; 0: not known."""
+    def running_rows(self) -> RunningRows:
+        """What running rows have drawn, and may still draw, as far as it is known."""

@@ -25,7 +25,7 @@ from fminfer.engine.facts import Facts
 from fminfer.engine.intake import Intake, Limits
 from fminfer.engine.room import KvSize
 from fminfer.engine.sequence import Prepared
-from fminfer.engine.stats import EngineStats
+from fminfer.engine.stats import EngineStats, RunningRows
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.pipeline.group import Group
 from fminfer.text.chat_template import ChatTemplate
@@ -281,9 +281,9 @@ class Engine:
         return self._core.kv_usage
 
     @property
-    def num_draws_left(self) -> int:
-        """The most tokens that rows which run may still draw; 0: not known."""
-        return self._core.num_draws_left
+    def running_rows(self) -> RunningRows:
+        """What running rows have drawn, and may still draw, as far as it is known."""
+        return self._core.running_rows
 
     @property
     def chat_template(self) -> ChatTemplate:
