@@ -16,11 +16,14 @@ from fminfer.core.errors import FminferError, RequestError, StoppedError
 from fminfer.engine.events import Delta, Event, Finished
 from fminfer.engine.sequence import Prepared
 from fminfer.server.http_errors import HttpError, as_http
+from fminfer.server.kept_answers import events_of
 from fminfer.server.metrics import Metrics, RequestTimes
 from fminfer.server.reply import Reply
+from fminfer.worker.result_cache import ResultCache
 
 IDLE_S = 0.2  # after which an idle engine looks whether it is to end
 TOKENIZERS = 2  # requests that are tokenized at once
+MOST_LOOKING = 16  # requests that a full queue tokenizes at once, to look for a kept answer
 MOST_RETRY_S = 60
 
 
@@ -47,10 +50,18 @@ class Dispatcher:
     Args:
         queue_size: prompts that may wait; 0: any number.
         metrics: is told of each request's times.
+        cache: has answers that need not be computed.
     """
 
-    def __init__(self, engine: DispatchedEngine, queue_size: int, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        engine: DispatchedEngine,
+        queue_size: int,
+        metrics: Metrics,
+        cache: ResultCache | None = None,
+    ) -> None:
         self._engine = engine
+        self._cache = cache
         self._metrics = metrics
         self._queue_size = queue_size
         self._open: dict[int, Reply] = {}  # of the event loop's thread only
@@ -106,12 +117,19 @@ class Dispatcher:
         Raises:
             HttpError: it is wrong, or there is no room for it.
         """
-        self._require_room()
+        full = self._why_no_room()
         asked_s = time.perf_counter()
         try:
             prepared = await self.prepare(fields, is_chat=is_chat)
+            kept = await self._find_kept(prepared)
             if self._closed is not None:
                 raise self._closed
+            if kept is not None:
+                return self._reply_at_once(
+                    Reply(kept.request_id, asked_s, prepared), kept, is_streamed=is_streamed
+                )
+            if full is not None:
+                raise full
             request_id = self._engine.add(prepared, is_streamed=is_streamed)
         except RequestError as error:
             raise as_http(error) from None
@@ -153,18 +171,48 @@ class Dispatcher:
             reply.push(error)
         self._open.clear()
 
-    def _require_room(self) -> None:
+    async def _find_kept(self, prepared: Prepared) -> Finished | None:
+        """Look for an answer beside the event loop: it may be on a slow disk."""
+        if (cache := self._cache) is None:
+            return None
+        loop = asyncio.get_running_loop()
+        self._num_preparing += 1
+        try:
+            return await loop.run_in_executor(
+                self._prepares, lambda: cache.find(prepared, takes_chance=True)
+            )
+        finally:
+            self._num_preparing -= 1
+
+    def _reply_at_once(self, reply: Reply, kept: Finished, *, is_streamed: bool) -> Reply:
+        """Return the reply to a request that the engine never has."""
+        self._metrics.observe(RequestTimes.of(kept, time.perf_counter() - reply.asked_s))
+        for event in events_of(kept, is_streamed=is_streamed):
+            reply.push(event)
+        return reply
+
+    def _why_no_room(self) -> HttpError | None:
+        """Return the error of a request that only a kept answer can save; None: there is room.
+
+        Raises:
+            HttpError: the server ends; or the queue is full, and it is not worth a look.
+        """
         if self._closed is not None:
             raise self._closed
-        if self._queue_size and (waiting := self.num_waiting) >= self._queue_size:
-            retry_s = min(MOST_RETRY_S, max(1, round(self.queue_s)))
-            raise HttpError(
-                429,
-                f"{waiting} prompts wait, and the queue is full (--queue-size "
-                f"{self._queue_size}). Try again in {retry_s} s",
-                code="queue_full",
-                headers={"Retry-After": str(retry_s)},
-            )
+        waiting = self.num_waiting
+        if not self._queue_size or waiting < self._queue_size:
+            return None
+        retry_s = min(MOST_RETRY_S, max(1, round(self.queue_s)))
+        full = HttpError(
+            429,
+            f"{waiting} prompts wait, and the queue is full (--queue-size "
+            f"{self._queue_size}). Try again in {retry_s} s",
+            code="queue_full",
+            headers={"Retry-After": str(retry_s)},
+        )
+        if self._cache is None or self._num_preparing >= MOST_LOOKING:
+            raise full
+        return full
 
     def _deliver(self, events: list[Event]) -> None:
         now_s = time.perf_counter()
@@ -177,6 +225,8 @@ class Dispatcher:
             else:
                 del self._open[event.request_id]
             if isinstance(event, Finished):
+                if self._cache is not None:
+                    self._cache.keep(reply.prepared, event)
                 self.queue_s += 0.1 * (event.times["queue_time"] - self.queue_s)
                 self._metrics.observe(RequestTimes.of(event, now_s - reply.asked_s))
             reply.push(event)

@@ -221,10 +221,11 @@ def _make_service(engine: Engine, settings: ServerSettings) -> Service:
         if not settings.is_quiet and settings.log_level in ("info", "debug"):
             click.echo(text, err=True)
 
-    metrics = Metrics(engine, names[0])
+    cache = engine.result_cache
+    metrics = Metrics(engine, names[0], cache)
     return Service(
         engine,
-        Dispatcher(engine, settings.queue_size, metrics),
+        Dispatcher(engine, settings.queue_size, metrics, cache),
         model,
         metrics,
         Throughput(lambda: engine.stats),

@@ -71,7 +71,7 @@ def model_routes(service: Service) -> APIRouter:
     @router.get("/stats", **document(stats_schema(), "How it stands.", errors=[401]))
     async def stats() -> Response:
         """Return what the server does at the moment."""
-        rates = service.throughput.rates
+        rates, cache = service.throughput.rates, engine.result_cache
         return respond_json(
             {
                 "model": service.model.names[0],
@@ -80,6 +80,8 @@ def model_routes(service: Service) -> APIRouter:
                 "kv_usage": engine.kv_usage,
                 "prompt_tokens_per_s": rates.prompt_tokens,
                 "generation_tokens_per_s": rates.generation_tokens,
+                "result_cache_queries": 0 if cache is None else cache.num_asked,
+                "result_cache_hits": 0 if cache is None else cache.num_found,
                 "uptime_s": service.throughput.uptime_s,
             }
         )
