@@ -104,7 +104,8 @@ class AnswerFile:
                     "INSERT OR IGNORE INTO answers (key, used, checksum, value) VALUES (?,?,?,?)",
                     [(key, now, _checksum(key, value), value) for key, value in part],
                 )
-                self._shrink(max_bytes)
+        with self._told():
+            self._shrink(max_bytes)
 
     def _prepare(self) -> None:
         run = self._database.execute
@@ -163,7 +164,8 @@ class AnswerFile:
         page = self._number("page_size")
         excess = self._number("page_count") - max_bytes // page
         if excess > 0:
-            self._database.execute(f"PRAGMA incremental_vacuum({excess})").fetchall()
+            # `execute` would free one page
+            self._database.executescript(f"PRAGMA incremental_vacuum({excess})")
 
     def _used_bytes(self) -> int:
         num_pages = self._number("page_count") - self._number("freelist_count")
