@@ -76,9 +76,10 @@ class AnswerFile:
         if found is None:
             return None
         value, checksum, used = found
-        if not isinstance(value, bytes) or checksum != _checksum(key, value):
+        is_whole = isinstance(value, bytes) and checksum == _checksum(key, value)
+        if not (is_whole and isinstance(used, int)):
             raise DamagedError("an answer in it has a wrong checksum")
-        return _unpack(value), int(used)
+        return _unpack(value), used
 
     def write(
         self, values: Iterable[tuple[bytes, bytes]], uses: Iterable[bytes], now: int, max_bytes: int
@@ -193,7 +194,7 @@ class AnswerFile:
         except sqlite3.Error as error:
             # SQLITE_CORRUPT and SQLITE_NOTADB are of this very class, the machine's errors are not.
             is_damaged = type(error) is sqlite3.DatabaseError
-            if is_damaged or "file format" in str(error):
+            if is_damaged or any(words in str(error) for words in ("file format", "decode")):
                 raise DamagedError(str(error)) from error
             # Its header says so and the system does not; or another file is in its place by now.
             if "readonly" in str(error) and self._may_write():

@@ -6,16 +6,16 @@ Whatever is wrong with the file costs only its answers: there is a warning, and 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from fminfer.files.answer_file import READ_S, TOUCH_AFTER_S, WRITE_S, AnswerFile, DamagedError
 from fminfer.files.cache_place import CachePlace
+from fminfer.files.disk import alone
 
 FILE, LOCK = "answers.sqlite", "answers.lock"
 WRITE_EACH_S = 1.0  # between writes
@@ -44,14 +44,15 @@ class AnswerStore:
         self._path = place.folder / FILE
         self._max_bytes = place.max_bytes
         self._tell, self._now = tell, now
-        self._lock = threading.Lock()  # of all that follows
+        self._lock = threading.Lock()  # of what waits; nobody holds it and waits for the disk
+        self._pending: dict[bytes, bytes] = {}  # answers that are not written yet
+        self._pending_bytes = 0
+        self._used: set[bytes] = set()  # keys whose use is not noted yet
+        self._file_lock = threading.Lock()  # of all that follows; it is taken first
         self._reader: AnswerFile | None = None  # None: nothing is read
         self._writer: AnswerFile | None = None  # used by the thread
         self._may_write = True
         self._identity: Identity = None  # of the file that is open
-        self._pending: dict[bytes, bytes] = {}  # answers that are not written yet
-        self._pending_bytes = 0
-        self._used: set[bytes] = set()  # keys whose use is not noted yet
         self._damage = ""  # that was met, and is to be dealt with
         self._num_busy = self._num_set_aside = 0
         self.trouble = ""  # why it no longer does all of its work
@@ -63,19 +64,22 @@ class AnswerStore:
     def find(self, key: bytes) -> bytes | None:
         """Return what is kept under a key; None: nothing."""
         with self._lock:
-            if (waiting := self._pending.get(key)) is not None:
-                return waiting
+            waiting = self._pending.get(key)
+        if waiting is not None:
+            return waiting
+        with self._file_lock:
             found = self._read(key)
-            if found is None:
-                return None
-            value, used = found
-            if self._may_write and self._now() - used >= TOUCH_AFTER_S:
+        if found is None:
+            return None
+        value, used = found
+        if self._may_write and self._now() - used >= TOUCH_AFTER_S:
+            with self._lock:
                 self._used.add(key)
-                self._has_news.set()
-            return value
+            self._has_news.set()
+        return value
 
     def keep(self, key: bytes, value: bytes) -> None:
-        """Keep a value, which is written within a second or two."""
+        """Keep a value, which is written within a second or two. It never waits for the disk."""
         with self._lock:
             has_room = self._pending_bytes + len(value) <= MAX_PENDING_BYTES
             if not self._may_write or not has_room or key in self._pending:
@@ -89,13 +93,13 @@ class AnswerStore:
         self._is_closing.set()
         self._has_news.set()
         self._thread.join(CLOSE_S)
-        with self._lock:
+        with self._file_lock:
             if self._pending or self._thread.is_alive():
                 self._give_up("the last answers could not be written in time")
             if not self._thread.is_alive():
                 self._close_both()
 
-    # With the lock held:
+    # With the lock of the file held:
 
     def _read(self, key: bytes) -> tuple[bytes, int] | None:
         if self._reader is None:
@@ -129,9 +133,10 @@ class AnswerStore:
         if not can_read:
             self._close_reader()
         self._may_write = False  # `close` closes the writer, which the thread may be using
-        self._pending.clear()
-        self._used.clear()
-        self._pending_bytes = 0
+        with self._lock:
+            self._pending.clear()
+            self._used.clear()
+            self._pending_bytes = 0
         if not self.trouble:
             self.trouble = why
             rest = "Answers are taken from it, and none is added" * can_read
@@ -181,7 +186,7 @@ class AnswerStore:
         aside = self._path.with_name(f"{FILE}.damaged-{self._now():.0f}-{os.getpid()}")
         aside = aside.with_name(f"{aside.name}-{self._num_set_aside}")
         try:
-            with _alone(self._path.with_name(LOCK)):
+            with alone(self._path.with_name(LOCK)):
                 if _identity_of(self._path) != self._identity:
                     return True
                 journal = self._path.with_name(f"{FILE}-journal")
@@ -208,10 +213,12 @@ class AnswerStore:
             self._write()
 
     def _write(self) -> None:
-        with self._lock:
+        with self._file_lock:
             if self._damage:
                 self._mend()
-            writer, values, used = self._writer, self._pending.copy(), self._used
+            writer = self._writer
+        with self._lock:
+            values, used = self._pending.copy(), self._used
             self._used = set()
         if writer is None or not (values or used):
             return  # all was given up
@@ -220,31 +227,19 @@ class AnswerStore:
         except (DamagedError, sqlite3.Error, OSError) as error:
             self._after_failure(error)
             return
+        self._num_busy = 0
         with self._lock:
-            self._num_busy = 0
             for key in values:
                 self._pending_bytes -= len(self._pending.pop(key, b""))
 
     def _after_failure(self, error: Exception) -> None:
-        with self._lock:
+        with self._file_lock:
             if isinstance(error, DamagedError):
                 self._note_damage(str(error))
             else:
                 self._note_failure(error)
             if self._may_write:
                 self._has_news.set()  # so that it is tried again
-
-
-@contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Keep other processes from doing the same, where the file system has locks."""
-    fd = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
 
 
 def _identity_of(path: Path) -> Identity:

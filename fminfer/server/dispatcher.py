@@ -120,8 +120,7 @@ class Dispatcher:
         full = self._why_no_room()
         asked_s = time.perf_counter()
         try:
-            prepared = await self.prepare(fields, is_chat=is_chat)
-            kept = await self._find_kept(prepared)
+            prepared, kept = await self._prepare(fields, self._cache, is_chat=is_chat)
             if self._closed is not None:
                 raise self._closed
             if kept is not None:
@@ -143,14 +142,8 @@ class Dispatcher:
         Raises:
             RequestError: what is wrong with it.
         """
-        loop = asyncio.get_running_loop()
-        self._num_preparing += 1
-        try:
-            return await loop.run_in_executor(
-                self._prepares, lambda: self._engine.prepare(fields, is_chat=is_chat)
-            )
-        finally:
-            self._num_preparing -= 1
+        prepared, _ = await self._prepare(fields, None, is_chat=is_chat)
+        return prepared
 
     def leave(self, reply: Reply) -> None:
         """Forget a request; if it has no answer yet, the engine frees what it holds."""
@@ -171,16 +164,21 @@ class Dispatcher:
             reply.push(error)
         self._open.clear()
 
-    async def _find_kept(self, prepared: Prepared) -> Finished | None:
-        """Look for an answer beside the event loop: it may be on a slow disk."""
-        if (cache := self._cache) is None:
-            return None
+    async def _prepare(
+        self, fields: Mapping[str, Any], cache: ResultCache | None, *, is_chat: bool
+    ) -> tuple[Prepared, Finished | None]:
+        """Prepare a request beside the event loop, and find its answer if the cache has it."""
+
+        def prepare() -> tuple[Prepared, Finished | None]:
+            prepared = self._engine.prepare(fields, is_chat=is_chat)
+            if cache is None:
+                return prepared, None
+            return prepared, cache.find(prepared, takes_chance=True)
+
         loop = asyncio.get_running_loop()
         self._num_preparing += 1
         try:
-            return await loop.run_in_executor(
-                self._prepares, lambda: cache.find(prepared, takes_chance=True)
-            )
+            return await loop.run_in_executor(self._prepares, prepare)
         finally:
             self._num_preparing -= 1
 
@@ -210,9 +208,9 @@ class Dispatcher:
             code="queue_full",
             headers={"Retry-After": str(retry_s)},
         )
-        if self._cache is None or self._num_preparing >= MOST_LOOKING:
-            raise full
-        return full
+        if self._cache is not None and self._num_preparing < MOST_LOOKING:
+            return full
+        raise full
 
     def _deliver(self, events: list[Event]) -> None:
         now_s = time.perf_counter()

@@ -11,7 +11,6 @@ import json
 import threading
 from array import array
 from collections.abc import Callable
-from dataclasses import replace
 from functools import lru_cache
 
 import orjson
@@ -139,14 +138,14 @@ def key_of(prepared: Prepared, terms: bytes) -> bytes:
     has_seed = params.max_tokens > 0 and not params.is_greedy
     head = (prepared.kind, prepared.tool_parser, params.seed if has_seed else None)
     digest = hashlib.blake2b(terms, digest_size=32)
-    digest.update(_meaning_of_params(replace(params, seed=None)))
+    digest.update(_meaning_of_params(params))
     digest.update(repr((*head, len(prepared.prompts))).encode())
     for prompt in prepared.prompts:
         _add_prompt(digest, prompt)
     return digest.digest()
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=256)  # lines of a file have mostly the same
 def _meaning_of_params(params: SamplingParams) -> bytes:
     return meaning_of([], params)
 

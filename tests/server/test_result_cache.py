@@ -35,7 +35,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, GREEDY | {"prompt": [[5, 6], [7]], "return_token_ids": True}),
     (COMPLETIONS, GREEDY | {"stop": ["o"]}),
     (COMPLETIONS, GREEDY | {"max_tokens": 0, "echo": True, "logprobs": 1}),
-    (COMPLETIONS, DRAWN | {"seed": 5, "logprobs": 0, "best_of": 3}),
+    (COMPLETIONS, DRAWN | {"seed": 5, "logprobs": 0, "best_of": 2}),
     (CHAT, TALK | {"max_tokens": 9, "temperature": 0, "logprobs": True, "top_logprobs": 2}),
     (CHAT, TALK | {"max_tokens": 9, "seed": 5, "n": 2}),
 ]
@@ -228,7 +228,7 @@ def test_a_damaged_file_costs_no_request(engine: fminfer.Engine, tmp_path: Path)
         expected = whole(server.post(COMPLETIONS, GREEDY))
         cache = engine.result_cache
         assert cache is not None and cache._store is not None
-        until(lambda: not cache._store._pending, "it is written")  # type: ignore[union-attr]
+        until(lambda: not cache._store._pending, "it is written")
         (tmp_path / FILE).write_bytes(b"garbage" * 5000)
         for _ in range(3):
             assert whole(server.post(COMPLETIONS, GREEDY)) == expected

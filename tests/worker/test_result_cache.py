@@ -280,14 +280,14 @@ def test_other_files_of_a_model_have_other_answers(tmp_path: Path) -> None:
     shutil.copytree(DEMO_MODEL, tmp_path / "model")
     assert terms(model=str(tmp_path / "model")) == terms()
     weights = next((tmp_path / "model").glob("*.safetensors"))
-    for name, change in (
-        (weights.name, lambda data: data[:-2] + bytes([data[-2] ^ 1, data[-1]])),
-        ("tokenizer.json", lambda data: data + b"\n"),
-        ("config.json", lambda data: data.replace(b'"rms_norm_eps": 1e-', b'"rms_norm_eps": 2e-')),
+    for name, old, new in (
+        (weights.name, weights.read_bytes()[-400:], bytes(400)),
+        ("tokenizer.json", b"}", b"} "),
+        ("config.json", b'"rms_norm_eps": 1e-', b'"rms_norm_eps": 2e-'),
     ):
         path = tmp_path / "model" / name
         whole = path.read_bytes()
-        path.write_bytes(change(whole))
+        path.write_bytes(whole.replace(old, new))
         assert path.read_bytes() != whole, name
         assert terms(model=str(tmp_path / "model")) != terms(), name
         path.write_bytes(whole)
@@ -370,7 +370,8 @@ def test_without_a_list_nothing_that_chance_decides_is_kept() -> None:
 
 
 def test_what_the_disk_has_comes_into_memory(tmp_path: Path) -> None:
-    place, told = CachePlace(tmp_path, 2**24), []
+    told: list[str] = []
+    place = CachePlace(tmp_path, 2**24)
     for size in (0, 5):
         cache = open_result_cache({}, place, told.append, size=size)
         assert cache is not None

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fminfer.cli.options.option_groups import INPUT_OUTPUT, SERVER, in_group
+from fminfer.cli.options.option_groups import SERVER, SPEED, in_group
 from fminfer.cli.options.value_types import ByteSize, PathOrUrl
 from fminfer.files.cache_place import DEFAULT_BYTES
 from fminfer.server.settings import ServerSettings
 
 DEFAULTS = ServerSettings()
-_option, _server_option = in_group(INPUT_OUTPUT), in_group(SERVER)
+_option, _server_option = in_group(SPEED), in_group(SERVER)
 
 RESULT_CACHE_OPTIONS = [
     _option(
