@@ -191,6 +191,8 @@ class AnswerFile:
         """Tell a damaged file from one that is busy, full or gone."""
         try:
             yield
+        except UnicodeDecodeError as error:
+            raise DamagedError("a text in it is none") from error
         except sqlite3.Error as error:
             # SQLITE_CORRUPT and SQLITE_NOTADB are of this very class, the machine's errors are not.
             is_damaged = type(error) is sqlite3.DatabaseError

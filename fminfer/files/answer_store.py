@@ -96,6 +96,7 @@ class AnswerStore:
         with self._file_lock:
             if self._pending or self._thread.is_alive():
                 self._give_up("the last answers could not be written in time")
+            self._may_write = False
             if not self._thread.is_alive():
                 self._close_both()
 
@@ -182,13 +183,13 @@ class AnswerStore:
 
     def _set_aside(self, what: str) -> bool:
         """Give a damaged file another name, unless another process has; False: it cannot."""
-        self._num_set_aside += 1
-        aside = self._path.with_name(f"{FILE}.damaged-{self._now():.0f}-{os.getpid()}")
-        aside = aside.with_name(f"{aside.name}-{self._num_set_aside}")
+        number = f"{self._now():.0f}-{os.getpid()}-{self._num_set_aside}"
+        aside = self._path.with_name(f"{FILE}.damaged-{number}")
         try:
             with alone(self._path.with_name(LOCK)):
                 if _identity_of(self._path) != self._identity:
                     return True
+                self._num_set_aside += 1
                 journal = self._path.with_name(f"{FILE}-journal")
                 with contextlib.suppress(FileNotFoundError):  # first: no new file may meet it
                     journal.rename(f"{aside}-journal")
@@ -206,7 +207,7 @@ class AnswerStore:
 
     def _write_each_second(self) -> None:
         is_last = False
-        while not is_last:
+        while not is_last or self._damage:  # the last write, too, goes into a new file then
             self._has_news.wait()
             is_last = self._is_closing.wait(WRITE_EACH_S)
             self._has_news.clear()

@@ -239,6 +239,17 @@ def test_one_wrong_answer_puts_the_file_aside(tmp_path: Path) -> None:
         assert found(tmp_path, range(6)) == [5]
 
 
+def test_damage_that_the_last_write_meets(tmp_path: Path) -> None:
+    """The answers of the end go into the new file."""
+    fill(tmp_path, range(2000))
+    with opened(tmp_path) as (store, told):
+        size = (tmp_path / FILE).stat().st_size
+        write_at(tmp_path / FILE, 4096, os.urandom(size - 4096))
+        store.keep(key_of(5000), value_of(5000))
+    assert len(told) == 1 and "is damaged" in told[0] and store.trouble == ""
+    assert found(tmp_path, range(4990, 5010)) == [5000]
+
+
 def test_a_file_that_is_damaged_again_and_again_is_given_up(tmp_path: Path) -> None:
     with opened(tmp_path) as (store, told):
         for _ in range(answer_store.MAX_SET_ASIDE + 1):
