@@ -19,6 +19,7 @@ from fminfer.core.timing import RowClock
 from fminfer.engine.answer import AnswerForm, build_answer
 from fminfer.engine.counting import count_admitted, count_request, count_row, count_shareable
 from fminfer.engine.deltas import Deltas
+from fminfer.engine.engine_core import Origin
 from fminfer.engine.events import Event
 from fminfer.engine.order import plan_order
 from fminfer.engine.packing import PlannedStep
@@ -209,9 +210,9 @@ class EngineLoop:
         if not (self._open or self._in_flight):
             self._scheduler.check_idle()
 
-    def count_row(self, prepared: Prepared | None, *, is_copied: bool = False) -> None:
+    def count_row(self, prepared: Prepared | None, origin: Origin = "computed") -> None:
         """Count a line that was read, for progress."""
-        count_row(self.stats, prepared, is_copied=is_copied)
+        count_row(self.stats, prepared, origin)
 
     @property
     def num_waiting(self) -> int:

@@ -96,9 +96,9 @@ class RowEnds:
 
 @dataclass(slots=True)
 class ReadWork:
-    """What requests ask for; equal ones and wrong lines ask for nothing."""
+    """What requests ask for; wrong lines, and those that take an answer, ask for nothing."""
 
-    num_rows: int = 0  # lines that were read, also wrong and equal ones
+    num_rows: int = 0  # lines that were read, also wrong ones and those that take an answer
     num_seeded: int = 0  # lines with a seed of their own
     num_tokens: int = 0  # prompt tokens, computed or found in the prefix cache
     ends: RowEnds = field(default_factory=RowEnds)
@@ -126,6 +126,7 @@ class EngineStats:
     num_apart: int = 0  # rows that gave nan, and were fed again without the prefix cache
     num_again_tokens: int = 0  # the part of num_prompt_tokens that was fed for both
     num_copied_requests: int = 0  # requests that took the answer of an equal one
+    num_kept_requests: int = 0  # requests that took an answer of the result cache
     num_begun: int = 0  # requests that no longer wait: admitted, or ended without
     max_rows_running: int = 0
     max_rows: int = 0  # sequences that may run at once

@@ -213,10 +213,11 @@ def _make_service(engine: Engine, settings: ServerSettings) -> Service:
     )
     log = ServerLog(settings.log_level, is_quiet=settings.is_quiet)
     engine.tell_warnings(log.warning)
-    metrics = Metrics(engine, names[0])
+    cache = engine.result_cache
+    metrics = Metrics(engine, names[0], cache)
     return Service(
         engine,
-        Dispatcher(engine, settings.queue_size, metrics),
+        Dispatcher(engine, settings.queue_size, metrics, cache),
         model,
         metrics,
         Throughput(lambda: engine.stats),

@@ -92,7 +92,7 @@ def _add_state_routes(router: APIRouter, service: Service) -> None:
 
 
 def _describe_state(service: Service) -> dict[str, Any]:
-    rates = service.throughput.rates
+    rates, cache = service.throughput.rates, service.engine.result_cache
     return {
         "model": service.model.names[0],
         "num_running": service.engine.num_running,
@@ -100,6 +100,8 @@ def _describe_state(service: Service) -> dict[str, Any]:
         "kv_usage": service.engine.kv_usage,
         "prompt_tokens_per_s": rates.prompt_tokens,
         "generation_tokens_per_s": rates.generation_tokens,
+        "result_cache_queries": 0 if cache is None else cache.num_asked,
+        "result_cache_hits": 0 if cache is None else cache.num_found,
         "uptime_s": service.throughput.uptime_s,
     }
 

@@ -39,6 +39,7 @@ from fminfer.worker.line_run.runner import LOOKAHEAD, LineRunner
 from fminfer.worker.one_pipeline import OnePipeline, start_own_ranks
 from fminfer.worker.opening import open_model
 from fminfer.worker.processes import Processes
+from fminfer.worker.result_cache import ResultCache
 from fminfer.worker.role import Manners, Spread, pipeline_names
 from fminfer.worker.team import Team
 from fminfer.worker.team_process import start_pipelines
@@ -130,6 +131,7 @@ class Engine:
         limits = find_limits(config, checkpoint, self.tokenizer)
         kv_size = KvSize(self.facts.num_kv_blocks, config.block_size)
         self._intake = Intake(self.tokenizer, replace(limits, kv_size=kv_size))
+        self.result_cache: ResultCache | None = None  # for runs; whoever sets it closes it
         self._is_closed = False
         self._runner: LineRunner | None = None  # of the run that goes on
         self._left: deque[Event] = deque()  # of added requests, that a run met and did not need
@@ -226,6 +228,7 @@ class Engine:
             read_ahead=read_ahead,
             joins_equal=self.config.prefix_cache,
             is_only_run=self.config.is_only_run,
+            cache=self.result_cache,
             on_others=self._left.extend,
         )
         return self._runner

@@ -16,6 +16,7 @@ from multiprocessing.connection import wait
 from fminfer.core.errors import FminferError, PipelineError, UsageError, error_of
 from fminfer.core.messages import StepTrace
 from fminfer.engine.counting import count_row
+from fminfer.engine.engine_core import Origin
 from fminfer.engine.events import Delta, Event
 from fminfer.engine.sequence import Prepared
 from fminfer.engine.stats import EngineStats, RunningRows
@@ -190,9 +191,9 @@ class Team:
     def check_idle(self) -> None:
         """Nothing: the books are the pipelines'."""
 
-    def count_row(self, prepared: Prepared | None, *, is_copied: bool = False) -> None:
+    def count_row(self, prepared: Prepared | None, origin: Origin = "computed") -> None:
         """Count a line that was read, for progress."""
-        count_row(self._own, prepared, is_copied=is_copied)
+        count_row(self._own, prepared, origin)
 
     @property
     def has_work(self) -> bool:
