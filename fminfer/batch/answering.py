@@ -15,7 +15,7 @@ import click
 from fminfer.batch.job import run_job
 from fminfer.batch.named_files import open_files
 from fminfer.batch.run_context import RunContext
-from fminfer.batch.run_engine import MakeEngine, start_engine
+from fminfer.batch.run_engine import MakeEngine, say, start_engine
 from fminfer.batch.run_inputs import RunInputs
 from fminfer.batch.run_paths import JobPaths
 from fminfer.batch.run_summary import JobSummary
@@ -31,8 +31,10 @@ from fminfer.machine.processor import chosen_name
 from fminfer.machine.stopper import AGAIN, Stopper
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.fingerprint import KV_DTYPE, fingerprint_of
+from fminfer.worker.engine_api import Engine
 from fminfer.worker.forecast import name_held_dtype
 from fminfer.worker.line_run.early_counting import line_counting
+from fminfer.worker.result_cache import open_result_cache
 
 
 def answer(
@@ -84,7 +86,8 @@ def _answer_prompt(
     """Print the answer to one request."""
     engine = start_engine(run, lambda bar: make_engine(checkpoint, bar))
     try:
-        (record,) = engine.run(iter([Line(0, 1, json.dumps(request).encode())]))
+        with _keeping_answers(run, engine, fingerprint_of(run.config, checkpoint)):
+            (record,) = engine.run(iter([Line(0, 1, json.dumps(request).encode())]))
     finally:
         engine.close()
     if record.error is not None:
@@ -116,7 +119,7 @@ def _answer_files(
         summary = run_job(None, files, summary, is_quiet=job.is_quiet)
     else:
         with _telling_how_to_go_on(job, files, run.stopper):
-            summary = _answer_rows(run, files, summary, checkpoint, make_engine)
+            summary = _answer_rows(run, files, summary, checkpoint, make_engine, fingerprint)
     job.remote.upload(plan.outputs)
     if not job.keeps_output:
         summary.outputs = []
@@ -154,6 +157,7 @@ def _answer_rows(
     summary: JobSummary,
     checkpoint: Checkpoint,
     make_engine: MakeEngine,
+    fingerprint: Fingerprint,
 ) -> JobSummary:
     """Make the engine, and let it answer the lines that are left."""
     job = run.job
@@ -172,16 +176,35 @@ def _answer_rows(
         num_rows = "rows" if files.num_rows is None else counted(files.num_rows, "row")
         click.echo(f"Ready after {summary.start_to_ready_s:.1f} s; answering {num_rows}.", err=True)
     try:
-        summary = run_job(
-            *(engine, files, summary),
-            stopper=run.stopper,
-            is_quiet=job.is_quiet,
-            trace=job.trace,
-        )
+        with _keeping_answers(run, engine, fingerprint, summary):
+            summary = run_job(
+                *(engine, files, summary),
+                stopper=run.stopper,
+                is_quiet=job.is_quiet,
+                trace=job.trace,
+            )
         summary.gpu_memory = engine.gpu_memory
     finally:
         engine.close()
     return summary
+
+
+@contextmanager
+def _keeping_answers(
+    run: RunContext, engine: Engine, fingerprint: Fingerprint, summary: JobSummary | None = None
+) -> Iterator[None]:
+    """Let the engine take answers of other runs, and keep its own, if the user wants that."""
+    place, tell = run.job.result_cache, (lambda text: None) if run.is_quiet else say
+    cache = open_result_cache(fingerprint, place, tell)
+    engine.result_cache = cache
+    try:
+        yield
+    finally:
+        if cache is not None and place is not None:
+            cache.close()
+            if summary is not None:
+                summary.result_cache = str(place.folder)
+                summary.cache_trouble = cache.trouble
 
 
 def _tell_left_out(job: JobPaths, plan: Plan) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 from fminfer.batch.progress import ProgressBar
 from fminfer.batch.run_inputs import RunInputs
 from fminfer.batch.run_summary import JobSummary
+from fminfer.batch.time_left import TimeLeft
 from fminfer.batch.trace_file import TraceFile
 from fminfer.contract.line import Line
 from fminfer.contract.record import Record
@@ -51,11 +51,12 @@ def run_job(
     facts = engine.facts
     other_work = OtherWork(facts.num_threads, affine_cores) if facts.is_alone else None
     is_slowed = other_work.is_notable if other_work is not None else lambda: False
-    bar = ProgressBar(inputs.num_rows, is_quiet=is_quiet, is_slowed=is_slowed)
+    time_left = TimeLeft.of(facts, engine.config.num_ranks)
+    bar = ProgressBar(inputs.num_rows, time_left, is_quiet=is_quiet, is_slowed=is_slowed)
     trace_file = None if trace is None else TraceFile(trace)
 
     def on_work(num_fed: int, num_drawn: int) -> None:
-        bar.add_step(num_fed, num_drawn)
+        bar.add_work(engine.stats, num_fed, num_drawn)
         _show(bar, summary, inputs, engine)
 
     engine.follow(on_work, None if trace_file is None else trace_file.add)
@@ -90,7 +91,7 @@ def _answer(
     runner = engine.start_run(LOOKAHEAD if None in left else WINDOW)
     lines = _lines(inputs, runner, stopper)
     try:
-        with stopper.telling(engine.stop, lambda: bar.drawing_s(engine.num_draws_left)):
+        with stopper.telling(engine.stop, lambda: bar.drawing_s(engine.running_rows)):
             while runner.has_work:
                 runner.read_from(lines)
                 if runner.has_work and not runner.is_busy:  # no line is there yet
@@ -132,7 +133,7 @@ def _lines(inputs: RunInputs, runner: LineRunner, stopper: Stopper) -> Iterator[
 
 
 def _sum_up(summary: JobSummary, inputs: RunInputs, stats: EngineStats) -> JobSummary:
-    summary.engine = asdict(stats)
+    summary.engine = stats.to_dict()
     inputs.add_to(summary)
     return summary
 
@@ -155,4 +156,4 @@ def _show(
     engine: Engine,
 ) -> None:
     bar.total_rows = inputs.num_rows
-    bar.update(summary.num_rows + summary.num_errors, summary.num_errors, engine.stats)
+    bar.update(summary.num_rows + summary.num_errors, summary.num_errors, engine)

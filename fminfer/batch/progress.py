@@ -10,86 +10,20 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from fminfer.batch.time_left import Answering, TimeLeft
 from fminfer.core.quantities import counted
 from fminfer.core.quantities import show_dtypes as show_dtypes
 from fminfer.core.quantities import show_seconds as show_seconds
-from fminfer.engine.stats import EngineStats
+from fminfer.engine.stats import EngineStats, RunningRows
 
 BAR_EVERY_S = 0.2
 FIRST_LINE_S, LINE_EVERY_S = 5.0, 30.0  # without a terminal; the wait doubles up to the second
-DRAWN_COST = 1.48  # time of a drawn token over a prompt token's, on CPUs, until it is measured
+LEFT_EVERY_S = 2.0  # how often the time left is worked out
+UNKNOWN = "left ?"
+LEAST_BAR = 3  # columns
 USUAL_SIZE = {"ncols": 80, "nrows": 24}  # for a terminal that does not report its size
 BAR_OF_UNKNOWN = "{desc}: {n_fmt}/? rows{postfix}"
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} rows{postfix}"
-
-
-class Pace:
-    """The time of a prompt token and of a drawn one, learned from the steps of a run so far."""
-
-    def __init__(self) -> None:
-        self._num_fed = self._num_drawn = 0
-        self._elapsed_s = 0.0
-        self._num_drawn_alone = 0  # in steps that fed no prompt
-        self._alone_s = 0.0
-
-    def add(self, seconds: float, num_fed: int, num_drawn: int) -> None:
-        """Take note of a step."""
-        self._num_fed += num_fed
-        self._num_drawn += num_drawn
-        self._elapsed_s += seconds
-        if not num_fed:
-            self._num_drawn_alone += num_drawn
-            self._alone_s += seconds
-
-    @property
-    def num_tokens(self) -> int:
-        return self._num_fed + self._num_drawn
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.num_tokens / self._elapsed_s if self._elapsed_s > 0 else 0.0
-
-    def seconds(self, num_fed: float, num_drawn: float) -> float | None:
-        """Estimate how long so many more tokens take; None: no token has been computed yet."""
-        if self.tokens_per_s == 0:
-            return None
-        drawn, fed = DRAWN_COST, 1.0
-        if self._num_drawn_alone and self._num_fed:
-            drawn = self._alone_s / self._num_drawn_alone
-            fed = max(0.0, self._elapsed_s - drawn * self._num_drawn) / self._num_fed
-        past = fed * self._num_fed + drawn * self._num_drawn
-        return self._elapsed_s * (fed * num_fed + drawn * num_drawn) / past
-
-
-def work_left(stats: EngineStats, total_rows: int) -> tuple[float, float]:
-    """Estimate how many tokens are still to be fed, and to be drawn.
-
-    Unread rows count like those that were read. The expected saving of the prefix cache is first
-    that of the best possible one, and then more and more what it has saved so far. Each token ends
-    a row as often as it has so far: a mean over finished rows would favor the short ones.
-    """
-    read = stats.read
-    num_unread = max(0, total_rows - read.num_rows) / max(1, read.num_rows)  # times what was read
-    num_fed = stats.num_prompt_tokens - stats.num_again_tokens
-    num_met = num_fed + stats.num_cached_tokens
-    num_tokens = read.num_tokens * (1 + num_unread)
-    seen = num_met / max(1.0, num_tokens)
-    share = 1 - stats.num_counted_shareable / max(1, stats.num_counted_tokens)
-    if num_met:
-        share += seen * (num_fed / num_met - share)
-    to_feed = share * max(0.0, num_tokens - num_met)
-    stop_rate = read.num_stopped / max(1, stats.num_generated_tokens)
-    to_draw = _expected_draws(read.num_open, read.max_open_draws, stop_rate)
-    to_draw += num_unread * _expected_draws(read.num_sequences, read.max_draws, stop_rate)
-    return to_feed, to_draw
-
-
-def _expected_draws(num_sequences: int, max_draws: int, stop_rate: float) -> float:
-    """Return what sequences will draw if each draw is the last one with a probability."""
-    if not (num_sequences and stop_rate):
-        return max_draws
-    ends_share: float = 1 - (1 - stop_rate) ** (max_draws / num_sequences)
-    return num_sequences * ends_share / stop_rate
 
 
 class ProgressBar:
@@ -97,12 +31,14 @@ class ProgressBar:
 
     Args:
         total_rows: None if it is not known before the input's end. It may change.
+        time_left: of the engine; None: one that knows nothing yet.
         is_slowed: tells whether other work slows the run.
     """
 
     def __init__(
         self,
         total_rows: int | None,
+        time_left: TimeLeft | None = None,
         *,
         is_quiet: bool,
         is_slowed: Callable[[], bool] = lambda: False,
@@ -113,29 +49,31 @@ class ProgressBar:
         self._is_quiet = is_quiet
         self._last_step_s = self._last_line_s = time.perf_counter()
         self._every_s = BAR_EVERY_S if self._is_terminal else FIRST_LINE_S
-        self._pace = Pace()
-        self._num_rows = 0
+        self._time_left = time_left or TimeLeft()
+        self._num_rows = self._num_tokens = 0
+        self._elapsed_s = 0.0
+        self._left, self._left_at_s = UNKNOWN, -math.inf
         hide = is_quiet or not self._is_terminal
         form = BAR_OF_UNKNOWN if total_rows is None else BAR
         self._bar = _make_bar(total=total_rows, desc="fminfer", bar_format=form, disable=hide)
 
-    def add_step(self, num_fed: int, num_drawn: int) -> None:
-        """Take note of a step that has just ended."""
+    def add_work(self, stats: EngineStats, num_fed: int, num_drawn: int) -> None:
+        """Take note of steps that have just ended, and are counted in the statistics."""
         now_s = time.perf_counter()
-        self._pace.add(now_s - self._last_step_s, num_fed, num_drawn)
+        self._time_left.add(now_s - self._last_step_s, stats, num_fed, num_drawn)
+        self._elapsed_s += now_s - self._last_step_s
         self._last_step_s = now_s
+        self._num_tokens += num_fed + num_drawn
 
-    def drawing_s(self, num_tokens: int) -> float | None:
-        """Estimate how long so many more tokens take to draw; None: it is not known yet."""
-        return self._pace.seconds(0, num_tokens) if num_tokens else None
+    def drawing_s(self, running: RunningRows) -> float | None:
+        """Estimate how long running rows take to end; None: none runs, or it is not known yet."""
+        return self._time_left.running_s(running)
 
-    def left_s(self, stats: EngineStats) -> float | None:
+    def left_s(self, engine: Answering) -> float | None:
         """Estimate the seconds left; None: nothing is known, or not how many rows there are."""
-        if self.total_rows is None or not stats.read.num_rows:
-            return None
-        return self._pace.seconds(*work_left(stats, self.total_rows))
+        return None if self.total_rows is None else self._time_left.all_s(engine, self.total_rows)
 
-    def update(self, num_rows: int, num_errors: int, stats: EngineStats) -> None:
+    def update(self, num_rows: int, num_errors: int, engine: Answering) -> None:
         """Show the newest counts, if it is time to.
 
         Args:
@@ -148,23 +86,45 @@ class ProgressBar:
         self._last_line_s = now_s
         if not self._is_terminal:
             self._every_s = min(2 * self._every_s, LINE_EVERY_S)
-        left_s = self.left_s(stats)
-        left = "?" if left_s is None else show_seconds(left_s)
-        # Rows may take long to end; tokens show that they go on.
-        postfix = f"{self._pace.num_tokens:,} tokens, {self._pace.tokens_per_s:,.0f} tok/s"
-        postfix += f", left {left}"
-        if num_errors:
-            postfix += f", {counted(num_errors, 'error')}"
-        if self._is_slowed():
-            postfix += ", slowed by other work"
+        if self._left == UNKNOWN or now_s - self._left_at_s >= LEFT_EVERY_S:
+            self._left, self._left_at_s = self._tell_left(engine), now_s
+        total = "?" if self.total_rows is None else self.total_rows
+        rows = f"{num_rows}/{total} rows"
+        texts = self._texts(num_errors)
         if self._is_terminal:
-            self._bar.set_postfix_str(postfix, refresh=False)
+            room = _num_columns() - len(f"fminfer: 100%|| {rows}, ") - LEAST_BAR
+            text = next((each for each in texts if len(each) <= room), texts[-1])
+            self._bar.set_postfix_str(text, refresh=False)
             self._bar.total = self.total_rows
             self._bar.update(num_rows - self._bar.n)
             self._bar.refresh()
         else:
-            total = "?" if self.total_rows is None else self.total_rows
-            print(f"{num_rows}/{total} rows, {postfix}", file=sys.stderr, flush=True)
+            print(f"{rows}, {texts[0]}", file=sys.stderr, flush=True)
+
+    def _tell_left(self, engine: Answering) -> str:
+        left_s = self.left_s(engine)
+        if left_s is None or self.total_rows is None:
+            return UNKNOWN
+        is_most = self._time_left.is_most(engine, self.total_rows)
+        return f"left {'<' if is_most else '~'}{show_seconds(left_s)}"
+
+    def _texts(self, num_errors: int) -> list[str]:
+        """Return what stands behind the rows, and shorter forms of it for narrow terminals."""
+        # Rows may take long to end; tokens show that they go on.
+        tokens_per_s = self._num_tokens / self._elapsed_s if self._elapsed_s > 0 else 0.0
+        tokens, speed = f"{self._num_tokens:,} tokens", f"{tokens_per_s:,.0f} tok/s"
+        most = [self._left, *([counted(num_errors, "error")] if num_errors else [])]
+        slowed = ["slowed by other work"] if self._is_slowed() else []
+        brief = [*most, *(["slowed"] if slowed else [])]
+        forms = [
+            [tokens, speed, *most, *slowed],
+            [speed, *most, *slowed],
+            [speed, *brief],
+            brief,
+            most,
+            most[:1],
+        ]
+        return [", ".join(form) for form in forms]
 
     def close(self) -> None:
         self._bar.update(self._num_rows - self._bar.n)
@@ -233,12 +193,13 @@ def _make_bar(**how: Any) -> Any:
     """Return a tqdm bar; its library takes a third of the start of commands that show none."""
     from tqdm import tqdm
 
-    return tqdm(**how, **_size())
+    # Where a terminal reports no columns, a bar would not show.
+    size: dict[str, Any] = {"dynamic_ncols": True} if _num_columns(0) else USUAL_SIZE
+    return tqdm(**how, **size)
 
 
-def _size() -> dict[str, int]:
-    """Return a size for a terminal that reports no columns, where a bar would not show."""
+def _num_columns(unknown: int = USUAL_SIZE["ncols"]) -> int:
+    """Return the width of the terminal, which may change."""
     with suppress(OSError, ValueError):
-        if os.get_terminal_size(sys.stderr.fileno()).columns == 0:
-            return USUAL_SIZE
-    return {}
+        return os.get_terminal_size(sys.stderr.fileno()).columns or unknown
+    return unknown

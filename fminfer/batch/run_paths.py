@@ -8,6 +8,7 @@ from typing import Any
 
 from fminfer.batch.synthetic import Synthetic
 from fminfer.core.errors import UsageError
+from fminfer.files.cache_place import CachePlace
 from fminfer.files.input_folders import describe_left_out, find_inputs, find_lost, folders_read
 from fminfer.files.output_paths import STDOUT, Plan, plan_each, whose_file
 from fminfer.files.storage import Location, RemoteFolders
@@ -28,6 +29,7 @@ class JobPaths:
     prompt: dict[str, Any] | None = None  # one request to answer, in the place of files
     limit: int | None = None  # of each input, the first so many requests are answered
     synthetic: Synthetic | None = None  # the requests to make up, in the place of inputs
+    result_cache: CachePlace | None = None  # for answers that other runs may take
     keeps_output: bool = True  # otherwise what is written is of no use after the run
 
     @property
@@ -65,6 +67,11 @@ class JobPaths:
         if self.prompt is not None:
             return self._no_files()
         inputs = [] if self.synthetic is not None else self.find_inputs()
+        if self.synthetic is not None and self.result_cache is not None:
+            raise UsageError(
+                "--result-cache with made-up requests would time answers that are only looked up; "
+                "leave it out"
+            )
         plan = plan_each(inputs, self.remote.place(self.output))
         for folder in self._folders:
             for each in folders_read(folder):

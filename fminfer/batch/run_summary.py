@@ -51,6 +51,8 @@ class JobSummary:
     gpu_memory: dict[str, int] = field(default_factory=dict)  # rank 0's forecast and peak, bytes
     engine: dict[str, Any] = field(default_factory=dict)
     warnings: dict[str, int] = field(default_factory=dict)
+    result_cache: str = ""  # folder of answers that several runs share; "": none
+    cache_trouble: str = ""  # why it was given up
     made_up: str = ""  # what a synthetic run answered
 
     @property
@@ -124,7 +126,8 @@ class JobSummary:
     def _shared_text(self) -> str:
         """Say how many tokens of rows that is, if some were shared or copied."""
         stats = self.engine
-        if not (stats["num_cached_tokens"] or stats["num_copied_requests"]):
+        taken = ("num_cached_tokens", "num_copied_requests", "num_kept_requests")
+        if not any(stats[name] for name in taken):
             return ""
         return f" ({self.answered_per_s:,.0f} with those that were shared)"
 
@@ -169,6 +172,9 @@ class JobSummary:
             copied = counted(self.engine["num_copied_requests"], "request")
             text = f"copied    {copied} had the answer of an equal one, which was computed once"
             lines.insert(1, text)
+        if self.result_cache:
+            kept = counted(self.engine["num_kept_requests"], "request")
+            lines.insert(1, f"kept      {kept} had an answer in {self.result_cache}")
         if self.engine["num_put_back"] or self.engine["num_apart"]:
             lines.insert(1, self._again_line())
         if self.engine["num_cached_tokens"]:
@@ -188,6 +194,8 @@ class JobSummary:
                 f"{self.other_work_s:,.1f} s, {self.other_work_share:.0%} of the time of their "
                 "cores; run it alone, or keep other work off these cores"
             )
+        if self.cache_trouble:
+            lines.append(f"warning   --result-cache was given up: {self.cache_trouble}")
         if self.num_damaged_rows:
             lines.append(
                 "warning   damaged on the disk, and answered again: "

@@ -38,6 +38,7 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.errors import FminferError, UsageError
 from fminfer.core.version import __version__
 from fminfer.estimate.cost_model import COSTS
+from fminfer.files.cache_place import find_place
 from fminfer.files.storage import Location, RemoteFolders, default_work_dir
 from fminfer.machine.processor import cap_libraries
 from fminfer.machine.start_up import importing, prepare_torch
@@ -106,6 +107,8 @@ def run(
     pp_mode: str | None,
     grace_s: float,
     deadline_s: float | None,
+    result_cache: Location | None,
+    result_cache_bytes: int | None,
     **options: Any,
 ) -> None:
     """Answer every line of the given files.
@@ -148,6 +151,7 @@ def run(
     request = None if prompt is None else {"prompt": prompt} | hyperparameters.request_fields
     job = replace(job, limit=limit, prompt=request)
     try:
+        job = replace(job, result_cache=find_place(result_cache, result_cache_bytes))
         ranks = RankConfig(**rank_options)
         config = EngineConfig(**options, is_only_run=True)
         if prompt is not None and (hyperparameters.input_seq_length or hyperparameters.batch_size):

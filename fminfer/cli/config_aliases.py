@@ -110,16 +110,6 @@ def _config_of_class(value: object, name: str) -> tuple[str, object]:
     return "model_config", found
 
 
-def _no_answers_kept(most: int) -> Meaning:
-    def meaning(value: object, name: str) -> None:
-        if count_of(value, name, least=0) > most:
-            raise UsageError(
-                f"{name} is {value}: kept answers are not there yet. Give {most}, or leave it out"
-            )
-
-    return meaning
-
-
 PARALLEL = ("tp_init_size", "pp_init_size")  # whose product is the number of ranks
 OLD_FLAGS = ("fp16", "attention")  # of ours, which other flags say today
 ALIASES: Mapping[str, Meaning] = {
@@ -134,8 +124,6 @@ ALIASES: Mapping[str, Meaning] = {
     "server_port": _rename("port"),
     "executor_max_batch_size": _rename("max_rows"),
     "executor_max_queue_size": _rename("queue_size"),
-    "cache_size": _no_answers_kept(0),
-    "cache_list_size": _no_answers_kept(1),
     "allow_cors": _by_bool("allow_origin", ["*"]),
     "timeout_keep_alive": _rename("keep_alive"),
 }

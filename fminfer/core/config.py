@@ -103,7 +103,12 @@ class EngineConfig:
     @property
     def num_stages(self) -> int:
         """Processes of each pipeline."""
-        return (self.world_size or self.data_group_size) // self.data_group_size
+        return self.num_ranks // self.data_group_size
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of all pipelines."""
+        return self.world_size or self.data_group_size
 
     @classmethod
     def from_fields(cls, told: dict[str, Any]) -> Self:

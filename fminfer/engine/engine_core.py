@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 from fminfer.engine.events import Event
 from fminfer.engine.sequence import Prepared
-from fminfer.engine.stats import EngineStats
+from fminfer.engine.stats import EngineStats, RunningRows
+
+# Of a line's answer: the model; an equal line, which had it computed; or the result cache.
+Origin = Literal["computed", "copied", "kept"]
 
 
 class EngineCore(Protocol):
@@ -54,12 +57,11 @@ class EngineCore(Protocol):
     def check_idle(self) -> None:
         """Prove the books once nothing is left to do."""
 
-    def count_row(self, prepared: Prepared | None, *, is_copied: bool = False) -> None:
+    def count_row(self, prepared: Prepared | None, origin: Origin = "computed") -> None:
         """Count a line that was read, for progress.
 
         Args:
             prepared: its request; None: it is wrong.
-            is_copied: it takes the answer of an equal one.
         """
 
     @property
@@ -87,5 +89,5 @@ class EngineCore(Protocol):
         """Whether rows run, or have run and are to run again."""
 
     @property
-    def num_draws_left(self) -> int:
-        """The most tokens that running rows may still draw; 0: not known."""
+    def running_rows(self) -> RunningRows:
+        """What running rows have drawn, and may still draw, as far as it is known."""

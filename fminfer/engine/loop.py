@@ -19,6 +19,7 @@ from fminfer.core.timing import RowClock
 from fminfer.engine.answer import AnswerForm, build_answer
 from fminfer.engine.counting import count_admitted, count_request, count_row, count_shareable
 from fminfer.engine.deltas import Deltas
+from fminfer.engine.engine_core import Origin
 from fminfer.engine.events import Event
 from fminfer.engine.order import plan_order
 from fminfer.engine.packing import PlannedStep
@@ -28,7 +29,7 @@ from fminfer.engine.room import check_room
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.sequence import Prepared, RequestState, Sequence
 from fminfer.engine.start import Starter
-from fminfer.engine.stats import EngineStats
+from fminfer.engine.stats import EngineStats, RunningRows
 
 
 class Pipeline(Protocol):
@@ -73,7 +74,7 @@ class EngineLoop:
         self._micro_batches = micro_batches
         self._max_steps = max_steps
         self.on_step: Callable[[StepTrace], None] | None = None  # told of every finished step
-        self.stats = EngineStats(num_kv_tokens=kv_capacity)
+        self.stats = EngineStats(max_rows=scheduler.max_rows, num_kv_tokens=kv_capacity)
         self._ids = itertools.count()
         self._added: deque[RequestState] = deque()  # by other threads, to be taken in
         self._cancelled: deque[int] = deque()
@@ -209,9 +210,9 @@ class EngineLoop:
         if not (self._open or self._in_flight):
             self._scheduler.check_idle()
 
-    def count_row(self, prepared: Prepared | None, *, is_copied: bool = False) -> None:
+    def count_row(self, prepared: Prepared | None, origin: Origin = "computed") -> None:
         """Count a line that was read, for progress."""
-        count_row(self.stats, prepared, is_copied=is_copied)
+        count_row(self.stats, prepared, origin)
 
     @property
     def num_waiting(self) -> int:
@@ -240,10 +241,15 @@ class EngineLoop:
         return is_running or bool(self._in_flight)
 
     @property
-    def num_draws_left(self) -> int:
-        """The most tokens that running rows may still draw. It may be asked at any moment."""
-        sequences = (s for state in self._open.values() for p in state.prompts for s in p.sequences)
-        return sum(s.num_draws_left for s in sequences if s.block_table and not s.finish_reason)
+    def running_rows(self) -> RunningRows:
+        """What running rows have drawn, and may still draw. It may be asked at any moment."""
+        rows = RunningRows()
+        for state in self._open.values():
+            for sequence in (each for prompt in state.prompts for each in prompt.sequences):
+                if sequence.block_table and not sequence.finish_reason:
+                    rows.num_drawn.append(len(sequence.tokens))
+                    rows.num_left.append(sequence.num_draws_left)
+        return rows
 
     @property
     def _is_at_limit(self) -> bool:
@@ -283,7 +289,7 @@ class EngineLoop:
             for sequence in prompt.sequences:
                 if sequence.finish_reason is None:
                     drawn = len(sequence.tokens)
-                    self.stats.read.end(drawn, prompt.params.max_tokens)
+                    self.stats.read.ends.end(drawn, prompt.params.max_tokens)
         self._leave(state)
         self._unlink_if_left(state)
 
@@ -312,6 +318,7 @@ class EngineLoop:
         assert planned.step.step_id == result.step_id, "the pipeline changed the order of steps"
         stats = self.stats
         stats.num_steps += 1
+        stats.num_keys += planned.num_keys
         stats.add_spans(result.spans)
         self._scheduler.collect(planned)
         if self.on_step is not None:
@@ -319,9 +326,7 @@ class EngineLoop:
             self.on_step(StepTrace(result.step_id, *counts, result.spans, planned.step))
         stats.num_prompt_tokens += planned.num_prompt_tokens
         stats.num_generated_tokens += len(planned.sequences)
-        is_open = [not sequence.prompt.owner.is_cancelled for sequence in planned.sequences]
-        stats.read.max_open_draws -= sum(is_open)  # those of a cancelled one were taken off
-        for sequence in take_result(planned, result, self._scheduler, stats):
+        for sequence in take_result(planned, result, self._scheduler):
             self._end(sequence)
         for sequence in [s for s in self._leaving if not self._scheduler.has_in_flight(s)]:
             self._leaving.remove(sequence)
@@ -331,7 +336,7 @@ class EngineLoop:
     def _end(self, sequence: Sequence) -> None:
         self._scheduler.release(sequence)
         state = sequence.prompt.owner
-        self.stats.read.end(len(sequence.tokens), sequence.prompt.params.max_tokens)
+        self.stats.read.ends.end(len(sequence.tokens), sequence.prompt.params.max_tokens)
         if state.is_finished:
             self._finish(state)
 

@@ -12,25 +12,24 @@ from fminfer.engine.advance import advance
 from fminfer.engine.packing import PlannedStep
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.sequence import PromptState, Sequence, TokenReport
-from fminfer.engine.stats import EngineStats
 
 
 def take_result(
-    planned: PlannedStep, result: StepResult, scheduler: Scheduler, stats: EngineStats
+    planned: PlannedStep, result: StepResult, scheduler: Scheduler
 ) -> Iterator[Sequence]:
     """Give a step's scores and tokens to their prompts and sequences; yield finished sequences."""
     scores = _reports(result.scored)
     for prompt, report in zip(planned.scored_prompts, scores, strict=True):
-        yield from _take_score(prompt, report, scheduler, stats)
+        yield from _take_score(prompt, report, scheduler)
     draws = _reports(result.sampled)
     for sequence, report in zip(planned.sequences, draws, strict=True):
         # One that is not fed at all: its first sequence had it fed again, just now.
         if not sequence.prompt.owner.is_cancelled and sequence.prompt.num_fed > 0:
-            yield from _take_token(sequence, report, scheduler, stats)
+            yield from _take_token(sequence, report, scheduler)
 
 
 def _take_score(
-    prompt: PromptState, report: TokenReport, scheduler: Scheduler, stats: EngineStats
+    prompt: PromptState, report: TokenReport, scheduler: Scheduler
 ) -> Iterator[Sequence]:
     if prompt.shared_scores:
         _take_shared_scores(prompt)
@@ -40,21 +39,21 @@ def _take_score(
     is_last = len(prompt.reports) == len(prompt.ids) - 1
     if prompt.params.max_tokens > 0 or not is_last or prompt.owner.is_cancelled:
         return
-    if not _feeds_again(prompt, scheduler, stats):
+    if not _feeds_again(prompt, scheduler):
         for sequence in prompt.sequences:
             sequence.finish_reason = "length"
             yield sequence
 
 
 def _take_token(
-    sequence: Sequence, report: TokenReport, scheduler: Scheduler, stats: EngineStats
+    sequence: Sequence, report: TokenReport, scheduler: Scheduler
 ) -> Iterator[Sequence]:
     prompt, state = sequence.prompt, sequence.prompt.owner
     if prompt.shared_scores:
         _take_shared_scores(prompt)
     if math.isnan(report.logprob):
         prompt.nan_at = prompt.nan_at or f"generated token {len(sequence.tokens)}"
-    if _feeds_again(prompt, scheduler, stats):
+    if _feeds_again(prompt, scheduler):
         return
     assert state.times is not None, "a row ran before it was admitted"
     if state.times.first_token_s is None:
@@ -76,7 +75,7 @@ def _take_shared_scores(prompt: PromptState) -> None:
             prompt.nan_at = prompt.nan_at or f"prompt token {place}"
 
 
-def _feeds_again(prompt: PromptState, scheduler: Scheduler, stats: EngineStats) -> bool:
+def _feeds_again(prompt: PromptState, scheduler: Scheduler) -> bool:
     """Judge a prompt by its first result since it was admitted.
 
     Shared blocks may be the cause of nan, even if the row that computed them was sound. Then the
@@ -87,8 +86,6 @@ def _feeds_again(prompt: PromptState, scheduler: Scheduler, stats: EngineStats) 
         if not prompt.nan_at:
             scheduler.vouch(prompt)
         elif scheduler.put_apart(prompt):
-            num_draws = len(prompt.sequences) if prompt.params.max_tokens > 0 else 0
-            stats.read.max_open_draws += num_draws
             return True
     if prompt.nan_at and prompt.owner.error is None:
         prompt.owner.error = _nan_error(prompt.nan_at)

@@ -37,6 +37,22 @@ def lock(fd: int, path: Path, output: Path) -> bool:
     return True
 
 
+@contextlib.contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Keep other processes from doing the same, where the file system has locks.
+
+    Args:
+        path: of a file that is only locked; it is made, and stays.
+    """
+    fd = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
 def sync_folder(folder: Path) -> None:
     """Have the disk keep the names in a folder."""
     fd = os.open(folder, os.O_RDONLY)

@@ -34,6 +34,16 @@ SETTINGS = (
 
 CHAT_SETTINGS = ("tool_call_parser", "generation_config")  # named if they are not the defaults
 
+# What of a fingerprint either shows in a request once it is prepared (its ids, its params), decides
+# whether there is an answer at all, or stands around it. Kept answers do not depend on it.
+NOT_OF_ANSWERS = frozenset(
+    {
+        *("--model-name", "--seed", "--strict", "--check-model", "--max-logprobs"),
+        *("--on-too-long", "--max-model-len", "--overwrite-request-args"),
+        *("--chat-template", "--tool-call-parser", "--generation-config"),
+    }
+)
+
 
 def fingerprint_of(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, str]:
     """Return what an answer depends on beside its line, each under the name that people know.
@@ -66,6 +76,11 @@ def fingerprint_of(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, st
     for name in SETTINGS:
         found[f"--{name.replace('_', '-')}"] = str(getattr(config, name))
     return found
+
+
+def terms_of_answers(fingerprint: dict[str, str]) -> dict[str, str]:
+    """Return what of a fingerprint the answer to a prepared request with a seed depends on."""
+    return {name: value for name, value in fingerprint.items() if name not in NOT_OF_ANSWERS}
 
 
 def _template_digest(file: Path) -> str:

@@ -113,7 +113,8 @@ def model_list_schema() -> Schema:
 def stats_schema() -> Schema:
     """Return the answer of `/stats`."""
     rates = ("kv_usage", "prompt_tokens_per_s", "generation_tokens_per_s", "uptime_s")
-    figures: Schema = {"num_running": COUNT, "num_waiting": COUNT}
+    counts = ("num_running", "num_waiting", "result_cache_queries", "result_cache_hits")
+    figures: Schema = dict.fromkeys(counts, COUNT)
     figures |= {name: {"type": "number", "minimum": 0} for name in rates}
     return object_of({"model": TEXT, **figures}, "model", *figures)
 

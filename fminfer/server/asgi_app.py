@@ -41,8 +41,8 @@ def make_app(service: Service, settings: ServerSettings) -> FastAPI:
     document = _describe(app, has_keys=bool(settings.api_keys))
     app.openapi = lambda: document  # type: ignore[method-assign]
     origins = settings.allowed_origins
-    app.add_middleware(Faults, metrics=service.metrics)
-    log = service.log if settings.log_level == "debug" else None
+    app.add_middleware(Faults, metrics=service.metrics, log=service.log)
+    log = service.log.debug if service.log.tells("debug") else None
     app.add_middleware(Doors, api_keys=settings.api_keys, allowed_origins=origins, log=log)
     if origins:  # added last, so that it answers what browsers ask before they send a key
         app.add_middleware(

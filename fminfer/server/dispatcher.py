@@ -10,18 +10,22 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from fminfer.core.errors import FminferError, RequestError, StoppedError
 from fminfer.engine.events import Delta, Event, Finished
 from fminfer.engine.sequence import Prepared
-from fminfer.server.http_errors import HttpError, as_http
+from fminfer.server.http_errors import HttpError, as_http, shutting_down
+from fminfer.server.kept_answers import events_of
 from fminfer.server.metrics import Metrics, RequestTimes
 from fminfer.server.reply import Reply
+from fminfer.worker.result_cache import ResultCache
 
 IDLE_S = 0.2  # after which an idle engine looks whether it is to end
 TOKENIZERS = 2  # requests that are tokenized at once
+MOST_LOOKING = 16  # requests that a full queue tokenizes at once, to look for a kept answer
 MOST_RETRY_S = 60
+Result = TypeVar("Result")
 
 
 class DispatchedEngine(Protocol):
@@ -47,10 +51,18 @@ class Dispatcher:
     Args:
         queue_size: prompts that may wait; 0: any number.
         metrics: is told of each request's times.
+        cache: has answers that need not be computed.
     """
 
-    def __init__(self, engine: DispatchedEngine, queue_size: int, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        engine: DispatchedEngine,
+        queue_size: int,
+        metrics: Metrics,
+        cache: ResultCache | None = None,
+    ) -> None:
         self._engine = engine
+        self._cache = cache
         self._metrics = metrics
         self._queue_size = queue_size
         self._open: dict[int, Reply] = {}  # of the event loop's thread only
@@ -60,7 +72,6 @@ class Dispatcher:
         self._on_failure: Callable[[], None] = lambda: None
         self._is_over = threading.Event()
         self._closed: HttpError | None = None  # why no more requests are taken
-        self.failure: BaseException | None = None  # why the engine answers no more
         self.num_dropped = 0  # requests that were open when the server ended
         self.queue_s = 0.0  # mean time that requests wait, over the last ones
 
@@ -106,12 +117,18 @@ class Dispatcher:
         Raises:
             HttpError: it is wrong, or there is no room for it.
         """
-        self._require_room()
         asked_s = time.perf_counter()
+        full = self._why_no_room()
+        if full is not None and not self._may_look:
+            raise full
         try:
-            prepared = await self.prepare(fields, is_chat=is_chat)
-            if self._closed is not None:
-                raise self._closed
+            prepared, kept = await self._do_beside(
+                lambda: self._prepare_and_find(fields, is_chat=is_chat)
+            )
+            if kept is not None and self._closed is None:
+                return self._reply_at_once(asked_s, prepared, kept, is_streamed=is_streamed)
+            if (refusal := self._closed or full) is not None:
+                raise refusal
             request_id = self._engine.add(prepared, is_streamed=is_streamed)
         except RequestError as error:
             raise as_http(error) from None
@@ -124,13 +141,26 @@ class Dispatcher:
 
         Raises:
             RequestError: what is wrong with it.
+            HttpError: there is no room for it.
         """
+        return await self.beside(lambda: self._engine.prepare(fields, is_chat=is_chat))
+
+    async def beside(self, work: Callable[[], Result]) -> Result:
+        """Tokenize beside the event loop, where only a few do so at once.
+
+        Raises:
+            HttpError: there is no room for it.
+            Exception: the work's.
+        """
+        if (refusal := self._why_no_room()) is not None:
+            raise refusal
+        return await self._do_beside(work)
+
+    async def _do_beside(self, work: Callable[[], Result]) -> Result:
         loop = asyncio.get_running_loop()
         self._num_preparing += 1
         try:
-            return await loop.run_in_executor(
-                self._prepares, lambda: self._engine.prepare(fields, is_chat=is_chat)
-            )
+            return await loop.run_in_executor(self._prepares, work)
         finally:
             self._num_preparing -= 1
 
@@ -153,18 +183,34 @@ class Dispatcher:
             reply.push(error)
         self._open.clear()
 
-    def _require_room(self) -> None:
-        if self._closed is not None:
-            raise self._closed
-        if self._queue_size and (waiting := self.num_waiting) >= self._queue_size:
-            retry_s = min(MOST_RETRY_S, max(1, round(self.queue_s)))
-            raise HttpError(
-                429,
-                f"{waiting} prompts wait, and the queue is full (--queue-size "
-                f"{self._queue_size}). Try again in {retry_s} s",
-                code="queue_full",
-                headers={"Retry-After": str(retry_s)},
-            )
+    def _why_no_room(self) -> HttpError | None:
+        waiting = self.num_waiting
+        if self._closed is not None or not self._queue_size or waiting < self._queue_size:
+            return self._closed
+        retry_s = min(MOST_RETRY_S, max(1, round(self.queue_s)))
+        return HttpError(
+            429,
+            f"{waiting} prompts wait, and the queue is full (--queue-size "
+            f"{self._queue_size}). Try again in {retry_s} s",
+            code="queue_full",
+            headers={"Retry-After": str(retry_s)},
+        )
+
+    @property
+    def _may_look(self) -> bool:
+        """Whether a request that has no room may be one with a kept answer."""
+        is_free = self._closed is None and self._num_preparing < MOST_LOOKING
+        return self._cache is not None and is_free
+
+    def _reply_at_once(
+        self, asked_s: float, prepared: Prepared, kept: Finished, *, is_streamed: bool
+    ) -> Reply:
+        """Return the reply to a request that the engine never has."""
+        self._metrics.observe(RequestTimes.of(kept, time.perf_counter() - asked_s))
+        reply = Reply(kept.request_id, asked_s, prepared)
+        for event in events_of(kept, is_streamed=is_streamed):
+            reply.push(event)
+        return reply
 
     def _deliver(self, events: list[Event]) -> None:
         now_s = time.perf_counter()
@@ -177,6 +223,8 @@ class Dispatcher:
             else:
                 del self._open[event.request_id]
             if isinstance(event, Finished):
+                if self._cache is not None:
+                    self._cache.keep(reply.prepared, event)
                 self.queue_s += 0.1 * (event.times["queue_time"] - self.queue_s)
                 self._metrics.observe(RequestTimes.of(event, now_s - reply.asked_s))
             reply.push(event)
@@ -187,9 +235,8 @@ class Dispatcher:
         reply.token_s[delta.index] = now_s
 
     def _break(self, error: BaseException) -> None:
-        self.failure = error
         if isinstance(error, KeyboardInterrupt | StoppedError):  # told twice to end
-            self.fail_all(HttpError(503, "the server is shutting down", code="shutting_down"))
+            self.fail_all(shutting_down())
             self._on_failure()
             return
         told = str(error) if isinstance(error, FminferError) else type(error).__name__
@@ -214,6 +261,15 @@ class Dispatcher:
             raise
 
     # In any thread:
+
+    def _prepare_and_find(
+        self, fields: Mapping[str, Any], *, is_chat: bool
+    ) -> tuple[Prepared, Finished | None]:
+        """Prepare a request, and find its answer if the cache has it, which may take a while."""
+        prepared = self._engine.prepare(fields, is_chat=is_chat)
+        if self._cache is None:
+            return prepared, None
+        return prepared, self._cache.find(prepared, takes_chance=True)
 
     def end(self) -> None:
         """Have `run` return."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import re
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -52,12 +52,12 @@ class Doors:
             request_id = secrets.token_hex(16)
         scope.setdefault("state", {})["request_id"] = request_id
 
-        async def send_named(message: Message) -> None:
+        def send_named(message: Message) -> Awaitable[None]:  # a coroutine less for each token
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["x-request-id"] = request_id
                 if self._log is not None:
                     self._log(f"{_show(scope)} {message['status']} {request_id}")
-            await send(message)
+            return send(message)
 
         error = self._refusal(scope, headers)
         if error is None:

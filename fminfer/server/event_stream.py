@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -57,6 +57,7 @@ class EventStream(Response):
             for task in (leaving, sending):
                 task.cancel()
             await asyncio.gather(leaving, sending, return_exceptions=True)
+            self._reply.close()
 
     async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:  # an error that comes soon still has a status of its own
@@ -82,8 +83,8 @@ class EventStream(Response):
             events = await self._reply.take(KEEP_ALIVE_S)
 
 
-async def _send_body(send: Send, body: bytes, *, is_last: bool = False) -> None:
-    await send({"type": "http.response.body", "body": body, "more_body": not is_last})
+def _send_body(send: Send, body: bytes, *, is_last: bool = False) -> Awaitable[None]:
+    return send({"type": "http.response.body", "body": body, "more_body": not is_last})
 
 
 async def _until_left(receive: Receive) -> None:

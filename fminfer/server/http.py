@@ -15,9 +15,10 @@ from fminfer.machine.stopper import Stopper
 from fminfer.server.asgi_app import make_app
 from fminfer.server.connections import Connection, check_certificate, listen
 from fminfer.server.dispatcher import Dispatcher
-from fminfer.server.http_errors import HttpError
+from fminfer.server.http_errors import shutting_down
 from fminfer.server.metrics import Metrics
 from fminfer.server.request_bodies import Bodies
+from fminfer.server.server_log import ServerLog
 from fminfer.server.service import ServedModel, Service
 from fminfer.server.settings import ServerSettings
 from fminfer.server.throughput import Throughput
@@ -81,7 +82,6 @@ class HttpThread:
     """
 
     def __init__(self, engine: Engine, settings: ServerSettings, address: socket.socket) -> None:
-        self._settings = settings
         self._address = address
         self.service = _make_service(engine, settings)
         scheme = "http" if settings.ssl_certfile is None else "https"
@@ -94,7 +94,7 @@ class HttpThread:
                 ws="none",
                 lifespan="off",
                 log_config=None,
-                log_level="error",
+                log_level="error" if self.service.log.tells("error") else "critical",
                 access_log=False,
                 server_header=False,
                 timeout_keep_alive=settings.keep_alive_s,  # type: ignore[arg-type]
@@ -147,12 +147,7 @@ class HttpThread:
 
     def _drain(self, grace_s: float) -> None:
         dispatcher = self.service.dispatcher
-        closing = HttpError(
-            503,
-            "the server is shutting down; ask another one",
-            code="shutting_down",
-            headers={"Retry-After": "10", "Connection": "close"},
-        )
+        closing = shutting_down()
         dispatcher.close(closing)
         loop = asyncio.get_running_loop()
         loop.call_later(grace_s, dispatcher.fail_all, closing)
@@ -198,7 +193,7 @@ class HttpThread:
             num_tokens = throughput.num_tokens
             if num_tokens != num_told:
                 engine, rates = self.service.engine, throughput.rates
-                self.service.log(
+                self.service.log.info(
                     f"{engine.num_running} running, {dispatcher.num_waiting} waiting, KV cache "
                     f"{engine.kv_usage:.0%} full; {rates.prompt_tokens:,.0f} prompt tokens/s, "
                     f"{rates.generation_tokens:,.0f} new tokens/s"
@@ -216,15 +211,13 @@ def _make_service(engine: Engine, settings: ServerSettings) -> Service:
         frozenset() if settings.served_model_names else engine.limits.model_names or frozenset(),
         is_checked=config.check_model,
     )
-
-    def log(text: str) -> None:
-        if not settings.is_quiet and settings.log_level in ("info", "debug"):
-            click.echo(text, err=True)
-
-    metrics = Metrics(engine, names[0])
+    log = ServerLog(settings.log_level, is_quiet=settings.is_quiet)
+    engine.tell_warnings(log.warning)
+    cache = engine.result_cache
+    metrics = Metrics(engine, names[0], cache)
     return Service(
         engine,
-        Dispatcher(engine, settings.queue_size, metrics),
+        Dispatcher(engine, settings.queue_size, metrics, cache),
         model,
         metrics,
         Throughput(lambda: engine.stats),

@@ -60,6 +60,16 @@ def as_http(error: RequestError) -> HttpError:
     return HttpError(status_of(error), error.message, code=error.code, param=error.param)
 
 
+def shutting_down() -> HttpError:
+    """Return the error of requests that a server leaves without an answer as it ends."""
+    return HttpError(
+        503,
+        "the server is shutting down; ask another one",
+        code="shutting_down",
+        headers={"Retry-After": "10", "Connection": "close"},
+    )
+
+
 def describe(error: HttpError) -> dict[str, Any]:
     """Return the OpenAI error object."""
     found = {

@@ -40,6 +40,16 @@ class MetricsSource(Protocol):
     def gpu_memory(self) -> dict[str, int]: ...
 
 
+class CacheCounts(Protocol):
+    """What is read of a cache of answers."""
+
+    @property
+    def num_asked(self) -> int: ...
+
+    @property
+    def num_found(self) -> int: ...
+
+
 @dataclass(slots=True, frozen=True)
 class RequestTimes:
     """A finished request: how much was asked and drawn, and how long it took."""
@@ -80,12 +90,15 @@ class Metrics:
     Args:
         engine: is read when `render` is called.
         model_name: the label of every metric that is about the model.
+        cache: of answers; None: the server has none.
     """
 
-    def __init__(self, engine: MetricsSource, model_name: str) -> None:
+    def __init__(
+        self, engine: MetricsSource, model_name: str, cache: CacheCounts | None = None
+    ) -> None:
         self._registry = registry = CollectorRegistry()
         self._model_name = model_name
-        registry.register(_EngineMetrics(engine, model_name))
+        registry.register(_EngineMetrics(engine, model_name, cache))
         ProcessCollector(registry=registry)
         self._queue_s = self._histogram(
             "vllm:request_queue_time_seconds", "From a request's coming to its admission.", SECONDS
@@ -154,8 +167,8 @@ class Metrics:
 class _EngineMetrics:
     """Reads an engine each time that somebody asks for the metrics."""
 
-    def __init__(self, engine: MetricsSource, model_name: str) -> None:
-        self._engine, self._model_name = engine, model_name
+    def __init__(self, engine: MetricsSource, model_name: str, cache: CacheCounts | None) -> None:
+        self._engine, self._model_name, self._cache = engine, model_name, cache
 
     def collect(self) -> Iterator[Metric]:
         """Yield what the engine has counted, and how it stands."""
@@ -166,6 +179,9 @@ class _EngineMetrics:
             )
         for name, (meaning, count) in COUNTS.items():
             yield self._add_value(CounterMetricFamily(name, meaning, labels=LABELS), count(stats))
+        for name, (meaning, read_cache) in OF_CACHE.items():
+            num = 0 if self._cache is None else read_cache(self._cache)
+            yield self._add_value(CounterMetricFamily(name, meaning, labels=LABELS), num)
         for key, (name, meaning) in GPU.items():
             if key in gpu:
                 yield self._add_value(GaugeMetricFamily(name, meaning, labels=LABELS), gpu[key])
@@ -238,6 +254,16 @@ COUNTS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
         lambda stats: stats.num_again_tokens,
     ),
     "fminfer:engine_steps": ("Steps that were computed.", lambda stats: stats.num_steps),
+}
+OF_CACHE: dict[str, tuple[str, Callable[[CacheCounts], int]]] = {
+    "fminfer:result_cache_queries": (
+        "Requests that were looked up among the kept answers.",
+        lambda cache: cache.num_asked,
+    ),
+    "fminfer:result_cache_hits": (
+        "Requests that a kept answer was taken for.",
+        lambda cache: cache.num_found,
+    ),
 }
 GPU = {
     "peak_bytes": ("fminfer:gpu_peak_memory_bytes", "Most memory of this process's GPU so far."),

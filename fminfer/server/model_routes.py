@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from fastapi import APIRouter
@@ -28,28 +27,36 @@ from fminfer.server.service import Service
 def model_routes(service: Service) -> APIRouter:
     """Return the routes that compute nothing."""
     router = APIRouter(tags=["Model and server"])
-    engine, dispatcher = service.engine, service.dispatcher
+    _add_token_routes(router, service)
+    _add_state_routes(router, service)
+    return router
+
+
+def _add_token_routes(router: APIRouter, service: Service) -> None:
+    limits = service.engine.limits
 
     @router.post(
         "/tokenize",
-        **document(tokenize_schema(), "The ids.", body=tokenize_request_schema(engine.limits)),
+        **document(tokenize_schema(), "The ids.", body=tokenize_request_schema(limits)),
     )
     async def tokenize(request: Request) -> Response:
         """Return the ids of a prompt or of a rendered chat."""
         fields = await service.read(request)
         service.model.check(fields.get("model"))
-        return respond_json(await asyncio.to_thread(_tokenize, service, fields))
+        return respond_json(await service.dispatcher.beside(lambda: _tokenize(service, fields)))
 
     @router.post(
         "/detokenize",
-        **document(detokenize_schema(), "The text.", body=detokenize_request_schema(engine.limits)),
+        **document(detokenize_schema(), "The text.", body=detokenize_request_schema(limits)),
     )
     async def detokenize(request: Request) -> Response:
         """Return the text of ids."""
         fields = await service.read(request)
         service.model.check(fields.get("model"))
-        return respond_json(await asyncio.to_thread(_detokenize, service, fields))
+        return respond_json(await service.dispatcher.beside(lambda: _detokenize(service, fields)))
 
+
+def _add_state_routes(router: APIRouter, service: Service) -> None:
     @router.get(
         "/version",
         **document(object_of({"version": TEXT}, "version"), "The version.", errors=[401]),
@@ -64,25 +71,14 @@ def model_routes(service: Service) -> APIRouter:
     @router.head("/health", include_in_schema=False)
     async def health() -> Response:
         """Return 200 while requests are taken, 503 otherwise."""
-        if dispatcher.refusal is not None:
-            raise dispatcher.refusal
+        if (refusal := service.dispatcher.refusal) is not None:
+            raise refusal
         return respond_json({"status": "ok"})
 
     @router.get("/stats", **document(stats_schema(), "How it stands.", errors=[401]))
     async def stats() -> Response:
         """Return what the server does at the moment."""
-        rates = service.throughput.rates
-        return respond_json(
-            {
-                "model": service.model.names[0],
-                "num_running": engine.num_running,
-                "num_waiting": dispatcher.num_waiting,
-                "kv_usage": engine.kv_usage,
-                "prompt_tokens_per_s": rates.prompt_tokens,
-                "generation_tokens_per_s": rates.generation_tokens,
-                "uptime_s": service.throughput.uptime_s,
-            }
-        )
+        return respond_json(_describe_state(service))
 
     @router.get(
         "/metrics",
@@ -94,7 +90,20 @@ def model_routes(service: Service) -> APIRouter:
         body, media_type = service.metrics.render()
         return Response(body, media_type=media_type)
 
-    return router
+
+def _describe_state(service: Service) -> dict[str, Any]:
+    rates, cache = service.throughput.rates, service.engine.result_cache
+    return {
+        "model": service.model.names[0],
+        "num_running": service.engine.num_running,
+        "num_waiting": service.dispatcher.num_waiting,
+        "kv_usage": service.engine.kv_usage,
+        "prompt_tokens_per_s": rates.prompt_tokens,
+        "generation_tokens_per_s": rates.generation_tokens,
+        "result_cache_queries": 0 if cache is None else cache.num_asked,
+        "result_cache_hits": 0 if cache is None else cache.num_found,
+        "uptime_s": service.throughput.uptime_s,
+    }
 
 
 def _tokenize(service: Service, fields: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 from fminfer.engine.events import Event, Failed, Finished
 from fminfer.engine.sequence import Prepared
@@ -19,6 +20,8 @@ class Reply:
         self.token_s: dict[int, float] = {}  # by choice: when its last token came
         self._events: list[Event | HttpError] = []
         self._waiter: asyncio.Future[None] | None = None
+        self._due_s = math.inf  # of the event loop's time: when its wait ends without an event
+        self._timer: asyncio.TimerHandle | None = None
 
     def push(self, event: Event | HttpError) -> None:
         """Add an event, and wake who waits for it."""
@@ -58,18 +61,32 @@ class Reply:
                 if isinstance(event, Finished):
                     return event
 
+    def close(self) -> None:
+        """End its timer, which would hold it for a while."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
     async def _wait(self, timeout_s: float | None) -> None:
         loop = asyncio.get_running_loop()
-        self._waiter = waiter = loop.create_future()
-        timer = None if timeout_s is None else loop.call_later(timeout_s, _end_wait, waiter)
+        self._waiter = loop.create_future()
+        self._due_s = math.inf if timeout_s is None else loop.time() + timeout_s
+        if self._timer is not None and self._timer.when() > self._due_s:
+            self.close()
+        if timeout_s is not None and self._timer is None:
+            self._timer = loop.call_at(self._due_s, self._end_wait)
         try:
-            await waiter
+            await self._waiter
         finally:
             self._waiter = None
-            if timer is not None:
-                timer.cancel()
 
-
-def _end_wait(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
+    def _end_wait(self) -> None:
+        """End a wait that is due. One timer serves many waits, for there is one a token."""
+        self._timer = None
+        if self._waiter is None or self._waiter.done():
+            return  # the next wait sets a timer
+        loop = asyncio.get_running_loop()
+        if loop.time() >= self._due_s:
+            self._waiter.set_result(None)
+        elif self._due_s < math.inf:
+            self._timer = loop.call_at(self._due_s, self._end_wait)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from fminfer.server.http_errors import HttpError
 from fminfer.server.metrics import Metrics
 from fminfer.server.request_bodies import Bodies
 from fminfer.server.request_fields import MAX_NAME_CHARS
+from fminfer.server.server_log import ServerLog
 from fminfer.server.throughput import Throughput
 from fminfer.worker.engine_api import Engine
 
@@ -72,7 +73,7 @@ class Service:
     metrics: Metrics
     throughput: Throughput
     bodies: Bodies
-    log: Callable[[str], None]
+    log: ServerLog
 
     async def read(self, request: Request) -> dict[str, Any]:
         """Return the JSON object of a request's body.

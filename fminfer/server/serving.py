@@ -8,11 +8,13 @@ import click
 
 from fminfer.batch.process_roles import lead_or_join
 from fminfer.batch.run_context import ProcessContext
-from fminfer.batch.run_engine import MakeEngine, start_engine
+from fminfer.batch.run_engine import MakeEngine, say, start_engine
 from fminfer.models.checkpoint import Checkpoint
+from fminfer.models.fingerprint import fingerprint_of
 from fminfer.server.http import open_socket, run_http
 from fminfer.server.settings import ServerSettings
 from fminfer.worker.part_process import Opening
+from fminfer.worker.result_cache import ResultCache, open_result_cache
 
 
 @dataclass(slots=True, frozen=True)
@@ -40,6 +42,21 @@ def _serve(run: ServeContext, checkpoint: Checkpoint, make_engine: MakeEngine) -
     try:
         if not run.is_quiet:
             click.echo(f"Ready after {run.elapsed_s():.1f} s.", err=True)
+        engine.result_cache = _open_cache(run, checkpoint)
         run_http(engine, run.settings, run.stopper, address)
     finally:
+        if engine.result_cache is not None:
+            engine.result_cache.close()
         engine.close()
+
+
+def _open_cache(run: ServeContext, checkpoint: Checkpoint) -> ResultCache | None:
+    settings, tell = run.settings, (lambda text: None) if run.is_quiet else say
+    if settings.cache_place is None and not settings.cache_size:
+        return None  # a fingerprint reads of every tensor
+    return open_result_cache(
+        fingerprint_of(run.config, checkpoint),
+        *(settings.cache_place, tell),
+        size=settings.cache_size,
+        list_size=settings.cache_list_size,
+    )

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 from urllib.parse import urlsplit
 
 from fminfer.core.errors import UsageError
+from fminfer.files.cache_place import CachePlace, find_place
 
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
 
@@ -32,6 +33,10 @@ class ServerSettings:
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
     keep_alive_s: float = 5.0  # that an idle connection stays open
+    result_cache: Path | str | None = None  # a folder for answers; None: none is kept
+    result_cache_bytes: int | None = None  # most room of these
+    cache_size: int = 0  # requests whose answers are kept in memory
+    cache_list_size: int = 1  # answers to one that draws without a seed; 1: none is kept
     log_level: LogLevel = "info"
     grace_s: float = 10.0  # that running requests have to end once the server is told to stop
     is_quiet: bool = False
@@ -43,6 +48,16 @@ class ServerSettings:
             raise UsageError(f"port is {self.port}; it must be 0 (any free one) to 65535")
         if self.queue_size < 0:
             raise UsageError(f"queue_size is {self.queue_size}; it must be 0 (no limit) or more")
+        if self.cache_size < 0:
+            raise UsageError(f"cache_size is {self.cache_size}; it must be 0 (none) or more")
+        if self.cache_list_size < 1:
+            raise UsageError(f"cache_list_size is {self.cache_list_size}; it must be at least 1")
+        if self.cache_list_size > 1 and not self.cache_size:
+            raise UsageError(
+                f"cache_list_size is {self.cache_list_size}, and cache_size is 0: no answer is "
+                "kept. Give --cache-size the number of requests whose answers to keep"
+            )
+        find_place(self.result_cache, self.result_cache_bytes)
         if self.max_body_bytes < 1:
             raise UsageError(f"max_body_bytes is {self.max_body_bytes}; it must be at least 1")
         for name in ("keep_alive_s", "grace_s"):
@@ -58,6 +73,11 @@ class ServerSettings:
         for origin in self.allowed_origins:
             _check_origin(origin)
         self._check_tls()
+
+    @property
+    def cache_place(self) -> CachePlace | None:
+        """Where answers are kept on the disk; None: nowhere."""
+        return find_place(self.result_cache, self.result_cache_bytes)
 
     @property
     def is_loopback(self) -> bool:

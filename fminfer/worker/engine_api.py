@@ -25,7 +25,7 @@ from fminfer.engine.facts import Facts
 from fminfer.engine.intake import Intake, Limits
 from fminfer.engine.room import KvSize
 from fminfer.engine.sequence import Prepared
-from fminfer.engine.stats import EngineStats
+from fminfer.engine.stats import EngineStats, RunningRows
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.pipeline.group import Group
 from fminfer.text.chat_template import ChatTemplate
@@ -39,6 +39,7 @@ from fminfer.worker.line_run.runner import LOOKAHEAD, LineRunner
 from fminfer.worker.one_pipeline import OnePipeline, start_own_ranks
 from fminfer.worker.opening import open_model
 from fminfer.worker.processes import Processes
+from fminfer.worker.result_cache import ResultCache
 from fminfer.worker.role import Manners, Spread, pipeline_names
 from fminfer.worker.team import Team
 from fminfer.worker.team_process import start_pipelines
@@ -130,6 +131,7 @@ class Engine:
         limits = find_limits(config, checkpoint, self.tokenizer)
         kv_size = KvSize(self.facts.num_kv_blocks, config.block_size)
         self._intake = Intake(self.tokenizer, replace(limits, kv_size=kv_size))
+        self.result_cache: ResultCache | None = None  # for runs; whoever sets it closes it
         self._is_closed = False
         self._runner: LineRunner | None = None  # of the run that goes on
         self._left: deque[Event] = deque()  # of added requests, that a run met and did not need
@@ -226,6 +228,7 @@ class Engine:
             read_ahead=read_ahead,
             joins_equal=self.config.prefix_cache,
             is_only_run=self.config.is_only_run,
+            cache=self.result_cache,
             on_others=self._left.extend,
         )
         return self._runner
@@ -281,9 +284,9 @@ class Engine:
         return self._core.kv_usage
 
     @property
-    def num_draws_left(self) -> int:
-        """The most tokens that rows which run may still draw; 0: not known."""
-        return self._core.num_draws_left
+    def running_rows(self) -> RunningRows:
+        """What running rows have drawn, and may still draw, as far as it is known."""
+        return self._core.running_rows
 
     @property
     def chat_template(self) -> ChatTemplate:

@@ -16,9 +16,10 @@ from multiprocessing.connection import wait
 from fminfer.core.errors import FminferError, PipelineError, UsageError, error_of
 from fminfer.core.messages import StepTrace
 from fminfer.engine.counting import count_row
+from fminfer.engine.engine_core import Origin
 from fminfer.engine.events import Delta, Event
 from fminfer.engine.sequence import Prepared
-from fminfer.engine.stats import EngineStats
+from fminfer.engine.stats import EngineStats, RunningRows
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.fingerprint import digest_files, name_differences
 from fminfer.worker.team_heard import Heard
@@ -190,9 +191,9 @@ class Team:
     def check_idle(self) -> None:
         """Nothing: the books are the pipelines'."""
 
-    def count_row(self, prepared: Prepared | None, *, is_copied: bool = False) -> None:
+    def count_row(self, prepared: Prepared | None, origin: Origin = "computed") -> None:
         """Count a line that was read, for progress."""
-        count_row(self._own, prepared, is_copied=is_copied)
+        count_row(self._own, prepared, origin)
 
     @property
     def has_work(self) -> bool:
@@ -231,9 +232,12 @@ class Team:
         return any(pipeline.has_begun and pipeline.asked for pipeline in self._living)
 
     @property
-    def num_draws_left(self) -> int:
-        """The most tokens that running rows may still draw, as the pipelines last said it."""
-        return sum(pipeline.num_draws_left for pipeline in self._living)
+    def running_rows(self) -> RunningRows:
+        """What running rows have drawn, and may still draw, as the pipelines last said it."""
+        rows = RunningRows()
+        for pipeline in self._living:
+            rows.add(pipeline.running_rows)
+        return rows
 
     def close(self) -> None:
         """End all pipelines: idle ones in good order, the others at once."""
@@ -333,7 +337,7 @@ class Team:
                 pipeline.ready = report
             elif isinstance(report, Told):
                 pipeline.num_begun, pipeline.has_begun = report.num_begun, report.has_begun
-                pipeline.num_draws_left = report.num_draws_left
+                pipeline.running_rows = report.running_rows
                 pipeline.num_running, pipeline.kv_usage = report.num_running, report.kv_usage
                 if report.stats is not None:
                     self._take_stats(pipeline, report.stats)

@@ -113,8 +113,8 @@ class Member:
         is_due = now_s - self._told_s > STATS_EVERY_S or not core.has_work
         if events or is_due or stands != self._told:
             stats = core.stats if is_due else None
-            num_left, num_running = core.num_draws_left, core.num_running
-            told = Told(events, *stands, num_left, num_running, core.kv_usage, stats)
+            rows, num_running = core.running_rows, core.num_running
+            told = Told(events, *stands, rows, num_running, core.kv_usage, stats)
             send(self._connection, told)
             self._told = stands
             self._told_s = now_s if is_due else self._told_s

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 
 from fminfer.core.config import EngineConfig
-from fminfer.engine.stats import EngineStats
+from fminfer.engine.stats import EngineStats, RunningRows
 from fminfer.pipeline.ranks import RankFacts
 from fminfer.worker.processes import Process, Processes
 from fminfer.worker.role import Manners, Role, Spread, Task
@@ -47,7 +47,7 @@ class TeamPipeline(ABC):
         self.asked: dict[int, Asking] = {}  # that it has, and has not answered
         self.num_sent = self.num_begun = 0  # requests so far
         self.has_begun = False
-        self.num_draws_left = 0
+        self.running_rows = RunningRows()
         self.num_running, self.kv_usage = 0, 0.0  # sequences, and the part of its KV cache
         self.cost = 0  # of its requests
 

@@ -1,4 +1,4 @@
-"""Progress, as a run tells it: rows go through the engine's own loop, on a simulated clock."""
+"""Progress, as a terminal and a log see it."""
 
 from __future__ import annotations
 
@@ -6,188 +6,75 @@ import contextlib
 import json
 import os
 import pty
-import random
 import re
 import termios
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fminfer.batch.progress import Pace, ProgressBar, work_left
+from fminfer.batch.progress import ProgressBar
 from fminfer.contract.line import Line
 from fminfer.core.config import EngineConfig, StepSizes
-from fminfer.core.messages import Step, StepResult, StepTrace
+from fminfer.core.messages import StepResult
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.intake import Intake, Limits
 from fminfer.engine.packing import PlannedStep, pack
 from fminfer.engine.start import Starter
-from fminfer.engine.stats import EngineStats
-from fminfer.estimate.cost_model import CostModel, StepWork
+from fminfer.engine.stats import EngineStats, RunningRows
 from fminfer.estimate.simulation import PretendPipeline
 from fminfer.text.tokenizer import Tokenizer
 from fminfer.worker.assembly import build_loop
-from fminfer.worker.line_run.runner import WINDOW
+from tests.batch.test_time_left import Clock, Told
 from tests.forked import Forked
 from tests.line_bench import over_lines
 
 END_ID = 7
-# About a llama of 12 × 768 on two cores, in bfloat16 and in float32; and a GPU, which takes about
-# the same for a step of few rows as for one of many.
-MACHINES = {
-    "bfloat16": (20e-3, 0.35e-3, 0.55e-3, 0, 0, 0.2e-3, 0.2e-3, 0.25e-3, 2e-6, 1e-3, 0.2e-3, 0),
-    "float32": (45e-3, 1.2e-3, 1.5e-3, 0, 0, 0.6e-3, 0.6e-3, 0.9e-3, 5e-6, 1e-3, 0.3e-3, 0),
-    "gpu": (20e-3, 0.01e-3, 0.03e-3, 0, 0, 0.02e-3, 0.02e-3, 0.02e-3, 1e-8, 0, 0.01e-3, 0),
-}
-
-
-class Clock:
-    """Stands in the place of the `time` that the bar asks."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now_s
-
-
-class DrawingPipeline(PretendPipeline):
-    """Draws the end token with a probability."""
-
-    def __init__(self, stop_rate: float) -> None:
-        super().__init__(32)
-        self._rng, self._stop_rate = random.Random(5), stop_rate
-
-    def collect(self) -> StepResult:
-        result = super().collect()
-        for place in range(len(result.sampled.ids)):
-            if self._rng.random() < self._stop_rate:
-                result.sampled.ids[place] = END_ID
-        return result
-
-
-def rows_of(workload: str, count: int) -> Iterator[dict[str, Any]]:
-    """Yield those of benchmarks/against_transformers.py, or ones whose lengths grow."""
-    rng = random.Random(3)
-
-    def ids(number: int) -> list[int]:
-        return [rng.randrange(8, 250) for _ in range(number)]
-
-    heads = [ids(600), ids(600)]
-    for number in range(count):
-        if workload == "generate":
-            yield {"prompt": ids(rng.randint(16, 191)), "max_tokens": rng.randint(16, 128)}
-        elif workload == "score":
-            how = {"max_tokens": 0, "echo": True, "logprobs": 1}
-            yield {"prompt": ids(rng.randint(64, 511)), **how}
-        elif workload == "prefixes":
-            yield {"prompt": heads[number % 2] + ids(rng.randint(40, 99)), "max_tokens": 8}
-        else:  # candidates
-            yield {"prompt": ids(40), "max_tokens": 60, "n": 1 + number % 4, "temperature": 1}
-
-
-def run(
-    monkeypatch: pytest.MonkeyPatch, rows: Iterator[dict[str, Any]], total: int, **how: Any
-) -> list[tuple[float, float | None]]:
-    """Answer rows; return, for each step, the seconds since the start and those said to be left."""
-    clock = Clock()
-    monkeypatch.setattr("fminfer.batch.progress.time", clock)
-    costs = CostModel(MACHINES[how.get("machine", "float32")], 0.0)
-
-    def asked_while_packing(*args: Any) -> PlannedStep:
-        """Rows were in no list for a moment, and a signal then found none."""
-        while_packing.append(loop.num_draws_left)
-        return pack(*args)
-
-    while_packing: list[int] = []
-    monkeypatch.setattr("fminfer.engine.scheduler.pack", asked_while_packing)
-    tokenizer = Tokenizer(None)
-    limits = Limits(2048, 256, 100, eos_ids=frozenset({END_ID}))
-    loop = build_loop(
-        EngineConfig(),
-        Starter(tokenizer, limits.eos_ids, seed=1),
-        DrawingPipeline(how.get("stop_rate", 0.0)),
-        AnswerForm(tokenizer, "auto"),
-        sizes=EngineConfig().step_sizes("cpu", 1),
-        num_blocks=how.get("num_blocks", 4096),
-        num_stages=1,
-    )
-    bar = ProgressBar(total, is_quiet=True)
-    told: list[tuple[float, float | None]] = []
-
-    def on_step(trace: StepTrace) -> None:
-        step: Step = trace.step
-        clock.now_s += costs.predict_s(StepWork.of(step).counts)
-        bar.add_step(trace.num_prompt_tokens, len(step.sampling.token_index))
-        told.append((clock.now_s, bar.left_s(loop.stats)))
-
-    loop.on_step = on_step
-    base = {"temperature": 0, "user": ""}
-    lines = (Line(0, i, json.dumps(base | row).encode()) for i, row in enumerate(rows, 1))
-    for record in over_lines(loop, Intake(tokenizer, limits), read_ahead=WINDOW).run(lines):
-        assert record.error is None
-    return told
-
-
-def errors_at(told: list[tuple[float, float | None]], shares: list[float]) -> list[float]:
-    """Return how far off the total was that was told at some shares of the run."""
-    end_s = told[-1][0]
-    errors = []
-    for share in shares:
-        now_s, left_s = next(each for each in told if each[0] >= share * end_s)
-        assert left_s is not None, f"nothing was told at {share:.0%}"
-        errors.append((now_s + left_s) / end_s - 1)
-    return errors
-
-
-@pytest.mark.parametrize("machine", ["bfloat16", "float32"])
-@pytest.mark.parametrize(
-    ("workload", "count", "stop_rate"),
-    [
-        *(("generate", 64, 0.0), ("generate", 600, 0.0), ("score", 96, 0.0)),
-        *(("prefixes", 128, 0.0), ("candidates", 200, 0.0)),
-        *(("generate", 600, 0.02), ("generate", 600, 0.1)),
-    ],
-)
-def test_the_time_left_is_right_after_a_twentieth(
-    monkeypatch: pytest.MonkeyPatch, workload: str, count: int, stop_rate: float, machine: str
-) -> None:
-    """Told from finished rows it was unknown until the first had ended, maybe half-way."""
-    how = {"machine": machine, "stop_rate": stop_rate}
-    told = run(monkeypatch, rows_of(workload, count), count, **how)
-    errors = errors_at(told, [0.05, 0.1, 0.25, 0.5, 0.75, 0.9])
-    assert max(map(abs, errors)) < 0.2, errors
-
-
-def test_where_a_step_takes_the_same_for_few_rows_only_long_files_are_foreseen(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As on a GPU: how few rows run at the end is not foreseen, so a short file takes longer."""
-    long = errors_at(run(monkeypatch, rows_of("generate", 600), 600, machine="gpu"), [0.25, 0.5])
-    short = errors_at(run(monkeypatch, rows_of("generate", 64), 64, machine="gpu"), [0.25, 0.5])
-    assert max(map(abs, long)) < 0.1 and -0.4 < min(short) < max(short) < -0.2
-
-
-def test_scarce_memory_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without room the prefix cache does less than the best possible one, as a run soon sees."""
-    rows = list(rows_of("prefixes", 128))
-    told = run(monkeypatch, iter(rows), 128, num_blocks=26)
-    assert max(map(abs, errors_at(told, [0.25, 0.5, 0.9]))) < 0.25
 
 
 def test_nothing_is_said_of_what_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows without tokens ended the run with a division by zero, on a terminal only."""
-    monkeypatch.setattr("fminfer.batch.progress.time", Clock())
-    bar, stats = ProgressBar(3, is_quiet=True), EngineStats()
-    assert bar.left_s(stats) is None
-    stats.read.num_rows = 3
-    assert work_left(stats, 3) == (0.0, 0.0) and bar.left_s(stats) is None
-    assert ProgressBar(None, is_quiet=True).left_s(stats) is None
-    assert Pace().seconds(1, 1) is None
+    clock = Clock()
+    monkeypatch.setattr("fminfer.batch.progress.time", clock)
+    bar, engine = ProgressBar(3, is_quiet=True), Told(EngineStats(), RunningRows())
+    assert bar.left_s(engine) is None
+    engine.stats.read.num_rows = 3
+    assert bar.left_s(engine) is None and ProgressBar(None, is_quiet=True).left_s(engine) is None
+    for _ in range(2):
+        assert bar.left_s(engine) is None, "the first step says nothing of others"
+        clock.now_s += 1.0
+        engine.stats.num_steps += 1
+        bar.add_work(engine.stats, 5, 0)
+    assert bar.left_s(engine) == 0.0
 
 
-@pytest.mark.parametrize("columns", [0, 100])
+def test_a_bound_is_shown_as_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Until a row has ended, nobody knows whether rows stop early; lines may be unread, too."""
+    monkeypatch.setattr("fminfer.batch.progress.FIRST_LINE_S", -1.0)
+    monkeypatch.setattr("fminfer.batch.progress.LINE_EVERY_S", -1.0)
+    monkeypatch.setattr("fminfer.batch.progress.LEFT_EVERY_S", 0.0)
+    clock = Clock()
+    monkeypatch.setattr("fminfer.batch.progress.time", clock)
+    stats = EngineStats(max_rows=8, num_prompt_tokens=8)
+    engine = Told(stats, RunningRows([10, 10], [90, 90]))
+    stats.read.num_rows = 2
+    stats.read.add(8, 2, 100)
+    bar = ProgressBar(2, is_quiet=False)
+    bar.add_work(stats, 8, 2)
+    stats.num_steps, clock.now_s = 9, 4.5
+    bar.add_work(stats, 0, 18)
+    bar.update(0, 0, engine)
+    stats.read.ends.end(10, 100)
+    bar.update(1, 0, engine)
+    bar.total_rows = None
+    bar.update(1, 0, engine)
+    lefts = re.findall(r"left (\S+)", capsys.readouterr().err)
+    assert lefts[0] == "<0:45" and lefts[1].startswith("~") and lefts[2] == "?", lefts
+
+
+@pytest.mark.parametrize("columns", [0, 120])
 def test_a_terminal_sees_what_happens_from_the_start(columns: int, tmp_path: Path) -> None:
     """It saw nothing until the model was ready, and with 0 columns, as in a container, no bar."""
     rows = tmp_path / "rows.jsonl"
@@ -213,12 +100,12 @@ def test_what_running_rows_may_still_draw_is_counted(monkeypatch: pytest.MonkeyP
 
     class Asked(PretendPipeline):
         def collect(self) -> StepResult:
-            told.append(loop.num_draws_left)
+            told.append(sum(loop.running_rows.num_left))
             return super().collect()
 
     def asked_while_packing(*args: Any) -> PlannedStep:
         """Rows were in no list for a moment, and a signal then found none."""
-        while_packing.append(loop.num_draws_left)
+        while_packing.append(sum(loop.running_rows.num_left))
         return pack(*args)
 
     while_packing: list[int] = []
@@ -236,12 +123,66 @@ def test_what_running_rows_may_still_draw_is_counted(monkeypatch: pytest.MonkeyP
     )
     rows = [{"prompt": [9, 10, 11 + i], "max_tokens": n} for i, n in enumerate((5, 9, 30))]
     lines = (Line(0, i, json.dumps(row).encode()) for i, row in enumerate(rows, 1))
-    assert loop.num_draws_left == 0
+    assert not loop.running_rows.num_left
     assert len(list(over_lines(loop, Intake(tokenizer, limits)).run(lines))) == 3
     # While each step is computed: long rows first, two at once, the third when one has ended.
     assert told[:10] == [39, 37, 35, 33, 31, 29, 27, 25, 23, 21 + 5] and told[-1] == 1, told
     assert while_packing == told
     bar = ProgressBar(None, is_quiet=True)
-    assert bar.drawing_s(10) is None, "nothing was computed yet"
-    bar.add_step(0, 5)
-    assert (bar.drawing_s(10) or 0) > 0 and bar.drawing_s(0) is None
+    running = RunningRows([5, 5], [3, 7])
+    assert bar.drawing_s(running) is None, "nothing was computed yet"
+    bar.add_work(EngineStats(num_steps=5), 0, 5)
+    bar.add_work(EngineStats(num_steps=9), 0, 5)
+    assert (bar.drawing_s(running) or 0) > 0 and bar.drawing_s(RunningRows()) is None
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_the_bar_fits_a_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stood at the end was cut off: errors, and that other work slows the run."""
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, columns))
+    stats = EngineStats(max_rows=256)
+    with os.fdopen(theirs, "w") as terminal:
+        monkeypatch.setattr("sys.stderr", terminal)
+        monkeypatch.setattr("fminfer.batch.progress.BAR_EVERY_S", -1.0)
+        bar = ProgressBar(1_000_000, is_quiet=False, is_slowed=lambda: True)
+        stats.read.num_rows, stats.num_steps = 4_000, 10
+        stats.read.add(400_000, 4_000, 100)
+        bar.add_work(stats, 12_345_678, 0)
+        bar.add_work(stats, 0, 87_654_321)
+        bar.update(450_000, 12_345, Told(stats, RunningRows([9], [91])))
+        bar.close()
+    said = b""
+    with contextlib.suppress(OSError):
+        while data := os.read(ours, 4096):
+            said += data
+    os.close(ours)
+    frames = [each for each in re.split(r"[\r\n]", said.decode()) if "450000/1000000 rows" in each]
+    assert frames and all(len(frame) <= columns for frame in frames), frames
+    assert "45%|" in frames[0] and "left ~" in frames[0], frames
+    assert (", 12,345 errors, slowed" in frames[0]) == (columns > 60), frames
+    assert (" tok/s, left " in frames[0]) == ("slowed by other work" in frames[0]) == (columns > 80)
+
+
+def test_progress_is_honest_about_what_it_does_not_know(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fminfer.batch.progress.FIRST_LINE_S", -1.0)
+    bar = ProgressBar(None, is_quiet=False)
+    bar.update(3, 0, Told(EngineStats(), RunningRows()))
+    bar.close()
+    found = capsys.readouterr().err
+    assert found.startswith("3/? rows,") and found.endswith("left ?\n")
+
+
+def test_progress_shows_tokens_while_no_row_has_ended(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stayed at 0 of 300 rows for half a minute."""
+    monkeypatch.setattr("fminfer.batch.progress.FIRST_LINE_S", -1.0)
+    bar = ProgressBar(300, is_quiet=False)
+    bar.add_work(EngineStats(num_steps=1), 1200, 3)
+    bar.add_work(EngineStats(num_steps=2), 0, 31)
+    bar.update(0, 0, Told(EngineStats(), RunningRows()))
+    bar.close()
+    assert capsys.readouterr().err.startswith("0/300 rows, 1,234 tokens, ")

@@ -249,13 +249,14 @@ def test_keys_of_energonai(file: Path) -> None:
     file.write_text(
         'model_class = "opt_6B7"\ncheckpoint = "/c"\ntokenizer_path = "t"\ntp_init_size = 2\n'
         'pp_init_size = 3\nhalf = true\nserver_host = "0.0.0.0"\nserver_port = 8020\n'
-        "executor_max_batch_size = 16\nexecutor_max_queue_size = 0\ncache_size = 0\n"
-        'cache_list_size = 1\nlog_level = "info"\nallow_cors = true\ntimeout_keep_alive = 180\n'
+        "executor_max_batch_size = 16\nexecutor_max_queue_size = 0\ncache_size = 50\n"
+        'cache_list_size = 2\nlog_level = "info"\nallow_cors = true\ntimeout_keep_alive = 180\n'
     )
     assert params("serve") == {
         **{"model_config": "opt-6.7b", "model": "/c", "tokenizer": "t", "world_size": 6},
         **{"dtype": "float16", "host": "0.0.0.0", "port": 8020, "max_rows": 16, "queue_size": 0},
         **{"log_level": "info", "allowed_origins": ("*",), "keep_alive_s": 180.0},
+        **{"cache_size": 50, "cache_list_size": 2},
     }
     assert context("serve", "--config fminfer.toml").meta[NOTICES] == [
         "tp_init_size 2: tensor parallelism is not there yet. The layers are spread over the "
@@ -269,9 +270,6 @@ def test_keys_of_energonai(file: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("cache_size = 50", "cache_size in fminfer.toml is 50: kept answers are not there yet. Gi"),
-        ("cache_list_size = 2", "cache_list_size in fminfer.toml is 2: kept answers are not there"),
-        ("cache_size = -1", "it must be a whole number from 0"),
         ("tp_init_size = 0", "tp_init_size in fminfer.toml is 0; it must be a whole number from 1"),
         ("pp_init_size = '2'", "pp_init_size in fminfer.toml is '2'; it must be a whole number"),
         ("half = 'no way'", "half in fminfer.toml is 'no way'; give true or false"),
@@ -305,7 +303,6 @@ def test_a_python_file_is_refused_with_the_toml_to_write(file: Path) -> None:
     assert "Write this into opt_config.toml, and give --config opt_config.toml:" in text
     assert "# port = 29400: of EnergonAI's own processes, not needed here" in text
     assert "# favourite_colour = 'blue': not known here" in text
-    assert "# cache_size is 50: kept answers are not there yet" in text
     assert "# log_level = os.environ.get(" in text
     toml = text.partition("\n\n")[2]
     file.write_text(toml)
@@ -313,6 +310,7 @@ def test_a_python_file_is_refused_with_the_toml_to_write(file: Path) -> None:
         **{"model_config": "opt-125m", "model": "/model_checkpoint", "world_size": 4},
         **{"tokenizer": "facebook/opt-125m", "dtype": "float16", "host": "0.0.0.0", "port": 8020},
         **{"max_rows": 16, "queue_size": 0, "allowed_origins": ("*",), "keep_alive_s": 180.0},
+        **{"cache_size": 50, "cache_list_size": 1},
     }
 
 

@@ -64,7 +64,8 @@ def test_every_setting_has_a_flag_and_reaches_the_server(
         "m --host ::1 --port 0 --served-model-name a --served-model-name b --api-key k "
         f"--api-key l --queue-size 0 --max-body-size 2M --allow-origin https://x.org "
         f"--ssl-certfile {cert} --ssl-keyfile {key} --keep-alive 1m --log-level DEBUG -q "
-        "--grace 0:00:30 --max-rows 3 --strict --check-model --fp16"
+        f"--grace 0:00:30 --result-cache {tmp_path} --result-cache-size 10G --cache-size 50 "
+        "--cache-list-size 2 --max-rows 3 --strict --check-model --fp16"
     )
     assert (done.exit_code, done.output) == (0, "")
     settings, config, role, _, _ = started
@@ -79,6 +80,10 @@ def test_every_setting_has_a_flag_and_reaches_the_server(
         ssl_certfile=cert,
         ssl_keyfile=key,
         keep_alive_s=60.0,
+        result_cache=tmp_path,
+        result_cache_bytes=10 * 2**30,
+        cache_size=50,
+        cache_list_size=2,
         log_level="debug",
         grace_s=30.0,
         is_quiet=True,
@@ -265,6 +270,11 @@ def test_the_example_starts_a_server_whose_flags_are_known(tmp_path: Path) -> No
         ({"keep_alive_s": float("nan")}, "keep_alive_s is nan"),
         ({"grace_s": -1.0}, "grace_s is -1.0"),
         ({"served_model_names": ("",)}, "give each model a name"),
+        ({"cache_size": -1}, "cache_size is -1; it must be 0 "),
+        ({"cache_list_size": 0}, "cache_list_size is 0; it must be at least 1"),
+        ({"cache_list_size": 2}, "cache_size is 0: no answer is kept. Give --cache-size"),
+        ({"result_cache_bytes": 2**30}, "has no effect without --result-cache"),
+        ({"result_cache": "s3://a/b"}, "is a URL"),
     ],
 )
 def test_the_settings_check_themselves(value: dict[str, Any], says: str) -> None:

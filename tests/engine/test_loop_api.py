@@ -51,7 +51,9 @@ def alone(request: dict[str, Any]) -> list[dict[str, Any]]:
 def check_idle(bench: Any) -> None:
     bench.scheduler.check_idle()
     read = bench.loop.stats.read
-    assert (read.num_open, read.max_open_draws) == (0, 0), "work that nobody does any more"
+    assert (sum(read.ends.num_open), sum(read.ends.max_draws_open)) == (0, 0), (
+        "work that nobody does any more"
+    )
     assert not (bench.loop._open or bench.loop._streams or bench.loop._leaving)
 
 

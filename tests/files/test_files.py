@@ -16,11 +16,9 @@ import pytest
 from click.testing import CliRunner
 
 import fminfer
-from fminfer.batch.progress import ProgressBar
 from fminfer.cli.app import main
 from fminfer.contract.line import Line
 from fminfer.core.errors import UsageError
-from fminfer.engine.stats import EngineStats
 from fminfer.files import pieces, streams
 from fminfer.files.input_folders import find_inputs
 from fminfer.files.line_reader import count_rows, read_lines
@@ -464,27 +462,3 @@ def test_strict_and_check_model_through_the_command(tmp_path: Path) -> None:
     assert [error["error"]["param"] for error in errors] == ["colour", "model"]
     answers = (tmp_path / "output_a.jsonl").read_text()
     assert answers.count("\n") == 2 and "Ġ" not in answers
-
-
-def test_progress_is_honest_about_what_it_does_not_know(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("fminfer.batch.progress.FIRST_LINE_S", -1.0)
-    bar = ProgressBar(None, is_quiet=False)
-    bar.update(3, 0, EngineStats())
-    bar.close()
-    found = capsys.readouterr().err
-    assert found.startswith("3/? rows,") and found.endswith("left ?\n")
-
-
-def test_progress_shows_tokens_while_no_row_has_ended(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It stayed at 0 of 300 rows for half a minute."""
-    monkeypatch.setattr("fminfer.batch.progress.FIRST_LINE_S", -1.0)
-    bar = ProgressBar(300, is_quiet=False)
-    bar.add_step(1200, 3)
-    bar.add_step(0, 31)
-    bar.update(0, 0, EngineStats())
-    bar.close()
-    assert capsys.readouterr().err.startswith("0/300 rows, 1,234 tokens, ")

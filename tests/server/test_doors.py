@@ -6,14 +6,18 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 import fminfer
 from fminfer.core.errors import PipelineError, UsageError
+from fminfer.server.dispatcher import TOKENIZERS
 from fminfer.server.http import open_socket
+from fminfer.server.http_errors import shutting_down
 from fminfer.server.settings import ServerSettings
-from tests.server.running import Running, running, until
+from tests.server.running import WAIT_S, Running, running, until
 
 LONG = {"prompt": [5] * 20, "max_tokens": 900, "ignore_eos": True}
 SHORT = {"prompt": [5] * 20, "max_tokens": 2}
@@ -101,6 +105,49 @@ def test_a_full_queue_says_when_to_come_back(engine: fminfer.Engine) -> None:
             connection.close()
         until(server.is_idle, "all is free")
         assert server.post("/v1/completions", SHORT).status == 200
+
+
+TEXTS = (("/tokenize", {"prompt": "den"}), ("/detokenize", {"tokens": [5]}))
+
+
+@pytest.mark.parametrize(("path", "body"), TEXTS)
+def test_tokenizing_waits_in_the_queue_too(
+    engine: fminfer.Engine, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    """Any number of long texts was tokenized at once, and none was refused."""
+    prepare, goes_on, begun = engine.prepare, threading.Event(), []
+
+    def prepare_late(*args: Any, **options: Any) -> Any:
+        begun.append(args)
+        assert goes_on.wait(WAIT_S)
+        return prepare(*args, **options)
+
+    monkeypatch.setattr(engine, "prepare", prepare_late)
+    with running(engine, queue_size=TOKENIZERS + 1) as server, ThreadPoolExecutor() as asking:
+        dispatcher = server.thread.service.dispatcher
+        asked = [asking.submit(server.post, path, body) for _ in range(TOKENIZERS + 1)]
+        until(lambda: dispatcher.num_waiting == TOKENIZERS + 1, "all are there")
+        answer = server.post(path, body)
+        num_at_once = len(begun)
+        goes_on.set()
+        assert [each.result().status for each in asked] == [200] * len(asked)
+        assert server.post(path, body).status == 200
+    assert num_at_once == TOKENIZERS
+    assert answer.status == 429 and int(answer.headers["retry-after"]) >= 1
+    assert answer.error["code"] == "queue_full"
+
+
+@pytest.mark.parametrize(("path", "body"), TEXTS)
+def test_a_server_that_ends_tokenizes_nothing(
+    engine: fminfer.Engine, path: str, body: dict[str, Any]
+) -> None:
+    with running(engine) as server:
+        server.thread.loop.call_soon_threadsafe(
+            server.thread.service.dispatcher.close, shutting_down()
+        )
+        answer = server.post(path, body)
+    assert answer.status == 503 and answer.error["code"] == "shutting_down"
+    assert answer.headers["retry-after"] == "10"
 
 
 def test_a_body_beyond_the_limit_is_refused(engine: fminfer.Engine) -> None:

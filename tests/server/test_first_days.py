@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 
 import fminfer
 from fminfer.models.checkpoint import DEMO_MODEL
+from fminfer.server.server_log import LEVELS, ServerLog
 from tests.server.running import running, until
 
 SHORT = {"prompt": [5] * 20, "max_tokens": 2}
@@ -74,3 +76,56 @@ def test_a_file_with_chats_that_may_fill_the_context_says_so() -> None:
     list(engine.run([chat]))
     assert "until they end or the context is full" in str(engine.warnings)
     engine.close()
+
+
+def test_a_default_for_the_tokens_of_chats_is_no_filled_context(tmp_path: Path) -> None:
+    """A run was warned of chats that fill the context, though the model's default ended them."""
+    folder = tmp_path / "rooms"
+    shutil.copytree(DEMO_MODEL, folder)
+    (folder / "generation_config.json").write_text('{"max_new_tokens": 3}')
+    chat = {"messages": [{"role": "user", "content": "How do you go from the den to the porch?"}]}
+    by_model = fminfer.EngineConfig(str(folder), generation_config="model")
+    by_command = fminfer.EngineConfig(request_args={"max_tokens": 3})
+    for config in (by_model, by_command):
+        engine = fminfer.Engine(config)
+        (record,) = engine.run([chat])
+        assert record.result is not None
+        assert record.result["usage"]["completion_tokens"] <= 3
+        assert not engine.warnings
+        engine.close()
+
+
+def told_at(level: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return what a server tells of an odd request, a fault and its work."""
+
+    monkeypatch.setattr("fminfer.server.http.REPORT_S", 1)
+    monkeypatch.setattr("fminfer.server.model_routes.__version__", object())  # no JSON
+    engine = fminfer.Engine(dtype="float32")
+    with running(engine, log_level=level, is_quiet=False) as server:
+        assert server.post("/v1/completions", SHORT | {"odd": 1}).status == 200
+        assert server.get("/version").status == 500
+        time.sleep(2.5)
+    engine.close()
+    return capfd.readouterr().err
+
+
+def test_each_log_level_tells_what_its_help_says(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Warnings came with all of them, and three levels told the same."""
+    kinds = (
+        ("error", "failed by a fault of fminfer"),
+        ("warning", "Warning: unknown parameters are kept and not acted on: odd"),
+        ("info", "KV cache"),
+        ("debug", "POST /v1/completions 200"),
+    )
+    levels = ("critical", *(level for level, _ in kinds))
+    for number, level in enumerate(levels):
+        told = told_at(level, capfd, monkeypatch)
+        assert [words in told for _, words in kinds] == [at < number for at in range(4)], level
+
+
+def test_quiet_tells_errors_alone() -> None:
+    log = ServerLog("debug", is_quiet=True)
+    assert [log.tells(level) for level in LEVELS] == [True, True, False, False, False]
+    assert not ServerLog("critical", is_quiet=True).tells("error")

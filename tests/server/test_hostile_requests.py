@@ -23,14 +23,13 @@ SURROGATE = "\ud800"
 @pytest.fixture(scope="module")
 def engine() -> Iterator[fminfer.Engine]:
     engine = fminfer.Engine(dtype="float32", max_rows=4)
-    engine.tell_warnings(say)
     yield engine
     engine.close()
 
 
 @pytest.fixture
 def server(engine: fminfer.Engine) -> Iterator[Running]:
-    with running(engine) as server:
+    with running(engine, log_level="warning", is_quiet=False) as server:
         yield server
 
 

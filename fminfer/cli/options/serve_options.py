@@ -90,7 +90,9 @@ SERVER_OPTIONS = [
         type=click.Choice(get_args(LogLevel), case_sensitive=False),
         default=DEFAULTS.log_level,
         show_default=True,
-        help="What the server tells of connections and requests.",
+        help="What the server tells. critical: why it ends. error: its own faults, too. warning: "
+        "what is strange about requests, too. info: every 10 s what it does, too. debug: a line "
+        "for each response, too.",
     ),
     _option(
         "--grace",

@@ -47,17 +47,25 @@ class Asked:
 
 
 def answer_of(asked: Asked, leader: Asked) -> Answer:
-    """Return what a line gets whose answer another had computed: no time, and no token fed."""
+    """Return what a line gets whose answer another had computed."""
     assert leader.answer is not None
     if isinstance(leader.answer, Failed):
         return leader.answer
-    cached = {"cached_tokens": leader.answer.usage["prompt_tokens"]}
-    details = leader.answer.usage["prompt_tokens_details"] | cached
-    usage = leader.answer.usage | {"prompt_tokens_details": details}
-    queue_s = time.perf_counter() - asked.read_s
+    return copy_answer(leader.answer, queue_s=time.perf_counter() - asked.read_s)
+
+
+def copy_answer(answer: Finished, queue_s: float) -> Finished:
+    """Return an answer for another request that must have it: no time, and no token fed.
+
+    Args:
+        queue_s: that the request has waited for it.
+    """
+    cached = {"cached_tokens": answer.usage["prompt_tokens"]}
+    details = answer.usage["prompt_tokens_details"] | cached
+    usage = answer.usage | {"prompt_tokens_details": details}
     times = {"batch_time": 0.0, "batch_size": 1.0, "queue_time": queue_s}
     times |= {"prefill_time": 0.0, "decode_time": 0.0}
-    return Finished(leader.answer.request_id, leader.answer.choices, usage, times)
+    return Finished(answer.request_id, answer.choices, usage, times)
 
 
 @dataclass(slots=True, frozen=True)

@@ -49,7 +49,7 @@ class LineIntake:
         except Exception as error:
             return Record(line, envelope, error=row_error(error, f"line {line.number}"))
         warnings = [*envelope.warnings, *request.warnings]
-        if request.fills_context:
+        if request.fills_context and self.intake.limits.max_new_tokens is None:
             warnings.append(FILLS)
         self.intake.note(*warnings, where=f"line {line.number}: ")
         return asked

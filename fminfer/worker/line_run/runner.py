@@ -16,6 +16,7 @@ from fminfer.engine.order import plan_order
 from fminfer.worker.line_run.asked import Answer, Asked, RecordForm, answer_of
 from fminfer.worker.line_run.equal_requests import EqualRequests
 from fminfer.worker.line_run.line_intake import LineIntake
+from fminfer.worker.result_cache import ResultCache
 
 LOOKAHEAD = 64  # lines to read between steps, and the default number of waiting prompts
 WINDOW = 1024  # prompts that a run over files reads ahead, to put them in order
@@ -31,6 +32,7 @@ class LineRunner:
         read_ahead: prompts that are read before there is room for them, to be put in order.
         joins_equal: compute equal requests once.
         is_only_run: prefixes need not be kept for another run of the engine.
+        cache: has answers of other runs; several runners may share it.
         on_others: told by `step` of events of requests that others have added to the engine.
     """
 
@@ -43,6 +45,7 @@ class LineRunner:
         read_ahead: int = LOOKAHEAD,
         joins_equal: bool = True,
         is_only_run: bool = False,
+        cache: ResultCache | None = None,
         on_others: Callable[[list[Event]], None] = lambda events: None,
     ) -> None:
         self._core = core
@@ -51,6 +54,7 @@ class LineRunner:
         self._read_ahead = read_ahead
         self._equal = EqualRequests() if joins_equal else None
         self._is_only_run = is_only_run
+        self._cache = cache
         self._on_others = on_others
         self._window: list[Asked] = []  # read, and not yet with the engine
         self._num_window_prompts = self._num_window_tokens = 0
@@ -122,14 +126,20 @@ class LineRunner:
             self._done.append(asked)
             return
         leader = None if self._equal is None else self._equal.follow(asked)
-        self._core.count_row(asked.prepared, is_copied=leader is not None)
-        if leader is None:
-            self._window.append(asked)
-            self._num_window_prompts += asked.num_prompts
-            self._num_window_tokens += asked.num_prompt_tokens
+        if leader is not None:
+            self._core.count_row(asked.prepared, origin="copied")
+            if leader.answer is not None:
+                self._done.append(self._form.build(asked, answer_of(asked, leader)))
             return
-        if leader.answer is not None:
-            self._done.append(self._form.build(asked, answer_of(asked, leader)))
+        kept = None if self._cache is None else self._cache.find(asked.prepared)
+        if kept is not None:
+            self._core.count_row(asked.prepared, origin="kept")
+            self._finish(asked, kept)
+            return
+        self._core.count_row(asked.prepared)
+        self._window.append(asked)
+        self._num_window_prompts += asked.num_prompts
+        self._num_window_tokens += asked.num_prompt_tokens
 
     def pass_over(self, line: Line) -> None:
         """Take note of a line of this run that is not to be answered again."""
@@ -186,7 +196,10 @@ class LineRunner:
         """
         for event in events:
             if not isinstance(event, Delta) and event.request_id in self._asked:
-                self._finish(self._asked.pop(event.request_id), event)
+                asked = self._asked.pop(event.request_id)
+                if self._cache is not None and not isinstance(event, Failed):
+                    self._cache.keep(asked.prepared, event)
+                self._finish(asked, event)
         records = [*self._done]
         self._done.clear()
         self._check_stopped(has_news=bool(records))

@@ -1,0 +1,153 @@
+"""What is left of a run: the steps until its last row ends, and the tokens of its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from heapq import heapify, heapreplace
+
+from fminfer.batch.row_lengths import RowLengths
+from fminfer.engine.stats import EngineStats, RowEnds, RunningRows
+
+MOST_UNREAD = 512  # unread rows that are looked at one by one; the others are like them
+
+
+@dataclass(slots=True)
+class WorkLeft:
+    """What is still to be computed."""
+
+    num_steps: float = 0.0  # in which each running row draws once
+    num_fed: float = 0.0
+    num_drawn: float = 0.0
+    num_keys: float = 0.0  # tokens of KV cache that drawing rows read
+
+
+def work_left(stats: EngineStats, running: RunningRows, total_rows: int, most_fed: int) -> WorkLeft:
+    """Expect what is left: rows take free places one by one. Unread rows are like those read.
+
+    Args:
+        most_fed: prompt tokens of a step, at most.
+    """
+    read = stats.read
+    times_unread = max(0, total_rows - read.num_rows) / max(1, read.num_rows)
+    waiting = _waiting(read.ends, running)
+    num_waiting = sum(count for count, _ in waiting)
+    num_unread = sum(read.ends.num_read) * times_unread
+    times = max(1.0, num_unread / MOST_UNREAD)  # how many rows each of those looked at stands for
+    num_rows = len(running.num_left) + num_waiting + round(num_unread / times)
+    lengths = RowLengths(read.ends, running, num_rows)
+    num_fed = _fed_left(stats, times_unread)
+    num_unfed = max(1.0, num_waiting + num_unread + running.num_drawn.count(0))
+    places = Places(
+        _num_places(stats, lengths),
+        num_prompt=read.num_tokens / max(1, sum(read.ends.num_read)),
+        feeding=num_fed / num_unfed / max(1, most_fed),
+    )
+    for drawn, left in zip(running.num_drawn, running.num_left, strict=True):
+        places.go_on(drawn, lengths.next(drawn, left))
+    for length in _each(waiting):
+        places.enter(lengths.next(0, length))
+    known, share = places.work, times_unread / times
+    for length in _each([(count * share, length) for count, length in read.ends.read_rows]):
+        places.enter(lengths.next(0, length))
+    work = places.work
+    new_draws, new_keys = work.num_drawn - known.num_drawn, work.num_keys - known.num_keys
+    new_steps = max(new_draws / places.count, places.feeding * num_unread / times)
+    others = times - 1  # for each row looked at
+    return WorkLeft(
+        work.num_steps + others * new_steps,
+        num_fed,
+        work.num_drawn + others * new_draws,
+        work.num_keys + others * new_keys,
+    )
+
+
+def _fed_left(stats: EngineStats, times_unread: float) -> float:
+    """Expect the prompt tokens that are still to be fed.
+
+    The expected saving of the prefix cache is first that of the best possible one, and then more
+    and more what it has saved so far.
+    """
+    num_fed = stats.num_prompt_tokens - stats.num_again_tokens
+    num_met = num_fed + stats.num_cached_tokens
+    num_tokens = stats.read.num_tokens * (1 + times_unread)
+    seen = num_met / max(1.0, num_tokens)
+    share = 1 - stats.num_counted_shareable / max(1, stats.num_counted_tokens)
+    if num_met:
+        share += seen * (num_fed / num_met - share)
+    return share * max(0.0, num_tokens - num_met)
+
+
+def _waiting(ends: RowEnds, running: RunningRows) -> list[tuple[int, float]]:
+    """Return how many sequences wait, and their max_tokens; the longest ones are first."""
+    counts, draws = [*ends.num_open], [*ends.max_draws_open]
+    for drawn, left in zip(running.num_drawn, running.num_left, strict=True):
+        place = (drawn + left).bit_length()
+        counts[place] -= 1
+        draws[place] -= drawn + left
+    pairs = zip(reversed(counts), reversed(draws), strict=True)
+    return [(count, max(0.0, total / count)) for count, total in pairs if count > 0]
+
+
+def _each(groups: Iterable[tuple[float, float]]) -> Iterator[float]:
+    """Yield each row's length; parts of rows of one group go to the next."""
+    owed = 0.5
+    for count, length in groups:
+        owed += count
+        for _ in range(int(owed)):
+            yield length
+        owed -= int(owed)
+
+
+def _num_places(stats: EngineStats, lengths: RowLengths) -> int:
+    """Return how many rows run at once: as many as may, if the KV cache holds them."""
+    read = stats.read
+    num_rows = max(1, sum(read.ends.num_read))
+    each = read.num_tokens / num_rows + lengths.mean(sum(read.ends.max_draws_read) / num_rows)
+    held = stats.num_kv_tokens / max(1.0, each)
+    return max(1, stats.max_rows_running, int(min(stats.max_rows, held)))
+
+
+class Places:
+    """The rows that run at once, and the step after which each ends.
+
+    Args:
+        count: of rows that may run at once.
+        num_prompt: tokens of a prompt.
+        feeding: steps that a prompt takes.
+    """
+
+    def __init__(self, count: int, *, num_prompt: float, feeding: float) -> None:
+        self.count = count
+        self.feeding = feeding
+        self._num_prompt = num_prompt
+        self._fed_at = self._num_drawn = self._num_keys = 0.0
+        self._ends: list[float] = []
+        self._is_heap = False
+
+    @property
+    def work(self) -> WorkLeft:
+        """What all rows so far take, but for their prompts."""
+        num_steps = max(self._ends, default=0.0)
+        return WorkLeft(num_steps, 0.0, self._num_drawn, self._num_keys)
+
+    def go_on(self, num_drawn: int, num_draws: float) -> None:
+        """Let a running row end."""
+        if not num_drawn:
+            self._fed_at += self.feeding
+        self._ends.append(num_draws if num_drawn else self._fed_at + num_draws)
+        self._count(num_drawn, num_draws)
+
+    def enter(self, num_draws: float) -> None:
+        """Let a waiting row run as soon as a place is free and it is fed."""
+        if not self._is_heap:
+            self._is_heap = True
+            self._ends += [0.0] * (self.count - len(self._ends))
+            heapify(self._ends)
+        self._fed_at = max(self._fed_at, self._ends[0]) + self.feeding
+        heapreplace(self._ends, self._fed_at + num_draws)
+        self._count(0, num_draws)
+
+    def _count(self, num_drawn: int, num_draws: float) -> None:
+        self._num_drawn += num_draws
+        self._num_keys += num_draws * (self._num_prompt + num_drawn + num_draws / 2)
