@@ -24,8 +24,9 @@ from fminfer.files.journal_rows import Row
 from fminfer.files.ordered_output import put_in_order
 from fminfer.files.reopening import reopen
 from fminfer.files.row_counts import Counts, Tally
+from fminfer.files.run_facts import RunHistory, runs_in
 from fminfer.files.run_terms import RunTerms
-from fminfer.files.status_file import StatusFile
+from fminfer.files.status_file import StatusFile, read_status
 
 
 class JournaledInput:
@@ -63,6 +64,9 @@ class JournaledInput:
             *(path, output, terms.model, self._fingerprint, self._counts, terms.limit)
         )
         self.status.input_changed_ns = self._input.changed_ns
+        earlier = [] if terms.restart else runs_in(read_status(output))
+        self._history = RunHistory(terms.facts, earlier)
+        self.status.list_runs = self._history.to_list
 
     @property
     def is_lost(self) -> bool:
@@ -237,6 +241,7 @@ class JournaledInput:
             )
         self._fingerprint["the input"] = self._input.digest  # the status file's as well
         journal.begin_anew(self._fingerprint)
+        self._history.forget()
         self._input.count_rows()
         self._counts.num_rows = self._input.num_rows or 0
 

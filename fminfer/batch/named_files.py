@@ -17,6 +17,7 @@ from fminfer.files.journal_head import Fingerprint
 from fminfer.files.ordered_stdout import OrderedStream
 from fminfer.files.output_paths import STDOUT
 from fminfer.files.row_counts import Tally
+from fminfer.files.run_facts import RunFacts
 from fminfer.files.run_terms import RunTerms
 
 
@@ -75,6 +76,7 @@ def open_files(
     model: str,
     restart: bool,
     limit: int | None = None,
+    facts: RunFacts | None = None,
 ) -> NamedFiles:
     """Open each input with the rows of earlier runs; write nothing if anything is wrong.
 
@@ -83,12 +85,13 @@ def open_files(
         model: its name, for people.
         restart: keep no rows.
         limit: of each input, answer the first so many lines.
+        facts: of the run, for the status files.
 
     Raises:
         UsageError: an output is another run's.
     """
     stream = OrderedStream(sys.stdout.buffer, write_beside_bar)
-    terms = RunTerms(model, fingerprint, restart, limit)
+    terms = RunTerms(model, fingerprint, restart, limit, facts=facts or RunFacts())
     files: list[RunInput] = []
     journaled = []
     for source, (path, output) in enumerate(zip(inputs, outputs, strict=True)):

@@ -15,6 +15,7 @@ from fminfer.files.disk import told
 from fminfer.files.journal_head import Fingerprint
 from fminfer.files.output_paths import Plan
 from fminfer.files.row_counts import Tally
+from fminfer.files.run_facts import RunFacts
 from fminfer.files.run_terms import RunTerms
 
 SCAN_EVERY_S = 2.0  # while no file is free
@@ -173,6 +174,7 @@ def share_files(
     restart: bool,
     is_watching: bool,
     limit: int | None = None,
+    facts: RunFacts | None = None,
 ) -> SharedFiles:
     """Prepare to answer files together with other runs; nothing is opened yet.
 
@@ -183,6 +185,7 @@ def share_files(
         restart: answer again what was complete before this run began.
         is_watching: wait for more files when all are answered.
         limit: of each input, answer the first so many lines.
+        facts: of the run, for the status files.
     """
-    terms = RunTerms(model, fingerprint, restart, limit)
+    terms = RunTerms(model, fingerprint, restart, limit, facts=facts or RunFacts())
     return SharedFiles(find, terms, is_watching=is_watching)
