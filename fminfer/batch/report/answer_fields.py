@@ -9,6 +9,8 @@ from typing import Any, Literal
 import orjson
 
 Shape = Literal["bare", "wrapped", "batch"]
+# What a record raises that has the names of a record, and other values.
+ODD_RECORD = (TypeError, ValueError, LookupError, AttributeError, OverflowError)
 RESERVED = frozenset({"request", "result", "line", "custom_id", "error", "retryable"})
 
 

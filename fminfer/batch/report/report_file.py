@@ -17,9 +17,12 @@ from fminfer.batch.report.shown_rows import ShownRow
 from fminfer.batch.report.told_outputs import ToldOutput
 from fminfer.batch.report.told_runs import find_runs
 from fminfer.core.errors import OutputError
+from fminfer.core.quantities import counted
 from fminfer.files.file_names import beside
 
 NEW = ".new"  # added to the report's name while it is written
+MAX_READ_BYTES = 1 << 26  # of all rows to show, in the output
+Answers = Sequence[tuple[Place, set[Reason], AnswerFields]]
 
 
 @dataclass(slots=True, frozen=True)
@@ -49,20 +52,27 @@ def write_report(
     scan = Scan(end_s=end_s)
     for output in outputs:
         scan.add(output)
-    answers = [
-        (place, reasons, answer)
-        for place, reasons in scan.choice.chosen().items()
-        if (answer := scan.read(place)) is not None
-    ]
+    answers, notes = _read_chosen(scan)
     requests = _find_requests(outputs, scan, answers)
     shown = [_to_shown(*each, requests) for each in answers]
-    page = make_page(outputs, scan, find_runs(outputs), shown, requests.notes)
+    page = make_page(outputs, scan, find_runs(outputs), shown, [*notes, *requests.notes])
     _replace(path, page)
     whole = scan.whole
     return ReportSummary(path, whole.num_answers + whole.num_errors, len(shown), len(page))
 
 
-Answers = Sequence[tuple[Place, set[Reason], AnswerFields]]
+def _read_chosen(scan: Scan) -> tuple[Answers, list[str]]:
+    """Read the rows to show again; say how many there is no memory for."""
+    answers, num_left_out, num_bytes = [], 0, 0
+    for place, reasons in scan.choice.chosen().items():
+        if num_bytes + place.size > MAX_READ_BYTES:
+            num_left_out += 1
+            continue
+        num_bytes += place.size
+        if (answer := scan.read(place)) is not None:
+            answers.append((place, reasons, answer))
+    note = f"{counted(num_left_out, 'row')} among those chosen to be shown are too long for that."
+    return answers, [note] * (num_left_out > 0)
 
 
 def _find_requests(outputs: Sequence[ToldOutput], scan: Scan, answers: Answers) -> InputRequests:

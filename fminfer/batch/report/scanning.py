@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from fminfer.batch.report.answer_fields import AnswerFields, read_answer
+from fminfer.batch.report.answer_fields import ODD_RECORD, AnswerFields, read_answer
 from fminfer.batch.report.row_choice import Place, RowChoice
 from fminfer.batch.report.tally import Tally
 from fminfer.batch.report.told_outputs import ToldOutput
@@ -19,7 +19,6 @@ from fminfer.files.journal_rows import read_row
 from fminfer.files.ordered_output import errors_path
 
 LOOK_EVERY = 512  # rows, at the clock
-ODD_RECORD = (TypeError, ValueError, KeyError, AttributeError, OverflowError)
 FoundRow = tuple[int, int, int, bytes, bool]  # number, first byte, size, record, is an error
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from fminfer.batch.report.answer_fields import AnswerFields
+from fminfer.batch.report.answer_fields import ODD_RECORD, AnswerFields
 from fminfer.batch.report.drawn_logprobs import drawn_logprobs, prompt_of
 from fminfer.batch.report.plain_text import show
 from fminfer.batch.report.row_choice import Place, Reason
@@ -209,12 +209,21 @@ def _fit(text: str, pieces: list[Piece], *, is_all: bool) -> tuple[list[Piece], 
     return kept, ""
 
 
+def _dump_row(row: ShownRow, cut: Cut) -> bytes:
+    try:
+        return orjson.dumps(row.to_dict(cut))
+    except ODD_RECORD:  # edited by hand, or another program's: shown as it stands
+        raw = json.dumps(row.answer.fields, ensure_ascii=False)
+        odd = replace(row, answer=AnswerFields("bare", raw, [], {}, {}, None, {}), request=raw)
+        return orjson.dumps(odd.to_dict(cut))
+
+
 def dump_rows(rows: list[ShownRow]) -> tuple[bytes, Cut]:
     """Return all rows as JSON, and how they were cut so that it is short enough."""
     for cut in CUTS:
         dumped, total = [], 0
         for row in rows:
-            dumped.append(orjson.dumps(row.to_dict(cut)))
+            dumped.append(_dump_row(row, cut))
             total += len(dumped[-1]) + 1
             if total > MAX_BYTES and cut is not CUTS[-1]:
                 break

@@ -104,7 +104,8 @@ def _cut_by_bytes(entries: list[dict[str, Any]]) -> Iterator[Piece]:
         others = [(str(each["token"]), each["logprob"]) for each in entry.get("top_logprobs") or []]
         joined.append(Token(str(entry["token"]), entry["logprob"], others))
         found = entry.get("bytes")
-        raw += bytes(found) if isinstance(found, list) else str(entry["token"]).encode()
+        text = str(entry["token"])
+        raw += bytes(found) if isinstance(found, list) else text.encode(errors="surrogatepass")
         try:
             text = raw.decode()
         except UnicodeDecodeError as error:
