@@ -64,7 +64,8 @@ class JournaledInput:
             *(path, output, terms.model, self._fingerprint, self._counts, terms.limit)
         )
         self.status.input_changed_ns = self._input.changed_ns
-        earlier = [] if terms.restart else runs_in(read_status(output))
+        is_kept = not terms.restart and (has_journal or output.exists())
+        earlier = runs_in(read_status(output)) if is_kept else []
         self._history = RunHistory(terms.facts, earlier)
         self.status.list_runs = self._history.to_list
 

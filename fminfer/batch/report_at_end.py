@@ -19,7 +19,7 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.errors import FminferError, OutputError
 from fminfer.files.output_paths import Plan
 
-AFTER_STOP_S = 3.0  # that a report may take when the run was told to stop; it is killed after 5 s
+AFTER_STOP_S = 2.0  # that a report may take when the run was told to stop; it is killed after 5 s
 UNTOLD = ("model", "is_only_run", "num_engines", "engine_number", "request_args")
 MAX_CHARS = 200  # of a setting
 

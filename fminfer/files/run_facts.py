@@ -10,6 +10,7 @@ from typing import Any
 
 from fminfer.files.time_line import Point, TimeLine
 
+LONGEST_FIRST_S = 1.0  # what the first step after a wait counts as, at most
 MAX_RUNS = 8  # of one output; older ones are only counted
 
 
@@ -25,6 +26,7 @@ class RunFacts:
     _started_at: int = 0
     _started_s: float | None = None  # None: no row is being answered yet
     _last_step_s: float = 0.0  # its end, since the start
+    _was_running: bool = False  # something was in flight then
 
     def begin(self) -> None:
         """Start the clock: rows are answered from now on."""
@@ -34,9 +36,12 @@ class RunFacts:
         """Count a step that has just ended; it began when the last one ended."""
         if self._started_s is not None:
             now_s = self._seconds
+            from_s = self._last_step_s
+            if not self._was_running:  # it may have waited for lines since then
+                from_s = max(from_s, now_s - LONGEST_FIRST_S)
             part = Point(num_fed, num_drawn, most_running=num_running)
-            self.time_line.add(part, self._last_step_s, now_s)
-            self._last_step_s = now_s
+            self.time_line.add(part, from_s, now_s)
+            self._last_step_s, self._was_running = now_s, num_running > 0
 
     def add_row(self) -> None:
         """Count a row that has just got its record."""
@@ -81,10 +86,15 @@ class RunHistory:
         runs = [*self._earlier, *self._facts.to_list()]
         num_left_out = max(0, len(runs) - MAX_RUNS)
         if num_left_out:
-            before = sum(int(run.get("runs_before", 0)) for run in runs[: num_left_out + 1])
+            before = sum(_num_before(run) for run in runs[: num_left_out + 1])
             runs = runs[num_left_out:]
             runs[0] = runs[0] | {"runs_before": before + num_left_out}
         return runs
+
+
+def _num_before(run: dict[str, Any]) -> int:
+    number = run.get("runs_before")
+    return number if isinstance(number, int) else 0
 
 
 def runs_in(status: dict[str, Any] | None) -> list[dict[str, Any]]:

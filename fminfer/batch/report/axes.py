@@ -6,6 +6,7 @@ import math
 
 from fminfer.core.quantities import show_seconds
 
+UNIT = "\u00a0s"  # a line does not break before it
 TIME_STEPS = (
     *(0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800),
     *(3600, 7200, 14400, 21600, 43200, 86400),
@@ -44,7 +45,7 @@ def show_number(value: float) -> str:
 def show_time(seconds: float) -> str:
     """Write a time: `0.25 s`, `42 s`, `3:05`, `1:02:05`."""
     if seconds < 60:
-        return f"{seconds:.3g} s"
+        return f"{seconds:.3g}{UNIT}"
     return show_seconds(seconds)
 
 
@@ -52,4 +53,4 @@ def show_exactly(seconds: float) -> str:
     """Write a time with its digits: `0.254 s`, `41.3 s`, `3:05`."""
     if seconds >= 60:
         return show_seconds(seconds)
-    return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds:.3f} s"
+    return f"{seconds:.1f}{UNIT}" if seconds >= 10 else f"{seconds:.3f}{UNIT}"

@@ -25,12 +25,13 @@ class Histogram:
 
     def add(self, value: float) -> None:
         """Count a number."""
+        key = _coarsen(round(value * self.scale))  # first: it raises if it is no number
+        self.counts[key] += 1
         self.total += value
         if value < self.least:
             self.least = value
         if value > self.most:
             self.most = value
-        self.counts[_coarsen(round(value * self.scale))] += 1
 
     @property
     def number(self) -> int:

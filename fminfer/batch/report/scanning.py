@@ -106,9 +106,12 @@ class Scan:
 
     def read(self, place: Place) -> AnswerFields | None:
         """Read a row again; None: it has changed."""
-        with self.sources[place.file].path.open("rb") as file:
-            file.seek(place.start)
-            return read_answer(file.read(place.size))
+        try:
+            with self.sources[place.file].path.open("rb") as file:
+                file.seek(place.start)
+                return read_answer(file.read(place.size))
+        except OSError:
+            return None
 
 
 def _rows(source: Source) -> Iterator[FoundRow]:

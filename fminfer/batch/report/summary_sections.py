@@ -15,6 +15,7 @@ from fminfer.batch.report.tally import Tally, Values
 from fminfer.batch.report.told_outputs import ToldOutput
 from fminfer.batch.report.told_runs import ToldRun, sum_stats
 from fminfer.core.quantities import counted
+from fminfer.files.run_facts import runs_in
 
 MAX_FILES = 200  # rows of the table of outputs
 MAX_VALUES_TOLD = 6  # of a sampling parameter
@@ -80,6 +81,9 @@ def find_notes(outputs: Sequence[ToldOutput], scan: Scan, runs: Sequence[ToldRun
             "merged, or its rows were taken from elsewhere. So speed, time line and device are not "
             "known."
         )
+    untimed = [each.path.name for each in outputs if not runs_in(each.status)]
+    if runs and untimed:
+        notes.append(f"{_name_some(untimed)}: no run has left its times in a status file.")
     num_before = sum(run.num_before for run in runs)
     if num_before:
         notes.append(f"{counted(num_before, 'earlier run')} took part, whose times are not kept.")
@@ -114,7 +118,7 @@ def make_asked(outputs: Sequence[ToldOutput], scan: Scan, runs: Sequence[ToldRun
     if devices := _join(_place(run) for run in runs if run.device):
         facts.append(("Device", devices))
     for run in runs[-5:]:
-        ready = f"; ready after {run.ready_s:.1f} s" if run.ready_s else ""
+        ready = f"; ready after {show_exactly(run.ready_s)}" if run.ready_s else ""
         facts.append(
             (
                 "Run",
