@@ -138,16 +138,3 @@ def test_each_field_and_chart_has_a_name(browser: Browser) -> None:
     assert browser.run(f"{charts}.length") >= 7
     assert browser.run(f"{charts}.every(e => e.role === 'img' || e.getAttribute('role') === 'img')")
     assert browser.run(f"{charts}.every(e => e.getAttribute('aria-label').length > 20)")
-
-
-def test_it_needs_no_script_for_its_numbers(browser: Browser, page: Path) -> None:
-    browser.call("Emulation.setScriptExecutionDisabled", value=True)
-    try:
-        browser.call("Page.navigate", url=page.as_uri())
-        found = browser.call("Page.captureScreenshot")["data"]
-        assert len(found) > 10_000
-    finally:
-        browser.call("Emulation.setScriptExecutionDisabled", value=False)
-    browser.open("about:blank")
-    browser.open(page.as_uri())
-    assert json.loads(browser.run("JSON.stringify(files)"))[0] == "output_in.jsonl"

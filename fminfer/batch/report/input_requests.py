@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from fminfer.batch.report.scanning import LOOK_EVERY, OutOfTimeError, Scan
 from fminfer.batch.report.tally import Tally
 from fminfer.batch.report.told_outputs import ToldOutput
-from fminfer.contract.envelope import open_envelope
+from fminfer.contract.envelope import BATCH_KEYS, open_envelope
 from fminfer.contract.record import make_id
 from fminfer.core.errors import FminferError
 from fminfer.files.line_reader import read_lines
@@ -27,11 +30,11 @@ class InputRequests:
     requests: dict[str, tuple[int, Any]] = field(default_factory=dict)  # by record: line, request
     notes: list[str] = field(default_factory=list)
 
-    def add(self, output: ToldOutput, wanted: set[str], tally: Tally, end_s: float) -> None:
+    def add(self, output: ToldOutput, wanted: dict[str, str], tally: Tally, end_s: float) -> None:
         """Read an output's input for the requests of wanted records; count parameters of all.
 
         Args:
-            wanted: ids of records.
+            wanted: custom_id of each wanted record, by the record's id.
             end_s: in time.monotonic(); later it gives up.
 
         Raises:
@@ -54,20 +57,26 @@ class InputRequests:
             self._note(output, f"{path} was changed since it was answered")
 
     def _read(
-        self, path: Path, output: ToldOutput, wanted: set[str], tally: Tally | None, end_s: float
+        self,
+        path: Path,
+        output: ToldOutput,
+        wanted: dict[str, str],
+        tally: Tally | None,
+        end_s: float,
     ) -> int:
-        num_found = 0
+        num_found, custom_ids = 0, {*wanted.values()}
         lines = read_lines(path, 0, limit=limit_of(output.status or {}))
         for count, line in enumerate(lines):
             if count % LOOK_EVERY == 0 and time.monotonic() > end_s:
                 raise OutOfTimeError("to read the input takes too long; fminfer report does it")
-            envelope = open_envelope(line)
-            if envelope.shape != "batch":
-                continue
+            fields = _fields_of(line.raw)
             if tally is not None:
-                tally.add_params(envelope.fields)
+                tally.add_params(fields.get("body"))
+            if str(fields.get("custom_id")) not in custom_ids:
+                continue
+            envelope = open_envelope(line)
             record = ID + make_id(line, envelope)
-            if record in wanted:
+            if envelope.shape == "batch" and record in wanted:
                 num_found += 1
                 self.requests[record] = line.number, envelope.fields
         return num_found
@@ -79,10 +88,23 @@ class InputRequests:
         )
 
 
-def wanted_ids(scan: Scan, answers: dict[int, set[str]]) -> dict[int, set[str]]:
+def _fields_of(raw: bytes) -> dict[str, Any]:
+    """Return the fields of a Batch line; of any other line, none."""
+    try:
+        fields = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        try:
+            fields = json.loads(raw)  # which takes lone surrogates
+        except (ValueError, RecursionError):
+            return {}
+    is_batch = isinstance(fields, dict) and not {"prompt", "request"} & fields.keys()
+    return fields if is_batch and BATCH_KEYS & fields.keys() else {}
+
+
+def wanted_ids(scan: Scan, answers: dict[int, dict[str, str]]) -> dict[int, dict[str, str]]:
     """Return, for each output with Batch lines, the ids of the shown records."""
     return {
-        number: answers.get(number, set())
+        number: answers.get(number, {})
         for number, tally in enumerate(scan.tallies)
         if tally.num_without_requests or tally.shapes["batch"] or answers.get(number)
     }

@@ -78,11 +78,12 @@ def _read_chosen(scan: Scan) -> tuple[Answers, list[str]]:
 def _find_requests(outputs: Sequence[ToldOutput], scan: Scan, answers: Answers) -> InputRequests:
     """Look for the requests of Batch lines in the inputs."""
     found = InputRequests()
-    ids: dict[int, set[str]] = {}
+    ids: dict[int, dict[str, str]] = {}
     for place, _, answer in answers:
         if answer.shape == "batch":
             output = scan.sources[place.file].output
-            ids.setdefault(output, set()).add(str(answer.fields.get("id")))
+            of_output = ids.setdefault(output, {})
+            of_output[str(answer.fields.get("id"))] = str(answer.custom_id)
     for number, wanted in wanted_ids(scan, ids).items():
         found.add(outputs[number], wanted, scan.whole, scan.end_s)
     return found

@@ -202,11 +202,15 @@ function describe(listed) {
 }
 
 function showHint(span) {
-  const hint = $("hint");
   if (!listedOf.has(span)) return;
-  hint.replaceChildren(...listedOf.get(span).flatMap(describe));
-  hint.hidden = false;
+  $("hint").replaceChildren(...listedOf.get(span).flatMap(describe));
+  $("hint").hidden = false;
   span.setAttribute("aria-describedby", "hint");
+  placeHint(span);
+}
+
+function placeHint(span) {
+  const hint = $("hint");
   const box = [...span.getClientRects()].at(-1); // a line may break behind its first space
   const left = Math.min(box.left, document.documentElement.clientWidth - hint.offsetWidth - 8);
   const above = box.top - hint.offsetHeight - 6;
@@ -215,6 +219,13 @@ function showHint(span) {
 }
 
 const hideHint = () => ($("hint").hidden = true);
+
+/** Keep the hint beside a token that has the focus: to reach it may have moved the page. */
+function followScroll() {
+  const focused = document.activeElement;
+  if (!$("hint").hidden && focused?.matches(".token")) placeHint(focused);
+  else hideHint();
+}
 
 /** Move from token to token by keys, as in a toolbar: one of them takes part in the tab order. */
 function walk(event) {
@@ -236,9 +247,15 @@ for (const id of ["search", "why", "order"]) $(id).addEventListener("input", sho
 for (const name of ["pointerover", "focusin", "click"]) {
   $("list").addEventListener(name, ({ target }) => target.matches(".token") && showHint(target));
 }
-for (const name of ["pointerout", "focusout"]) $("list").addEventListener(name, hideHint);
+$("list").addEventListener("focusout", hideHint);
+$("list").addEventListener("pointerout", ({ target }) => {
+  const focused = document.activeElement;
+  if (!target.matches(".token")) return; // the page may have moved under the pointer
+  if (focused?.matches(".token")) showHint(focused);
+  else hideHint();
+});
 $("list").addEventListener("keydown", walk);
-window.addEventListener("scroll", hideHint, { passive: true, capture: true });
+window.addEventListener("scroll", followScroll, { passive: true, capture: true });
 window.addEventListener("hashchange", openNamed);
 showRows();
 if (items.length) items[0].open = true;
