@@ -14,6 +14,7 @@ import click
 
 from fminfer.batch.job import run_job
 from fminfer.batch.named_files import open_files
+from fminfer.batch.report_at_end import name_settings, reporting, write_at_end
 from fminfer.batch.run_context import RunContext
 from fminfer.batch.run_engine import MakeEngine, say, start_engine
 from fminfer.batch.run_inputs import RunInputs
@@ -26,6 +27,7 @@ from fminfer.core.quantities import counted
 from fminfer.files.input_folders import MOST_NAMED
 from fminfer.files.journal_head import Fingerprint
 from fminfer.files.output_paths import Plan
+from fminfer.files.run_facts import RunFacts
 from fminfer.files.run_terms import CountLines
 from fminfer.machine.processor import chosen_name
 from fminfer.machine.stopper import AGAIN, Stopper
@@ -111,23 +113,30 @@ def _answer_files(
         _tell_left_out(job, plan)
     fingerprint = fingerprint_of(run.config, checkpoint)
     count_lines = line_counting(run.config, checkpoint)
-    files, is_done = _open(job, plan, fingerprint, checkpoint.name, count_lines)
+    facts = RunFacts(settings=name_settings(run.config))
+    files, is_done = _open(job, plan, fingerprint, checkpoint.name, count_lines, facts)
     summary = JobSummary(checkpoint.name, fingerprint["the dtype"], plan.inputs, plan.outputs)
     summary.kv_dtype, summary.limit = fingerprint.get(KV_DTYPE, summary.dtype), job.limit
     summary.weight_dtype = name_held_dtype(run.config, checkpoint)
     if is_done and not is_awaited:
         summary = run_job(None, files, summary, is_quiet=job.is_quiet)
     else:
-        with _telling_how_to_go_on(job, files, run.stopper):
-            summary = _answer_rows(run, files, summary, checkpoint, make_engine, fingerprint)
+        with _telling_how_to_go_on(job, files, run.stopper), reporting(job, plan):
+            summary = _answer_rows(run, files, summary, checkpoint, make_engine, fingerprint, facts)
     job.remote.upload(plan.outputs)
+    write_at_end(job, plan, summary)
     if not job.keeps_output:
         summary.outputs = []
     return summary
 
 
 def _open(
-    job: JobPaths, plan: Plan, fingerprint: Fingerprint, model: str, count_lines: CountLines
+    job: JobPaths,
+    plan: Plan,
+    fingerprint: Fingerprint,
+    model: str,
+    count_lines: CountLines,
+    facts: RunFacts,
 ) -> tuple[RunInputs, bool]:
     """Open the inputs and their journals; return whether nothing is left to answer."""
     if job.is_shared:
@@ -139,6 +148,7 @@ def _open(
             is_watching=job.is_watching,
             limit=job.limit,
             count_lines=count_lines,
+            facts=facts,
         )
         return shared, not shared.look()
     named = open_files(
@@ -147,6 +157,7 @@ def _open(
         restart=job.restart,
         limit=job.limit,
         count_lines=count_lines,
+        facts=facts,
     )
     return named, named.is_finished
 
@@ -158,6 +169,7 @@ def _answer_rows(
     checkpoint: Checkpoint,
     make_engine: MakeEngine,
     fingerprint: Fingerprint,
+    facts: RunFacts,
 ) -> JobSummary:
     """Make the engine, and let it answer the lines that are left."""
     job = run.job
@@ -172,6 +184,11 @@ def _answer_rows(
     summary.weight_dtype = name_held_dtype(run.config, checkpoint)  # now the build has ended
     summary.why_slower, summary.num_threads = engine.facts.why_slower, engine.facts.num_threads
     summary.cpu_limit = chosen_name()
+    facts.place = {
+        "device": summary.device,
+        "num_threads": summary.num_threads,
+        "ready_s": round(summary.start_to_ready_s, 3),
+    }
     if not job.is_quiet:
         num_rows = "rows" if files.num_rows is None else counted(files.num_rows, "row")
         click.echo(f"Ready after {summary.start_to_ready_s:.1f} s; answering {num_rows}.", err=True)
@@ -182,6 +199,7 @@ def _answer_rows(
                 stopper=run.stopper,
                 is_quiet=job.is_quiet,
                 trace=job.trace,
+                run_facts=facts,
             )
         summary.gpu_memory = engine.gpu_memory
     finally:

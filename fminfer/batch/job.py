@@ -15,12 +15,19 @@ from fminfer.contract.line import Line
 from fminfer.contract.record import Record
 from fminfer.core.errors import StoppedError, UsageError
 from fminfer.engine.stats import EngineStats
+from fminfer.files.run_facts import RunFacts
 from fminfer.machine.other_work import OtherWork
 from fminfer.machine.stopper import Stopper
 from fminfer.machine.threads import affine_cores
 from fminfer.worker.engine_api import Engine
 from fminfer.worker.line_run.runner import LOOKAHEAD, WINDOW, LineRunner
 
+# Counts of the engine that a status file tells.
+TOLD_STATS = (
+    *("num_steps", "num_prompt_tokens", "num_generated_tokens", "num_again_tokens"),
+    *("num_cached_tokens", "num_counted_tokens", "num_counted_cached", "num_counted_shareable"),
+    *("num_copied_requests", "num_put_back", "max_rows_running", "num_kv_tokens"),
+)
 WAIT_S = 0.02  # wait for a line when there is nothing else to do
 
 
@@ -32,6 +39,7 @@ def run_job(
     stopper: Stopper | None = None,
     is_quiet: bool,
     trace: Path | None = None,
+    run_facts: RunFacts | None = None,
 ) -> JobSummary:
     """Answer every line that is left of the inputs.
 
@@ -40,6 +48,7 @@ def run_job(
         summary: filled in, and returned.
         stopper: tells when to stop.
         trace: where to write what each rank did when.
+        run_facts: filled in as the run goes on; they stand in each output's status file.
 
     Raises:
         StoppedError: it was told to stop; finished rows are kept.
@@ -48,7 +57,9 @@ def run_job(
     started = time.perf_counter()
     if engine is None:
         return _sum_up(summary, inputs, EngineStats())
-    facts = engine.facts
+    facts, run_facts = engine.facts, run_facts or RunFacts()
+    run_facts.read_stats = lambda: _told_stats(engine.stats)
+    run_facts.begin()
     other_work = OtherWork(facts.num_threads, affine_cores) if facts.is_alone else None
     is_slowed = other_work.is_notable if other_work is not None else lambda: False
     time_left = TimeLeft.of(facts, engine.config.num_ranks)
@@ -57,11 +68,12 @@ def run_job(
 
     def on_work(num_fed: int, num_drawn: int) -> None:
         bar.add_work(engine.stats, num_fed, num_drawn)
+        run_facts.add_step(num_fed, num_drawn, engine.num_running)
         _show(bar, summary, inputs, engine)
 
     engine.follow(on_work, None if trace_file is None else trace_file.add)
     try:
-        _answer(engine, inputs, summary, stopper or Stopper(0.0), bar)
+        _answer(engine, inputs, summary, stopper or Stopper(0.0), bar, run_facts)
     except BaseException as error:
         inputs.abandon(error)
         raise
@@ -79,7 +91,12 @@ def run_job(
 
 
 def _answer(
-    engine: Engine, inputs: RunInputs, summary: JobSummary, stopper: Stopper, bar: ProgressBar
+    engine: Engine,
+    inputs: RunInputs,
+    summary: JobSummary,
+    stopper: Stopper,
+    bar: ProgressBar,
+    run_facts: RunFacts,
 ) -> None:
     """Have the engine answer lines, and hand each record to its input, until all are done.
 
@@ -97,6 +114,7 @@ def _answer(
                 if runner.has_work and not runner.is_busy:  # no line is there yet
                     time.sleep(WAIT_S)
                 for record in runner.step():
+                    run_facts.add_row()  # before the output may be complete
                     if inputs.files[record.line.source].add(record):
                         _count(summary, record)
                     _show(bar, summary, inputs, engine)
@@ -130,6 +148,10 @@ def _lines(inputs: RunInputs, runner: LineRunner, stopper: Stopper) -> Iterator[
             if line is None:
                 break
             yield line
+
+
+def _told_stats(stats: EngineStats) -> dict[str, int]:
+    return {name: getattr(stats, name) for name in TOLD_STATS}
 
 
 def _sum_up(summary: JobSummary, inputs: RunInputs, stats: EngineStats) -> JobSummary:

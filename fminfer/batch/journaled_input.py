@@ -27,8 +27,9 @@ from fminfer.files.journal_rows import Row
 from fminfer.files.ordered_output import put_in_order
 from fminfer.files.reopening import reopen
 from fminfer.files.row_counts import Counts, Tally
+from fminfer.files.run_facts import RunHistory, runs_in
 from fminfer.files.run_terms import RunTerms
-from fminfer.files.status_file import StatusFile
+from fminfer.files.status_file import StatusFile, read_status
 
 MANY_ROWS = 100_000  # of a journal that is not read again if it has just been made
 
@@ -71,6 +72,10 @@ class JournaledInput:
             *(path, output, terms.model, self._fingerprint, self._counts, terms.limit)
         )
         self.status.input_changed_ns = self._input.changed_ns
+        is_kept = not terms.restart and (journal is not None or output.exists())
+        earlier = runs_in(read_status(output)) if is_kept else []
+        self._history = RunHistory(terms.facts, earlier)
+        self.status.list_runs = self._history.to_list
 
     @property
     def is_lost(self) -> bool:
@@ -264,6 +269,7 @@ class JournaledInput:
             )
         self._fingerprint[INPUT] = self._input.digest  # the status file's as well
         journal.begin_anew(self._fingerprint)
+        self._history.forget()
         self._input.count_rows()
         self._counts.num_rows = self._input.num_rows or 0
 

@@ -17,6 +17,7 @@ from fminfer.files.journal_head import Fingerprint
 from fminfer.files.ordered_stdout import OrderedStream
 from fminfer.files.output_paths import STDOUT
 from fminfer.files.row_counts import Tally
+from fminfer.files.run_facts import RunFacts
 from fminfer.files.run_terms import CountLines, RunTerms
 
 
@@ -76,6 +77,7 @@ def open_files(
     restart: bool,
     limit: int | None = None,
     count_lines: CountLines | None = None,
+    facts: RunFacts | None = None,
 ) -> NamedFiles:
     """Open each input with the rows of earlier runs; write nothing if anything is wrong.
 
@@ -86,12 +88,14 @@ def open_files(
         limit: of each input, answer the first so many lines.
         count_lines: begins to count a file's lines; None: no answers to an earlier form of a file
             are taken.
+        facts: of the run, for the status files.
 
     Raises:
         UsageError: an output is another run's.
     """
     stream = OrderedStream(sys.stdout.buffer, write_beside_bar)
-    terms = RunTerms(model, fingerprint, restart, limit, count_lines=count_lines)
+    facts = facts or RunFacts()
+    terms = RunTerms(model, fingerprint, restart, limit, count_lines=count_lines, facts=facts)
     files: list[RunInput] = []
     journaled = []
     for source, (path, output) in enumerate(zip(inputs, outputs, strict=True)):

@@ -30,6 +30,7 @@ class JobPaths:
     limit: int | None = None  # of each input, the first so many requests are answered
     synthetic: Synthetic | None = None  # the requests to make up, in the place of inputs
     result_cache: CachePlace | None = None  # for answers that other runs may take
+    report: Path | None = None  # the HTML page to write at the end
     keeps_output: bool = True  # otherwise what is written is of no use after the run
 
     @property
@@ -80,13 +81,19 @@ class JobPaths:
         if plan.refused and not others_go_on:
             raise UsageError(next(iter(plan.refused.values())))
         self.remote.prepare(plan.outputs, restart=self.restart)
-        for flag, path in (("--stats", self.stats), ("--trace", self.trace)):
+        files = {"--stats": self.stats, "--trace": self.trace, "--report": self.report}
+        for flag, path in files.items():
             if path is not None and not path.parent.is_dir():
                 raise UsageError(f"{flag} {path}: there is no folder {path.parent}")
             if path is not None and path.is_dir():
                 raise UsageError(f"{flag} {path} is a folder; give the name of a file")
             if path is not None and (whose := whose_file(path, plan)):
                 raise UsageError(f"{flag} {path} {whose}; give another name")
+        if self.report is not None and STDOUT in plan.outputs:
+            raise UsageError(
+                f"--report {self.report} is made from the answers, and those on stdout are not "
+                "kept; give --output FILE"
+            )
         if self.is_watching and not self.is_shared:
             raise UsageError("--watch needs a folder to watch, and an --output that is none of -")
         if self.is_watching and any(isinstance(path, str) for path in (*self.paths, self.output)):
@@ -110,6 +117,7 @@ class JobPaths:
             "--limit": self.limit is not None,
             "--stats": self.stats is not None,
             "--trace": self.trace is not None,
+            "--report": self.report is not None,
         }
         if given := [name for name, is_given in others.items() if is_given]:
             raise UsageError(

@@ -15,6 +15,7 @@ from fminfer.files.disk import told
 from fminfer.files.journal_head import Fingerprint
 from fminfer.files.output_paths import Plan
 from fminfer.files.row_counts import Tally
+from fminfer.files.run_facts import RunFacts
 from fminfer.files.run_terms import CountLines, RunTerms
 
 SCAN_EVERY_S = 2.0  # while no file is free
@@ -174,6 +175,7 @@ def share_files(
     is_watching: bool,
     limit: int | None = None,
     count_lines: CountLines | None = None,
+    facts: RunFacts | None = None,
 ) -> SharedFiles:
     """Prepare to answer files together with other runs; nothing is opened yet.
 
@@ -186,6 +188,8 @@ def share_files(
         limit: of each input, answer the first so many lines.
         count_lines: begins to count a file's lines; None: no answers to an earlier form of a file
             are taken.
+        facts: of the run, for the status files.
     """
-    terms = RunTerms(model, fingerprint, restart, limit, count_lines=count_lines)
+    facts = facts or RunFacts()
+    terms = RunTerms(model, fingerprint, restart, limit, count_lines=count_lines, facts=facts)
     return SharedFiles(find, terms, is_watching=is_watching)

@@ -26,6 +26,7 @@ from fminfer.cli.merge_command import merge
 from fminfer.cli.options.option_groups import GroupedCommand
 from fminfer.cli.options.value_types import PathOrUrl
 from fminfer.cli.process_start import elapsed_s, importing_engine, start_children
+from fminfer.cli.report_command import report
 from fminfer.cli.run_options import bench_options, dtype_name, run_options
 from fminfer.cli.serve_command import serve, service
 from fminfer.cli.serve_part_command import serve_part
@@ -74,6 +75,7 @@ def main() -> None:
     fminfer serve /models/llama                     answer HTTP requests in OpenAI's form
     fminfer check requests.jsonl                    find wrong lines, predict memory and time
     fminfer status shards/                          show the progress of runs
+    fminfer report output_requests.jsonl            write an HTML page about answers
     fminfer families                                list the model families that run
     fminfer bench --random-init bloom-560m          time a token at several batch sizes
     fminfer split --input-file requests.jsonl --output-dir parts/
@@ -82,7 +84,7 @@ def main() -> None:
     """
 
 
-for command in (serve, check, split, merge, submit, status, families, service, serve_part):
+for command in (serve, check, split, merge, submit, status, report, families, service, serve_part):
     main.add_command(command)
 
 
@@ -101,6 +103,7 @@ def run(
     prompt: str | None,
     is_overwriting: bool,
     stats: Path | None,
+    report_file: Path | None,
     quiet: bool,
     verbose: bool,
     trace: Path | None,
@@ -149,7 +152,7 @@ def run(
     remote = RemoteFolders(work_dir or default_work_dir(), is_quiet=quiet)
     job = JobPaths(files, output, restart, stats, trace, quiet, remote, is_watching)
     request = None if prompt is None else {"prompt": prompt} | hyperparameters.request_fields
-    job = replace(job, limit=limit, prompt=request)
+    job = replace(job, limit=limit, prompt=request, report=report_file)
     try:
         job = replace(job, result_cache=find_place(result_cache, result_cache_bytes))
         ranks = RankConfig(**rank_options)

@@ -11,6 +11,7 @@ from fminfer.contract.envelope import Envelope
 from fminfer.contract.line import Line
 from fminfer.files.claims import Claims
 from fminfer.files.journal_head import Fingerprint, is_of_other_input
+from fminfer.files.run_facts import RunFacts
 
 
 class LineCounter(Protocol):
@@ -43,6 +44,7 @@ class RunTerms:
     claims: Claims = field(default_factory=Claims)
     # Begins to count a file's lines; None: answers to a file that has changed are not taken.
     count_lines: CountLines | None = None
+    facts: RunFacts = field(default_factory=RunFacts)  # for each output's status file
     # In time.time(). What has failed since then was tried beside this run, and is not tried again.
     started_s: float = field(default_factory=time.time)
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -101,6 +102,7 @@ class StatusFile:
         self._path = status_path(output)
         self.input_changed_ns = 0  # of the input that is answered, by its disk's clock
         self.seals: Seals | None = None  # once the output is written
+        self.list_runs: Callable[[], list[dict[str, Any]]] = list  # those that answered it
         self._status: Status = "validating"
         self._errors: list[dict[str, Any]] = []
         self._times: dict[str, int] = {"created_at": int(time.time())}
@@ -131,10 +133,12 @@ class StatusFile:
             self._write()
 
     def _write(self) -> None:
-        text = json.dumps(self._to_batch(), indent=2) + "\n"
+        batch = self._to_batch()
         try:
-            self._replace(text)
+            self._replace(json.dumps(batch, indent=2) + "\n")
         except OSError as error:
+            batch["fminfer"].pop("runs")  # they grow, and there may be room only for what was there
+            text = json.dumps(batch, indent=2) + "\n"
             if self._status not in BROKEN_OFF or not self._overwrite(text):
                 raise explain(self._path, error) from error
         self._written_s = time.perf_counter()
@@ -202,5 +206,6 @@ class StatusFile:
                 "limit": self._limit,
                 "input_changed_ns": self.input_changed_ns,
                 "written": self.seals,
+                "runs": self.list_runs(),
             },
         }

@@ -74,6 +74,12 @@ OUTPUT_OPTIONS = [
     ),
     _option("--stats", type=click.Path(path_type=Path), help="Write the summary as JSON."),
     _option(
+        "--report",
+        "report_file",
+        type=click.Path(path_type=Path),
+        help="Write an HTML page about the answers, as fminfer report does.",
+    ),
+    _option(
         "--trace",
         type=click.Path(path_type=Path),
         help="Write a timeline of each rank, for ui.perfetto.dev.",

@@ -1,0 +1,95 @@
+"""Reads an output's record, of any of the three shapes, into the fields that a report needs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import orjson
+
+Shape = Literal["bare", "wrapped", "batch"]
+# What a record raises that has the names of a record, and other values.
+ODD_RECORD = (TypeError, ValueError, LookupError, AttributeError, OverflowError)
+RESERVED = frozenset({"request", "result", "line", "custom_id", "error", "retryable"})
+
+
+@dataclass(slots=True)
+class AnswerFields:
+    """One record. What its shape does not hold is None or empty."""
+
+    shape: Shape
+    request: Any  # as it stands there; None: the shape has none
+    choices: list[dict[str, Any]]
+    usage: dict[str, Any]
+    times: dict[str, float]
+    error: dict[str, Any] | None
+    fields: dict[str, Any]  # the whole record
+
+    @property
+    def is_chat(self) -> bool:
+        return bool(self.choices) and "message" in self.choices[0]
+
+    @property
+    def custom_id(self) -> Any:
+        return self.fields.get("custom_id")
+
+    @property
+    def others(self) -> dict[str, Any]:
+        """The further keys of a wrapped line."""
+        if self.shape == "batch":
+            return {}
+        return {name: value for name, value in self.fields.items() if name not in RESERVED}
+
+
+def read_answer(raw: bytes) -> AnswerFields | None:
+    """Read a record of an output or of an errors file; None: it is none."""
+    try:
+        fields = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        try:
+            fields = json.loads(raw)  # which takes lone surrogates
+        except (ValueError, RecursionError):
+            return None
+    if not isinstance(fields, dict):
+        return None
+    found = _from_batch(fields) if "response" in fields else _from_result(fields)
+    if found is None or (found.error is None and not _are_choices(found.choices)):
+        return None
+    return found
+
+
+def _from_result(fields: dict[str, Any]) -> AnswerFields | None:
+    if "request" not in fields:
+        return None
+    result, request = fields.get("result"), fields["request"]
+    shape: Shape = "bare" if len(fields) == 2 else "wrapped"
+    if isinstance(result, dict):
+        times = result.get("request_time")
+        times = times if isinstance(times, dict) else {}
+        choices, usage = result.get("choices"), result.get("usage")
+        return AnswerFields(shape, request, choices, _dict(usage), times, None, fields)  # type: ignore[arg-type]
+    error = fields.get("error")
+    if not isinstance(error, dict):
+        return None
+    shape = "wrapped" if fields.keys() - RESERVED else "bare"
+    return AnswerFields(shape, request, [], {}, {}, error, fields)
+
+
+def _from_batch(fields: dict[str, Any]) -> AnswerFields | None:
+    response = fields["response"]
+    body = response.get("body") if isinstance(response, dict) else None
+    if not isinstance(body, dict):
+        return None
+    if isinstance(error := body.get("error"), dict):
+        return AnswerFields("batch", None, [], {}, {}, error, fields)
+    choices, usage = body.get("choices"), body.get("usage")
+    return AnswerFields("batch", None, choices, _dict(usage), {}, None, fields)  # type: ignore[arg-type]
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _are_choices(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(choice, dict) for choice in value)

@@ -1,0 +1,262 @@
+
+"use strict";
+// The rows of a report. What a model or a file says is set as text, never as markup.
+
+const $ = (id) => document.getElementById(id);
+const { files, rows } = JSON.parse($("data").textContent);
+const LEVELS = [0.9, 0.5, 0.2, 0.05]; // the least probability of each colour but the last
+const REASONS = { slow: "slow", long: "long", unlikely: "unlikely", error: "error" };
+const percent = (p) => (p < 0.001 ? "< 0.1 %" : `${(100 * p).toFixed(1)} %`);
+const many = (count) => count.toLocaleString("en");
+const seconds = (s) => `${s < 10 ? s.toFixed(3) : s.toFixed(1)} s`;
+const listedOf = new WeakMap(); // a token's span, and its alternatives
+
+function make(tag, className, text = "") {
+  const element = document.createElement(tag);
+  if (className) element.className = className;
+  element.textContent = text;
+  return element;
+}
+
+// --- what a row says ---
+
+function fill(element, { text, left_out, tail }) {
+  element.append(text ?? "");
+  if (left_out) {
+    element.append(make("span", "cut", `… ${many(left_out)} characters left out here …`), tail);
+  }
+  return element;
+}
+
+function makeToken([text, logprob, listed, isGiven], isFirst) {
+  const span = make("span", "token", text);
+  if (isGiven) span.classList.add("given");
+  if (logprob === null) return span;
+  const level = LEVELS.findIndex((least) => Math.exp(logprob) >= least);
+  span.classList.add(`level-${level < 0 ? LEVELS.length : level}`);
+  if (/^\s*\n\s*$/.test(text)) span.classList.add("newline");
+  span.tabIndex = isFirst ? 0 : -1; // arrow keys reach the others
+  listedOf.set(span, listed);
+  return span;
+}
+
+/** Return a part of a conversation: a title, a text, and calls of tools. */
+function makePart(title, said, className = "") {
+  const part = make("div", `part ${className}`);
+  part.append(make("h4", "", title));
+  const block = make("div", "said");
+  block.dir = "auto";
+  let isFirst = true;
+  for (const piece of said.pieces ?? []) {
+    block.append(makeToken(piece, isFirst && piece[1] !== null));
+    if (piece[1] !== null) isFirst = false;
+  }
+  fill(block, said);
+  if (block.textContent) part.append(block);
+  for (const [name, given] of said.calls ?? []) part.append(make("p", "call", `${name}(${given})`));
+  if (said.ids) part.append(fill(make("p", "meta", "token ids: "), said.ids));
+  if (!block.textContent && !said.calls && !said.ids) part.append(make("p", "empty", "no text"));
+  return part;
+}
+
+function titleOf({ who, is_ids }, count) {
+  if (who === "line") return "The line as it stands";
+  if (who !== "prompt") return who;
+  return `Prompt${count > 1 ? "s" : ""}${is_ids ? " (token ids)" : ""}`;
+}
+
+function makeChoice(choice, place, row) {
+  const why = { stop: "complete", length: "reached max_tokens", tool_calls: "calls a tool" };
+  const number = row.num_choices > 1 ? ` ${place + 1} of ${many(row.num_choices)}` : "";
+  const parts = [`Answer${number}`, why[choice.reason] ?? choice.reason];
+  if (choice.stop) parts.push(`stopped by ${choice.stop}`);
+  if (choice.mean_logprob !== undefined) {
+    parts.push(`mean logprob ${choice.mean_logprob.toFixed(3)} (${percent(Math.exp(choice.mean_logprob))} a token)`);
+  }
+  return makePart(parts.join(" · "), choice, "answer");
+}
+
+function tokensText(row) {
+  if (row.completion_tokens === null || row.completion_tokens === undefined) return [];
+  const cached = row.cached_tokens ? ` (${many(row.cached_tokens)} shared)` : "";
+  return [`${many(row.prompt_tokens)}${cached} prompt + ${many(row.completion_tokens)} answer tokens`];
+}
+
+function makeBody(row) {
+  const body = make("div", "body");
+  for (const asked of row.asked) {
+    if (asked.who === "note") body.append(make("p", "meta", asked.text));
+    else body.append(makePart(titleOf(asked, 1), asked));
+  }
+  if (!row.asked.length) body.append(make("p", "meta", "The request is not known: a Batch record does not repeat it."));
+  if (row.error) {
+    const { message, code, type, param } = row.error;
+    body.append(make("p", "fault", `${code}: ${message}`));
+    body.append(make("p", "meta", [type, param !== "None" && `field ${param}`].filter(Boolean).join(" · ")));
+  }
+  for (const [place, choice] of (row.choices ?? []).entries()) body.append(makeChoice(choice, place, row));
+  if (row.num_choices > (row.choices ?? []).length) {
+    body.append(make("p", "meta", `${many(row.num_choices - row.choices.length)} more choices in the output`));
+  }
+  const facts = [`${files[row.file]}, line ${many(row.line)}`];
+  if (row.input_line) facts.push(`line ${many(row.input_line)} of the input`);
+  if (row.id !== null) facts.push(`custom_id ${row.id}`);
+  facts.push(...tokensText(row));
+  if (typeof row.seconds === "number") facts.push(seconds(row.seconds));
+  if (row.params.length) facts.push(row.params.map(([name, value]) => `${name} ${value}`).join(", "));
+  if (row.tools.length) facts.push(`tools: ${row.tools.join(", ")}`);
+  body.append(make("p", "meta", facts.join(" · ")));
+  if (row.others) body.append(fill(make("p", "meta", "further keys: "), row.others));
+  return body;
+}
+
+// --- the list ---
+
+const textOf = (said) => [
+  ...(said.pieces ?? []).map(([text]) => text), said.text ?? "", said.tail ?? "",
+  ...(said.calls ?? []).flat(),
+].join("");
+const lastOf = (row) => row.asked.at(-1)?.text ?? "";
+
+function startOf(row) {
+  const answer = row.error ? row.error.code : textOf((row.choices ?? [])[0] ?? {});
+  const short = (text, most) => text.trim().replaceAll(/\s+/g, " ").slice(0, most);
+  const asked = short(lastOf(row), 400);
+  return [asked.length > 60 ? `${asked.slice(0, 60)}…` : asked, short(answer, 200)];
+}
+
+function makeRow(row, number) {
+  const item = make("details", row.error ? "row is-error" : "row");
+  item.id = `row-${number}`;
+  const summary = make("summary", "");
+  const start = make("span", "start");
+  const [asked, answered] = startOf(row);
+  start.append(make("bdi", "dim", asked), " → ", make("bdi", "", answered));
+  const figures = make("span", "figures", row.error ? "" : `${many(row.completion_tokens ?? 0)} tokens`);
+  for (const why of row.why) if (REASONS[why]) figures.append(make("span", `tag ${why}`, REASONS[why]));
+  summary.append(make("span", "name", `${files[row.file]}:${row.line}`), start, figures);
+  item.append(summary);
+  item.addEventListener("toggle", () => {
+    if (item.open && item.children.length === 1) item.append(makeBody(row));
+  });
+  return item;
+}
+
+const likely = (row) => {
+  const known = (row.choices ?? []).map((each) => each.mean_logprob).filter((each) => each !== undefined);
+  return known.length ? -known.reduce((sum, each) => sum + each, 0) / known.length : -Infinity;
+};
+const items = rows.map(makeRow);
+const searched = rows.map((row) =>
+  [...row.asked.map(textOf), ...(row.choices ?? []).map(textOf), row.error?.code, row.error?.message, row.id, row.others?.text]
+    .join("\n").toLowerCase(),
+);
+
+function showRows() {
+  const text = $("search").value.trim().toLowerCase();
+  const why = $("why").value;
+  const order = $("order").value;
+  const keyOf = (row) => (order === "unlikely" ? likely(row) : row[order] ?? -Infinity);
+  const places = [...rows.keys()];
+  if (order) places.sort((a, b) => keyOf(rows[b]) - keyOf(rows[a]) || a - b);
+  $("list").append(...places.map((place) => items[place]));
+  let count = 0;
+  for (const [place, row] of rows.entries()) {
+    const isShown = (!why || row.why.includes(why)) && searched[place].includes(text);
+    items[place].hidden = !isShown;
+    count += isShown;
+  }
+  $("count").textContent = count === rows.length ? `${many(count)} rows` : `${many(count)} of ${many(rows.length)} rows`;
+  hideHint();
+}
+
+function openNamed() {
+  const item = document.getElementById(location.hash.slice(1));
+  if (!item?.matches(".row")) return;
+  if (item.hidden) {
+    $("search").value = $("why").value = "";
+    showRows();
+  }
+  item.open = true;
+  item.scrollIntoView();
+  item.querySelector("summary").focus({ preventScroll: true });
+}
+
+// --- alternatives of a token ---
+
+/** Return the lines of the hint for one token: its alternatives, best first, and the rest. */
+function describe(listed) {
+  const visible = (text) => text.replaceAll(" ", "·").replaceAll("\n", "↵").replaceAll("\t", "⇥");
+  const line = (className, text, p) => {
+    const row = make("div", className);
+    const bar = make("i", "");
+    bar.style.width = `${100 * Math.min(1, p)}%`;
+    row.append(make("b", "", text), bar, make("span", "", percent(p)));
+    return row;
+  };
+  const rest = 1 - listed.reduce((sum, [, logprob]) => sum + Math.exp(logprob), 0);
+  return [
+    ...listed.map(([text, logprob, isChosen]) => line(isChosen ? "chosen" : "", visible(text), Math.exp(logprob))),
+    line("others", "all others", Math.max(0, rest)),
+  ];
+}
+
+function showHint(span) {
+  if (!listedOf.has(span)) return;
+  $("hint").replaceChildren(...listedOf.get(span).flatMap(describe));
+  $("hint").hidden = false;
+  span.setAttribute("aria-describedby", "hint");
+  placeHint(span);
+}
+
+function placeHint(span) {
+  const hint = $("hint");
+  const box = [...span.getClientRects()].at(-1); // a line may break behind its first space
+  const left = Math.min(box.left, document.documentElement.clientWidth - hint.offsetWidth - 8);
+  const above = box.top - hint.offsetHeight - 6;
+  hint.style.left = `${Math.max(8, left)}px`;
+  hint.style.top = `${above < 8 ? box.bottom + 6 : above}px`;
+}
+
+const hideHint = () => ($("hint").hidden = true);
+
+/** Keep the hint beside a token that has the focus: to reach it may have moved the page. */
+function followScroll() {
+  const focused = document.activeElement;
+  if (!$("hint").hidden && focused?.matches(".token")) placeHint(focused);
+  else hideHint();
+}
+
+/** Move from token to token by keys, as in a toolbar: one of them takes part in the tab order. */
+function walk(event) {
+  if (event.key === "Escape") hideHint();
+  const steps = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity };
+  if (!event.target.matches(".token") || !(event.key in steps)) return;
+  const all = [...event.target.parentElement.querySelectorAll(".token[tabindex]")];
+  const place = all.indexOf(event.target) + steps[event.key];
+  const next = all[Math.max(0, Math.min(all.length - 1, place))];
+  event.preventDefault();
+  event.target.tabIndex = -1;
+  next.tabIndex = 0;
+  next.focus();
+}
+
+$("filter").hidden = false;
+$("filter").addEventListener("submit", (event) => event.preventDefault());
+for (const id of ["search", "why", "order"]) $(id).addEventListener("input", showRows);
+for (const name of ["pointerover", "focusin", "click"]) {
+  $("list").addEventListener(name, ({ target }) => target.matches(".token") && showHint(target));
+}
+$("list").addEventListener("focusout", hideHint);
+$("list").addEventListener("pointerout", ({ target }) => {
+  const focused = document.activeElement;
+  if (!target.matches(".token")) return; // the page may have moved under the pointer
+  if (focused?.matches(".token")) showHint(focused);
+  else hideHint();
+});
+$("list").addEventListener("keydown", walk);
+window.addEventListener("scroll", followScroll, { passive: true, capture: true });
+window.addEventListener("hashchange", openNamed);
+showRows();
+if (items.length) items[0].open = true;
+openNamed();

@@ -1,0 +1,36 @@
+"""Makes any text fit to be shown: controls, half surrogates and hidden marks are spelled out."""
+
+from __future__ import annotations
+
+import html
+import re
+
+# What is not a character to see: controls but tab and newline, and marks that turn the direction of
+# the text behind them.
+_UNSEEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff\ufffe\uffff]"
+)
+PICTURES = 0x2400  # of control characters: ␀ and so on
+
+
+def _picture(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    if code < 0x20:
+        return chr(PICTURES + code)
+    return "\u2421" if code == 0x7F else f"‹U+{code:04X}›"
+
+
+def show(text: str) -> str:
+    """Return a text in which what cannot be seen is spelled out."""
+    text = _UNSEEN.sub(_picture, text.replace("\r\n", "\n"))
+    return text.encode("utf-8", "backslashreplace").decode()  # half surrogates
+
+
+def escape(value: object) -> str:
+    """Return a value as text for HTML, also for an attribute."""
+    return html.escape(show(str(value)))
+
+
+def shorten(text: str, most: int) -> str:
+    """Return a text, or its beginning and how long it is."""
+    return text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"

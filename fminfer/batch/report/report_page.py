@@ -1,0 +1,100 @@
+"""Puts a report's sections, styles, script and rows together into one HTML page."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import time
+from collections.abc import Sequence
+from importlib.resources import files
+
+import orjson
+
+from fminfer.batch.report.chart_sections import (
+    make_distributions,
+    make_run_section,
+    make_slowest,
+)
+from fminfer.batch.report.error_section import make_errors
+from fminfer.batch.report.plain_text import escape, show
+from fminfer.batch.report.scanning import Scan
+from fminfer.batch.report.shown_rows import ShownRow, dump_rows
+from fminfer.batch.report.summary_sections import (
+    find_notes,
+    make_asked,
+    make_files,
+    make_notes,
+    make_tiles,
+)
+from fminfer.batch.report.told_outputs import ToldOutput
+from fminfer.batch.report.told_runs import ToldRun
+
+# Nothing is loaded, and only the page's own script and styles count, by their digests. The script
+# makes no markup of any text, and with this the browser would not let it.
+POLICY = (
+    "default-src 'none'; script-src 'sha256-{script}'; style-src 'sha256-{style}'; img-src data:; "
+    "form-action 'none'; base-uri 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+)
+# What may end a script element, or a line of an old script.
+UNSAFE = {b"<": b"\\u003c", b">": b"\\u003e", b"&": b"\\u0026"}
+UNSAFE |= {"\u2028".encode(): b"\\u2028", "\u2029".encode(): b"\\u2029"}
+
+
+def make_page(
+    outputs: Sequence[ToldOutput],
+    scan: Scan,
+    runs: Sequence[ToldRun],
+    shown: Sequence[ShownRow],
+    notes: Sequence[str],
+) -> bytes:
+    """Return the report's HTML."""
+    own = files("fminfer.batch.report") / "page"
+    style, script = ((own / name).read_text("utf-8") for name in ("report.css", "report.js"))
+    rows, cut = dump_rows(list(shown))
+    names = orjson.dumps([show(str(source.path.name)) for source in scan.sources])
+    num_rows = scan.whole.num_answers + scan.whole.num_errors
+    cut_note = (
+        f"Texts longer than {cut.num_chars:,} characters are cut in the middle, and at most "
+        f"{cut.num_tokens:,} tokens of an answer have their colours. The output has all."
+    )
+    parts = {
+        "policy": escape(POLICY.format(script=_digest(script), style=_digest(style))),
+        "title": escape(_title(outputs)),
+        "made": escape(time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())),
+        "style": style,
+        "tiles": make_tiles(scan.whole, runs),
+        "notes": make_notes([*find_notes(outputs, scan, runs), *notes]),
+        "asked": make_asked(outputs, scan, runs),
+        "files": make_files(outputs, scan),
+        "errors": make_errors(scan, shown),
+        "distributions": make_distributions(scan.whole),
+        "run": make_run_section(runs, scan.whole),
+        "slowest": make_slowest(scan, shown),
+        "shown": f"{len(shown):,} of {num_rows:,}",
+        "cut": escape(cut_note),
+        "rows": make_safe(b'{"files":' + names + b',"rows":' + rows + b"}").decode(),
+        "script": script,
+    }
+    page = (own / "report.html").read_text("utf-8")
+    pieces = page.split("{{")
+    made = [pieces[0]]
+    for piece in pieces[1:]:  # once from left to right, so that no text is taken for a name
+        name, _, rest = piece.partition("}}")
+        made += [parts[name], rest]
+    return "".join(made).encode()
+
+
+def make_safe(text: bytes) -> bytes:
+    """Return JSON that can stand in a script element: it means the same, and cannot end it."""
+    for found, safe in UNSAFE.items():
+        text = text.replace(found, safe)
+    return text
+
+
+def _digest(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _title(outputs: Sequence[ToldOutput]) -> str:
+    first = outputs[0].path.name
+    return first if len(outputs) == 1 else f"{first} and {len(outputs) - 1:,} more"

@@ -1,0 +1,110 @@
+"""The outputs that a report is about: where their rows are, and what their status files tell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fminfer.core.errors import UsageError
+from fminfer.files.input_folders import holds_answers, holds_requests
+from fminfer.files.journal import journal_path
+from fminfer.files.line_reader import ENDINGS
+from fminfer.files.ordered_output import errors_path
+from fminfer.files.output_paths import answers_path
+from fminfer.files.status_file import STATUS, read_status, seals_of, status_path
+
+
+@dataclass(slots=True, frozen=True)
+class ToldOutput:
+    """An output: complete, or as far as its journal has it."""
+
+    path: Path
+    status: dict[str, Any] | None  # None: there is no status file
+    is_unfinished: bool  # its rows are in its journal
+
+    @property
+    def is_edited(self) -> bool:
+        """Tell whether its size is not that with which it was written."""
+        written = (seals_of(self.status or {}) or {}).get("output")
+        is_there = written is not None and not self.is_unfinished and self.path.exists()
+        return is_there and written is not None and self.path.stat().st_size != written["bytes"]
+
+    @property
+    def files(self) -> list[Path]:
+        """List what belongs to it: rows, errors, journal, status and input."""
+        others = [errors_path(self.path), journal_path(self.path), status_path(self.path)]
+        return [self.path, *others, *([self.source] if self.source else [])]
+
+    @property
+    def source(self) -> Path | None:
+        """Return the input; None: it is not known."""
+        name = (self.status or {}).get("input_file_id")
+        return Path(name) if isinstance(name, str) else None
+
+
+def find_outputs(paths: Sequence[Path]) -> list[ToldOutput]:
+    """Return the outputs that paths name: outputs, inputs that have one, or folders of them.
+
+    Raises:
+        UsageError: nothing of a run is there.
+    """
+    found: dict[Path, ToldOutput] = {}
+    for path in paths:
+        outputs = _in_folder(path) if path.is_dir() else [_named(path)]
+        for output in outputs:
+            found.setdefault(output.resolve(), open_output(output))
+    return list(found.values())
+
+
+def open_output(path: Path) -> ToldOutput:
+    """Return an output with what its status file tells."""
+    is_unfinished = journal_path(path).exists()
+    return ToldOutput(path, read_status(path), is_unfinished)
+
+
+def is_there(output: Path) -> bool:
+    """Tell whether rows of an output can be read: all of them, or those of its journal."""
+    return output.exists() or journal_path(output).exists()
+
+
+def _in_folder(folder: Path) -> list[Path]:
+    """List a folder's outputs: those with a status file, and other files of answers."""
+    by_status = {_output_of(each) for each in folder.glob(f"*{STATUS}")}
+    by_name = {
+        path
+        for path in folder.glob("*.jsonl")
+        if not path.name.endswith(".errors.jsonl") and holds_answers(path)
+    }
+    found = sorted(path for path in by_status | by_name if is_there(path))
+    if not found:
+        raise UsageError(f"{folder} holds no answers; give an output of fminfer run")
+    return found
+
+
+def _output_of(status: Path) -> Path:
+    """Return the output beside which a status file stands."""
+    stem = status.with_name(status.name.removesuffix(STATUS))
+    own = (read_status(stem) or {}).get("fminfer") or {}
+    name = own.get("output")
+    is_name = isinstance(name, str) and "/" not in name
+    return status.with_name(str(name) if is_name else f"{stem.name}.jsonl")
+
+
+def _named(path: Path) -> Path:
+    """Return the output that a path names: its own, or that of an input."""
+    is_input = path.name.endswith(ENDINGS) and path.exists() and not journal_path(path).exists()
+    if is_input and holds_requests(path) and not holds_answers(path):
+        output = answers_path(path)
+        if is_there(output):
+            return output
+        raise UsageError(
+            f"{path} holds requests, and {output} has no answers to them; give the output of "
+            "fminfer run"
+        )
+    if not is_there(path):
+        if errors_path(path).exists():
+            return path
+        raise UsageError(f"{path} does not exist; give an output of fminfer run")
+    return path

@@ -1,0 +1,80 @@
+"""The report that `fminfer run --report` writes when a run ends, whole or interrupted."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+
+import click
+
+from fminfer.batch.report.report_file import write_report
+from fminfer.batch.report.told_outputs import is_there, open_output
+from fminfer.batch.run_paths import JobPaths
+from fminfer.batch.run_summary import JobSummary
+from fminfer.core.config import EngineConfig
+from fminfer.core.errors import FminferError, OutputError
+from fminfer.files.output_paths import Plan
+
+AFTER_STOP_S = 2.0  # that a report may take when the run was told to stop; it is killed after 5 s
+UNTOLD = ("model", "is_only_run", "num_engines", "engine_number", "request_args")
+MAX_CHARS = 200  # of a setting
+
+
+def name_settings(config: EngineConfig) -> dict[str, str]:
+    """Return the engine's options that are not the defaults, for the status file."""
+    told = (each for each in fields(config) if each.name not in UNTOLD)
+    values = {each.name: (getattr(config, each.name), each.default) for each in told}
+    return {
+        f"--{name.replace('_', '-')}": str(value)[:MAX_CHARS]
+        for name, (value, default) in values.items()
+        if value != default
+    }
+
+
+def write_at_end(job: JobPaths, plan: Plan, summary: JobSummary) -> None:
+    """Write the report that the job asks for; its outputs are as complete as they will be.
+
+    Raises:
+        OutputError: it cannot be written. The answers are kept.
+    """
+    if job.report is None:
+        return
+    try:
+        _write(job.report, [*plan.outputs, *summary.outputs], job.is_quiet, math.inf)
+    except OutputError:
+        raise
+    except Exception as error:  # a fault of the report's is not one of the run
+        raise OutputError(
+            f"the report {job.report} was not written ({error}). The answers are not touched by "
+            "that; fminfer report tries it again"
+        ) from error
+
+
+@contextmanager
+def reporting(job: JobPaths, plan: Plan) -> Iterator[None]:
+    """Write the report of what there is, if the run is ended before its outputs are complete."""
+    try:
+        yield
+    except FminferError:  # a second Ctrl-C is none: it ends the run at once
+        if job.report is not None:
+            try:
+                end_s = time.monotonic() + AFTER_STOP_S
+                _write(job.report, plan.outputs, job.is_quiet, end_s)
+            except Exception as error:  # the run ends for another reason, which is told
+                click.echo(f"The report {job.report} was not written: {error}.", err=True)
+        raise
+
+
+def _write(path: Path, outputs: list[Path], is_quiet: bool, end_s: float) -> None:
+    found = [open_output(output) for output in dict.fromkeys(outputs) if is_there(output)]
+    if not found:
+        if not is_quiet:
+            click.echo(f"The report {path} was not written: there are no answers yet.", err=True)
+        return
+    write_report(found, path, end_s=end_s)
+    if not is_quiet:
+        click.echo(f"Report: {path}", err=True)

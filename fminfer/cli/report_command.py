@@ -1,0 +1,59 @@
+"""`fminfer report`: one HTML file that shows what runs have answered."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from fminfer.core.errors import UsageError
+from fminfer.core.quantities import counted
+
+
+@click.command()
+@click.argument("outputs", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="The HTML file to write.  [default: <output>.report.html beside an output; report.html in "
+    "a folder]",
+)
+def report(outputs: tuple[Path, ...], out: Path | None) -> None:
+    """Write an HTML page about outputs: what was asked and answered, errors, speed, a sample.
+
+    \b
+    fminfer report output_requests.jsonl
+    fminfer report answers/ --out answers.html
+    fminfer run requests.jsonl --report report.html     writes it at the end of the run
+
+    The page is one file, opens without a server or network, and shows at most 200 rows, however
+    many there are. An output that is not complete is shown as far as its journal goes. A folder
+    gives all of its outputs. What a run has not kept, such as the times of Batch lines, is named.
+    """
+    from fminfer.batch.report.report_file import write_report
+    from fminfer.batch.report.told_outputs import find_outputs
+
+    found = find_outputs(outputs)
+    if out is None:
+        out = _default_place(outputs)
+    if not out.parent.is_dir():
+        raise UsageError(f"--out {out}: there is no folder {out.parent}")
+    if out.resolve() in {path.resolve() for each in found for path in each.files}:
+        raise UsageError(f"--out {out} holds rows of the report; give another name")
+    done = write_report(found, out)
+    click.echo(
+        f"report    {out}: {counted(done.num_rows, 'row')} of {counted(len(found), 'output')}, "
+        f"{done.num_shown:,} of them shown, {done.num_bytes / 1e6:.1f} MB",
+        err=True,
+    )
+
+
+def _default_place(outputs: tuple[Path, ...]) -> Path:
+    if len(outputs) > 1:
+        raise UsageError(
+            f"--out is missing; {len(outputs)} outputs go into one report: give --out FILE"
+        )
+    (path,) = outputs
+    if path.is_dir():
+        return path / "report.html"
+    return path.with_name(f"{path.name.removesuffix('.jsonl')}.report.html")

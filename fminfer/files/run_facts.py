@@ -1,0 +1,104 @@
+"""Facts of the runs that answered an output, kept in its status file for a report."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from fminfer.files.time_line import Point, TimeLine
+
+LONGEST_FIRST_S = 1.0  # what the first step after a wait counts as, at most
+MAX_RUNS = 8  # of one output; older ones are only counted
+
+
+@dataclass(slots=True)
+class RunFacts:
+    """What one run is, and what it has done so far. All of its outputs share it."""
+
+    settings: dict[str, str] = field(default_factory=dict)  # options that are not the defaults
+    place: dict[str, str | int | float] = field(default_factory=dict)  # device, dtype and so on
+    read_stats: Callable[[], dict[str, int]] = dict  # the engine's counts, as they are now
+    id: str = field(default_factory=lambda: secrets.token_hex(4))
+    time_line: TimeLine = field(default_factory=TimeLine)
+    _started_at: int = 0
+    _started_s: float | None = None  # None: no row is being answered yet
+    _last_step_s: float = 0.0  # its end, since the start
+    _was_running: bool = False  # something was in flight then
+
+    def begin(self) -> None:
+        """Start the clock: rows are answered from now on."""
+        self._started_at, self._started_s = int(time.time()), time.perf_counter()
+
+    def add_step(self, num_fed: int, num_drawn: int, num_running: int) -> None:
+        """Count a step that has just ended; it began when the last one ended."""
+        if self._started_s is not None:
+            now_s = self._seconds
+            from_s = self._last_step_s
+            if not self._was_running:  # it may have waited for lines since then
+                from_s = max(from_s, now_s - LONGEST_FIRST_S)
+            part = Point(num_fed, num_drawn, most_running=num_running)
+            self.time_line.add(part, from_s, now_s)
+            self._last_step_s, self._was_running = now_s, num_running > 0
+
+    def add_row(self) -> None:
+        """Count a row that has just got its record."""
+        if self._started_s is not None:
+            now_s = self._seconds
+            self.time_line.add(Point(num_done=1), now_s, now_s)
+
+    @property
+    def _seconds(self) -> float:
+        return 0.0 if self._started_s is None else time.perf_counter() - self._started_s
+
+    def to_list(self) -> list[dict[str, Any]]:
+        """Return it for JSON, in a list; an empty one if no row was answered."""
+        if not any(point.num_done for point in self.time_line.points):
+            return []
+        facts = {
+            "id": self.id,
+            "started_at": self._started_at,
+            "seconds": round(self._seconds, 3),
+            **self.place,
+            "settings": self.settings,
+            "stats": self.read_stats(),
+            "time_line": self.time_line.to_dict(),
+        }
+        return [facts]
+
+
+class RunHistory:
+    """All runs that answered one output: the earlier ones, and the one that goes on."""
+
+    def __init__(self, facts: RunFacts, earlier: list[dict[str, Any]]) -> None:
+        self._facts = facts
+        # A run may lose an output and take it again.
+        self._earlier = [run for run in earlier if run.get("id") != facts.id]
+
+    def forget(self) -> None:
+        """Leave out the earlier runs: none of their rows is kept."""
+        self._earlier = []
+
+    def to_list(self) -> list[dict[str, Any]]:
+        """Return the runs for JSON, the oldest first; `runs_before` counts those left out."""
+        runs = [*self._earlier, *self._facts.to_list()]
+        num_left_out = max(0, len(runs) - MAX_RUNS)
+        if num_left_out:
+            before = sum(_num_before(run) for run in runs[: num_left_out + 1])
+            runs = runs[num_left_out:]
+            runs[0] = runs[0] | {"runs_before": before + num_left_out}
+        return runs
+
+
+def _num_before(run: dict[str, Any]) -> int:
+    number = run.get("runs_before")
+    return number if isinstance(number, int) else 0
+
+
+def runs_in(status: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Return the runs that a status file tells of; none if an older version wrote it."""
+    own = (status or {}).get("fminfer")
+    runs = own.get("runs") if isinstance(own, dict) else None
+    return [run for run in runs if isinstance(run, dict)] if isinstance(runs, list) else []
