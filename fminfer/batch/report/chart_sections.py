@@ -28,7 +28,7 @@ MAX_DONE_STEPS = 50
 # Why a choice ended, beside the names that OpenAI gives it.
 ENDS = {
     "stop": "stop: complete",
-    "length": "length: reached max_tokens",
+    "length": "length: max_tokens",
     "tool_calls": "tool_calls: calls a tool",
 }
 
