@@ -8,6 +8,8 @@ from fminfer.engine.events import Event
 from fminfer.engine.sequence import Prepared
 from fminfer.engine.stats import EngineStats
 
+BEHIND_ALL = -(2**62)  # the priority of requests that wait behind all others
+
 
 class EngineCore(Protocol):
     """Takes prepared requests, and returns events.
@@ -69,6 +71,10 @@ class EngineCore(Protocol):
     @property
     def num_waiting(self) -> int:
         """Prompts that have not begun."""
+
+    @property
+    def num_waiting_behind(self) -> int:
+        """Those of them whose priority is `BEHIND_ALL`. Any thread may ask."""
 
     @property
     def num_running(self) -> int:
