@@ -1,8 +1,10 @@
-"""Kills servers in the middle of their batches, and sees that nothing is lost: `scripts/torture_server`.
+"""Kills servers in the middle of batches, and sees that nothing is lost.
 
-A round sends three batches to a server: sampled lines with equal ones among them, scored lines,
-and lines of which some are wrong. Several times the server is killed with SIGKILL, at a random
-moment, and another one goes on in the same state folder. One batch is cancelled in some rounds.
+`scripts/torture_server` calls it. A round sends three batches to a server: sampled lines with equal
+ones among them, scored lines, and lines of which some are wrong. Several times the server is killed
+with SIGKILL, at a random moment, and another one goes on in the same state folder. One batch is
+cancelled in some rounds.
+
 In the end every line must be there once, in the order of the input, with the record of a server
 that was never disturbed; and every record that was on disk at a kill must be in the output in the
 very same bytes.
@@ -109,7 +111,7 @@ def read_file(server: Served, file_id: str | None) -> list[bytes]:
 
 
 def make_lines(kind: int) -> list[bytes]:
-    """Return a batch's lines: sampled ones that are equal in groups, scored ones, and wrong ones."""
+    """Return lines: sampled ones that are equal in groups, scored ones, or some that are wrong."""
     lines = []
     for number in range(NUM_LINES):
         body: dict[str, Any] = {"prompt": f"room {number % 5}", "max_tokens": 8 + number % 40}

@@ -78,7 +78,11 @@ def test_a_short_batch_does_not_wait_for_a_long_one(server: Running) -> None:
 
 def test_batches_share(server: Running) -> None:
     """Three begin together; when one is over, the others are not far behind."""
+    server.engine.lanes.is_closed = True
     batches = [create(server, long_lines(120, 100)) for _ in range(3)]
+    for batch in batches:
+        wait_until(server, batch, has_begun)
+    server.engine.lanes.is_closed = False
     first = None
     while first is None:
         found = [get(server, batch) for batch in batches]
