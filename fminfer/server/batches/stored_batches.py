@@ -161,22 +161,19 @@ class BatchStore:
 
     def of(self, owner: str) -> list[StoredBatch]:
         """Return an owner's batches, the newest first."""
-        with self._lock:
-            found = [batch for batch in self._batches.values() if batch.owner == owner]
+        found = [batch for batch in self._all if batch.owner == owner]
         return sorted(found, key=lambda batch: (batch.created_ns, batch.id), reverse=True)
 
     @property
     def open_ones(self) -> list[StoredBatch]:
         """The batches with something left to do, the oldest first."""
-        with self._lock:
-            found = [batch for batch in self._batches.values() if batch.is_open]
+        found = [batch for batch in self._all if batch.is_open]
         return sorted(found, key=lambda batch: (batch.created_ns, batch.id))
 
     @property
     def ended_ones(self) -> list[StoredBatch]:
         """The batches that are over."""
-        with self._lock:
-            return [batch for batch in self._batches.values() if not batch.is_open]
+        return [batch for batch in self._all if not batch.is_open]
 
     def find_user(self, file_id: str) -> StoredBatch | None:
         """Return a batch that still needs an input file; None: none does."""
@@ -230,6 +227,11 @@ class BatchStore:
         """Change a batch for as long as this server lives, where the disk may be what fails."""
         with self._lock:
             self._batches[batch.id] = change(self._batches[batch.id])
+
+    @property
+    def _all(self) -> list[StoredBatch]:
+        """All batches, without the lock: the event loop asks, and others write under it."""
+        return list(self._batches.values())
 
     def _write(self, batch: StoredBatch) -> None:
         write_durably(self._folder_of(batch) / RECORD, json.dumps(asdict(batch)).encode() + b"\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from fminfer.server.batches.stored_files import Purpose
 from fminfer.server.http_errors import HttpError
 
 PAUSE_S = 60.0  # in which nothing comes
-MOST_DISCARDED = 64 * 2**20  # bytes beyond the limit, so that the client hears of it
+MOST_DISCARDED = 64 * 2**20  # bytes of a body that is refused already
 MOST_VALUE_BYTES = 1024  # of a field that is no file
 MOST_PARTS = 16
 MOST_NAME_CHARS = 255
@@ -184,40 +185,65 @@ async def take_upload(request: Request, folder: Path, max_bytes: int) -> Upload:
 
 
 async def _write_all(request: Request, form: UploadForm, fd: int, max_bytes: int) -> int:
-    """Write what comes of the file; return how much that was."""
-    num_bytes = num_beyond = 0
+    """Write what comes of the file; return how much that was.
+
+    What comes after a mistake is passed over for a while, so that the client hears of it.
+    """
+    num_bytes = num_passed = 0
+    refusal: HttpError | None = None
+    async for piece in _pieces(request):
+        if refusal is not None:
+            num_passed += len(piece)
+            if num_passed > MOST_DISCARDED:
+                break
+            continue
+        try:
+            form.write(piece)
+            if num_bytes + len(form.pending) > max_bytes:
+                raise _too_large(max_bytes)
+        except HttpError as error:
+            refusal = error
+            continue
+        if len(form.pending) >= WRITE_BYTES:
+            num_bytes += await _write_pending(form, fd)
+    if refusal is not None:
+        raise refusal
+    _check_whole(form)
+    return num_bytes + await _write_pending(form, fd)
+
+
+async def _pieces(request: Request) -> AsyncIterator[bytes]:
+    """Yield a body as it comes.
+
+    Raises:
+        HttpError: the client has left, or pauses for too long.
+    """
     pieces = aiter(request.stream())
     while True:
         try:
             piece = await asyncio.wait_for(anext(pieces), PAUSE_S)
         except StopAsyncIteration:
-            break
+            return
         except asyncio.TimeoutError:
             raise HttpError(
-                408, f"nothing came for {PAUSE_S:g} s; send the file without pauses"
+                408,
+                f"nothing came for {PAUSE_S:g} s; send the file without pauses",
+                headers={"Connection": "close"},
             ) from None
         except ClientDisconnect:
             raise HttpError(400, "the client left before its file was there") from None
-        if num_beyond:
-            num_beyond += len(piece)
-        else:
-            form.write(piece)
-            num_beyond = max(0, num_bytes + len(form.pending) - max_bytes)
-            if num_beyond == 0 and len(form.pending) >= WRITE_BYTES:
-                num_bytes += await _write_pending(form, fd)
-        if num_beyond > MOST_DISCARDED:
-            break
-    if num_beyond:
-        raise HttpError(
-            413,
-            f"the file has more than {show_bytes(max_bytes)} ({max_bytes:,} bytes), the most that "
-            "is allowed (--max-upload-size); cut it into several",
-            code="file_too_large",
-            param="file",
-            headers={"Connection": "close"},
-        )
-    _check_whole(form)
-    return num_bytes + await _write_pending(form, fd)
+        yield piece
+
+
+def _too_large(max_bytes: int) -> HttpError:
+    return HttpError(
+        413,
+        f"the file has more than {show_bytes(max_bytes)} ({max_bytes:,} bytes), the most that is "
+        "allowed (--max-upload-size); cut it into several",
+        code="file_too_large",
+        param="file",
+        headers={"Connection": "close"},
+    )
 
 
 async def _write_pending(form: UploadForm, fd: int) -> int:
