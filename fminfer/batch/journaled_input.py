@@ -95,6 +95,11 @@ class JournaledInput:
         return None if num_rows is None else num_rows - self.kept.num_rows
 
     @property
+    def counts(self) -> Counts:
+        """Rows and tokens so far."""
+        return self._counts
+
+    @property
     def kept(self) -> Tally:
         """Rows of other runs."""
         return self._counts.kept

@@ -11,6 +11,8 @@ from fminfer.engine.stats import EngineStats, RunningRows
 # Of a line's answer: the model; an equal line, which had it computed; or the result cache.
 Origin = Literal["computed", "copied", "kept"]
 
+BEHIND_ALL = -(2**62)  # the priority of requests that wait behind all others
+
 
 class EngineCore(Protocol):
     """Takes prepared requests, and returns events.
@@ -71,6 +73,10 @@ class EngineCore(Protocol):
     @property
     def num_waiting(self) -> int:
         """Prompts that have not begun."""
+
+    @property
+    def num_waiting_behind(self) -> int:
+        """Those of them whose priority is `BEHIND_ALL`. Any thread may ask."""
 
     @property
     def num_running(self) -> int:

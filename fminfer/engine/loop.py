@@ -19,7 +19,7 @@ from fminfer.core.timing import RowClock
 from fminfer.engine.answer import AnswerForm, build_answer
 from fminfer.engine.counting import count_admitted, count_request, count_row, count_shareable
 from fminfer.engine.deltas import Deltas
-from fminfer.engine.engine_core import Origin
+from fminfer.engine.engine_core import BEHIND_ALL, Origin
 from fminfer.engine.events import Event
 from fminfer.engine.order import plan_order
 from fminfer.engine.packing import PlannedStep
@@ -81,6 +81,7 @@ class EngineLoop:
         self._news = threading.Condition()
         self._is_woken = False
         self._num_steps_before = 0  # of earlier runs
+        self.num_begun_behind = 0  # of `stats.num_begun`, those whose priority is `BEHIND_ALL`
         self._shared_tokens = SharedTokens()
         self._begin()
 
@@ -220,6 +221,12 @@ class EngineLoop:
         return self._scheduler.num_waiting + sum(len(s.prompts) for s in tuple(self._added))
 
     @property
+    def num_waiting_behind(self) -> int:
+        """Those of them whose priority is `BEHIND_ALL`."""
+        added = [s for s in tuple(self._added) if s.priority == BEHIND_ALL]
+        return self._scheduler.num_waiting_at(BEHIND_ALL) + sum(len(s.prompts) for s in added)
+
+    @property
     def num_running(self) -> int:
         """Sequences that hold KV cache."""
         return self._scheduler.num_running
@@ -304,7 +311,7 @@ class EngineLoop:
                 count_admitted(self.stats, prompt)
                 if prompt.owner.times is None:
                     prompt.owner.times = self._clock.start(time.perf_counter())
-                    self.stats.num_begun += 1
+                    self._count_begun(prompt.owner)
             planned = self._scheduler.schedule()
             if planned is None:
                 return
@@ -348,11 +355,15 @@ class EngineLoop:
         """Take a request out of those that are open."""
         del self._open[state.id]
         if state.times is None:
-            self.stats.num_begun += 1
+            self._count_begun(state)
         else:
             self._clock.stop(state.times, time.perf_counter())
         if state.is_cancelled:
             self._streams.pop(state.id, None)
+
+    def _count_begun(self, state: RequestState) -> None:
+        self.stats.num_begun += 1
+        self.num_begun_behind += state.priority == BEHIND_ALL
 
     def _tell(self) -> list[Event]:
         """Return the deltas of streamed requests, and the answers of finished ones."""

@@ -75,6 +75,10 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    def num_waiting_at(self, priority: int) -> int:
+        """Count the waiting prompts of the lowest priority, which this is. Any thread may ask."""
+        return self._waiting.num_from(priority)
+
     @property
     def num_running(self) -> int:
         """Sequences that hold blocks."""

@@ -29,6 +29,12 @@ class WaitingLine:
         """Whether a prompt that ran waits to run again."""
         return any(prompt.has_run for _, _, prompt in self._entries)
 
+    def num_from(self, priority: int) -> int:
+        """Count the prompts of this priority and below. Any thread may ask."""
+        entries = self._entries
+        # A key would be Python's code, within which another thread could change the list.
+        return len(entries) - bisect_left(entries, (-priority,))
+
     def add(self, prompt: PromptState) -> None:
         """Put a new prompt behind all of its priority."""
         insort(self._entries, (-prompt.priority, next(self._orders), prompt))

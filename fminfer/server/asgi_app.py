@@ -13,6 +13,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from fminfer.core.version import __version__
+from fminfer.server.batches.batch_routes import batch_routes
+from fminfer.server.batches.desk import Desk
+from fminfer.server.batches.file_routes import file_routes
 from fminfer.server.doors import Doors
 from fminfer.server.faults import Faults
 from fminfer.server.http_errors import HttpError, respond
@@ -24,8 +27,12 @@ from fminfer.server.service import Service
 from fminfer.server.settings import ServerSettings
 
 
-def make_app(service: Service, settings: ServerSettings) -> FastAPI:
-    """Return the application that serves an engine."""
+def make_app(service: Service, settings: ServerSettings, desk: Desk | None = None) -> FastAPI:
+    """Return the application that serves an engine.
+
+    Args:
+        desk: serves files and batches; None: the server keeps none.
+    """
     app = FastAPI(
         title="fminfer",
         version=__version__,
@@ -36,6 +43,8 @@ def make_app(service: Service, settings: ServerSettings) -> FastAPI:
     )
     for routes in (openai_routes, model_routes, old_routes):
         app.include_router(routes(service))
+    app.include_router(file_routes(desk))
+    app.include_router(batch_routes(service, desk))
     app.include_router(page_routes())
     _add_errors(app, service)
     document = _describe(app, has_keys=bool(settings.api_keys))
@@ -48,7 +57,7 @@ def make_app(service: Service, settings: ServerSettings) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )

@@ -13,6 +13,8 @@ import uvicorn
 from fminfer.core.errors import FminferError, UsageError
 from fminfer.machine.stopper import Stopper
 from fminfer.server.asgi_app import make_app
+from fminfer.server.batches.batch_metrics import BatchMetrics
+from fminfer.server.batches.desk import Desk, ServerState
 from fminfer.server.connections import Connection, check_certificate, listen
 from fminfer.server.dispatcher import Dispatcher
 from fminfer.server.http_errors import shutting_down
@@ -46,18 +48,23 @@ def open_socket(settings: ServerSettings) -> socket.socket:
 
 
 def run_http(
-    engine: Engine, settings: ServerSettings, stopper: Stopper, address: socket.socket
+    engine: Engine,
+    settings: ServerSettings,
+    stopper: Stopper,
+    address: socket.socket,
+    state: ServerState | None = None,
 ) -> None:
     """Serve an engine until the stopper hears a signal, and open requests have ended.
 
     Args:
         address: of `open_socket`.
+        state: what it keeps; None: nothing.
 
     Raises:
         StoppedError: it was told to stop, and requests were left without an answer.
         FminferError: the engine failed.
     """
-    thread = HttpThread(engine, settings, address)
+    thread = HttpThread(engine, settings, address, state)
     thread.start()
     if not settings.is_quiet:
         click.echo(f"Serving {thread.service.model.names[0]} at {thread.url}", err=True)
@@ -79,17 +86,25 @@ class HttpThread:
 
     Args:
         address: a socket that does not listen yet.
+        state: what the server keeps; None: nothing.
     """
 
-    def __init__(self, engine: Engine, settings: ServerSettings, address: socket.socket) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        settings: ServerSettings,
+        address: socket.socket,
+        state: ServerState | None = None,
+    ) -> None:
         self._address = address
         self.service = _make_service(engine, settings)
+        self.desk = None if state is None else _make_desk(state, self.service, settings)
         scheme = "http" if settings.ssl_certfile is None else "https"
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         self.url = f"{scheme}://{host}:{address.getsockname()[1]}"
         self._server = uvicorn.Server(
             uvicorn.Config(
-                make_app(self.service, settings),
+                make_app(self.service, settings, self.desk),
                 http=Connection,
                 ws="none",
                 lifespan="off",
@@ -133,6 +148,8 @@ class HttpThread:
         self._is_ready.wait()
         if self._fault is not None:
             raise FminferError(f"the HTTP server cannot start: {self._fault}") from self._fault
+        if self.desk is not None:
+            self.desk.work.start()
 
     def drain(self, grace_s: float) -> None:
         """Take no more requests; those that are open have so long. A signal handler may call it."""
@@ -144,11 +161,15 @@ class HttpThread:
             with suppress(RuntimeError):  # its loop is closed
                 self._loop.call_soon_threadsafe(self._drain, 0.0)
         self._thread.join(LEAVE_S + 1)
+        if self.desk is not None:
+            self.desk.close()
 
     def _drain(self, grace_s: float) -> None:
         dispatcher = self.service.dispatcher
         closing = shutting_down()
         dispatcher.close(closing)
+        if self.desk is not None:
+            self.desk.work.drain()
         loop = asyncio.get_running_loop()
         loop.call_later(grace_s, dispatcher.fail_all, closing)
         loop.call_later(grace_s + LEAVE_S, self._hang_up)
@@ -199,6 +220,17 @@ class HttpThread:
                     f"{rates.generation_tokens:,.0f} new tokens/s"
                 )
             num_told = num_tokens
+
+
+def _make_desk(state: ServerState, service: Service, settings: ServerSettings) -> Desk:
+    desk = Desk(
+        *(state, service.engine, service.model),
+        lambda text: click.echo(text, err=True),
+        max_upload_bytes=settings.max_upload_bytes,
+        has_keys=bool(settings.api_keys),
+    )
+    service.metrics.register(BatchMetrics(desk, service.model.names[0]))
+    return desk
 
 
 def _make_service(engine: Engine, settings: ServerSettings) -> Service:

@@ -16,6 +16,7 @@ from prometheus_client import (
     generate_latest,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from fminfer.engine.events import Finished
 from fminfer.engine.stats import EngineStats
@@ -128,6 +129,10 @@ class Metrics:
         )
         for reason in ("stop", "length", "abort"):  # a rate needs the 0 before the first one
             self._finished.labels(model_name, reason)
+
+    def register(self, collector: Collector) -> None:
+        """Have something else told, too."""
+        self._registry.register(collector)
 
     def observe(self, answered: RequestTimes) -> None:
         """Count a request that was answered."""

@@ -34,11 +34,15 @@ ERRORS = {
     401: "The key is missing or wrong.",
     404: "There is no such model or path.",
     408: "The body did not come in time.",
+    409: "It is in use, or is over; the error says which.",
+    410: "It was removed from the server's disk.",
     413: "The body is too large.",
     429: "The queue is full; Retry-After tells when to try again.",
     500: "fminfer failed on this request.",
     503: "The server ends, or its engine has failed.",
+    507: "The server's disk is full or cannot be written; nothing is kept of the request.",
 }
+OF_ANSWERS = (400, 401, 404, 408, 413, 429, 500, 503)  # with which most routes may end
 GREEDY = ("temperature", "top_p", "top_k")  # without all of them, /generation is greedy
 STREAM = (
     "With stream true: server-sent events. Each is `data: ` and a chunk, whose choices hold what "
@@ -134,7 +138,7 @@ def document(
     *,
     body: Schema | None = None,
     chunk: Schema | None = None,
-    errors: Iterable[int] = ERRORS,
+    errors: Iterable[int] = OF_ANSWERS,
 ) -> dict[str, Any]:
     """Return what FastAPI is told of a route: what it takes, and what it answers.
 
@@ -150,7 +154,7 @@ def document(
 
 
 def describe_answers(
-    schema: Schema, meaning: str, *, chunk: Schema | None = None, errors: Iterable[int] = ERRORS
+    schema: Schema, meaning: str, *, chunk: Schema | None = None, errors: Iterable[int] = OF_ANSWERS
 ) -> dict[int | str, dict[str, Any]]:
     """Return the `responses` of a route.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import click
@@ -11,6 +12,8 @@ from fminfer.batch.run_context import ProcessContext
 from fminfer.batch.run_engine import MakeEngine, say, start_engine
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.fingerprint import fingerprint_of
+from fminfer.server.batches.desk import ServerState
+from fminfer.server.batches.state_folder import StateFolder
 from fminfer.server.http import open_socket, run_http
 from fminfer.server.settings import ServerSettings
 from fminfer.worker.part_process import Opening
@@ -35,7 +38,9 @@ def serve_process(run: ServeContext) -> None:
 
 def _serve(run: ServeContext, checkpoint: Checkpoint, make_engine: MakeEngine) -> None:
     """Make the engine, and let it answer over HTTP; only the first process does so."""
-    address = open_socket(run.settings)  # before a model is loaded for nothing
+    # Both before a model is loaded for nothing.
+    address = open_socket(run.settings)
+    state = _open_state(run, checkpoint)
     if not run.is_quiet:
         click.echo(f"Loading {checkpoint.name} …", err=True)
     engine = start_engine(run, lambda bar: make_engine(checkpoint, bar))
@@ -43,7 +48,7 @@ def _serve(run: ServeContext, checkpoint: Checkpoint, make_engine: MakeEngine) -
         if not run.is_quiet:
             click.echo(f"Ready after {run.elapsed_s():.1f} s.", err=True)
         engine.result_cache = _open_cache(run, checkpoint)
-        run_http(engine, run.settings, run.stopper, address)
+        run_http(engine, run.settings, run.stopper, address, state)
     finally:
         if engine.result_cache is not None:
             engine.result_cache.close()
@@ -60,3 +65,19 @@ def _open_cache(run: ServeContext, checkpoint: Checkpoint) -> ResultCache | None
         size=settings.cache_size,
         list_size=settings.cache_list_size,
     )
+
+
+def _open_state(run: ServeContext, checkpoint: Checkpoint) -> ServerState | None:
+    """Take the state folder, if there is to be one.
+
+    Raises:
+        UsageError: it cannot be used.
+    """
+    path = run.settings.state
+    if path is None:
+        return None
+    os.umask(0o077)  # this process writes for nobody else
+    folder = StateFolder(path)
+    if folder.was_narrowed and not run.is_quiet:
+        click.echo(f"--state {path} could be read by others; now only you can.", err=True)
+    return ServerState(folder, fingerprint_of(run.config, checkpoint))

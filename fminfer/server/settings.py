@@ -29,6 +29,8 @@ class ServerSettings:
     api_keys: tuple[str, ...] = ()  # any of them opens; empty: no key is asked for
     queue_size: int = 1000  # requests that may wait; 0: any number
     max_body_bytes: int = 16 * 2**20
+    state: Path | None = None  # the folder of files and batches; None: there are none
+    max_upload_bytes: int = 2**30  # of one file
     allowed_origins: tuple[str, ...] = ()  # of pages that may call (CORS); *: any
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
@@ -58,8 +60,9 @@ class ServerSettings:
                 "kept. Give --cache-size the number of requests whose answers to keep"
             )
         find_place(self.result_cache, self.result_cache_bytes)
-        if self.max_body_bytes < 1:
-            raise UsageError(f"max_body_bytes is {self.max_body_bytes}; it must be at least 1")
+        for name in ("max_body_bytes", "max_upload_bytes"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} is {getattr(self, name)}; it must be at least 1")
         for name in ("keep_alive_s", "grace_s"):
             if not getattr(self, name) >= 0:  # a nan is refused, too
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be 0 seconds or more")

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from typing_extensions import Unpack
 
+from fminfer.contract.envelope import Envelope
 from fminfer.contract.line import Line
 from fminfer.contract.record import Record
 from fminfer.core.config import EngineConfig
@@ -34,6 +35,7 @@ from fminfer.worker.assembly import find_limits, load_tokenizer
 from fminfer.worker.engine_options import EngineOptions, make_config, shows_options
 from fminfer.worker.forecast import Layout, require_room_for_all
 from fminfer.worker.line_run.asked import RecordForm
+from fminfer.worker.line_run.lanes import Lane, Lanes
 from fminfer.worker.line_run.line_intake import LineIntake
 from fminfer.worker.line_run.runner import LOOKAHEAD, LineRunner
 from fminfer.worker.one_pipeline import OnePipeline, start_own_ranks
@@ -128,6 +130,7 @@ class Engine:
         else:
             self._computing = _load_pipeline(config, checkpoint, self.tokenizer, group, on_progress)
         self._core = self._computing.core
+        self.lanes = Lanes(self._core)  # of runs behind all other requests
         limits = find_limits(config, checkpoint, self.tokenizer)
         kv_size = KvSize(self.facts.num_kv_blocks, config.block_size)
         self._intake = Intake(self.tokenizer, replace(limits, kv_size=kv_size))
@@ -189,6 +192,7 @@ class Engine:
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for work, at most until the timeout; return whether there is any."""
+        self.lanes.feed()
         return bool(self._left) or self._core.wait(timeout_s)
 
     @property
@@ -204,8 +208,13 @@ class Engine:
         Raises:
             PipelineError: a rank failed; all requests are dropped.
         """
+        self.lanes.feed()
         left = [self._left.popleft() for _ in range(len(self._left))]
-        return left or self._core.step()
+        try:
+            return self.lanes.take(left or self._core.step())
+        except BaseException as error:
+            self.lanes.fail(error)
+            raise
 
     def start_run(self, read_ahead: int = LOOKAHEAD) -> LineRunner:
         """Start a run over lines: add them to what is returned, and step that.
@@ -232,6 +241,34 @@ class Engine:
             on_others=self._left.extend,
         )
         return self._runner
+
+    def start_run_behind(
+        self,
+        form: RecordForm,
+        check: Callable[[Envelope], None],
+        read_ahead: int = LOOKAHEAD,
+    ) -> tuple[LineRunner, Lane]:
+        """Start a run over lines behind all other requests, in a thread of the caller's own.
+
+        There may be several. Whoever answers the other requests calls `step` in its own thread.
+        Step the run as one of `start_run`; while it has nothing to tell, wait on the lane.
+
+        Args:
+            form: of the records.
+            check: raises a RequestError for a line that does not belong into this run, in place
+                of the check of its model.
+            read_ahead: as for `start_run`.
+        """
+        lane = self.lanes.open()
+        runner = LineRunner(
+            lane,
+            LineIntake(self._intake, check),
+            form,
+            read_ahead=read_ahead,
+            joins_equal=self.config.prefix_cache,
+            cache=self.result_cache,
+        )
+        return runner, lane
 
     def run(
         self, requests: Iterable[Mapping[str, Any] | Line], read_ahead: int = LOOKAHEAD
@@ -270,8 +307,11 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        """Prompts that have not begun; of several pipelines: requests. Any thread may ask."""
-        return self._core.num_waiting
+        """Prompts that have not begun; of several pipelines: requests. Any thread may ask.
+
+        Those of runs behind all others do not count.
+        """
+        return max(0, self._core.num_waiting - self._core.num_waiting_behind)
 
     @property
     def num_running(self) -> int:

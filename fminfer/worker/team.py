@@ -211,6 +211,12 @@ class Team:
         return len(self._added) + len(self._waiting) + at_pipelines
 
     @property
+    def num_waiting_behind(self) -> int:
+        """Those of them whose priority is `BEHIND_ALL`."""
+        here = sum(asking.is_behind for asking in (*tuple(self._added), *tuple(self._waiting)))
+        return here + sum(pipeline.num_waiting_behind for pipeline in self._living)
+
+    @property
     def num_running(self) -> int:
         """Sequences that hold KV cache, as the pipelines last said it."""
         return sum(pipeline.num_running for pipeline in self._living)
@@ -337,6 +343,7 @@ class Team:
                 pipeline.ready = report
             elif isinstance(report, Told):
                 pipeline.num_begun, pipeline.has_begun = report.num_begun, report.has_begun
+                pipeline.num_begun_behind = report.num_begun_behind
                 pipeline.running_rows = report.running_rows
                 pipeline.num_running, pipeline.kv_usage = report.num_running, report.kv_usage
                 if report.stats is not None:

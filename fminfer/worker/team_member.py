@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import FminferError, row_error
+from fminfer.engine.engine_core import BEHIND_ALL
 from fminfer.engine.events import Event, Failed
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.pipeline.group import Group
@@ -71,7 +72,8 @@ class Member:
         checkpoint: Checkpoint | None,
     ) -> None:
         self._connection = connection
-        self._refused: deque[Event] = deque()  # what was asked and can never run
+        # What was asked and can never run, and whether its priority is `BEHIND_ALL`.
+        self._refused: deque[tuple[Failed, bool]] = deque()
         self._orders: deque[Order] = deque()
         self._has_ended = False
         self._failure: Exception | None = None  # of the listener
@@ -107,14 +109,19 @@ class Member:
         """Send events, and now and then counts."""
         core, now_s = self._core, time.monotonic()
         while self._refused:
-            events.append(self._refused.popleft())
+            failed, is_behind = self._refused.popleft()
+            events.append(failed)
             core.stats.num_begun += 1  # it waits no longer
+            core.num_begun_behind += is_behind
         stands = core.stats.num_begun, core.has_begun
         is_due = now_s - self._told_s > STATS_EVERY_S or not core.has_work
         if events or is_due or stands != self._told:
             stats = core.stats if is_due else None
             rows, num_running = core.running_rows, core.num_running
-            told = Told(events, *stands, rows, num_running, core.kv_usage, stats)
+            told = Told(
+                *(events, *stands, rows, num_running, core.kv_usage, stats),
+                num_begun_behind=core.num_begun_behind,
+            )
             send(self._connection, told)
             self._told = stands
             self._told_s = now_s if is_due else self._told_s
@@ -155,4 +162,5 @@ class Member:
                 request_id=ask.request_id,
             )
         except Exception as error:
-            self._refused.append(Failed(ask.request_id, row_error(error, "a request")))
+            failed = Failed(ask.request_id, row_error(error, "a request"))
+            self._refused.append((failed, ask.priority == BEHIND_ALL))

@@ -88,6 +88,7 @@ class Told:
     num_running: int  # sequences
     kv_usage: float  # the part of its KV cache that they hold
     stats: EngineStats | None  # now and then, and when nothing is left to do
+    num_begun_behind: int = 0  # of num_begun, those whose priority is `BEHIND_ALL`
 
 
 @dataclass(slots=True, frozen=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 
 from fminfer.core.config import EngineConfig
+from fminfer.engine.engine_core import BEHIND_ALL
 from fminfer.engine.stats import EngineStats, RunningRows
 from fminfer.pipeline.ranks import RankFacts
 from fminfer.worker.processes import Process, Processes
@@ -24,6 +25,11 @@ class Asking:
 
     ask: Ask
     told: dict[int, Heard] = field(default_factory=dict)  # by choice
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether it waits behind all others."""
+        return self.ask.priority == BEHIND_ALL
 
     @property
     def cost(self) -> int:
@@ -46,6 +52,7 @@ class TeamPipeline(ABC):
         self.stats = EngineStats()
         self.asked: dict[int, Asking] = {}  # that it has, and has not answered
         self.num_sent = self.num_begun = 0  # requests so far
+        self.num_sent_behind = self.num_begun_behind = 0  # those whose priority is `BEHIND_ALL`
         self.has_begun = False
         self.running_rows = RunningRows()
         self.num_running, self.kv_usage = 0, 0.0  # sequences, and the part of its KV cache
@@ -56,10 +63,16 @@ class TeamPipeline(ABC):
         """Requests that it has not begun."""
         return self.num_sent - self.num_begun
 
+    @property
+    def num_waiting_behind(self) -> int:
+        """Those of them whose priority is `BEHIND_ALL`."""
+        return self.num_sent_behind - self.num_begun_behind
+
     def ask(self, asking: Asking) -> None:
         """Give it a request to answer."""
         self.asked[asking.ask.request_id] = asking
         self.num_sent += 1
+        self.num_sent_behind += asking.is_behind
         self.cost += asking.cost
         self.tell(asking.ask)
 

@@ -65,7 +65,8 @@ def test_every_setting_has_a_flag_and_reaches_the_server(
         f"--api-key l --queue-size 0 --max-body-size 2M --allow-origin https://x.org "
         f"--ssl-certfile {cert} --ssl-keyfile {key} --keep-alive 1m --log-level DEBUG -q "
         f"--grace 0:00:30 --result-cache {tmp_path} --result-cache-size 10G --cache-size 50 "
-        "--cache-list-size 2 --max-rows 3 --strict --check-model --fp16"
+        f"--cache-list-size 2 --state {tmp_path} --max-upload-size 3G --max-rows 3 --strict "
+        "--check-model --fp16"
     )
     assert (done.exit_code, done.output) == (0, "")
     settings, config, role, _, _ = started
@@ -76,6 +77,8 @@ def test_every_setting_has_a_flag_and_reaches_the_server(
         api_keys=("k", "l"),
         queue_size=0,
         max_body_bytes=2 * 2**20,
+        state=tmp_path,
+        max_upload_bytes=3 * 2**30,
         allowed_origins=("https://x.org",),
         ssl_certfile=cert,
         ssl_keyfile=key,

@@ -10,9 +10,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from fminfer.server.batches.desk import Desk, ServerState
+from fminfer.server.batches.state_folder import StateFolder
 from fminfer.server.http import HttpThread, open_socket
 from fminfer.server.settings import ServerSettings
 from fminfer.worker.engine_api import Engine
@@ -60,6 +63,12 @@ class Running:
     @property
     def url(self) -> str:
         return self.thread.url
+
+    @property
+    def desk(self) -> Desk:
+        """What serves files and batches."""
+        assert self.thread.desk is not None, "it was started with a state folder"
+        return self.thread.desk
 
     @property
     def address(self) -> tuple[str, int]:
@@ -114,10 +123,22 @@ def until(is_so: Callable[[], bool], what: str) -> None:
 
 
 @contextmanager
-def running(engine: Engine, **settings: Any) -> Iterator[Running]:
-    """Serve an engine on a free port."""
+def running(
+    engine: Engine,
+    *,
+    state: Path | None = None,
+    fingerprint: dict[str, str] | None = None,
+    **settings: Any,
+) -> Iterator[Running]:
+    """Serve an engine on a free port.
+
+    Args:
+        state: the folder of files and batches.
+        fingerprint: of the model and its settings.
+    """
     options = ServerSettings(**{"port": 0, "is_quiet": True} | settings)
-    server = Running(engine, HttpThread(engine, options, open_socket(options)))
+    kept = None if state is None else ServerState(StateFolder(state), fingerprint or {})
+    server = Running(engine, HttpThread(engine, options, open_socket(options), kept))
 
     def answer() -> None:
         try:

@@ -17,10 +17,10 @@ from tests.server.running import Running, running
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     # Few tokens of context: random requests ask for as many as they may.
     engine = fminfer.Engine(dtype="float32", max_model_len=64, max_rows=16)
-    with running(engine) as server:
+    with running(engine, state=tmp_path_factory.mktemp("openapi") / "state") as server:
         yield server
     engine.close()
 
@@ -30,6 +30,9 @@ ROUTES = (
     *("POST /generation", "POST /", "GET /run/{text}", "GET /run_{name}/{text}"),
     *("GET /v1/models/{model}", "GET /v1/models", "GET /metrics", "GET /version"),
     *("GET /stats", "GET /health"),
+    *("POST /v1/files", "GET /v1/files", "GET /v1/files/{file_id}", "DELETE /v1/files/{file_id}"),
+    *("GET /v1/files/{file_id}/content", "POST /v1/batches", "GET /v1/batches"),
+    *("GET /v1/batches/{batch_id}", "POST /v1/batches/{batch_id}/cancel"),
 )
 
 
@@ -56,6 +59,8 @@ def test_the_document_has_every_route_and_no_error_of_fastapis(server: Running) 
         *("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model}"),
         *("/tokenize", "/detokenize", "/health", "/stats", "/metrics", "/version"),
         *("/generation", "/run/{text}", "/run_{name}/{text}", "/"),
+        *("/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content"),
+        *("/v1/batches", "/v1/batches/{batch_id}", "/v1/batches/{batch_id}/cancel"),
     } == set(document["paths"])
     for operations in document["paths"].values():
         for operation in operations.values():

@@ -62,6 +62,19 @@ SERVER_OPTIONS = [
         f"[default: {DEFAULTS.max_body_bytes // 2**20}M]",
     ),
     _option(
+        "--state",
+        type=click.Path(file_okay=False, path_type=Path),
+        help="Folder for files and batches: /v1/files and /v1/batches are there with it. Batches "
+        "outlive the server in it.  [default: none]",
+    ),
+    _option(
+        "--max-upload-size",
+        "max_upload_bytes",
+        type=ByteSize(),
+        default=DEFAULTS.max_upload_bytes,
+        help=f"Largest file of /v1/files.  [default: {DEFAULTS.max_upload_bytes // 2**30}G]",
+    ),
+    _option(
         "--allow-origin",
         "allowed_origins",
         multiple=True,

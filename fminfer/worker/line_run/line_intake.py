@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -28,10 +29,13 @@ class LineIntake:
 
     Args:
         intake: prepares their requests.
+        check: raises a RequestError for a line that is not of this run; None: one that names
+            another model is not, if models are checked.
     """
 
-    def __init__(self, intake: Intake) -> None:
+    def __init__(self, intake: Intake, check: Callable[[Envelope], None] | None = None) -> None:
         self.intake = intake
+        self._check = check or (lambda envelope: self._check_model(envelope.fields))
         self._source = 0  # the file being read
         self._equal = SeenCounts()  # its unseeded requests so far, by meaning
         self._custom_ids = SeenCounts()  # the file's so far, by digest
@@ -126,7 +130,7 @@ class LineIntake:
                 "unsupported_parameter",
                 f"{envelope.warnings[0]}; take it out, or run without --strict",
             )
-        self._check_model(envelope.fields)
+        self._check(envelope)
 
     def _check_model(self, fields: dict[str, Any]) -> None:
         names = self.intake.limits.model_names

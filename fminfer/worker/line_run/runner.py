@@ -10,11 +10,11 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from fminfer.contract.line import Line
 from fminfer.contract.record import Record
 from fminfer.core.errors import StoppedError, row_error
-from fminfer.engine.engine_core import EngineCore
 from fminfer.engine.events import Delta, Event, Failed
 from fminfer.engine.order import plan_order
 from fminfer.worker.line_run.asked import Answer, Asked, RecordForm, answer_of
 from fminfer.worker.line_run.equal_requests import EqualRequests
+from fminfer.worker.line_run.line_core import LineCore
 from fminfer.worker.line_run.line_intake import LineIntake
 from fminfer.worker.result_cache import ResultCache
 
@@ -38,7 +38,7 @@ class LineRunner:
 
     def __init__(
         self,
-        core: EngineCore,
+        core: LineCore,
         intake: LineIntake,
         form: RecordForm,
         *,
@@ -107,6 +107,11 @@ class LineRunner:
             or len(self._done) >= LOOKAHEAD  # lines that need no step: hand them out first
             or (self._equal is not None and self._equal.is_full)
         )
+
+    @property
+    def has_window(self) -> bool:
+        """Whether lines wait for the engine to have room for them."""
+        return bool(self._window)
 
     @property
     def is_busy(self) -> bool:

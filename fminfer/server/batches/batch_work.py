@@ -1,0 +1,101 @@
+"""Starts the runs of batches, and starts those that paused again."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+
+from fminfer.server.batches.batch_run import BatchRun, Workshop
+from fminfer.server.batches.early_end import drop_journal
+from fminfer.server.batches.stored_batches import Progress, StoredBatch
+from fminfer.server.batches.troubles import MODEL_CHANGED
+
+MOST_AT_ONCE = 32  # batches that are answered together; others wait for one of them to end
+LOOK_S = 1.0  # between looks for what is due
+RETRY_S = 30.0  # after which a batch that paused is tried again
+END_S = 5.0  # for runs to put their rows on the disk
+NEVER = float("inf")
+
+
+class BatchWork:
+    """The runs of all open batches, each in a thread of its own."""
+
+    def __init__(self, shop: Workshop) -> None:
+        self._shop = shop
+        self._news = threading.Condition()
+        self._runs: dict[str, tuple[BatchRun, threading.Thread]] = {}
+        self._paused_until_s: dict[str, float] = {}  # in time.monotonic()
+        self._is_stopped = False
+        self._thread = threading.Thread(target=self._start_due, name="batches", daemon=True)
+
+    def start(self) -> None:
+        """Go on with the batches that are open."""
+        self._shop.engine.lanes.is_closed = False
+        self._thread.start()
+
+    def wake(self, batch: StoredBatch) -> None:
+        """Look at a batch that is new, or is to be cancelled."""
+        with self._news:
+            self._paused_until_s.pop(batch.id, None)
+            if (found := self._runs.get(batch.id)) is not None:
+                found[0].wake()
+            self._news.notify_all()
+
+    def progress_of(self, batch: StoredBatch) -> Progress | None:
+        """Return how far a batch is that is being answered; None: as it says itself."""
+        found = self._runs.get(batch.id)
+        return None if found is None or not batch.is_open else found[0].progress
+
+    def drain(self) -> None:
+        """Give the engine no more lines; what runs goes on."""
+        self._shop.engine.lanes.is_closed = True
+
+    def stop(self) -> None:
+        """End all runs, which keep what they have."""
+        with self._news:
+            self._is_stopped = True
+            self._news.notify_all()
+            runs = [*self._runs.values()]
+        end_s = time.monotonic() + END_S
+        for run, _ in runs:
+            run.stop()
+        for thread in [self._thread, *(thread for _, thread in runs)]:
+            if thread.is_alive():
+                thread.join(max(0.0, end_s - time.monotonic()))
+
+    def _start_due(self) -> None:
+        for batch in self._shop.batches.ended_ones:
+            with suppress(OSError):  # it is not in the way
+                drop_journal(self._shop.batches.output_of(batch))  # a server died just before that
+        with self._news:
+            while not self._is_stopped:
+                for batch in self._shop.batches.open_ones:
+                    if len(self._runs) < MOST_AT_ONCE and self._is_due(batch):
+                        self._begin(batch)
+                self._news.wait(LOOK_S)
+
+    def _is_due(self, batch: StoredBatch) -> bool:
+        if batch.id in self._runs:
+            return False
+        paused_until_s = self._paused_until_s.get(batch.id, 0.0)
+        if paused_until_s == NEVER and time.time() >= batch.expires_at:
+            return True
+        return time.monotonic() >= paused_until_s
+
+    def _begin(self, batch: StoredBatch) -> None:
+        self._paused_until_s.pop(batch.id, None)
+        run = BatchRun(batch, self._shop)
+        thread = threading.Thread(target=self._run, args=(run,), name=batch.id, daemon=True)
+        self._runs[batch.id] = run, thread
+        thread.start()
+
+    def _run(self, run: BatchRun) -> None:
+        run.run()
+        with self._news:
+            del self._runs[run.batch.id]
+            if run.trouble is not None:  # what changed with the model stays until a server starts
+                is_lasting = run.trouble.code == MODEL_CHANGED
+                until_s = NEVER if is_lasting else time.monotonic() + RETRY_S
+                self._paused_until_s[run.batch.id] = until_s
+            self._news.notify_all()

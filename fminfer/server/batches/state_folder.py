@@ -1,0 +1,182 @@
+"""The folder in which a server keeps what must outlive it: files, batches, and who owns them.
+
+lock            held by the server that uses the folder
+salt            of the digests by which owners are known
+uploads/        files that are still coming; emptied at each start
+files/          ID.json says what a file is; ID.jsonl is what a client sent
+batches/ID/     batch.json says how a batch stands; output.jsonl and its journal are its rows
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fminfer.core.errors import OutputError, UsageError
+from fminfer.files.disk import HAS_NO_LOCKS, sync_folder
+
+ID = re.compile(r"(?:file-|batch_)[0-9a-f]{32}")
+LOCK, SALT = "lock", "salt"
+SALT_BYTES = 32
+PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
+
+
+class StateFolder:
+    """An open state folder, which no other server opens.
+
+    Args:
+        path: is made if it is not there.
+
+    Raises:
+        UsageError: another server has it, it holds other things, or it cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.was_narrowed = False  # others could read it until now
+        try:
+            self._make()
+            self._lock_fd = self._lock()
+            try:
+                self._salt = self._read_salt()
+                for name in ("uploads", "files", "batches"):
+                    (path / name).mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
+                for left in (path / "uploads").iterdir():
+                    left.unlink()
+            except BaseException:
+                self.close()
+                raise
+        except OSError as error:
+            raise UsageError(
+                f"--state {path} cannot be used: {error.strerror or error} ({error.filename}). "
+                "Give a folder on a local disk that you may write to"
+            ) from error
+
+    @property
+    def uploads(self) -> Path:
+        return self.path / "uploads"
+
+    @property
+    def files(self) -> Path:
+        return self.path / "files"
+
+    @property
+    def batches(self) -> Path:
+        return self.path / "batches"
+
+    def owner_of(self, key: str | None) -> str:
+        """Return the name of a key in this folder, which tells nothing of it; None: no key."""
+        if key is None:
+            return ""
+        return hashlib.blake2b(key.encode(), key=self._salt, digest_size=16).hexdigest()
+
+    def close(self) -> None:
+        """Let another server have it."""
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def _make(self) -> None:
+        """Make it, or see that it is a state folder, which only its owner may read.
+
+        Raises:
+            UsageError: it holds other things.
+        """
+        if not self.path.exists():
+            self.path.mkdir(mode=PRIVATE_FOLDER, parents=True)
+            return
+        names = set(os.listdir(self.path))
+        if names and LOCK not in names:
+            raise UsageError(
+                f"--state {self.path} holds other things, such as {min(names)}; give a new or "
+                "empty folder, or one that a server made"
+            )
+        if self.path.stat().st_mode & 0o077:
+            self.path.chmod(PRIVATE_FOLDER)
+            self.was_narrowed = True
+
+    def _lock(self) -> int:
+        fd = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, PRIVATE_FILE)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(fd)
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise UsageError(
+                    f"--state {self.path} is another server's at the moment; end that one, or "
+                    "give this one a folder of its own"
+                ) from None
+            if error.errno in HAS_NO_LOCKS:
+                raise UsageError(
+                    f"--state {self.path} is on a file system without locks, so two servers could "
+                    "use it at once; give a folder on a local disk"
+                ) from None
+            raise
+        return fd
+
+    def _read_salt(self) -> bytes:
+        path = self.path / SALT
+        if not path.exists():
+            write_durably(path, secrets.token_bytes(SALT_BYTES))
+        salt = path.read_bytes()
+        if len(salt) != SALT_BYTES:
+            raise UsageError(
+                f"{path} is damaged, and who owns what in --state {self.path} is not known without "
+                "it; put it back, or give another folder"
+            )
+        return salt
+
+
+def new_id(kind: str) -> str:
+    """Return an id that nobody can guess: `file-` or `batch_`, and 128 random bits."""
+    return kind + secrets.token_hex(16)
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Replace a file; it is on the disk, whole, when this returns.
+
+    Raises:
+        OSError: it is as it was.
+    """
+    new = path.with_name(f"{path.name}.new")
+    try:
+        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, PRIVATE_FILE)
+        with open(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            new.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+@contextmanager
+def writing_state(path: Path) -> Iterator[None]:
+    """Turn the system's errors into ours, which name the state folder."""
+    try:
+        yield
+    except OSError as error:
+        raise explain_state(path, error) from error
+
+
+def explain_state(path: Path, error: OSError) -> OutputError:
+    """Say what an error on a file of the state folder means."""
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        hint = "make room on the disk of --state"
+    elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        hint = "see that the folder of --state can be written to"
+    else:
+        hint = "see that the disk of --state is there and sound"
+    return OutputError(f"{path} cannot be written: {reason}; {hint}")

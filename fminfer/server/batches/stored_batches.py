@@ -1,0 +1,257 @@
+"""Batches: how each stands. Its batch.json says so before a client hears of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from fminfer.core.errors import UsageError
+from fminfer.files.disk import sync_folder
+from fminfer.server.batches.state_folder import (
+    ID,
+    PRIVATE_FOLDER,
+    StateFolder,
+    write_durably,
+    writing_state,
+)
+from fminfer.server.batches.stored_files import OUTPUT
+
+BatchStatus = Literal[
+    "validating",
+    "failed",
+    "in_progress",
+    "finalizing",
+    "completed",
+    "expired",
+    "cancelling",
+    "cancelled",
+]
+Ending = Literal["cancelled", "expired"]  # before all lines are answered
+OPEN: tuple[BatchStatus, ...] = ("validating", "in_progress", "finalizing", "cancelling")
+TIMES = (
+    *("in_progress_at", "expires_at", "finalizing_at", "completed_at", "failed_at"),
+    *("expired_at", "cancelling_at", "cancelled_at"),
+)
+RECORD = "batch.json"
+
+
+@dataclass(slots=True, frozen=True)
+class Progress:
+    """What was done of a batch. Tokens are those of answered lines."""
+
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+
+@dataclass(slots=True, frozen=True)
+class Trouble:
+    """Why a batch pauses, or has failed."""
+
+    code: str
+    message: str
+
+
+@dataclass(slots=True, frozen=True)
+class StoredBatch:
+    """One batch. Its output's ids are chosen with it, so that finishing can be repeated."""
+
+    id: str
+    owner: str
+    created_ns: int
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    expires_at: int
+    metadata: dict[str, str] | None
+    model: str
+    answers_id: str
+    errors_id: str
+    status: BatchStatus = "validating"
+    times: dict[str, int] = field(default_factory=dict)
+    progress: Progress = field(default_factory=Progress)
+    troubles: tuple[Trouble, ...] = ()
+    output_file_id: str | None = None  # once it is there, and has a line
+    error_file_id: str | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something is left to do."""
+        return self.status in OPEN
+
+    @property
+    def created_at(self) -> int:
+        """Seconds since 1970."""
+        return self.created_ns // 10**9
+
+    def moved(self, status: BatchStatus, **changes: Any) -> StoredBatch:
+        """Return it in another status, entered now."""
+        times = self.times | {f"{status}_at": int(time.time())}
+        return replace(self, status=status, times=times, **changes)
+
+    def to_object(self, progress: Progress | None = None) -> dict[str, Any]:
+        """Return OpenAI's batch object.
+
+        Args:
+            progress: newer than its own, of a batch that is being answered.
+        """
+        done = progress or self.progress
+        times = {"expires_at": self.expires_at} | self.times
+        errors = [{"line": None, "param": None} | asdict(each) for each in self.troubles]
+        return {
+            "id": self.id,
+            "object": "batch",
+            "endpoint": self.endpoint,
+            "model": self.model,
+            "errors": {"object": "list", "data": errors} if errors else None,
+            "input_file_id": self.input_file_id,
+            "completion_window": self.completion_window,
+            "status": self.status,
+            "output_file_id": self.output_file_id,
+            "error_file_id": self.error_file_id,
+            "created_at": self.created_at,
+            **{name: times.get(name) for name in TIMES},
+            "request_counts": {
+                "total": done.total,
+                "completed": done.completed,
+                "failed": done.failed,
+            },
+            "usage": {
+                "input_tokens": done.input_tokens,
+                "input_tokens_details": {"cached_tokens": done.cached_tokens},
+                "output_tokens": done.output_tokens,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": done.input_tokens + done.output_tokens,
+            },
+            "metadata": self.metadata,
+        }
+
+
+class BatchStore:
+    """All batches of a state folder. Any thread may call it.
+
+    Raises:
+        UsageError: the folder cannot be read.
+    """
+
+    def __init__(self, folder: StateFolder) -> None:
+        self._folder = folder
+        self._lock = threading.RLock()
+        self._batches: dict[str, StoredBatch] = {}
+        for path in folder.batches.glob("batch_*"):
+            if (path / RECORD).exists():
+                batch = _read(path / RECORD)
+                self._batches[batch.id] = batch
+            else:  # its creation was broken off, and its client did not hear of it
+                shutil.rmtree(path, ignore_errors=True)
+
+    def get(self, batch_id: str, owner: str) -> StoredBatch | None:
+        """Return an owner's batch; None: there is none of this id, or it is another's."""
+        batch = self._batches.get(batch_id)
+        return batch if batch is not None and batch.owner == owner else None
+
+    def of(self, owner: str) -> list[StoredBatch]:
+        """Return an owner's batches, the newest first."""
+        found = [batch for batch in self._all if batch.owner == owner]
+        return sorted(found, key=lambda batch: (batch.created_ns, batch.id), reverse=True)
+
+    @property
+    def open_ones(self) -> list[StoredBatch]:
+        """The batches with something left to do, the oldest first."""
+        found = [batch for batch in self._all if batch.is_open]
+        return sorted(found, key=lambda batch: (batch.created_ns, batch.id))
+
+    @property
+    def ended_ones(self) -> list[StoredBatch]:
+        """The batches that are over."""
+        return [batch for batch in self._all if not batch.is_open]
+
+    def find_user(self, file_id: str) -> StoredBatch | None:
+        """Return a batch that still needs an input file; None: none does."""
+        return next((each for each in self.open_ones if each.input_file_id == file_id), None)
+
+    def now(self, batch: StoredBatch) -> StoredBatch:
+        """Return a batch as it is now."""
+        return self._batches[batch.id]
+
+    def output_of(self, batch: StoredBatch) -> Path:
+        """Return where a batch's answers go."""
+        return self._folder_of(batch) / OUTPUT
+
+    def create(self, batch: StoredBatch) -> None:
+        """Add a batch, for good.
+
+        Raises:
+            OutputError: it is not there.
+        """
+        folder = self._folder_of(batch)
+        with self._lock, writing_state(folder):
+            folder.mkdir(mode=PRIVATE_FOLDER)
+            try:
+                self._write(batch)
+                sync_folder(folder.parent)
+            except OSError:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+            self._batches[batch.id] = batch
+
+    def change(
+        self, batch: StoredBatch, change: Callable[[StoredBatch], StoredBatch]
+    ) -> StoredBatch:
+        """Change a batch, for good; return it.
+
+        Args:
+            change: gets the batch as it is now.
+
+        Raises:
+            OutputError: it is as it was.
+        """
+        with self._lock, writing_state(self._folder_of(batch) / RECORD):
+            old = self._batches[batch.id]
+            new = change(old)
+            if new != old:
+                self._write(new)
+                self._batches[batch.id] = new
+            return new
+
+    def note(self, batch: StoredBatch, change: Callable[[StoredBatch], StoredBatch]) -> None:
+        """Change a batch for as long as this server lives, where the disk may be what fails."""
+        with self._lock:
+            self._batches[batch.id] = change(self._batches[batch.id])
+
+    @property
+    def _all(self) -> list[StoredBatch]:
+        """All batches, without the lock: the event loop asks, and others write under it."""
+        return list(self._batches.values())
+
+    def _write(self, batch: StoredBatch) -> None:
+        write_durably(self._folder_of(batch) / RECORD, json.dumps(asdict(batch)).encode() + b"\n")
+
+    def _folder_of(self, batch: StoredBatch) -> Path:
+        assert ID.fullmatch(batch.id), "an id of ours"
+        return self._folder.batches / batch.id
+
+
+def _read(path: Path) -> StoredBatch:
+    try:
+        fields = json.loads(path.read_bytes())
+        fields["progress"] = Progress(**fields["progress"])
+        fields["troubles"] = tuple(Trouble(**each) for each in fields["troubles"])
+        batch = StoredBatch(**fields)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UsageError(
+            f"{path} is damaged ({error}), and how its batch stands is not known; put it back as "
+            "it was, or move its folder away"
+        ) from error
+    if batch.id != path.parent.name or not ID.fullmatch(batch.id):
+        raise UsageError(f"{path} is of another batch, {batch.id}; move it away")
+    return batch

@@ -1,0 +1,170 @@
+"""Files of clients: what they uploaded, and what batches answered."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from fminfer.core.errors import UsageError
+from fminfer.files.disk import sync_folder
+from fminfer.files.ordered_output import errors_path
+from fminfer.server.batches.state_folder import (
+    ID,
+    StateFolder,
+    explain_state,
+    write_durably,
+    writing_state,
+)
+
+Purpose = Literal["batch", "batch_output"]
+PURPOSES: tuple[Purpose, ...] = ("batch", "batch_output")
+OUTPUT = "output.jsonl"  # of a batch, in its folder
+
+
+@dataclass(slots=True, frozen=True)
+class StoredFile:
+    """One file, as its JSON beside it says."""
+
+    id: str
+    owner: str
+    bytes: int
+    created_ns: int
+    filename: str  # as its client called it; no path on this disk
+    purpose: Purpose
+    batch_id: str | None = None  # whose answers it holds
+    is_errors: bool = False  # of these, the errors file
+
+    def to_object(self) -> dict[str, Any]:
+        """Return OpenAI's file object."""
+        return {
+            "id": self.id,
+            "object": "file",
+            "bytes": self.bytes,
+            "created_at": self.created_ns // 10**9,
+            "expires_at": None,
+            "filename": self.filename,
+            "purpose": self.purpose,
+            "status": "processed",
+            "status_details": None,
+        }
+
+
+class FileStore:
+    """All files of a state folder. Any thread may call it.
+
+    Raises:
+        UsageError: the folder cannot be read.
+    """
+
+    def __init__(self, folder: StateFolder) -> None:
+        self._folder = folder
+        self.lock = threading.RLock()  # under which files are deleted: hold it to keep one
+        self._files: dict[str, StoredFile] = {}
+        for path in folder.files.glob("file-*.json"):
+            stored = _read(path)
+            self._files[stored.id] = stored
+        self._drop_orphans()
+
+    def get(self, file_id: str, owner: str) -> StoredFile | None:
+        """Return an owner's file; None: there is none of this id, or it is another's."""
+        stored = self._files.get(file_id)
+        return stored if stored is not None and stored.owner == owner else None
+
+    def of(self, owner: str) -> list[StoredFile]:
+        """Return an owner's files, the newest first."""
+        # The event loop calls it, which must not wait for a lock under which others write.
+        found = [stored for stored in list(self._files.values()) if stored.owner == owner]
+        return sorted(found, key=lambda stored: (stored.created_ns, stored.id), reverse=True)
+
+    def path_of(self, stored: StoredFile) -> Path:
+        """Return where a file's bytes are."""
+        if stored.batch_id is None:
+            return self.input_path(stored.id)
+        output = self._folder.batches / stored.batch_id / OUTPUT
+        return errors_path(output) if stored.is_errors else output
+
+    def input_path(self, file_id: str) -> Path:
+        """Return where the bytes of an uploaded file are."""
+        assert ID.fullmatch(file_id), "an id of ours"
+        return self._folder.files / f"{file_id}.jsonl"
+
+    def take_upload(self, stored: StoredFile, upload: Path) -> None:
+        """Keep an uploaded file, whose bytes are on the disk already.
+
+        Raises:
+            OutputError: it cannot be kept.
+        """
+        path = self.input_path(stored.id)
+        with writing_state(path):
+            os.replace(upload, path)
+            try:
+                self.keep(stored)
+            except BaseException:
+                path.unlink(missing_ok=True)
+                raise
+
+    def keep(self, stored: StoredFile) -> None:
+        """Add a file whose bytes are in their place; it is known for good when this returns.
+
+        Raises:
+            OSError: it is not.
+        """
+        write_durably(self._meta_path(stored.id), json.dumps(asdict(stored)).encode() + b"\n")
+        with self.lock:
+            self._files[stored.id] = stored
+
+    def delete(
+        self, file_id: str, owner: str, why_kept: Callable[[StoredFile], Exception | None]
+    ) -> StoredFile | None:
+        """Delete an owner's file; None: there is none.
+
+        Args:
+            why_kept: is asked for a reason against it, which is raised.
+
+        Raises:
+            OutputError: the folder cannot be written.
+        """
+        with self.lock:
+            stored = self.get(file_id, owner)
+            if stored is None:
+                return None
+            if (reason := why_kept(stored)) is not None:
+                raise reason
+            meta = self._meta_path(stored.id)
+            with writing_state(meta):
+                meta.unlink(missing_ok=True)  # first: without it the bytes are nobody's
+                sync_folder(meta.parent)
+                self.path_of(stored).unlink(missing_ok=True)
+            del self._files[file_id]
+            return stored
+
+    def _meta_path(self, file_id: str) -> Path:
+        assert ID.fullmatch(file_id), "an id of ours"
+        return self._folder.files / f"{file_id}.json"
+
+    def _drop_orphans(self) -> None:
+        """Remove bytes that no file has: of an upload or a deletion that was broken off."""
+        for path in self._folder.files.iterdir():
+            if path.suffix == ".new" or (path.suffix == ".jsonl" and path.stem not in self._files):
+                try:
+                    path.unlink()
+                except OSError as error:
+                    raise UsageError(str(explain_state(path, error))) from error
+
+
+def _read(path: Path) -> StoredFile:
+    try:
+        stored = StoredFile(**json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(
+            f"{path} is damaged ({error}), and what file it is of is not known; put it back as it "
+            "was, or move it and its .jsonl away"
+        ) from error
+    if stored.id != path.stem or not ID.fullmatch(stored.id):
+        raise UsageError(f"{path} is of another file, {stored.id}; move it away")
+    return stored

@@ -1,0 +1,80 @@
+"""Why a batch cannot go on at the moment, in words for its client and for who runs the server."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+from fminfer.core.errors import FminferError, InUseError, MachineError, UsageError
+from fminfer.files.journal import journal_path
+from fminfer.files.journal_head import Fingerprint, read_fingerprint
+from fminfer.server.batches.stored_batches import Trouble
+
+LATER = "Finished rows are kept, and the server tries again by itself"
+MODEL_CHANGED = "model_changed"
+
+
+class ChangedError(UsageError):
+    """The rows of a batch are of another model, or of other settings."""
+
+
+def check_unchanged(output: Path, fingerprint: Fingerprint) -> None:
+    """See that a batch's rows, if it has some, are of this server's model and settings.
+
+    Raises:
+        ChangedError: what differs.
+    """
+    path = journal_path(output)
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        head, first = file.readline(), file.readline()
+    if not (head.endswith(b"\n") and first.endswith(b"\n")):  # nothing is lost
+        return
+    old = read_fingerprint(path, head)
+    names = [name for name in {**old, **fingerprint} if name != "the input"]
+    changes = "; ".join(
+        f"{name} was {old.get(name, 'not given')}, is {fingerprint.get(name, 'not given')}"
+        for name in names
+        if old.get(name) != fingerprint.get(name)
+    )
+    if changes:
+        raise ChangedError(
+            f"its finished rows were answered by another server: {changes}. Start the server as it "
+            "was then to go on; or cancel the batch, which keeps them, and send the other lines in "
+            "a new one"
+        )
+
+
+def trouble_of(error: Exception) -> Trouble:
+    """Say why a batch pauses, without paths of the server."""
+    cause = error if isinstance(error, OSError) else error.__cause__
+    if isinstance(error, ChangedError):
+        return Trouble(MODEL_CHANGED, str(error))
+    if isinstance(cause, OSError):
+        return _of_disk(cause)
+    if isinstance(error, InUseError):
+        return Trouble("in_use", f"another process still has its output. {LATER}")
+    if isinstance(error, MachineError):
+        return Trouble("machine_failed", f"the server's machine failed. {LATER}")
+    if isinstance(error, UsageError):
+        return Trouble(
+            "input_changed",
+            "its input or output in the server's state folder is not as it was; the server's log "
+            "says what. Cancel the batch, or have the folder mended",
+        )
+    if isinstance(error, FminferError):
+        return Trouble("server_failed", f"{error}. {LATER}")
+    name = type(error).__name__
+    return Trouble("internal_error", f"fminfer failed ({name}); please report it. {LATER}")
+
+
+def _of_disk(error: OSError) -> Trouble:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return Trouble("disk_full", f"the server's disk is full; make room there. {LATER}")
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return Trouble(
+            "state_not_writable",
+            f"the server's state folder cannot be written; mend its rights. {LATER}",
+        )
+    return Trouble("disk_failed", f"the server's disk failed; see to it. {LATER}")

@@ -1,0 +1,122 @@
+"""Batches that end early: cancelled ones keep what is finished, expired ones tell the rest."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import fminfer
+from tests.server.batch_calls import (
+    batch_line,
+    content,
+    create,
+    get,
+    long_lines,
+    texts_of,
+    wait_for_end,
+    wait_until,
+)
+from tests.server.running import Running, running
+
+NUM_LINES = 40
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[fminfer.Engine]:
+    engine = fminfer.Engine(dtype="float32", max_rows=4)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def server(engine: fminfer.Engine, tmp_path: Path) -> Iterator[Running]:
+    with running(engine, state=tmp_path / "state") as server:
+        yield server
+
+
+def has_some(batch: dict[str, object]) -> bool:
+    counts = batch["request_counts"]
+    assert isinstance(counts, dict)
+    return counts["completed"] >= 5
+
+
+def test_a_cancelled_batch_keeps_what_is_finished(server: Running) -> None:
+    batch = create(server, [b"bad", *long_lines(NUM_LINES, 400)])
+    wait_until(server, batch, has_some)
+    assert server.post(f"/v1/batches/{batch['id']}/cancel", b"").json["status"] == "cancelling"
+    batch = wait_for_end(server, batch)
+    assert batch["status"] == "cancelled"
+    counts, texts = batch["request_counts"], texts_of(server, batch)
+    assert 5 <= len(texts) == counts["completed"] < NUM_LINES
+    assert counts["total"] == NUM_LINES + 1 and counts["failed"] == 1
+    assert len(content(server, batch["error_file_id"])) == 1
+    order = [int(custom_id[1:]) for custom_id in texts]
+    assert order == sorted(order), "in the order of the input"
+    assert batch["usage"]["output_tokens"] == 400 * len(texts)
+    assert not [*server.desk.uploads.parent.glob("batches/*/*.journal")]
+    assert server.is_idle(), "rows that ran are dropped"
+    again = server.post(f"/v1/batches/{batch['id']}/cancel", b"")
+    assert again.status == 200 and again.json == batch
+
+
+def test_a_batch_that_is_over_is_not_cancelled(server: Running) -> None:
+    batch = wait_for_end(server, create(server, [batch_line("a")]))
+    answer = server.post(f"/v1/batches/{batch['id']}/cancel", b"")
+    assert answer.status == 409 and "completed" in answer.error["message"]
+    assert get(server, batch) == batch
+
+
+def test_an_expired_batch_tells_which_lines_were_not_answered(server: Running) -> None:
+    lines = [b"bad", *long_lines(3 * NUM_LINES, 400)]
+    batch = wait_for_end(server, create(server, lines, window="2s"))
+    assert batch["status"] == "expired" and batch["expired_at"] >= batch["expires_at"]
+    texts, errors = texts_of(server, batch), content(server, batch["error_file_id"])
+    assert 0 < len(texts) < 3 * NUM_LINES
+    assert len(texts) + len(errors) == len(lines) == batch["request_counts"]["total"]
+    assert batch["request_counts"]["failed"] == len(errors)
+    assert errors[0]["error"]["code"] == "invalid_json"
+    for record in errors[1:]:
+        assert record["error"]["code"] == "batch_expired" and record["response"] is None
+    ids = [json.loads(line)["custom_id"] for line in lines[1:]]
+    assert sorted([*texts, *(record["custom_id"] for record in errors[1:])]) == sorted(ids)
+
+
+def test_a_window_is_over_while_the_server_is_down(engine: fminfer.Engine, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    with running(engine, state=state) as server:
+        batch = create(server, long_lines(NUM_LINES, 400), window="3s")
+        wait_until(server, batch, has_some)
+    time.sleep(max(0.0, batch["expires_at"] - time.time() + 0.1))
+    with running(engine, state=state) as server:
+        batch = wait_for_end(server, batch)
+        assert batch["status"] == "expired"
+        texts, errors = texts_of(server, batch), content(server, batch["error_file_id"])
+        assert len(texts) >= 5 and len(texts) + len(errors) == NUM_LINES
+        assert {record["error"]["code"] for record in errors} == {"batch_expired"}
+
+
+def test_what_is_finished_when_the_window_ends_is_completed(
+    engine: fminfer.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that died between the output and the batch's own word left a complete output."""
+    from fminfer.server.batches.batch_run import BatchRun
+
+    state = tmp_path / "state"
+    with monkeypatch.context() as patch:
+        patch.setattr(BatchRun, "_complete", lambda self, completed: None)
+        with running(engine, state=state) as server:
+            batch = create(server, [batch_line("a"), b"bad"], window="1s")
+            output = server.desk.batches.output_of(server.desk.find_batch(batch["id"], ""))
+            while not output.exists():
+                time.sleep(0.01)
+    time.sleep(1.0)
+    with running(engine, state=state) as server:
+        batch = wait_for_end(server, batch)
+        assert batch["status"] == "completed"
+        assert batch["request_counts"] == {"total": 2, "completed": 1, "failed": 1}
+        assert batch["usage"]["output_tokens"] > 0
+        assert [*texts_of(server, batch)] == ["a"]

@@ -1,0 +1,122 @@
+"""With keys, each client sees its own files and batches alone; and nobody else on the machine."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import fminfer
+from fminfer.core.errors import UsageError
+from fminfer.server.batches.state_folder import ID, StateFolder, new_id
+from tests.server.batch_calls import batch_line, create, get, upload
+from tests.server.running import Running, running, until
+
+KEYS = ("key-of-a", "key-of-b")
+A, B = ({"Authorization": f"Bearer {key}"} for key in KEYS)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[fminfer.Engine]:
+    engine = fminfer.Engine(dtype="float32", max_rows=4)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def server(engine: fminfer.Engine, tmp_path: Path) -> Iterator[Running]:
+    with running(engine, state=tmp_path / "state", api_keys=KEYS) as server:
+        yield server
+
+
+def test_each_key_has_its_own(server: Running, tmp_path: Path) -> None:
+    batch = create(server, [batch_line("a")], A)
+    until(lambda: get(server, batch, A)["status"] == "completed", "it is over")
+    output = get(server, batch, A)["output_file_id"]
+    for method, path in (
+        ("GET", f"/v1/batches/{batch['id']}"),
+        ("POST", f"/v1/batches/{batch['id']}/cancel"),
+        ("GET", f"/v1/files/{batch['input_file_id']}"),
+        ("GET", f"/v1/files/{output}/content"),
+        ("DELETE", f"/v1/files/{output}"),
+    ):
+        assert server.call(method, path).status == 401
+        assert server.call(method, path, headers=B).status == 404, path
+    for path in ("/v1/files", "/v1/batches"):
+        assert server.get(path, B).json["data"] == []
+        assert len(server.get(path, A).json["data"]) == (2 if path == "/v1/files" else 1)
+    wish = {"endpoint": "/v1/completions", "completion_window": "1h"}
+    wish["input_file_id"] = batch["input_file_id"]
+    assert server.post("/v1/batches", wish, B).status == 404
+    after = server.get(f"/v1/batches?after={batch['id']}", B)
+    assert after.status == 400, "an id of another's list"
+    assert server.get(f"/v1/files/{output}/content", A).status == 200
+    for path in (tmp_path / "state").rglob("*"):
+        if path.is_file():
+            assert not any(key.encode() in path.read_bytes() for key in KEYS), path
+
+
+def test_what_belongs_to_a_key_is_hidden_without_one(
+    engine: fminfer.Engine, tmp_path: Path
+) -> None:
+    with running(engine, state=tmp_path / "state", api_keys=KEYS) as server:
+        file_id = upload(server, [batch_line("a")], A)
+    with running(engine, state=tmp_path / "state") as server:
+        assert server.get(f"/v1/files/{file_id}").status == 404
+        assert server.get(f"/v1/files/{file_id}", A).status == 404
+    with running(engine, state=tmp_path / "state", api_keys=KEYS[:1]) as server:
+        assert server.get(f"/v1/files/{file_id}", A).status == 200
+
+
+def test_ids_cannot_be_guessed() -> None:
+    ids = {new_id("file-") for _ in range(1000)}
+    assert len(ids) == 1000 and all(ID.fullmatch(each) for each in ids)
+
+
+def test_a_folder_is_for_its_owner_alone(tmp_path: Path) -> None:
+    folder = StateFolder(tmp_path / "new" / "state")
+    paths = [folder.path, *folder.path.rglob("*")]
+    assert len(paths) == 6
+    for path in paths:
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600)
+    folder.close()
+    folder.path.chmod(0o755)
+    again = StateFolder(folder.path)
+    assert again.was_narrowed and stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+    again.close()
+
+
+def test_one_server_a_folder(tmp_path: Path) -> None:
+    folder = StateFolder(tmp_path)
+    with pytest.raises(UsageError, match="another server's"):
+        StateFolder(tmp_path)
+    folder.close()
+    StateFolder(tmp_path).close()
+
+
+def test_other_folders_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "letter.txt").write_text("dear")
+    tmp_path.chmod(0o755)
+    with pytest.raises(UsageError, match=r"letter\.txt"):
+        StateFolder(tmp_path)
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755, "it is as it was"
+    file = tmp_path / "letter.txt"
+    with pytest.raises(UsageError, match="cannot be used"):
+        StateFolder(file)
+
+
+@pytest.mark.parametrize("name", ["salt", "files", "batches"])
+def test_damage_is_told_by_name(engine: fminfer.Engine, tmp_path: Path, name: str) -> None:
+    state = tmp_path / "state"
+    with running(engine, state=state) as server:
+        create(server, [batch_line("a")])
+    damaged = {
+        "salt": state / "salt",
+        "files": next(state.glob("files/*.json")),
+        "batches": next(state.glob("batches/*/batch.json")),
+    }[name]
+    damaged.write_bytes(b"{}")
+    with pytest.raises(UsageError, match=damaged.name), running(engine, state=state):
+        pass

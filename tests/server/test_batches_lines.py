@@ -1,0 +1,245 @@
+"""A bad line costs its own line, never the batch; and what is refused before there is a batch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import fminfer
+from tests.server.batch_calls import (
+    CHAT,
+    COMPLETIONS,
+    batch_line,
+    content,
+    create,
+    long_lines,
+    texts_of,
+    try_upload,
+    upload,
+    wait_for_end,
+)
+from tests.server.running import Running, running
+
+WISH = {"input_file_id": "x", "endpoint": COMPLETIONS, "completion_window": "24h"}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[fminfer.Engine]:
+    engine = fminfer.Engine(dtype="float32", max_rows=4)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def server(engine: fminfer.Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    state = tmp_path_factory.mktemp("lines") / "state"
+    with running(engine, state=state, max_upload_bytes=100_000) as server:
+        yield server
+
+
+def error_of(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the error of a line, of whatever shape it is."""
+    error: dict[str, Any] = record.get("error") or record["response"]["body"]["error"]
+    return error
+
+
+def test_bad_lines_cost_themselves(server: Running) -> None:
+    good = batch_line("good")
+    fields = json.loads(good)
+    bad = {
+        "invalid_json": b"{no json",
+        "not_an_object": b"[1]",
+        "duplicate_custom_id": good,
+        "invalid_type": json.dumps(fields | {"custom_id": 7}).encode(),
+        "unsupported_parameter": json.dumps(fields | {"custom_id": "a", "method": "GET"}).encode(),
+        "missing_prompt": json.dumps(fields | {"custom_id": "b", "body": {}}).encode(),
+    }
+    others = [
+        batch_line("chat", CHAT, messages=[{"role": "user", "content": "Hello"}]),
+        json.dumps({"prompt": "bare"}).encode(),
+        json.dumps({"request": {"prompt": "wrapped"}}).encode(),
+        json.dumps({name: fields[name] for name in ("method", "url", "body")}).encode(),
+    ]
+    lines = [good, *bad.values(), b"", *others, batch_line("last")]
+    batch = wait_for_end(server, create(server, lines))
+    assert batch["status"] == "completed"
+    assert batch["request_counts"] == {"total": 12, "completed": 2, "failed": 10}
+    assert set(texts_of(server, batch)) == {"good", "last"}
+    errors = content(server, batch["error_file_id"])
+    assert [error_of(each)["code"] for each in errors[:6]] == list(bad)
+    told = [error_of(each)["message"] for each in errors[6:]]
+    assert CHAT in told[0] and COMPLETIONS in told[0]
+    assert "no request of a batch" in told[1] and "no request of a batch" in told[2]
+    assert "custom_id" in told[3]
+    assert [each["custom_id"] for each in errors] == [
+        *(None, None, "good", 7, "a", "b", "chat", None, None, None)
+    ]
+
+
+def test_a_batch_of_bad_lines_alone_is_completed(server: Running) -> None:
+    batch = wait_for_end(server, create(server, [b"no"] * 100))
+    assert batch["status"] == "completed" and batch["output_file_id"] is None
+    assert batch["request_counts"] == {"total": 100, "completed": 0, "failed": 100}
+    assert len(content(server, batch["error_file_id"])) == 100
+
+
+@pytest.mark.parametrize("data", [b"", b"\n\n  \n"])
+def test_a_file_without_lines_fails(server: Running, data: bytes) -> None:
+    batch = wait_for_end(server, create(server, [data]))
+    assert batch["status"] == "failed" and batch["failed_at"] is not None
+    (error,) = batch["errors"]["data"]
+    assert error["code"] == "empty_file"
+
+
+def test_models_are_checked_as_live_requests_are(
+    engine: fminfer.Engine, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """By the names that clients know, which are not always the model's own."""
+    engine = fminfer.Engine(dtype="float32", check_model=True)
+    state = tmp_path_factory.mktemp("names") / "state"
+    try:
+        with running(engine, state=state, served_model_names=("mine",)) as server:
+            lines = [batch_line("a", model="mine"), batch_line("b", model="other"), batch_line("c")]
+            batch = wait_for_end(server, create(server, lines))
+            records = content(server, batch["output_file_id"])
+            assert [record["custom_id"] for record in records] == ["a", "c"]
+            assert all(record["response"]["body"]["model"] == "mine" for record in records)
+            (error,) = content(server, batch["error_file_id"])
+            assert error["custom_id"] == "b" and "mine" in error_of(error)["message"]
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "param"),
+    [
+        ({"input_file_id": "file-0"}, 404, "input_file_id"),
+        ({"input_file_id": "../../etc/passwd"}, 404, "input_file_id"),
+        ({"input_file_id": None}, 400, "input_file_id"),
+        ({"endpoint": "/v1/embeddings"}, 400, "endpoint"),
+        ({"endpoint": 5}, 400, "endpoint"),
+        ({"completion_window": "soon"}, 400, "completion_window"),
+        ({"completion_window": "1.5h"}, 400, "completion_window"),
+        ({"completion_window": "0h"}, 400, "completion_window"),
+        ({"completion_window": "24h\n"}, 400, "completion_window"),
+        ({"completion_window": "999999d"}, 400, "completion_window"),
+        ({"metadata": {"a": 1}}, 400, "metadata"),
+        ({"metadata": {"a" * 65: "b"}}, 400, "metadata"),
+        ({"metadata": {"a": "b" * 513}}, 400, "metadata"),
+        ({"metadata": {str(n): "" for n in range(17)}}, 400, "metadata"),
+        ({"metadata": "a"}, 400, "metadata"),
+        ({"output_expires_after": {"seconds": 3600}}, 400, "output_expires_after"),
+    ],
+)
+def test_a_batch_is_refused_by_field(
+    server: Running, changes: dict[str, Any], status: int, param: str
+) -> None:
+    file_id = upload(server, [batch_line("a")])
+    answer = server.post("/v1/batches", WISH | {"input_file_id": file_id} | changes)
+    assert answer.status == status, answer.body
+    assert answer.error["param"] == param
+
+
+@pytest.mark.parametrize(("window", "seconds"), [("90m", 5400), ("2h", 7200), ("7d", 604800)])
+def test_other_windows(server: Running, window: str, seconds: int) -> None:
+    batch = create(server, [batch_line("a")], window=window)
+    assert batch["expires_at"] - batch["created_at"] == seconds
+    assert batch["completion_window"] == window
+    assert wait_for_end(server, batch)["status"] == "completed"
+
+
+def test_an_answer_is_no_input(server: Running) -> None:
+    batch = wait_for_end(server, create(server, [batch_line("a")]))
+    answer = server.post("/v1/batches", WISH | {"input_file_id": batch["output_file_id"]})
+    assert answer.status == 400 and "batch_output" in answer.error["message"]
+
+
+def test_an_input_in_use_is_kept(server: Running) -> None:
+    batch = create(server, long_lines(60, 400))
+    path = f"/v1/files/{batch['input_file_id']}"
+    answer = server.call("DELETE", path)
+    assert answer.status == 409 and "cancel" in answer.error["message"]
+    assert server.post(f"/v1/batches/{batch['id']}/cancel", b"").status == 200
+    wait_for_end(server, batch)
+    assert server.call("DELETE", path).json["deleted"] is True
+
+
+def test_uploads_are_refused_and_leave_nothing(server: Running) -> None:
+    line = batch_line("a")
+    too_large = try_upload(server, b"x" * 100_001)
+    assert too_large.status == 413 and "--max-upload-size" in too_large.error["message"]
+    assert try_upload(server, b"x" * 100_000).status == 200, "the limit is the file's"
+    fine_tune = try_upload(server, line, purpose="fine-tune")
+    assert fine_tune.status == 400 and "fine-tune" in fine_tune.error["message"]
+    for body, headers, told in (
+        (b"{}", {"Content-Type": "application/json"}, "multipart"),
+        (b"{}", {"Content-Type": "multipart/form-data"}, "multipart"),
+        (b"rubbish", {"Content-Type": "multipart/form-data; boundary=a"}, "form"),
+        (b"", {"Content-Type": "multipart/form-data; boundary=a"}, "breaks off"),
+        (part("file", line, "a.jsonl"), FORM, "purpose is absent"),
+        (part("purpose", b"batch"), FORM, "file is absent"),
+        (part("file", line), FORM, "a file, with a filename"),
+        (part("purpose", b"batch", "a"), FORM, "not a file"),
+        (part("purpose", b"x" * 2000), FORM, "1024 bytes"),
+        (part("expires_after[seconds]", b"3600"), FORM, "expires_after[seconds]"),
+        (part("file", line, "a") + part("file", line, "b"), FORM, "twice"),
+    ):
+        end = b"--a--\r\n" if headers is FORM else b""
+        answer = server.call("POST", "/v1/files", body + end, headers)
+        assert answer.status == 400 and told in answer.error["message"], answer.body
+    assert not [*server.desk.uploads.iterdir()]
+
+
+FORM = {"Content-Type": "multipart/form-data; boundary=a"}
+
+
+def part(name: str, value: bytes, filename: str | None = None) -> bytes:
+    also = "" if filename is None else f'; filename="{filename}"'
+    head = f'--a\r\nContent-Disposition: form-data; name="{name}"{also}\r\n\r\n'
+    return head.encode() + value + b"\r\n"
+
+
+def test_a_broken_upload_leaves_nothing(server: Running) -> None:
+    num_before = len(server.desk.files.of(""))
+    head = "POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Length: 50000\r\n"
+    head += "Content-Type: multipart/form-data; boundary=a\r\n\r\n"
+    connection = server.send_raw(head.encode() + part("file", b"x" * 20000, "a.jsonl"))
+    connection.close()
+    assert server.get("/health").status == 200
+    from tests.server.running import until
+
+    until(lambda: not [*server.desk.uploads.iterdir()], "the part is removed")
+    assert len(server.desk.files.of("")) == num_before
+
+
+@pytest.mark.parametrize(
+    "filename", ["../../../evil.jsonl", "/etc/passwd", "a\x01b", "ü" * 400, "", "x.json"]
+)
+def test_a_clients_filename_is_no_path(server: Running, filename: str) -> None:
+    answer = try_upload(server, batch_line("a"), filename=filename)
+    assert answer.status == 200, answer.body
+    assert answer.json["filename"] == filename[:255]
+    path = server.desk.find_bytes(answer.json["id"], "")
+    assert path.parent == server.desk.uploads.parent / "files"
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/files/x", "/v1/files/..%2f..%2fsalt", "/v1/files/file-%00/content"]
+)
+def test_odd_ids_are_not_found(server: Running, path: str) -> None:
+    assert server.get(path).status == 404
+    assert server.call("DELETE", path).status in (404, 405)
+
+
+def test_without_a_state_folder(engine: fminfer.Engine) -> None:
+    with running(engine) as server:
+        for method, path in (
+            *(("POST", "/v1/files"), ("GET", "/v1/files"), ("GET", "/v1/files/file-1/content")),
+            *(("POST", "/v1/batches"), ("GET", "/v1/batches"), ("DELETE", "/v1/files/file-1")),
+            ("POST", "/v1/batches/batch_1/cancel"),
+        ):
+            answer = server.call(method, path, {})
+            assert answer.status == 404 and "--state FOLDER" in answer.error["message"]

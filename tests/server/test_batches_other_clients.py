@@ -1,0 +1,89 @@
+"""LiteLLM's functions for files and batches, and curl's lines of docs/batches.md."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import litellm
+import pytest
+
+import fminfer
+from tests.server.batch_calls import COMPLETIONS, batch_line, wait_for_end
+from tests.server.running import Running, running
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    engine = fminfer.Engine(dtype="float32", max_rows=8)
+    state = tmp_path_factory.mktemp("others") / "state"
+    with running(engine, state=state) as server:
+        yield server
+    engine.close()
+
+
+def test_litellm(server: Running, tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"\n".join(batch_line(f"r{n}") for n in range(3)))
+    to_server: dict[str, Any] = {
+        "custom_llm_provider": "openai",
+        "api_base": f"{server.url}/v1",
+        "api_key": "none",
+    }
+    file = litellm.create_file(file=path.open("rb"), purpose="batch", **to_server)
+    created: Any = litellm.create_batch(
+        completion_window="24h",
+        endpoint=COMPLETIONS,
+        input_file_id=file.id,
+        metadata={"name": "value"},
+        **to_server,
+    )
+    for _ in range(1000):
+        batch: Any = litellm.retrieve_batch(batch_id=created.id, **to_server)
+        if batch.status == "completed":
+            break
+        time.sleep(0.02)
+    assert batch.status == "completed" and batch.metadata == {"name": "value"}
+    answer: Any = litellm.file_content(file_id=batch.output_file_id, **to_server)
+    records = [json.loads(line) for line in answer.content.splitlines()]
+    assert [record["custom_id"] for record in records] == ["r0", "r1", "r2"]
+    listed: Any = litellm.list_batches(limit=10, **to_server)
+    assert [each.id for each in listed.data] == [created.id]
+
+
+def curl_lines() -> list[str]:
+    """Return the lines of the documentation's block that begins with curl's upload."""
+    text = (Path(__file__).parents[2] / "docs" / "batches.md").read_text()
+    block = next(b for b in text.split("```")[1::2] if "curl" in b)
+    lines = [line for line in block.splitlines()[1:] if line.strip()]
+    assert len(lines) == 5 and all("curl" in line for line in lines)
+    return lines
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_curl_lines_of_the_documentation(server: Running, tmp_path: Path) -> None:
+    upload, create, look, fetch, cancel = curl_lines()
+    (tmp_path / "requests.jsonl").write_bytes(batch_line("a"))
+
+    def run(line: str, **ids: str) -> str:
+        line = line.replace("http://127.0.0.1:8000", server.url)
+        for name, value in ids.items():
+            line = line.replace(f"${name}", value)
+        command = ["bash", "-c", line]
+        return subprocess.run(
+            command, cwd=tmp_path, check=True, capture_output=True
+        ).stdout.decode()
+
+    file = json.loads(run(upload))
+    batch = json.loads(run(create, FILE=file["id"]))
+    wait_for_end(server, batch)
+    batch = json.loads(run(look, BATCH=batch["id"]))
+    assert batch["status"] == "completed"
+    record = json.loads(run(fetch, OUTPUT=batch["output_file_id"]))
+    assert record["custom_id"] == "a"
+    assert json.loads(run(cancel, BATCH=batch["id"]))["error"]["code"] == "batch_over"

@@ -1,0 +1,215 @@
+"""Trouble of the machine pauses a batch: it says why, fails no row, and goes on by itself."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fminfer
+from fminfer.core.errors import PipelineError
+from fminfer.files import journal
+from fminfer.server.batches import batch_run, batch_work, state_folder, upload
+from tests.server.batch_calls import (
+    Fields,
+    batch_line,
+    create,
+    get,
+    long_lines,
+    texts_of,
+    try_upload,
+    wait_for_end,
+    wait_until,
+)
+from tests.server.running import Running, running
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[fminfer.Engine]:
+    engine = fminfer.Engine(dtype="float32", max_rows=4)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def server(
+    engine: fminfer.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Running]:
+    monkeypatch.setattr(batch_work, "RETRY_S", 0.2)
+    monkeypatch.setattr(batch_work, "LOOK_S", 0.1)
+    with running(engine, state=tmp_path / "state") as server:
+        yield server
+
+
+class FullDisk:
+    """A disk that takes a number of writes, and then none until it is told to."""
+
+    def __init__(self, write: Any, num_good: int, number: int = errno.ENOSPC) -> None:
+        self._write, self._num_good, self._number = write, num_good, number
+        self.is_full = True
+
+    def __call__(self, *arguments: Any) -> Any:
+        self._num_good -= 1
+        if self.is_full and self._num_good < 0:
+            raise OSError(self._number, os.strerror(self._number))
+        return self._write(*arguments)
+
+
+def has_trouble(batch: Fields) -> bool:
+    return batch["errors"] is not None
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "told"),
+    [
+        (errno.ENOSPC, "disk_full", "make room"),
+        (errno.EROFS, "state_not_writable", "mend its rights"),
+        (errno.EIO, "disk_failed", "see to it"),
+    ],
+)
+def test_a_disk_that_fails_pauses_a_batch(
+    server: Running, monkeypatch: pytest.MonkeyPatch, number: int, code: str, told: str
+) -> None:
+    disk = FullDisk(journal.write_all, 12, number)
+    monkeypatch.setattr(journal, "write_all", disk)
+    batch = create(server, long_lines(30, 20))
+    paused = wait_until(server, batch, has_trouble)
+    assert paused["status"] == "in_progress"
+    (error,) = paused["errors"]["data"]
+    assert error["code"] == code and told in error["message"]
+    assert str(server.desk.uploads.parent) not in error["message"], "paths are the server's own"
+    assert paused["request_counts"]["failed"] == 0 and paused["request_counts"]["completed"] > 5
+    live = server.post("/v1/completions", {"prompt": [5], "max_tokens": 2})
+    assert live.status == 200, "the server goes on"
+    disk.is_full = False
+    batch = wait_for_end(server, batch)
+    assert batch["status"] == "completed" and batch["errors"] is None
+    assert batch["request_counts"] == {"total": 30, "completed": 30, "failed": 0}
+    assert len(texts_of(server, batch)) == 30
+
+
+def test_a_disk_that_is_full_when_the_output_is_written(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And when the batch says that it is complete."""
+    written: list[str] = []
+    write = state_folder.write_durably
+
+    def fail_once(path: Path, data: bytes) -> None:
+        if b'"status": "completed"' in data and len(written) < 2:
+            written.append(path.name)
+            raise OSError(errno.ENOSPC, "full")
+        write(path, data)
+
+    monkeypatch.setattr("fminfer.server.batches.stored_batches.write_durably", fail_once)
+    batch = wait_for_end(server, create(server, [batch_line("a")]))
+    assert batch["status"] == "completed" and batch["errors"] is None
+    assert len(written) == 2 and [*texts_of(server, batch)] == ["a"]
+
+
+def test_a_full_disk_at_an_upload(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(upload, "_write", FullDisk(upload._write, 0))
+        answer = try_upload(server, batch_line("a"))
+        assert answer.status == 507 and "Delete files" in answer.error["message"]
+    with monkeypatch.context() as patch:
+        full = FullDisk(None, 0)
+        patch.setattr("fminfer.server.batches.stored_files.write_durably", full)
+        assert try_upload(server, batch_line("a")).status == 507
+    folder = server.desk.uploads.parent
+    assert not [*folder.glob("uploads/*"), *folder.glob("files/*")]
+    assert server.get("/v1/files").json["data"] == []
+    assert try_upload(server, batch_line("a")).status == 200
+
+
+def test_a_full_disk_at_creation(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    file_id = try_upload(server, batch_line("a")).json["id"]
+    wish = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "1h"}
+    with monkeypatch.context() as patch:
+        patch.setattr("fminfer.server.batches.stored_batches.write_durably", FullDisk(None, 0))
+        assert server.post("/v1/batches", wish).status == 507
+    assert server.get("/v1/batches").json["data"] == []
+    assert not [*server.desk.uploads.parent.glob("batches/*")]
+
+
+def test_another_model_pauses_a_batch_until_the_old_one_is_back(
+    engine: fminfer.Engine, tmp_path: Path
+) -> None:
+    """Rows of two models are never mixed, and a cancelled batch has those of the first."""
+    state = tmp_path / "state"
+    with running(engine, state=state, fingerprint={"the model": "a"}) as server:
+        first, second = (create(server, long_lines(60, 400)) for _ in range(2))
+        for batch in (first, second):
+            wait_until(server, batch, lambda found: found["request_counts"]["completed"] > 2)
+    with running(engine, state=state, fingerprint={"the model": "b"}) as server:
+        for batch in (first, second):
+            paused = wait_until(server, batch, has_trouble)
+            assert paused["status"] == "in_progress"
+            (error,) = paused["errors"]["data"]
+            assert error["code"] == "model_changed"
+            assert "the model was a, is b" in error["message"] and "cancel" in error["message"]
+        server.post(f"/v1/batches/{second['id']}/cancel", b"")
+        second = wait_for_end(server, second)
+        assert second["status"] == "cancelled" and len(texts_of(server, second)) > 2
+        third = wait_for_end(server, create(server, [batch_line("a")]))
+        assert third["status"] == "completed", "others go on"
+    with running(engine, state=state, fingerprint={"the model": "a"}) as server:
+        first = wait_for_end(server, first)
+        assert first["status"] == "completed" and first["errors"] is None
+        assert len(texts_of(server, first)) == 60
+
+
+def test_a_fault_of_ours_pauses_one_batch(
+    server: Running, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(batch_run, "make_check", lambda *arguments: 1 / 0)
+        batch = create(server, [batch_line("a")])
+        (error,) = wait_until(server, batch, has_trouble)["errors"]["data"]
+        assert error["code"] == "internal_error" and "ZeroDivisionError" in error["message"]
+    assert wait_for_end(server, batch)["status"] == "completed"
+    assert "ZeroDivisionError" in capfd.readouterr().err
+
+
+def test_an_input_that_is_gone_pauses_its_batch(engine: fminfer.Engine, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    with running(engine, state=state) as server:
+        batch = create(server, long_lines(60, 400))
+        wait_until(server, batch, lambda found: found["request_counts"]["completed"] > 2)
+    (source,) = state.glob("files/*.jsonl")
+    kept = source.read_bytes()
+    source.write_bytes(kept[: len(kept) // 2])
+    with running(engine, state=state) as server:
+        paused = wait_until(server, batch, has_trouble)
+        assert paused["errors"]["data"][0]["code"] == "input_changed"
+        assert get(server, batch)["status"] == "in_progress"
+
+
+def test_an_engine_that_fails_keeps_the_batch(engine: fminfer.Engine, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    broken = fminfer.Engine(dtype="float32", max_rows=4)
+    is_broken = threading.Event()
+    step = broken._core.step
+
+    def fail() -> Any:
+        if is_broken.is_set():
+            raise PipelineError("rank 1 is gone")
+        return step()
+
+    broken._core.step = fail  # type: ignore[method-assign]
+    with running(broken, state=state) as server:
+        batch = create(server, long_lines(60, 400))
+        wait_until(server, batch, lambda found: found["request_counts"]["completed"] > 2)
+        is_broken.set()
+        server.thread._thread.join(20)
+    broken.close()
+    assert isinstance(server.fault, PipelineError)
+    with running(engine, state=state) as server:
+        batch = wait_for_end(server, batch)
+        assert batch["status"] == "completed" and batch["errors"] is None
+        assert len(texts_of(server, batch)) == 60
