@@ -191,8 +191,9 @@ def test_a_run_writes_its_report(tmp_path: Path) -> None:
 def test_a_run_with_outputs_at_a_url_writes_its_report(tmp_path: Path) -> None:
     """It is made from what is here; and again, when all is answered there already."""
     source, page = write_rows(tmp_path / "in.jsonl", 4), tmp_path / "r.html"
-    there = (tmp_path / "there").as_uri()
-    where = ["--output", f"{there}/", "--work-dir", tmp_path / "work", "--report", page]
+    there = tmp_path / "there"
+    there.mkdir()
+    where = ["--output", f"{there.as_uri()}/", "--work-dir", tmp_path / "work", "--report", page]
     for _ in range(2):
         assert call("run", "-q", *FLAGS, source, *where).exit_code == 0
         assert tile(read_page(page)[0], "Rows answered") == "4"
