@@ -1,4 +1,7 @@
-"""Finds where the answers of an earlier run stand, by 16-byte keys, in 25 bytes each, or 37 in another order."""
+"""Finds where the answers of an earlier run stand, by 16-byte keys.
+
+An answer takes 25 bytes; 37 once they are asked for in another order.
+"""
 
 from __future__ import annotations
 
