@@ -574,4 +574,4 @@ def test_the_command(tmp_path: Path) -> None:
         *(([0, 2, 2, 1], False), ([0, 2, 0, 0], False)),  # no model was loaded
     ]
     result = CliRunner().invoke(main, [*command, "--seed", "7"])
-    assert result.exit_code == 2 and "--seed was 0, is 7" in result.output
+    assert result.exit_code == 2 and "--seed was 1, is 7" in result.output
