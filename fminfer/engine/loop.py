@@ -173,6 +173,7 @@ class EngineLoop:
             if self._in_flight:
                 result = self._pipeline.collect()
                 self._postprocess(self._in_flight.popleft(), result)
+                self._take_in()  # what came meanwhile need not wait for a step more
                 self._schedule()  # stages work while answers are built
             elif self._is_at_limit and self._open:
                 raise StepLimitError(

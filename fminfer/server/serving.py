@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 
 import click
@@ -18,6 +19,8 @@ from fminfer.server.http import open_socket, run_http
 from fminfer.server.settings import ServerSettings
 from fminfer.worker.part_process import Opening
 from fminfer.worker.result_cache import ResultCache, open_result_cache
+
+SWITCH_S = 0.0005  # between threads of Python
 
 
 @dataclass(slots=True, frozen=True)
@@ -77,6 +80,8 @@ def _open_state(run: ServeContext, checkpoint: Checkpoint) -> ServerState | None
     if path is None:
         return None
     os.umask(0o077)  # this process writes for nobody else
+    # Batches are prepared in threads. With Python's 5 ms, each step would wait for them so long.
+    sys.setswitchinterval(SWITCH_S)
     folder = StateFolder(path)
     if folder.was_narrowed and not run.is_quiet:
         click.echo(f"--state {path} could be read by others; now only you can.", err=True)
