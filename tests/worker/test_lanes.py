@@ -187,3 +187,25 @@ def test_requests_behind_all_others_are_counted_apart(engine: fminfer.Engine) ->
     assert core.num_waiting_behind == core.num_waiting == 0
     if engine.config.data_group_size == 1:
         assert set(ended[:6]) == set(live)
+
+
+def test_an_answer_that_comes_before_its_request_is_noted_is_not_lost(
+    core: FakeCore, lanes: Lanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run's thread feeds an idle engine, whose own thread may answer at once."""
+    takers: list[threading.Thread] = []
+    add = core.add
+
+    def answer_at_once(prepared: Any, **options: Any) -> int:
+        core_id = add(prepared, **options)
+        takers.append(threading.Thread(target=lanes.take, args=([finished(core_id)],)))
+        takers[0].start()
+        takers[0].join(0.2)  # as long as it needs, unless it waits for the lock
+        return core_id
+
+    monkeypatch.setattr(core, "add", answer_at_once)
+    core.has_work = False
+    lane = lanes.open()
+    request_id = lane.add(request("a"))
+    takers[0].join()
+    assert lane.step() == [finished(request_id)]

@@ -204,7 +204,7 @@ class Lanes:
 
     def take(self, events: list[Event]) -> list[Event]:
         """Give each lane its events; return those of others."""
-        if not self._asked:
+        if not events:
             return events
         others = []
         with self.lock:
