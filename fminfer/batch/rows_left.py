@@ -9,7 +9,8 @@ from heapq import heapify, heapreplace
 from fminfer.batch.row_lengths import RowLengths
 from fminfer.engine.stats import EngineStats, RowEnds, RunningRows
 
-MOST_UNREAD = 512  # unread rows that are looked at one by one; the others are like them
+# Unread and waiting rows that are looked at one by one; the others are like them. Each takes 4 µs.
+MOST_UNREAD, MOST_WAITING = 512, 8192
 
 
 @dataclass(slots=True)
@@ -34,7 +35,8 @@ def work_left(stats: EngineStats, running: RunningRows, total_rows: int, most_fe
     num_waiting = sum(count for count, _ in waiting)
     num_unread = sum(read.ends.num_read) * times_unread
     times = max(1.0, num_unread / MOST_UNREAD)  # how many rows each of those looked at stands for
-    num_rows = len(running.num_left) + num_waiting + round(num_unread / times)
+    times_waiting = max(1.0, num_waiting / MOST_WAITING)  # many wait where `n` is large
+    num_rows = len(running.num_left) + round(num_waiting / times_waiting + num_unread / times)
     lengths = RowLengths(read.ends, running, num_rows)
     num_fed = _fed_left(stats, times_unread)
     num_unfed = max(1.0, num_waiting + num_unread + running.num_drawn.count(0))
@@ -45,21 +47,32 @@ def work_left(stats: EngineStats, running: RunningRows, total_rows: int, most_fe
     )
     for drawn, left in zip(running.num_drawn, running.num_left, strict=True):
         places.go_on(drawn, lengths.next(drawn, left))
-    for length in _each(waiting):
+    begun = places.work
+    for length in _each([(count / times_waiting, length) for count, length in waiting]):
         places.enter(lengths.next(0, length))
     known, share = places.work, times_unread / times
     for length in _each([(count * share, length) for count, length in read.ends.read_rows]):
         places.enter(lengths.next(0, length))
     work = places.work
-    new_draws, new_keys = work.num_drawn - known.num_drawn, work.num_keys - known.num_keys
-    new_steps = max(new_draws / places.count, places.feeding * num_unread / times)
-    others = times - 1  # for each row looked at
-    return WorkLeft(
-        work.num_steps + others * new_steps,
-        num_fed,
-        work.num_drawn + others * new_draws,
-        work.num_keys + others * new_keys,
-    )
+    work.num_fed = num_fed
+    groups = ((begun, known, num_waiting, times_waiting), (known, places.work, num_unread, times))
+    for before, after, number, each in groups:
+        _add_others(work, before, after, each - 1, places.count, places.feeding * number / each)
+    return work
+
+
+def _add_others(
+    work: WorkLeft, before: WorkLeft, after: WorkLeft, times: float, num_places: int, steps: float
+) -> None:
+    """Add so many times more what was added in between.
+
+    Args:
+        steps: that its prompts take.
+    """
+    num_drawn = after.num_drawn - before.num_drawn
+    work.num_steps += times * max(num_drawn / num_places, steps)
+    work.num_drawn += times * num_drawn
+    work.num_keys += times * (after.num_keys - before.num_keys)
 
 
 def _fed_left(stats: EngineStats, times_unread: float) -> float:

@@ -43,7 +43,7 @@ class CarriedOver:
     last_number: int = 0
     num_taken: int = 0  # of them, those that have an answer already
     num_left_out: int = 0  # answers to lines that are gone
-    num_beyond: int = 0  # lines beyond the limit that have an answer
+    num_beyond: int = 0  # answers that only lines beyond the limit ask for
     # Equal lines before each one that is left to answer, by its number. None: that is not known of
     # all, and lines are to be counted as they are passed over.
     repeats: dict[int, int] | None = field(default_factory=dict)
@@ -54,9 +54,16 @@ class CarriedOver:
         return self.num_taken + self.num_left_out > 0
 
     def repeats_for(self, journal: Journal) -> dict[int, int] | None:
-        """Return `repeats` if the journal still has all that was put into it."""
-        has_all = not journal.num_damaged and journal.num_rows >= self.num_taken > 0
-        return self.repeats if has_all else None
+        """Return `repeats` if the lines that it is about are those without a row in the journal.
+
+        Another run may have worked on the journal since, or begun it anew.
+        """
+        repeats = self.repeats
+        if not self.num_taken or repeats is None:
+            return None
+        num_known = journal.num_rows + len(repeats)
+        is_about_all = num_known == self.num_rows and not any(n in journal for n in repeats)
+        return repeats if is_about_all else None
 
 
 def carry_over(
@@ -145,10 +152,12 @@ class _Rows:
             UsageError: there are none, or the limit would leave some out, or the input was edited.
         """
         found, earlier, digest = self._found, self._earlier, Digest()
+        num_unasked: int | None = None  # answers that no line within the limit asks for
         for line in read_lines(self._source, 0, digest):
+            if self._is_beyond and num_unasked is None:
+                num_unasked = earlier.num_left_out
             row = self._row_of(line)
-            if self._limit is not None and found.num_rows >= self._limit:
-                found.num_beyond += row is not None
+            if self._is_beyond:
                 continue
             found.num_rows += 1
             found.last_number = line.number
@@ -157,6 +166,8 @@ class _Rows:
                 yield row
         if str(digest) != self._input_digest:
             raise UsageError(f"{self._source} was changed just now; run the same command again")
+        if num_unasked is not None:
+            found.num_beyond = num_unasked - earlier.num_left_out
         if earlier.num_answers and not found.num_taken + found.num_beyond:
             raise UsageError(
                 f"{earlier.path} belongs to a run that differs: the input was {old_input}, is "
@@ -171,6 +182,11 @@ class _Rows:
                 "their answers, or --restart"
             )
         found.num_left_out = earlier.num_left_out
+
+    @property
+    def _is_beyond(self) -> bool:
+        """Whether the lines within the limit were all read."""
+        return self._found.num_rows == self._limit
 
     def _row_of(self, line: Line) -> Row | None:
         """Return a line's row, if there is an answer to it."""
@@ -194,7 +210,7 @@ class _Rows:
     def _leave(self, line: Line, repeat: int) -> None:
         """Note a line that is left to answer."""
         repeats = self._found.repeats
-        if repeats is None:
+        if repeats is None or self._is_beyond:
             return
         repeats[line.number] = repeat
         if len(repeats) > MAX_REPEATS:

@@ -301,6 +301,19 @@ def test_a_limit_throws_no_answer_away(
     assert (summary.num_rows, summary.num_kept_rows, summary.num_taken_rows) == (1, 7, 0)
 
 
+def test_equal_lines_beyond_a_limit_are_no_hindrance(
+    engine: fminfer.Engine, counting: CountLines, tmp_path: Path
+) -> None:
+    """They have answers, which lines within the limit have taken as well."""
+    source, output = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
+    greedy = [HOT | {"prompt": name, "temperature": 0} for name in "ab"]
+    write(source, greedy * 2)
+    run_files(engine, [source], [output], limit=2)
+    write(source, greedy * 3)
+    summary = run_files(engine, [source], [output], limit=3, count_lines=counting)
+    assert (summary.num_rows, summary.num_taken_rows, summary.num_left_out_rows) == (0, 3, 0)
+
+
 def test_packed_files_and_a_lost_newline(
     engine: fminfer.Engine, counting: CountLines, tmp_path: Path
 ) -> None:
@@ -498,6 +511,27 @@ def test_two_runs_on_one_grown_file(
     with pytest.raises(UsageError, match=r"in use|another run's"):
         next(second.lines(lambda line: None))
     first.abandon(KeyboardInterrupt())
+
+
+def test_a_run_that_begins_anew_in_between(
+    engine: fminfer.Engine, counting: CountLines, tmp_path: Path
+) -> None:
+    """Its journal has other rows than those that were taken, and as many."""
+    from fminfer.batch.journaled_input import JournaledInput
+    from fminfer.files.run_terms import RunTerms
+
+    source, output = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
+    lines = [HOT | {"prompt": f"p{n}"} for n in range(4)]
+    write(source, lines[:2])
+    run_files(engine, [source], [output])
+    write(source, lines[::-1])
+    file = JournaledInput(source, 0, output, RunTerms("m", {}, count_lines=counting))
+    file.begin()
+    stop_after(engine, 2, source, output, restart=True)
+    passed: list[int] = []
+    left = [(line.number, line.num_equal) for line in file.lines(lambda e: passed.append(e.number))]
+    assert left == [(3, None), (4, None)] and passed == [1, 2]
+    file.abandon(KeyboardInterrupt())
 
 
 def test_a_folder_whose_files_grow(

@@ -12,6 +12,7 @@ import pytest
 
 from fminfer.batch.progress import ProgressBar
 from fminfer.batch.row_lengths import RowLengths
+from fminfer.batch.rows_left import MOST_UNREAD, MOST_WAITING, Places, work_left
 from fminfer.batch.step_costs import StepCosts
 from fminfer.batch.time_left import TimeLeft
 from fminfer.contract.line import Line
@@ -282,3 +283,29 @@ def test_scarce_memory_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = list(rows_of("prefixes", 128))
     told = run(monkeypatch, iter(rows), 128, num_blocks=26)
     assert max(map(abs, errors_at(told, [0.25, 0.5, 0.9]))) < 0.25
+
+
+def test_many_choices_are_looked_at_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window of lines with a large n waits: the others are as those that are looked at."""
+    stats, looked_at = EngineStats(max_rows=256, max_rows_running=256, num_kv_tokens=10**6), 0
+    for number in range(1024):
+        stats.read.num_rows += 1
+        stats.read.add(100, 128, 64 + number % 64)
+    for _ in range(2000):
+        stats.read.ends.end(20, 64)
+    whole, enter = 1024 * 128 - 2000, Places.enter
+
+    def count(places: Places, num_draws: float) -> None:
+        nonlocal looked_at
+        looked_at += 1
+        enter(places, num_draws)
+
+    monkeypatch.setattr(Places, "enter", count)
+    found = []
+    for most in (10**9, MOST_WAITING):
+        monkeypatch.setattr("fminfer.batch.rows_left.MOST_WAITING", most)
+        looked_at = 0
+        left = work_left(stats, RunningRows(), 2048, 512)
+        found.append((left.num_steps, left.num_fed, left.num_drawn, left.num_keys))
+        assert looked_at <= min(whole, most) + MOST_UNREAD + 2
+    assert found[1] == pytest.approx(found[0], rel=0.03)
