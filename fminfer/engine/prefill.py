@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 from fminfer.core.messages import StepRow
@@ -28,6 +29,11 @@ class PrefillLine:
     @property
     def prompts(self) -> list[PromptState]:
         return list(self._prompts)
+
+    @property
+    def first_priority(self) -> float:
+        """The priority of the prompt that is fed next; -inf: there is none."""
+        return self._prompts[0].priority if self._prompts else -math.inf
 
     def add(self, prompt: PromptState) -> None:
         """Queue an admitted prompt behind those of its priority."""

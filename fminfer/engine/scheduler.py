@@ -15,6 +15,7 @@ from collections import deque
 
 from fminfer.core.messages import StepRow
 from fminfer.engine.blocks import BlockPool
+from fminfer.engine.engine_core import BEHIND_ALL
 from fminfer.engine.in_flight import StepsInFlight
 from fminfer.engine.packing import PackedRow, PlannedStep, pack
 from fminfer.engine.preemption import first_to_go, rows_below
@@ -151,13 +152,21 @@ class Scheduler:
         return admitted
 
     def schedule(self) -> PlannedStep | None:
-        """Form the next step of whatever can run now, or None."""
+        """Form the next step of whatever can run now, or None.
+
+        A step that feeds a prompt has no rows that wait behind all others: its first token would
+        wait for them.
+        """
         num_drawing = self._in_flight.num_drawing
         is_decoding = num_drawing > 0 or len(self._ready) > 0
-        singles = self._decode_rows(num_drawing)
+        has_behind = self._lowest_priority == BEHIND_ALL
+        leaves_behind = has_behind and self._prefilling.first_priority > BEHIND_ALL
+        singles = self._decode_rows(num_drawing, leaves_behind=leaves_behind)
         room = self._shape.max_tokens(len(singles), is_decoding=is_decoding) - len(singles)
         chunks: list[PackedRow] = []
         while self._prefilling and room > 0:
+            if leaves_behind and self._prefilling.first_priority == BEHIND_ALL:
+                break
             prompt, row = self._prefilling.next_chunk(room)
             self._kv.keep_prefix(prompt, prompt.num_fed)  # whoever comes after can share it
             room -= len(row.row.token_ids)
@@ -305,13 +314,20 @@ class Scheduler:
                 return False
         return True
 
-    def _decode_rows(self, num_drawing: int) -> list[PackedRow]:
+    def _decode_rows(self, num_drawing: int, *, leaves_behind: bool) -> list[PackedRow]:
         """Take the running sequences of this micro-batch."""
+        ready = self._ready
+        if leaves_behind:
+            ready = deque(row for row in ready if row.prompt.priority > BEHIND_ALL)
         num_decoding = self._in_flight.num_decoding
-        count = self._shape.num_decode_rows(len(self._ready), num_drawing, num_decoding)
+        count = self._shape.num_decode_rows(len(ready), num_drawing, num_decoding)
         rows: list[PackedRow] = []
-        while self._ready and len(rows) < count:
-            sequence = self._ready.popleft()
+        while ready and len(rows) < count:
+            sequence = ready.popleft()
+            if leaves_behind:
+                if sequence not in self._ready:  # an earlier one needed its blocks
+                    continue
+                self._ready.remove(sequence)
             position = sequence.position
             has_room = position < len(sequence.block_table) * self._block_size
             if not (has_room or self._grow(sequence)):

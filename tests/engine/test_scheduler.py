@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from fminfer.contract.request import SamplingParams
 from fminfer.engine.blocks import BlockPool
+from fminfer.engine.engine_core import BEHIND_ALL
 from fminfer.engine.packing import PlannedStep
 from fminfer.engine.preemption import first_to_go
 from fminfer.engine.prefix import PrefixCache
@@ -234,7 +235,7 @@ def test_every_prompt_draws_what_it_would_alone(
         num_stages=num_stages,
     )
     stems = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 60))] for _ in range(3)]
-    priorities = rng.choice([[0], [0, 0, 0, 1], [-1, 0, 5, 9]])
+    priorities = rng.choice([[0], [0, 0, 0, 1], [-1, 0, 5, 9], [BEHIND_ALL, BEHIND_ALL, 0, 1]])
     share_of_cancels = rng.choice([0.0, 0.05, 0.3])
     for _ in range(60):
         while rng.random() < 0.4:
@@ -330,6 +331,22 @@ def test_a_row_is_preempted_for_priority_again_and_again() -> None:
             driver.step()
     driver.run()
     assert driver.admitted.count(low) >= 4
+
+
+def test_a_step_that_feeds_a_prompt_has_no_rows_behind_all() -> None:
+    """A live request's first token waited for the 256 rows of a batch in its own step, too."""
+    driver = Driver(num_blocks=100, chunk=8)
+    behind = [make_prompt([i], BEHIND_ALL, max_tokens=30) for i in range(4)]
+    waiting = make_prompt([7] * 20, BEHIND_ALL, max_tokens=3)
+    live = make_prompt([8] * 4, max_tokens=5)
+    running(driver, live, *behind)
+    driver.add(waiting, late := make_prompt([9] * 12, max_tokens=2))
+    driver.fill()
+    first, second = driver.in_flight
+    assert late.num_unfed == 0 and first.num_prompt_tokens + second.num_prompt_tokens >= 12
+    assert [each.prompt for each in first.sequences] == [live], "rows of no batch"
+    driver.run()
+    assert all(len(prompt.sequences[0].tokens) == 30 for prompt in behind), "they go on"
 
 
 def test_what_is_being_fed_makes_room_and_is_fed_later() -> None:
