@@ -198,7 +198,7 @@ def test_another_model_pauses_a_batch_until_the_old_one_is_back(
     """Rows of two models are never mixed, and a cancelled batch has those of the first."""
     state = tmp_path / "state"
     with running(engine, state=state, fingerprint={"the model": "a"}) as server:
-        first, second = (create(server, long_lines(60, 400)) for _ in range(2))
+        first, second = (create(server, long_lines(150, 400)) for _ in range(2))
         for batch in (first, second):
             wait_until(server, batch, lambda found: found["request_counts"]["completed"] > 2)
     with running(engine, state=state, fingerprint={"the model": "b"}) as server:
@@ -216,7 +216,7 @@ def test_another_model_pauses_a_batch_until_the_old_one_is_back(
     with running(engine, state=state, fingerprint={"the model": "a"}) as server:
         first = wait_for_end(server, first)
         assert first["status"] == "completed" and first["errors"] is None
-        assert len(texts_of(server, first)) == 60
+        assert len(texts_of(server, first)) == 150
 
 
 def test_a_fault_of_ours_pauses_one_batch(
