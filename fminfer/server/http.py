@@ -225,7 +225,7 @@ class HttpThread:
 def _make_desk(state: ServerState, service: Service, settings: ServerSettings) -> Desk:
     desk = Desk(
         *(state, service.engine, service.model),
-        lambda text: click.echo(text, err=True),
+        service.log.error,
         max_upload_bytes=settings.max_upload_bytes,
         has_keys=bool(settings.api_keys),
     )

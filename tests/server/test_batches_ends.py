@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import fminfer
+from fminfer.server.batches import batch_work
 from tests.server.batch_calls import (
     batch_line,
     content,
@@ -61,6 +62,23 @@ def test_a_cancelled_batch_keeps_what_is_finished(server: Running) -> None:
     assert server.is_idle(), "rows that ran are dropped"
     again = server.post(f"/v1/batches/{batch['id']}/cancel", b"")
     assert again.status == 200 and again.json == batch
+
+
+@pytest.mark.parametrize("end", ["cancelled", "expired"])
+def test_a_batch_ends_while_others_go_first(
+    server: Running, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    monkeypatch.setattr(batch_work, "MOST_AT_ONCE", 1)
+    first = create(server, long_lines(NUM_LINES, 400))
+    wait_until(server, first, has_some)
+    second = create(server, [batch_line("a")], window="1s" if end == "expired" else "24h")
+    assert second["status"] == "validating"
+    if end == "cancelled":
+        server.post(f"/v1/batches/{second['id']}/cancel", b"")
+    assert wait_for_end(server, second)["status"] == end
+    assert get(server, first)["status"] == "in_progress"
+    server.post(f"/v1/batches/{first['id']}/cancel", b"")
+    wait_for_end(server, first)
 
 
 def test_a_batch_that_is_over_is_not_cancelled(server: Running) -> None:

@@ -96,6 +96,16 @@ def test_one_server_a_folder(tmp_path: Path) -> None:
     StateFolder(tmp_path).close()
 
 
+def test_a_folder_that_only_has_names_of_ours_is_left_alone(tmp_path: Path) -> None:
+    upload = tmp_path / "uploads" / "picture"
+    upload.parent.mkdir()
+    upload.write_bytes(b"mine")
+    (tmp_path / "lock").touch()
+    with pytest.raises(UsageError, match="other things, such as uploads"):
+        StateFolder(tmp_path)
+    assert upload.read_bytes() == b"mine"
+
+
 def test_other_folders_are_refused(tmp_path: Path) -> None:
     (tmp_path / "letter.txt").write_text("dear")
     tmp_path.chmod(0o755)

@@ -112,6 +112,61 @@ def test_a_disk_that_is_full_when_the_output_is_written(
     assert len(written) == 2 and [*texts_of(server, batch)] == ["a"]
 
 
+def test_a_batch_whose_end_cannot_be_written_can_be_cancelled(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the output that it is about to have is not deleted before."""
+    write = state_folder.write_durably
+
+    def fail(path: Path, data: bytes) -> None:
+        if b'"status": "completed"' in data:
+            raise OSError(errno.ENOSPC, "full")
+        write(path, data)
+
+    monkeypatch.setattr("fminfer.server.batches.stored_batches.write_durably", fail)
+    batch = create(server, [batch_line("a")])
+    assert wait_until(server, batch, has_trouble)["status"] == "finalizing"
+    (output,) = server.get("/v1/files?purpose=batch_output").json["data"]
+    answer = server.call("DELETE", f"/v1/files/{output['id']}")
+    assert answer.status == 409 and answer.error["code"] == "file_in_use"
+    assert server.post(f"/v1/batches/{batch['id']}/cancel", b"").status == 200
+    batch = wait_for_end(server, batch)
+    assert batch["status"] == "cancelled" and batch["output_file_id"] == output["id"]
+    assert [*texts_of(server, batch)] == ["a"]
+    assert server.call("DELETE", f"/v1/files/{output['id']}").status == 200
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_batch_that_cannot_tell_its_trouble_goes_on_later(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Exception] = []
+
+    def fail(run: batch_run.BatchRun, error: Exception) -> None:
+        told.append(error)
+        raise BrokenPipeError("nobody reads the log")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(batch_run.BatchRun, "_pause", fail)
+        patch.setattr(batch_run, "make_check", lambda *arguments: 1 / 0)
+        batch = create(server, [batch_line("a")])
+        while not told:
+            get(server, batch)
+    assert wait_for_end(server, batch)["status"] == "completed"
+
+
+def test_the_log_level_holds_for_batches(
+    engine: fminfer.Engine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(batch_run, "make_check", lambda *arguments: 1 / 0)
+    with running(engine, state=tmp_path / "state", log_level="critical") as server:
+        wait_until(server, create(server, [batch_line("a")]), has_trouble)
+    assert capfd.readouterr().err == ""
+
+
 def test_a_full_disk_at_an_upload(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(upload, "_write", FullDisk(upload._write, 0))
@@ -143,7 +198,7 @@ def test_another_model_pauses_a_batch_until_the_old_one_is_back(
     """Rows of two models are never mixed, and a cancelled batch has those of the first."""
     state = tmp_path / "state"
     with running(engine, state=state, fingerprint={"the model": "a"}) as server:
-        first, second = (create(server, long_lines(200, 400)) for _ in range(2))
+        first, second = (create(server, long_lines(150, 400)) for _ in range(2))
         for batch in (first, second):
             wait_until(server, batch, lambda found: found["request_counts"]["completed"] > 2)
     with running(engine, state=state, fingerprint={"the model": "b"}) as server:
@@ -161,7 +216,7 @@ def test_another_model_pauses_a_batch_until_the_old_one_is_back(
     with running(engine, state=state, fingerprint={"the model": "a"}) as server:
         first = wait_for_end(server, first)
         assert first["status"] == "completed" and first["errors"] is None
-        assert len(texts_of(server, first)) == 200
+        assert len(texts_of(server, first)) == 150
 
 
 def test_a_fault_of_ours_pauses_one_batch(

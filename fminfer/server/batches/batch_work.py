@@ -71,7 +71,8 @@ class BatchWork:
         with self._news:
             while not self._is_stopped:
                 for batch in self._shop.batches.open_ones:
-                    if len(self._runs) < MOST_AT_ONCE and self._is_due(batch):
+                    has_room = len(self._runs) < MOST_AT_ONCE or _is_to_end(batch)
+                    if has_room and self._is_due(batch):
                         self._begin(batch)
                 self._news.wait(LOOK_S)
 
@@ -91,11 +92,24 @@ class BatchWork:
         thread.start()
 
     def _run(self, run: BatchRun) -> None:
-        run.run()
-        with self._news:
-            del self._runs[run.batch.id]
-            if run.trouble is not None:  # what changed with the model stays until a server starts
-                is_lasting = run.trouble.code == MODEL_CHANGED
-                until_s = NEVER if is_lasting else time.monotonic() + RETRY_S
-                self._paused_until_s[run.batch.id] = until_s
-            self._news.notify_all()
+        is_left = True
+        try:
+            run.run()
+            is_left = run.trouble is not None
+        finally:  # also where it could not even say what is wrong
+            with self._news:
+                del self._runs[run.batch.id]
+                if is_left:
+                    self._pause(run)
+                self._news.notify_all()
+
+    def _pause(self, run: BatchRun) -> None:
+        # What changed with the model stays until a server starts.
+        is_lasting = run.trouble is not None and run.trouble.code == MODEL_CHANGED
+        until_s = NEVER if is_lasting else time.monotonic() + RETRY_S
+        self._paused_until_s[run.batch.id] = until_s
+
+
+def _is_to_end(batch: StoredBatch) -> bool:
+    """Tell whether a batch only has to be ended, which takes little and waits for no other."""
+    return batch.status == "cancelling" or time.time() >= batch.expires_at

@@ -194,7 +194,8 @@ class Desk:
         def change(batch: StoredBatch) -> StoredBatch:
             if batch.status in ("cancelling", "cancelled"):
                 return batch
-            if batch.status in ("validating", "in_progress"):
+            # One that finalizes is over in a moment, unless trouble keeps it from that.
+            if batch.status in ("validating", "in_progress") or (batch.is_open and batch.troubles):
                 return batch.moved("cancelling")
             raise HttpError(
                 409,

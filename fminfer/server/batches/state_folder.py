@@ -24,7 +24,7 @@ from fminfer.core.errors import OutputError, UsageError
 from fminfer.files.disk import HAS_NO_LOCKS, sync_folder
 
 ID = re.compile(r"(?:file-|batch_)[0-9a-f]{32}")
-LOCK, SALT = "lock", "salt"
+LOCK, SALT, NEW_SALT = "lock", "salt", "salt.new"
 SALT_BYTES = 32
 PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
 
@@ -93,11 +93,11 @@ class StateFolder:
         if not self.path.exists():
             self.path.mkdir(mode=PRIVATE_FOLDER, parents=True)
             return
-        names = set(os.listdir(self.path))
-        if names and LOCK not in names:
+        others = set(os.listdir(self.path)) - {LOCK, NEW_SALT}  # of a server that died at once
+        if others and SALT not in others:
             raise UsageError(
-                f"--state {self.path} holds other things, such as {min(names)}; give a new or "
-                "empty folder, or one that a server made"
+                f"--state {self.path} holds other things, such as {min(others)}; give a new or "
+                f"empty folder, or one that a server made, with its file {SALT}"
             )
         if self.path.stat().st_mode & 0o077:
             self.path.chmod(PRIVATE_FOLDER)

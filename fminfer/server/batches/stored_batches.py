@@ -89,6 +89,11 @@ class StoredBatch:
         return self.status in OPEN
 
     @property
+    def file_ids(self) -> tuple[str, ...]:
+        """Its input, and its outputs, which may not be there."""
+        return self.input_file_id, self.answers_id, self.errors_id
+
+    @property
     def created_at(self) -> int:
         """Seconds since 1970."""
         return self.created_ns // 10**9
@@ -176,8 +181,8 @@ class BatchStore:
         return [batch for batch in self._all if not batch.is_open]
 
     def find_user(self, file_id: str) -> StoredBatch | None:
-        """Return a batch that still needs an input file; None: none does."""
-        return next((each for each in self.open_ones if each.input_file_id == file_id), None)
+        """Return a batch that still needs a file, or has just made it; None: none does."""
+        return next((each for each in self.open_ones if file_id in each.file_ids), None)
 
     def now(self, batch: StoredBatch) -> StoredBatch:
         """Return a batch as it is now."""
