@@ -1,11 +1,11 @@
-"""Finds where the answers of an earlier run stand, by 16-byte keys, in 25 bytes each."""
+"""Finds where the answers of an earlier run stand, by 16-byte keys, in 25 to 37 bytes each."""
 
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 
 import numpy as np
-import numpy.typing as npt
 
 _LOW, _HIGH = slice(0, 8), slice(8, 16)
 
@@ -18,7 +18,8 @@ class KeyIndex:
         self._places = array("q")
         self._is_used = bytearray()
         self._next = 0  # whose key will probably be asked for next
-        self._order: npt.NDArray[np.uint32] | None = None  # of `_low`, once one was not
+        # Once one was not: `_low` in order, and the numbers of its answers.
+        self._sorted, self._order = array("Q"), array("I")
 
     def __len__(self) -> int:
         return len(self._places)
@@ -59,12 +60,18 @@ class KeyIndex:
         return is_there and self._low[number] == low and self._high[number] == high
 
     def _search(self, low: int, high: int) -> int | None:
-        halves = np.frombuffer(self._low, "u8")
-        if self._order is None:
-            self._order = np.argsort(halves, kind="stable").astype(np.uint32)
-        place = int(np.searchsorted(halves, np.uint64(low), sorter=self._order))
-        while place < len(halves) and self._low[number := int(self._order[place])] == low:
+        if not self._sorted:
+            self._sort()
+        place = bisect_left(self._sorted, low)
+        while place < len(self._sorted) and self._sorted[place] == low:
+            number = self._order[place]
             if self._high[number] == high:
                 return number
             place += 1
         return None
+
+    def _sort(self) -> None:
+        halves = np.frombuffer(self._low, "u8")
+        order = np.argsort(halves, kind="stable")
+        self._order = array("I", order.astype("u4").tobytes())
+        self._sorted = array("Q", halves[order].tobytes())
