@@ -22,7 +22,7 @@ from fminfer.batch.run_paths import JobPaths
 from fminfer.batch.run_summary import JobSummary
 from fminfer.batch.shared_folder import share_files
 from fminfer.contract.line import Line
-from fminfer.core.errors import FminferError, PipelineError, StoppedError
+from fminfer.core.errors import FminferError, OutputError, PipelineError, StoppedError
 from fminfer.core.quantities import counted
 from fminfer.files.input_folders import MOST_NAMED
 from fminfer.files.journal_head import Fingerprint
@@ -79,6 +79,8 @@ def answer(
         job.stats.write_text(json.dumps(summary.to_dict(), indent=2) + "\n")
     if not job.is_quiet:
         click.echo(summary.to_text(), err=True)
+    if summary.report_trouble:
+        raise OutputError(summary.report_trouble)
     return summary
 
 

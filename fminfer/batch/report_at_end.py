@@ -38,20 +38,19 @@ def name_settings(config: EngineConfig) -> dict[str, str]:
 def write_at_end(job: JobPaths, plan: Plan, summary: JobSummary) -> None:
     """Write the report that the job asks for; its outputs are as complete as they will be.
 
-    Raises:
-        OutputError: it cannot be written. The answers are kept.
+    Where it cannot be written, the summary says why: it is to be told before the run ends in error.
     """
     if job.report is None:
         return
     try:
         _write(job.report, [*plan.outputs, *summary.outputs], job.is_quiet, math.inf)
-    except OutputError:
-        raise
+    except OutputError as error:
+        summary.report_trouble = str(error)
     except Exception as error:  # a fault of the report's is not one of the run
-        raise OutputError(
+        summary.report_trouble = (
             f"the report {job.report} was not written ({error}). The answers are not touched by "
             "that; fminfer report tries it again"
-        ) from error
+        )
 
 
 @contextmanager

@@ -53,6 +53,7 @@ class JobSummary:
     warnings: dict[str, int] = field(default_factory=dict)
     result_cache: str = ""  # folder of answers that several runs share; "": none
     cache_trouble: str = ""  # why it was given up
+    report_trouble: str = ""  # why the report was not written
     made_up: str = ""  # what a synthetic run answered
 
     @property

@@ -282,6 +282,22 @@ def test_a_record_with_odd_values_is_shown_as_it_stands(tmp_path: Path) -> None:
     assert last["line"] == 4 and "text_offset" in last["asked"][0]["text"]
 
 
+def test_values_that_are_too_large_or_too_deep(tmp_path: Path) -> None:
+    """A request may hold them: an unknown field is only warned of."""
+    rows = [json.loads(plain_answer(number, "x")) for number in range(12)]
+    for number, row in enumerate(rows):
+        row["request"]["huge"] = 10**400 + number
+    rows[0]["result"]["request_time"] = {"batch_time": 1.0, "queue_time": "long"}
+    lines = [json.dumps(row).encode() for row in rows]
+    deep = b'"request": {"deep": ' + b"[" * 990 + b"]" * 990 + b", "
+    lines.append(plain_answer(12, "x").strip().replace(b'"request": {', deep, 1))
+    output = tmp_path / "large.jsonl"
+    output.write_bytes(b"".join(line + b"\n" for line in lines))
+    page, data = make_report(output)
+    assert tile(page, "Rows answered") == "13" and "1000000000" in text_of(page)
+    assert "nested too deep" in text_of(page) and "nested too deep" in str(data["rows"][-1])
+
+
 def test_a_choice_without_rows_and_an_empty_output(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     output.write_bytes(b"")

@@ -195,7 +195,8 @@ def test_a_run_with_outputs_at_a_url_writes_its_report(tmp_path: Path) -> None:
     there.mkdir()
     where = ["--output", f"{there.as_uri()}/", "--work-dir", tmp_path / "work", "--report", page]
     for _ in range(2):
-        assert call("run", "-q", *FLAGS, source, *where).exit_code == 0
+        found = call("run", "-q", *FLAGS, source, *where)
+        assert found.exit_code == 0, found.output
         assert tile(read_page(page)[0], "Rows answered") == "4"
         page.unlink()
 
@@ -224,8 +225,11 @@ def test_a_report_that_fails_costs_no_answers(
         raise ZeroDivisionError("a fault")
 
     monkeypatch.setattr("fminfer.batch.report_at_end.write_report", fail)
-    found = call("run", *FLAGS, source, "--report", tmp_path / "r.html")
+    stats = tmp_path / "stats.json"
+    found = call("run", *FLAGS, source, "--report", tmp_path / "r.html", "--stats", stats)
     assert found.exit_code == 1 and "was not written (a fault)" in found.output
+    assert "5 answered, 0 in error" in found.output, "the summary"
+    assert json.loads(stats.read_text())["num_rows"] == 5
     assert len(output.read_bytes().splitlines()) == 5
     status = read_status(output)
     assert status is not None and status["status"] == "completed"

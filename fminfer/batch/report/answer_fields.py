@@ -66,7 +66,7 @@ def _from_result(fields: dict[str, Any]) -> AnswerFields | None:
     shape: Shape = "bare" if len(fields) == 2 else "wrapped"
     if isinstance(result, dict):
         times = result.get("request_time")
-        times = times if isinstance(times, dict) else {}
+        times = {k: v for k, v in _dict(times).items() if type(v) in (float, int)}
         choices, usage = result.get("choices"), result.get("usage")
         return AnswerFields(shape, request, choices, _dict(usage), times, None, fields)  # type: ignore[arg-type]
     error = fields.get("error")

@@ -67,7 +67,7 @@ def _make_logprobs(whole: Tally) -> str:
         return _make_unknown(title, "No answer has logprobs; requests ask for them.")
     note = (
         f"{counted(whole.num_with_logprobs, 'row')}; mean {histogram.mean:.3f}, a probability of "
-        f"{math.exp(histogram.mean):.1%} a token; the end token is not counted"
+        f"{math.exp(min(0.0, histogram.mean)):.1%} a token; the end token is not counted"
     )
     floor = max(histogram.least, -20.0)  # a few rows far below would flatten all others
     kept = Histogram(histogram.scale)

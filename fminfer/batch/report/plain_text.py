@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 import re
 
 # What is not a character to see: controls but tab and newline, and marks that turn the direction of
@@ -29,6 +30,14 @@ def show(text: str) -> str:
 def escape(value: object) -> str:
     """Return a value as text for HTML, also for an attribute."""
     return html.escape(show(str(value)))
+
+
+def dump(value: object) -> str:
+    """Return a value as JSON, which may be nested deeper than it can be written."""
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except RecursionError:
+        return "… (nested too deep to be shown)"
 
 
 def shorten(text: str, most: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +10,7 @@ import orjson
 
 from fminfer.batch.report.answer_fields import ODD_RECORD, AnswerFields
 from fminfer.batch.report.drawn_logprobs import drawn_logprobs, prompt_of
-from fminfer.batch.report.plain_text import show
+from fminfer.batch.report.plain_text import dump, show
 from fminfer.batch.report.row_choice import Place, Reason
 from fminfer.batch.report.tally import UNTOLD
 from fminfer.batch.report.token_pieces import Piece, cut_choice
@@ -59,14 +58,14 @@ class ShownRow:
             "id": None if answer.custom_id is None else show(str(answer.custom_id))[:200],
             "asked": _list_asked(request, cut),
             "params": [
-                [show(str(name))[:80], show(json.dumps(value))[:200]]
+                [show(str(name))[:80], show(dump(value))[:200]]
                 for name, value in fields.items()
                 if name not in UNTOLD and name != "tools"
             ],
             "tools": [_tool_name(each) for each in (fields.get("tools") or [])[:MAX_PARTS]],
         }
         if answer.others:
-            own["others"] = cut_text(json.dumps(answer.others, ensure_ascii=False), 400)
+            own["others"] = cut_text(dump(answer.others), 400)
         if answer.error is not None:
             return own | {"error": {k: show(str(v))[:2000] for k, v in answer.error.items()}}
         usage = answer.usage
@@ -106,7 +105,7 @@ def _list_asked(request: Any, cut: Cut) -> list[dict[str, Any]]:
             num_before > 0
         ) + shown
     if "prompt" not in request:
-        return [{"who": "line", **cut_text(json.dumps(request, ensure_ascii=False), cut.num_chars)}]
+        return [{"who": "line", **cut_text(dump(request), cut.num_chars)}]
     prompt = request["prompt"]
     is_many = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
     prompts: Sequence[Any] = prompt if is_many else [prompt]
@@ -120,16 +119,16 @@ def _show_prompt(prompt: Any, cut: Cut) -> dict[str, Any]:
         return cut_text(prompt, cut.num_chars)
     if isinstance(prompt, list):
         return {"is_ids": True, **cut_text(" ".join(map(str, prompt)), cut.num_chars)}
-    return cut_text(json.dumps(prompt, ensure_ascii=False), cut.num_chars)
+    return cut_text(dump(prompt), cut.num_chars)
 
 
 def _show_message(message: Any, cut: Cut) -> dict[str, Any]:
     if not isinstance(message, dict):
-        return {"who": "?", **cut_text(json.dumps(message), cut.num_chars)}
+        return {"who": "?", **cut_text(dump(message), cut.num_chars)}
     content = message.get("content")
     if isinstance(content, list):
         content = "\n".join(
-            str(part.get("text", json.dumps(part))) if isinstance(part, dict) else str(part)
+            str(part.get("text", dump(part))) if isinstance(part, dict) else str(part)
             for part in content
         )
     shown = {
@@ -152,7 +151,7 @@ def _list_calls(calls: Any, cut: Cut) -> list[list[str]]:
 
 
 def _as_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return value if isinstance(value, str) else dump(value)
 
 
 def _tool_name(tool: Any) -> str:
@@ -172,7 +171,7 @@ def _show_choice(choice: dict[str, Any], request: dict[str, Any], cut: Cut) -> d
     if logprobs:
         shown["mean_logprob"] = round(sum(logprobs) / len(logprobs), 4)
     if choice.get("stop_reason") is not None:
-        shown["stop"] = show(json.dumps(choice["stop_reason"], ensure_ascii=False))[:100]
+        shown["stop"] = show(dump(choice["stop_reason"]))[:100]
     calls = _list_calls(message.get("tool_calls"), cut) if isinstance(message, dict) else []
     pieces = cut_choice(choice, prompt, is_echo=is_echo)
     kept, rest = _fit(text, pieces[: cut.num_tokens], is_all=bool(calls))
@@ -213,7 +212,7 @@ def _dump_row(row: ShownRow, cut: Cut) -> bytes:
     try:
         return orjson.dumps(row.to_dict(cut))
     except ODD_RECORD:  # edited by hand, or another program's: shown as it stands
-        raw = json.dumps(row.answer.fields, ensure_ascii=False)
+        raw = dump(row.answer.fields)
         odd = replace(row, answer=AnswerFields("bare", raw, [], {}, {}, None, {}), request=raw)
         return orjson.dumps(odd.to_dict(cut))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import Any
 from fminfer.batch.report.answer_fields import AnswerFields
 from fminfer.batch.report.drawn_logprobs import drawn_logprobs, prompt_of
 from fminfer.batch.report.histogram import Histogram
+from fminfer.batch.report.plain_text import dump
 
 MAX_VALUES = 200  # different values of a parameter that are counted one by one
 MAX_VALUE_LENGTH = 200
@@ -20,6 +20,7 @@ ErrorKind = tuple[str, str]  # an error's code, and its message without numbers 
 _GIVEN = re.compile(r"\d+|\"[^\"]*\"")
 UNTOLD = frozenset({"prompt", "messages", "suffix", "user", "metadata", "prompt_cache_key"})
 NUMBERS = (int, float)
+MAX_NUMBER = 1e300  # larger integers are no floats, and are taken as texts
 LOGPROB_SCALE = 100
 TIME_SCALE = 1000  # milliseconds
 
@@ -32,8 +33,9 @@ class Values:
     num_others: int = 0  # rows with further values
 
     def add(self, value: Any) -> None:
-        if type(value) not in NUMBERS:  # True is 1 for a dict, and lists have no hash
-            value = json.dumps(value)[:MAX_VALUE_LENGTH]
+        # True is 1 for a dict, and lists have no hash.
+        if type(value) not in NUMBERS or abs(value) > MAX_NUMBER:
+            value = dump(value)[:MAX_VALUE_LENGTH]
         if value in self.counts or len(self.counts) < MAX_VALUES:
             self.counts[value] += 1
         else:
