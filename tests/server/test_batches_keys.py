@@ -88,6 +88,18 @@ def test_a_folder_is_for_its_owner_alone(tmp_path: Path) -> None:
     again.close()
 
 
+def test_a_folder_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its owner could go on reading it."""
+    folder = tmp_path / "state"
+    folder.mkdir()
+    monkeypatch.setattr("os.geteuid", lambda: folder.stat().st_uid + 1)
+    with pytest.raises(UsageError, match="the folder of user"):
+        StateFolder(folder)
+    assert [*folder.iterdir()] == []
+
+
 def test_one_server_a_folder(tmp_path: Path) -> None:
     folder = StateFolder(tmp_path)
     with pytest.raises(UsageError, match="another server's"):

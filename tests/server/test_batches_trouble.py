@@ -268,3 +268,18 @@ def test_an_engine_that_fails_keeps_the_batch(engine: fminfer.Engine, tmp_path: 
         batch = wait_for_end(server, batch)
         assert batch["status"] == "completed" and batch["errors"] is None
         assert len(texts_of(server, batch)) == 60
+
+
+def test_an_output_that_was_changed_is_not_sent(server: Running, tmp_path: Path) -> None:
+    """A file that somebody had cut short was sent as if it were whole."""
+    batch = wait_for_end(server, create(server, [batch_line("a"), batch_line("b")]))
+    (path,) = server.desk.uploads.parent.glob("batches/*/output.jsonl")
+    whole = path.read_bytes()
+    route = f"/v1/files/{batch['output_file_id']}/content"
+    path.write_bytes(whole[:300])
+    changed = server.get(route)
+    assert changed.status == 410 and "300 bytes" in changed.error["message"]
+    path.write_bytes(whole)
+    assert server.get(route).body == whole
+    path.unlink()
+    assert server.get(route).error["code"] == "file_removed"

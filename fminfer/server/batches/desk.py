@@ -109,12 +109,21 @@ class Desk:
         """Return where a file's bytes are.
 
         Raises:
-            HttpError: there is no such file, or they are gone.
+            HttpError: there is no such file, or they are gone, or others than were written.
         """
-        path = self.files.path_of(self.find_file(file_id, owner))
+        stored = self.find_file(file_id, owner)
+        path = self.files.path_of(stored)
         if not path.is_file():
             self._tell(f"{path} is not there, and a client asks for it")
             raise HttpError(410, "the file was removed from the server's disk", code="file_removed")
+        if (size := path.stat().st_size) != stored.bytes:
+            self._tell(f"{path} has {size} bytes, and was written with {stored.bytes}")
+            raise HttpError(
+                410,
+                f"the file was changed on the server's disk: it has {size} bytes, and was written "
+                f"with {stored.bytes}",
+                code="file_changed",
+            )
         return path
 
     def delete_file(self, file_id: str, owner: str) -> None:

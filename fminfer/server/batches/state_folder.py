@@ -88,7 +88,7 @@ class StateFolder:
         """Make it, or see that it is a state folder, which only its owner may read.
 
         Raises:
-            UsageError: it holds other things.
+            UsageError: it holds other things, or is another user's.
         """
         if not self.path.exists():
             self.path.mkdir(mode=PRIVATE_FOLDER, parents=True)
@@ -98,6 +98,11 @@ class StateFolder:
             raise UsageError(
                 f"--state {self.path} holds other things, such as {min(others)}; give a new or "
                 f"empty folder, or one that a server made, with its file {SALT}"
+            )
+        if (owner := self.path.stat().st_uid) != os.geteuid():
+            raise UsageError(
+                f"--state {self.path} is the folder of user {owner}, who could read and change "
+                "what is in it; give one of your own"
             )
         if self.path.stat().st_mode & 0o077:
             self.path.chmod(PRIVATE_FOLDER)
