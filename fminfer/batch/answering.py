@@ -111,8 +111,7 @@ def _answer_files(
     is_awaited: bool,
 ) -> JobSummary:
     job = run.job
-    if not job.is_quiet:
-        _tell_left_out(job, plan)
+    _tell_left_out(job, plan)
     fingerprint = fingerprint_of(run.config, checkpoint)
     count_lines = line_counting(run.config, checkpoint)
     facts = RunFacts(settings=name_settings(run.config))
@@ -228,8 +227,10 @@ def _keeping_answers(
 
 
 def _tell_left_out(job: JobPaths, plan: Plan) -> None:
+    """Say which inputs are not answered; those that are in error also if it is to be quiet."""
     refused = [*plan.refused.values()]
-    for reason in [*refused[:MOST_NAMED], *job.describe_left_out()]:
+    others = [] if job.is_quiet else job.describe_left_out()
+    for reason in [*refused[:MOST_NAMED], *others]:
         click.echo(f"Left out: {reason}.", err=True)
     if len(refused) > MOST_NAMED:
         num_more = len(refused) - MOST_NAMED

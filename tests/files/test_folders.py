@@ -136,6 +136,8 @@ def test_a_link_to_a_lost_file_costs_itself(tmp_path: Path) -> None:
     assert status == 2 and (tmp_path / "output_a.jsonl").exists()
     reason = f"{tmp_path / 'lost.jsonl'} is a link to gone/b.jsonl, which cannot be reached"
     assert f"Left out: {reason}" in told and f"refused   {tmp_path / 'lost.jsonl'}: " in told
+    status, told = run(tmp_path, "-q")
+    assert status == 2 and f"Left out: {reason}" in told, "-q ended with 2 and no word"
     (overview,) = look_over(tmp_path)
     assert [file.state for file in overview.files] == ["done", "waiting"]
     assert overview.files[1].why == f"{reason}; mend the link, or remove it"
