@@ -9,11 +9,13 @@ from fminfer.contract.envelope import open_envelope
 from fminfer.contract.json_object import dump
 from fminfer.contract.line import Line
 from fminfer.contract.record import make_id
+from fminfer.files.file_names import beside
 from fminfer.files.journal import Journal, journal_path
 from fminfer.files.journal_head import Fingerprint, read_fingerprint
 from fminfer.files.journal_rows import Row
 from fminfer.files.line_reader import read_lines
 from fminfer.files.ordered_output import put_in_order
+from fminfer.files.status_file import NEW, status_path
 from fminfer.server.batches.stored_batches import Progress
 
 EXPIRED = {
@@ -55,8 +57,9 @@ def progress_of(journal: Journal, total: int) -> Progress:
 
 
 def drop_journal(output: Path) -> None:
-    """Remove the journal of a batch whose end is on the disk."""
+    """Remove the journal of a batch whose end is on the disk, and what a kill has left."""
     journal_path(output).unlink(missing_ok=True)
+    beside(status_path(output), NEW).unlink(missing_ok=True)
 
 
 def _open(output: Path) -> Journal:
