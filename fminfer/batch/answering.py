@@ -140,6 +140,7 @@ def _open(
     facts: RunFacts,
 ) -> tuple[RunInputs, bool]:
     """Open the inputs and their journals; return whether nothing is left to answer."""
+    tell = _say_nothing if job.is_quiet else say
     if job.is_shared:
         shared = share_files(
             job.plan if job.is_watching else lambda: plan,
@@ -150,6 +151,7 @@ def _open(
             limit=job.limit,
             count_lines=count_lines,
             facts=facts,
+            tell=tell,
         )
         return shared, not shared.look()
     named = open_files(
@@ -159,6 +161,7 @@ def _open(
         limit=job.limit,
         count_lines=count_lines,
         facts=facts,
+        tell=tell,
     )
     return named, named.is_finished
 
@@ -213,7 +216,7 @@ def _keeping_answers(
     run: RunContext, engine: Engine, fingerprint: Fingerprint, summary: JobSummary | None = None
 ) -> Iterator[None]:
     """Let the engine take answers of other runs, and keep its own, if the user wants that."""
-    place, tell = run.job.result_cache, (lambda text: None) if run.is_quiet else say
+    place, tell = run.job.result_cache, _say_nothing if run.is_quiet else say
     cache = open_result_cache(fingerprint, place, tell)
     engine.result_cache = cache
     try:
@@ -224,6 +227,10 @@ def _keeping_answers(
             if summary is not None:
                 summary.result_cache = str(place.folder)
                 summary.cache_trouble = cache.trouble
+
+
+def _say_nothing(text: str) -> None:
+    """Take the place of `say` in a quiet run."""
 
 
 def _tell_left_out(job: JobPaths, plan: Plan) -> None:

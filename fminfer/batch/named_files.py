@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,6 +78,7 @@ def open_files(
     limit: int | None = None,
     count_lines: CountLines | None = None,
     facts: RunFacts | None = None,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> NamedFiles:
     """Open each input with the rows of earlier runs; write nothing if anything is wrong.
 
@@ -89,13 +90,16 @@ def open_files(
         count_lines: begins to count a file's lines; None: no answers to an earlier form of a file
             are taken.
         facts: of the run, for the status files.
+        tell: told how far it is where taking earlier answers takes long.
 
     Raises:
         UsageError: an output is another run's.
     """
     stream = OrderedStream(sys.stdout.buffer, write_beside_bar)
     facts = facts or RunFacts()
-    terms = RunTerms(model, fingerprint, restart, limit, count_lines=count_lines, facts=facts)
+    terms = RunTerms(
+        *(model, fingerprint, restart, limit), count_lines=count_lines, facts=facts, tell=tell
+    )
     files: list[RunInput] = []
     journaled = []
     for source, (path, output) in enumerate(zip(inputs, outputs, strict=True)):

@@ -176,6 +176,7 @@ def share_files(
     limit: int | None = None,
     count_lines: CountLines | None = None,
     facts: RunFacts | None = None,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> SharedFiles:
     """Prepare to answer files together with other runs; nothing is opened yet.
 
@@ -189,7 +190,10 @@ def share_files(
         count_lines: begins to count a file's lines; None: no answers to an earlier form of a file
             are taken.
         facts: of the run, for the status files.
+        tell: told how far it is where taking earlier answers takes long.
     """
     facts = facts or RunFacts()
-    terms = RunTerms(model, fingerprint, restart, limit, count_lines=count_lines, facts=facts)
+    terms = RunTerms(
+        *(model, fingerprint, restart, limit), count_lines=count_lines, facts=facts, tell=tell
+    )
     return SharedFiles(find, terms, is_watching=is_watching)

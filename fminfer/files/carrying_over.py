@@ -18,7 +18,7 @@ from fminfer.contract.record import make_key
 from fminfer.core.errors import UsageError, row_error
 from fminfer.files.completed import find_completed
 from fminfer.files.disk import lock, told
-from fminfer.files.earlier_answers import EarlierAnswers, JournalAnswers, OutputAnswers
+from fminfer.files.earlier_answers import EarlierAnswers, JournalAnswers, OutputAnswers, Pace
 from fminfer.files.journal import Journal, journal_path
 from fminfer.files.journal_head import (
     INPUT,
@@ -29,7 +29,7 @@ from fminfer.files.journal_head import (
 from fminfer.files.journal_rows import Row
 from fminfer.files.line_reader import read_lines
 from fminfer.files.reopening import check_unchanged, put_journal
-from fminfer.files.run_terms import CountLines, LineCounter, RunTerms
+from fminfer.files.run_terms import LineCounter, RunTerms
 from fminfer.files.streams import Digest
 
 MAX_REPEATS = 1 << 17  # lines left to answer whose equal ones are kept in memory, about 12 MB
@@ -81,7 +81,7 @@ def carry_over(
         OutputError: the disk is full or gone.
     """
     assert terms.count_lines is not None, "a run that takes no earlier answers"
-    with _open(output, fingerprint, terms.count_lines) as (earlier, old_input):
+    with _open(output, fingerprint, terms) as (earlier, old_input):
         if earlier is None:
             return None
         found = CarriedOver()
@@ -105,10 +105,10 @@ def drop_answerless(output: Path, fingerprint: Fingerprint, terms: RunTerms) -> 
 
 @contextmanager
 def _open(
-    output: Path, fingerprint: Fingerprint, count_lines: CountLines
+    output: Path, fingerprint: Fingerprint, terms: RunTerms
 ) -> Iterator[tuple[EarlierAnswers | None, str]]:
     """Open the answers to an earlier form of an input; with them comes what it was."""
-    path = journal_path(output)
+    path, pace = journal_path(output), Pace(terms.tell)
     if not path.exists():
         completed = find_completed(output)
         if completed is None or not is_of_other_input(completed.fingerprint, fingerprint):
@@ -116,7 +116,9 @@ def _open(
             return
         with told(output), output.open("rb") as file:
             check_unchanged(output, completed.seals, has_changed_input=True)
-            yield OutputAnswers(output, file, count_lines()), completed.fingerprint[INPUT]
+            assert terms.count_lines is not None, "a run that takes no earlier answers"
+            earlier = OutputAnswers(output, file, terms.count_lines(), pace)
+            yield earlier, completed.fingerprint[INPUT]
         return
     with told(path), path.open("rb+") as file:  # NFS locks only what may be written
         lock(file.fileno(), path, output)
@@ -125,7 +127,7 @@ def _open(
             yield None, ""
             return
         file.seek(0)
-        yield JournalAnswers(path, file), old[INPUT]
+        yield JournalAnswers(path, file, pace), old[INPUT]
 
 
 class _Rows:
@@ -163,6 +165,7 @@ class _Rows:
             found.last_number = line.number
             if row is not None:
                 found.num_taken += 1
+                earlier.pace.look("Taking them", found.num_taken, earlier.num_answers)
                 yield row
         if str(digest) != self._input_digest:
             raise UsageError(f"{self._source} was changed just now; run the same command again")

@@ -5,7 +5,8 @@ They stand in a complete output, or in the journal of a run that has not ended.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -28,6 +29,25 @@ from fminfer.files.reopening import is_retryable, records_of
 from fminfer.files.run_terms import LineCounter
 
 UNSURE = 1 << 40  # more equal lines than a file has
+TELL_EVERY_S, LOOK_EVERY = 5.0, 1024  # seconds; rows between two looks at the clock
+
+
+class Pace:
+    """Tells now and then how far a task is that takes long where there are many rows."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        self._told_s = time.monotonic()
+
+    def look(self, what: str, number: int, total: int = 0) -> None:
+        """Tell the number of rows so far, if it is time to.
+
+        Args:
+            total: 0: not known.
+        """
+        if number % LOOK_EVERY == 0 and time.monotonic() - self._told_s >= TELL_EVERY_S:
+            self._told_s = time.monotonic()
+            self._tell(f"{what}: {number:,}{f' of {total:,}' if total else ''}")
 
 
 class EarlierAnswers:
@@ -37,8 +57,9 @@ class EarlierAnswers:
         path: where they stand.
     """
 
-    def __init__(self, path: Path, file: BinaryIO) -> None:
+    def __init__(self, path: Path, file: BinaryIO, pace: Pace) -> None:
         self.path = path
+        self.pace = pace
         self.num_unsure = 0  # of which it is not known how many equal ones stood before them
         self._index = KeyIndex()
         self._file = file
@@ -80,7 +101,8 @@ class EarlierAnswers:
     def _lines(self) -> Iterator[tuple[int, bytes]]:
         """Yield each line of the file with its place."""
         place = 0
-        for line in self._file:
+        for number, line in enumerate(self._file):
+            self.pace.look("Reading earlier answers", number)
             yield place, line
             place += len(line)
 
@@ -98,8 +120,8 @@ class OutputAnswers(EarlierAnswers):
         UsageError: records are none, or an older version's.
     """
 
-    def __init__(self, output: Path, file: BinaryIO, counter: LineCounter) -> None:
-        super().__init__(output, file)
+    def __init__(self, output: Path, file: BinaryIO, counter: LineCounter, pace: Pace) -> None:
+        super().__init__(output, file, pace)
         self._has_unknown = False  # a request before the next answer
         self._has_long_unknown = False  # the same, of more than MAX_QUOTED_BYTES
         for record in records_of(errors_path(output)):
@@ -150,8 +172,8 @@ class JournalAnswers(EarlierAnswers):
         UsageError: rows are an older version's.
     """
 
-    def __init__(self, journal: Path, file: BinaryIO) -> None:
-        super().__init__(journal, file)
+    def __init__(self, journal: Path, file: BinaryIO, pace: Pace) -> None:
+        super().__init__(journal, file, pace)
         for place, line in self._lines():
             row = read_row(line)
             if row is None or row.is_error:  # its head, a damaged row, or one to be judged again

@@ -44,6 +44,7 @@ class RunTerms:
     claims: Claims = field(default_factory=Claims)
     # Begins to count a file's lines; None: answers to a file that has changed are not taken.
     count_lines: CountLines | None = None
+    tell: Callable[[str], None] = lambda text: None  # told how far a long task is
     facts: RunFacts = field(default_factory=RunFacts)  # for each output's status file
     # In time.time(). What has failed since then was tried beside this run, and is not tried again.
     started_s: float = field(default_factory=time.time)

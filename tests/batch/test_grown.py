@@ -314,6 +314,24 @@ def test_equal_lines_beyond_a_limit_are_no_hindrance(
     assert (summary.num_rows, summary.num_taken_rows, summary.num_left_out_rows) == (0, 3, 0)
 
 
+def test_it_tells_how_far_it_is(
+    engine: fminfer.Engine, counting: CountLines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing where it takes no time, as here; otherwise a line now and then."""
+    source, output = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
+    lines = [HOT | {"prompt": f"p{n}"} for n in range(4)]
+    told: list[str] = []
+    for number, every_s in ((2, 5.0), (3, 5.0), (4, 0.0)):
+        monkeypatch.setattr("fminfer.files.earlier_answers.TELL_EVERY_S", every_s)
+        monkeypatch.setattr("fminfer.files.earlier_answers.LOOK_EVERY", 2)
+        write(source, lines[:number])
+        assert told == []
+        run_files(engine, [source], [output], count_lines=counting, tell=told.append)
+    assert told == [
+        *("Reading earlier answers: 0", "Reading earlier answers: 2", "Taking them: 2 of 3")
+    ]
+
+
 def test_packed_files_and_a_lost_newline(
     engine: fminfer.Engine, counting: CountLines, tmp_path: Path
 ) -> None:
