@@ -90,7 +90,7 @@ def test_a_folder_is_for_its_owner_alone(tmp_path: Path) -> None:
 
 def test_one_server_a_folder(tmp_path: Path) -> None:
     folder = StateFolder(tmp_path)
-    with pytest.raises(UsageError, match="another server's"):
+    with pytest.raises(UsageError, match="by another server"):
         StateFolder(tmp_path)
     folder.close()
     StateFolder(tmp_path).close()
