@@ -172,6 +172,6 @@ class JournalAnswers(EarlierAnswers):
 def damaged(path: Path, what: str) -> UsageError:
     return UsageError(
         f"a run cannot go on with {path}: its input has changed, and it is not clear ({what}) "
-        "which lines the answers belong to. Put the input back as it was, give --restart to answer all "
-        "again, or give another --output"
+        "which lines the answers belong to. Put the input back as it was, give --restart to answer "
+        "all again, or give another --output"
     )
