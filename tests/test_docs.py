@@ -60,3 +60,25 @@ def test_the_ray_example_tells_how_it_is_called() -> None:
     assert found.returncode == 0 and "requests.jsonl more.jsonl" in found.stdout
     found = subprocess.run(command, capture_output=True, text=True)
     assert found.returncode == 2 and "required: output, inputs" in found.stderr
+
+
+def slug(heading: str) -> str:
+    """Return the anchor that GitHub gives to a heading."""
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading.strip().lower())
+    return re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
+
+
+def anchors_of(page: Path) -> set[str]:
+    outside = "".join(page.read_text().split("\n```")[::2])
+    return {slug(heading) for heading in re.findall(r"^#+ (.*)$", outside, flags=re.M)}
+
+
+def test_links_to_sections_find_them() -> None:
+    """One led to a section whose number had changed."""
+    followed = 0
+    for page in [*TESTS.parent.glob("*.md"), *TESTS.parent.glob("docs/*.md")]:
+        for path, anchor in re.findall(r"\]\(([\w./-]*)#([^)]+)\)", page.read_text()):
+            target = page.parent / path if path else page
+            assert anchor in anchors_of(target), (page.name, path, anchor)
+            followed += 1
+    assert followed > 30

@@ -48,8 +48,8 @@ def write_at_end(job: JobPaths, plan: Plan, summary: JobSummary) -> None:
         summary.report_trouble = str(error)
     except Exception as error:  # a fault of the report's is not one of the run
         summary.report_trouble = (
-            f"the report {job.report} was not written ({error}). The answers are not touched by "
-            "that; fminfer report tries it again"
+            f"the report {job.report} was not written ({error}). The answers are as they were; "
+            "fminfer report OUTPUT tries again"
         )
 
 

@@ -153,11 +153,11 @@ class JobSummary:
         inputs = counted(self.num_changed_inputs, "input")
         has = "has" if self.num_changed_inputs == 1 else "have"
         text = (
-            f"changed   {inputs} {has} changed: {counted(self.num_taken_rows, 'row')} taken from "
+            f"changed   {inputs} {has} changed: "
+            f"{counted(self.num_taken_rows, 'earlier answer')} taken"
         )
-        text += "earlier answers"
         if self.num_left_out_rows:
-            text += f"; left out, as their lines are gone: {self.num_left_out_rows:,}"
+            text += f", {self.num_left_out_rows:,} left out because their lines are gone"
         return text
 
     def _work_lines(self) -> list[str]:

@@ -28,7 +28,8 @@ def report(outputs: tuple[Path, ...], out: Path | None) -> None:
 
     The page is one file, opens without a server or network, and shows at most 200 rows, however
     many there are. An output that is not complete is shown as far as its journal goes. A folder
-    gives all of its outputs. What a run has not kept, such as the times of Batch lines, is named.
+    gives all of its outputs, and an input stands for its output. The page names what a run has not
+    kept, such as the times of Batch lines.
     """
     from fminfer.batch.report.report_file import write_report
     from fminfer.batch.report.told_outputs import find_outputs

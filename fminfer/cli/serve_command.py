@@ -61,6 +61,7 @@ def serve(quiet: bool, verbose: bool, fp16: bool, **options: Any) -> None:
     \b
     fminfer serve /models/llama
     fminfer serve --model-name /models/llama --host 0.0.0.0 --port 8000
+    fminfer serve --model-name /models/llama --state ~/batches      with /v1/files and /v1/batches
     fminfer serve --config fminfer.toml
     fminfer serve --model-name /models/opt-30b --world-size 4
 

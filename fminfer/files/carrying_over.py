@@ -174,15 +174,15 @@ class _Rows:
         if earlier.num_answers and not found.num_taken + found.num_beyond:
             raise UsageError(
                 f"{earlier.path} belongs to a run that differs: the input was {old_input}, is "
-                f"{self._input_digest}, and none of the answers ({earlier.num_answers:,}) is to a "
-                f"line of it. Give --restart to answer {self._source} in its place, or another "
-                "--output"
+                f"{self._input_digest}, and none of the answers ({earlier.num_answers:,}) belongs "
+                f"to a line of it. Give --restart to replace them by answers to {self._source}, or "
+                "give another --output"
             )
         if found.num_beyond:
             raise UsageError(
-                f"an earlier run has answered lines of {self._source} ({found.num_beyond:,}) that "
-                f"stand behind the first {self._limit}; give a larger --limit or none to keep "
-                "their answers, or --restart"
+                f"an earlier run has answered lines of {self._source} beyond the first "
+                f"{self._limit} ({found.num_beyond:,}); give a larger --limit or none to keep "
+                "these answers, or --restart"
             )
         found.num_left_out = earlier.num_left_out
 

@@ -193,7 +193,7 @@ class JournalAnswers(EarlierAnswers):
 
 def damaged(path: Path, what: str) -> UsageError:
     return UsageError(
-        f"{path} cannot be gone on with: its input has changed, and which lines its answers are to "
-        f"is not clear ({what}). Put the input back as it was, or give --restart to answer all "
-        "again, or another --output"
+        f"a run cannot go on with {path}: its input has changed, and it is not clear ({what}) "
+        "which lines the answers belong to. Put the input back as it was, give --restart to answer "
+        "all again, or give another --output"
     )

@@ -12,6 +12,7 @@ from fminfer.core.errors import UsageError
 from fminfer.files.cache_place import CachePlace, find_place
 
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
+DEFAULT_UPLOAD_BYTES = 2**30
 
 
 @dataclass(slots=True, frozen=True)
@@ -30,7 +31,7 @@ class ServerSettings:
     queue_size: int = 1000  # requests that may wait; 0: any number
     max_body_bytes: int = 16 * 2**20
     state: Path | None = None  # the folder of files and batches; None: there are none
-    max_upload_bytes: int = 2**30  # of one file
+    max_upload_bytes: int = DEFAULT_UPLOAD_BYTES  # of one file
     allowed_origins: tuple[str, ...] = ()  # of pages that may call (CORS); *: any
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
@@ -63,6 +64,8 @@ class ServerSettings:
         for name in ("max_body_bytes", "max_upload_bytes"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.state is None and self.max_upload_bytes != DEFAULT_UPLOAD_BYTES:
+            raise UsageError("--max-upload-size has no effect without --state FOLDER")
         for name in ("keep_alive_s", "grace_s"):
             if not getattr(self, name) >= 0:  # a nan is refused, too
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be 0 seconds or more")

@@ -110,9 +110,7 @@ def test_a_file_that_has_grown(
     summary = run_files(engine, [source], [output], count_lines=counting)
     assert (summary.num_rows, summary.num_kept_rows) == (2, 5)
     assert (summary.num_taken_rows, summary.num_left_out_rows) == (5, 1)
-    assert "5 rows taken from earlier answers; left out, as their lines are gone: 1" in (
-        summary.to_text()
-    )
+    assert "5 earlier answers taken, 1 left out because their lines are gone" in summary.to_text()
     assert summary.to_dict()["num_taken_rows"] == 5
     found = output.read_bytes().splitlines()
     assert found[1:6] == [before[n] for n in (0, 1, 5, 4, 3)], "byte for byte"
@@ -292,7 +290,9 @@ def test_a_limit_throws_no_answer_away(
     else:
         stop_after(engine, 3, source, output, limit=4)
     write(source, [new, new, *lines])
-    with pytest.raises(UsageError, match=r"behind the first 3; give a larger --limit or none"):
+    with pytest.raises(
+        UsageError, match=r"beyond the first 3 \(\d\); give a larger --limit or none"
+    ):
         run_files(engine, [source], [output], limit=3, count_lines=counting)
     summary = run_files(engine, [source], [output], limit=7, count_lines=counting)
     assert (summary.num_taken_rows, summary.num_left_out_rows) == (4 - (not is_whole), 0)

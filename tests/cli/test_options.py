@@ -69,6 +69,7 @@ def test_the_groups_of_a_run() -> None:
         "Requests": "--strict",
         "Model": "--model-name",
         "Speed and memory": "--kernels",
+        "Kept answers": "--result-cache",
         "Ranks": "--world-size",
         "Made-up requests and --prompt": "--temperature",
         "Old command lines": "--attention",

@@ -136,7 +136,7 @@ def running(
         state: the folder of files and batches.
         fingerprint: of the model and its settings.
     """
-    options = ServerSettings(**{"port": 0, "is_quiet": True} | settings)
+    options = ServerSettings(**{"port": 0, "is_quiet": True, "state": state} | settings)
     kept = None if state is None else ServerState(StateFolder(state), fingerprint or {})
     server = Running(engine, HttpThread(engine, options, open_socket(options), kept))
 

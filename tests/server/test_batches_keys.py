@@ -102,7 +102,7 @@ def test_a_folder_of_another_user_is_refused(
 
 def test_one_server_a_folder(tmp_path: Path) -> None:
     folder = StateFolder(tmp_path)
-    with pytest.raises(UsageError, match="another server's"):
+    with pytest.raises(UsageError, match="by another server"):
         StateFolder(tmp_path)
     folder.close()
     StateFolder(tmp_path).close()

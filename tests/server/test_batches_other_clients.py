@@ -1,4 +1,4 @@
-"""LiteLLM's functions for files and batches, and curl's lines of docs/batches.md."""
+"""LiteLLM's functions for files and batches; the program and curl's lines of docs/batches.md."""
 
 from __future__ import annotations
 
@@ -56,10 +56,30 @@ def test_litellm(server: Running, tmp_path: Path) -> None:
     assert [each.id for each in listed.data] == [created.id]
 
 
+def blocks() -> list[str]:
+    """Return the documentation's blocks of code."""
+    text = (Path(__file__).parents[2] / "docs" / "batches.md").read_text()
+    return text.split("```")[1::2]
+
+
+def test_the_program_of_the_documentation(
+    server: Running,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It fetched the output of a batch that was not over, of which there is none."""
+    monkeypatch.chdir(tmp_path)
+    Path("requests.jsonl").write_bytes(batch_line("good") + b"\nno JSON\n")
+    (program,) = [block.removeprefix("python") for block in blocks() if "import OpenAI" in block]
+    exec(compile(program.replace("http://127.0.0.1:8000", server.url), "batches.md", "exec"), {})
+    printed = capsys.readouterr().out
+    assert printed.startswith("completed") and '"good"' in printed and '"invalid_json"' in printed
+
+
 def curl_lines() -> list[str]:
     """Return the lines of the documentation's block that begins with curl's upload."""
-    text = (Path(__file__).parents[2] / "docs" / "batches.md").read_text()
-    block = next(b for b in text.split("```")[1::2] if "curl" in b)
+    block = next(b for b in blocks() if "curl" in b)
     lines = [line for line in block.splitlines()[1:] if line.strip()]
     assert len(lines) == 5 and all("curl" in line for line in lines)
     return lines

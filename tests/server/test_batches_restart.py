@@ -37,7 +37,7 @@ def test_sigterm_and_the_next_server(tmp_path: Path) -> None:
             capture_output=True,
             text=True,
         )
-        assert other.returncode == 2 and "is another server's" in other.stderr
+        assert other.returncode == 2 and "is in use by another server" in other.stderr
         assert stat.S_IMODE(state.stat().st_mode) == 0o700
         files = [path for path in state.rglob("*") if path.is_file()]
         assert any(path.name.endswith(".journal") for path in files)

@@ -68,8 +68,8 @@ def has_trouble(batch: Fields) -> bool:
     ("number", "code", "told"),
     [
         (errno.ENOSPC, "disk_full", "make room"),
-        (errno.EROFS, "state_not_writable", "mend its rights"),
-        (errno.EIO, "disk_failed", "see to it"),
+        (errno.EROFS, "state_not_writable", "mend the folder's"),
+        (errno.EIO, "disk_failed", "check it"),
     ],
 )
 def test_a_disk_that_fails_pauses_a_batch(

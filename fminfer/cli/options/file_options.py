@@ -42,7 +42,8 @@ OUTPUT_OPTIONS = [
     _option(
         "--restart",
         is_flag=True,
-        help="Answer every line from the start. Otherwise a run keeps what earlier runs finished.",
+        help="Answer every line from the start. Otherwise a run keeps what earlier runs "
+        "finished, if its lines are still in the input.",
     ),
     _option(
         "--watch",
@@ -77,7 +78,7 @@ OUTPUT_OPTIONS = [
         "--report",
         "report_file",
         type=click.Path(path_type=Path),
-        help="Write an HTML page about the answers, as fminfer report does.",
+        help="Write an HTML page about the answers when the run ends, as fminfer report does.",
     ),
     _option(
         "--trace",

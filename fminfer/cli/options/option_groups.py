@@ -17,6 +17,7 @@ SERVER = "Server"
 REQUESTS = "Requests"
 MODEL = "Model"
 SPEED = "Speed and memory"
+KEPT = "Kept answers"
 RANKS = "Ranks"
 MADE_UP = "Made-up requests and --prompt"
 CHECK, BENCH = "Check", "Bench"  # what these commands have beside the options of a run
@@ -25,7 +26,7 @@ OLD = "Old command lines"
 CONFIG, HELP = "Configuration", "Help"
 IN_ORDER = (
     *(INPUT_OUTPUT, SERVER, JOBS, QUEUE, CHECK, BENCH),
-    *(REQUESTS, MODEL, SPEED, RANKS, MADE_UP, CONFIG, OLD, HELP),
+    *(REQUESTS, MODEL, SPEED, KEPT, RANKS, MADE_UP, CONFIG, OLD, HELP),
 )
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]

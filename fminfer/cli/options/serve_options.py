@@ -64,15 +64,16 @@ SERVER_OPTIONS = [
     _option(
         "--state",
         type=click.Path(file_okay=False, path_type=Path),
-        help="Folder for files and batches: /v1/files and /v1/batches are there with it. Batches "
-        "outlive the server in it.  [default: none]",
+        help="Folder that keeps files and batches, also beyond a restart. With it the server has "
+        "/v1/files and /v1/batches.  [default: none]",
     ),
     _option(
         "--max-upload-size",
         "max_upload_bytes",
         type=ByteSize(),
         default=DEFAULTS.max_upload_bytes,
-        help=f"Largest file of /v1/files.  [default: {DEFAULTS.max_upload_bytes // 2**30}G]",
+        help="Largest file of /v1/files: 500M, 10G. Needs --state.  "
+        f"[default: {DEFAULTS.max_upload_bytes // 2**30}G]",
     ),
     _option(
         "--allow-origin",

@@ -52,7 +52,7 @@ def parse_batch(fields: Mapping[str, Any]) -> BatchRequest:
     if endpoint not in ENDPOINTS:
         allowed = " or ".join(ENDPOINTS)
         raise _refuse(
-            f"endpoint is {show(endpoint)}; only {allowed} can be answered here",
+            f"endpoint is {show(endpoint)}; it must be {allowed}",
             "endpoint",
             "unsupported_parameter",
         )

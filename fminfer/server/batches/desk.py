@@ -235,10 +235,10 @@ class Desk:
 
 
 def _no_such(kind: str, where: str, param: str | None = None) -> HttpError:
-    known = "gives one" if where.startswith("POST") else "lists those that are there"
+    remedy = f"upload one by {where}" if where.startswith("POST") else f"{where} lists them"
     return HttpError(
         404,
-        f"there is no {kind} of this id; {where} {known}",
+        f"there is no {kind} with this id; {remedy}",
         code=f"{kind}_not_found",
         param=param,
     )

@@ -30,7 +30,7 @@ def page_of(items: Sequence[T], after: str | None, limit: int) -> tuple[list[T],
         if start == 0:
             raise HttpError(
                 400,
-                "after is no id of this list; give the last_id of the page before, or leave it out",
+                "after is no id in this list; give the last_id of the page before, or leave it out",
                 param="after",
             )
     return list(items[start : start + limit]), len(items) > start + limit

@@ -116,7 +116,7 @@ class StateFolder:
             os.close(fd)
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 raise UsageError(
-                    f"--state {self.path} is another server's at the moment; end that one, or "
+                    f"--state {self.path} is in use by another server; end that one, or "
                     "give this one a folder of its own"
                 ) from None
             if error.errno in HAS_NO_LOCKS:
@@ -134,8 +134,8 @@ class StateFolder:
         salt = path.read_bytes()
         if len(salt) != SALT_BYTES:
             raise UsageError(
-                f"{path} is damaged, and who owns what in --state {self.path} is not known without "
-                "it; put it back, or give another folder"
+                f"{path} is damaged. Without it nobody knows who owns what in --state {self.path}: "
+                "put it back, or give another folder"
             )
         return salt
 

@@ -254,7 +254,7 @@ def _read(path: Path) -> StoredBatch:
         batch = StoredBatch(**fields)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UsageError(
-            f"{path} is damaged ({error}), and how its batch stands is not known; put it back as "
+            f"{path} is damaged ({error}), so the state of its batch is not known; put it back as "
             "it was, or move its folder away"
         ) from error
     if batch.id != path.parent.name or not ID.fullmatch(batch.id):

@@ -162,7 +162,7 @@ def _read(path: Path) -> StoredFile:
         stored = StoredFile(**json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError) as error:
         raise UsageError(
-            f"{path} is damaged ({error}), and what file it is of is not known; put it back as it "
+            f"{path} is damaged ({error}), so its file is not known; put it back as it "
             "was, or move it and its .jsonl away"
         ) from error
     if stored.id != path.stem or not ID.fullmatch(stored.id):

@@ -10,7 +10,7 @@ from fminfer.files.journal import journal_path
 from fminfer.files.journal_head import Fingerprint, read_fingerprint
 from fminfer.server.batches.stored_batches import Trouble
 
-LATER = "Finished rows are kept, and the server tries again by itself"
+LATER = "Finished lines are kept, and the server tries again by itself"
 MODEL_CHANGED = "model_changed"
 
 
@@ -40,9 +40,9 @@ def check_unchanged(output: Path, fingerprint: Fingerprint) -> None:
     )
     if changes:
         raise ChangedError(
-            f"its finished rows were answered by another server: {changes}. Start the server as it "
-            "was then to go on; or cancel the batch, which keeps them, and send the other lines in "
-            "a new one"
+            f"its finished lines were answered by another server: {changes}. Start the server as "
+            "before, and the batch goes on. Or cancel the batch, which keeps these lines, and send "
+            "the others in a new one"
         )
 
 
@@ -54,14 +54,14 @@ def trouble_of(error: Exception) -> Trouble:
     if isinstance(cause, OSError):
         return _of_disk(cause)
     if isinstance(error, InUseError):
-        return Trouble("in_use", f"another process still has its output. {LATER}")
+        return Trouble("in_use", f"another process still writes its output. {LATER}")
     if isinstance(error, MachineError):
         return Trouble("machine_failed", f"the server's machine failed. {LATER}")
     if isinstance(error, UsageError):
         return Trouble(
             "input_changed",
-            "its input or output in the server's state folder is not as it was; the server's log "
-            "says what. Cancel the batch, or have the folder mended",
+            "its input or output in the server's state folder was edited; the server's log says "
+            "what. Cancel the batch, or have the edit undone",
         )
     if isinstance(error, FminferError):
         return Trouble("server_failed", f"{error}. {LATER}")
@@ -75,6 +75,6 @@ def _of_disk(error: OSError) -> Trouble:
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         return Trouble(
             "state_not_writable",
-            f"the server's state folder cannot be written; mend its rights. {LATER}",
+            f"the server may not write its state folder; mend the folder's rights. {LATER}",
         )
-    return Trouble("disk_failed", f"the server's disk failed; see to it. {LATER}")
+    return Trouble("disk_failed", f"the server's disk failed; check it. {LATER}")

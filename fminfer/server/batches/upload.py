@@ -143,7 +143,7 @@ def check_purpose(purpose: str) -> None:
     """
     if purpose != PURPOSE:
         raise _wrong(
-            f'purpose is {show(purpose)}; only "{PURPOSE}" is there', "purpose", "out_of_range"
+            f'purpose is {show(purpose)}; it must be "{PURPOSE}"', "purpose", "out_of_range"
         )
 
 
