@@ -59,7 +59,9 @@ def test_the_queue_counts_live_requests_alone(server: Running) -> None:
     assert server.post("/v1/completions", LIVE).status == 200, "no 429"
     # The bound is still there: ten long ones at once are too many for four rows and six places.
     long = {"prompt": [5], "max_tokens": 400, "ignore_eos": True}
-    connections = [server.start_post("/v1/completions", long) for _ in range(10)]
+    connections = [server.start_post("/v1/completions", long) for _ in range(4)]
+    until(lambda: dispatcher.num_open == 4 and not dispatcher.num_waiting, "four rows run")
+    connections += [server.start_post("/v1/completions", long) for _ in range(6)]
     until(lambda: dispatcher.num_waiting >= 6, "the queue is full")
     assert server.post("/v1/completions", LIVE).status == 429
     for connection in connections:

@@ -14,6 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 import fminfer
 from fminfer.engine.events import Finished
 from fminfer.engine.stats import EngineStats
+from fminfer.server.batches.batch_metrics import BatchMetrics
+from fminfer.server.batches.batch_run import DoneRows
 from fminfer.server.metrics import Metrics, RequestTimes
 from tests.streams import events_of
 
@@ -163,10 +165,19 @@ def test_state_of_an_engine_on_a_gpu() -> None:
     assert found["vllm:kv_cache_usage_perc"] == 0.25
 
 
+class NoBatches:
+    """A desk to which no batch came."""
+
+    num_open = 0
+    done = DoneRows()
+
+
 def test_the_docs_name_every_metric() -> None:
     text = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
     told = re.findall(r"^\| `((?:vllm|fminfer):\w+)` \| (\w+) \|", text, re.MULTILINE)
-    body, _ = Metrics(Still(), "demo").render()
+    metrics = Metrics(Still(), "demo")
+    metrics.register(BatchMetrics(NoBatches(), "demo"))
+    body, _ = metrics.render()
     is_counter = {"counter": "_total"}
     found = [
         (family.name + is_counter.get(family.type, ""), family.type)
