@@ -113,10 +113,14 @@ class Desk:
         """
         stored = self.find_file(file_id, owner)
         path = self.files.path_of(stored)
-        if not path.is_file():
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError:
             self._tell(f"{path} is not there, and a client asks for it")
-            raise HttpError(410, "the file was removed from the server's disk", code="file_removed")
-        if (size := path.stat().st_size) != stored.bytes:
+            raise HttpError(
+                410, "the file was removed from the server's disk", code="file_removed"
+            ) from None
+        if size != stored.bytes:
             self._tell(f"{path} has {size} bytes, and was written with {stored.bytes}")
             raise HttpError(
                 410,
