@@ -154,13 +154,15 @@ class Scheduler:
     def schedule(self) -> PlannedStep | None:
         """Form the next step of whatever can run now, or None.
 
-        A step that feeds a prompt has no rows that wait behind all others: its first token would
-        wait for them.
+        Rows that wait behind all others make nobody wait for more than a step. A step that feeds
+        another prompt has none of them, nor has the one that is ready before a stage needs it.
         """
         num_drawing = self._in_flight.num_drawing
         is_decoding = num_drawing > 0 or len(self._ready) > 0
         has_behind = self._lowest_priority == BEHIND_ALL
-        leaves_behind = has_behind and self._prefilling.first_priority > BEHIND_ALL
+        feeds_others = self._prefilling.first_priority > BEHIND_ALL
+        is_ahead = len(self._in_flight) >= self._shape.num_stages
+        leaves_behind = has_behind and (feeds_others or is_ahead)
         singles = self._decode_rows(num_drawing, leaves_behind=leaves_behind)
         room = self._shape.max_tokens(len(singles), is_decoding=is_decoding) - len(singles)
         chunks: list[PackedRow] = []

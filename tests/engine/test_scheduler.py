@@ -349,6 +349,23 @@ def test_a_step_that_feeds_a_prompt_has_no_rows_behind_all() -> None:
     assert all(len(prompt.sequences[0].tokens) == 30 for prompt in behind), "they go on"
 
 
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_rows_behind_all_are_in_one_step_for_each_stage(num_stages: int) -> None:
+    """A live request waited for a second step that was full of a batch's prompt tokens."""
+    driver = Driver(num_blocks=200, chunk=8, num_stages=num_stages)
+    driver.add(*(make_prompt([i] * 30, BEHIND_ALL) for i in range(6)))
+    for _ in range(12):
+        driver.fill()
+        assert len(driver.in_flight) == num_stages
+        driver.collect()
+    driver.add(live := make_prompt([7] * 4))
+    driver.fill()
+    assert live.num_unfed == 0, "it is in the next step that can begin"
+    driver.fill()
+    assert len(driver.in_flight) == num_stages, "no step of the batch behind it"
+    driver.run()
+
+
 def test_what_is_being_fed_makes_room_and_is_fed_later() -> None:
     """The long prompt stood before the urgent one, and its tokens filled every step."""
     driver = Driver(num_blocks=30, chunk=8)
