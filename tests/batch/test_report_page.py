@@ -177,8 +177,9 @@ def test_what_is_not_known_is_said(tmp_path: Path) -> None:
     output.write_bytes(plain_answer(1, "x") + b'{"no": "record"}\nnot json\n\n')
     page, data = make_report(output)
     text = text_of(page)
-    assert "merged.jsonl: there is no status file." in text and "Model not known" in text
-    assert "speed, time line and device are not known" in text
+    assert "merged.jsonl: there is no status file" in text and "Model not known" in text
+    assert "the settings and the speed are not known" in text
+    assert "older version" not in text, "perhaps it was fetched from a server"
     assert "2 lines could not be read as records" in text
     assert tile(page, "Time of answering") == tile(page, "Tokens/s computed") == "not known"
     assert len(data["rows"]) == 1 and "No answer has logprobs" in text
@@ -189,6 +190,7 @@ def test_what_is_not_known_is_said(tmp_path: Path) -> None:
     text = text_of(make_report(output)[0])
     assert "Model old model" in text and "was edited since the run wrote it" in text
     assert "an older version wrote it" in text
+    assert "speed, time line and device are not known" in text
 
 
 @pytest.mark.parametrize(

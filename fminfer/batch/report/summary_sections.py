@@ -72,10 +72,10 @@ def find_notes(outputs: Sequence[ToldOutput], scan: Scan, runs: Sequence[ToldRun
     without = [each.path.name for each in outputs if each.status is None]
     if without:
         notes.append(
-            f"{_name_some(without)}: there is no status file. So the model, the input and the "
-            "settings are not known."
+            f"{_name_some(without)}: there is no status file, as after a download. So the model, "
+            "the input, the settings and the speed are not known."
         )
-    if not runs:
+    if not runs and len(without) < len(outputs):
         notes.append(
             "No run has left its times in a status file: an older version wrote it, the output was "
             "merged, or its rows were taken from elsewhere. So speed, time line and device are not "

@@ -13,6 +13,7 @@ from fminfer.server.http_errors import HttpError
 
 ENDPOINTS = (COMPLETIONS, CHAT)
 FIELDS = ("input_file_id", "endpoint", "completion_window", "metadata")
+EXAMPLE = {"input_file_id": "file-…", "endpoint": ENDPOINTS[0], "completion_window": "24h"}
 WINDOW_FORM = r"[1-9][0-9]{0,5}[smhd]"
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 MOST_WINDOW_S = 366 * 86400
@@ -47,7 +48,11 @@ def parse_batch(fields: Mapping[str, Any]) -> BatchRequest:
     for name in FIELDS[:3]:
         if not isinstance(fields.get(name), str):
             found = show(fields[name]) if name in fields else "absent"
-            raise _refuse(f"{name} is {found}; it must be a string", name, "invalid_type")
+            raise _refuse(
+                f"{name} is {found}; it must be a string, such as {EXAMPLE[name]}",
+                name,
+                "invalid_type",
+            )
     endpoint, window = fields["endpoint"], fields["completion_window"]
     if endpoint not in ENDPOINTS:
         allowed = " or ".join(ENDPOINTS)

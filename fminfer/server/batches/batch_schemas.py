@@ -7,6 +7,7 @@ from typing import Any, get_args
 from fminfer.server.answer_schemas import COUNT, error_schema, list_of
 from fminfer.server.batches.batch_request import (
     ENDPOINTS,
+    EXAMPLE,
     MOST_KEY_CHARS,
     MOST_PAIRS,
     MOST_VALUE_CHARS,
@@ -111,8 +112,7 @@ def batch_request_schema() -> Schema:
         ),
         Field("metadata", "Pairs of strings, which come back.", METADATA),
     )
-    example = {"input_file_id": "file-…", "endpoint": ENDPOINTS[0], "completion_window": "24h"}
-    return FieldTable("A file to answer.", fields, example).describe(is_strict=True)
+    return FieldTable("A file to answer.", fields, EXAMPLE).describe(is_strict=True)
 
 
 def batch_schema() -> Schema:

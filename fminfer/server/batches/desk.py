@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +26,25 @@ from fminfer.worker.engine_api import Engine
 SERVED_NAME = "the served model's name"  # in the fingerprint: it stands in records
 
 
-@dataclass(slots=True, frozen=True)
 class ServerState:
-    """What a server keeps, and what must be the same for its rows to be kept."""
+    """What a server keeps.
 
-    folder: StateFolder
-    fingerprint: Fingerprint
+    Args:
+        fingerprint: what must be the same for its rows to be kept.
+
+    Raises:
+        UsageError: what is in the folder cannot be read.
+    """
+
+    def __init__(self, folder: StateFolder, fingerprint: Fingerprint) -> None:
+        self.folder = folder
+        self.fingerprint = fingerprint
+        self.files = FileStore(folder)
+        self.batches = BatchStore(folder)
 
 
 class Desk:
-    """Serves clients that want files and batches. Its methods may wait for the disk.
-
-    Raises:
-        UsageError: what is in the state folder cannot be read.
-    """
+    """Serves clients that want files and batches. Its methods may wait for the disk."""
 
     def __init__(
         self,
@@ -58,8 +62,7 @@ class Desk:
         self._has_keys = has_keys
         self._model = model
         self._tell = tell
-        self.files = FileStore(state.folder)
-        self.batches = BatchStore(state.folder)
+        self.files, self.batches = state.files, state.batches
         terms = RunTerms(engine.model_name, state.fingerprint | {SERVED_NAME: model.names[0]})
         self.done = DoneRows()
         shop = Workshop(engine, self.files, self.batches, terms, model, self.done, tell)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 import time
@@ -39,6 +40,7 @@ TIMES = (
     *("expired_at", "cancelling_at", "cancelled_at"),
 )
 RECORD = "batch.json"
+NEW_RECORD = f"{RECORD}.new"  # while it is written
 
 
 @dataclass(slots=True, frozen=True)
@@ -156,6 +158,11 @@ class BatchStore:
             if (path / RECORD).exists():
                 batch = _read(path / RECORD)
                 self._batches[batch.id] = batch
+            elif others := set(os.listdir(path)) - {NEW_RECORD}:
+                raise UsageError(
+                    f"{path} has {min(others)}, but no {RECORD}, so the state of its batch is not "
+                    "known; put the file back, or move the folder away"
+                )
             else:  # its creation was broken off, and its client did not hear of it
                 shutil.rmtree(path, ignore_errors=True)
 
