@@ -12,7 +12,7 @@ import fminfer
 from fminfer.core.errors import UsageError
 from fminfer.server.batches.desk import ServerState
 from fminfer.server.batches.state_folder import ID, StateFolder, new_id
-from tests.server.batch_calls import batch_line, create, get, upload
+from tests.server.batch_calls import batch_line, create, get, long_lines, upload
 from tests.server.running import Running, running, until
 
 KEYS = ("key-of-a", "key-of-b")
@@ -128,6 +128,16 @@ def test_other_folders_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "letter.txt"
     with pytest.raises(UsageError, match="cannot be used"):
         StateFolder(file)
+
+
+def test_one_key_cannot_take_all_places(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches were begun by age alone."""
+    monkeypatch.setattr("fminfer.server.batches.batch_work.MOST_AT_ONCE", 2)
+    many = [create(server, long_lines(40, 40), A) for _ in range(6)]
+    one = create(server, [batch_line("a")], B)
+    until(lambda: get(server, one, B)["status"] == "completed", "it is over")
+    begun = [batch for batch in many if get(server, batch, A)["status"] != "validating"]
+    assert len(begun) < 6, "it waited for one place, not for the last"
 
 
 @pytest.mark.parametrize("name", ["salt", "files", "batches"])

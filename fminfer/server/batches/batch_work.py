@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from contextlib import suppress
 
 from fminfer.server.batches.batch_run import BatchRun, Workshop
@@ -70,11 +71,17 @@ class BatchWork:
                 drop_journal(self._shop.batches.output_of(batch))  # a server died just before that
         with self._news:
             while not self._is_stopped:
-                for batch in self._shop.batches.open_ones:
-                    has_room = len(self._runs) < MOST_AT_ONCE or _is_to_end(batch)
-                    if has_room and self._is_due(batch):
-                        self._begin(batch)
+                while (batch := self._find_next()) is not None:
+                    self._begin(batch)
                 self._news.wait(LOOK_S)
+
+    def _find_next(self) -> StoredBatch | None:
+        """Return the batch to begin: the oldest one that is due of the owner with the fewest."""
+        has_room = len(self._runs) < MOST_AT_ONCE
+        open_ones = self._shop.batches.open_ones
+        due = [b for b in open_ones if (has_room or _is_to_end(b)) and self._is_due(b)]
+        num_running = Counter(run.batch.owner for run, _ in self._runs.values())
+        return min(due, key=lambda batch: num_running[batch.owner], default=None)
 
     def _is_due(self, batch: StoredBatch) -> bool:
         if batch.id in self._runs:
