@@ -66,9 +66,9 @@ class BatchWork:
                 thread.join(max(0.0, end_s - time.monotonic()))
 
     def _start_due(self) -> None:
-        for batch in self._shop.batches.ended_ones:
+        for ended in self._shop.batches.ended_ones:
             with suppress(OSError):  # it is not in the way
-                drop_journal(self._shop.batches.output_of(batch))  # a server died just before that
+                drop_journal(self._shop.batches.output_of(ended))  # a server died just before that
         with self._news:
             while not self._is_stopped:
                 while (batch := self._find_next()) is not None:
