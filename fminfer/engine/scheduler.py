@@ -27,6 +27,7 @@ from fminfer.engine.step_shape import StepShape
 from fminfer.engine.waiting import WaitingLine
 
 MAX_LOOKS = 64  # waiting prompts that are looked at before a step
+MAX_LEFT_OUT = 8  # steps in a row that leave out the rows behind all others
 
 
 class Scheduler:
@@ -67,6 +68,7 @@ class Scheduler:
         self._ready: deque[Sequence] = deque()  # sequences whose newest token can be fed
         self._in_flight = StepsInFlight()
         self._lowest_priority = math.inf  # of all prompts so far
+        self._num_left_out = 0  # steps since one that had rows behind all others, if there are any
 
     @property
     def max_rows(self) -> int:
@@ -155,14 +157,19 @@ class Scheduler:
         """Form the next step of whatever can run now, or None.
 
         Rows that wait behind all others make nobody wait for more than a step. A step that feeds
-        another prompt has none of them, nor has the one that is ready before a stage needs it.
+        another prompt has none of them, but after MAX_LEFT_OUT of these they have their turn: else
+        many short requests would keep them from ever running. Nor has the step that is ready before
+        a stage needs it.
         """
+        has_behind = self._lowest_priority == BEHIND_ALL
+        is_ahead = len(self._in_flight) >= self._shape.num_stages
+        is_their_turn = self._num_left_out >= MAX_LEFT_OUT
+        if is_ahead and is_their_turn:
+            return None
+        feeds_others = self._prefilling.first_priority > BEHIND_ALL
+        leaves_behind = has_behind and not is_their_turn and (is_ahead or feeds_others)
         num_drawing = self._in_flight.num_drawing
         is_decoding = num_drawing > 0 or len(self._ready) > 0
-        has_behind = self._lowest_priority == BEHIND_ALL
-        feeds_others = self._prefilling.first_priority > BEHIND_ALL
-        is_ahead = len(self._in_flight) >= self._shape.num_stages
-        leaves_behind = has_behind and (feeds_others or is_ahead)
         singles = self._decode_rows(num_drawing, leaves_behind=leaves_behind)
         room = self._shape.max_tokens(len(singles), is_decoding=is_decoding) - len(singles)
         chunks: list[PackedRow] = []
@@ -175,6 +182,7 @@ class Scheduler:
             (chunks if len(row.row.token_ids) > 1 else singles).append(row)
         if not (chunks or singles):
             return None
+        self._num_left_out = self._num_left_out + 1 if leaves_behind else 0
         rows = chunks + singles
         planned = pack(self._num_steps, rows, self._kv.take_copies(rows))
         self._num_steps += 1

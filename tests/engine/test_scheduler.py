@@ -349,6 +349,23 @@ def test_a_step_that_feeds_a_prompt_has_no_rows_behind_all() -> None:
     assert all(len(prompt.sequences[0].tokens) == 30 for prompt in behind), "they go on"
 
 
+def test_rows_behind_all_run_beside_many_short_requests() -> None:
+    """Each step fed another live prompt, so that a batch stood still for as long as they came."""
+    driver = Driver(num_blocks=200, chunk=8)
+    behind = [make_prompt([i], BEHIND_ALL, max_tokens=30) for i in range(3)]
+    running(driver, *behind)
+    left_out = []
+    for step in range(90):
+        if step % 2 == 0:
+            driver.add(make_prompt([10 + step] * 12, max_tokens=1))
+        before = len(behind[0].sequences[0].tokens)
+        driver.step()
+        left_out.append(len(behind[0].sequences[0].tokens) == before)
+    waits = [len(run) for run in "".join("x" if each else " " for each in left_out).split()]
+    assert 8 <= max(waits) <= 9 and len(waits) >= 8, waits
+    driver.run()
+
+
 @pytest.mark.parametrize("num_stages", [1, 3])
 def test_rows_behind_all_are_in_one_step_for_each_stage(num_stages: int) -> None:
     """A live request waited for a second step that was full of a batch's prompt tokens."""
