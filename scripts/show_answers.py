@@ -33,11 +33,13 @@ def show_answer(record: dict[str, Any]) -> None:
         print(record["custom_id"])
         result = record["response"]["body"]
     else:
-        prompt = record["request"]["prompt"]
+        request = record["request"]
+        prompt = request["prompt"] if "prompt" in request else request["messages"][-1]["content"]
         print(prompt if isinstance(prompt, str) else json.dumps(prompt))
         result = record["result"]
     for choice in result["choices"]:
-        print(f"   → {choice['text']!r}  ({choice['finish_reason']})")
+        text = choice["text"] if "text" in choice else choice["message"]["content"]
+        print(f"   → {text!r}  ({choice['finish_reason']})")
 
 
 if __name__ == "__main__":

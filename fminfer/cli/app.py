@@ -23,7 +23,6 @@ from fminfer.cli.ending import Ending, tell
 from fminfer.cli.exit_status import EXIT_SOME_ERRORS, EXIT_USAGE
 from fminfer.cli.families_command import families
 from fminfer.cli.merge_command import merge
-from fminfer.cli.options.option_groups import GroupedCommand
 from fminfer.cli.options.value_types import PathOrUrl
 from fminfer.cli.process_start import elapsed_s, importing_engine, start_children
 from fminfer.cli.report_command import report
@@ -212,7 +211,7 @@ def _make_up(
     return replace(job, synthetic=synthetic), replace(config, max_steps=None, max_rows=max_rows)
 
 
-@main.command(cls=GroupedCommand)
+@main.command(cls=ConfiguredCommand, settings_of="run")
 @bench_options
 def bench(
     batch_sizes: tuple[int, ...],
@@ -232,6 +231,7 @@ def bench(
     few tokens, each batch size once, after a short row to warm up. It runs one process, and prints
     a line of JSON last.
     """
+    tell_notices(is_quiet=False)
     options["dtype"] = dtype_name(fp16, options["dtype"])
     prepare_torch()
     if options["kernels"] != "off":

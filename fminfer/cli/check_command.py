@@ -11,8 +11,8 @@ from typing import Any, BinaryIO
 
 import click
 
+from fminfer.cli.configured_command import ConfiguredCommand, tell_notices
 from fminfer.cli.exit_status import EXIT_FAILED, EXIT_SOME_ERRORS
-from fminfer.cli.options.option_groups import GroupedCommand
 from fminfer.cli.options.value_types import PathOrUrl
 from fminfer.cli.run_options import MAX_TOLD, check_options, dtype_name
 from fminfer.core.config import EngineConfig
@@ -23,7 +23,7 @@ from fminfer.machine.library_imports import import_transformers
 from fminfer.pipeline.ranks import RankConfig
 
 
-@click.command(cls=GroupedCommand)
+@click.command(cls=ConfiguredCommand, settings_of="run")
 @click.argument("paths", nargs=-1, type=PathOrUrl(path_type=Path))
 @check_options
 def check(
@@ -58,6 +58,7 @@ def check(
     Exit status: 0 every line is right; 1 the model does not run or does not fit; 2 wrong usage;
     3 some lines are wrong.
     """
+    tell_notices(is_quiet=is_json)
     options["dtype"] = dtype_name(fp16, options["dtype"])
     config = EngineConfig(**options)
     ranks = RankConfig(world_size, pipeline_group_size, data_group_size)

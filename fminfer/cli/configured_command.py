@@ -19,7 +19,8 @@ class ConfiguredCommand(GroupedCommand):
     """The command line goes before FMINFER_ variables, these before the file, that before defaults.
 
     Args:
-        settings_of: `run` or `serve`, whose settings count.
+        settings_of: `run` or `serve`, whose settings count. Those of flags that this command does
+            not have are left.
     """
 
     def __init__(self, *args: Any, settings_of: str, **kwargs: Any) -> None:
@@ -56,4 +57,4 @@ def tell_notices(*, is_quiet: bool) -> None:
     """Say what the user should know about files and variables."""
     if not is_quiet:
         for notice in click.get_current_context().meta.get(NOTICES, []):
-            click.echo(f"{notice}.", err=True)
+            click.echo(notice if notice.endswith("?") else f"{notice}.", err=True)

@@ -69,8 +69,8 @@ CONFIG_OPTION = in_group(CONFIG)(
     metavar="FILE",
     expose_value=False,  # `ConfiguredCommand` reads it
     help="A TOML file of flags by their names, as in: port = 8000. Tables [run] and [serve] are of "
-    "one command. FMINFER_PORT and so on go before the file, and the command line goes before "
-    "both. Paths in it are relative to the working directory.",
+    "one command; check and bench take those of run. FMINFER_PORT and so on go before the file, "
+    "and the command line goes before both. Paths in it are relative to the working directory.",
 )
 
 RUN_OPTIONS = [
@@ -86,9 +86,12 @@ SERVE_OPTIONS = [
 run_options, serve_options = with_options(RUN_OPTIONS), with_options(SERVE_OPTIONS)
 # Those options of `fminfer run` that decide what a run meets and takes, and the check's own.
 check_options = with_options(
-    [*INPUT_OPTIONS, *CHECK_OPTIONS, *REQUEST_OPTIONS, *ENGINE_OPTIONS, *LAYOUT_OPTIONS]
+    [
+        *(*INPUT_OPTIONS, *CHECK_OPTIONS, *REQUEST_OPTIONS, *ENGINE_OPTIONS, *LAYOUT_OPTIONS),
+        CONFIG_OPTION,
+    ]
 )
-bench_options = with_options([*BENCH_OPTIONS, SEED_OPTION, *ENGINE_OPTIONS])
+bench_options = with_options([*BENCH_OPTIONS, SEED_OPTION, *ENGINE_OPTIONS, CONFIG_OPTION])
 
 
 def dtype_name(fp16: bool, dtype: str) -> str:

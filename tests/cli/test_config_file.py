@@ -241,8 +241,20 @@ def test_an_unknown_variable_is_only_warned_of(monkeypatch: pytest.MonkeyPatch) 
     told = (
         "FMINFER_MODELNAME is no flag of fminfer, and is ignored; did you mean FMINFER_MODEL_NAME?"
     )
-    assert done.exit_code == 2 and told in done.stderr  # there is no input
+    assert done.exit_code == 2 and f"{told}\n" in done.stderr  # there is no input
+    assert f"{told}\n" in CliRunner().invoke(main, ["check"]).stderr
     assert "FMINFER" not in CliRunner().invoke(main, ["run", "-q"]).stderr
+
+
+@pytest.mark.parametrize("command", ["check", "bench"])
+def test_check_and_bench_take_what_run_takes(
+    command: str, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`check` told of the demo model where FMINFER_MODEL_NAME named another."""
+    file.write_text('limit = 3\nport = 1\nmax-rows = 5\n[run]\nmodel-name = "in-file"\n')
+    assert params(command) == {"model": "in-file", "max_rows": 5}
+    monkeypatch.setenv("FMINFER_MODEL_NAME", "in-variable")
+    assert params(command, "")["model"] == "in-variable"
 
 
 def test_keys_of_energonai(file: Path) -> None:
