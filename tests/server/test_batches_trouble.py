@@ -208,6 +208,8 @@ def test_another_model_pauses_a_batch_until_the_old_one_is_back(
             (error,) = paused["errors"]["data"]
             assert error["code"] == "model_changed"
             assert "the model was a, is b" in error["message"] and "cancel" in error["message"]
+            counts = paused["request_counts"]
+            assert counts["total"] == 150 and counts["completed"] > 2, "the finished lines"
         server.post(f"/v1/batches/{second['id']}/cancel", b"")
         second = wait_for_end(server, second)
         assert second["status"] == "cancelled" and len(texts_of(server, second)) > 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from fminfer.batch.journaled_input import JournaledInput
@@ -15,7 +16,7 @@ from fminfer.files.journal import journal_path
 from fminfer.files.ordered_output import errors_path
 from fminfer.files.row_counts import Counts
 from fminfer.files.run_terms import RunTerms
-from fminfer.server.batches.early_end import drop_journal, end_early
+from fminfer.server.batches.early_end import count_kept, drop_journal, end_early
 from fminfer.server.batches.stored_batches import (
     BatchStatus,
     BatchStore,
@@ -25,7 +26,7 @@ from fminfer.server.batches.stored_batches import (
     Trouble,
 )
 from fminfer.server.batches.stored_files import FileStore, StoredFile
-from fminfer.server.batches.troubles import check_unchanged, trouble_of
+from fminfer.server.batches.troubles import MODEL_CHANGED, check_unchanged, trouble_of
 from fminfer.server.http_errors import HttpError
 from fminfer.server.service import ServedModel
 from fminfer.worker.engine_api import Engine
@@ -246,9 +247,13 @@ class BatchRun:
         if trouble.code == "internal_error":
             self._shop.tell(printable("".join(traceback.format_exception(error))))
 
+        progress = self.progress
+        if trouble.code == MODEL_CHANGED:  # its rows were not counted: they are another model's
+            with suppress(FminferError, OSError):
+                progress = count_kept(self._output, self.batch.progress.total)
+
         def change(batch: StoredBatch) -> StoredBatch:
-            progress = batch.progress if self._counts is None else _progress(self._counts)
-            return replace(batch, progress=progress, troubles=(trouble,))
+            return replace(batch, progress=progress or batch.progress, troubles=(trouble,))
 
         try:
             self._shop.batches.change(self.batch, change)

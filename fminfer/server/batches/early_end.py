@@ -56,6 +56,24 @@ def progress_of(journal: Journal, total: int) -> Progress:
     return Progress(max(total, journal.num_rows), kept.num_answers, kept.num_errors, *kept.tokens)
 
 
+def count_kept(output: Path, total: int) -> Progress | None:
+    """Count what is finished of a batch, whatever model its rows are of; None: there is nothing.
+
+    Args:
+        total: lines of its input, as far as they are known.
+
+    Raises:
+        UsageError: another process writes the rows, or they are damaged.
+    """
+    if not journal_path(output).exists():
+        return None
+    journal = _open(output)
+    try:
+        return progress_of(journal, total)
+    finally:
+        journal.close()
+
+
 def drop_journal(output: Path) -> None:
     """Remove the journal of a batch whose end is on the disk, and what a kill has left."""
     journal_path(output).unlink(missing_ok=True)
