@@ -222,7 +222,7 @@ class Intake:
             if not 0 <= token_id < vocab_size:
                 raise RequestError(
                     "token_out_of_range",
-                    f"{param} holds token id {token_id} at place {place}; this model's ids go from "
+                    f"{param} holds token id {token_id} at index {place}; this model's ids go from "
                     f"0 to {vocab_size - 1}. {hint}",
                     param,
                 )

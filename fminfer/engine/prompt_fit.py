@@ -112,11 +112,14 @@ class PromptFit:
         if self.fills_context:
             least = self.params.min_tokens
             asked = f" and min_tokens is {least}" if least > 1 else ", and one more is to be drawn"
+        remedy = "Shorten the prompt or lower max_tokens, or let --on-too-long cut prompts"
+        if self._room < 1:  # for any prompt
+            name = "min_tokens" if self.fills_context else "max_tokens"
+            remedy = f"Lower {name}, which leaves no place for a prompt"
         return RequestError(
             "context_length_exceeded",
             f"the prompt has {about}{num_prompt} tokens{asked}; this model's maximum context "
-            f"length is {context} tokens. Shorten the prompt or lower max_tokens, or let "
-            "--on-too-long cut prompts",
+            f"length is {context} tokens. {remedy}",
             "max_tokens" if num_prompt < context else self.source,
         )
 

@@ -67,8 +67,11 @@ def run_http(
     thread = HttpThread(engine, settings, address, state)
     thread.start()
     if not settings.is_quiet:
-        click.echo(f"Serving {thread.service.model.names[0]} at {thread.url}", err=True)
-        click.echo(f"  {thread.url}/docs lists what there is; Ctrl-C ends it.", err=True)
+        click.echo(
+            f"Serving {thread.service.model.names[0]} at {thread.url}\n"
+            f"  {thread.url}/docs lists what there is; Ctrl-C ends it.",
+            err=True,
+        )
     try:
         with stopper.telling(thread.drain):
             thread.service.dispatcher.run()
@@ -225,7 +228,7 @@ class HttpThread:
 def _make_desk(state: ServerState, service: Service, settings: ServerSettings) -> Desk:
     desk = Desk(
         *(state, service.engine, service.model),
-        service.log.error,
+        service.log,
         max_upload_bytes=settings.max_upload_bytes,
         has_keys=bool(settings.api_keys),
     )

@@ -322,12 +322,12 @@ EVERY_ERROR: dict[str, tuple[bytes, list[str]]] = {
             "50",
             "51 in all",
             "maximum context length is 40 tokens",
-            "Shorten the prompt or lower max_tokens",
+            "Lower max_tokens, which leaves no place for a prompt",
         ],
     ),
     "token_out_of_range": (
         b'{"prompt": [1, 999]}',
-        ["999", "place 1", "0 to 255", "another model"],
+        ["999", "index 1", "0 to 255", "another model"],
     ),
     "unsupported_parameter": (b'{"prompt": ">", "stream": true}', ["true", "remove", "or false"]),
     "duplicate_custom_id": (

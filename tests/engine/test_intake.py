@@ -46,6 +46,7 @@ def test_a_giant_prompt_is_refused_without_tokenizing_it(
     monkeypatch.setattr(demo, "describe_ids", None)
     assert "at least" in refused(demo, GIANT).message
     assert "512" in refused(demo, GIANT).message
+    assert "Shorten the prompt or lower max_tokens" in refused(demo, GIANT).message
     assert "1000000" in refused(demo, [5] * 1_000_000).message
 
 

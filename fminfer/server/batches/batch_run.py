@@ -28,6 +28,7 @@ from fminfer.server.batches.stored_batches import (
 from fminfer.server.batches.stored_files import FileStore, StoredFile
 from fminfer.server.batches.troubles import MODEL_CHANGED, check_unchanged, trouble_of
 from fminfer.server.http_errors import HttpError
+from fminfer.server.server_log import ServerLog
 from fminfer.server.service import ServedModel
 from fminfer.worker.engine_api import Engine
 from fminfer.worker.line_run.asked import RecordForm
@@ -55,7 +56,7 @@ class Workshop:
     terms: RunTerms
     model: ServedModel
     done: DoneRows
-    tell: Callable[[str], None]  # the user, in a line of the log
+    log: ServerLog
 
 
 class BatchRun:
@@ -117,6 +118,7 @@ class BatchRun:
                 )
                 return
             self._move("in_progress", self._counts, only_from=("validating",))
+            self._tell("goes on" if file.counts.done.num_rows else "begins", _progress(file.counts))
             ending = self._answer(file)
         except BaseException as error:
             file.abandon(error)
@@ -203,6 +205,7 @@ class BatchRun:
 
     def _fail(self, trouble: Trouble) -> None:
         self._shop.batches.change(self.batch, lambda b: b.moved("failed", troubles=(trouble,)))
+        self._shop.log.info(f"Batch {self.batch.id} failed: {trouble.message}.")
         drop_journal(self._output)
 
     def _publish(self, status: BatchStatus, progress: Progress) -> None:
@@ -220,7 +223,13 @@ class BatchRun:
                 error_file_id=error_id,
             )
 
-        self._shop.batches.change(self.batch, change)
+        self._tell(f"is {self._shop.batches.change(self.batch, change).status}", progress)
+
+    def _tell(self, what: str, done: Progress) -> None:
+        self._shop.log.info(
+            f"Batch {self.batch.id} {what}: {done.completed:,} answers and {done.failed:,} errors "
+            f"of {done.total:,} lines."
+        )
 
     def _keep(self, file_id: str, *, is_errors: bool) -> str | None:
         """Make a file of one of the two outputs; return its id; None: it has no line."""
@@ -243,9 +252,9 @@ class BatchRun:
         """Let the batch say why it does not go on."""
         self.trouble = trouble = trouble_of(error)
         text = str(error) if isinstance(error, FminferError) else trouble.message
-        self._shop.tell(f"Batch {self.batch.id} pauses: {text}")
+        self._shop.log.error(f"Batch {self.batch.id} pauses: {text}")
         if trouble.code == "internal_error":
-            self._shop.tell(printable("".join(traceback.format_exception(error))))
+            self._shop.log.error(printable("".join(traceback.format_exception(error))))
 
         progress = self.progress
         if trouble.code == MODEL_CHANGED:  # its rows were not counted: they are another model's

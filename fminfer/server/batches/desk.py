@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from fminfer.server.batches.stored_batches import BatchStore, StoredBatch
 from fminfer.server.batches.stored_files import FileStore, StoredFile
 from fminfer.server.batches.upload import PURPOSE, Upload, no_room
 from fminfer.server.http_errors import HttpError
+from fminfer.server.server_log import ServerLog
 from fminfer.server.service import ServedModel
 from fminfer.worker.engine_api import Engine
 
@@ -51,7 +51,7 @@ class Desk:
         state: ServerState,
         engine: Engine,
         model: ServedModel,
-        tell: Callable[[str], None],
+        log: ServerLog,
         *,
         max_upload_bytes: int,
         has_keys: bool,
@@ -61,11 +61,11 @@ class Desk:
         self._folder = state.folder
         self._has_keys = has_keys
         self._model = model
-        self._tell = tell
+        self._log = log
         self.files, self.batches = state.files, state.batches
         terms = RunTerms(engine.model_name, state.fingerprint | {SERVED_NAME: model.names[0]})
         self.done = DoneRows()
-        shop = Workshop(engine, self.files, self.batches, terms, model, self.done, tell)
+        shop = Workshop(engine, self.files, self.batches, terms, model, self.done, log)
         self.work = BatchWork(shop)
 
     def owner_of(self, request: Request) -> str:
@@ -119,12 +119,12 @@ class Desk:
         try:
             size = path.stat().st_size
         except FileNotFoundError:
-            self._tell(f"{path} is not there, and a client asks for it")
+            self._log.error(f"{path} is not there, and a client asks for it")
             raise HttpError(
                 410, "the file was removed from the server's disk", code="file_removed"
             ) from None
         if size != stored.bytes:
-            self._tell(f"{path} has {size} bytes, and was written with {stored.bytes}")
+            self._log.error(f"{path} has {size} bytes, and was written with {stored.bytes}")
             raise HttpError(
                 410,
                 f"the file was changed on the server's disk: it has {size} bytes, and was written "
@@ -237,7 +237,7 @@ class Desk:
         self._folder.close()
 
     def _refuse(self, error: OutputError) -> HttpError:
-        self._tell(f"A client was refused: {error}")
+        self._log.error(f"A client was refused: {error}")
         return no_room(error)
 
 
