@@ -21,6 +21,7 @@ from fminfer.batch.report.token_pieces import cut_choice
 from fminfer.batch.report.told_outputs import find_outputs, open_output
 from fminfer.files.output_paths import answers_path
 from tests.batch.report_outputs import (
+    ASK,
     FLAGS,
     PLACES,
     call,
@@ -238,6 +239,25 @@ def test_the_sample_is_fixed_and_has_the_extremes() -> None:
     }
     for tenth in range(10):  # from everywhere in the file
         assert 10 <= sum(tenth * 2000 < number <= tenth * 2000 + 2000 for number in numbers) <= 25
+
+
+def test_rows_that_are_all_alike_do_not_stand_out() -> None:
+    choice = RowChoice()
+    for number in range(1, 41):
+        choice.add_answer((0, number, 0, 1), 2 + (number == 30), 0.5, -1.0)
+    chosen = choice.chosen()
+    assert len(chosen) == 40
+    assert [place.number for place, why in chosen.items() if why != {"sample"}] == [30]
+    assert {"long"} in chosen.values()
+
+
+def test_scores_have_no_drawn_tokens(tmp_path: Path) -> None:
+    lines = [{"prompt": ASK.format(each), "max_tokens": 0, "logprobs": 0} for each in PLACES]
+    source = write_lines(tmp_path / "in.jsonl", [line | {"echo": True} for line in lines])
+    assert call("run", "-q", *FLAGS, source).exit_code == 0
+    page, data = make_report(answers_path(source))
+    assert "No token was drawn" in text_of(page) and "ask for them" not in text_of(page)
+    assert not any("long" in row["why"] for row in data["rows"])
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from fminfer.files.time_line import Point
 
 NUM_SLOW = 10
 MAX_DONE_STEPS = 50
+NONE_DRAWN = "No token was drawn, as with max_tokens 0."
 # Why a choice ended, beside the names that OpenAI gives it.
 ENDS = {
     "stop": "stop: complete",
@@ -64,7 +65,9 @@ def _describe(histogram: Histogram, show: object) -> str:
 def _make_logprobs(whole: Tally) -> str:
     title, histogram = "Mean logprob of a row's drawn tokens", whole.mean_logprobs
     if not histogram.counts:
-        return _make_unknown(title, "No answer has logprobs; requests ask for them.")
+        is_drawn = whole.completion_tokens > 0
+        why = "No drawn token has logprobs; requests ask for them." if is_drawn else NONE_DRAWN
+        return _make_unknown(title, why)
     note = (
         f"{counted(whole.num_with_logprobs, 'row')}; mean {histogram.mean:.3f}, a probability of "
         f"{math.exp(min(0.0, histogram.mean)):.1%} a token; the end token is not counted"
