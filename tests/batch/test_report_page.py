@@ -23,7 +23,19 @@ from fminfer.batch.report.told_outputs import find_outputs, open_output
 from fminfer.core.errors import OutputError, UsageError
 from fminfer.files.journal_rows import Row
 from fminfer.files.status_file import status_path
-from tests.batch.report_outputs import HOSTILE, call, make_report, plain_answer, text_of, tile
+from tests.batch.report_outputs import (
+    ASK,
+    FLAGS,
+    HOSTILE,
+    PLACES,
+    call,
+    make_report,
+    plain_answer,
+    read_page,
+    text_of,
+    tile,
+    write_lines,
+)
 
 
 class Elements(HTMLParser):
@@ -401,24 +413,48 @@ def test_the_command_finds_outputs_and_names_its_page(tmp_path: Path) -> None:
     output.write_bytes(plain_answer(1, "x"))
     for asked, name in (
         (output, "output_q.report.html"),
-        (source, "q.report.html"),
+        (source, "output_q.report.html"),
         (tmp_path, "report.html"),
     ):
         found = call("report", asked)
-        assert found.exit_code == 0 and "1 row of 1 output, 1 of them shown" in found.output
-        assert (tmp_path / name).exists()
+        page = tmp_path / name
+        kilobytes = round(page.stat().st_size / 1000)
+        shown = f"1 row of 1 output, 1 of them shown, {kilobytes} KB"
+        assert found.exit_code == 0 and shown in found.output
+        page.unlink()
     assert call("report", output, source, "--out", tmp_path / "b.html").exit_code == 0
     for arguments, text in (
         ([output, source], "2 outputs go into one report: give --out"),
         ([tmp_path / "no.jsonl"], "no.jsonl does not exist; give an output"),
         ([output, "--out", output], "holds rows of the report"),
         ([output, "--out", tmp_path / "no" / "r.html"], "there is no folder"),
-        ([tmp_path / "empty"], "holds no answers"),
+        ([tmp_path / "empty"], "hold no answers"),
     ):
         (tmp_path / "empty").mkdir(exist_ok=True)
         found = call("report", *arguments)
         assert found.exit_code == 2 and text in found.output, found.output
     assert output.read_bytes() == plain_answer(1, "x")
+
+
+def test_a_split_folder_gives_the_answers_to_its_parts(tmp_path: Path) -> None:
+    source, parts = tmp_path / "q.jsonl", tmp_path / "parts"
+    lines = [
+        {"prompt": ASK.format(place), "max_tokens": 1, "engine": engine}
+        for engine in ("a", "b")
+        for place in PLACES
+    ]
+    write_lines(source, lines)
+    assert call("split", "--input-file", source, "--output-dir", parts).exit_code == 0
+    for engine in "ab":
+        assert call("run", "-q", *FLAGS, parts / engine).exit_code == 0
+    found = call("report", parts)
+    assert found.exit_code == 0 and "16 rows of 2 outputs" in found.output, found.output
+    page, data = read_page(parts / "report.html")
+    assert data["files"] == ["a/output_request_0.jsonl", "b/output_request_0.jsonl"]
+    assert "Outputs output status" in text_of(
+        page
+    ) and "a/output_request_0.jsonl completed" in text_of(page)
+    assert f">{data['files'][1]}:" in page, "a row among the slowest"
 
 
 def test_an_output_is_found_once_by_all_its_names(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from fminfer.batch.report.row_choice import RowChoice
 from fminfer.batch.report.scanning import Scan
 from fminfer.batch.report.shown_rows import ShownRow
 from fminfer.batch.report.tally import Tally
+from fminfer.batch.report.told_outputs import name_files
 from fminfer.batch.report.told_runs import ToldRun, sum_stats
 from fminfer.core.quantities import counted
 from fminfer.files.time_line import Point
@@ -181,12 +182,12 @@ def make_slowest(scan: Scan, shown: Sequence[ShownRow]) -> str:
     if not slow:
         why = "Batch lines hold no times." if scan.whole.num_without_times else ""
         return f"<p>The slowest rows are not known. {why}</p>"
+    names = name_files([source.path for source in scan.sources])
     rows = []
     for seconds, place in slow:
         row = shown[places[place]]
         usage, times = row.answer.usage, row.answer.times
-        name = scan.sources[place.file].path.name
-        link = f'<a href="#row-{places[place]}">{escape(name)}:{place.number}</a>'
+        link = f'<a href="#row-{places[place]}">{escape(names[place.file])}:{place.number}</a>'
         figures = (
             *(show_exactly(seconds), show_exactly(times.get("queue_time", 0.0))),
             *(show_exactly(times.get("prefill_time", 0.0)), f"{usage.get('prompt_tokens', 0):,}"),

@@ -12,7 +12,7 @@ from fminfer.batch.report.charts import make_table
 from fminfer.batch.report.plain_text import escape, shorten
 from fminfer.batch.report.scanning import Scan
 from fminfer.batch.report.tally import Tally, Values
-from fminfer.batch.report.told_outputs import ToldOutput
+from fminfer.batch.report.told_outputs import ToldOutput, name_files
 from fminfer.batch.report.told_runs import ToldRun, sum_stats
 from fminfer.core.quantities import counted
 from fminfer.files.run_facts import runs_in
@@ -204,16 +204,17 @@ def make_files(outputs: Sequence[ToldOutput], scan: Scan) -> str:
     """Return a table of the outputs."""
     if len(outputs) < 2:
         return ""
+    names = name_files([output.path for output in outputs])
     rows = [
         (
-            output.path.name,
+            name,
             (output.status or {}).get("status", "not known"),
             f"{tally.num_answers:,}",
             f"{tally.num_errors:,}",
             f"{tally.prompt_tokens:,}",
             f"{tally.completion_tokens:,}",
         )
-        for output, tally in zip(outputs, scan.tallies, strict=True)
+        for name, output, tally in zip(names, outputs, scan.tallies, strict=True)
     ]
     head = ("output", "status", "answered", "in error", "prompt tokens", "answer tokens")
     more = len(rows) - MAX_FILES

@@ -139,7 +139,9 @@ function makeRow(row, number) {
   if (answered) start.append(" → ", make("bdi", "", answered));
   const figures = make("span", "figures", row.error ? "" : `${many(row.completion_tokens ?? 0)} tokens`);
   for (const why of row.why) if (REASONS[why]) figures.append(make("span", `tag ${why}`, REASONS[why]));
-  summary.append(make("span", "name", `${files[row.file]}:${row.line}`), start, figures);
+  const name = make("span", "name");
+  name.append(make("bdi", "", files[row.file]), `:${row.line}`);
+  summary.append(name, start, figures);
   item.append(summary);
   item.addEventListener("toggle", () => {
     if (!item.open || item.children.length > 1) return;
