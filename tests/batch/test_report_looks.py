@@ -80,6 +80,29 @@ def test_it_is_readable(browser: Browser, width: int, scheme: str) -> None:
     assert [each for each in contrasts if each[0] < 4.5] == []
 
 
+@pytest.mark.parametrize("width", [390, 1024, 1280])
+def test_nothing_is_torn_apart(browser: Browser, width: int) -> None:
+    """Neither a title from its table nor a word; charts that stand alone are as wide as others."""
+    browser.look(width, 900)
+    browser.run("document.querySelector('.facts').style.minHeight = '60rem'")
+    title, table = (
+        browser.run(f"document.querySelector('.asked {each}').getBoundingClientRect().toJSON()")
+        for each in ("h3", ".params")
+    )
+    assert 0 <= table["top"] - title["bottom"] < 16
+    lines = browser.run(
+        "[...document.querySelectorAll('.shares th')].map(e => {"
+        " const range = document.createRange(), text = e.firstChild;"
+        " const start = text.data.indexOf('max_tokens'); if (start < 0) return 0;"
+        " range.setStart(text, start); range.setEnd(text, start + 10);"
+        " return range.getClientRects().length; })"
+    )
+    assert 1 in lines and max(lines) == 1
+    if width < 600:
+        charts = "[...document.querySelectorAll('.chart')].map(e => e.offsetWidth)"
+        assert len(set(browser.run(charts))) == 1
+
+
 def test_no_text_is_run(browser: Browser) -> None:
     open_all(browser)
     title = browser.run("document.title")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from fminfer.batch.report.axes import show_exactly, show_number, show_time
+from fminfer.batch.report.axes import show_exactly, show_number, show_share, show_time
 from fminfer.batch.report.charts import (
     Series,
     make_curves,
@@ -160,7 +160,8 @@ def _make_prefix(runs: Sequence[ToldRun], whole: Tally) -> str:
     parts = [("found in the prefix cache", cached), ("computed", total - cached)]
     if shareable := stats["num_counted_shareable"]:
         share = stats["num_counted_cached"] / shareable
-        note += f"; {share:.1%} of what a trie over the prompts allows, {shareable:,} tokens"
+        note += f"; {show_share(share)} of what a trie over the prompts allows, "
+        note += f"{shareable:,} tokens"
         if stats["num_counted_tokens"] != total:
             note += f" of the first {stats['num_counted_tokens']:,}"
         elif num_missed > 0:

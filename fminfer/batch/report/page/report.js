@@ -6,7 +6,10 @@ const $ = (id) => document.getElementById(id);
 const { files, rows } = JSON.parse($("data").textContent);
 const LEVELS = [0.9, 0.5, 0.2, 0.05]; // the least probability of each colour but the last
 const REASONS = { slow: "slow", long: "long", unlikely: "unlikely", error: "error" };
-const percent = (p) => (p < 0.001 ? "< 0.1 %" : `${(100 * p).toFixed(1)} %`);
+const percent = (p) => {
+  if (p < 0.001) return "< 0.1 %";
+  return p >= 0.9995 && p < 1 ? "> 99.9 %" : `${(100 * p).toFixed(1)} %`;
+};
 const many = (count) => count.toLocaleString("en");
 const seconds = (s) => `${s < 10 ? s.toFixed(3) : s.toFixed(1)} s`;
 const listedOf = new WeakMap(); // a token's span, and its alternatives
