@@ -43,7 +43,8 @@ def write_at_end(job: JobPaths, plan: Plan, summary: JobSummary) -> None:
     if job.report is None:
         return
     try:
-        _write(job.report, [*plan.outputs, *summary.outputs], job.is_quiet, math.inf)
+        if _write(job.report, [*plan.outputs, *summary.outputs], job.is_quiet, math.inf):
+            summary.report = str(job.report)
     except OutputError as error:
         summary.report_trouble = str(error)
     except Exception as error:  # a fault of the report's is not one of the run
@@ -62,18 +63,19 @@ def reporting(job: JobPaths, plan: Plan) -> Iterator[None]:
         if job.report is not None:
             try:
                 end_s = time.monotonic() + AFTER_STOP_S
-                _write(job.report, plan.outputs, job.is_quiet, end_s)
+                if _write(job.report, plan.outputs, job.is_quiet, end_s) and not job.is_quiet:
+                    click.echo(f"report    {job.report}", err=True)
             except Exception as error:  # the run ends for another reason, which is told
                 click.echo(f"The report {job.report} was not written: {error}.", err=True)
         raise
 
 
-def _write(path: Path, outputs: list[Path], is_quiet: bool, end_s: float) -> None:
+def _write(path: Path, outputs: list[Path], is_quiet: bool, end_s: float) -> bool:
+    """Write the report; return whether there was something to write of."""
     found = [open_output(output) for output in dict.fromkeys(outputs) if is_there(output)]
     if not found:
         if not is_quiet:
             click.echo(f"The report {path} was not written: there are no answers yet.", err=True)
-        return
+        return False
     write_report(found, path, end_s=end_s)
-    if not is_quiet:
-        click.echo(f"Report: {path}", err=True)
+    return True

@@ -53,7 +53,8 @@ class JobSummary:
     warnings: dict[str, int] = field(default_factory=dict)
     result_cache: str = ""  # folder of answers that several runs share; "": none
     cache_trouble: str = ""  # why it was given up
-    report_trouble: str = ""  # why the report was not written
+    report: str = ""  # the HTML page that --report wrote
+    report_trouble: str = ""  # why it was not written
     made_up: str = ""  # what a synthetic run answered
 
     @property
@@ -248,6 +249,8 @@ class JobSummary:
         if self.has_errors:
             errors = [errors_path(path) for path in files]
             lines += [f"errors    {path}" for path in errors if path.exists()]
+        if self.report:
+            lines.append(f"report    {self.report}")
         num_retryable = sum(self.errors_by_code.get(code, 0) for code in RETRYABLE)
         if num_retryable and STDOUT not in files:
             lines.append(

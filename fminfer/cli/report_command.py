@@ -28,15 +28,15 @@ def report(outputs: tuple[Path, ...], out: Path | None) -> None:
 
     The page is one file, opens without a server or network, and shows at most 200 rows, however
     many there are. An output that is not complete is shown as far as its journal goes. A folder
-    gives all of its outputs, and an input stands for its output. The page names what a run has not
-    kept, such as the times of Batch lines.
+    gives all of its outputs, or those of the folders below it, such as a split's. An input stands
+    for its output. The page names what a run has not kept, such as the times of Batch lines.
     """
     from fminfer.batch.report.report_file import write_report
     from fminfer.batch.report.told_outputs import find_outputs
 
     found = find_outputs(outputs)
     if out is None:
-        out = _default_place(outputs)
+        out = _default_place(outputs, found[0].path)
     if not out.parent.is_dir():
         raise UsageError(f"--out {out}: there is no folder {out.parent}")
     if out.resolve() in {path.resolve() for each in found for path in each.files}:
@@ -44,17 +44,20 @@ def report(outputs: tuple[Path, ...], out: Path | None) -> None:
     done = write_report(found, out)
     click.echo(
         f"report    {out}: {counted(done.num_rows, 'row')} of {counted(len(found), 'output')}, "
-        f"{done.num_shown:,} of them shown, {done.num_bytes / 1e6:.1f} MB",
+        f"{done.num_shown:,} of them shown, {_show_size(done.num_bytes)}",
         err=True,
     )
 
 
-def _default_place(outputs: tuple[Path, ...]) -> Path:
-    if len(outputs) > 1:
+def _show_size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 1e6 else f"{num_bytes / 1e3:.0f} KB"
+
+
+def _default_place(asked: tuple[Path, ...], output: Path) -> Path:
+    if len(asked) > 1:
         raise UsageError(
-            f"--out is missing; {len(outputs)} outputs go into one report: give --out FILE"
+            f"--out is missing; {len(asked)} outputs go into one report: give --out FILE"
         )
-    (path,) = outputs
-    if path.is_dir():
-        return path / "report.html"
-    return path.with_name(f"{path.name.removesuffix('.jsonl')}.report.html")
+    if asked[0].is_dir():
+        return asked[0] / "report.html"
+    return output.with_name(f"{output.name.removesuffix('.jsonl')}.report.html")

@@ -7,20 +7,26 @@ import json
 import re
 import statistics
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fminfer.batch.report.axes import show_number, show_share
+from fminfer.batch.report.charts import make_histogram
 from fminfer.batch.report.histogram import Histogram, make_bins
 from fminfer.batch.report.plain_text import show
 from fminfer.batch.report.row_choice import NUM_SHOWN, RowChoice
 from fminfer.batch.report.scanning import Scan
+from fminfer.batch.report.summary_sections import tell_times
 from fminfer.batch.report.token_pieces import cut_choice
 from fminfer.batch.report.told_outputs import find_outputs, open_output
+from fminfer.batch.report.told_runs import ToldRun
 from fminfer.files.output_paths import answers_path
 from tests.batch.report_outputs import (
+    ASK,
     FLAGS,
     PLACES,
     call,
@@ -240,6 +246,25 @@ def test_the_sample_is_fixed_and_has_the_extremes() -> None:
         assert 10 <= sum(tenth * 2000 < number <= tenth * 2000 + 2000 for number in numbers) <= 25
 
 
+def test_rows_that_are_all_alike_do_not_stand_out() -> None:
+    choice = RowChoice()
+    for number in range(1, 41):
+        choice.add_answer((0, number, 0, 1), 2 + (number == 30), 0.5, -1.0)
+    chosen = choice.chosen()
+    assert len(chosen) == 40
+    assert [place.number for place, why in chosen.items() if why != {"sample"}] == [30]
+    assert {"long"} in chosen.values()
+
+
+def test_scores_have_no_drawn_tokens(tmp_path: Path) -> None:
+    lines = [{"prompt": ASK.format(each), "max_tokens": 0, "logprobs": 0} for each in PLACES]
+    source = write_lines(tmp_path / "in.jsonl", [line | {"echo": True} for line in lines])
+    assert call("run", "-q", *FLAGS, source).exit_code == 0
+    page, data = make_report(answers_path(source))
+    assert "No token was drawn" in text_of(page) and "ask for them" not in text_of(page)
+    assert not any("long" in row["why"] for row in data["rows"])
+
+
 @pytest.mark.parametrize(
     "values, is_log",
     [
@@ -272,6 +297,30 @@ def test_bins_of_logprobs_and_times_hold_every_number_once() -> None:
         for each in bins:
             inside = [v for v in values if each.first - 1e-9 <= v < each.end - 1e-9]
             assert each.count == len(inside)
+
+
+def test_a_bar_of_one_number_is_named_by_it() -> None:
+    def labels(*values: int) -> list[str]:
+        histogram = Histogram()
+        for value in values:
+            histogram.add(value)
+        figure = make_histogram("t", "n", make_bins(histogram)[0], show_number, is_int=True)
+        return re.findall(r'y="177" text-anchor="\w+">(.*?)<', figure)
+
+    assert labels(2, 2) == ["2"]
+    assert labels(1, 3) == ["1", "2", "3"]
+    assert labels(0, 40)[:2] == ["0", "10"], "bars of two numbers are named by where they begin"
+
+
+def test_shares_and_times_are_not_mistaken() -> None:
+    shares = [0, 1 / 2455, 0.5, 2454 / 2455, 1]
+    assert [*map(show_share, shares)] == ["0.0 %", "< 0.1 %", "50.0 %", "> 99.9 %", "100.0 %"]
+    run = ToldRun(0, 191, "cpu", 2, 6.934)
+    assert tell_times(run) == "answered for 3:11; ready after 0:07"
+    assert (
+        tell_times(replace(run, seconds=1.5))
+        == "answered for 1.500\u00a0s; ready after 6.934\u00a0s"
+    )
 
 
 def test_a_histogram_stays_small() -> None:

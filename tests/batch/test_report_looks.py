@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from fminfer.files.output_paths import answers_path
-from tests.batch.report_outputs import FLAGS, call, make_report, mixed_lines, write_lines
+from tests.batch.report_outputs import (
+    FLAGS,
+    call,
+    make_report,
+    mixed_lines,
+    plain_answer,
+    write_lines,
+)
 from tests.browser import CHROMIUM, Browser, open_browser
 from tests.server.test_page_looks import CONTRAST
 
@@ -73,6 +80,29 @@ def test_it_is_readable(browser: Browser, width: int, scheme: str) -> None:
     assert [each for each in contrasts if each[0] < 4.5] == []
 
 
+@pytest.mark.parametrize("width", [390, 1024, 1280])
+def test_nothing_is_torn_apart(browser: Browser, width: int) -> None:
+    """Neither a title from its table nor a word; charts that stand alone are as wide as others."""
+    browser.look(width, 900)
+    browser.run("document.querySelector('.facts').style.minHeight = '60rem'")
+    title, table = (
+        browser.run(f"document.querySelector('.asked {each}').getBoundingClientRect().toJSON()")
+        for each in ("h3", ".params")
+    )
+    assert 0 <= table["top"] - title["bottom"] < 16
+    lines = browser.run(
+        "[...document.querySelectorAll('.shares th')].map(e => {"
+        " const range = document.createRange(), text = e.firstChild;"
+        " const start = text.data.indexOf('max_tokens'); if (start < 0) return 0;"
+        " range.setStart(text, start); range.setEnd(text, start + 10);"
+        " return range.getClientRects().length; })"
+    )
+    assert 1 in lines and max(lines) == 1
+    if width < 600:
+        charts = "[...document.querySelectorAll('.chart')].map(e => e.offsetWidth)"
+        assert len(set(browser.run(charts))) == 1
+
+
 def test_no_text_is_run(browser: Browser) -> None:
     open_all(browser)
     title = browser.run("document.title")
@@ -128,6 +158,19 @@ def test_tokens_show_what_else_could_have_come(browser: Browser) -> None:
     browser.wait("!document.querySelector('#hint').hidden")
     lines = browser.run("[...document.querySelectorAll('#hint span')].map(e => e.textContent)")
     assert len(lines) >= 2 and all(line.endswith("%") for line in lines)
+
+
+def test_the_end_of_a_long_prompt_is_in_view(browser: Browser, tmp_path: Path) -> None:
+    """Under echo, the box of the answer shows where the answer begins."""
+    output, prompt = tmp_path / "out.jsonl", "an example\n" * 60 + "the question"
+    output.write_bytes(plain_answer(1, f"{prompt} and its answer", prompt=prompt, echo=True))
+    path = output.with_name("report.html")
+    make_report(output, path=path)
+    browser.open(path.as_uri())
+    browser.wait("document.querySelectorAll('.said').length === 2")
+    boxes = "[...document.querySelectorAll('.said')]"
+    left = browser.run(f"{boxes}.map(e => e.scrollHeight - e.clientHeight - e.scrollTop)")
+    assert browser.run(f"{boxes}.every(e => e.scrollTop > 500)") and max(left) <= 1
 
 
 def test_each_field_and_chart_has_a_name(browser: Browser) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from fminfer.batch.report.plain_text import show
+from fminfer.batch.report.previews import MAX_SHOWN, make_previews
 from fminfer.batch.report.report_file import write_report
 from fminfer.batch.report.report_page import make_safe
 from fminfer.batch.report.scanning import OutOfTimeError
@@ -22,7 +23,19 @@ from fminfer.batch.report.told_outputs import find_outputs, open_output
 from fminfer.core.errors import OutputError, UsageError
 from fminfer.files.journal_rows import Row
 from fminfer.files.status_file import status_path
-from tests.batch.report_outputs import HOSTILE, call, make_report, plain_answer, text_of, tile
+from tests.batch.report_outputs import (
+    ASK,
+    FLAGS,
+    HOSTILE,
+    PLACES,
+    call,
+    make_report,
+    plain_answer,
+    read_page,
+    text_of,
+    tile,
+    write_lines,
+)
 
 
 class Elements(HTMLParser):
@@ -162,6 +175,62 @@ def test_many_long_rows_stay_small(tmp_path: Path) -> None:
     assert tile(page, "Answer tokens") == "600,000"
 
 
+SHOTS = "Good or bad?\nReview: It was broken when it came, and nobody helped me. → negative\n"
+REVIEWS = [f"Review: The {x} died after {y} days. →" for x in ("lens", "case") for y in "23"]
+
+
+def test_previews_tell_what_differs() -> None:
+    """They begin with a line, a sentence or a word, before what no other text has."""
+    assert make_previews([SHOTS + each for each in REVIEWS]) == [f"…{each}" for each in REVIEWS]
+    scored = [f"{each} {word}" for each in REVIEWS for word in ("positive", "negative")]
+    assert make_previews([SHOTS + each for each in scored]) == [f"…{each}" for each in scored]
+    chat = ["You judge reviews that people wrote of goods. Say what you think. " + x for x in "ab"]
+    assert make_previews(chat) == ["…Say what you think. a", "…Say what you think. b"]
+    same = "the same prompt " * 20
+    assert make_previews([same, same]) == [f"{same[:MAX_SHOWN]}…"] * 2
+    assert make_previews(["short a", "", "short  \n b"]) == ["short a", "", "short b"]
+    one_word = [f"{'x' * 300}{number}" for number in range(3)]
+    assert make_previews(one_word) == [f"…{'x' * 60}{number}" for number in range(3)]
+    found = make_previews(["y" * 5000, "y" * 9000])
+    assert [len(each) for each in found] == [61, MAX_SHOWN + 2]
+
+
+def test_the_list_tells_rows_apart(tmp_path: Path) -> None:
+    """An echoed prompt does not stand in the answer's place again, be it a text or ids."""
+
+    def record(number: int, prompt: object, text: str, **logprobs: Any) -> bytes:
+        answer = json.loads(plain_answer(number, text, echo=True))
+        answer["request"]["prompt"] = prompt
+        answer["result"]["choices"][0] |= logprobs
+        return json.dumps(answer).encode() + b"\n"
+
+    tokens = {
+        "tokens": ["a", "b", " c"],
+        "token_logprobs": [None, -1, -1],
+        "text_offset": [0, 1, 2],
+    }
+    output = tmp_path / "out.jsonl"
+    output.write_bytes(
+        b"".join(record(n, SHOTS + each, f"{SHOTS}{each} so") for n, each in enumerate(REVIEWS))
+        + record(5, [[1, 2], [3]], "ab c", logprobs=tokens)
+        + record(6, ["first", "second"], "first")
+    )
+    message = {"role": "user", "content": SHOTS + REVIEWS[0] + " or?"}
+    chat = {"request": {"messages": [{"role": "system", "content": "s"}, message]}}
+    calls = [{"function": {"name": "look", "arguments": "{}"}}]
+    chat["result"] = {"choices": [{"message": {"content": None, "tool_calls": calls}}]}
+    request = {"prompt": ["x", "y"], "echo": True}
+    odd = {"request": request, "result": {"choices": [{"text": "odd", "index": "?"}]}}
+    with output.open("a") as file:
+        file.write(json.dumps(chat) + "\n" + json.dumps(odd) + "\n")
+    _, data = make_report(output)
+    *starts, ids, several, called, last = [row["start"] for row in data["rows"]]
+    assert starts == [[f"…{each}", "so"] for each in REVIEWS]
+    assert (ids, several) == (["1 2", "c"], ["first", ""])
+    assert called == [f"…{REVIEWS[0]} or?", "look{}"]
+    assert last[0].startswith('{"request"') and last[1] == ""
+
+
 def test_the_same_output_gives_the_same_page(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     output.write_bytes(b"".join(plain_answer(n, f"answer {n}") for n in range(1, 3000)))
@@ -182,7 +251,7 @@ def test_what_is_not_known_is_said(tmp_path: Path) -> None:
     assert "older version" not in text, "perhaps it was fetched from a server"
     assert "2 lines could not be read as records" in text
     assert tile(page, "Time of answering") == tile(page, "Tokens/s computed") == "not known"
-    assert len(data["rows"]) == 1 and "No answer has logprobs" in text
+    assert len(data["rows"]) == 1 and "No drawn token has logprobs" in text
     counts = {"total": 1, "completed": 1, "failed": 0}
     old = {"status": "completed", "model": "old model", "request_counts": counts}
     old["fminfer"] = {"written": {"output": {"bytes": 7, "blake2b": ""}, "errors": None}}
@@ -344,24 +413,48 @@ def test_the_command_finds_outputs_and_names_its_page(tmp_path: Path) -> None:
     output.write_bytes(plain_answer(1, "x"))
     for asked, name in (
         (output, "output_q.report.html"),
-        (source, "q.report.html"),
+        (source, "output_q.report.html"),
         (tmp_path, "report.html"),
     ):
         found = call("report", asked)
-        assert found.exit_code == 0 and "1 row of 1 output, 1 of them shown" in found.output
-        assert (tmp_path / name).exists()
+        page = tmp_path / name
+        kilobytes = round(page.stat().st_size / 1000)
+        shown = f"1 row of 1 output, 1 of them shown, {kilobytes} KB"
+        assert found.exit_code == 0 and shown in found.output
+        page.unlink()
     assert call("report", output, source, "--out", tmp_path / "b.html").exit_code == 0
     for arguments, text in (
         ([output, source], "2 outputs go into one report: give --out"),
         ([tmp_path / "no.jsonl"], "no.jsonl does not exist; give an output"),
         ([output, "--out", output], "holds rows of the report"),
         ([output, "--out", tmp_path / "no" / "r.html"], "there is no folder"),
-        ([tmp_path / "empty"], "holds no answers"),
+        ([tmp_path / "empty"], "hold no answers"),
     ):
         (tmp_path / "empty").mkdir(exist_ok=True)
         found = call("report", *arguments)
         assert found.exit_code == 2 and text in found.output, found.output
     assert output.read_bytes() == plain_answer(1, "x")
+
+
+def test_a_split_folder_gives_the_answers_to_its_parts(tmp_path: Path) -> None:
+    source, parts = tmp_path / "q.jsonl", tmp_path / "parts"
+    lines = [
+        {"prompt": ASK.format(place), "max_tokens": 1, "engine": engine}
+        for engine in ("a", "b")
+        for place in PLACES
+    ]
+    write_lines(source, lines)
+    assert call("split", "--input-file", source, "--output-dir", parts).exit_code == 0
+    for engine in "ab":
+        assert call("run", "-q", *FLAGS, parts / engine).exit_code == 0
+    found = call("report", parts)
+    assert found.exit_code == 0 and "16 rows of 2 outputs" in found.output, found.output
+    page, data = read_page(parts / "report.html")
+    assert data["files"] == ["a/output_request_0.jsonl", "b/output_request_0.jsonl"]
+    assert "Outputs output status" in text_of(
+        page
+    ) and "a/output_request_0.jsonl completed" in text_of(page)
+    assert f">{data['files'][1]}:" in page, "a row among the slowest"
 
 
 def test_an_output_is_found_once_by_all_its_names(tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ def test_the_end_is_told_on_a_full_disk_without_the_runs(tmp_path: Path) -> None
 def test_a_run_writes_its_report(tmp_path: Path) -> None:
     source, page = write_rows(tmp_path / "in.jsonl", 20), tmp_path / "r.html"
     found = call("run", *FLAGS, source, "--report", page)
-    assert found.exit_code == 0 and f"Report: {page}" in found.output
+    assert found.exit_code == 0 and found.output.endswith(f"jsonl\nreport    {page}\n")
     text, data = read_page(page)
     assert tile(text, "Rows answered") == "20" and len(data["rows"]) == 20
     assert tile(text, "Tokens/s computed") != "not known"
@@ -213,6 +213,7 @@ def test_a_stopped_run_writes_the_report_of_what_there_is(
     before_each_record(monkeypatch, stop_later)
     found = call("run", *FLAGS, source, "--report", page)
     assert found.exit_code == 130 and "kept: 10." in found.output
+    assert f"\nreport    {page}\n" in found.output
     assert tile(read_page(page)[0], "Rows answered") == "10"
 
 

@@ -49,6 +49,13 @@ def show_time(seconds: float) -> str:
     return show_seconds(seconds)
 
 
+def show_share(share: float) -> str:
+    """Write a share; one that is not all or nothing does not look like it."""
+    if 0 < share < 0.001:
+        return "< 0.1 %"
+    return "> 99.9 %" if 0.9995 <= share < 1 else f"{100 * share:.1f} %"
+
+
 def show_exactly(seconds: float) -> str:
     """Write a time with its digits: `0.254 s`, `41.3 s`, `3:05`."""
     if seconds >= 60:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from fminfer.batch.report.axes import show_exactly, show_number, show_time
+from fminfer.batch.report.axes import show_exactly, show_number, show_share, show_time
 from fminfer.batch.report.charts import (
     Series,
     make_curves,
@@ -19,12 +19,14 @@ from fminfer.batch.report.row_choice import RowChoice
 from fminfer.batch.report.scanning import Scan
 from fminfer.batch.report.shown_rows import ShownRow
 from fminfer.batch.report.tally import Tally
+from fminfer.batch.report.told_outputs import name_files
 from fminfer.batch.report.told_runs import ToldRun, sum_stats
 from fminfer.core.quantities import counted
 from fminfer.files.time_line import Point
 
 NUM_SLOW = 10
 MAX_DONE_STEPS = 50
+NONE_DRAWN = "No token was drawn, as with max_tokens 0."
 # Why a choice ended, beside the names that OpenAI gives it.
 ENDS = {
     "stop": "stop: complete",
@@ -64,7 +66,9 @@ def _describe(histogram: Histogram, show: object) -> str:
 def _make_logprobs(whole: Tally) -> str:
     title, histogram = "Mean logprob of a row's drawn tokens", whole.mean_logprobs
     if not histogram.counts:
-        return _make_unknown(title, "No answer has logprobs; requests ask for them.")
+        is_drawn = whole.completion_tokens > 0
+        why = "No drawn token has logprobs; requests ask for them." if is_drawn else NONE_DRAWN
+        return _make_unknown(title, why)
     note = (
         f"{counted(whole.num_with_logprobs, 'row')}; mean {histogram.mean:.3f}, a probability of "
         f"{math.exp(min(0.0, histogram.mean)):.1%} a token; the end token is not counted"
@@ -156,7 +160,8 @@ def _make_prefix(runs: Sequence[ToldRun], whole: Tally) -> str:
     parts = [("found in the prefix cache", cached), ("computed", total - cached)]
     if shareable := stats["num_counted_shareable"]:
         share = stats["num_counted_cached"] / shareable
-        note += f"; {share:.1%} of what a trie over the prompts allows, {shareable:,} tokens"
+        note += f"; {show_share(share)} of what a trie over the prompts allows, "
+        note += f"{shareable:,} tokens"
         if stats["num_counted_tokens"] != total:
             note += f" of the first {stats['num_counted_tokens']:,}"
         elif num_missed > 0:
@@ -178,12 +183,12 @@ def make_slowest(scan: Scan, shown: Sequence[ShownRow]) -> str:
     if not slow:
         why = "Batch lines hold no times." if scan.whole.num_without_times else ""
         return f"<p>The slowest rows are not known. {why}</p>"
+    names = name_files([source.path for source in scan.sources])
     rows = []
     for seconds, place in slow:
         row = shown[places[place]]
         usage, times = row.answer.usage, row.answer.times
-        name = scan.sources[place.file].path.name
-        link = f'<a href="#row-{places[place]}">{escape(name)}:{place.number}</a>'
+        link = f'<a href="#row-{places[place]}">{escape(names[place.file])}:{place.number}</a>'
         figures = (
             *(show_exactly(seconds), show_exactly(times.get("queue_time", 0.0))),
             *(show_exactly(times.get("prefill_time", 0.0)), f"{usage.get('prompt_tokens', 0):,}"),

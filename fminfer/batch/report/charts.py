@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fminfer.batch.report.axes import find_ticks, find_time_ticks, show_number, show_time
+from fminfer.batch.report.axes import (
+    find_ticks,
+    find_time_ticks,
+    show_number,
+    show_share,
+    show_time,
+)
 from fminfer.batch.report.histogram import Bin
 from fminfer.batch.report.plain_text import escape
 
 TOP, HEIGHT, BOTTOM = 10, 150, 22  # pixels above the plot, of it, and for the labels below it
 MAX_LABELS = 5  # on the x axis
 MAX_TOLD = 24  # rows of a chart's table of numbers
+MAX_BAR = 20  # per cent of the plot that the bar of one number is wide
 
 
 @dataclass(slots=True, frozen=True)
@@ -48,6 +55,8 @@ def make_histogram(
     """Return a chart with a bar for each bin; all bars are equally wide, also on a log scale."""
     ticks = find_ticks(max(each.count for each in bins))
     top, slot = ticks[-1], 100 / len(bins)
+    is_each = is_int and all(each.end - each.first == 1 for each in bins)  # a bar for each number
+    width = min(0.84 * slot, MAX_BAR) if is_each else 0.84 * slot
     bars = []
     for place, each in enumerate(bins):
         height = HEIGHT * each.count / top
@@ -55,12 +64,13 @@ def make_histogram(
             height = max(height, 1.5)  # a single row among a million is seen, too
         told = f"{_show_range(each, show, is_int)}: {each.count:,}"
         bars.append(
-            f'<rect class="bar" x="{place * slot + 0.08 * slot:.3f}%" width="{0.84 * slot:.3f}%" '
+            f'<rect class="bar" x="{(place + 0.5) * slot - width / 2:.3f}%" width="{width:.3f}%" '
             f'y="{TOP + HEIGHT - height:.1f}" height="{height:.1f}">'
             f"<title>{escape(told)}</title></rect>"
         )
-    edges = [*(each.first for each in bins), bins[-1].end]
-    labels = _place_labels([(100 * i / len(bins), show(edge)) for i, edge in enumerate(edges)])
+    edges = [each.first for each in bins] + ([] if is_each else [bins[-1].end])
+    shift = 0.5 if is_each else 0.0  # under the bar, or between two
+    labels = _place_labels([((i + shift) * slot, show(edge)) for i, edge in enumerate(edges)])
     plot = _make_plot(ticks, "".join(bars) + labels, f"{title}. {note}")
     rows = [(_show_range(each, show, is_int), f"{each.count:,}") for each in bins if each.count]
     return make_figure(title, note, plot, make_table(("from – to", "number"), rows))
@@ -80,7 +90,7 @@ def make_shares(title: str, note: str, counts: Sequence[tuple[str, int]]) -> str
     rows = "".join(
         f'<tr><th scope="row">{escape(name)}</th><td class="wide"><svg class="share" '
         f'aria-hidden="true"><rect class="bar" width="{100 * count / most:.2f}%" height="100%" '
-        f'rx="2"/></svg></td><td>{count:,}</td><td>{_percent(count / total)}</td></tr>'
+        f'rx="2"/></svg></td><td>{count:,}</td><td>{show_share(count / total)}</td></tr>'
         for name, count in counts
     )
     table = f'<table class="shares"><tbody>{rows}</tbody></table>'
@@ -88,10 +98,6 @@ def make_shares(title: str, note: str, counts: Sequence[tuple[str, int]]) -> str
         f'<figure class="chart"><figcaption><h3>{escape(title)}</h3><p>{escape(note)}</p>'
         f"</figcaption>{table}</figure>"
     )
-
-
-def _percent(share: float) -> str:
-    return "< 0.1 %" if 0 < share < 0.001 else f"{100 * share:.1f} %"
 
 
 def make_curves(

@@ -26,7 +26,7 @@ from fminfer.batch.report.summary_sections import (
     make_notes,
     make_tiles,
 )
-from fminfer.batch.report.told_outputs import ToldOutput
+from fminfer.batch.report.told_outputs import ToldOutput, name_files
 from fminfer.batch.report.told_runs import ToldRun
 
 # Nothing is loaded, and only the page's own script and styles count, by their digests. The script
@@ -51,7 +51,7 @@ def make_page(
     own = files("fminfer.batch.report") / "page"
     style, script = ((own / name).read_text("utf-8") for name in ("report.css", "report.js"))
     rows, cut = dump_rows(list(shown))
-    names = orjson.dumps([show(str(source.path.name)) for source in scan.sources])
+    names = orjson.dumps([show(name) for name in name_files([s.path for s in scan.sources])])
     num_rows = scan.whole.num_answers + scan.whole.num_errors
     cut_note = (
         f"Texts longer than {cut.num_chars:,} characters are cut in the middle, and at most "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Literal
@@ -35,10 +36,13 @@ class _Best:
 
     most: int
     rows: list[tuple[float, int, Place]] = field(default_factory=list)
+    least: float = math.inf  # key of all rows
     _number: int = 0
 
     def add(self, key: float, place: tuple[int, int, int, int]) -> None:
         rows = self.rows
+        if key < self.least:
+            self.least = key
         if len(rows) < self.most:
             self._number -= 1
             heapq.heappush(rows, (key, self._number, Place(*place)))
@@ -48,6 +52,10 @@ class _Best:
 
     def in_order(self) -> list[tuple[float, Place]]:
         return [(key, place) for key, _, place in sorted(self.rows, reverse=True)]
+
+    def standing_out(self) -> list[Place]:
+        """Return the places of those with more than the least key: no row is long if all are."""
+        return [place for key, place in self.in_order() if key > self.least]
 
 
 @dataclass(slots=True)
@@ -92,7 +100,7 @@ class RowChoice:
             *(("slow", self.slow), ("long", self.long), ("unlikely", self.unlikely)),
         ]
         for reason, best in extremes:
-            for _, place in best.in_order():
+            for place in best.standing_out():
                 found.setdefault(place, set()).add(reason)
         for _, place in self.sampled.in_order():
             if place not in found and len(found) < NUM_SHOWN:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,12 +12,14 @@ import orjson
 from fminfer.batch.report.answer_fields import ODD_RECORD, AnswerFields
 from fminfer.batch.report.drawn_logprobs import drawn_logprobs, prompt_of
 from fminfer.batch.report.plain_text import dump, show
+from fminfer.batch.report.previews import make_line, make_previews
 from fminfer.batch.report.row_choice import Place, Reason
 from fminfer.batch.report.tally import UNTOLD
 from fminfer.batch.report.token_pieces import Piece, cut_choice
 
 MAX_BYTES = 1_400_000  # of all rows
 MAX_PARTS = 16  # prompts, messages or choices of one row
+MAX_ANSWER = 200  # characters of an answer in the list of rows
 
 
 @dataclass(slots=True, frozen=True)
@@ -33,6 +36,7 @@ CUTS = (
     *(Cut(20_000, 2_000, 10), Cut(8_000, 800, 6), Cut(4_000, 400, 5), Cut(2_000, 250, 4)),
     *(Cut(1_200, 120, 3), Cut(600, 60, 3), Cut(300, 25, 2), Cut(120, 8, 1)),
 )
+WHOLE = Cut(sys.maxsize, sys.maxsize, 0)
 
 
 @dataclass(slots=True, frozen=True)
@@ -208,21 +212,59 @@ def _fit(text: str, pieces: list[Piece], *, is_all: bool) -> tuple[list[Piece], 
     return kept, ""
 
 
-def _dump_row(row: ShownRow, cut: Cut) -> bytes:
+def _make_starts(rows: Sequence[ShownRow]) -> list[tuple[str, str]]:
+    """Return what the list shows of each row: a line of its prompt, and one of its answer."""
+    texts = [_texts_of(row) for row in rows]
+    asked = make_previews([asked for asked, _ in texts])
+    answered = [make_line(answer, MAX_ANSWER) for _, answer in texts]
+    return [*zip(asked, answered, strict=True)]
+
+
+def _texts_of(row: ShownRow) -> tuple[str, str]:
+    """Return the first prompt or the last message, and the first answer or the error's code."""
     try:
-        return orjson.dumps(row.to_dict(cut))
+        parts = _list_asked(row.request, WHOLE)
+        asked = parts[0 if parts[0]["who"] == "prompt" else -1]["text"] if parts else ""
+        if row.answer.error is not None:
+            return asked, show(str(row.answer.error.get("code")))
+        choice = next(iter(row.answer.choices), {})
+        return asked, show(_drawn_text(choice, row.request))
+    except ODD_RECORD:
+        return show(dump(row.answer.fields)), ""
+
+
+def _drawn_text(choice: dict[str, Any], request: Any) -> str:
+    """Return a choice's text, or the calls in its place; under echo what follows the prompt."""
+    message = choice.get("message")
+    if isinstance(message, dict):
+        calls = ["".join(call) for call in _list_calls(message.get("tool_calls"), WHOLE)]
+        return "".join([str(message.get("content") or ""), *calls])
+    text = str(choice.get("text") or "")
+    if not isinstance(request, dict) or not request.get("echo"):
+        return text
+    prompt = prompt_of(request, choice.get("index", 0))
+    if not isinstance(prompt, str):  # ids, whose text the tokens tell
+        pieces = cut_choice(choice, prompt, is_echo=True)
+        prompt = "".join(piece.text for piece in pieces if piece.is_given)
+    return text.removeprefix(prompt)
+
+
+def _dump_row(row: ShownRow, cut: Cut, start: tuple[str, str]) -> bytes:
+    try:
+        return orjson.dumps(row.to_dict(cut) | {"start": start})
     except ODD_RECORD:  # edited by hand, or another program's: shown as it stands
         raw = dump(row.answer.fields)
         odd = replace(row, answer=AnswerFields("bare", raw, [], {}, {}, None, {}), request=raw)
-        return orjson.dumps(odd.to_dict(cut))
+        return orjson.dumps(odd.to_dict(cut) | {"start": start})
 
 
 def dump_rows(rows: list[ShownRow]) -> tuple[bytes, Cut]:
     """Return all rows as JSON, and how they were cut so that it is short enough."""
+    starts = _make_starts(rows)
     for cut in CUTS:
         dumped, total = [], 0
-        for row in rows:
-            dumped.append(_dump_row(row, cut))
+        for row, start in zip(rows, starts, strict=True):
+            dumped.append(_dump_row(row, cut, start))
             total += len(dumped[-1]) + 1
             if total > MAX_BYTES and cut is not CUTS[-1]:
                 break

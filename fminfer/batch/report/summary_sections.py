@@ -12,9 +12,9 @@ from fminfer.batch.report.charts import make_table
 from fminfer.batch.report.plain_text import escape, shorten
 from fminfer.batch.report.scanning import Scan
 from fminfer.batch.report.tally import Tally, Values
-from fminfer.batch.report.told_outputs import ToldOutput
+from fminfer.batch.report.told_outputs import ToldOutput, name_files
 from fminfer.batch.report.told_runs import ToldRun, sum_stats
-from fminfer.core.quantities import counted
+from fminfer.core.quantities import counted, show_seconds
 from fminfer.files.run_facts import runs_in
 
 MAX_FILES = 200  # rows of the table of outputs
@@ -118,13 +118,7 @@ def make_asked(outputs: Sequence[ToldOutput], scan: Scan, runs: Sequence[ToldRun
     if devices := _join(_place(run) for run in runs if run.device):
         facts.append(("Device", devices))
     for run in runs[-5:]:
-        ready = f"; ready after {show_exactly(run.ready_s)}" if run.ready_s else ""
-        facts.append(
-            (
-                "Run",
-                f"{_show_date(run.started_at)}, answered for {show_exactly(run.seconds)}{ready}",
-            )
-        )
+        facts.append(("Run", f"{_show_date(run.started_at)}, {tell_times(run)}"))
     sources = [str(each.source) for each in outputs if each.source is not None]
     if sources:
         facts.append(("Inputs" if len(sources) > 1 else "Input", _name_some(sources)))
@@ -139,6 +133,13 @@ def make_asked(outputs: Sequence[ToldOutput], scan: Scan, runs: Sequence[ToldRun
 def _place(run: ToldRun) -> str:
     threads = f", {counted(run.num_threads, 'thread')}" if run.num_threads else ""
     return f"{run.device}{threads}"
+
+
+def tell_times(run: ToldRun) -> str:
+    """Say how long a run took; both times have one form."""
+    show = show_seconds if max(run.seconds, run.ready_s) >= 60 else show_exactly
+    ready = f"; ready after {show(run.ready_s)}" if run.ready_s else ""
+    return f"answered for {show(run.seconds)}{ready}"
 
 
 def _show_date(at_s: float) -> str:
@@ -204,16 +205,17 @@ def make_files(outputs: Sequence[ToldOutput], scan: Scan) -> str:
     """Return a table of the outputs."""
     if len(outputs) < 2:
         return ""
+    names = name_files([output.path for output in outputs])
     rows = [
         (
-            output.path.name,
+            name,
             (output.status or {}).get("status", "not known"),
             f"{tally.num_answers:,}",
             f"{tally.num_errors:,}",
             f"{tally.prompt_tokens:,}",
             f"{tally.completion_tokens:,}",
         )
-        for output, tally in zip(outputs, scan.tallies, strict=True)
+        for name, output, tally in zip(names, outputs, scan.tallies, strict=True)
     ]
     head = ("output", "status", "answered", "in error", "prompt tokens", "answer tokens")
     more = len(rows) - MAX_FILES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,18 +70,36 @@ def is_there(output: Path) -> bool:
     return output.exists() or journal_path(output).exists()
 
 
+def name_files(paths: Sequence[Path]) -> list[str]:
+    """Return short names of files: without the folders that all of them have in common."""
+    places = [path.absolute() for path in paths]
+    common = os.path.commonpath([place.parent for place in places]) if places else ""
+    return [str(place.relative_to(common)) for place in places]
+
+
 def _in_folder(folder: Path) -> list[Path]:
-    """List a folder's outputs: those with a status file, and other files of answers."""
+    """List a folder's outputs; if it has none, those of folders below, such as of a split."""
+    if found := _list_outputs(folder):
+        return found
+    for below, folders, _ in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        found += _list_outputs(Path(below))
+    if not found:
+        raise UsageError(
+            f"{folder} and the folders below hold no answers; give an output of fminfer run"
+        )
+    return found
+
+
+def _list_outputs(folder: Path) -> list[Path]:
+    """List a folder's own outputs: those with a status file, and other files of answers."""
     by_status = {_output_of(each) for each in folder.glob(f"*{STATUS}")}
     by_name = {
         path
         for path in folder.glob("*.jsonl")
         if not path.name.endswith(".errors.jsonl") and holds_answers(path)
     }
-    found = sorted(path for path in by_status | by_name if is_there(path))
-    if not found:
-        raise UsageError(f"{folder} holds no answers; give an output of fminfer run")
-    return found
+    return sorted(path for path in by_status | by_name if is_there(path))
 
 
 def _output_of(status: Path) -> Path:

@@ -6,7 +6,10 @@ const $ = (id) => document.getElementById(id);
 const { files, rows } = JSON.parse($("data").textContent);
 const LEVELS = [0.9, 0.5, 0.2, 0.05]; // the least probability of each colour but the last
 const REASONS = { slow: "slow", long: "long", unlikely: "unlikely", error: "error" };
-const percent = (p) => (p < 0.001 ? "< 0.1 %" : `${(100 * p).toFixed(1)} %`);
+const percent = (p) => {
+  if (p < 0.001) return "< 0.1 %";
+  return p >= 0.9995 && p < 1 ? "> 99.9 %" : `${(100 * p).toFixed(1)} %`;
+};
 const many = (count) => count.toLocaleString("en");
 const seconds = (s) => `${s < 10 ? s.toFixed(3) : s.toFixed(1)} s`;
 const listedOf = new WeakMap(); // a token's span, and its alternatives
@@ -84,9 +87,10 @@ function tokensText(row) {
 
 function makeBody(row) {
   const body = make("div", "body");
-  for (const asked of row.asked) {
+  for (const [place, asked] of row.asked.entries()) {
+    const isQuestion = asked.who === "prompt" || place === row.asked.length - 1;
     if (asked.who === "note") body.append(make("p", "meta", asked.text));
-    else body.append(makePart(titleOf(asked, 1), asked));
+    else body.append(makePart(titleOf(asked, 1), asked, isQuestion ? "question" : ""));
   }
   if (!row.asked.length) body.append(make("p", "meta", "The request is not known: a Batch record does not repeat it."));
   if (row.error) {
@@ -110,34 +114,42 @@ function makeBody(row) {
   return body;
 }
 
+/** Scroll long boxes: of a prompt to its end, where rows differ; of an echoed one to the answer. */
+function scrollBoxes(item, row) {
+  for (const box of item.querySelectorAll(".question .said")) box.scrollTop = box.scrollHeight;
+  if (!row.params.some(([name, value]) => name === "echo" && value === "true")) return;
+  for (const box of item.querySelectorAll(".answer .said")) {
+    const drawn = box.querySelector(".token:not(.given)");
+    const end = drawn ? drawn.offsetTop - box.offsetTop : Infinity;
+    box.scrollTop = Math.min(end - box.clientHeight / 2, box.scrollHeight);
+  }
+}
+
 // --- the list ---
 
 const textOf = (said) => [
   ...(said.pieces ?? []).map(([text]) => text), said.text ?? "", said.tail ?? "",
   ...(said.calls ?? []).flat(),
 ].join("");
-const lastOf = (row) => row.asked.at(-1)?.text ?? "";
-
-function startOf(row) {
-  const answer = row.error ? row.error.code : textOf((row.choices ?? [])[0] ?? {});
-  const short = (text, most) => text.trim().replaceAll(/\s+/g, " ").slice(0, most);
-  const asked = short(lastOf(row), 400);
-  return [asked.length > 60 ? `${asked.slice(0, 60)}…` : asked, short(answer, 200)];
-}
 
 function makeRow(row, number) {
   const item = make("details", row.error ? "row is-error" : "row");
   item.id = `row-${number}`;
   const summary = make("summary", "");
   const start = make("span", "start");
-  const [asked, answered] = startOf(row);
-  start.append(make("bdi", "dim", asked), " → ", make("bdi", "", answered));
+  const [asked, answered] = row.start;
+  start.append(make("bdi", "dim", asked));
+  if (answered) start.append(" → ", make("bdi", "", answered));
   const figures = make("span", "figures", row.error ? "" : `${many(row.completion_tokens ?? 0)} tokens`);
   for (const why of row.why) if (REASONS[why]) figures.append(make("span", `tag ${why}`, REASONS[why]));
-  summary.append(make("span", "name", `${files[row.file]}:${row.line}`), start, figures);
+  const name = make("span", "name");
+  name.append(make("bdi", "", files[row.file]), `:${row.line}`);
+  summary.append(name, start, figures);
   item.append(summary);
   item.addEventListener("toggle", () => {
-    if (item.open && item.children.length === 1) item.append(makeBody(row));
+    if (!item.open || item.children.length > 1) return;
+    item.append(makeBody(row));
+    scrollBoxes(item, row);
   });
   return item;
 }
