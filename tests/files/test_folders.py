@@ -189,6 +189,18 @@ def test_what_a_folder_holds_beside_files_to_answer_is_named_few_at_a_time(tmp_p
         assert found.exit_code == 0 and f"Left out: {shown}, … (7 in all)" in found.stderr
 
 
+def test_a_warning_of_a_line_names_its_file_if_there_are_several(tmp_path: Path) -> None:
+    """A run over eleven files warned of line 1, and did not say of which."""
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text(
+            LINE if name == "a.jsonl" else '{"prompt": "x", "colour": 1}\n'
+        )
+    assert f"Warning: line 1 of {tmp_path / 'b.jsonl'}: " in run(tmp_path, "--limit", 1)[1]
+    for file in tmp_path.glob("output_*"):
+        file.unlink()
+    assert "Warning: line 1: " in run(tmp_path / "b.jsonl", "--limit", 1)[1]
+
+
 def test_status_counts_what_a_run_over_the_folder_answers(tmp_path: Path) -> None:
     """It left out a file without a right line, also a part of a split."""
     (tmp_path / "a.jsonl").write_text("not json\n" + LINE)
