@@ -105,7 +105,9 @@ def _answer(
     """
     left = [file.num_left for file in inputs.files]
     # Whoever writes a stream may wait.
-    runner = engine.start_run(LOOKAHEAD if None in left else WINDOW)
+    runner = engine.start_run(
+        LOOKAHEAD if None in left else WINDOW, lambda line: _name_line(line, inputs, summary)
+    )
     lines = _lines(inputs, runner, stopper)
     try:
         with stopper.telling(engine.stop, lambda: bar.drawing_s(engine.running_rows)):
@@ -127,6 +129,12 @@ def _answer(
     if stopper.reason is not None and not inputs.is_finished:
         raise stopper.reason
     inputs.check_kept()
+
+
+def _name_line(line: Line, inputs: RunInputs, summary: JobSummary) -> str:
+    """Say which line it is, and of which file if there are several."""
+    is_only = len(inputs.files) == len(summary.inputs) == 1
+    return f"line {line.number}" + ("" if is_only else f" of {inputs.files[line.source].path}")
 
 
 def _lines(inputs: RunInputs, runner: LineRunner, stopper: Stopper) -> Iterator[Line | None]:

@@ -19,7 +19,13 @@ from fminfer.core.errors import UsageError
 from fminfer.files.claims import look_at
 from fminfer.files.completed import has_changed
 from fminfer.files.file_names import beside
-from fminfer.files.input_folders import find_inputs, find_lost, holds_requests, list_requests
+from fminfer.files.input_folders import (
+    PART_NAME,
+    find_inputs,
+    find_lost,
+    holds_requests,
+    list_requests,
+)
 from fminfer.files.journal import journal_path
 from fminfer.files.journal_rows import read_row
 from fminfer.files.line_reader import ENDINGS, count_rows
@@ -29,6 +35,7 @@ from fminfer.files.status_file import STATUS, read_status, status_path
 
 State = Literal["done", "running", "stopped", "waiting"]
 CHANGED = "its input has changed since; the same command answers what is new"
+UNLIKE = "none of its first lines is a request; fminfer run reads it all the same"
 STATES: tuple[State, ...] = ("done", "running", "stopped", "waiting")
 
 
@@ -44,7 +51,7 @@ class FileState:
     num_failed: int = 0
     failed_by_code: dict[str, int] = field(default_factory=dict)
     owner: str | None = None  # of a running one: host and process
-    why: str | None = None  # a stopped one ended, or a waiting one cannot be answered
+    why: str | None = None  # a stopped one ended, or a waiting one may not be answered
     rows_per_s: float = 0.0  # of the run that is at work
     left_s: float | None = None  # None: not known
 
@@ -90,6 +97,9 @@ class Overview:
 def look_over(path: Path, now_s: float | None = None) -> list[Overview]:
     """Return the state of a folder and those below it, or of one input or output.
 
+    All files of the folder count that a run over it would answer. Those of a folder below count if
+    one of them looks like a request file: notes and data sets may lie in others.
+
     Args:
         now_s: time.time(), for tests.
 
@@ -102,12 +112,12 @@ def look_over(path: Path, now_s: float | None = None) -> list[Overview]:
     found = []
     for folder, below, _ in os.walk(path):
         below[:] = sorted(name for name in below if not name.startswith("."))
-        files = [
-            _state_of(source, output, now_s, trouble)
-            for source, output, trouble in _files_of(Path(folder))
-        ]
-        if files:
-            found.append(Overview(folder, files))
+        pairs = list(_files_of(Path(folder)))
+        if Path(folder) == path or any(
+            _is_to_answer(source, output) for source, output, _ in pairs
+        ):
+            files = [_state_of(source, output, now_s, trouble) for source, output, trouble in pairs]
+            found += [Overview(folder, files)] if files else []
     if not found:
         raise UsageError(f"{path} holds neither requests ({', '.join(ENDINGS)}) nor answers")
     return found
@@ -137,11 +147,16 @@ def _files_of(folder: Path) -> Iterator[tuple[Path | None, Path, str | None]]:
     waiting += [(source, output) for output, source in pairs.items()]
     for source, output in sorted(waiting):
         others.discard(output)
-        # Notes and data sets may lie beside requests.
-        if _name_state(output, read_status(output) or {}) != "waiting" or holds_requests(source):
-            yield source, output, troubles.get(source)
+        yield source, output, troubles.get(source)
     for output in sorted(others):
         yield None, output, None
+
+
+def _is_to_answer(source: Path | None, output: Path) -> bool:
+    """Tell whether a file was meant for a run: by its run, its name or its first lines."""
+    if source is None or _name_state(output, read_status(output) or {}) != "waiting":
+        return True
+    return bool(PART_NAME.fullmatch(source.name)) or holds_requests(source)
 
 
 def _output_of(status: Path) -> Path | None:
@@ -185,7 +200,8 @@ def _state_of(
     elif state.state == "stopped":
         state.why = CHANGED if has_grown else _why(status)
     elif state.state == "waiting":
-        state.why = trouble
+        is_unlike = source is not None and not holds_requests(source)
+        state.why = trouble or (UNLIKE if is_unlike else None)
     return state
 
 

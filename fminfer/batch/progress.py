@@ -21,7 +21,7 @@ FIRST_LINE_S, LINE_EVERY_S = 5.0, 30.0  # without a terminal; the wait doubles u
 LEFT_EVERY_S = 2.0  # how often the time left is worked out
 UNKNOWN = "left ?"
 LEAST_BAR = 3  # columns
-USUAL_SIZE = {"ncols": 80, "nrows": 24}  # for a terminal that does not report its size
+USUAL_COLUMNS, USUAL_LINES = 80, 24  # for a terminal that does not report its size
 BAR_OF_UNKNOWN = "{desc}: {n_fmt}/? rows{postfix}"
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} rows{postfix}"
 
@@ -193,13 +193,20 @@ def _make_bar(**how: Any) -> Any:
     """Return a tqdm bar; its library takes a third of the start of commands that show none."""
     from tqdm import tqdm
 
-    # Where a terminal reports no columns, a bar would not show.
-    size: dict[str, Any] = {"dynamic_ncols": True} if _num_columns(0) else USUAL_SIZE
+    # Where a terminal reports no columns, or no lines, tqdm would show no bar.
+    size: dict[str, Any] = {"dynamic_ncols": True}
+    if not all(_terminal_size()):
+        size = {"ncols": _num_columns(), "nrows": USUAL_LINES}
     return tqdm(**how, **size)
 
 
-def _num_columns(unknown: int = USUAL_SIZE["ncols"]) -> int:
+def _num_columns() -> int:
     """Return the width of the terminal, which may change."""
+    return _terminal_size().columns or USUAL_COLUMNS
+
+
+def _terminal_size() -> os.terminal_size:
+    """Return the size of the terminal; 0: it is not known."""
     with suppress(OSError, ValueError):
-        return os.get_terminal_size(sys.stderr.fileno()).columns or unknown
-    return unknown
+        return os.get_terminal_size(sys.stderr.fileno())
+    return os.terminal_size((0, 0))

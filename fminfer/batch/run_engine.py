@@ -8,6 +8,7 @@ import click
 
 from fminfer.batch.progress import LoadingBar, write_beside_bar
 from fminfer.batch.run_context import ProcessContext
+from fminfer.compute.kernels.kernel_build import is_building
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import printable
 from fminfer.machine.user_cache import why_no_cache
@@ -60,6 +61,11 @@ def start_engine(run: ProcessContext, make: Callable[[LoadingBar], Engine]) -> E
             "Using the demo model, which knows only the way between rooms; "
             "--model-name gives another.",
             err=True,
+        )
+    if not is_quiet and is_building():
+        often = "each time" if why_no_cache() else "once"
+        click.echo(
+            f"Building kernels for this machine; this takes some seconds, {often}.", err=True
         )
     loading = LoadingBar(is_quiet=is_quiet)
     try:

@@ -158,7 +158,8 @@ class JobSummary:
             f"{counted(self.num_taken_rows, 'earlier answer')} taken"
         )
         if self.num_left_out_rows:
-            text += f", {self.num_left_out_rows:,} left out because their lines are gone"
+            gone = "its line is" if self.num_left_out_rows == 1 else "their lines are"
+            text += f", {self.num_left_out_rows:,} left out because {gone} gone"
         return text
 
     def _work_lines(self) -> list[str]:
@@ -176,7 +177,7 @@ class JobSummary:
             lines.insert(1, text)
         if self.result_cache:
             kept = counted(self.engine["num_kept_requests"], "request")
-            lines.insert(1, f"kept      {kept} had an answer in {self.result_cache}")
+            lines.insert(1, f"cache     {kept} had an answer in {self.result_cache}")
         if self.engine["num_put_back"] or self.engine["num_apart"]:
             lines.insert(1, self._again_line())
         if self.engine["num_cached_tokens"]:

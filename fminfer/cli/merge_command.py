@@ -35,7 +35,7 @@ def merge(input_dir: Path, output: Path) -> None:
     It reads the answers of `fminfer run`, or of the old tool: output_request_<N>.jsonl beside
     request_<N>.jsonl. Errors go to answers.errors.jsonl, with the line numbers of the file that was
     split. If a part has no answers yet, it writes nothing, and names the lines and the command that
-    answers them.
+    answers them. If the file has changed since it was split, it merges all the same, and warns.
 
     \b
     Exit status: 0 every line answered; 1 answers are missing, or not those of their part;
@@ -50,6 +50,8 @@ def merge(input_dir: Path, output: Path) -> None:
         f"{counted(summary.num_parts, 'part')}: {output}",
         err=True,
     )
+    if summary.source_change:
+        click.echo(f"Warning: {summary.source_change}.", err=True)
     if summary.num_errors:
         click.echo(
             f"errors    {counted(summary.num_errors, 'line')}: {errors_path(output)}", err=True

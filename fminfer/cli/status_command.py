@@ -28,9 +28,10 @@ def status(paths: tuple[Path, ...], is_json: bool) -> None:
     fminfer status answers/ --json
     fminfer status output_requests.jsonl
 
-    It reads the files that runs leave beside their outputs, and does not disturb the runs. It looks
-    through folders and those below them. It counts rows without an answer by error code. The time
-    left assumes that the number of runs stays the same.
+    It reads the files that runs leave beside their outputs, and does not disturb the runs. It
+    counts the files of a folder that a run over it answers, and looks through the folders below. It
+    counts rows without an answer by error code. The time left assumes that the number of runs stays
+    the same.
     """
     for path in paths:
         for overview in look_over(path):

@@ -12,6 +12,7 @@ from fminfer.files.streams import A_PIPE
 Fingerprint = dict[str, str]  # what must be the same for rows to be kept; names are for people
 INPUT = "the input"  # in a fingerprint: the bytes of the file
 FORM = 2  # of a journal. Rows of form 1 had no keys, and are read as well
+EXPLAINED = frozenset({"the model", "the tokenizer"})  # digests that differ with --model-name
 
 
 def head_line(fingerprint: Fingerprint) -> bytes:
@@ -49,6 +50,17 @@ def is_of_other_input(old: Fingerprint, new: Fingerprint) -> bool:
     return is_same and inputs[0] != inputs[1] and not {None, A_PIPE} & {*inputs}
 
 
+def show_changes(old: Fingerprint, new: Fingerprint) -> str:
+    """Say what differs: flags first, and no digest that differs because a flag does."""
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    if "--model-name" in names:
+        names = [name for name in names if name not in EXPLAINED]
+    return "; ".join(
+        f"{name} was {old.get(name, 'not given')}, is {new.get(name, 'not given')}"
+        for name in sorted(names, key=lambda name: not name.startswith("--"))
+    )
+
+
 def check_fingerprint(path: Path, old: Fingerprint, new: Fingerprint) -> None:
     """Refuse rows of another run.
 
@@ -61,12 +73,7 @@ def check_fingerprint(path: Path, old: Fingerprint, new: Fingerprint) -> None:
             "another way now. Finish that run with its own version; or answer from the start: give "
             "--restart (for all inputs), or another --output"
         )
-    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-    if names:
-        changes = "; ".join(
-            f"{name} was {old.get(name, 'not given')}, is {new.get(name, 'not given')}"
-            for name in names
-        )
+    if changes := show_changes(old, new):
         raise UsageError(
             f"{path} belongs to a run that differs: {changes}. Repeat that run's command to go on "
             "with it; or answer from the start: move that file away, or give --restart (for all "

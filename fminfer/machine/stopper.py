@@ -202,7 +202,8 @@ class Stopper:
     def _tell_of_grace(self) -> None:
         """Say why Ctrl-C does not end the run at once, by what a signal's handler may call."""
         needed_s = self._needed_s()
-        needs = "" if needed_s is None else f"; all of them may need {needed_s:.0f} s"
+        is_short = needed_s is None or needed_s <= self.grace_s
+        needs = "" if is_short else f"; all of them may need {needed_s:.0f} s"
         text = (
             f"\nEnding: rows that run have {self.grace_s:g} s to finish (--grace){needs}. What is "
             "finished is kept. Ctrl-C again ends at once.\n"

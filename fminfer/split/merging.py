@@ -21,6 +21,7 @@ from fminfer.core.errors import FminferError, OutputError, UsageError
 from fminfer.files.disk import sync_folder, write_all
 from fminfer.files.file_names import beside
 from fminfer.files.ordered_output import ORDERED, errors_path
+from fminfer.files.streams import digest_of
 from fminfer.split.manifest import Manifest, Part, read_manifest
 from fminfer.split.part_answers import find_gap, read_answers
 
@@ -35,6 +36,7 @@ class MergeSummary:
     num_parts: int
     num_answers: int
     num_errors: int
+    source_change: str  # since the split, for people; an empty text if there is none
 
 
 def merge_parts(folder: Path, output: Path) -> MergeSummary:
@@ -59,7 +61,26 @@ def merge_parts(folder: Path, output: Path) -> MergeSummary:
             "command"
         ) from error
     num_errors = int((sizes < 0).sum())
-    return MergeSummary(len(manifest.parts), len(sizes) - num_errors, num_errors)
+    num_answers = len(sizes) - num_errors
+    return MergeSummary(len(manifest.parts), num_answers, num_errors, _source_change(manifest))
+
+
+def _source_change(manifest: Manifest) -> str:
+    """Say how the source differs from what was split; nothing if it is gone or was a pipe."""
+    source = Path(manifest.source)
+    if not source.is_file():
+        return ""
+    try:
+        digest = digest_of(source)
+    except UsageError:  # the answers can be merged without it
+        return ""
+    if digest == manifest.digest:
+        return ""
+    return (
+        f"{source} has changed since it was split: it had {manifest.digest}, and has {digest} now. "
+        "The merged answers are those to its lines at the split. For answers to its lines as they "
+        "are now, split it into another folder, and answer that"
+    )
 
 
 def _check_output(output: Path) -> None:

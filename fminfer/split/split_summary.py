@@ -29,8 +29,8 @@ class SplitSummary:
         bad = f", {self.num_bad:,} of them no requests" if self.num_bad else ""
         lines = [
             f"split     {counted(num_lines, 'line')}{bad}",
-            f"parts     {len(self.manifest.parts):,} of {counted(num_groups, 'set')} of "
-            f"hyperparameters, in {self._folders()}",
+            f"parts     {counted(len(self.manifest.parts), 'file')} for "
+            f"{counted(num_groups, 'set')} of hyperparameters, in {self._folders()}",
         ]
         if num_groups > max(MANY_GROUPS, num_lines / FEW_ROWS):
             name, count = find_most_varied(self.groups)

@@ -36,7 +36,7 @@ from fminfer.worker.engine_options import EngineOptions, make_config, shows_opti
 from fminfer.worker.forecast import Layout, require_room_for_all
 from fminfer.worker.line_run.asked import RecordForm
 from fminfer.worker.line_run.lanes import Lane, Lanes
-from fminfer.worker.line_run.line_intake import LineIntake
+from fminfer.worker.line_run.line_intake import LineIntake, NameLine
 from fminfer.worker.line_run.runner import LOOKAHEAD, LineRunner
 from fminfer.worker.one_pipeline import OnePipeline, start_own_ranks
 from fminfer.worker.opening import open_model
@@ -216,11 +216,14 @@ class Engine:
             self.lanes.fail(error)
             raise
 
-    def start_run(self, read_ahead: int = LOOKAHEAD) -> LineRunner:
+    def start_run(
+        self, read_ahead: int = LOOKAHEAD, name_line: NameLine | None = None
+    ) -> LineRunner:
         """Start a run over lines: add them to what is returned, and step that.
 
         Args:
             read_ahead: lines that may be read before there is room for them.
+            name_line: says with what a line's warning is told; None: its number.
 
         Raises:
             UsageError: an earlier run is not finished.
@@ -232,7 +235,7 @@ class Engine:
         self._intake.warnings.clear()
         self._runner = LineRunner(
             self._core,
-            LineIntake(self._intake),
+            LineIntake(self._intake, name_line=name_line),
             RecordForm(self.model_name, int(time.time())),
             read_ahead=read_ahead,
             joins_equal=self.config.prefix_cache,

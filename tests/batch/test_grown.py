@@ -110,7 +110,7 @@ def test_a_file_that_has_grown(
     summary = run_files(engine, [source], [output], count_lines=counting)
     assert (summary.num_rows, summary.num_kept_rows) == (2, 5)
     assert (summary.num_taken_rows, summary.num_left_out_rows) == (5, 1)
-    assert "5 earlier answers taken, 1 left out because their lines are gone" in summary.to_text()
+    assert "5 earlier answers taken, 1 left out because its line is gone" in summary.to_text()
     assert summary.to_dict()["num_taken_rows"] == 5
     found = output.read_bytes().splitlines()
     assert found[1:6] == [before[n] for n in (0, 1, 5, 4, 3)], "byte for byte"

@@ -74,13 +74,16 @@ def test_a_bound_is_shown_as_one(
     assert lefts[0] == "<0:45" and lefts[1].startswith("~") and lefts[2] == "?", lefts
 
 
-@pytest.mark.parametrize("columns", [0, 120])
-def test_a_terminal_sees_what_happens_from_the_start(columns: int, tmp_path: Path) -> None:
-    """It saw nothing until the model was ready, and with 0 columns, as in a container, no bar."""
+@pytest.mark.parametrize("size", [(0, 0), (24, 120), (0, 120)])
+def test_a_terminal_sees_what_happens_from_the_start(size: tuple[int, int], tmp_path: Path) -> None:
+    """It saw nothing until the model was ready.
+
+    There was no bar with 0 columns, as in a container, or with 0 lines.
+    """
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "x", "max_tokens": 200, "ignore_eos": true}\n' * 99)
     ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (columns and 24, columns))
+    termios.tcsetwinsize(theirs, size)
     said: list[bytes] = []
     run = Forked(["run", str(rows), "--kernels", "off"], files=(None, None, theirs))
     os.close(theirs)

@@ -46,7 +46,7 @@ def test_another_run_takes_the_answers(source: Path, tmp_path: Path, flags: list
     for output, num_kept in zip(outputs, (0, 6), strict=True):
         done = run(source, "--result-cache", cache, "--output", output, "--stats", stats, *flags)
         assert done.exit_code == 3, done.output
-        assert f"{num_kept} requests had an answer in {cache}" in done.stderr
+        assert f"cache     {num_kept} requests had an answer in {cache}" in done.stderr
         told = json.loads(stats.read_text())
         assert told["result_cache"] == str(cache) and told["cache_trouble"] == ""
         assert told["engine"]["num_kept_requests"] == num_kept

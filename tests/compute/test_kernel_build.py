@@ -10,16 +10,20 @@ import tempfile
 import time
 from fnmatch import fnmatch
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import fminfer
+from fminfer.batch.run_engine import start_engine
 from fminfer.compute.kernel_choice import find_library
 from fminfer.compute.kernels import kernel_build
 from fminfer.compute.kernels.kernel_build import KernelBuild, find_compiler
+from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
+from fminfer.worker.engine_api import Engine
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
@@ -71,6 +75,32 @@ def test_it_is_built_once_and_kept(cache: Path, monkeypatch: pytest.MonkeyPatch)
     assert all(path.suffix == ".so" for path in cache.iterdir()), "nothing else is left"
     monkeypatch.setenv("CXX", "g++ -DANOTHER")
     assert KernelBuild()._process is not None, "another compiler's is another"
+
+
+def make_none(loading: object) -> Engine:
+    raise NotImplementedError
+
+
+def test_who_waits_for_a_build_is_told(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The first run was silent for a quarter of a minute."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    monkeypatch.setenv("CXX", str(tmp_path / "cxx"))
+    write_compiler(tmp_path / "cxx", f"read line < {gate}; exit 1")
+    monkeypatch.setattr(kernel_build, "_build", KernelBuild())
+
+    def start(*, is_quiet: bool = False) -> str:
+        run: Any = SimpleNamespace(config=EngineConfig(model="m"), is_quiet=is_quiet)
+        with pytest.raises(NotImplementedError):
+            start_engine(run, make_none)
+        return capfd.readouterr().err
+
+    assert "Building kernels for this machine; this takes some seconds, once." in start()
+    assert "Building" not in start(is_quiet=True)
+    gate.write_text("go\n")
+    assert kernel_build.start_build().library() is None and "Building" not in start()
 
 
 def test_an_updated_compiler_builds_anew(

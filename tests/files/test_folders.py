@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from fminfer.batch.overview import look_over
+from fminfer.batch.overview import UNLIKE, look_over
 from fminfer.batch.run_paths import JobPaths
 from fminfer.cli.app import main
 from fminfer.core.errors import UsageError
@@ -188,27 +189,50 @@ def test_what_a_folder_holds_beside_files_to_answer_is_named_few_at_a_time(tmp_p
         assert found.exit_code == 0 and f"Left out: {shown}, … (7 in all)" in found.stderr
 
 
-def test_status_counts_requests_and_not_notes(tmp_path: Path) -> None:
-    """`status .` counted every .json and .jsonl file as an input that waits."""
+def test_a_warning_of_a_line_names_its_file_if_there_are_several(tmp_path: Path) -> None:
+    """A run over eleven files warned of line 1, and did not say of which."""
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text(
+            LINE if name == "a.jsonl" else '{"prompt": "x", "colour": 1}\n'
+        )
+    assert f"Warning: line 1 of {tmp_path / 'b.jsonl'}: " in run(tmp_path, "--limit", 1)[1]
+    for file in tmp_path.glob("output_*"):
+        file.unlink()
+    assert "Warning: line 1: " in run(tmp_path / "b.jsonl", "--limit", 1)[1]
+
+
+def test_status_counts_what_a_run_over_the_folder_answers(tmp_path: Path) -> None:
+    """It left out a file without a right line, also a part of a split."""
     (tmp_path / "a.jsonl").write_text("not json\n" + LINE)
-    (tmp_path / "b.jsonl").write_text(BATCH)
-    (tmp_path / "chat.jsonl").write_text('{"messages": []}\n')
-    (tmp_path / "notes.json").write_text('{"name": "x", "version": 3}\n')
-    (tmp_path / "data.jsonl").write_text('{"text": "x", "label": 1}\n' * 9)
-    (tmp_path / "numbers.json").write_text("[1, 2, 3]")
     (tmp_path / "broken.json.gz").write_text("no gzip")
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "notes.json").write_text('{"name": "x", "version": 3}\n')
+    (tmp_path / "typo.jsonl").write_text('{"prompt": "one brace is missing"\n')
     for number, text in enumerate(('{"fminfer": 5}', '{"request_counts": 7}', '{"status": {}}')):
         (tmp_path / f"another_{number}.status.json").write_text(text)
     (overview,) = look_over(tmp_path)
-    assert [Path(file.input or "").name for file in overview.files] == [
-        "a.jsonl",
-        "b.jsonl",
-        "chat.jsonl",
-    ]
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data.jsonl").rename(tmp_path / "data" / "data.jsonl")
+    inputs = [Path(file.input or "") for file in overview.files]
+    assert inputs == find_inputs([tmp_path]) and len(inputs) == 5
+    assert [file.why for file in overview.files] == [None, *[UNLIKE] * 4]
+    assert "typo.jsonl: none of its" in CliRunner().invoke(main, ["status", str(tmp_path)]).output
+    source = tmp_path / "a.jsonl"
+    source.write_text('not json\n{"prompt": "x", "engine": "gpt-j"}\n')
+    split_file(source, tmp_path / "parts", SplitOptions(100, 1))
+    overviews = look_over(tmp_path / "parts")
+    assert [len(overview.files) for overview in overviews] == [1, 1], "default/ and gpt-j/"
+
+
+def test_status_leaves_out_folders_of_notes_below(tmp_path: Path) -> None:
+    """`status .` counted every .json and .jsonl file as an input that waits."""
+    for folder, text in (("data", '{"text": "x", "label": 1}\n'), ("chats", '{"messages": []}\n')):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.jsonl").write_text(text)
+        (tmp_path / folder / "notes.json").write_text('{"name": "x", "version": 3}\n')
+    (overview,) = look_over(tmp_path)
+    assert overview.path == str(tmp_path / "chats") and len(overview.files) == 2
+    shutil.rmtree(tmp_path / "chats")
     with pytest.raises(UsageError, match="neither requests"):
-        look_over(tmp_path / "data")
+        look_over(tmp_path)
 
 
 def test_a_split_folder_gives_the_parts_of_its_engine(tmp_path: Path) -> None:

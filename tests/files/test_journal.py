@@ -163,8 +163,12 @@ def test_another_runs_rows_are_refused_by_what_differs(tmp_path: Path) -> None:
     output = written(tmp_path, [row(1)])
     before = journal_path(output).read_bytes()
     for read in (lambda f: peek(output, f, restart=False), lambda f: Journal(output, f)):
-        with pytest.raises(UsageError, match=r"the model was a, is b; --seed was not given, is 1"):
+        with pytest.raises(
+            UsageError, match=r": --seed was not given, is 1; the model was a, is b"
+        ):
             read({"the model": "b", "--seed": "1"})
+        with pytest.raises(UsageError, match=r"differs: --model-name was not given, is B\. Repeat"):
+            read({"the model": "b", "the tokenizer": "b", "--model-name": "B"})
     assert journal_path(output).read_bytes() == before
     assert peek(output, {"the model": "b"}, restart=True)
     journal = Journal(output, {"the model": "b"}, restart=True)

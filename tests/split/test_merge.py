@@ -141,6 +141,29 @@ def test_no_errors_no_file(tmp_path: Path) -> None:
     assert prompts == ["a", "bb"]
 
 
+def test_a_source_that_has_changed_is_told(tmp_path: Path) -> None:
+    """Lines that were added or removed after the split were passed over without a word."""
+    source, parts = tmp_path / "all.jsonl", tmp_path / "parts"
+    source.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    for part in split(source, parts):
+        answer_part(part)
+
+    def merge(output: str) -> str:
+        flags = ["merge", "--input-dir", str(parts), "--output", str(tmp_path / output)]
+        found = CliRunner().invoke(main, flags)
+        assert found.exit_code == 0 and "merged    2 answers" in found.stderr
+        return found.stderr
+
+    assert "Warning" not in merge("same.jsonl")
+    for size, text in ((48, '{"prompt": "a"}\n' * 3), (16, '{"prompt": "b"}\n')):
+        source.write_text(text)
+        said = merge(f"{size}.jsonl")
+        assert f"Warning: {source} has changed since it was split: it had 32 bytes (" in said
+        assert f"and has {size} bytes (" in said and "split it into another folder" in said
+    source.unlink()
+    assert "Warning" not in merge("gone.jsonl"), "its answers can be merged without it"
+
+
 # --- what is missing
 
 

@@ -464,6 +464,7 @@ def test_many_small_parts_are_told(tmp_path: Path) -> None:
     flags = ["--input-file", str(source), "--output-dir", str(tmp_path / "parts")]
     found = CliRunner().invoke(main, ["split", *flags])
     assert "seed alone has 150 values" in found.stderr
+    assert "parts     150 files for 150 sets of hyperparameters, in" in found.stderr
 
 
 def test_a_run_over_the_whole_folder_does_not_answer_the_manifest(tmp_path: Path) -> None:

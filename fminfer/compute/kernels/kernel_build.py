@@ -108,9 +108,13 @@ class KernelBuild:
             self._finish(self._process)
         return not self.error
 
+    def is_under_way(self) -> bool:
+        """Tell whether the compiler is still at work."""
+        return self._process is not None and self._process.poll() is None
+
     def abandon(self) -> None:
         """End a build that nobody waited for; keep what it made, if it is done."""
-        if self._process is not None and self._process.poll() is None:
+        if self._process is not None and self.is_under_way():
             _end(self._process)
         if self._process is not None:
             self._finish(self._process)
@@ -157,6 +161,11 @@ def start_build() -> KernelBuild:
 def may_have_library() -> bool:
     """Tell whether this process's build gives a library, as far as is known without waiting."""
     return find_compiler() is not None if _build is None else _build.may_succeed()
+
+
+def is_building() -> bool:
+    """Tell whether this process's build is under way, so that who wants kernels waits for it."""
+    return _build is not None and _build.is_under_way()
 
 
 def abandon_build() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fminfer.core.errors import FminferError, InUseError, MachineError, UsageError
 from fminfer.files.journal import journal_path
-from fminfer.files.journal_head import Fingerprint, read_fingerprint
+from fminfer.files.journal_head import INPUT, Fingerprint, read_fingerprint, show_changes
 from fminfer.server.batches.stored_batches import Trouble
 
 LATER = "Finished lines are kept, and the server tries again by itself"
@@ -31,14 +31,9 @@ def check_unchanged(output: Path, fingerprint: Fingerprint) -> None:
         head, first = file.readline(), file.readline()
     if not (head.endswith(b"\n") and first.endswith(b"\n")):  # nothing is lost
         return
+    any_input = {INPUT: ""}
     old = read_fingerprint(path, head)
-    names = [name for name in {**old, **fingerprint} if name != "the input"]
-    changes = "; ".join(
-        f"{name} was {old.get(name, 'not given')}, is {fingerprint.get(name, 'not given')}"
-        for name in names
-        if old.get(name) != fingerprint.get(name)
-    )
-    if changes:
+    if changes := show_changes(old | any_input, fingerprint | any_input):
         raise ChangedError(
             f"its finished lines were answered by another server: {changes}. Start the server as "
             "before, and the batch goes on. Or cancel the batch, which keeps these lines, and send "

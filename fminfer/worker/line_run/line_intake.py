@@ -22,6 +22,7 @@ from fminfer.worker.line_run.meanings import Meanings
 from fminfer.worker.line_run.seen_counts import SeenCounts
 
 FILLS = RowWarning("chats without max_tokens are answered until they end or the context is full")
+NameLine = Callable[[Line], str]
 
 
 class LineIntake:
@@ -31,10 +32,17 @@ class LineIntake:
         intake: prepares their requests.
         check: raises a RequestError for a line that is not of this run; None: one that names
             another model is not, if models are checked.
+        name_line: says with what a line's warning is told; None: its number.
     """
 
-    def __init__(self, intake: Intake, check: Callable[[Envelope], None] | None = None) -> None:
+    def __init__(
+        self,
+        intake: Intake,
+        check: Callable[[Envelope], None] | None = None,
+        name_line: NameLine | None = None,
+    ) -> None:
         self.intake = intake
+        self._name_line = name_line or (lambda line: f"line {line.number}")
         self._check = check or (lambda envelope: self._check_model(envelope.fields))
         self._source = 0  # the file being read
         self._equal = SeenCounts()  # its unseeded requests so far, by meaning
@@ -55,7 +63,7 @@ class LineIntake:
         warnings = [*envelope.warnings, *request.warnings]
         if request.fills_context and self.intake.limits.max_new_tokens is None:
             warnings.append(FILLS)
-        self.intake.note(*warnings, where=f"line {line.number}: ")
+        self.intake.note(*warnings, where=f"{self._name_line(line)}: ")
         return asked
 
     def pass_over(self, line: Line) -> None:
