@@ -28,6 +28,7 @@ FILE_VARIABLE = "FMINFER_CONFIG"
 # Variables of ours that are no flags, and the beginning of those of the tests.
 OTHERS = (FILE_VARIABLE, "FMINFER_CPU", "FMINFER_SECRET")
 OF_TESTS = "FMINFER_TEST_"
+SECRET = "api_key"  # whose empty variable is most likely a secret that was not found
 
 
 @dataclass(slots=True)
@@ -137,6 +138,11 @@ def _read_variables(found: Settings, command: str, environ: Mapping[str, str]) -
             )
         elif value:
             plain[key] = value
+        elif key == SECRET and command == "serve":
+            raise UsageError(
+                f"{variable} is set, and empty, which would open the server to all; unset it, or "
+                "give a key"
+            )
     entries, _ = translate(plain, variable_of)
     found.put_over(_settle(command, entries, are_variables=True))
 

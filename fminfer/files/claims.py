@@ -187,6 +187,13 @@ def remove_dead(output: Path) -> None:
         _folder_of(output).rmdir()  # if it is empty
 
 
+def drop_claims(output: Path) -> None:
+    """Remove all claims of an output, for who knows that no other process writes it."""
+    for number in _numbers(_folder_of(output)):
+        with contextlib.suppress(OSError):
+            (_folder_of(output) / str(number)).unlink(missing_ok=True)
+
+
 def _folder_of(output: Path) -> Path:
     return beside(output, CLAIM)
 

@@ -250,6 +250,7 @@ class Engine:
         form: RecordForm,
         check: Callable[[Envelope], None],
         read_ahead: int = LOOKAHEAD,
+        name_line: NameLine | None = None,
     ) -> tuple[LineRunner, Lane]:
         """Start a run over lines behind all other requests, in a thread of the caller's own.
 
@@ -260,12 +261,12 @@ class Engine:
             form: of the records.
             check: raises a RequestError for a line that does not belong into this run, in place
                 of the check of its model.
-            read_ahead: as for `start_run`.
+            read_ahead, name_line: as for `start_run`.
         """
         lane = self.lanes.open()
         runner = LineRunner(
             lane,
-            LineIntake(self._intake, check),
+            LineIntake(self._intake, check, name_line),
             form,
             read_ahead=read_ahead,
             joins_equal=self.config.prefix_cache,

@@ -222,11 +222,11 @@ def test_a_wrong_value_of_a_variable_names_it(monkeypatch: pytest.MonkeyPatch) -
         params("serve", "")
 
 
-@pytest.mark.parametrize("value", [",", " ", " , ,"])
+@pytest.mark.parametrize("value", ["", ",", " ", " , ,"])
 def test_a_variable_of_keys_that_holds_none(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server started without a key, and so open to all."""
     monkeypatch.setenv("FMINFER_API_KEY", value)
-    with pytest.raises(UsageError, match="FMINFER_API_KEY is set, and holds no value"):
+    with pytest.raises(UsageError, match="FMINFER_API_KEY is set, and"):
         params("serve", "")
 
 

@@ -97,6 +97,10 @@ def wait_until(server: Running, batch: Fields, is_so: Callable[[Fields], bool]) 
     return found
 
 
+def has_trouble(batch: Fields) -> bool:
+    return batch["errors"] is not None
+
+
 def wait_for_end(server: Running, batch: Fields) -> Fields:
     """Ask until a batch is over."""
     return wait_until(server, batch, lambda found: found["status"] in OVER)

@@ -10,7 +10,6 @@ import pytest
 
 import fminfer
 from fminfer.core.errors import UsageError
-from fminfer.server.batches.desk import ServerState
 from fminfer.server.batches.state_folder import ID, StateFolder, new_id
 from tests.server.batch_calls import batch_line, create, get, long_lines, upload
 from tests.server.running import Running, running, until
@@ -138,39 +137,3 @@ def test_one_key_cannot_take_all_places(server: Running, monkeypatch: pytest.Mon
     until(lambda: get(server, one, B)["status"] == "completed", "it is over")
     begun = [batch for batch in many if get(server, batch, A)["status"] != "validating"]
     assert len(begun) < 6, "it waited for one place, not for the last"
-
-
-@pytest.mark.parametrize("name", ["salt", "files", "batches"])
-def test_damage_is_told_by_name(engine: fminfer.Engine, tmp_path: Path, name: str) -> None:
-    state = tmp_path / "state"
-    with running(engine, state=state) as server:
-        create(server, [batch_line("a")])
-    damaged = {
-        "salt": state / "salt",
-        "files": next(state.glob("files/*.json")),
-        "batches": next(state.glob("batches/*/batch.json")),
-    }[name]
-    damaged.write_bytes(b"{}")
-    with pytest.raises(UsageError, match=damaged.name), running(engine, state=state):
-        pass
-
-
-def test_answers_whose_batch_has_no_record_stay(engine: fminfer.Engine, tmp_path: Path) -> None:
-    """The next start took them for a creation that was broken off, and removed them."""
-    with running(engine, state=tmp_path) as server:
-        batch = create(server, [batch_line("a")])
-        until(lambda: get(server, batch)["status"] == "completed", "it is over")
-    (record,) = tmp_path.glob("batches/*/batch.json")
-    kept = record.read_bytes()
-    record.unlink()
-    folder = StateFolder(tmp_path)
-    with pytest.raises(UsageError, match=r"output\.jsonl.*but no batch\.json"):
-        ServerState(folder, {})
-    assert record.with_name("output.jsonl").exists()
-    record.write_bytes(kept)
-    record.rename(record.with_name("batch.json.new"))  # of a creation that was broken off
-    for path in record.parent.glob("output*"):
-        path.unlink()
-    ServerState(folder, {})
-    folder.close()
-    assert not record.parent.exists()

@@ -16,10 +16,10 @@ from fminfer.core.errors import PipelineError
 from fminfer.files import journal
 from fminfer.server.batches import batch_run, batch_work, state_folder, upload
 from tests.server.batch_calls import (
-    Fields,
     batch_line,
     create,
     get,
+    has_trouble,
     long_lines,
     texts_of,
     try_upload,
@@ -58,10 +58,6 @@ class FullDisk:
         if self.is_full and self._num_good < 0:
             raise OSError(self._number, os.strerror(self._number))
         return self._write(*arguments)
-
-
-def has_trouble(batch: Fields) -> bool:
-    return batch["errors"] is not None
 
 
 @pytest.mark.parametrize(

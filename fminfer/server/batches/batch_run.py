@@ -7,10 +7,18 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from fminfer.batch.journaled_input import JournaledInput
 from fminfer.contract.envelope import CHAT, COMPLETIONS, Envelope
-from fminfer.core.errors import FminferError, RequestError, StoppedError, printable
+from fminfer.core.errors import (
+    FminferError,
+    RequestError,
+    StoppedError,
+    UsageError,
+    printable,
+)
+from fminfer.files.claims import drop_claims
 from fminfer.files.completed import CompletedOutput, find_completed
 from fminfer.files.journal import journal_path
 from fminfer.files.ordered_output import errors_path
@@ -26,7 +34,7 @@ from fminfer.server.batches.stored_batches import (
     Trouble,
 )
 from fminfer.server.batches.stored_files import FileStore, StoredFile
-from fminfer.server.batches.troubles import MODEL_CHANGED, check_unchanged, trouble_of
+from fminfer.server.batches.troubles import check_unchanged, trouble_of
 from fminfer.server.http_errors import HttpError
 from fminfer.server.server_log import ServerLog
 from fminfer.server.service import ServedModel
@@ -106,9 +114,11 @@ class BatchRun:
 
     def _begin(self) -> None:
         shop, batch = self._shop, self.batch
-        check_unchanged(self._output, shop.terms.fingerprint)
-        source = shop.files.input_path(batch.input_file_id)
-        file = JournaledInput(source, 0, self._output, shop.terms)
+        check_unchanged(batch, self._output, shop.terms.fingerprint)
+        # The state folder is locked, so none is of a living process, whatever it says: a trouble
+        # of the disk may have left this one's own, or a copy of a folder has another's.
+        drop_claims(self._output)
+        file = JournaledInput(self._find_input(), 0, self._output, shop.terms)
         try:
             file.begin()
             self._counts = file.counts
@@ -136,7 +146,9 @@ class BatchRun:
         batch = self.batch
         form = RecordForm(self._shop.model.names[0], batch.created_at)
         check = make_check(batch.endpoint, self._shop.model)
-        runner, lane = self._shop.engine.start_run_behind(form, check, WINDOW)
+        runner, lane = self._shop.engine.start_run_behind(
+            form, check, WINDOW, lambda line: f"{batch.id}, line {line.number}"
+        )
         self._lane = lane
         lines = file.lines(runner.pass_over)
         try:
@@ -158,6 +170,23 @@ class BatchRun:
             lane.close()
             self._lane = None
         return None
+
+    def _find_input(self) -> Path:
+        """Return where its input is.
+
+        Raises:
+            UsageError: it is gone, or others have edited it.
+        """
+        files, batch = self._shop.files, self.batch
+        path, stored = (
+            files.input_path(batch.input_file_id),
+            files.get(batch.input_file_id, batch.owner),
+        )
+        size = path.stat().st_size if path.exists() else 0
+        if stored is None or size != stored.bytes:
+            was = "uploaded" if stored is None else f"uploaded with {stored.bytes:,}"
+            raise UsageError(f"{path} has {size:,} bytes, and was {was}; put it back as it was")
+        return path
 
     def _find_ending(self) -> Ending | None:
         """Return why the batch is to end before all is answered.
@@ -195,11 +224,12 @@ class BatchRun:
     def _end(self, ending: Ending) -> None:
         """Make an output of what is finished."""
         batch = self._shop.batches.now(self.batch)
-        source = self._shop.files.input_path(batch.input_file_id)
         total = max(batch.progress.total, self._counts.num_rows if self._counts else 0)
+        source = None
         if ending == "expired":
+            source = self._find_input()
             self._shop.batches.change(batch, _finalizing)
-        progress = end_early(self._output, source, total, expires=ending == "expired")
+        progress = end_early(self._output, source, total)
         self._publish(ending, progress)
         drop_journal(self._output)
 
@@ -257,7 +287,7 @@ class BatchRun:
             self._shop.log.error(printable("".join(traceback.format_exception(error))))
 
         progress = self.progress
-        if trouble.code == MODEL_CHANGED:  # its rows were not counted: they are another model's
+        if progress is None:  # its rows were not counted, as they cannot go on
             with suppress(FminferError, OSError):
                 progress = count_kept(self._output, self.batch.progress.total)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from fminfer.core.errors import OutputError
+from fminfer.core.errors import OutputError, UsageError
 from fminfer.files.journal_head import Fingerprint
 from fminfer.files.run_terms import RunTerms
 from fminfer.server.batches.batch_request import BatchRequest
@@ -39,8 +39,14 @@ class ServerState:
     def __init__(self, folder: StateFolder, fingerprint: Fingerprint) -> None:
         self.folder = folder
         self.fingerprint = fingerprint
-        self.files = FileStore(folder)
-        self.batches = BatchStore(folder)
+        try:
+            self.files = FileStore(folder)
+            self.batches = BatchStore(folder)
+        except OSError as error:
+            raise UsageError(
+                f"{error.filename or folder.path} cannot be read or written: {error.strerror}; see "
+                "that all of --state is this user's and its disk is sound"
+            ) from error
 
 
 class Desk:
@@ -63,9 +69,9 @@ class Desk:
         self._model = model
         self._log = log
         self.files, self.batches = state.files, state.batches
-        terms = RunTerms(engine.model_name, state.fingerprint | {SERVED_NAME: model.names[0]})
+        self._terms = RunTerms(engine.model_name, state.fingerprint | {SERVED_NAME: model.names[0]})
         self.done = DoneRows()
-        shop = Workshop(engine, self.files, self.batches, terms, model, self.done, log)
+        shop = Workshop(engine, self.files, self.batches, self._terms, model, self.done, log)
         self.work = BatchWork(shop)
 
     def owner_of(self, request: Request) -> str:
@@ -181,6 +187,7 @@ class Desk:
                 *(new_id("batch_"), owner, now_ns, wish.endpoint, wish.input_file_id),
                 *(wish.completion_window, now_ns // 10**9 + wish.window_s, wish.metadata),
                 *(self._model.names[0], new_id("file-"), new_id("file-")),
+                made_for=self._terms.fingerprint,
             )
             try:
                 self.batches.create(batch)

@@ -26,15 +26,14 @@ EXPIRED = {
 NOBODY: Fingerprint = {"the run": "ended before its first row"}
 
 
-def end_early(output: Path, source: Path, total: int, *, expires: bool) -> Progress:
+def end_early(output: Path, source: Path | None, total: int) -> Progress:
     """Write what is finished of a batch under its final names. It can be repeated.
 
     Its journal stays, until `drop_journal`.
 
     Args:
-        source: the batch's input.
+        source: the input, of which every line without a record gets an error; None: none does.
         total: lines of it, as far as they are known.
-        expires: every line without a record gets an error.
 
     Raises:
         UsageError: the input cannot be read.
@@ -42,7 +41,7 @@ def end_early(output: Path, source: Path, total: int, *, expires: bool) -> Progr
     """
     journal = _open(output)
     try:
-        if expires:
+        if source is not None:
             total = _add_expired(journal, source)
         put_in_order(journal)
         return progress_of(journal, total)

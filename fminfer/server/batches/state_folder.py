@@ -2,7 +2,7 @@
 
 lock            held by the server that uses the folder
 salt            of the digests by which owners are known
-uploads/        files that are still coming; emptied at each start
+uploads/        files that are still coming; what a start finds is removed, or moved to files/
 files/          ID.json says what a file is; ID.jsonl is what a client sent
 batches/ID/     batch.json says how a batch stands; output.jsonl and its journal are its rows
 """
@@ -49,8 +49,6 @@ class StateFolder:
                 self._salt = self._read_salt()
                 for name in ("uploads", "files", "batches"):
                     (path / name).mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
-                for left in (path / "uploads").iterdir():
-                    left.unlink()
             except BaseException:
                 self.close()
                 raise

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from fminfer.core.errors import UsageError
 from fminfer.files.disk import sync_folder
+from fminfer.files.journal_head import Fingerprint
 from fminfer.server.batches.state_folder import (
     ID,
     PRIVATE_FOLDER,
@@ -84,6 +85,8 @@ class StoredBatch:
     troubles: tuple[Trouble, ...] = ()
     output_file_id: str | None = None  # once it is there, and has a line
     error_file_id: str | None = None
+    # The model and settings of the server that made it; None: an older version's.
+    made_for: Fingerprint | None = None
 
     @property
     def is_open(self) -> bool:
@@ -259,7 +262,7 @@ def _read(path: Path) -> StoredBatch:
         fields["progress"] = Progress(**fields["progress"])
         fields["troubles"] = tuple(Trouble(**each) for each in fields["troubles"])
         batch = StoredBatch(**fields)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError) as error:
         raise UsageError(
             f"{path} is damaged ({error}), so the state of its batch is not known; put it back as "
             "it was, or move its folder away"

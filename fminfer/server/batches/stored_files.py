@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,13 +18,13 @@ from fminfer.files.ordered_output import errors_path
 from fminfer.server.batches.state_folder import (
     ID,
     StateFolder,
-    explain_state,
     write_durably,
     writing_state,
 )
 
 Purpose = Literal["batch", "batch_output"]
 PURPOSES: tuple[Purpose, ...] = ("batch", "batch_output")
+UPLOAD = re.compile("[0-9a-f]{32}")  # the name of one that is still coming
 OUTPUT = "output.jsonl"  # of a batch, in its folder
 
 
@@ -68,7 +70,8 @@ class FileStore:
         for path in folder.files.glob("file-*.json"):
             stored = _read(path)
             self._files[stored.id] = stored
-        self._drop_orphans()
+        self._finish_uploads()
+        self._check_records()
 
     def get(self, file_id: str, owner: str) -> StoredFile | None:
         """Return an owner's file; None: there is none of this id, or it is another's."""
@@ -100,13 +103,21 @@ class FileStore:
             OutputError: it cannot be kept.
         """
         path = self.input_path(stored.id)
+        coming = self._folder.uploads / path.name
         with writing_state(path):
-            os.replace(upload, path)
             try:
-                self.keep(stored)
+                os.replace(upload, coming)
+                sync_folder(coming.parent)
+                self._write(stored)  # from here on the next start moves the bytes, if this does not
+                os.replace(coming, path)
+                sync_folder(path.parent)
             except BaseException:
-                path.unlink(missing_ok=True)
+                for left in (path, coming, self._meta_path(stored.id)):
+                    with suppress(OSError):
+                        left.unlink(missing_ok=True)
                 raise
+        with self.lock:
+            self._files[stored.id] = stored
 
     def keep(self, stored: StoredFile) -> None:
         """Add a file whose bytes are in their place; it is known for good when this returns.
@@ -114,9 +125,12 @@ class FileStore:
         Raises:
             OSError: it is not.
         """
-        write_durably(self._meta_path(stored.id), json.dumps(asdict(stored)).encode() + b"\n")
+        self._write(stored)
         with self.lock:
             self._files[stored.id] = stored
+
+    def _write(self, stored: StoredFile) -> None:
+        write_durably(self._meta_path(stored.id), json.dumps(asdict(stored)).encode() + b"\n")
 
     def delete(
         self, file_id: str, owner: str, why_kept: Callable[[StoredFile], Exception | None]
@@ -137,9 +151,9 @@ class FileStore:
                 raise reason
             meta = self._meta_path(stored.id)
             with writing_state(meta):
-                meta.unlink(missing_ok=True)  # first: without it the bytes are nobody's
+                self.path_of(stored).unlink(missing_ok=True)  # first: bytes have a record always
+                meta.unlink(missing_ok=True)
                 sync_folder(meta.parent)
-                self.path_of(stored).unlink(missing_ok=True)
             del self._files[file_id]
             return stored
 
@@ -147,20 +161,37 @@ class FileStore:
         assert ID.fullmatch(file_id), "an id of ours"
         return self._folder.files / f"{file_id}.json"
 
-    def _drop_orphans(self) -> None:
-        """Remove bytes that no file has: of an upload or a deletion that was broken off."""
+    def _finish_uploads(self) -> None:
+        """Move the bytes of uploads that are known already; remove others, which broke off."""
+        for path in self._folder.uploads.iterdir():
+            if (known := self._files.get(path.stem)) and not self.path_of(known).exists():
+                os.replace(path, self.path_of(known))
+            elif UPLOAD.fullmatch(path.name) or ID.fullmatch(path.stem):
+                path.unlink()
+        sync_folder(self._folder.files)
+
+    def _check_records(self) -> None:
+        """See that all bytes have their record: none of ours are ever without.
+
+        Raises:
+            UsageError: some have none.
+        """
         for path in self._folder.files.iterdir():
-            if path.suffix == ".new" or (path.suffix == ".jsonl" and path.stem not in self._files):
-                try:
-                    path.unlink()
-                except OSError as error:
-                    raise UsageError(str(explain_state(path, error))) from error
+            if path.name.endswith(".json.new"):
+                path.unlink()  # a record that was being written
+            elif (
+                path.suffix == ".jsonl" and ID.fullmatch(path.stem) and path.stem not in self._files
+            ):
+                raise UsageError(
+                    f"{path} has no {path.stem}.json beside it, so nobody knows whose it is; put "
+                    "that back, or move the file away"
+                )
 
 
 def _read(path: Path) -> StoredFile:
     try:
         stored = StoredFile(**json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError) as error:
+    except (ValueError, TypeError) as error:
         raise UsageError(
             f"{path} is damaged ({error}), so its file is not known; put it back as it "
             "was, or move it and its .jsonl away"

@@ -8,7 +8,7 @@ from pathlib import Path
 from fminfer.core.errors import FminferError, InUseError, MachineError, UsageError
 from fminfer.files.journal import journal_path
 from fminfer.files.journal_head import INPUT, Fingerprint, read_fingerprint, show_changes
-from fminfer.server.batches.stored_batches import Trouble
+from fminfer.server.batches.stored_batches import StoredBatch, Trouble
 
 LATER = "Finished lines are kept, and the server tries again by itself"
 MODEL_CHANGED = "model_changed"
@@ -18,27 +18,32 @@ class ChangedError(UsageError):
     """The rows of a batch are of another model, or of other settings."""
 
 
-def check_unchanged(output: Path, fingerprint: Fingerprint) -> None:
-    """See that a batch's rows, if it has some, are of this server's model and settings.
+def check_unchanged(batch: StoredBatch, output: Path, fingerprint: Fingerprint) -> None:
+    """See that a batch, and its rows if it has some, are of this server's model and settings.
 
     Raises:
         ChangedError: what differs.
     """
+    any_input = {INPUT: ""}
+    for old in (batch.made_for, _fingerprint_of(output)):
+        if old and (changes := show_changes(old | any_input, fingerprint | any_input)):
+            raise ChangedError(
+                f"it was sent to another server: {changes}. Start the server as before, and the "
+                "batch goes on. Or cancel the batch, which keeps its finished lines, and send the "
+                "others in a new one"
+            )
+
+
+def _fingerprint_of(output: Path) -> Fingerprint | None:
+    """Read what the rows of an output that is not finished depend on; None: there are none."""
     path = journal_path(output)
     if not path.exists():
-        return
+        return None
     with path.open("rb") as file:
         head, first = file.readline(), file.readline()
     if not (head.endswith(b"\n") and first.endswith(b"\n")):  # nothing is lost
-        return
-    any_input = {INPUT: ""}
-    old = read_fingerprint(path, head)
-    if changes := show_changes(old | any_input, fingerprint | any_input):
-        raise ChangedError(
-            f"its finished lines were answered by another server: {changes}. Start the server as "
-            "before, and the batch goes on. Or cancel the batch, which keeps these lines, and send "
-            "the others in a new one"
-        )
+        return None
+    return read_fingerprint(path, head)
 
 
 def trouble_of(error: Exception) -> Trouble:
