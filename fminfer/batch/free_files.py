@@ -128,6 +128,9 @@ class FreeFiles:
         """Return an output that is complete, of an input that was not changed since.
 
         None: the file is to be opened, and looked at.
+
+        Raises:
+            UsageError: it is another run's, or was edited.
         """
         if not output.exists() or journal_path(output).exists():
             return None
@@ -141,6 +144,7 @@ class FreeFiles:
             return None
         if completed.leaves_rows(self._terms.limit, self._terms.started_s):
             return None
+        completed.check_unedited()
         return completed
 
     def _count(self, path: Path) -> None:

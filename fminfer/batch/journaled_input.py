@@ -300,7 +300,7 @@ class JournaledInput:
         """Take the output that is there as this input's, or note that it leaves rows to answer.
 
         Raises:
-            UsageError: it is not this input's, or nobody knows.
+            UsageError: it is not this input's, or was edited, or nobody knows.
         """
         terms = self._terms
         completed = require_completed(
@@ -312,6 +312,7 @@ class JournaledInput:
         if completed.leaves_rows(terms.limit, terms.started_s):
             self._to_reopen = completed
             return
+        completed.check_unedited()
         self._counts.see_completed(
             completed.num_rows, completed.num_completed, completed.num_failed
         )

@@ -18,6 +18,7 @@ import orjson
 from fminfer.core.errors import UsageError
 from fminfer.files.claims import look_at
 from fminfer.files.completed import has_changed
+from fminfer.files.edits import find_edit_of_complete
 from fminfer.files.file_names import beside
 from fminfer.files.input_folders import (
     PART_NAME,
@@ -31,7 +32,7 @@ from fminfer.files.journal_rows import read_row
 from fminfer.files.line_reader import ENDINGS, count_rows
 from fminfer.files.ordered_output import errors_path
 from fminfer.files.output_paths import answers_path, plan_each
-from fminfer.files.status_file import STATUS, read_status, status_path
+from fminfer.files.status_file import STATUS, read_status, seals_of, status_path
 
 State = Literal["done", "running", "stopped", "waiting"]
 CHANGED = "its input has changed since; the same command answers what is new"
@@ -52,6 +53,7 @@ class FileState:
     failed_by_code: dict[str, int] = field(default_factory=dict)
     owner: str | None = None  # of a running one: host and process
     why: str | None = None  # a stopped one ended, or a waiting one may not be answered
+    is_edited: bool = False  # its output was complete, and is not as it was written
     rows_per_s: float = 0.0  # of the run that is at work
     left_s: float | None = None  # None: not known
 
@@ -180,11 +182,13 @@ def _state_of(
     counts = status.get("request_counts") or {}
     source = source or (Path(status["input_file_id"]) if status.get("input_file_id") else None)
     name = _name_state(output, status)
-    has_grown = name == "done" and source is not None and has_changed(source, status)
+    edit = find_edit_of_complete(output, seals_of(status)) if name == "done" else None
+    is_whole = name == "done" and edit is None
+    has_grown = is_whole and source is not None and has_changed(source, status)
     state = FileState(
         str(output),
         None if source is None else str(source),
-        "stopped" if has_grown else name,
+        "stopped" if has_grown or edit is not None else name,
         counts.get("total"),
         int(counts.get("completed") or 0),
         int(counts.get("failed") or 0),
@@ -197,6 +201,8 @@ def _state_of(
         state.failed_by_code = _count_codes(output)
     if state.state == "running":
         _add_run(state, output, status, now_s)
+    elif edit is not None:
+        state.why, state.is_edited = f"{edit.path.name} was edited since: {edit.what}", True
     elif state.state == "stopped":
         state.why = CHANGED if has_grown else _why(status)
     elif state.state == "waiting":

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fminfer.batch.report.report_place import check_place
 from fminfer.batch.synthetic import Synthetic
 from fminfer.core.errors import UsageError
 from fminfer.files.cache_place import CachePlace
@@ -63,7 +64,8 @@ class JobPaths:
         Where other runs share the work, an input that cannot be answered costs only itself.
 
         Raises:
-            UsageError: no input, an output that is an input, or a folder that is not there.
+            UsageError: no input, an output that is an input, a folder that is not there, or a file
+                in the place of the report.
         """
         if self.prompt is not None:
             return self._no_files()
@@ -89,6 +91,8 @@ class JobPaths:
                 raise UsageError(f"{flag} {path} is a folder; give the name of a file")
             if path is not None and (whose := whose_file(path, plan)):
                 raise UsageError(f"{flag} {path} {whose}; give another name")
+        if self.report is not None:
+            check_place(self.report, "--report")
         if self.report is not None and STDOUT in plan.outputs:
             raise UsageError(
                 f"--report {self.report} is made from the answers, and those on stdout are not "

@@ -15,8 +15,8 @@ from fminfer.core.quantities import counted
 @click.option(
     "--out",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="The HTML file to write.  [default: <output>.report.html beside an output; report.html in "
-    "a folder]",
+    help="The HTML file to write. It replaces nothing but an HTML page.  [default: "
+    "<output>.report.html beside an output; report.html in a folder]",
 )
 def report(outputs: tuple[Path, ...], out: Path | None) -> None:
     """Write an HTML page about outputs: what was asked and answered, errors, speed, a sample.
@@ -32,6 +32,7 @@ def report(outputs: tuple[Path, ...], out: Path | None) -> None:
     for its output. The page names what a run has not kept, such as the times of Batch lines.
     """
     from fminfer.batch.report.report_file import write_report
+    from fminfer.batch.report.report_place import check_place
     from fminfer.batch.report.told_outputs import find_outputs
 
     found = find_outputs(outputs)
@@ -41,6 +42,7 @@ def report(outputs: tuple[Path, ...], out: Path | None) -> None:
         raise UsageError(f"--out {out}: there is no folder {out.parent}")
     if out.resolve() in {path.resolve() for each in found for path in each.files}:
         raise UsageError(f"--out {out} holds rows of the report; give another name")
+    check_place(out, "--out")
     done = write_report(found, out)
     click.echo(
         f"report    {out}: {counted(done.num_rows, 'row')} of {counted(len(found), 'output')}, "

@@ -81,6 +81,8 @@ def _left(overview: Overview) -> str:
     if overview.count("waiting") == len(overview.files):
         return "no run has begun; fminfer run answers them"
     if not overview.count("running"):
+        if any(file.is_edited for file in overview.files):
+            return "fminfer run refuses what was edited; put it back as it was, or move it away"
         return "no run is at work; the same command goes on"
     if overview.left_s is None:
         return "time left not known yet"

@@ -177,7 +177,7 @@ class Submission:
 
         Raises:
             SchedulerError: a job was not taken; says which were.
-            UsageError: there is no scheduler.
+            UsageError: there is no scheduler, or an output was edited since it was complete.
         """
         files = [file for file, output in self.outputs.items() if not is_complete(output, file)]
         self.num_finished = len(self.outputs) - len(files)

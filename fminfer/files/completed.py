@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fminfer.core.errors import UsageError
+from fminfer.files.edits import Edit, find_edit_of_complete
 from fminfer.files.journal import journal_path
 from fminfer.files.journal_head import INPUT, Fingerprint, check_fingerprint, is_of_other_input
 from fminfer.files.ordered_output import Seals
@@ -65,6 +66,22 @@ class CompletedOutput:
         any_input = {INPUT: ""}
         check_fingerprint(self.output, self.fingerprint | any_input, fingerprint | any_input)
 
+    def find_edit(self) -> Edit | None:
+        """Return which of its files is not as it was written; None: neither."""
+        return find_edit_of_complete(self.output, self.seals)
+
+    def check_unedited(self) -> None:
+        """See that it is as it was written.
+
+        Raises:
+            UsageError: a file was edited since.
+        """
+        if (edit := self.find_edit()) is not None:
+            raise UsageError(
+                f"{edit.path} is not as it was written ({edit.what}). Put the file back as it was, "
+                "move it away, or give --restart to answer all again"
+            )
+
     def is_of_input_changed_at(self, changed_ns: int) -> bool:
         """Tell whether its input was last changed then, by `input.streams.changed_ns`."""
         return bool((self.status.get("fminfer") or {}).get("input_changed_ns") == changed_ns)
@@ -107,10 +124,17 @@ def is_complete(output: Path, source: Path | None) -> bool:
 
     Args:
         source: the input; None: it is not known.
+
+    Raises:
+        UsageError: the output was edited since.
     """
     if not output.exists() or journal_path(output).exists():
         return False
-    return source is None or not has_changed(source, read_status(output) or {})
+    if source is not None and has_changed(source, read_status(output) or {}):
+        return False
+    if (completed := find_completed(output)) is not None:
+        completed.check_unedited()
+    return True
 
 
 def has_changed(source: Path, status: dict[str, Any]) -> bool:

@@ -82,12 +82,8 @@ def _write_in_order(journal: Journal, *files: BinaryIO) -> Seals:
     return {"output": answers, "errors": errors if errors["bytes"] else None}
 
 
-def read_seals(output: Path) -> Seals:
-    """Return the seals of an output and its errors file as they are now."""
-    return {"output": _read_seal(output), "errors": _read_seal(errors_path(output))}
-
-
-def _read_seal(path: Path) -> Seal | None:
+def read_seal(path: Path) -> Seal | None:
+    """Return a file's seal as it is now; None: there is no such file."""
     if not path.exists():
         return None
     digest = _new_digest()

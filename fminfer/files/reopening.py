@@ -19,11 +19,12 @@ from fminfer.contract.record import make_id, make_key
 from fminfer.contract.record_parts import Answered, Tokens, load_record
 from fminfer.core.errors import RETRYABLE, UsageError, row_error
 from fminfer.files.disk import sync_folder, told
+from fminfer.files.edits import find_edit
 from fminfer.files.journal import journal_path
 from fminfer.files.journal_head import Fingerprint, head_line
 from fminfer.files.journal_rows import Row
 from fminfer.files.line_reader import read_lines
-from fminfer.files.ordered_output import Seals, draft_path, errors_path, read_seals
+from fminfer.files.ordered_output import Seals, draft_path, errors_path
 from fminfer.files.run_terms import LineCounter
 
 _LINE = re.compile(rb'\{"line":(\d{1,18}),')
@@ -109,14 +110,9 @@ def put_journal(output: Path, fingerprint: Fingerprint, rows: Iterable[Row]) -> 
 
 def check_unchanged(output: Path, seals: Seals | None, *, has_changed_input: bool = False) -> None:
     """Refuse files that were edited since they were written."""
-    if seals is None:
-        return
-    for name, now in read_seals(output).items():
-        path = output if name == "output" else errors_path(output)
-        if now != (then := seals.get(name)):
-            sizes = [f"{seal.get('bytes')} bytes" if seal else "no file" for seal in (then, now)]
-            what = f"it was {sizes[0]} then, and is {sizes[1]} now"
-            raise _changed(output, path, what, has_changed_input=has_changed_input)
+    if (edit := find_edit(output, seals)) is not None:
+        can_stay = edit.path != output and not has_changed_input
+        raise _changed(output, edit.path, edit.what, can_stay=can_stay)
 
 
 def _read_rows(
@@ -180,12 +176,18 @@ def _tokens(output: Path, answer: bytes) -> Tokens:
         raise _changed(output, output, "an answer has no usage") from error
 
 
-def _changed(output: Path, path: Path, what: str, *, has_changed_input: bool = False) -> UsageError:
+def _changed(output: Path, path: Path, what: str, *, can_stay: bool = True) -> UsageError:
+    """Return the refusal of a file.
+
+    Args:
+        can_stay: without its errors file the output would count as complete.
+    """
+    moved = "it" if path == output else output.name
     text = (
         f"{path} is not as it was written ({what}), and lines of {output} are left to answer. Put "
-        "the file back as it was, or give --restart to answer all again"
+        f"the file back as it was. Or move {moved} away, or give --restart, to answer all again"
     )
-    if not has_changed_input:  # otherwise there are lines that nobody has answered
+    if can_stay:
         text += f". To leave the output as it is, remove {errors_path(output).name} and keep the "
         text += "--limit that it was made with"
     return UsageError(text)

@@ -66,7 +66,9 @@ def seals_of(status: dict[str, Any]) -> Seals | None:
     """Return the seals that a complete output was written with; None: by an older version."""
     own = status.get("fminfer")
     seals = own.get("written") if isinstance(own, dict) else None
-    return seals if isinstance(seals, dict) else None
+    if not isinstance(seals, dict):
+        return None
+    return seals if all(isinstance(seal, dict | None) for seal in seals.values()) else None
 
 
 def has_ended_before(output: Path, time_s: float) -> bool:

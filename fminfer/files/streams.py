@@ -51,7 +51,7 @@ def read_chunks(path: Path, digest: Digest | None = None) -> Iterator[bytes]:
             was yielded before.
         UsageError: it cannot be opened or read, or is zstd data and nothing is installed for it.
     """
-    with _told(path), ExitStack() as open_files:
+    with reading_file(path), ExitStack() as open_files:
         raw: Any = sys.stdin.buffer
         if path != STDIN:
             raw = open_files.enter_context(path.open("rb"))
@@ -76,7 +76,7 @@ def digest_of(path: Path) -> str:
     if path == STDIN or (path.exists() and not path.is_file()):
         return A_PIPE
     digest = Digest()
-    with _told(path), path.open("rb", buffering=0) as file:
+    with reading_file(path), path.open("rb", buffering=0) as file:
         while chunk := file.read(DIGEST_CHUNK_BYTES):
             digest.add(chunk)
     return str(digest)
@@ -86,14 +86,14 @@ def changed_ns(path: Path) -> int:
     """Return when a file's bytes or its entry last changed; 0: it is a pipe."""
     if path == STDIN:
         return 0
-    with _told(path):
+    with reading_file(path):
         facts = path.stat()
     # A copy may have an old time of writing, but not of its entry.
     return max(facts.st_mtime_ns, facts.st_ctime_ns) if stat.S_ISREG(facts.st_mode) else 0
 
 
 @contextmanager
-def _told(path: Path) -> Iterator[None]:
+def reading_file(path: Path) -> Iterator[None]:
     """Turn the system's errors into ours."""
     try:
         yield

@@ -111,6 +111,19 @@ def test_a_run_that_was_killed_is_stopped(folder: Path) -> None:
     assert overview.left_s is None
 
 
+def test_an_output_that_was_edited_is_not_done(folder: Path) -> None:
+    for name in ("output_request_1.jsonl.claim", "output_request_2.jsonl.claim"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    (folder / "output_request_0.jsonl").write_bytes(b"")
+    found = CliRunner().invoke(main, ["status", str(folder)]).stdout
+    assert "0 of 4 files done" in found
+    assert "request_0.jsonl: stopped (output_request_0.jsonl was edited since: it was " in found
+    assert "fminfer run refuses what was edited" in found
+    found = CliRunner().invoke(main, ["status", "--json", str(folder)]).stdout
+    edited = [file["output"] for file in json.loads(found)["files"] if file["is_edited"]]
+    assert edited == [str(folder / "output_request_0.jsonl")]
+
+
 def test_nothing_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     for path in (tmp_path, tmp_path / "missing.jsonl", tmp_path / "notes.txt"):

@@ -393,7 +393,7 @@ def test_a_report_that_cannot_be_written_leaves_the_old_one(
 ) -> None:
     output, path = tmp_path / "out.jsonl", tmp_path / "r.html"
     output.write_bytes(plain_answer(1, "x"))
-    path.write_text("old")
+    path.write_text("<!doctype html>old")
 
     def refuse(*names: object) -> None:
         raise OSError(28, "No space left on device")
@@ -401,7 +401,7 @@ def test_a_report_that_cannot_be_written_leaves_the_old_one(
     monkeypatch.setattr("os.replace", refuse)
     with pytest.raises(OutputError, match=r"No space left.*answers are not touched"):
         write_report([open_output(output)], path)
-    assert path.read_text() == "old" and sorted(tmp_path.iterdir()) == [output, path]
+    assert path.read_text() == "<!doctype html>old" and sorted(tmp_path.iterdir()) == [output, path]
 
 
 def test_the_command_finds_outputs_and_names_its_page(tmp_path: Path) -> None:
@@ -409,8 +409,9 @@ def test_the_command_finds_outputs_and_names_its_page(tmp_path: Path) -> None:
     source.write_text('{"prompt": "x"}\n')
     found = call("report", source)
     assert found.exit_code == 2 and "output_q.jsonl has no answers to them" in found.output
-    output = tmp_path / "output_q.jsonl"
+    output, other = tmp_path / "output_q.jsonl", tmp_path / "other.txt"
     output.write_bytes(plain_answer(1, "x"))
+    other.write_text("{}\n")
     for asked, name in (
         (output, "output_q.report.html"),
         (source, "output_q.report.html"),
@@ -422,18 +423,21 @@ def test_the_command_finds_outputs_and_names_its_page(tmp_path: Path) -> None:
         shown = f"1 row of 1 output, 1 of them shown, {kilobytes} KB"
         assert found.exit_code == 0 and shown in found.output
         page.unlink()
-    assert call("report", output, source, "--out", tmp_path / "b.html").exit_code == 0
+    for older in ("", "<!DOCTYPE HTML><p>older"):
+        (tmp_path / "b.html").write_text(older)
+        assert call("report", output, source, "--out", tmp_path / "b.html").exit_code == 0
     for arguments, text in (
         ([output, source], "2 outputs go into one report: give --out"),
         ([tmp_path / "no.jsonl"], "no.jsonl does not exist; give an output"),
         ([output, "--out", output], "holds rows of the report"),
+        ([output, "--out", other], "exists and is no HTML page"),
         ([output, "--out", tmp_path / "no" / "r.html"], "there is no folder"),
         ([tmp_path / "empty"], "hold no answers"),
     ):
         (tmp_path / "empty").mkdir(exist_ok=True)
         found = call("report", *arguments)
         assert found.exit_code == 2 and text in found.output, found.output
-    assert output.read_bytes() == plain_answer(1, "x")
+    assert output.read_bytes() == plain_answer(1, "x") and other.read_text() == "{}\n"
 
 
 def test_a_split_folder_gives_the_answers_to_its_parts(tmp_path: Path) -> None:

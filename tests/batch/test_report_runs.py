@@ -247,7 +247,9 @@ def test_a_report_that_fails_costs_no_answers(
 
 def test_where_a_report_cannot_be(tmp_path: Path) -> None:
     source = write_rows(tmp_path / "in.jsonl", 1)
-    page = tmp_path / "r.html"
+    page, other = tmp_path / "r.html", tmp_path / "other.jsonl"
+    requests = '{"prompt": "kept"}\n'
+    other.write_text(requests)
     for arguments, text in (
         ([source, "--output", "-", "--report", page], "those on stdout are not kept"),
         (["--prompt", "x", "--report", page], "leave out --report"),
@@ -255,7 +257,8 @@ def test_where_a_report_cannot_be(tmp_path: Path) -> None:
         ([source, "--report", tmp_path], "is a folder; give the name of a file"),
         ([source, "--report", source], "is the input"),
         ([source, "--report", tmp_path / "output_in.jsonl"], "belongs to the answers"),
+        ([source, "--report", other], "exists and is no HTML page"),
     ):
         found = call("run", *FLAGS, *arguments)
         assert found.exit_code == 2 and text in found.output, found.output
-    assert sorted(tmp_path.iterdir()) == [source]
+    assert sorted(tmp_path.iterdir()) == [source, other] and other.read_text() == requests

@@ -462,6 +462,19 @@ def test_a_changed_file_with_an_old_date_is_not_taken_for_answered(tmp_path: Pat
     assert list(mine.refused) == [str(paths[1])]
 
 
+def test_a_complete_file_that_was_edited_is_refused(tmp_path: Path) -> None:
+    write_shards(tmp_path / "in", 3)
+    for file in share(tmp_path / "in").turns():
+        if file is not None:
+            answer(file)
+    edited = next((tmp_path / "in").rglob("output_request_1.jsonl"))
+    edited.write_bytes(b"")
+    with pytest.raises(UsageError, match=rf"{edited.name} is not as it was written"):
+        share(tmp_path / "in").look()
+    edited.unlink()
+    assert share(tmp_path / "in").look(), "its input is answered again"
+
+
 def test_errors_of_complete_files_are_counted(tmp_path: Path) -> None:
     write_shards(tmp_path / "in", 1)
     file = open_first(tmp_path / "in")

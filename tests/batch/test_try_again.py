@@ -194,7 +194,65 @@ def test_an_output_that_was_changed_is_refused(kind: str, tmp_path: Path) -> Non
         *("in.jsonl", "out.errors.jsonl", "out.jsonl", "out.status.json")
     ]
     errors_path(output).unlink()
-    assert open_one(source, output).is_finished
+    with pytest.raises(UsageError, match=r"not as it was written.*move it away, or give --restart"):
+        open_one(source, output)
+    output.unlink()
+    assert not open_one(source, output).is_finished
+
+
+EDITS = {
+    "emptied": (b"", None),
+    "cut": (b'{"request":', None),
+    "said": (b'"said":9', b'"said":1'),  # of the same size
+    "error": (b"it worked", b"it failed"),
+}
+
+
+@pytest.mark.parametrize("kind", EDITS)
+def test_a_complete_output_that_was_edited_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+    """An output that was emptied counted as complete, with all of its rows."""
+    source, output = write_input(tmp_path / "a")
+    answer(open_one(source, output), LASTING)
+    new, old = EDITS[kind]
+    edited = errors_path(output) if kind == "error" else output
+    before = edited.read_bytes()
+    edited.write_bytes(new if old is None else before.replace(old, new))
+    assert edited.read_bytes() != before
+    with pytest.raises(UsageError) as refused:
+        open_one(source, output)
+    assert str(edited) in str(refused.value) and "not as it was written" in str(refused.value)
+    assert not journal_path(output).exists()
+    (file,) = look_over(output)[0].files
+    assert file.state == "stopped" and file.is_edited
+    assert file.why is not None and f"{edited.name} was edited since" in file.why
+    edited.write_bytes(before)
+    assert open_one(source, output).is_finished, "it is as it was, if later"
+    assert look_over(output)[0].files[0].state == "done"
+
+
+def test_digests_are_read_only_of_files_that_are_newer_than_their_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run over a thousand complete files would read all of their answers."""
+    source, output = write_input(tmp_path / "a")
+    answer(open_one(source, output), LASTING)
+    status, errors = status_path(output), errors_path(output)
+    whole, later = output.read_bytes(), time.time() + 10
+    os.utime(status, (later, later))
+    with monkeypatch.context() as patch:
+        patch.setattr("fminfer.files.edits.read_seal", lambda path: 1 / 0)
+        assert open_one(source, output).is_finished
+    output.write_bytes(whole.replace(b'"said":1', b'"said":9'))
+    while output.stat().st_ctime_ns <= status.stat().st_ctime_ns:
+        os.utime(output, (0, 0))  # put in its place by `cp -p`: an old time, and a new entry
+    with pytest.raises(UsageError, match=r"it still has .* bytes, but other ones"):
+        open_one(source, output)
+    output.write_bytes(whole)
+    errors.unlink()
+    assert open_one(source, output).is_finished, "removed, to leave the output as it is"
+    errors.write_bytes(b"{}\n")
+    with pytest.raises(UsageError, match=r"out\.errors\.jsonl is not as it was written"):
+        open_one(source, output)
 
 
 @pytest.mark.parametrize("kind", ["answer", "error", "retryable"])

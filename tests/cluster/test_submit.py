@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 from fminfer.cli.app import main
 from fminfer.cluster.job_names import infer_data_of, is_of, name_of_file, name_of_list
 from fminfer.cluster.submission import read_list
+from fminfer.files.status_file import status_path
 from tests.fakes import cluster
 from tests.forked import programs, run_forked
 
@@ -163,6 +164,19 @@ def test_only_what_is_missing_is_submitted_again(
     assert "4 finished" in submit(*given, shards, "--mode", mode).stderr
     if mode != "ranks":
         assert sorted(arguments[-1][-7:-6] for arguments in ran(queue)) == ["1", "2", "3"]
+
+
+def test_an_output_that_was_edited_is_refused(queue: Path, shards: Path) -> None:
+    """It counted as finished."""
+    output = shards / "output_request_0.jsonl"
+    output.touch()
+    written = {"output": {"bytes": 7, "blake2b": ""}, "errors": None}
+    counts = {"total": 1, "completed": 1, "failed": 0}
+    status = {"status": "completed", "request_counts": counts, "fminfer": {"written": written}}
+    status_path(output).write_text(json.dumps(status))
+    found = submit("--scheduler", "slurm", "--infer-data", shards, fails=2)
+    assert "output_request_0.jsonl is not as it was written" in found.output
+    assert names(queue) == []
 
 
 @both

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import fminfer
-from fminfer.core.errors import PipelineError
+from fminfer.core.errors import PipelineError, StoppedError
 from fminfer.files import journal
 from fminfer.server.batches import batch_run, batch_work, state_folder, upload
 from tests.server.batch_calls import (
@@ -287,3 +287,36 @@ def test_an_output_that_was_changed_is_not_sent(server: Running, tmp_path: Path)
     assert server.get(route).body == whole
     path.unlink()
     assert server.get(route).error["code"] == "file_removed"
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_an_output_that_was_changed_before_its_batch_ended_is_not_published(
+    engine: fminfer.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_cancelled: bool
+) -> None:
+    """The server ended between the output's last byte and the batch's last status."""
+
+    def stop(run: object, completed: object) -> None:
+        raise StoppedError("the server ends")
+
+    state = tmp_path / "state"
+    monkeypatch.setattr(batch_work, "RETRY_S", 0.2)
+    monkeypatch.setattr(batch_work, "LOOK_S", 0.1)
+    with monkeypatch.context() as patch, running(engine, state=state) as server:
+        patch.setattr(batch_run.BatchRun, "_complete", stop)
+        batch = create(server, [batch_line("a"), batch_line("b")])
+        for name, is_there in (("output.status.json", True), ("output.jsonl.journal", False)):
+            path = f"batches/*/{name}"
+            wait_until(server, batch, lambda _, p=path, i=is_there: any(state.glob(p)) == i)
+    (output,) = state.glob("batches/*/output.jsonl")
+    whole = output.read_bytes()
+    output.write_bytes(whole[:300])
+    with running(engine, state=state) as server:
+        paused = wait_until(server, batch, has_trouble)
+        assert paused["errors"]["data"][0]["code"] == "input_changed"
+        if is_cancelled:
+            assert server.post(f"/v1/batches/{batch['id']}/cancel", {}).status == 200
+            assert wait_for_end(server, batch)["output_file_id"] is None
+        else:
+            output.write_bytes(whole)
+            batch = wait_for_end(server, batch)
+            assert batch["status"] == "completed" and len(texts_of(server, batch)) == 2

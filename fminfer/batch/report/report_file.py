@@ -11,6 +11,7 @@ from pathlib import Path
 from fminfer.batch.report.answer_fields import AnswerFields
 from fminfer.batch.report.input_requests import InputRequests, wanted_ids
 from fminfer.batch.report.report_page import make_page
+from fminfer.batch.report.report_place import check_place
 from fminfer.batch.report.row_choice import Place, Reason
 from fminfer.batch.report.scanning import Scan
 from fminfer.batch.report.shown_rows import ShownRow
@@ -41,11 +42,11 @@ def write_report(
     """Write the report of outputs.
 
     Args:
-        path: of the HTML file; an older one is replaced at once.
+        path: of the HTML file; an older one is replaced at once, and no other file.
         end_s: in time.monotonic(); a report that takes longer is not written.
 
     Raises:
-        UsageError: an output cannot be read.
+        UsageError: an output cannot be read, or another file is in the report's place.
         OutputError: the report cannot be written.
         OutOfTimeError: it takes too long.
     """
@@ -56,6 +57,7 @@ def write_report(
     requests = _find_requests(outputs, scan, answers)
     shown = [_to_shown(*each, requests) for each in answers]
     page = make_page(outputs, scan, find_runs(outputs), shown, [*notes, *requests.notes])
+    check_place(path)
     _replace(path, page)
     whole = scan.whole
     return ReportSummary(path, whole.num_answers + whole.num_errors, len(shown), len(page))

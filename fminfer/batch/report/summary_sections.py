@@ -67,8 +67,11 @@ def find_notes(outputs: Sequence[ToldOutput], scan: Scan, runs: Sequence[ToldRun
             )
         elif not output.path.exists():
             notes.append(f"{name} is not there; only its errors file is.")
-        if output.is_edited:
-            notes.append(f"{name} was edited since the run wrote it; its numbers are those of now.")
+        if (edit := output.edit) is not None:
+            edited = edit.path.name
+            notes.append(
+                f"{edited} was edited since the run wrote it; its numbers are those of now."
+            )
     without = [each.path.name for each in outputs if each.status is None]
     if without:
         notes.append(

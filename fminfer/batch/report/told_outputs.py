@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fminfer.core.errors import UsageError
+from fminfer.files.edits import Edit, find_edit_of_complete
 from fminfer.files.input_folders import holds_answers, holds_requests
 from fminfer.files.journal import journal_path
 from fminfer.files.line_reader import ENDINGS
@@ -26,11 +27,11 @@ class ToldOutput:
     is_unfinished: bool  # its rows are in its journal
 
     @property
-    def is_edited(self) -> bool:
-        """Tell whether its size is not that with which it was written."""
-        written = (seals_of(self.status or {}) or {}).get("output")
-        is_there = written is not None and not self.is_unfinished and self.path.exists()
-        return is_there and written is not None and self.path.stat().st_size != written["bytes"]
+    def edit(self) -> Edit | None:
+        """Return which of its files is not as it was written; None: nothing is known of that."""
+        if self.is_unfinished or not self.path.exists():
+            return None
+        return find_edit_of_complete(self.path, seals_of(self.status or {}))
 
     @property
     def files(self) -> list[Path]:

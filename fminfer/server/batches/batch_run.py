@@ -105,12 +105,13 @@ class BatchRun:
 
     def _bring_on(self) -> None:
         completed = None if journal_path(self._output).exists() else find_completed(self._output)
-        if completed is not None:  # the server ended before its batch said so
+        is_whole = completed is not None and completed.find_edit() is None
+        if completed is not None and is_whole:  # the server ended before its batch said so
             self._complete(completed)
         elif (ending := self._find_ending()) is not None:
             self._end(ending)
         else:
-            self._begin()
+            self._begin()  # it refuses an output that was edited
 
     def _begin(self) -> None:
         shop, batch = self._shop, self.batch

@@ -1,0 +1,81 @@
+"""Whether an output and its errors file are as the run wrote them, by its status file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fminfer.files.ordered_output import Seal, Seals, errors_path, read_seal
+from fminfer.files.status_file import status_path
+from fminfer.files.streams import reading_file
+
+
+@dataclass(slots=True, frozen=True)
+class Edit:
+    """A file that is not as it was written."""
+
+    path: Path
+    what: str  # differs, for people
+
+
+def find_edit(output: Path, seals: Seals | None) -> Edit | None:
+    """Read an output and its errors file, and return which one was edited; None: neither.
+
+    Args:
+        seals: with which they were written; None: they are not known.
+
+    Raises:
+        UsageError: a file cannot be read.
+    """
+    for path, then in _sealed(output, seals):
+        with reading_file(path):
+            now = read_seal(path)
+        if now != then:
+            return Edit(path, _show(then, now))
+    return None
+
+
+def find_edit_of_complete(output: Path, seals: Seals | None) -> Edit | None:
+    """Do as `find_edit`, but compare only the size of a file that is older than its status file.
+
+    A run writes the status file last. There may be thousands of outputs, each too large to be read
+    at every run. An errors file that is gone was removed, to leave the output as it is.
+
+    Raises:
+        UsageError: a file cannot be read.
+    """
+    for path, then in _sealed(output, seals):
+        is_gone = not path.exists()
+        if is_gone and path != output:
+            continue
+        with reading_file(path):
+            if then is not None and not is_gone and _looks_as_written(path, then, output):
+                continue
+            now = read_seal(path)
+        if now != then:
+            return Edit(path, _show(then, now))
+    return None
+
+
+def _sealed(output: Path, seals: Seals | None) -> list[tuple[Path, Seal | None]]:
+    """List the files of an output, each with its seal."""
+    if seals is None:
+        return []
+    return [(output, seals.get("output")), (errors_path(output), seals.get("errors"))]
+
+
+def _looks_as_written(path: Path, seal: Seal, output: Path) -> bool:
+    """Tell whether a file has its size, and was written before the status file.
+
+    A file that takes the place of another may have an old time of writing, but its entry is new.
+    """
+    file, status = path.stat(), status_path(output).stat()
+    is_older = file.st_mtime_ns < status.st_mtime_ns and file.st_ctime_ns <= status.st_ctime_ns
+    return is_older and file.st_size == seal.get("bytes")
+
+
+def _show(then: Seal | None, now: Seal | None) -> str:
+    sizes = [f"{seal.get('bytes')} bytes" if seal else "no file" for seal in (then, now)]
+    if sizes[0] == sizes[1]:
+        return f"it still has {sizes[0]}, but other ones"
+    return f"it was {sizes[0]} then, and is {sizes[1]} now"
