@@ -4,67 +4,34 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from fminfer.batch.journaled_input import JournaledInput
-from fminfer.contract.envelope import CHAT, COMPLETIONS, Envelope
-from fminfer.core.errors import (
-    FminferError,
-    RequestError,
-    StoppedError,
-    UsageError,
-    printable,
-)
+from fminfer.core.errors import FminferError, StoppedError, UsageError, printable
 from fminfer.files.claims import drop_claims
 from fminfer.files.completed import CompletedOutput, find_completed
 from fminfer.files.journal import journal_path
 from fminfer.files.ordered_output import errors_path
 from fminfer.files.row_counts import Counts
-from fminfer.files.run_terms import RunTerms
 from fminfer.server.batches.early_end import count_kept, drop_journal, end_early
+from fminfer.server.batches.line_check import make_check
 from fminfer.server.batches.stored_batches import (
     BatchStatus,
-    BatchStore,
     Ending,
     Progress,
     StoredBatch,
     Trouble,
 )
-from fminfer.server.batches.stored_files import FileStore, StoredFile
+from fminfer.server.batches.stored_files import StoredFile
 from fminfer.server.batches.troubles import check_unchanged, trouble_of
-from fminfer.server.http_errors import HttpError
-from fminfer.server.server_log import ServerLog
-from fminfer.server.service import ServedModel
-from fminfer.worker.engine_api import Engine
+from fminfer.server.batches.workshop import Workshop
 from fminfer.worker.line_run.asked import RecordForm
 from fminfer.worker.line_run.lanes import Lane
 from fminfer.worker.line_run.runner import WINDOW
 
 WAIT_S = 0.2  # between looks whether the batch is to end
-
-
-@dataclass(slots=True)
-class DoneRows:
-    """Lines that batches have answered since the server began."""
-
-    completed: int = 0
-    failed: int = 0
-
-
-@dataclass(slots=True, frozen=True)
-class Workshop:
-    """What the runs of all batches share."""
-
-    engine: Engine
-    files: FileStore
-    batches: BatchStore
-    terms: RunTerms
-    model: ServedModel
-    done: DoneRows
-    log: ServerLog
 
 
 class BatchRun:
@@ -299,32 +266,6 @@ class BatchRun:
             self._shop.batches.change(self.batch, change)
         except FminferError:  # the same disk
             self._shop.batches.note(self.batch, change)
-
-
-def make_check(endpoint: str, model: ServedModel) -> Callable[[Envelope], None]:
-    """Return what refuses a line that is not of a batch, by a RequestError."""
-
-    def check(envelope: Envelope) -> None:
-        if envelope.shape != "batch":
-            raise RequestError(
-                "unsupported_parameter",
-                'the line is no request of a batch; write {"custom_id": "…", "method": "POST", '
-                f'"url": "{endpoint}", "body": {{…}}}}',
-            )
-        url = CHAT if envelope.is_chat else COMPLETIONS
-        if url != endpoint:
-            raise RequestError(
-                "unsupported_parameter",
-                f"url is {url}, and the batch is for {endpoint}; put the line into a batch for "
-                f"{url}",
-                "url",
-            )
-        try:
-            model.check(envelope.fields.get("model"))
-        except HttpError as error:
-            raise RequestError("unsupported_parameter", str(error), "model") from None
-
-    return check
 
 
 def _finalizing(batch: StoredBatch) -> StoredBatch:

@@ -7,10 +7,11 @@ import time
 from collections import Counter
 from contextlib import suppress
 
-from fminfer.server.batches.batch_run import BatchRun, Workshop
+from fminfer.server.batches.batch_run import BatchRun
 from fminfer.server.batches.early_end import drop_journal
 from fminfer.server.batches.stored_batches import Progress, StoredBatch
 from fminfer.server.batches.troubles import MODEL_CHANGED
+from fminfer.server.batches.workshop import Workshop
 
 MOST_AT_ONCE = 32  # batches that are answered together; others wait for one of them to end
 LOOK_S = 1.0  # between looks for what is due

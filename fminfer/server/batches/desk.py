@@ -12,12 +12,12 @@ from fminfer.core.errors import OutputError, UsageError
 from fminfer.files.journal_head import Fingerprint
 from fminfer.files.run_terms import RunTerms
 from fminfer.server.batches.batch_request import BatchRequest
-from fminfer.server.batches.batch_run import DoneRows, Workshop
 from fminfer.server.batches.batch_work import BatchWork
 from fminfer.server.batches.state_folder import StateFolder, new_id
 from fminfer.server.batches.stored_batches import BatchStore, StoredBatch
 from fminfer.server.batches.stored_files import FileStore, StoredFile
 from fminfer.server.batches.upload import PURPOSE, Upload, no_room
+from fminfer.server.batches.workshop import DoneRows, Workshop
 from fminfer.server.http_errors import HttpError
 from fminfer.server.server_log import ServerLog
 from fminfer.server.service import ServedModel
