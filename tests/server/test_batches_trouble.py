@@ -166,7 +166,7 @@ def test_the_log_level_holds_for_batches(
         batch = wait_for_end(server, create(server, [batch_line("a"), b"{}"]))
     told = capfd.readouterr().err
     assert f"Batch {batch['id']} begins: 0 answers and 0 errors of 2 lines.\n" in told
-    assert f"Batch {batch['id']} is completed: 1 answers and 1 errors of 2 lines.\n" in told
+    assert f"Batch {batch['id']} is completed: 1 answer and 1 error of 2 lines.\n" in told
 
 
 def test_a_full_disk_at_an_upload(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from fminfer.batch.journaled_input import JournaledInput
 from fminfer.core.errors import FminferError, StoppedError, UsageError, printable
+from fminfer.core.quantities import counted
 from fminfer.files.claims import drop_claims
 from fminfer.files.completed import CompletedOutput, find_completed
 from fminfer.files.journal import journal_path
@@ -225,8 +226,8 @@ class BatchRun:
 
     def _tell(self, what: str, done: Progress) -> None:
         self._shop.log.info(
-            f"Batch {self.batch.id} {what}: {done.completed:,} answers and {done.failed:,} errors "
-            f"of {done.total:,} lines."
+            f"Batch {self.batch.id} {what}: {counted(done.completed, 'answer')} and "
+            f"{counted(done.failed, 'error')} of {counted(done.total, 'line')}."
         )
 
     def _keep(self, file_id: str, *, is_errors: bool) -> str | None:
