@@ -28,7 +28,7 @@ FILE_VARIABLE = "FMINFER_CONFIG"
 # Variables of ours that are no flags, and the beginning of those of the tests.
 OTHERS = (FILE_VARIABLE, "FMINFER_CPU", "FMINFER_SECRET")
 OF_TESTS = "FMINFER_TEST_"
-SECRET = "api_key"  # whose empty variable is most likely a secret that was not found
+SECRET = "api_key"  # an empty one is no key, and would open a server to all: it is refused
 
 
 @dataclass(slots=True)
@@ -136,13 +136,8 @@ def _read_variables(found: Settings, command: str, environ: Mapping[str, str]) -
             found.notices.append(
                 f"{variable} is no flag of fminfer, and is ignored{nearest(key, variable_of)}"
             )
-        elif value:
+        elif value or key == SECRET:
             plain[key] = value
-        elif key == SECRET and command == "serve":
-            raise UsageError(
-                f"{variable} is set, and empty, which would open the server to all; unset it, or "
-                "give a key"
-            )
     entries, _ = translate(plain, variable_of)
     found.put_over(_settle(command, entries, are_variables=True))
 

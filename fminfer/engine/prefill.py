@@ -35,6 +35,11 @@ class PrefillLine:
         """The priority of the prompt that is fed next; -inf: there is none."""
         return self._prompts[0].priority if self._prompts else -math.inf
 
+    @property
+    def last_priority(self) -> float:
+        """The lowest priority of all; inf: there is none."""
+        return self._prompts[-1].priority if self._prompts else math.inf
+
     def add(self, prompt: PromptState) -> None:
         """Queue an admitted prompt behind those of its priority."""
         place = len(self._prompts)

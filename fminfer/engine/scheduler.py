@@ -161,7 +161,7 @@ class Scheduler:
         many short requests would keep them from ever running. Nor has the step that is ready before
         a stage needs it.
         """
-        has_behind = self._lowest_priority == BEHIND_ALL
+        has_behind = self._has_rows_behind
         is_ahead = len(self._in_flight) >= self._shape.num_stages
         is_their_turn = self._num_left_out >= MAX_LEFT_OUT
         if is_ahead and is_their_turn:
@@ -260,6 +260,14 @@ class Scheduler:
         assert not self._in_flight, "a step in flight was forgotten"
         assert self._prefilling.num_unfed == 0, "a prompt was fed in part"
         self._kv.check_idle()
+
+    @property
+    def _has_rows_behind(self) -> bool:
+        """Whether rows that wait behind all others could be in the next step."""
+        if self._lowest_priority > BEHIND_ALL:
+            return False
+        is_feeding = self._prefilling.last_priority == BEHIND_ALL
+        return is_feeding or any(row.prompt.priority == BEHIND_ALL for row in self._ready)
 
     def _stands_back(self, prompt: PromptState, match: Match) -> bool:
         """Return whether the prompt should wait because its prefix will soon be in the cache."""

@@ -226,8 +226,9 @@ def test_a_wrong_value_of_a_variable_names_it(monkeypatch: pytest.MonkeyPatch) -
 def test_a_variable_of_keys_that_holds_none(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server started without a key, and so open to all."""
     monkeypatch.setenv("FMINFER_API_KEY", value)
-    with pytest.raises(UsageError, match="FMINFER_API_KEY is set, and"):
+    with pytest.raises(UsageError, match="FMINFER_API_KEY is set, and holds no value"):
         params("serve", "")
+    assert params("run", "") == {}, "it has no keys"
 
 
 def test_an_unknown_variable_is_only_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:

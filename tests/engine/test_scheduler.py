@@ -364,6 +364,12 @@ def test_rows_behind_all_run_beside_many_short_requests() -> None:
     waits = [len(run) for run in "".join("x" if each else " " for each in left_out).split()]
     assert 8 <= max(waits) <= 9 and len(waits) >= 8, waits
     driver.run()
+    driver.add(*(make_prompt([200 + i] * 12, max_tokens=1) for i in range(20)))
+    for _ in range(20):
+        driver.fill()
+        assert len(driver.in_flight) == 2, "where none are left, none have a turn"
+        driver.collect()
+    driver.run()
 
 
 @pytest.mark.parametrize("num_stages", [1, 3])

@@ -73,9 +73,8 @@ class BatchRun:
 
     def _bring_on(self) -> None:
         completed = None if journal_path(self._output).exists() else find_completed(self._output)
-        is_whole = completed is not None and completed.find_edit() is None
-        if completed is not None and is_whole:  # the server ended before its batch said so
-            self._complete(completed)
+        if completed is not None and completed.find_edit() is None:
+            self._complete(completed)  # the server ended before its batch said so
         elif (ending := self._find_ending()) is not None:
             self._end(ending)
         else:
@@ -84,8 +83,8 @@ class BatchRun:
     def _begin(self) -> None:
         shop, batch = self._shop, self.batch
         check_unchanged(batch, self._output, shop.terms.fingerprint)
-        # The state folder is locked, so none is of a living process, whatever it says: a trouble
-        # of the disk may have left this one's own, or a copy of a folder has another's.
+        # The folder is locked, so no claim holds, whatever it says. One may be this server's own,
+        # left by trouble of the disk. A copied folder has those of another server.
         drop_claims(self._output)
         file = JournaledInput(self._find_input(), 0, self._output, shop.terms)
         try:

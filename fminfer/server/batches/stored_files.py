@@ -149,9 +149,11 @@ class FileStore:
                 return None
             if (reason := why_kept(stored)) is not None:
                 raise reason
-            meta = self._meta_path(stored.id)
+            path, meta = self.path_of(stored), self._meta_path(stored.id)
             with writing_state(meta):
-                self.path_of(stored).unlink(missing_ok=True)  # first: bytes have a record always
+                if path.exists():
+                    path.unlink()
+                    sync_folder(path.parent)  # a power cut leaves no bytes without a record
                 meta.unlink(missing_ok=True)
                 sync_folder(meta.parent)
             del self._files[file_id]
