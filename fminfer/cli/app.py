@@ -24,7 +24,12 @@ from fminfer.cli.exit_status import EXIT_SOME_ERRORS, EXIT_USAGE
 from fminfer.cli.families_command import families
 from fminfer.cli.merge_command import merge
 from fminfer.cli.options.value_types import PathOrUrl
-from fminfer.cli.process_start import elapsed_s, importing_engine, start_children
+from fminfer.cli.process_start import (
+    elapsed_s,
+    importing_engine,
+    start_children,
+    start_kernels,
+)
 from fminfer.cli.report_command import report
 from fminfer.cli.run_options import bench_options, dtype_name, run_options
 from fminfer.cli.serve_command import serve, service
@@ -33,7 +38,6 @@ from fminfer.cli.split_command import split
 from fminfer.cli.status_command import status
 from fminfer.cli.submit_command import submit
 from fminfer.cluster.job_names import infer_data_of
-from fminfer.compute.kernels.kernel_build import start_build
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import FminferError, UsageError
 from fminfer.core.version import __version__
@@ -234,8 +238,7 @@ def bench(
     tell_notices(is_quiet=False)
     options["dtype"] = dtype_name(fp16, options["dtype"])
     prepare_torch()
-    if options["kernels"] != "off":
-        start_build()
+    start_kernels(options["kernels"], options["device"])
     if is_calibration:
         return _calibrate(EngineConfig(**options))
     with importing():

@@ -11,7 +11,7 @@ from typing import TextIO
 import click
 
 from fminfer.cli.ending import Ending
-from fminfer.compute.kernels.kernel_build import start_build
+from fminfer.cli.process_start import start_kernels
 from fminfer.machine.start_up import importing, prepare_torch
 from fminfer.machine.stopper import Stopper
 from fminfer.worker.processes import MEANT_FOR_FIRST, Processes, end_after, end_parent
@@ -63,8 +63,7 @@ def _serve(ending: Ending, stopper: Stopper, parent: int) -> None:
         import transformers
 
         transformers.logging.set_verbosity_error()
-    if task.config.kernels != "off":
-        start_build()
+    start_kernels(task.config.kernels, task.config.device)
 
     def end(kind: str) -> None:
         sys.stderr.flush()

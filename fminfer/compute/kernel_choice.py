@@ -246,6 +246,7 @@ def _attend_some(
     first, second = blocks[1::2], blocks[-2::-2]
     part, shared = num_keys * 2 // 5, num_keys // block_size
     slopes = torch.linspace(0.01, 0.1, heads, device=device) if is_limited else None
+    has_sinks = is_limited and how.has_sinks  # a GPU compiles for them
     generator = torch.Generator().manual_seed(0)
     outs = []
     for rows in (
@@ -271,7 +272,7 @@ def _attend_some(
             sliding_window=num_keys // 2 if is_limited else None,
             alibi_slopes=slopes,
             softcap=how.softcap,
-            sinks=torch.linspace(-1, 2, heads, device=device) if is_limited else None,
+            sinks=torch.linspace(-1, 2, heads, device=device) if has_sinks else None,
         )
         outs.append(out[0].float().cpu())
     return torch.cat(outs)

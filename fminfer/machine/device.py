@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+from dataclasses import replace
 
 import torch
 
-from fminfer.core.config import DType
+from fminfer.core.config import DType, EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.machine.host_memory import free_host_bytes
 from fminfer.machine.processor import VARIABLE, chosen_name, has_unit, hides_unit
@@ -53,16 +54,48 @@ def choose_device(name: str, cuda_ids: tuple[int, ...] = (), local_rank: int = 0
     return device
 
 
+def own_device(config: EngineConfig, local_rank: int = 0, local_size: int = 1) -> torch.device:
+    """Return the device of one rank of an engine. Every rank of a machine has its turn at the GPUs.
+
+    Args:
+        config: with the engine's number among those of this machine.
+        local_rank, local_size: the rank, of so many that its engine has on this machine.
+
+    Raises:
+        UsageError: no such device here.
+    """
+    turn = config.engine_number * local_size + local_rank
+    return choose_device(config.device, config.cuda_ids, turn)
+
+
+def count_engines_on(device: torch.device, config: EngineConfig, local_size: int = 1) -> int:
+    """Return how many engines of this machine share a device's memory.
+
+    Args:
+        local_size: ranks that each of them has on this machine.
+    """
+    if device.type == "cpu":
+        return config.num_engines
+    engines = [replace(config, engine_number=number) for number in range(config.num_engines)]
+    return sum(
+        any(own_device(engine, rank, local_size) == device for rank in range(local_size))
+        for engine in engines
+    )
+
+
 def choose_dtype(
     name: DType, checkpoint_dtype: torch.dtype | None, device: torch.device
 ) -> torch.dtype:
     """Return the dtype of the arithmetic, of a name.
 
     `auto` is bfloat16 where the machine is fast in it; otherwise the checkpoint's own, but float32
-    on a CPU without bfloat16 units, on which 16-bit types are both slower and coarser.
+    on a CPU without bfloat16 units, on which 16-bit types are both slower and coarser. GPUs are as
+    fast in float16, so that a checkpoint of float16 stays as it is.
     """
     if name != "auto":
         return _dtype_of(name)
+    if device.type == "cuda" and checkpoint_dtype == torch.float16:
+        return torch.float16
     if is_fast_in_bfloat16(device):
         return torch.bfloat16
     own = checkpoint_dtype or torch.float32
@@ -81,9 +114,14 @@ def _dtype_of(name: str) -> torch.dtype:
 
 
 def is_fast_in_bfloat16(device: torch.device) -> bool:
-    """Tell whether the device has bfloat16 matrix units that a run may use."""
+    """Tell whether the device has bfloat16 matrix units that a run may use.
+
+    A GPU that is planned where there is none has them.
+    """
     if device.type == "cuda":  # this very one: others of the machine may be older
-        return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
+        if torch.version.hip is not None or not torch.cuda.is_available():
+            return True
+        return torch.cuda.get_device_capability(device) >= (8, 0)
     return any(map(has_unit, BFLOAT16_UNITS))
 
 
@@ -110,7 +148,7 @@ def use_device(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         matmul = torch.backends.cuda.matmul
-        matmul.allow_tf32 = False
+        matmul.fp32_precision = "ieee"
         matmul.allow_bf16_reduced_precision_reduction = False
         matmul.allow_fp16_reduced_precision_reduction = False
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import CheckpointError, UsageError
 from fminfer.core.version import DRAWING, __version__
-from fminfer.machine.device import choose_device, choose_dtype, choose_kv_dtype
+from fminfer.machine.device import choose_dtype, choose_kv_dtype, own_device
 from fminfer.models.checkpoint import GENERATION, Checkpoint
 from fminfer.models.stored.weight_file import read_weight_file
 from fminfer.models.stored.weight_folder import weight_files
@@ -50,7 +50,7 @@ def fingerprint_of(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, st
 
     How the work is done is not in it: ranks, budget, chunks and attention may change.
     """
-    device = choose_device(config.device, config.cuda_ids)
+    device = own_device(config)
     dtype = choose_dtype(config.dtype, checkpoint.config.dtype, device)
     found = {
         "fminfer's version": __version__,

@@ -26,7 +26,14 @@ from fminfer.compute.sampling.sampler import (
     score,
 )
 from fminfer.compute.soft_cap import soft_cap
-from fminfer.core.messages import SamplingRows, Step, StepResult, StepRow, TokenLogprobs
+from fminfer.core.messages import (
+    SamplingRows,
+    ScoringRows,
+    Step,
+    StepResult,
+    StepRow,
+    TokenLogprobs,
+)
 from fminfer.machine.out_of_memory import SizeLimit
 from fminfer.machine.threads import ThreadCount
 from fminfer.models.head import Head
@@ -88,6 +95,21 @@ class Stage:
             device=device,
             kernel=kernel,
         )
+
+    def warm_up(self) -> None:
+        """Compute a prompt and a token, so that a GPU's kernels are compiled before the first step.
+
+        What they leave in the KV cache is overwritten before it is read.
+        """
+        table = [0, 0]  # blocks of one token hold two
+        rows = [StepRow([0, 0], 0, table), StepRow([0], 0, table)]
+        sampling = SamplingRows([1, 2], [0.0, 1.0], [1.0, 1.0], [0, 0], [0.0, 0.0], [0, 1])
+        step = Step(0, rows, [], sampling, ScoringRows([0], [0]))
+        size = (step.num_tokens, self._network.model.hidden_size)
+        before = torch.zeros(size, dtype=self._network.dtype, device=self._device)
+        hidden = self.forward(step, None if self._network.is_first else before)
+        if self._head is not None:
+            self.finish(step, hidden)
 
     def run(self, step: Step) -> StepResult:
         """Compute one step of a whole model: forward, then sampling and scoring."""
@@ -236,6 +258,8 @@ def _edit_tensors(rows: SamplingRows, device: torch.device) -> LogitEditTensors 
         column(edits.minus, torch.float32),
         row_of(rows.num_banned),
         torch.tensor(rows.banned_ids, dtype=torch.int64, device=device),
+        rows.num_edits,
+        rows.num_banned,
     )
 
 

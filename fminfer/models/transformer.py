@@ -50,18 +50,19 @@ class Transformer:
         join: Join | None = None,
     ) -> None:
         self.model, self._entry, self._exit = model, tensors.entry, tensors.exit
-        self._dtype = tensors.dtype
+        self.dtype = tensors.dtype  # of hidden states
         self.layers: list[LayerOf] = []
         for each in tensors.layers:
             how = model.layers[first + len(self.layers)]
             layer = LayerOf(how, each, bodies)
             self.layers.append(layer if join is None else join(layer, each))
             del each, layer  # before the next layer's are read
+        self.is_first = first == 0
         self.own = model.layers[first : first + len(self.layers)]
         if self._entry and model.has_sinusoids:
             table = plain.sinusoids(model.num_positions, model.hidden_size)
             self._entry["positions.weight"] = table.to(
-                self._entry["embed.weight"].device, self._dtype
+                self._entry["embed.weight"].device, self.dtype
             )
         self._embed_norm = bodies.norm(model.embed_norm, self._entry, "embed_norm")
         final_norm = model.final_norm if self._exit else None  # the last stage has it
@@ -74,7 +75,7 @@ class Transformer:
     def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the hidden states before the first layer, (tokens, hidden), for (tokens,) ids."""
         model, entry = self.model, self._entry
-        x = nn.functional.embedding(ids, entry["embed.weight"]).to(self._dtype)
+        x = nn.functional.embedding(ids, entry["embed.weight"]).to(self.dtype)
         if model.embed_scale != 1.0:  # rounded to the dtype, as Gemma was trained
             x = x * torch.tensor(model.embed_scale, dtype=x.dtype)
         if "project_in.weight" in entry:

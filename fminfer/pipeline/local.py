@@ -20,12 +20,17 @@ class Mark:
 
 
 class QueuedPipeline(ABC):
-    """Runs steps in order on a thread of its own, while the caller prepares the next."""
+    """Runs steps in order on a thread of its own, while the caller prepares the next.
 
-    def __init__(self) -> None:
+    Args:
+        on_start: called first on that thread.
+    """
+
+    def __init__(self, on_start: Callable[[], None] = lambda: None) -> None:
+        self._on_start = on_start
         self._steps: queue.SimpleQueue[Step | Mark | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[StepResult | Mark | BaseException] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="stage-0", daemon=True)
+        self._thread = threading.Thread(target=self._begin, name="stage-0", daemon=True)
         # Before Python ends, which stops daemon threads wherever they are: a run that is still
         # open would wait for this one for ever.
         atexit.register(self.close)
@@ -77,6 +82,10 @@ class QueuedPipeline(ABC):
         if not self.is_broken:
             self._thread.join()
 
+    def _begin(self) -> None:
+        self._on_start()
+        self._work()
+
     @abstractmethod
     def _work(self) -> None:
         """Run what is in the queue of steps until a None, on the pipeline's thread."""
@@ -87,10 +96,13 @@ class LocalPipeline(QueuedPipeline):
 
     Args:
         run: the stage's `run`.
+        on_start: called first on the pipeline's thread.
     """
 
-    def __init__(self, run: Callable[[Step], StepResult]) -> None:
-        super().__init__()
+    def __init__(
+        self, run: Callable[[Step], StepResult], on_start: Callable[[], None] = lambda: None
+    ) -> None:
+        super().__init__(on_start)
         self._run = run
         self._thread.start()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from fminfer.core.errors import PipelineError
 from fminfer.core.messages import StageSpan, Step, TokenLogprobs
 from fminfer.core.partition import Part
+from fminfer.machine.device import use_device
 from fminfer.pipeline.local import Mark, QueuedPipeline
 from fminfer.pipeline.step_bytes import (
     decode_result,
@@ -193,7 +195,7 @@ class RingPipeline(QueuedPipeline):
     def __init__(
         self, stage: StageWork, part: Part, form: HiddenForm, explain: Callable[[str], str]
     ) -> None:
-        super().__init__()
+        super().__init__(partial(use_device, form.device))
         self._explain = explain
         assert part.is_first and not part.is_last, "a ring has at least two ranks"
         self._computer = _Computer(stage, part)

@@ -15,7 +15,7 @@ import torch
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.core.quantities import show_bytes as show_bytes
-from fminfer.machine.device import choose_device, choose_dtype, free_bytes, memory_name
+from fminfer.machine.device import choose_dtype, free_bytes, memory_name, own_device
 from fminfer.machine.host_memory import free_swap_bytes
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.pipeline.group import Group
@@ -74,12 +74,9 @@ def make_forecast(config: EngineConfig, checkpoint: Checkpoint, layout: Layout) 
     """
     if layout.device_bytes is not None and config.device != "cpu":  # there need not be one here
         device = torch.device("cuda")
-        dtype: torch.dtype = (
-            torch.bfloat16 if config.dtype == "auto" else getattr(torch, config.dtype)
-        )
     else:
-        device = choose_device(config.device, config.cuda_ids)
-        dtype = choose_dtype(config.dtype, checkpoint.config.dtype, device)
+        device = own_device(config)
+    dtype = choose_dtype(config.dtype, checkpoint.config.dtype, device)
     footprints = measure_footprints(config, checkpoint, layout.num_stages, device, dtype)
     room = layout.device_bytes
     if room is None:  # what this process has is as much as one of the run's own will have
@@ -110,9 +107,7 @@ def require_room(config: EngineConfig, checkpoint: Checkpoint, group: Group | No
         if found.device.type == "cpu":
             require_cache(config, checkpoint, split_model(config, checkpoint, 1)[0], found.dtype)
         return _why_slow(found.footprints[0], found.room_bytes)
-    device = choose_device(
-        config.device, config.cuda_ids, group.local_rank + config.engine_number * group.local_size
-    )
+    device = own_device(config, group.local_rank, group.local_size)
     dtype = choose_dtype(config.dtype, checkpoint.config.dtype, device)
     part = split_model(config, checkpoint, group.world_size)[group.rank]
     footprint = measure_footprint(config, checkpoint, part, device, dtype)
@@ -151,7 +146,7 @@ def require_room_for_all(config: EngineConfig, checkpoint: Checkpoint, layout: L
     Raises:
         UsageError: there is no room.
     """
-    if choose_device(config.device, config.cuda_ids).type == "cpu":
+    if own_device(config).type == "cpu":
         found = make_forecast(config, checkpoint, layout)
         if found.shortage:
             raise UsageError(found.shortage)
@@ -159,7 +154,7 @@ def require_room_for_all(config: EngineConfig, checkpoint: Checkpoint, layout: L
 
 def name_held_dtype(config: EngineConfig, checkpoint: Checkpoint) -> str:
     """Name the dtype in which a run on this machine will hold most weights."""
-    device = choose_device(config.device, config.cuda_ids)
+    device = own_device(config)
     dtype = choose_dtype(config.dtype, checkpoint.config.dtype, device)
     return name_of(held_dtype(config, checkpoint, device, dtype))
 

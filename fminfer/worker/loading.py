@@ -27,10 +27,10 @@ from fminfer.compute.sampling.sampler import Drawer, Ranker
 from fminfer.core.config import EngineConfig, Kernels
 from fminfer.core.partition import Part
 from fminfer.machine.device import (
-    choose_device,
     choose_dtype,
     choose_kv_dtype,
     is_fast_in_bfloat16,
+    own_device,
     use_device,
     why_slow,
 )
@@ -99,8 +99,7 @@ def load_part(
         UsageError: an option that cannot be.
     """
     local_rank, local_size = (group.local_rank, group.local_size) if group else (0, 1)
-    local_rank += config.engine_number * local_size
-    device = choose_device(config.device, config.cuda_ids, local_rank)
+    device = own_device(config, local_rank, local_size)
     use_device(device)
     dtype = choose_dtype(config.dtype, checkpoint.config.dtype, device)
     kv_dtype = choose_kv_dtype(config.kv_dtype, dtype)

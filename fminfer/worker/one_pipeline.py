@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -13,7 +14,7 @@ from fminfer.core.messages import StepTrace
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.facts import Facts
 from fminfer.engine.start import Starter
-from fminfer.machine.device import end_openmp_threads
+from fminfer.machine.device import end_openmp_threads, use_device
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.layer_count import check_split
 from fminfer.models.stage import Stage
@@ -180,7 +181,7 @@ def serve_rank(group: Group, config: EngineConfig, checkpoint: Checkpoint) -> No
 
 def _build_pipeline(stage: Stage, loaded: LoadedPart, group: Group | None) -> QueuedPipeline:
     if group is None:
-        return LocalPipeline(stage.run)
+        return LocalPipeline(stage.run, partial(use_device, loaded.device))
 
     def explain(text: str) -> str:
         return group.explain(group.watch.report(Fault(text))).text

@@ -6,10 +6,7 @@ import socket
 from typing import Any
 
 from fminfer.core.config import EngineConfig
-from fminfer.machine.device import (
-    free_bytes,
-    memory_name,
-)
+from fminfer.machine.device import count_engines_on, free_bytes, memory_name
 from fminfer.machine.out_of_memory import is_out_of_memory
 from fminfer.models.stage import Stage
 from fminfer.pipeline.group import Group
@@ -28,10 +25,12 @@ def count_blocks(config: EngineConfig, loaded: LoadedPart, group: Group | None =
     if budget is None:
         if group is not None:
             group.gather("loaded", True)  # every rank's weights are in memory
+        local_size = 1 if group is None else group.local_size
+        num_engines = count_engines_on(loaded.device, config, local_size)
         mine: dict[str, Any] = {
             "memory": memory_name(loaded.device, socket.gethostname()),
             "device": loaded.device.type,
-            "free": free_bytes(loaded.device) // config.num_engines,
+            "free": free_bytes(loaded.device) // num_engines,
             "kv_bytes_per_token": loaded.kv_bytes_per_token,
             "work": loaded.step_bytes(config),
             "most": most_kv_tokens(config, loaded.checkpoint, loaded.device),
@@ -62,7 +61,10 @@ def build_stage(config: EngineConfig, loaded: LoadedPart, num_blocks: int) -> St
         UsageError: there is no memory for it.
     """
     try:
-        return _build_stage(config, loaded, num_blocks)
+        stage = _build_stage(config, loaded, num_blocks)
+        if loaded.device.type == "cuda":
+            stage.warm_up()
+        return stage
     except Exception as error:
         if not is_out_of_memory(error):
             raise

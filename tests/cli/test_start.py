@@ -486,3 +486,16 @@ def test_mapped_bytes_are_in_memory_once_they_are_read(tmp_path: Path) -> None:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         assert sum(mapped[:: mmap.PAGESIZE]) == 400 * ord("x")
         assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 100
+
+
+def test_the_cpus_kernels_are_not_built_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --device cuda a compiler ran for half a minute beside the loading, for nothing."""
+    built: list[str] = []
+    monkeypatch.setattr(process_start, "start_build", lambda: built.append("built"))
+    monkeypatch.setattr(process_start, "GPU_DRIVERS", ())
+    for kernels, device in (("auto", "cuda"), ("require", "cuda:1"), ("off", "cpu")):
+        process_start.start_kernels(kernels, device)
+    assert not built
+    for device in ("cpu", "auto"):
+        process_start.start_kernels("auto", device)
+    assert built == ["built"] * 2

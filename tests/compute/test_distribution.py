@@ -149,6 +149,8 @@ def edits_of(settings: list[Setting]) -> LogitEditTensors:
         column([s.repetition for s in settings], 4, 1.0),
         column([s.minus for s in settings], 5, 0.0),
         *(torch.empty(0, dtype=torch.int64) for _ in range(2)),
+        [VOCAB] * len(settings),
+        [0] * len(settings),
     )
 
 

@@ -354,6 +354,8 @@ def test_a_logit_of_plus_infinity_makes_every_logprob_nan(
         *(torch.tensor([]) for _ in range(3)),
         torch.tensor([1]),
         torch.tensor([5]),
+        [0, 0, 0, 0],
+        [0, 1, 0, 0],
     )
     for temperature in (0.0, 1.0):
         for changes in (None, edits):  # the overflown logit may be banned from the draw
@@ -376,12 +378,23 @@ def test_logits_of_16_bits_are_drawn_from_in_float32(dtype: torch.dtype) -> None
         torch.tensor([0.0, 0.1]),
         torch.tensor([1]),
         torch.tensor([3]),
+        [1, 0, 1, 0],
+        [0, 1, 0, 0],
     )
     for changes in (None, edits):
         ours, expected = (sample(each, how(rows), 3, changes) for each in (logits, wide))
         for name in ("ids", "logprobs", "top_ids", "top_logprobs"):
             assert torch.equal(getattr(ours, name), getattr(expected, name)), name
     assert torch.equal(logits.float(), wide)
+
+
+def test_a_part_of_a_steps_edits_reads_nothing_from_the_device() -> None:
+    """A GPU was waited for up to 14 times; of tensors on "meta" nothing can be read."""
+    entries = [torch.empty(5, device="meta") for _ in range(5)]
+    banned = [torch.empty(3, device="meta") for _ in range(2)]
+    part = LogitEditTensors(*entries, *banned, [1, 0, 3, 1], [0, 2, 0, 1]).part(slice(1, 3))
+    assert [len(part.ids), len(part.banned_ids)] == [3, 2]
+    assert (part.num_edits, part.num_banned) == ([0, 3], [2, 0])
 
 
 def test_a_row_of_nan_leaves_its_neighbours_alone() -> None:

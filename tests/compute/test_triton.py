@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from fminfer.compute.attention import triton_attention
-from fminfer.compute.attention.triton_attention import TritonAttention
+from fminfer.compute.attention.triton_attention import LARGE_TILE_BYTES, TritonAttention
 from fminfer.compute.kernel_choice import (
     PART_ERRORS,
     TOKEN_ERROR,
+    attention_pairs,
     find_attention,
     find_drawer,
     find_layers,
@@ -365,7 +367,7 @@ import json, sys
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from fminfer.compute.attention.triton_attention import TritonAttention
+from fminfer.compute.attention.triton_attention import LARGE_TILE_BYTES, TritonAttention
 from fminfer.compute.sampling.triton_draws import TOKENS
 from fminfer.compute.kernels.triton_kernels import attend_kernel, gate_kernel, norm_kernel
 from fminfer.compute.kernels.triton_kernels import race_kernel, rotate_kernel, store_kernel
@@ -377,6 +379,7 @@ for heads, kv_heads, dim, dtype, kv_dtype in (
     (32, 8, 128, torch.bfloat16, torch.bfloat16), (12, 12, 64, torch.float16, torch.float16),
     (3, 3, 65, torch.float32, torch.float32), (8, 1, 256, torch.float32, torch.float32),
     (32, 8, 128, torch.bfloat16, torch.float32), (8, 1, 256, torch.float32, torch.bfloat16),
+    (8, 4, 256, torch.bfloat16, torch.bfloat16),
 ):
     kernel = TritonAttention(
         heads, kv_heads, dim, dtype=dtype, kv_dtype=kv_dtype, device=torch.device("cpu")
@@ -385,7 +388,8 @@ for heads, kv_heads, dim, dtype, kv_dtype in (
     data = dict.fromkeys(["query", "out"], names[dtype])
     data |= dict.fromkeys(["keys", "values", "new_keys", "new_values"], names[kv_dtype])
     jobs = [(store_kernel, shape, ["keys", "values", "new_keys", "new_values"], ["slots"], [])]
-    for queries in (kernel.queries, kernel.decode_queries):
+    large = [128] if dim == 128 else []  # where shared memory has room for such tiles
+    for queries in (kernel.queries, kernel.decode_queries, *large):
         jobs.append((
             attend_kernel,
             {**shape, **kernel.tile(queries), "HAS_CAP": dim == 64, "HAS_SINKS": dim == 64},
@@ -403,10 +407,11 @@ for heads, kv_heads, dim, dtype, kv_dtype in (
         numbers = [i for i, name in enumerate(function.arg_names) if name in aligned]
         attrs = {(i,): [["tt.divisibility", 16]] for i in numbers}
         source = ASTSource(function, types, constants, attrs)
-        warps = {"num_warps": 1 if function is store_kernel else 4}
+        queries = constants.get("QUERIES")
+        warps = {"num_warps": 1 if queries is None else kernel.warps(queries)}
         for capability in capabilities:
             made = compile(source, GPUTarget("cuda", capability, 32), warps)
-            found.append([capability, len(made.asm["cubin"]), made.metadata.shared])
+            found.append([capability, len(made.asm["cubin"]), made.metadata.shared, queries])
 norm_numbers = {"eps": "fp32", "offset": "fp32"}
 for name in ("*bf16", "*fp16", "*fp32"):
     for function, constants, numbers in (
@@ -423,23 +428,72 @@ for name in ("*bf16", "*fp16", "*fp32"):
         source = ASTSource(function, types, constants, {})
         for capability in capabilities:
             made = compile(source, GPUTarget("cuda", capability, 32), {"num_warps": 4})
-            found.append([capability, len(made.asm["cubin"]), made.metadata.shared])
+            found.append([capability, len(made.asm["cubin"]), made.metadata.shared, None])
 types = {"scaled": "*fp32", "noise": "*i64", "scores": "*fp64", "winners": "*i64", "vocab": "i32"}
 source = ASTSource(race_kernel, types | {"SIZE": "constexpr"}, {"SIZE": TOKENS}, {})
 for capability in capabilities:
     made = compile(source, GPUTarget("cuda", capability, 32), {"num_warps": 8})
-    found.append([capability, len(made.asm["cubin"]), made.metadata.shared])
+    found.append([capability, len(made.asm["cubin"]), made.metadata.shared, None])
 print(json.dumps(found))
 """
 
 
 @pytest.mark.parametrize("capability", [pytest.param(80, marks=more), 90])
 def test_the_kernels_compile_for_gpus(capability: int, tmp_path: Path) -> None:
-    """For Ampere and Hopper; what a program shares has to fit the smaller ones' 99 KB."""
+    """For Ampere and Hopper; what a program shares fits the smaller Amperes' 99 KB, but for tiles
+    of 128 queries, and Hopper's 227 KB."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
     command = [sys.executable, "-c", COMPILE, str(capability)]
     said = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert said.returncode == 0, said.stderr[-2000:]
     found = json.loads(said.stdout)
-    assert len(found) == 18 + 18 + 1 and {each for each, _, _ in found} == {capability}
-    assert all(size > 1000 and shared <= 99 << 10 for _, size, shared in found)
+    assert len(found) == 23 + 18 + 1 and {each for each, *_ in found} == {capability}
+    for _, size, shared, queries in found:
+        most = LARGE_TILE_BYTES if queries == 128 else (99 if capability == 80 else 227) << 10
+        assert size > 1000 and shared <= most, (queries, shared)
+
+
+def test_wide_heads_have_more_warps_and_larger_tiles_where_they_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With four warps a program of 64 queries of 256 elements spilled 2.4 KB of registers."""
+    cpu = torch.device("cpu")
+    for dim, dtype, room, queries, warps in (
+        (64, torch.bfloat16, 227, 64, 4),
+        (128, torch.bfloat16, 227, 128, 8),
+        (128, torch.bfloat16, 99, 64, 8),
+        (256, torch.float16, 227, 64, 8),
+        (128, torch.float32, 227, 16, 4),
+    ):
+        monkeypatch.setattr(triton_attention, "_shared_bytes", lambda device, kb=room: kb << 10)
+        kernel = TritonAttention(8, 2, dim, dtype=dtype, device=cpu)
+        assert (kernel.queries, kernel.warps(kernel.queries)) == (queries, warps), (dim, dtype)
+        assert kernel.warps(kernel.decode_queries) == 4
+
+
+def test_keys_too_wide_for_a_gpu_are_refused_at_once() -> None:
+    """DeepSeek's, of 576 elements, compiled for minutes, and then did not fit."""
+    model = open_random("deepseek-v3").model
+    where: Any = {"dtype": torch.bfloat16, "device": torch.device("cuda")}
+    kernel, problem = find_attention("auto", None, model, 32, **where)
+    assert kernel is None and "keys of 576 elements" in problem and "up to 256" in problem
+
+
+def test_only_models_with_sinks_are_tried_with_them() -> None:
+    """A GPU compiled attention with sinks for every model; hardly any has them."""
+    given: list[bool] = []
+
+    class Kernel:
+        def plan(self, rows: Any, block_size: int) -> str:
+            return "of this kernel"
+
+        def __call__(self, query: torch.Tensor, *more: Any, sinks: Any, **how: Any) -> torch.Tensor:
+            given.append(sinks is not None)
+            return query.transpose(1, 2)
+
+    how = open_random("llama-160m").model.layers[0].attention
+    where: Any = {"dtype": torch.float32, "device": torch.device("cpu")}
+    for has_sinks in (False, True):
+        given.clear()
+        list(attention_pairs(Kernel(), replace(how, has_sinks=has_sinks), 32, 67, **where))
+        assert any(given) == has_sinks

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from contextlib import closing
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,10 +18,22 @@ import fminfer
 from fminfer.core.config import EngineConfig, StepSizes
 from fminfer.core.errors import UsageError
 from fminfer.core.partition import Part
-from fminfer.machine.device import choose_device, is_fast_in_bfloat16, use_device
+from fminfer.machine.device import (
+    choose_device,
+    choose_dtype,
+    count_engines_on,
+    is_fast_in_bfloat16,
+    own_device,
+    use_device,
+)
 from fminfer.models.checkpoint import open_random
+from fminfer.pipeline import ring
 from fminfer.pipeline.group import _choose_interface
+from fminfer.pipeline.transport import HiddenForm
 from fminfer.worker.agreement import connect_neighbours
+from fminfer.worker.forecast import Layout, make_forecast
+from fminfer.worker.one_pipeline import _build_pipeline
+from fminfer.worker.stage_building import build_stage, count_blocks
 from fminfer.worker.step_memory import GPU_RESERVE, auto_budget, step_bytes
 
 
@@ -35,6 +49,107 @@ def test_ranks_take_the_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_device("cuda:3", (1, 2))
     with pytest.raises(UsageError, match="torch sees 4 GPUs"):
         choose_device("auto", (4,))
+
+
+def test_engines_of_a_machine_take_gpus_in_turn_and_share_those_they_have_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The forecast asked GPU 0 for every engine, and each took an eighth of its own card."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    for num_engines, local_size, shares in ((4, 1, 1), (2, 2, 1), (8, 1, 2), (4, 2, 2), (2, 4, 2)):
+        config = EngineConfig(num_engines=num_engines)
+        found = []
+        for number in range(num_engines):
+            engine = replace(config, engine_number=number)
+            devices = [own_device(engine, rank, local_size) for rank in range(local_size)]
+            found += [device.index for device in devices]
+            assert {count_engines_on(each, engine, local_size) for each in devices} == {shares}
+        assert found == [turn % 4 for turn in range(num_engines * local_size)]
+    shared = EngineConfig(num_engines=3, device="cuda:1")
+    assert own_device(replace(shared, engine_number=2)) == torch.device("cuda:1")
+    assert count_engines_on(torch.device("cuda:1"), shared) == 3
+    assert count_engines_on(torch.device("cpu"), EngineConfig(num_engines=3)) == 3
+
+
+def test_each_engine_looks_at_its_own_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of eight cards each engine had 3 GiB of KV cache instead of 58."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    asked: list[torch.device] = []
+
+    def free(device: torch.device) -> int:
+        asked.append(device)
+        return 10 << 30
+
+    for module in ("forecast", "stage_building"):
+        monkeypatch.setattr(f"fminfer.worker.{module}.free_bytes", free)
+    monkeypatch.setattr("fminfer.worker.stage_building.memory_name", lambda *given: "a card")
+    checkpoint = open_random("llama-160m")
+    config = EngineConfig(num_engines=8, engine_number=5)
+    found = make_forecast(config, checkpoint, Layout())
+    assert found.device == torch.device("cuda:5") and not found.shortage
+    loaded: Any = SimpleNamespace(
+        device=found.device,
+        checkpoint=checkpoint,
+        kv_bytes_per_token=found.footprints[0].kv_token,
+        step_bytes=lambda config: found.footprints[0].work,
+    )
+    alone = EngineConfig(device="cuda:5")
+    assert count_blocks(config, loaded) == count_blocks(alone, loaded)
+    assert {*asked} == {torch.device("cuda:5")}
+
+
+def test_checkpoints_of_float16_stay_so_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were rounded to bfloat16, which has three bits less and is no faster."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for is_here in (True, False):  # one that is planned has what the others have
+        monkeypatch.setattr(torch.cuda, "is_available", lambda is_here=is_here: is_here)
+        for stored, chosen in (
+            (torch.float16, torch.float16),
+            (torch.bfloat16, torch.bfloat16),
+            (torch.float32, torch.bfloat16),
+            (None, torch.bfloat16),
+        ):
+            assert choose_dtype("auto", stored, torch.device("cuda", 0)) == chosen
+    assert choose_dtype("bfloat16", torch.float16, torch.device("cuda", 0)) == torch.bfloat16
+
+
+def test_the_thread_of_steps_works_on_its_own_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On cuda:1 its events were recorded on GPU 0, which is every thread's at first."""
+    chosen: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr(
+        torch.cuda,
+        "set_device",
+        lambda device: chosen.append((threading.current_thread().name, device)),
+    )
+    device = torch.device("cuda:1")
+    stage: Any = SimpleNamespace(run=lambda step: len(chosen))
+    loaded: Any = SimpleNamespace(device=device)
+    step: Any = "a step"
+    with closing(_build_pipeline(stage, loaded, None)) as alone:
+        alone.submit(step)
+        assert alone.collect() == 1
+    part, form = Part(0, 2, 0, 1), HiddenForm(8, torch.float32, device, None)
+    for name in ("_Sender", "_Receiver"):
+        neighbour = SimpleNamespace(put=lambda message: None, join=lambda: None)
+        monkeypatch.setattr(ring, name, lambda *given, neighbour=neighbour: neighbour)
+    ring.RingPipeline(stage, part, form, explain=str).close()
+    assert chosen == [("stage-0", device)] * 2
+
+
+def test_a_gpu_compiles_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of a model's own widths were compiled in the first step."""
+    warmed: list[str] = []
+    for kind in ("cpu", "cuda"):
+        stage = SimpleNamespace(warm_up=lambda kind=kind: warmed.append(kind))
+        monkeypatch.setattr(
+            "fminfer.worker.stage_building._build_stage", lambda *given, stage=stage: stage
+        )
+        loaded: Any = SimpleNamespace(device=torch.device(kind))
+        assert build_stage(EngineConfig(), loaded, 9) is stage
+    assert warmed == ["cuda"]
 
 
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,6 +222,7 @@ engine.close()
 def test_bfloat16_is_asked_of_the_device_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch was asked for its current device, which is another one's until it is set."""
     capabilities = {0: (7, 5), 1: (9, 0)}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(
         torch.cuda, "get_device_capability", lambda device: capabilities[device.index]
     )
@@ -117,14 +233,14 @@ def test_a_gpus_products_round_no_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of 16-bit products' sums were added in 16 bits, as torch does by default."""
     matmul, chosen = torch.backends.cuda.matmul, []
     names = [f"allow_{kind}_reduced_precision_reduction" for kind in ("bf16", "fp16")]
-    names.append("allow_tf32")
+    names.append("fp32_precision")
     before = [getattr(matmul, name) for name in names]
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     try:
         use_device(torch.device("cpu"))
         assert [getattr(matmul, name) for name in names] == before and not chosen
         use_device(torch.device("cuda:1"))
-        assert not any(getattr(matmul, name) for name in names)
+        assert [getattr(matmul, name) for name in names] == [False, False, "ieee"]
         assert chosen == [torch.device("cuda:1")]
     finally:
         for name, value in zip(names, before, strict=True):

@@ -77,6 +77,15 @@ def check_same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> N
             assert ours["token_logprobs"] == pytest.approx(theirs["token_logprobs"], abs=1e-5)
 
 
+def test_a_warmed_up_model_gives_the_same(llama_checkpoint: tuple[Path, Any]) -> None:
+    """A prompt and a token are computed before any request, on a GPU; their keys must not stay."""
+    folder, _ = llama_checkpoint
+    chain = Chain(folder, parts_of([2, 1]))
+    for stage in chain.stages:
+        stage.warm_up()
+    check_same(answers(folder, chain), answers(folder, None))
+
+
 @pytest.mark.parametrize("name", sorted(FIELDS))
 def test_stages_give_what_one_gives(name: str, tmp_path: Path) -> None:
     model = make_model(name, num_layers=6)

@@ -17,6 +17,8 @@ from fminfer.compute.kernels.triton_kernels import attend_kernel, store_kernel
 from fminfer.core.messages import StepRow
 
 NO_WINDOW = 2**31 - 1
+LARGE_TILE_BYTES = 128 << 10  # 112 KB are used; A100 and H100 have these, smaller GPUs do not
+MAX_DIM = 256  # elements of a key: keys of 576 (DeepSeek) compile for minutes, and do not fit
 
 
 @dataclass(slots=True, frozen=True)
@@ -58,12 +60,20 @@ class TritonAttention:
         self.heads, self.group, self.head_dim = heads, heads // kv_heads, head_dim
         self.dtype, self.device = dtype, device
         self._dim = max(16, power_of_2(head_dim))
+        if self._dim > MAX_DIM:
+            raise ValueError(
+                f"keys of {head_dim} elements need more shared memory than a GPU has; the kernel "
+                f"serves up to {MAX_DIM}"
+            )
         # As many as registers hold the sums of, and shared memory the keys to come; in float32
         # there are no tensor cores, and few registers.
         width = self._dim * max(dtype.itemsize, (kv_dtype or dtype).itemsize)
         self._keys = 64 if width <= 256 else 32 if width <= 512 else 16
         self.decode_queries = max(16, power_of_2(self.group))
-        self.queries = max(64 if dtype.itemsize == 2 else 16, self.decode_queries)
+        rows = 16 if dtype.itemsize > 2 else 64
+        if rows == 64 and self._dim == 128 and _shared_bytes(device) >= LARGE_TILE_BYTES:
+            rows = 128  # a row's keys are read half as often
+        self.queries = max(rows, self.decode_queries)
         self._no_slopes = torch.zeros(heads, dtype=torch.float32, device=device)
 
     def shape(self, block_size: int) -> dict[str, int]:
@@ -75,6 +85,10 @@ class TritonAttention:
     def tile(self, queries: int) -> dict[str, int]:
         """Return what a kernel that attends from so many queries is compiled for beside it."""
         return {"GROUP": self.group, "QUERIES": queries, "KEYS": self._keys}
+
+    def warps(self, queries: int) -> int:
+        """Return the warps of a program: with 4 the sums of many wide queries spill."""
+        return 8 if queries >= 64 and self._dim >= 128 and self.dtype.itemsize == 2 else 4
 
     def plan(self, rows: Sequence[StepRow], block_size: int) -> TileRows:
         """Lay out a step's rows, in packed order."""
@@ -152,7 +166,7 @@ class TritonAttention:
                         HAS_SINKS=sinks is not None,
                         **shape,
                         **self.tile(queries),
-                        num_warps=4,
+                        num_warps=self.warps(queries),
                     )
         if rows.kept is not None:
             out = out[:, rows.kept]
@@ -162,6 +176,15 @@ class TritonAttention:
 def power_of_2(number: int) -> int:
     """Return the lowest power of two that is no less."""
     return 1 << (number - 1).bit_length()
+
+
+def _shared_bytes(device: torch.device) -> int:
+    """Return the shared memory that one program may have; 0: there is no GPU."""
+    if device.type != "cuda":
+        return 0
+    facts = torch.cuda.get_device_properties(device)
+    found: int = getattr(facts, "shared_memory_per_block_optin", 0)
+    return found
 
 
 def _with_rows(tensor: torch.Tensor) -> torch.Tensor:

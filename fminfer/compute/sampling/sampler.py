@@ -6,7 +6,7 @@ logits, parameters and noise only. It knows nothing of requests, models or where
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -113,21 +113,26 @@ class LogitEditTensors:
     minus: torch.Tensor  # (entries,) float32, subtracted last
     banned_rows: torch.Tensor  # (banned,) int64
     banned_ids: torch.Tensor  # (banned,) int64
+    # Entries of each row, and its banned ids. The host has them, so that a part waits for no GPU.
+    num_edits: Sequence[int]
+    num_banned: Sequence[int]
 
     def part(self, part: slice) -> LogitEditTensors:
         """Return the entries of some rows, counted from the part's first row."""
-        low, high = torch.searchsorted(self.rows, self.rows.new_tensor([part.start, part.stop]))
-        first, last = torch.searchsorted(
-            self.banned_rows, self.rows.new_tensor([part.start, part.stop])
+        own, banned = (
+            slice(sum(counts[: part.start]), sum(counts[: part.stop]))
+            for counts in (self.num_edits, self.num_banned)
         )
         return LogitEditTensors(
-            self.rows[low:high] - part.start,
-            self.ids[low:high],
-            self.bias[low:high],
-            self.factor[low:high],
-            self.minus[low:high],
-            self.banned_rows[first:last] - part.start,
-            self.banned_ids[first:last],
+            self.rows[own] - part.start,
+            self.ids[own],
+            self.bias[own],
+            self.factor[own],
+            self.minus[own],
+            self.banned_rows[banned] - part.start,
+            self.banned_ids[banned],
+            self.num_edits[part],
+            self.num_banned[part],
         )
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:  # (rows, vocab)
