@@ -62,7 +62,7 @@ EXAMPLES: dict[str, Example] = {
     "internlm3": Example("internlm/internlm3-8b-instruct", 8.8),
     "jais2": Example("inceptionai/Jais-2-8B-Chat", 8.09),
     "llama": Example("meta-llama/Llama-3.1-8B", 8.03),
-    "minimax_m2": Example("MiniMaxAI/MiniMax-M2", 229),
+    "minimax_m2": Example("ModelCloud/MiniMax-M2-BF16", 229),  # its own is in FP8
     "ministral": Example("mistralai/Ministral-8B-Instruct-2410", 8),
     "ministral3": Example("mistralai/Ministral-3-8B-Base-2512", 8.5),
     "mistral": Example("mistralai/Mistral-7B-v0.3", 7.25),

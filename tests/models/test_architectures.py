@@ -49,6 +49,7 @@ def test_a_published_model_is_described_in_full(name: str) -> None:
     ("fields", "named"),
     [
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "bidirectional"),
+        ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "softcapping to 50.0"),
         ({"model_type": "bloom", "slow_but_exact": True}, "slow_but_exact to True"),
         ({"model_type": "mpt", "logit_scale": 0.5}, "logit_scale to 0.5"),
         ({"model_type": "mpt", "no_bias": False}, "no_bias"),

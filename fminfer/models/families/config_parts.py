@@ -24,27 +24,59 @@ PARTIAL = frozenset(
         "glm",
         "glm4",
         "glm4_moe",
+        "glm4_moe_lite",
         "gpt_neox",
         "gpt_neox_japanese",
         "minimax_m2",
         "nemotron",
         "persimmon",
+        "solar_open",
     )
 )
+
+# transformers has rotary positions for each kind of layer in these alone.
+LAYERED = frozenset(("gemma3_text", "olmo3"))
 
 
 def rope_of(c: Any, layer: int = 0, *, is_interleaved: bool = False) -> Rope:
     """Return the rotary positions of a layer."""
-    how, kind = c.rope_parameters, {}
-    if isinstance(next(iter(how.values())), dict):  # one for each kind of layer (Gemma 3)
-        kind = {"layer_type": c.layer_types[layer]}
-        how = how[c.layer_types[layer]]
+    how, kind = _rope_parameters(c, layer)
     if how["rope_type"] != "default":
-        inv_freq, scale = ROPE_INIT_FUNCTIONS[how["rope_type"]](c, **kind)
+        try:
+            inv_freq, scale = ROPE_INIT_FUNCTIONS[how["rope_type"]](c, **kind)
+        except (KeyError, TypeError) as error:  # an unknown type, or a number is missing
+            raise CheckpointError(
+                f"config.json has rope_parameters {how}, of which transformers makes no rotary "
+                f"positions ({error!r}); take the model's own file"
+            ) from error
         return Rope(tuple(inv_freq.tolist()), scale, is_interleaved)
     part = how.get("partial_rotary_factor", 1.0) if c.model_type in PARTIAL else 1.0
     size = int(head_dim_of(c) * part)
     return plain_rope(how["rope_theta"], size, is_interleaved=is_interleaved)
+
+
+def _rope_parameters(c: Any, layer: int) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return a layer's rotary settings as transformers reads them, and their kind of layer if any.
+
+    Raises:
+        CheckpointError: there are none for this kind of layer, or some for kinds that nobody reads.
+    """
+    how = c.rope_parameters
+    if c.model_type in LAYERED:  # what stands beside the kinds' own entries is never read
+        kind = c.layer_types[layer]
+        if not isinstance(how.get(kind), dict):
+            raise CheckpointError(
+                f"config.json has no rope_parameters for layers of the kind {kind!r}; take the "
+                "model's own file"
+            )
+        return how[kind], {"layer_type": kind}
+    nested = [name for name, value in how.items() if isinstance(value, dict)]
+    if nested:
+        raise CheckpointError(
+            f"config.json has rope_parameters for kinds of layers ({', '.join(nested)}), and "
+            f"{c.model_type} has one setting for all layers; write it without these names"
+        )
+    return how, {}
 
 
 def plain_rope(theta: float, size: int, *, is_interleaved: bool = False) -> Rope:

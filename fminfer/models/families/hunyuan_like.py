@@ -15,8 +15,7 @@ NAMES = sources(q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layern
 
 def _attention(c: Any) -> Changes:
     """Return attention whose norms come after rotary positions."""
-    how = c.rope_parameters
-    rope = rope_of(c)
+    how, rope = c.rope_parameters, rope_of(c)
     if how["rope_type"] == "dynamic" and how.get("alpha"):
         size = head_dim_of(c)
         rope = plain_rope(how["rope_theta"] * how["alpha"] ** (size / (size - 2)), size)

@@ -35,12 +35,13 @@ def _latent_like(
     _ = c.num_key_value_heads  # whatever it says, every head has keys of its own
     # transformers norms latents with its own default, whatever rms_norm_eps says.
     norm = Norm(1e-6)
+    rope = rope_of(c, is_interleaved=is_interleaved)
     latent = Latent(c.kv_lora_rank, c.q_lora_rank, key_dim, turned, c.v_head_dim, norm)
     attention: Changes = {
         "kv_heads": 1,
         "head_dim": c.kv_lora_rank + turned,
         "scaling": (key_dim + turned) ** -0.5 * _yarn_scale(c.rope_parameters) ** 2,
-        "rope": rope_of(c, is_interleaved=is_interleaved),
+        "rope": rope,
         "latent": latent,
         "has_qkv_bias": c.attention_bias,
         "has_out_bias": c.attention_bias,

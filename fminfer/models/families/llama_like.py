@@ -100,21 +100,26 @@ def gemma(c: Any) -> Architecture:
     return gemma_like(c, c.hidden_act, attention=biases(c))
 
 
-def gemma2(c: Any, **more: Any) -> Architecture:
+def _gemma2_like(c: Any, **attention: Any) -> Architecture:
     norm = Norm(c.rms_norm_eps, offset=1.0)
-    attention = {"scaling": c.query_pre_attn_scalar**-0.5, "softcap": c.attn_logit_softcapping}
+    attention["scaling"] = c.query_pre_attn_scalar**-0.5
     return gemma_like(
         c,
         c.hidden_activation,
         inner=SANDWICH,
-        attention=biases(c) | attention | more,
+        attention=biases(c) | attention,
         layer={"after": (norm, norm)},
         logit_cap=c.final_logit_softcapping,
     )
 
 
+def gemma2(c: Any) -> Architecture:
+    return _gemma2_like(c, softcap=c.attn_logit_softcapping)
+
+
 def gemma3_text(c: Any) -> Architecture:
-    return gemma2(c, qk_norm=Norm(c.rms_norm_eps, offset=1.0))
+    """It reads no attn_logit_softcapping: transformers' Gemma 3 never applies one."""
+    return _gemma2_like(c, qk_norm=Norm(c.rms_norm_eps, offset=1.0))
 
 
 def gemma3(c: Any) -> Architecture:
