@@ -1,4 +1,4 @@
-"""Reads the messages and tools of a chat request, in the plain form that templates expect."""
+"""Reads the messages and tools of a chat request; `ChatTemplate` gives them a template's forms."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ _TEXT_ONLY = "only text is read: give a string, or parts of type text"
 
 
 def read_messages(value: object) -> list[dict[str, Any]]:
-    """Return messages whose contents are strings and whose calls have objects as arguments.
+    """Return messages as they were sent, without nulls; each call has a type and arguments.
 
-    Nulls are left out. What else a message says is for the template.
+    Contents are strings or lists of text parts. Arguments are objects, or strings that hold one.
+    What else a message says is for the template.
 
     Raises:
         RequestError: what is wrong with one.
@@ -82,7 +83,7 @@ def _read_message(value: object, name: str) -> dict[str, Any]:
     if calls:
         message["tool_calls"] = calls
     if value.get("content") is not None:
-        message["content"] = _read_content(value["content"], f"{name}.content")
+        _check_content(value["content"], f"{name}.content")
     elif not calls:
         found = "null" if "content" in value else "absent"
         raise RequestError(
@@ -94,17 +95,18 @@ def _read_message(value: object, name: str) -> dict[str, Any]:
     return message
 
 
-def _read_content(content: object, name: str) -> str:
+def _check_content(content: object, name: str) -> None:
     if isinstance(content, str):
-        return content
+        return
     if not isinstance(content, list):
         raise wrong_type(name, content, "a string or a list of text parts")
     if not content:
         raise RequestError("out_of_range", f"{name} is an empty list; give a text part", name)
-    return "\n".join(_read_part(part, f"{name}[{place}]") for place, part in enumerate(content))
+    for place, part in enumerate(content):
+        _check_part(part, f"{name}[{place}]")
 
 
-def _read_part(part: object, name: str) -> str:
+def _check_part(part: object, name: str) -> None:
     if not isinstance(part, dict):
         raise wrong_type(name, part, 'an object, such as {"type": "text", "text": "Hello"}')
     if part.get("type") != "text":
@@ -113,14 +115,11 @@ def _read_part(part: object, name: str) -> str:
             f"{name} is a part of type {show(part.get('type'))}; {_TEXT_ONLY}",
             name,
         )
-    text = part.get("text")
-    if not isinstance(text, str):
-        raise wrong_type(f"{name}.text", text, "a string")
-    return text
+    if not isinstance(part.get("text"), str):
+        raise wrong_type(f"{name}.text", part.get("text"), "a string")
 
 
 def _read_calls(value: object, name: str) -> list[dict[str, Any]]:
-    """Return calls with their arguments as objects, which templates write in forms of their own."""
     if value is None:
         return []
     if not isinstance(value, list):
@@ -135,16 +134,16 @@ def _read_call(call: object, name: str) -> dict[str, Any]:
     if not isinstance(function.get("name"), str):
         raise wrong_type(f"{name}.function.name", function.get("name"), "a string")
     arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        arguments = _parse(arguments or "{}")
-    if arguments is not None and not isinstance(arguments, dict):
+    if arguments in (None, ""):
+        arguments = {}
+    if not isinstance(_parse(arguments) if isinstance(arguments, str) else arguments, dict):
         raise RequestError(
             "invalid_type",
             f"{name}.function.arguments is {show(function['arguments'])}; it must be an object, or "
             "a string that holds one as JSON",
             f"{name}.function.arguments",
         )
-    written = function | {"arguments": arguments or {}}
+    written = function | {"arguments": arguments}
     # The names stay in their order, in which a template may write them.
     return call | {"type": call.get("type") or "function", "function": written}
 

@@ -1,12 +1,17 @@
 """Messages to the text of a prompt, by the model's chat template or one of the user's.
 
 transformers renders it, in a sandbox. What a template refuses is an error of its request.
+Templates differ in the form of message that they read, and none says which: probes find it out.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from functools import cached_property
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import product
 from typing import Any
 
 from jinja2 import TemplateSyntaxError
@@ -14,7 +19,28 @@ from jinja2 import TemplateSyntaxError
 from fminfer.core.errors import RequestError, UsageError
 from fminfer.text.tokenizer import Tokenizer
 
+Message = dict[str, Any]
+
 _DEVELOPER = re.compile("""['"]developer['"]""")  # the role, not a word of the template's text
+
+# Digits, which a template may trim, shorten or write in capitals without harm.
+_FIRST, _SECOND, _KEY = "7301946285", "9058271634", "4612095837"
+# No template reads that key. It shows only where a list is written whole, as Python or as JSON.
+_PARTS = [{"type": "text", "text": text, _KEY: 0} for text in (_FIRST, _SECOND)]
+_ARGUMENTS = {"value": _FIRST}
+_ID = "a1b2c3d4e"  # Mistral's templates want nine letters or digits
+_PARAMETERS = {"type": "object", "properties": {"value": {"type": "string"}}, "required": []}
+_TOOL = {
+    "type": "function",
+    "function": {"name": "probe", "description": "Probe.", "parameters": _PARAMETERS},
+}
+# Conversations to try. A template that drops earlier turns may write an answer only if it is last.
+_SHAPES = {
+    "user": ("user",),
+    "assistant": ("user assistant user", "user assistant"),
+    "tool": ("user call tool",),
+    "call": ("user call tool",),
+}
 
 
 class ChatTemplate:
@@ -28,6 +54,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: Tokenizer, text: str | None = None) -> None:
         self.tokenizer = tokenizer
         self._given = text
+        self._forms: dict[tuple[str, bool], _MessageForms] = {}  # by template and whether has tools
 
     def check(self) -> None:
         """See that the given template can be read; what it refuses is seen with each request.
@@ -88,16 +115,13 @@ class ChatTemplate:
                 "(in Python: chat_template), or send a prompt",
                 "messages",
             )
-        if not _DEVELOPER.search(text):
-            messages = [_as_system(message) for message in messages]
         try:
-            rendered: str = self._renderer.apply_chat_template(
-                messages,
-                tools=tools or None,
-                chat_template=text,
+            rendered = self._apply(
+                text,
+                tools,
+                self._find_forms(text, has_tools=bool(tools)).convert(messages),
                 add_generation_prompt=adds_generation_prompt,
                 continue_final_message=continues_final_message,
-                tokenize=False,
                 **(args or {}),
             )
         except (MemoryError, OSError):
@@ -111,6 +135,22 @@ class ChatTemplate:
             ) from error
         return rendered
 
+    def _find_forms(self, text: str, *, has_tools: bool) -> _MessageForms:
+        found = self._forms.get((text, has_tools))
+        if found is None:
+            render = partial(self._apply, text, [_TOOL] * has_tools)
+            found = _MessageForms(render, knows_developer=bool(_DEVELOPER.search(text)))
+            self._forms[text, has_tools] = found
+        return found
+
+    def _apply(
+        self, text: str, tools: list[dict[str, Any]], messages: list[Message], **args: Any
+    ) -> str:
+        rendered: str = self._renderer.apply_chat_template(
+            messages, tools=tools or None, chat_template=text, tokenize=False, **args
+        )
+        return rendered
+
     @cached_property
     def _renderer(self) -> Any:
         if self.tokenizer.hf is not None:
@@ -120,5 +160,115 @@ class ChatTemplate:
         return PreTrainedTokenizerFast(tokenizer_object=self.tokenizer.backend)
 
 
-def _as_system(message: dict[str, Any]) -> dict[str, Any]:
-    return message | {"role": "system"} if message["role"] == "developer" else message
+@dataclass(slots=True, frozen=True)
+class _ContentForm:
+    """Which contents of a role reach the prompt."""
+
+    strings: bool
+    one_part: bool
+    parts: bool  # each of several
+
+    def convert(self, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+        """Return a content as it is, or in the form that is read."""
+        if isinstance(content, list):
+            if self.parts:
+                return content
+            content = "\n".join(part["text"] for part in content)
+        return [_part(content)] if self.one_part and not self.strings else content
+
+
+class _MessageForms:
+    """Gives a template messages in the forms that it reads, which it finds out once.
+
+    Args:
+        render: writes a conversation by the template, with the arguments that this takes.
+        knows_developer: the template has this role; otherwise it is `system`.
+    """
+
+    def __init__(self, render: Callable[..., str], *, knows_developer: bool) -> None:
+        self._render = render
+        self._knows_developer = knows_developer
+        self._contents: dict[str, _ContentForm] = {}  # by role
+
+    def convert(self, messages: list[Message]) -> list[Message]:
+        """Return messages in the forms that the template reads."""
+        return [self._convert(message) for message in messages]
+
+    def _convert(self, message: Message) -> Message:
+        if message["role"] == "developer" and not self._knows_developer:
+            message = message | {"role": "system"}
+        role, content = message["role"], message.get("content")
+        if content is not None:
+            if role not in self._contents:
+                self._contents[role] = self._find_content_form(role)
+            given = self._contents[role].convert(content)
+            if given is not content:
+                message = message | {"content": given}
+        if "tool_calls" in message:
+            calls = [self._convert_call(call) for call in message["tool_calls"]]
+            message = message | {"tool_calls": calls}
+        return message
+
+    def _convert_call(self, call: dict[str, Any]) -> dict[str, Any]:
+        arguments = call["function"]["arguments"]
+        if isinstance(arguments, str) and not self._reads_json:
+            arguments = json.loads(arguments)
+        elif self._reads_json and not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        return call | {"function": call["function"] | {"arguments": arguments}}
+
+    @cached_property
+    def _reads_json(self) -> bool:
+        """Whether the arguments of a call are read as a string of JSON, not as an object."""
+        written = self._probe("call", None, _ARGUMENTS)
+        if written and str(_ARGUMENTS) not in written:
+            return False
+        text = json.dumps(_ARGUMENTS)
+        return text in self._probe("call", None, text)
+
+    def _find_content_form(self, role: str) -> _ContentForm:
+        arguments: object = "{}" if role == "tool" and self._reads_json else {}
+        parts = self._probe(role, _PARTS, arguments)
+        reads_parts = bool(parts) and _KEY not in parts
+        return _ContentForm(
+            strings=bool(self._probe(role, _FIRST, arguments)),
+            one_part=reads_parts,
+            parts=reads_parts and _FIRST in parts and _SECOND in parts,
+        )
+
+    def _probe(self, probed: str, content: object, arguments: object) -> str:
+        """Return the first text that has anything of what is asked about; "" if none has."""
+        for conversation in _conversations(probed, content, arguments):
+            begins = conversation[-1]["role"] != "assistant"
+            try:
+                text = self._render(conversation, add_generation_prompt=begins)
+            except (MemoryError, OSError):
+                raise
+            except Exception:  # it wants another conversation, or another form
+                continue
+            if _FIRST in text or _SECOND in text:
+                return text
+        return ""
+
+
+def _conversations(probed: str, content: object, arguments: object) -> Iterator[list[Message]]:
+    """Return conversations in which a role has a content, or "call" has arguments."""
+    function = {"name": "probe", "arguments": arguments}
+    call = {"id": _ID, "type": "function", "function": function}
+    bare: dict[str, Message] = {
+        "call": {"role": "assistant", "tool_calls": [call]},
+        "tool": {"role": "tool", "tool_call_id": _ID, "name": "probe"},
+    }
+    shapes = _SHAPES.get(probed, (f"{probed} user",))
+    for start, shape, other in product(("", "system "), shapes, ("x", [_part("x")])):
+        kinds = (start + shape).split()
+        for said in ({}, {"content": ""}, {"content": other}):  # beside a call
+            contents: dict[str, Message] = {kind: {"content": other} for kind in kinds}
+            contents["call"] = dict(said)
+            if content is not None:
+                contents[probed] = {"content": content}
+            yield [bare.get(kind, {"role": kind}) | contents[kind] for kind in kinds]
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}

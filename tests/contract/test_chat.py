@@ -151,7 +151,7 @@ def test_template_args() -> None:
     assert chat.template_args == {"enable_thinking": False, "reasoning_effort": "low"}
 
 
-def test_messages_in_the_form_of_templates() -> None:
+def test_messages_stay_as_they_were_sent_without_nulls() -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": [1]}'}}
     plain = {"id": "d", "function": {"name": "g", "arguments": {}}}
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
@@ -163,9 +163,9 @@ def test_messages_in_the_form_of_templates() -> None:
         {"role": "assistant", "content": "", "tool_calls": [], "audio": None},
     ).messages
     assert found[0] == {"role": "developer", "content": "d", "name": "n"}
-    assert found[1] == {"role": "user", "content": "a\nb"}
+    assert found[1] == {"role": "user", "content": parts}
     assert "content" not in found[2] and "refusal" not in found[2]
-    assert [each["function"]["arguments"] for each in found[2]["tool_calls"]] == [{"a": [1]}, {}]
+    assert found[2]["tool_calls"][0] == call
     assert found[2]["tool_calls"][1]["type"] == "function"
     assert found[3] == {"role": "tool", "content": "1", "tool_call_id": "c"}
     assert found[4] == {"role": "assistant", "content": ""}

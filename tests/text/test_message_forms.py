@@ -1,0 +1,159 @@
+"""Templates differ in the form of messages that they read; each gets its own, as transformers'."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
+from typing import Any
+
+import pytest
+
+from fminfer.contract.chat import parse_chat
+from fminfer.core.errors import RequestError
+from fminfer.models.known_sizes import DEMO_MODEL
+from fminfer.text.chat_template import ChatTemplate
+from fminfer.text.tokenizer import Tokenizer
+from tests.text.templates_of_tests import TEMPLATES, WrittenTemplate
+
+TOKENIZER = Tokenizer.load(DEMO_MODEL)
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Look around.",
+        "parameters": {"type": "object", "properties": {"way": {"type": "string"}}},
+    },
+}
+
+
+def say(role: str, *texts: str, **more: Any) -> dict[str, Any]:
+    """Return a message; more texts than one are parts."""
+    parts = [{"type": "text", "text": text} for text in texts]
+    return {"role": role, "content": texts[0] if len(texts) == 1 else parts, **more}
+
+
+def call(arguments: object, call_id: str = "call00001") -> dict[str, Any]:
+    return {
+        "id": call_id,
+        "type": "function",
+        "function": {"name": "look", "arguments": arguments},
+    }
+
+
+def history(*calls: dict[str, Any], said: str | None = None, answer: tuple[str, ...]) -> Any:
+    asked = {"role": "assistant", "content": said, "tool_calls": list(calls)}
+    answers = [say("tool", *answer, tool_call_id=each["id"], name="look") for each in calls]
+    return {"messages": [HELLO, asked, *answers], "tools": [TOOL]}
+
+
+HELLO = say("user", " Hello,\nyou")
+TWO = ("first ", "second")
+# Not as json.dumps writes it, with a number of more than 64 bits.
+SPACED = '{"way":  "n\\u00f6rth", "far": [12345678901234567890123, 2.50]}'
+CHATS: dict[str, dict[str, Any]] = {
+    "user": {"messages": [HELLO]},
+    "system": {"messages": [say("system", "Be brief. "), HELLO]},
+    "developer": {"messages": [say("developer", "Be brief."), HELLO]},
+    "parts": {"messages": [say("user", *TWO)]},
+    "system_of_parts": {"messages": [say("system", *TWO), say("user", *TWO)]},
+    "turns": {"messages": [HELLO, say("assistant", "Hi"), say("user", *TWO)]},
+    "answer_of_parts": {"messages": [HELLO, say("assistant", *TWO), HELLO]},
+    "tools": {"messages": [HELLO], "tools": [TOOL]},
+    "tools_and_parts": {"messages": [say("user", *TWO)], "tools": [TOOL]},
+    "call": history(call(SPACED), answer=("far",)),
+    "call_of_object": history(call({"way": "nörth", "far": 1}), answer=TWO),
+    "two_calls": history(call(SPACED), call("", "call00002"), answer=("far",)),
+    "said_beside_call": history(call(SPACED), said="Let me look.", answer=TWO),
+    "prefill": {
+        "messages": [HELLO, say("assistant", "The way ")],
+        "continue_final_message": True,
+    },
+    "prefill_of_parts": {
+        "messages": [HELLO, say("assistant", *TWO)],
+        "continue_final_message": True,
+    },
+    "no_prompt": {"messages": [HELLO], "add_generation_prompt": False},
+    "variable": {"messages": [HELLO], "chat_template_kwargs": {"thinking": True}},
+}
+
+
+def render(template: ChatTemplate, fields: dict[str, Any]) -> str:
+    chat = parse_chat(fields, max_logprobs=5)
+    return template.render(
+        chat.messages,
+        chat.tools,
+        adds_generation_prompt=chat.adds_generation_prompt,
+        continues_final_message=chat.continues_final_message,
+        args=chat.template_args,
+    )
+
+
+def intend(message: dict[str, Any], template: WrittenTemplate, *, has_tools: bool) -> Any:
+    """Return a message in the form that the template's author has in mind."""
+    message = {name: value for name, value in message.items() if value is not None}
+    if message["role"] == "developer" and not template.knows_developer:
+        message["role"] = "system"
+    form = template.contents_of.get(message["role"], template.contents)
+    content = message.get("content")
+    joined = "\n".join(part["text"] for part in content) if isinstance(content, list) else content
+    if form == "strings" or (form == "both without tools" and has_tools):
+        content = joined
+    elif form == "one part" or (form == "parts" and isinstance(content, str)):
+        content = [{"type": "text", "text": joined}]
+    if joined is not None:
+        message["content"] = content
+    calls = message.pop("tool_calls", [])
+    for each in calls:
+        arguments = each["function"]["arguments"] or "{}"
+        if template.reads_json and isinstance(arguments, dict):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        elif not template.reads_json and isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        message.setdefault("tool_calls", []).append(call(arguments, each["id"]))
+    return message
+
+
+def render_by_transformers(template: WrittenTemplate, fields: dict[str, Any]) -> str:
+    hf, tools = TOKENIZER.hf, fields.get("tools")
+    assert hf is not None
+    continues = fields.get("continue_final_message", False)
+    text: str = hf.apply_chat_template(
+        [intend(message, template, has_tools=bool(tools)) for message in fields["messages"]],
+        tools=tools,
+        chat_template=template.text,
+        add_generation_prompt=fields.get("add_generation_prompt", not continues),
+        continue_final_message=continues,
+        tokenize=False,
+        **fields.get("chat_template_kwargs", {}),
+    )
+    return text
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+def test_a_template_gets_the_form_that_it_reads(template: WrittenTemplate) -> None:
+    """Texts vanished, calls were refused, and parts were joined by a newline, all in silence."""
+    ours = ChatTemplate(TOKENIZER, template.text)
+    for name, fields in CHATS.items():
+        if name in template.refuses.split():
+            with pytest.raises(RequestError):
+                render(ours, fields)
+        else:
+            assert render(ours, fields) == render_by_transformers(template, fields), name
+    two = CHATS["system_of_parts" if "parts" in template.refuses.split() else "parts"]
+    assert all(text.strip() in render(ours, two).lower() for text in TWO)
+
+
+def test_forms_do_not_depend_on_the_order_of_requests_and_threads() -> None:
+    """What a template reads is found out by probes, never by the requests of some run."""
+    for template in (
+        TEMPLATES["smolvlm"],
+        TEMPLATES["long ids"],
+        TEMPLATES["JSON joined to content"],
+    ):
+        names = [name for name in CHATS if name not in template.refuses.split()]
+        apart = [render(ChatTemplate(TOKENIZER, template.text), CHATS[name]) for name in names]
+        together = ChatTemplate(TOKENIZER, template.text)
+        with ThreadPoolExecutor(4) as pool:
+            found = pool.map(render, repeat(together), [CHATS[name] for name in reversed(names)])
+        assert list(found) == apart[::-1]
