@@ -5,6 +5,7 @@ NCCL needs a GPU a rank: one GPU proves all but that, over gloo.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -13,10 +14,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu import results
 from benchmarks.gpu.cases import Case, Figures, Setting, Skipped, Wrong, expect
 from benchmarks.gpu.processes import run_within
 
@@ -37,6 +40,8 @@ LEFT_BYTES = 300 << 20
 CONTEXT_BYTES = 600 << 20  # of CUDA and cuBLAS, in the run's own process
 END_S = 10.0  # in which a run with a dead rank must end
 START_S = 90.0
+BUDGET = 65536  # 64 MB
+WAIT_S = 30.0  # for the other cases, which take memory, too
 
 
 def cases(setting: Setting) -> Iterator[Case]:
@@ -58,6 +63,8 @@ def command(setting: Setting, rows: list[dict[str, Any]], name: str, *flags: str
     start += ["--output", str(folder / "out.jsonl"), "--device", setting.device, "-q"]
     if "--random-init" not in flags:
         start += ["--random-init", str(folder / "config.json")]
+    if "--budget" not in flags:  # other processes have memory of the same device
+        start += ["--budget", str(BUDGET)]
     return [*start, "--kernels", "require", "--stats", str(folder / "stats.json"), *flags]
 
 
@@ -69,13 +76,15 @@ def make_rows(count: int, prompt: int, **fields: Any) -> list[dict[str, Any]]:
 def compare_ranks(setting: Setting) -> Figures:
     """Answer the same rows with one process and with two."""
     rows = make_rows(6, 30, max_tokens=8, logprobs=1)
-    found = []
-    for size in ("1", "2"):
-        name = f"ranks-{size}"
-        flags = ("--dtype", "float32", "--world-size", size)
+
+    def answer(size: str) -> list[dict[str, Any]]:
+        name, flags = f"ranks-{size}", ("--dtype", "float32", "--world-size", size)
         _run(command(setting, rows, name, *flags), setting)
         lines = (setting.scratch / name / "out.jsonl").read_text().splitlines()
-        found.append([json.loads(line)["result"]["choices"][0] for line in lines])
+        return [json.loads(line)["result"]["choices"][0] for line in lines]
+
+    with ThreadPoolExecutor() as pool:
+        found = pool.map(answer, ("1", "2"))
     worst = 0.0
     for one, two in zip(*found, strict=True):
         expect(one["token_ids"] == two["token_ids"], "other tokens with two ranks")
@@ -87,14 +96,13 @@ def compare_ranks(setting: Setting) -> Figures:
 
 def kill_a_rank(setting: Setting) -> Figures:
     """Kill the second rank while rows are generated; the run must end by itself, and say why."""
-    rows = make_rows(8, 10, max_tokens=3000)
+    rows = make_rows(1, 10, max_tokens=4) + make_rows(8, 10, max_tokens=3000)
     asked = command(setting, rows, "killed", "--world-size", "2", "--dtype", "float32")
     run = subprocess.Popen(asked, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     try:
-        rank = _second_rank(run, min(START_S, setting.seconds / 2))
-        time.sleep(3.0)  # they generate by now, or at least have met
-        expect(run.poll() is None, "the run ended before it was disturbed")
-        os.kill(rank, signal.SIGKILL)
+        limit = min(START_S, setting.seconds / 2)
+        _wait_for_a_row(run, setting.scratch / "killed" / "out.jsonl.journal", limit)
+        os.kill(_second_rank(run.pid), signal.SIGKILL)
         started = time.monotonic()
         _, told = run.communicate(timeout=3 * END_S)
         took = time.monotonic() - started
@@ -108,24 +116,25 @@ def kill_a_rank(setting: Setting) -> Figures:
     return figures | {"told": told.strip().splitlines()[-1][:120]}
 
 
-def _second_rank(run: subprocess.Popen[str], limit_s: float) -> int:
-    """Return the process of rank 1 once both ranks have opened their input or met."""
+def _wait_for_a_row(run: subprocess.Popen[str], journal: Path, limit_s: float) -> None:
+    """Wait until the short row has its answer: both ranks compute."""
     end = time.monotonic() + limit_s
     while time.monotonic() < end and run.poll() is None:
-        children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
-        if len(children) >= 2 and all(_has_torch(int(child)) for child in children[:2]):
-            return int(children[1])
-        time.sleep(0.1)
+        if journal.exists() and b"token_ids" in journal.read_bytes():
+            return
+        time.sleep(0.05)
     text = run.communicate()[1] if run.poll() is not None else ""
-    raise Wrong(f"its ranks did not start in {limit_s:.0f} s {text[-500:]}")
+    raise Wrong(f"no row was answered in {limit_s:.0f} s {text[-500:]}")
 
 
-def _has_torch(pid: int) -> bool:
-    """Tell whether a process has come as far as to load gloo's library, with torch."""
-    try:
-        return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
-    except OSError:
-        return False
+def _second_rank(pid: int) -> int:
+    """Return the process of rank 1, which rank 0 has started."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            if parent == pid and b"serve-part" in path.with_name("cmdline").read_bytes():
+                return int(path.parent.name)
+    raise Wrong("rank 0 has no process that it started")
 
 
 def ask_too_much(setting: Setting) -> Figures:
@@ -150,6 +159,9 @@ def leave_little(setting: Setting) -> Figures:
     width = size["hidden_size"]
     layer = 4 * width**2 + 3 * width * size["intermediate_size"]
     weights = 4 * (size["num_hidden_layers"] * layer + 2 * size["vocab_size"] * width)
+    end = time.monotonic() + WAIT_S
+    while _count_running(setting) > 1 and time.monotonic() < end:
+        time.sleep(0.2)
     free, _ = torch.cuda.mem_get_info()
     room = free - weights - CONTEXT_BYTES - LEFT_BYTES
     budget = room // (2 * size["num_hidden_layers"] * width * 4)
@@ -161,6 +173,13 @@ def leave_little(setting: Setting) -> Figures:
     figures["tokens at once"] = stats["engine"]["stages"][0]["max_tokens"]
     expect(stats["num_errors"] == 0 and stats["num_rows"] == len(rows), "rows failed", figures)
     return figures
+
+
+def _count_running(setting: Setting) -> int:
+    """Return how many cases of this phase run, beside each other."""
+    lines = [line for line in results.read(setting.results) if line["phase"] == 7]
+    states = {line["case"]: line["state"] for line in lines if "case" in line}
+    return list(states.values()).count("running")
 
 
 def _run(asked: list[str], setting: Setting) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from functools import partial
 
@@ -13,10 +14,21 @@ from torch.nn.functional import gelu, silu
 
 from benchmarks.gpu import references
 from benchmarks.gpu.cases import Case, Figures, Setting, Skipped, expect
-from benchmarks.gpu.processes import run_within
+from benchmarks.gpu.processes import END_S, run_within
+from fminfer.compute.attention.triton_attention import TritonAttention
+from fminfer.compute.kernel_choice import (
+    ATTENTION_ERRORS,
+    PART_ERRORS,
+    TOKEN_ERROR,
+    TRIED_KEYS,
+    attention_pairs,
+)
+from fminfer.compute.layers.bodies import part_pairs
 from fminfer.compute.layers.layer_kernels import GELU_TANH, SILU
 from fminfer.compute.layers.triton_layers import TritonLayers
-from fminfer.compute.spec import Norm
+from fminfer.compute.sampling.triton_draws import race_pairs, triton_race
+from fminfer.compute.spec import Attention, Norm
+from fminfer.compute.trial import compare
 
 WIDTHS = {"cuda": (64, 80, 4096, 5120, 14336), "cpu": (64, 80)}
 TOKENS = {"cuda": (1, 7, 512), "cpu": (1, 3)}
@@ -28,15 +40,7 @@ HEAD_DIMS = ((64, 64), (80, 80), (128, 128), (256, 256), (80, 20))  # of a head,
 EPS = 1e-5
 # Of the largest number; the second is what rounding once gives, and a half more.
 MAX_ERROR = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-# Small sizes of each kernel, for a tool that watches every access.
-WATCHED = """
-import torch
-from fminfer.compute.kernel_choice import find_attention, find_layers
-from fminfer.models.checkpoint import open_random
-where = {"dtype": torch.float16, "device": torch.device("cuda")}
-find_attention("require", None, open_random("llama-160m").model, 16, **where)
-find_layers("require", None, **where)
-"""
+KERNELS = ("store", "attend", "norm", "rotate", "gate", "race")  # …_kernel
 
 
 def cases(setting: Setting) -> Iterator[Case]:
@@ -46,7 +50,8 @@ def cases(setting: Setting) -> Iterator[Case]:
             name = f"norms and gates of {width} {str(dtype)[6:]}"
             yield Case(name, partial(check_width, kind, width, dtype))
         yield Case(f"rotary positions {str(dtype)[6:]}", partial(check_turns, kind, dtype))
-    yield Case("compute-sanitizer", partial(watch_accesses, setting))
+    end_s = time.monotonic() + setting.seconds
+    yield Case("compute-sanitizer", partial(watch_accesses, setting, end_s))
 
 
 @torch.inference_mode()
@@ -91,20 +96,43 @@ def check_turns(kind: str, dtype: torch.dtype) -> Figures:
     return _judge(errors, dtype)
 
 
-def watch_accesses(setting: Setting) -> Figures:
-    """Run tiny shapes under NVIDIA's tool, which sees every access outside of an allocation."""
+def watch_accesses(setting: Setting, end_s: float) -> Figures:
+    """Run our kernels under NVIDIA's tool, which sees every access outside of an allocation."""
     tool = shutil.which("compute-sanitizer")
-    if setting.is_tiny or tool is None:
-        raise Skipped("it needs a GPU, and compute-sanitizer on the PATH")
-    # Each tensor has an allocation of its own then, so that one's end is seen.
-    environ = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    command = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-c", WATCHED]
-    limit = setting.seconds * 0.8
+    command, environ = [sys.executable, "-m", __spec__.name], {**os.environ}
+    if not setting.is_tiny:
+        if tool is None:
+            raise Skipped("no compute-sanitizer on the PATH")
+        only = [part for name in KERNELS for part in ("--kernel-name", f"kns={name}_kernel")]
+        command = [tool, "--tool", "memcheck", "--error-exitcode", "9", *only, *command]
+        # Each tensor has an allocation of its own then, so that one's end is seen.
+        environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    limit = end_s - time.monotonic() - END_S
     found = run_within(command, limit, environ)
+    told = found.out + found.err
     if found.status is None:
-        raise Skipped(f"not done after {limit:.0f} s")
-    expect(found.status == 0, (found.out + found.err)[-3000:])
+        raise Skipped(f"not done after {limit:.0f} s: {told[-500:]}")
+    if "Device not supported" in told:
+        raise Skipped("compute-sanitizer: Device not supported")
+    expect(found.status == 0, told[-3000:])
     return {"told": found.out.strip().splitlines()[-1]}
+
+
+@torch.inference_mode()
+def try_kernels(device: torch.device) -> None:
+    """Compare each kernel with plain torch at small sizes.
+
+    Raises:
+        ValueError: one gives something else.
+    """
+    dtype = torch.float16
+    how = Attention(heads=4, kv_heads=2, head_dim=64, scaling=0.125)
+    attention = TritonAttention(how.heads, *how.cache_shape[1:], dtype=dtype, device=device)
+    keys = TRIED_KEYS[device.type]
+    pairs = attention_pairs(attention, how, 16, keys, dtype=dtype, device=device)
+    compare(pairs, ATTENTION_ERRORS[dtype])
+    compare(part_pairs(TritonLayers(device), dtype, device), PART_ERRORS[dtype])
+    compare(race_pairs(triton_race, device), TOKEN_ERROR)
 
 
 def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -117,3 +145,8 @@ def _judge(errors: list[float], dtype: torch.dtype) -> Figures:
     is_small = all(error < MAX_ERROR[dtype] for error in errors)  # nan is not
     expect(is_small, "off by more than the trial allows", figures)
     return figures
+
+
+if __name__ == "__main__":
+    try_kernels(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    print("each kernel gives what plain torch gives")

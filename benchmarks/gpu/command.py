@@ -1,9 +1,9 @@
 """`scripts/try_gpu`: all that a short hour with a GPU should show, in phases.
 
-scripts/try_gpu --prepare prepared          # beforehand, anywhere: checkpoints and answers
-scripts/try_gpu --prepared prepared --out found
-scripts/try_gpu --phase 1 --phase 2         # only these
-scripts/try_gpu --cpu                       # tiny shapes, which prove this very code
+scripts/try_gpu --prepare prepared          # beforehand: checkpoints, answers, missing wheels
+scripts/try_gpu --visit --prepared prepared --out found
+scripts/try_gpu --phase 2 --phase 1         # only these, in this order
+scripts/try_gpu --visit --cpu               # tiny shapes, which prove this very code
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ import click
 
 from benchmarks.gpu import results
 from benchmarks.gpu.cases import Setting
-from benchmarks.gpu.phases import BY_NUMBER, PHASES, Phase
+from benchmarks.gpu.phases import PHASES, VISIT_S, Turn, turns_of, visit_turns
 from benchmarks.gpu.runner import Runner
 from benchmarks.gpu.summary import has_passed, latest, to_text
 
-NEEDED = ("imports", "machine")  # the cases of phase 0 without which nothing else can run
+NEEDED = "machine"  # the case of phase 0 without which nothing else can run: there is no GPU
+DEFAULT_S = 570.0
+LOG_BYTES = 15 << 20
 
 
 @click.command(help=__doc__)
+@click.option("--visit", "is_visit", is_flag=True, help="All but phase 8, what tells most first.")
 @click.option("--phase", "numbers", multiple=True, type=click.IntRange(0, 8), help="[default: all]")
 @click.option("--cpu", "is_on_cpu", is_flag=True, help="Tiny shapes on the CPU.")
 @click.option(
@@ -35,17 +38,25 @@ NEEDED = ("imports", "machine")  # the cases of phase 0 without which nothing el
     show_default=True,
     help="Folder for results.jsonl, summary.txt and log.txt; results are appended.",
 )
-@click.option("--prepare", type=click.Path(path_type=Path), help="Write checkpoints, and end.")
+@click.option(
+    "--prepare", type=click.Path(path_type=Path), help="Write checkpoints and wheels, and end."
+)
 @click.option("--prepared", type=click.Path(path_type=Path, exists=True), help="What that wrote.")
-@click.option("--seconds", default=570.0, show_default=True, help="After which nothing runs.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=1),
+    help="After which nothing runs; a visit's phases get their share. "
+    f"[default: {DEFAULT_S:g}, of a visit {VISIT_S}]",
+)
 @click.option("--list", "is_list", is_flag=True, help="Show the phases, and end.")
 def main(
+    is_visit: bool,
     numbers: tuple[int, ...],
     is_on_cpu: bool,
     out: Path,
     prepare: Path | None,
     prepared: Path | None,
-    seconds: float,
+    seconds: float | None,
     is_list: bool,
 ) -> None:
     if is_list:
@@ -55,46 +66,51 @@ def main(
     if prepare is not None:
         from benchmarks.gpu.family_answers import prepare_all
 
-        prepare_all(prepare)
-        return
+        sys.exit(prepare_all(prepare))
+    if is_visit and numbers:
+        raise click.UsageError("--visit has its own phases; leave out --phase")
+    seconds = seconds or (VISIT_S if is_visit else DEFAULT_S)
+    turns = visit_turns(seconds) if is_visit else turns_of(numbers)
     out.mkdir(parents=True, exist_ok=True)
-    phases = [BY_NUMBER[number] for number in sorted({*numbers})] or [*PHASES]
+    prepared = None if prepared is None else prepared.resolve()
     scratch = Path(tempfile.mkdtemp(prefix="try_gpu-"))
+    results_path = (out / "results.jsonl").resolve()
+    device = "cpu" if is_on_cpu else "cuda"
+    setting = Setting(device, results_path, prepared, scratch, seconds)
     try:
-        lines = run(phases, "cpu" if is_on_cpu else "cuda", out, prepared, scratch, seconds)
+        text, is_good = run(turns, setting, out)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    text = to_text(lines, phases)
-    (out / "summary.txt").write_text(text + "\n")
+        results.cut_middle(out / "log.txt", LOG_BYTES)
     click.echo(text)
-    sys.exit(0 if has_passed(lines, phases) else 1)
+    sys.exit(0 if is_good else 1)
 
 
-def run(
-    phases: list[Phase],
-    device: str,
-    out: Path,
-    prepared: Path | None,
-    scratch: Path,
-    seconds: float,
-) -> list[results.Line]:
-    """Run phases and return the lines that they wrote."""
-    path = out / "results.jsonl"
+def run(turns: list[Turn], setting: Setting, out: Path) -> tuple[str, bool]:
+    """Run phases; return a summary, and whether all passed.
+
+    The summary is written after each phase: the machine may go away.
+    """
+    path, started = setting.results, time.monotonic()
     first_line = len(results.read(path))
-    prepared = None if prepared is None else prepared.resolve()
-    setting = Setting(device, path.resolve(), prepared, scratch, seconds)
-    runner = Runner(setting, out / "log.txt", time.monotonic() + seconds)
-    for phase in phases:
-        click.echo(f"phase {phase.number}: {phase.what} …", err=True)
-        runner.run(phase)
-        found = latest(results.read(path)[first_line:], phase)
-        missing = [
-            name for name in NEEDED if found.get(name, {"state": "passed"})["state"] != "passed"
-        ]
-        if missing:
-            click.echo(f"Nothing else can run: phase 0, {missing[0]}.", err=True)
-            break
-    return results.read(path)[first_line:]
+    runner = Runner(setting, out / "log.txt", started + setting.seconds)
+    phases = [turn.phase for turn in turns]
+    text, is_good = "", False
+    try:
+        for number, turn in enumerate(turns):
+            click.echo(f"phase {turn.phase.number}: {turn.phase.what} …", err=True)
+            end_s = None if turn.end_s is None else started + turn.end_s
+            runner.run(turn.phase, end_s, next(iter(phases[number + 1 :]), None))
+            lines = results.read(path)[first_line:]
+            text, is_good = to_text(lines, phases), has_passed(lines, phases)
+            (out / "summary.txt").write_text(text + "\n")
+            of_machine = latest(lines, turn.phase).get(NEEDED) if turn.phase.number == 0 else None
+            if of_machine is not None and of_machine["state"] != "passed":
+                click.echo("Nothing else can run: phase 0, machine.", err=True)
+                break
+    finally:
+        runner.close()
+    return text, is_good
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Checkpoints of every family, and what transformers answers with them in float32 on the CPU.
 
-`scripts/try_gpu --prepare FOLDER` writes them where there is time for it.
+`scripts/try_gpu --prepare FOLDER` writes them where there is time and a network for it. Weights are
+rounded to bfloat16 before the answers are computed, and stored so.
 """
 
 from __future__ import annotations
@@ -8,7 +9,10 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import subprocess
+import sys
 import tempfile
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +27,11 @@ from tests.models.test_oracle import mixed_requests, oracle_greedy
 NAME = "expected.json"
 NUM_REQUESTS = 16
 NUM_BEST = 3
+DIGITS = 6  # of logprobs; they are compared within 1e-4
+MOST_BYTES = 45 << 20
+WHEELS = ("orjson",)  # that a machine with torch and transformers may lack
+# Of Python 3.12 on Linux. pip takes no wheel for a newer glibc from an older name.
+PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 
 
 @dataclass(slots=True, frozen=True)
@@ -42,13 +51,33 @@ class FamilyAnswers:
     answers: list[Answer]
 
 
-def prepare_all(folder: Path) -> None:
-    """Write every family."""
+def prepare_all(folder: Path) -> int:
+    """Write every family and the wheels, as far as they are not there; return an exit status."""
+    started = time.monotonic()
     for name in sorted(FIELDS):
         click.echo(f"{name} …", err=True)
         prepare(name, folder)
+    missing = [name for name in WHEELS if not _has_wheel(name, folder / "whl")]
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    click.echo(f"{folder} holds {len(FIELDS)} families, {size / 2**20:.0f} MiB.")
+    took = time.monotonic() - started
+    told = f"{len(FIELDS)} families, {size / 2**20:.1f} MiB, after {took:.0f} s"
+    click.echo(f"{folder} holds {told}.")
+    if missing:
+        click.echo(f"pip found no wheel of {', '.join(missing)}: put it into {folder / 'whl'}.")
+    if size > MOST_BYTES:
+        click.echo(f"That is more than {MOST_BYTES >> 20} MiB, which is what should be carried.")
+    return 1 if missing or size > MOST_BYTES else 0
+
+
+def _has_wheel(name: str, folder: Path) -> bool:
+    """Tell whether a package's wheel is in a folder; it is fetched if not."""
+    if not [*folder.glob(f"{name}-*.whl")]:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest"]
+        command += [str(folder), "--only-binary=:all:", "--implementation", "cp"]
+        command += ["--python-version", "3.12"]
+        command += [part for each in PLATFORMS for part in ("--platform", each)]
+        subprocess.run([*command, name], check=False)
+    return bool([*folder.glob(f"{name}-*.whl")])
 
 
 def prepare(name: str, folder: Path) -> FamilyAnswers:
@@ -67,12 +96,15 @@ def prepare(name: str, folder: Path) -> FamilyAnswers:
 
 def _write(name: str, folder: Path) -> None:
     model = make_model(name)
-    model.save_pretrained(folder)
-    save_byte_tokenizer(folder)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.copy_(tensor.bfloat16())
     requests = [each for each in mixed_requests() if each["temperature"] == 0]
     answers = [_answer(model, each) for each in requests[:NUM_REQUESTS]]
-    found = FamilyAnswers(answers)
-    (folder / NAME).write_text(json.dumps(asdict(found)))
+    (folder / NAME).write_text(json.dumps(asdict(FamilyAnswers(answers))))
+    model.bfloat16().save_pretrained(folder)
+    save_byte_tokenizer(folder)
 
 
 def _answer(model: Any, request: dict[str, Any]) -> Answer:
@@ -82,7 +114,8 @@ def _answer(model: Any, request: dict[str, Any]) -> Answer:
     table = table[: len(targets)]
     logprobs = table.gather(1, targets[:, None])[:, 0]
     best = table.topk(NUM_BEST).values
-    return Answer(prompt, ids, logprobs.tolist(), best.tolist())
+    rounded = [[round(each, DIGITS) for each in row] for row in best.tolist()]
+    return Answer(prompt, ids, [round(each, DIGITS) for each in logprobs.tolist()], rounded)
 
 
 @torch.inference_mode()
@@ -91,6 +124,7 @@ def score_with_transformers(
 ) -> list[list[float]]:
     """Return transformers' own logprobs of the same tokens, in a type and on a device."""
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     kind = model_class(transformers.AutoConfig.from_pretrained(folder))
     model: Any = kind.from_pretrained(folder, dtype=dtype)
     model = model.to(device).eval()

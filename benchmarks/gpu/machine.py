@@ -7,11 +7,8 @@ import importlib.metadata
 import os
 import platform
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 from benchmarks.gpu.cases import Case, Figures, Setting, Wrong, expect
 
@@ -32,10 +29,8 @@ NEEDED = {
     "pytest": "pytest",
 }
 CARRY = (
-    "carry wheels: where there is a network, python3 -m pip download --no-deps --only-binary=:all: "
-    "--python-version {version} --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 "
-    "--dest wheels {names}; there, python3 -m pip install --no-index --no-deps "
-    "--target /tmp/site wheels/*.whl and export PYTHONPATH=/tmp/site"
+    "bring wheels: scripts/try_gpu --prepare P puts them into P/whl; here, python3 -m pip install "
+    "--no-index --no-deps --target /tmp/site P/whl/*.whl, and export PYTHONPATH=/tmp/site"
 )
 OWN = (
     "fminfer.cli.app",
@@ -56,7 +51,6 @@ def cases(setting: Setting) -> Iterator[Case]:
     """Return the cases; the first ones import nothing that may be missing."""
     yield Case("imports", find_versions)
     yield Case("our modules", import_ours)
-    yield Case("benchmarks/peers.py starts", start_peers)
     yield Case("machine", partial(describe, setting))
     yield Case("roof copy", partial(time_copies, setting))
     for name in TYPES[setting.device]:
@@ -77,9 +71,7 @@ def find_versions() -> Figures:
             figures[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:  # some builds have another name
             figures[package] = str(getattr(module, "__version__", "unknown"))
-    version = ".".join(map(str, sys.version_info[:2]))
-    how = CARRY.format(version=version, names=" ".join(missing))
-    expect(not missing, f"{', '.join(missing)} missing; {how}", figures)
+    expect(not missing, f"{', '.join(missing)} missing; {CARRY}", figures)
     return figures
 
 
@@ -87,13 +79,6 @@ def import_ours() -> Figures:
     for name in OWN:
         importlib.import_module(name)
     return {"modules": len(OWN)}
-
-
-def start_peers() -> Figures:
-    path = Path(__file__).parent.parent / "peers.py"
-    found = subprocess.run([sys.executable, str(path), "--help"], capture_output=True, text=True)
-    expect(found.returncode == 0, found.stderr[-1000:])
-    return {}
 
 
 def describe(setting: Setting) -> Figures:
@@ -122,8 +107,8 @@ def time_copies(setting: Setting) -> Figures:
 
     from benchmarks.gpu.stopwatch import median_s
 
-    device = torch.device(setting.device)
-    source = torch.zeros(COPY_BYTES[setting.device], dtype=torch.uint8, device=device)
+    device, size = torch.device(setting.device), COPY_BYTES[setting.device]
+    source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     took = median_s(lambda: target.copy_(source), device, turns=10)
     rate = 2 * source.nbytes / took

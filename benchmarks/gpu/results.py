@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.cases import Figures
+
 Line = dict[str, Any]
 
 
@@ -31,6 +33,20 @@ def read(path: Path) -> list[Line]:
     return lines
 
 
+def cut_middle(path: Path, most_bytes: int) -> None:
+    """Shorten a file to its beginning and its end, if it is larger."""
+    if not path.exists() or path.stat().st_size <= most_bytes:
+        return
+    half = most_bytes // 2 - 100
+    with path.open("r+b") as file:
+        head = file.read(half)
+        file.seek(-half, os.SEEK_END)
+        tail = file.read()
+        file.seek(0)
+        file.truncate()
+        file.write(head + b"\n--- the middle is left out ---\n" + tail)
+
+
 def find_roof(path: Path, name: str) -> float | None:
     """Return a roof that phase 0 measured last; None: it has not run."""
     found: Iterable[Line] = (
@@ -38,3 +54,9 @@ def find_roof(path: Path, name: str) -> float | None:
     )
     roofs = [line["figures"]["roof"] for line in found if line.get("state") == "passed"]
     return float(roofs[-1]) if roofs else None
+
+
+def share_of(path: Path, rate: float, name: str) -> Figures:
+    """Return the share of a roof that a rate reaches, as a figure; {}: the roof is not measured."""
+    roof = find_roof(path, name)
+    return {} if roof is None else {"share of the roof": rate / roof}

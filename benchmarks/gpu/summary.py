@@ -9,7 +9,9 @@ from benchmarks.gpu.phases import Phase
 from benchmarks.gpu.results import Line
 
 BAD = ("wrong", "failed", "crashed", "out of time", "not reached")
-LINES_OF_TEXT = 12  # of what a case raised
+LINES_OF_TEXT = 4  # of what a case raised
+LINE = 400  # most characters of a line
+MOST_CHARACTERS = 8000
 
 
 def latest(lines: Sequence[Line], phase: Phase) -> dict[str, Line]:
@@ -31,8 +33,8 @@ def has_passed(lines: Sequence[Line], phases: Sequence[Phase]) -> bool:
     return True
 
 
-def to_text(lines: Sequence[Line], phases: Sequence[Phase]) -> str:
-    """Return a line a phase, each case's figures, and what is wrong."""
+def to_text(lines: Sequence[Line], phases: Sequence[Phase], most: int = MOST_CHARACTERS) -> str:
+    """Return a line a phase, what is wrong, and each case's figures, as far as there is room."""
     table = [f"{'phase':34}{'seconds':>8}{'planned':>8}  cases"]
     figures, troubles = list[str](), list[str]()
     for phase in phases:
@@ -45,11 +47,27 @@ def to_text(lines: Sequence[Line], phases: Sequence[Phase]) -> str:
         name = f"{phase.number} {phase.name}"
         table.append(f"{name:34}{took:8.1f}{phase.planned_s:8}  {told}")
         for case in cases.values():
-            figures.append(f"  {phase.number} {case['case']:44} {_figures(case)}")
+            figures.append(f"  {phase.number} {case['case']}: {_figures(case)}"[:LINE])
             if case["state"] in BAD:
-                troubles += _trouble(phase, case, lines)
-    wrong = ["", "What went wrong:", *troubles] if troubles else []
-    return "\n".join([*table, "", "Figures:", *figures, *wrong])
+                troubles.append("\n".join(_trouble(phase, case, lines)))
+    text = "\n".join(table) + "\n"
+    if troubles:
+        text += _part("What went wrong:", troubles, (most - len(text)) // 2)
+    return text + _part("Figures:", figures, most - len(text))
+
+
+def _part(head: str, items: Sequence[str], most: int) -> str:
+    """Return a headed list of no more characters than `most`, and how much of it is left out."""
+    left_out = "  … and {} more, in results.jsonl"
+    room = most - len(head) - len(left_out) - 10
+    shown = list[str]()
+    for item in items:
+        room -= len(item) + 1
+        if room < 0:
+            shown.append(left_out.format(len(items) - len(shown)))
+            break
+        shown.append(item)
+    return "\n".join(["", head, *shown]) + "\n"
 
 
 def _figures(case: Line) -> str:
@@ -74,10 +92,15 @@ def _first(text: str) -> str:
 
 def _trouble(phase: Phase, case: Line, lines: Sequence[Line]) -> list[str]:
     told = [f"  {phase.number} {case['case']}: {case['state']}"]
-    told += [f"      {line}" for line in case["text"].splitlines()[-LINES_OF_TEXT:]]
+    told += _end_of(case["text"])
     for line in lines:
         is_same = line["phase"] == phase.number and line.get("case") == case["case"]
         if is_same and line.get("again") and line["state"] != "running":
             told.append(f"    again, with CUDA_LAUNCH_BLOCKING=1: {line['state']}")
-            told += [f"      {text}" for text in line["text"].splitlines()[-LINES_OF_TEXT:]]
+            told += _end_of(line["text"]) if line["text"] != case["text"] else []
     return told
+
+
+def _end_of(text: str) -> list[str]:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return [f"      {line[: LINE // 2]}" for line in lines[-LINES_OF_TEXT:]]

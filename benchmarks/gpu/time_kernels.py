@@ -86,7 +86,8 @@ def time_decode(setting: Setting, rows: int, keys: int) -> Figures:
     bench = Bench(setting, rows, 1, keys - 1)
     took = median_s(bench, bench.device, TURNS[setting.device], warmups=1)
     rate = bench.kv_bytes / took
-    return {"us": took * 1e6, "GB/s": rate / 1e9} | _share(setting, rate, "copy")
+    figures: Figures = {"us": took * 1e6, "GB/s": rate / 1e9}
+    return figures | results.share_of(setting.results, rate, "copy")
 
 
 @torch.inference_mode()
@@ -96,8 +97,8 @@ def time_prefill(setting: Setting, rows: int, tokens: int) -> Figures:
     bench = Bench(setting, rows, tokens, 0)
     took = median_s(bench, bench.device, TURNS[setting.device], warmups=1)
     rate = rows * 2 * shape.heads * shape.dim * tokens * (tokens + 1) / took
-    name = str(TYPE[setting.device])[6:]
-    return {"us": took * 1e6, "TFLOP/s": rate / 1e12} | _share(setting, rate, name)
+    figures: Figures = {"us": took * 1e6, "TFLOP/s": rate / 1e12}
+    return figures | results.share_of(setting.results, rate, str(TYPE[setting.device])[6:])
 
 
 @torch.inference_mode()
@@ -111,7 +112,7 @@ def time_product(setting: Setting, rows: int) -> Figures:
     took = median_s(lambda: linear(x, next(turn)), device, 4 * TURNS[kind])
     flops, read = 2 * rows * inputs * outputs / took, weights[0].nbytes / took
     figures: Figures = {"us": took * 1e6, "TFLOP/s": flops / 1e12, "GB/s": read / 1e9}
-    return figures | _share(setting, flops, str(TYPE[kind])[6:])
+    return figures | results.share_of(setting.results, flops, str(TYPE[kind])[6:])
 
 
 @torch.inference_mode()
@@ -123,8 +124,3 @@ def time_launches(setting: Setting) -> Figures:
     plan = call_s(lambda: bench.kernel.plan(bench.rows, BLOCK), bench.device, turns)
     add = call_s(lambda: bench.query.add_(1), bench.device, turns)
     return {"attention us": call * 1e6, "plan us": plan * 1e6, "torch's add us": add * 1e6}
-
-
-def _share(setting: Setting, rate: float, roof: str) -> Figures:
-    found = results.find_roof(setting.results, roof)
-    return {"share of the roof": rate / found} if found else {}

@@ -1,27 +1,37 @@
-"""Phase 6: steps of a whole model with random weights: how long, how busy, how much memory."""
+"""Phase 6: whole models with random weights: their steps, alone and captured, memory, loading."""
 
 from __future__ import annotations
 
+import gc
+import itertools
 import json
 import random
 import resource
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
+import transformers
 from torch.profiler import profile
 
 import fminfer
 from benchmarks.gpu import results
+from benchmarks.gpu.captured_step import make_cache, time_step
 from benchmarks.gpu.cases import Case, Figures, Setting, expect
 from benchmarks.gpu.profiles import count_work, start_profiler
 from fminfer.core.config import EngineConfig
 from fminfer.core.messages import StepTrace
+from fminfer.core.partition import Part
+from fminfer.models.checkpoint import Checkpoint, open_checkpoint
+from fminfer.models.part_tensors import load_tensors
+from fminfer.text.tokenizer import Tokenizer
 from fminfer.worker.footprint import measure_footprints
+from fminfer.worker.loading import LoadedPart, load_part
+from fminfer.worker.one_pipeline import OnePipeline
 from fminfer.worker.opening import open_model
 
 LLAMA_8B: dict[str, Any] = {
@@ -36,6 +46,13 @@ LLAMA_8B: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+LLAMA_1B = LLAMA_8B | {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+}
 TINY = LLAMA_8B | {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -44,63 +61,177 @@ TINY = LLAMA_8B | {
     "num_key_value_heads": 2,
     "vocab_size": 1000,
 }
-MODEL = {"cuda": LLAMA_8B, "cpu": TINY}
+MODELS = {
+    "cuda": {"8B": LLAMA_8B, "1B": LLAMA_1B},
+    "cpu": {"8B": TINY, "1B": TINY | {"tie_word_embeddings": True}},
+}
+STORED_LAYERS = 4  # of the larger model, with a small vocabulary: 1.7 GB
 DTYPE = {"cuda": "bfloat16", "cpu": "float32"}
 PROFILED_STEPS = 3
 WARM_STEPS = 4  # of rows that all decode, before the profiler
+CAPTURED = {"cuda": ((1, 8, 64, 256), 450), "cpu": ((1, 4), 40)}  # rows, keys of each
 
 
 @dataclass(slots=True, frozen=True)
 class Run:
-    """Rows of random prompts; one new token each measures the prompts alone."""
+    """Rows of random prompts. One new token each measures the prompts alone, none scores them."""
 
     rows: int
     tokens: int
     new_tokens: int
-
-    @property
-    def is_decode(self) -> bool:
-        return self.new_tokens > 1
+    top_p: float = 0.0  # 0: greedy
 
     def __str__(self) -> str:
-        kind = "decode" if self.is_decode else "prefill"
-        return f"{kind} {self.rows} x {self.tokens}"
+        kind = "decode" if self.new_tokens > 1 else "prefill" if self.new_tokens else "score"
+        how = f" top_p {self.top_p:g}" if self.top_p else ""
+        return f"{kind} {self.rows} x {self.tokens}{how}"
+
+    def requests(self, vocab: int) -> list[dict[str, Any]]:
+        rng = random.Random(self.rows)
+        how: dict[str, Any] = {"max_tokens": self.new_tokens, "ignore_eos": True}
+        how |= {"temperature": 1, "top_p": self.top_p} if self.top_p else {"temperature": 0}
+        if self.new_tokens == 0:
+            how |= {"echo": True, "logprobs": 1}
+        prompts = ([rng.randrange(vocab) for _ in range(self.tokens)] for _ in range(self.rows))
+        return [{"prompt": prompt} | how for prompt in prompts]
 
 
 # New tokens: as many as steps that prompts take, for the first rows wait for the last ones, and 20.
 RUNS = {
-    "cuda": (Run(64, 450, 28), Run(256, 450, 50), Run(1024, 250, 85), Run(16, 512, 1)),
-    "cpu": (Run(4, 40, 24), Run(4, 40, 1)),
+    "cuda": {
+        "8B": (
+            Run(64, 450, 28),
+            Run(256, 450, 50),
+            Run(16, 512, 1),
+            Run(256, 450, 50, top_p=0.9),
+            Run(32, 512, 0),
+            Run(1024, 250, 85),
+        ),
+        "1B": (Run(8, 450, 24), Run(64, 450, 28), Run(256, 450, 50)),
+    },
+    "cpu": {
+        "8B": (Run(4, 40, 24), Run(4, 40, 1), Run(4, 40, 24, top_p=0.9), Run(3, 40, 0)),
+        "1B": (Run(4, 40, 24),),
+    },
 }
 
 
+class Held:
+    """Holds one large thing at a time: two models have no room beside each other."""
+
+    def __init__(self) -> None:
+        self._name, self._thing = "", None
+
+    def take(self, name: str, make: Callable[[], Any]) -> Any:
+        """Return the thing of a name; it is made if another is held, which goes first."""
+        if name != self._name:
+            self.drop()
+            self._thing = make()
+            self._name = name
+        return self._thing
+
+    def drop(self) -> None:
+        if isinstance(self._thing, fminfer.Engine):
+            self._thing.close()
+        self._name, self._thing = "", None
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+@dataclass(slots=True, frozen=True)
+class Bench:
+    """A model, and what the phase holds of it."""
+
+    setting: Setting
+    name: str
+    held: Held
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return MODELS[self.setting.device][self.name]
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of an engine, with a KV cache for the largest run."""
+        path = self.setting.scratch / f"{self.name}.json"
+        path.write_text(json.dumps(self.config))
+        runs = RUNS[self.setting.device][self.name]
+        return {
+            "random_init": str(path),
+            "dtype": DTYPE[self.setting.device],
+            "device": self.setting.device,
+            "kernels": "require",
+            "budget": max(run.rows * -(-(run.tokens + run.new_tokens) // 32) * 32 for run in runs),
+            "max_rows": max(run.rows for run in runs),
+            "prefix_cache": False,
+        }
+
+    def engine(self) -> fminfer.Engine:
+        """Return the engine, which is started once for all runs."""
+        engine: fminfer.Engine = self.held.take(
+            f"engine {self.name}", lambda: fminfer.Engine(**self.options())
+        )
+        return engine
+
+    def part(self) -> LoadedPart:
+        """Return the weights alone, without an engine."""
+
+        def load() -> LoadedPart:
+            config = EngineConfig(**self.options())
+            return load_part(config, open_model(config))
+
+        part: LoadedPart = self.held.take(f"part {self.name}", load)
+        return part
+
+    def used_bytes(self, weight_bytes: int) -> int:
+        """Return the weights' bytes but for an embedding, of which a step reads a few rows."""
+        if self.config.get("tie_word_embeddings"):
+            return weight_bytes
+        size: int = self.config["vocab_size"] * self.config["hidden_size"]
+        return weight_bytes - size * torch_type(self.setting).itemsize
+
+
+def torch_type(setting: Setting) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, DTYPE[setting.device])
+    return dtype
+
+
 def cases(setting: Setting) -> Iterator[Case]:
-    for run in RUNS[setting.device]:
-        yield Case(str(run), partial(time_run, setting, run))
-    yield Case("memory", partial(compare_memory, setting))
+    held = Held()
+    for name in MODELS[setting.device]:
+        bench = Bench(setting, name, held)
+        yield Case(f"{name} load", partial(time_start, bench))
+        for run in RUNS[setting.device][name]:
+            yield Case(f"{name} {run}", partial(time_run, bench, run))
+        yield Case(f"{name} memory", partial(compare_memory, bench))
+        rows, tokens = CAPTURED[setting.device]
+        for number in rows:
+            case = partial(time_captured, bench, number, tokens)
+            yield Case(f"{name} captured {number} x {tokens}", case)
+    yield Case("read a checkpoint", partial(read_checkpoint, setting, held))
 
 
-def options(setting: Setting) -> dict[str, Any]:
-    """Return the options of the engine, with a KV cache for the largest run."""
-    path = setting.scratch / "config.json"
-    path.write_text(json.dumps(MODEL[setting.device]))
-    runs = RUNS[setting.device]
-    budget = max(run.rows * -(-(run.tokens + run.new_tokens) // 32) * 32 for run in runs)
-    return {
-        "random_init": str(path),
-        "dtype": DTYPE[setting.device],
-        "device": setting.device,
-        "kernels": "require",
-        "budget": budget,
-        "max_rows": max(run.rows for run in runs),
-        "prefix_cache": False,
-    }
+def time_start(bench: Bench) -> Figures:
+    """Start an engine from nothing."""
+    started = time.perf_counter()
+    torch.zeros(1, device=bench.setting.device).add_(1).item()
+    marks = [time.perf_counter()]
 
+    def mark(*_: object) -> None:
+        marks.append(time.perf_counter())
 
-@cache
-def start_engine(setting: Setting) -> fminfer.Engine:
-    """Load the model once for all runs."""
-    return fminfer.Engine(**options(setting))
+    def compute(config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer) -> OnePipeline:
+        mark()
+        return OnePipeline(config, checkpoint, tokenizer, on_loaded=mark)
+
+    bench.held.take(
+        f"engine {bench.name}", lambda: fminfer.Engine(**bench.options(), compute=compute)
+    )
+    mark()
+    names = ("config and tokenizer s", "weights and trials s", "KV cache and first step s")
+    figures: Figures = {"device s": marks[0] - started, "ready s": marks[-1] - marks[0]}
+    took = (b - a for a, b in itertools.pairwise(marks))
+    figures |= dict(zip(names, took, strict=True))
+    return figures | {"weights GiB": bench.engine().facts.weight_bytes / 2**30}
 
 
 @dataclass(slots=True)
@@ -132,79 +263,83 @@ class Watch:
 
     def step_s(self) -> float:
         """Return a decode step's seconds, the profiled ones left out."""
-        gaps = [b - a for a, b in zip(self.ends, self.ends[1:], strict=False)]
+        gaps = [b - a for a, b in itertools.pairwise(self.ends)]
         rest = gaps[:WARM_STEPS] + gaps[WARM_STEPS + PROFILED_STEPS + 1 :]
         return statistics.median(rest)
 
 
-def time_run(setting: Setting, run: Run) -> Figures:
+def time_run(bench: Bench, run: Run) -> Figures:
     """Answer the rows and watch the steps."""
-    engine = start_engine(setting)
+    engine, path = bench.engine(), bench.setting.results
     expect(
         engine.facts.has_kernel and not engine.facts.why_slower,
         engine.facts.why_slower or "plain torch",
     )
-    rng = random.Random(run.rows)
-    vocab = MODEL[setting.device]["vocab_size"]
-    how = {"max_tokens": run.new_tokens, "temperature": 0, "ignore_eos": True}
-    rows = [
-        {"prompt": [rng.randrange(vocab) for _ in range(run.tokens)]} | how for _ in range(run.rows)
-    ]
-    watch = Watch(run.rows, setting.device)
+    watch = Watch(run.rows, bench.setting.device)
     engine.follow(on_step=watch.on_step)
+    requests = run.requests(bench.config["vocab_size"])
     started = time.perf_counter()
-    for record in engine.run(rows):
+    for record in engine.run(requests):
         expect(record.error is None, f"a row failed: {record.error}")
     figures: Figures = {"run s": time.perf_counter() - started}
     figures |= {"prompts' ms": 1000 * sum(watch.span_s)}
-    if not run.is_decode:
+    used = bench.used_bytes(engine.facts.weight_bytes)
+    if run.new_tokens <= 1:
         rate = run.rows * run.tokens / sum(watch.span_s)
-        return figures | {"tokens/s": rate} | _product_share(setting, engine, rate)
+        figures |= {"tokens/s": rate}
+        flops = 2 * used / engine.dtype.itemsize * rate  # all but attention's
+        return figures | results.share_of(path, flops, DTYPE[bench.setting.device])
     expect(watch.profiled_s > 0, f"only {len(watch.ends)} steps had all rows", figures)
     assert watch.profiler is not None, "some steps were profiled"
-    figures |= {"ms a step": 1000 * watch.step_s(), "tokens/s": run.rows / watch.step_s()}
-    figures |= count_work(watch.profiler, watch.profiled_s, PROFILED_STEPS)
-    return figures | _read_share(setting, engine, run, watch.step_s())
-
-
-def _read_share(setting: Setting, engine: fminfer.Engine, run: Run, step_s: float) -> Figures:
-    """Return the share of the copy's roof: each step reads weights once, and all keys."""
-    roof = results.find_roof(setting.results, "copy")
-    if roof is None:
-        return {}
+    step_s = watch.step_s()
+    figures |= {"ms a step": 1000 * step_s, "tokens/s": run.rows / step_s}
+    # Each step reads weights once, and all keys.
     keys = run.rows * (run.tokens + run.new_tokens) * engine.facts.kv_bytes_per_token
-    least_s = (_used_bytes(setting, engine) + keys) / roof
-    return {"roof ms": 1000 * least_s, "share of the roof": least_s / step_s}
+    figures |= results.share_of(path, (used + keys) / step_s, "copy")
+    return figures | count_work(watch.profiler, watch.profiled_s, PROFILED_STEPS)
 
 
-def _product_share(setting: Setting, engine: fminfer.Engine, rate: float) -> Figures:
-    roof = results.find_roof(setting.results, DTYPE[setting.device])
-    if roof is None:
-        return {}
-    flops = 2 * _used_bytes(setting, engine) / engine.dtype.itemsize  # a token's, but attention's
-    return {"share of the roof": rate * flops / roof}
+def time_captured(bench: Bench, rows: int, tokens: int) -> Figures:
+    """Time a decode step launch by launch, and as a CUDA graph."""
+    part = bench.part()
+    weights = bench.used_bytes(part.weight_bytes)
+    cache = make_cache(part, rows, tokens)
+    return time_step(bench.setting.results, part, cache, rows, tokens, weights)
 
 
-def _used_bytes(setting: Setting, engine: fminfer.Engine) -> int:
-    """Return the weights' bytes but for the embedding, of which a step reads a few rows."""
-    config = MODEL[setting.device]
-    embedding = config["vocab_size"] * config["hidden_size"] * engine.dtype.itemsize
-    used: int = engine.facts.weight_bytes - embedding
-    return used
-
-
-def compare_memory(setting: Setting) -> Figures:
+def compare_memory(bench: Bench) -> Figures:
     """Put the peak of all runs beside what `fminfer check` foresees."""
-    config = EngineConfig(**options(setting))
-    engine = start_engine(setting)
+    config = EngineConfig(**bench.options())
+    engine = bench.engine()
     where = (engine.device, engine.dtype)
     (print_,) = measure_footprints(config, open_model(config), 1, *where)
     kv_bytes = engine.stats.num_kv_tokens * print_.kv_token
     figures: Figures = {"forecast GiB": (print_.weights + print_.work + kv_bytes) / 2**30}
-    if setting.device == "cpu":
+    if bench.setting.device == "cpu":
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return figures | {"process GiB": peak / 2**30}
     free, total = torch.cuda.mem_get_info()
     figures |= {"allocated GiB": torch.cuda.max_memory_allocated() / 2**30}
     figures |= {"reserved GiB": torch.cuda.max_memory_reserved() / 2**30}
     return figures | {"device GiB": (total - free) / 2**30}
+
+
+def read_checkpoint(setting: Setting, held: Held) -> Figures:
+    """Read some layers from a file that was just written, so that the host's memory has it."""
+    held.drop()
+    fields = MODELS[setting.device]["8B"] | {"num_hidden_layers": STORED_LAYERS, "vocab_size": 1000}
+    device, dtype = torch.device(setting.device), torch_type(setting)
+    config = transformers.AutoConfig.for_model(**fields)
+    with device:
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    folder = setting.scratch / "stored"
+    model.save_pretrained(folder)
+    started = time.perf_counter()
+    checkpoint, part = open_checkpoint(str(folder)), Part(0, 1, 0, STORED_LAYERS)
+    tensors = load_tensors(checkpoint, part, dtype=dtype, device=device, seed=0)
+    layers = list(tensors.layers)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    took = time.perf_counter() - started
+    rate = tensors.num_bytes / took / 1e9
+    return {"layers": len(layers), "GB": tensors.num_bytes / 1e9, "s": took, "GB/s": rate}

@@ -1,6 +1,9 @@
 """One process of a phase: runs its share of the cases and writes down each at once.
 
-python -m benchmarks.gpu.worker JOB.json
+python -m benchmarks.gpu.worker MODULE < JOB.json
+
+It imports the phase's module at once, and then waits for the job. So the imports of a phase run
+beside the phase before it. Without a job it ends.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import traceback
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from benchmarks.gpu import results
@@ -21,6 +25,7 @@ from benchmarks.gpu.cases import Case, Figures, Setting, Skipped, Wrong
 
 BROKEN_STATUS = 3  # the GPU's context is broken: the other cases need another process
 TEXT_SIZE = 4000
+START = "start"  # stands for the cases of a process that ends before it has any
 
 
 @dataclass(slots=True, frozen=True)
@@ -28,14 +33,12 @@ class Job:
     """What one process is told.
 
     Args:
-        module: that has the phase's cases.
         place, num_places: which share of the cases is its own.
         only: names of cases; none: all of its share.
         is_again: failed cases are run once more, each launch waited for.
     """
 
     phase: int
-    module: str
     setting: Setting
     place: int = 0
     num_places: int = 1
@@ -60,13 +63,33 @@ class Job:
         return list(cases)[self.place :: self.num_places]
 
 
-def work(job: Job) -> int:
-    """Run a process's cases; return its exit status."""
+def wait_and_work(name: str) -> int:
+    """Import a phase's module, wait for a job and run it; return the exit status."""
+    found: ModuleType | str
+    try:
+        found = importlib.import_module(name)
+    except Exception:
+        found = traceback.format_exc()[-TEXT_SIZE:]
+    line = sys.stdin.readline()
+    return work(Job.from_json(line), found) if line else 0
+
+
+def work(job: Job, module: ModuleType | str) -> int:
+    """Run a process's cases; return its exit status.
+
+    Args:
+        module: that has the phase's cases, or why it cannot be imported.
+    """
     base: dict[str, Any] = {"phase": job.phase, "worker": job.place}
     if job.is_again:
         base["again"] = True
-    cases = job.share(importlib.import_module(job.module).cases(job.setting))
     path = job.setting.results
+    if isinstance(module, str):
+        failed = {"case": START, "state": "failed", "text": module, "figures": {}}
+        results.append(path, base | {"cases": [START]})
+        results.append(path, base | failed)
+        return 0
+    cases = job.share(module.cases(job.setting))
     results.append(path, base | {"cases": [case.name for case in cases]})
     for case in cases:
         line = base | {"case": case.name}
@@ -111,4 +134,4 @@ def _is_broken(setting: Setting) -> bool:
 
 if __name__ == "__main__":
     faulthandler.enable()  # whoever is out of time is asked with SIGABRT where it is
-    sys.exit(work(Job.from_json(Path(sys.argv[1]).read_text())))
+    sys.exit(wait_and_work(sys.argv[1]))
