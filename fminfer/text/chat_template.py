@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import product
@@ -20,6 +20,11 @@ from fminfer.core.errors import RequestError, UsageError
 from fminfer.text.tokenizer import Tokenizer
 
 Message = dict[str, Any]
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
 
 _DEVELOPER = re.compile("""['"]developer['"]""")  # the role, not a word of the template's text
 
@@ -34,6 +39,9 @@ _TOOL = {
     "type": "function",
     "function": {"name": "probe", "description": "Probe.", "parameters": _PARAMETERS},
 }
+# What a message with calls may have for a content that it lacks, and what else may stand there.
+_LACKING: tuple[Message, ...] = ({}, {"content": None})
+_BESIDE_CALLS = (*_LACKING, {"content": ""}, {"content": "x"}, {"content": [_part("x")]})
 # Conversations to try. A template that drops earlier turns may write an answer only if it is last.
 _SHAPES = {
     "user": ("user",),
@@ -146,10 +154,13 @@ class ChatTemplate:
     def _apply(
         self, text: str, tools: list[dict[str, Any]], messages: list[Message], **args: Any
     ) -> str:
-        rendered: str = self._renderer.apply_chat_template(
-            messages, tools=tools or None, chat_template=text, tokenize=False, **args
-        )
-        return rendered
+        from transformers.utils.chat_template_utils import render_jinja_template  # slow to import
+
+        # apply_chat_template does the same, but leaves out nulls, which some templates ask for.
+        args = {**self._renderer.special_tokens_map, **args}
+        rendered, _ = render_jinja_template([messages], tools or None, chat_template=text, **args)
+        only: str = rendered[0]
+        return only
 
     @cached_property
     def _renderer(self) -> Any:
@@ -205,6 +216,8 @@ class _MessageForms:
             if given is not content:
                 message = message | {"content": given}
         if "tool_calls" in message:
+            if content is None:
+                message = message | self._beside_calls
             calls = [self._convert_call(call) for call in message["tool_calls"]]
             message = message | {"tool_calls": calls}
         return message
@@ -226,6 +239,12 @@ class _MessageForms:
         text = json.dumps(_ARGUMENTS)
         return text in self._probe("call", None, text)
 
+    @cached_property
+    def _beside_calls(self) -> Message:
+        """What stands for the content that a message with calls lacks: nothing, or a null."""
+        arguments = json.dumps(_ARGUMENTS) if self._reads_json else _ARGUMENTS
+        return next((each for each in _LACKING if self._probe("call", None, arguments, [each])), {})
+
     def _find_content_form(self, role: str) -> _ContentForm:
         arguments: object = "{}" if role == "tool" and self._reads_json else {}
         parts = self._probe(role, _PARTS, arguments)
@@ -236,9 +255,15 @@ class _MessageForms:
             parts=reads_parts and _FIRST in parts and _SECOND in parts,
         )
 
-    def _probe(self, probed: str, content: object, arguments: object) -> str:
+    def _probe(
+        self,
+        probed: str,
+        content: object,
+        arguments: object,
+        beside_calls: Sequence[Message] = _BESIDE_CALLS,
+    ) -> str:
         """Return the first text that has anything of what is asked about; "" if none has."""
-        for conversation in _conversations(probed, content, arguments):
+        for conversation in _conversations(probed, content, arguments, beside_calls):
             begins = conversation[-1]["role"] != "assistant"
             try:
                 text = self._render(conversation, add_generation_prompt=begins)
@@ -251,7 +276,9 @@ class _MessageForms:
         return ""
 
 
-def _conversations(probed: str, content: object, arguments: object) -> Iterator[list[Message]]:
+def _conversations(
+    probed: str, content: object, arguments: object, beside_calls: Sequence[Message]
+) -> Iterator[list[Message]]:
     """Return conversations in which a role has a content, or "call" has arguments."""
     function = {"name": "probe", "arguments": arguments}
     call = {"id": _ID, "type": "function", "function": function}
@@ -262,13 +289,9 @@ def _conversations(probed: str, content: object, arguments: object) -> Iterator[
     shapes = _SHAPES.get(probed, (f"{probed} user",))
     for start, shape, other in product(("", "system "), shapes, ("x", [_part("x")])):
         kinds = (start + shape).split()
-        for said in ({}, {"content": ""}, {"content": other}):  # beside a call
+        for said in beside_calls:
             contents: dict[str, Message] = {kind: {"content": other} for kind in kinds}
-            contents["call"] = dict(said)
+            contents["call"] = said
             if content is not None:
                 contents[probed] = {"content": content}
             yield [bare.get(kind, {"role": kind}) | contents[kind] for kind in kinds]
-
-
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "text", "text": text}

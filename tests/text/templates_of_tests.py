@@ -18,6 +18,7 @@ class WrittenTemplate:
     contents: Content = "strings"
     contents_of: dict[str, Content] = field(default_factory=dict)  # roles with another form
     reads_json: bool = False  # the arguments of calls, as a string
+    reads_null: bool = False  # as the content of a message with calls
     knows_developer: bool = False  # or writes it as the system's
     refuses: str = ""  # names of conversations
 
@@ -103,6 +104,17 @@ STRINGS = {
 CALLS = {
     "JSON joined": WrittenTemplate(
         calling("{{- '```json\n' + call['function']['arguments'] + '\n```' -}}"), reads_json=True
+    ),
+    "calls beside a null": WrittenTemplate(  # DeepSeek V3's: beside a content calls are not written
+        every(
+            "{%- if message['role'] == 'assistant' and message['content'] is none -%}"
+            "{%- for call in message['tool_calls'] -%}"
+            "{{- '<call>' + call['function']['name'] + '\n' + call['function']['arguments'] -}}"
+            "{%- endfor -%}"
+            "{%- else -%}{{- '<' + message['role'] + '>' + message['content'] -}}{%- endif -%}"
+        ),
+        reads_json=True,
+        reads_null=True,
     ),
     "JSON joined to content": WrittenTemplate(  # DeepSeek's, which wants some content
         every(

@@ -8,6 +8,7 @@ from itertools import repeat
 from typing import Any
 
 import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from fminfer.contract.chat import parse_chat
 from fminfer.core.errors import RequestError
@@ -101,7 +102,7 @@ def intend(message: dict[str, Any], template: WrittenTemplate, *, has_tools: boo
         content = joined
     elif form == "one part" or (form == "parts" and isinstance(content, str)):
         content = [{"type": "text", "text": joined}]
-    if joined is not None:
+    if joined is not None or template.reads_null:
         message["content"] = content
     calls = message.pop("tool_calls", [])
     for each in calls:
@@ -118,16 +119,17 @@ def render_by_transformers(template: WrittenTemplate, fields: dict[str, Any]) ->
     hf, tools = TOKENIZER.hf, fields.get("tools")
     assert hf is not None
     continues = fields.get("continue_final_message", False)
-    text: str = hf.apply_chat_template(
-        [intend(message, template, has_tools=bool(tools)) for message in fields["messages"]],
-        tools=tools,
-        chat_template=template.text,
-        add_generation_prompt=fields.get("add_generation_prompt", not continues),
-        continue_final_message=continues,
-        tokenize=False,
+    messages = [intend(message, template, has_tools=bool(tools)) for message in fields["messages"]]
+    how = {
+        "tools": tools,
+        "chat_template": template.text,
+        "add_generation_prompt": fields.get("add_generation_prompt", not continues),
+        "continue_final_message": continues,
         **fields.get("chat_template_kwargs", {}),
-    )
-    return text
+    }
+    if template.reads_null:  # from some version on, apply_chat_template leaves it out
+        return str(render_jinja_template([messages], **hf.special_tokens_map, **how)[0][0])
+    return str(hf.apply_chat_template(messages, tokenize=False, **how))
 
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
