@@ -12,7 +12,7 @@ class Phase:
     Args:
         name: of this package's module whose `cases` says what is done.
         planned_s: what it should take on one H100.
-        limit_s: after which it is ended, outside of a visit; what is not done then is told.
+        limit_s: after which it is ended; what is not done then is told.
         num_workers: processes that share its cases, on a GPU; it compiles many kernels.
         what: for people.
     """
@@ -30,7 +30,7 @@ class Phase:
 
 
 PHASES = (
-    Phase(0, "machine", 15, 90, 1, "imports, versions, memory; roofs of copies and products"),
+    Phase(0, "machine", 15, 60, 1, "imports, versions, memory; roofs of copies and products"),
     Phase(1, "check_attention", 80, 150, 8, "attention and store beside float64"),
     Phase(2, "check_parts", 40, 120, 4, "norms, rotary positions and gates beside float64"),
     Phase(3, "check_families", 110, 240, 12, "every family beside transformers, kernels required"),
@@ -49,7 +49,7 @@ VISIT_S = sum(seconds for _, seconds in VISIT)
 
 @dataclass(slots=True, frozen=True)
 class Turn:
-    """A phase, and how many seconds after the start it is ended; None: its own limit counts."""
+    """A phase, and how many seconds after the start it is ended; None: its limit alone counts."""
 
     phase: Phase
     end_s: float | None = None

@@ -46,7 +46,7 @@ class Runner:
         """Run a phase, then once more what failed, waiting for each launch.
 
         Args:
-            end_s: `time.monotonic()` at which it is ended; None: its own limit counts, twice.
+            end_s: `time.monotonic()` at which it is ended, though its own limit is later.
             after: the next phase, whose imports begin meanwhile.
         """
         first_line = len(results.read(self.setting.results))
@@ -80,7 +80,7 @@ class Runner:
         after: Phase | None = None,
     ) -> None:
         """Run jobs; the cases that a dead process leaves behind go to the next one."""
-        limit = min(self.end_s, end_s or time.monotonic() + phase.limit_s)
+        limit = min(self.end_s, end_s or self.end_s, time.monotonic() + phase.limit_s)
         while jobs:
             first_line = len(results.read(self.setting.results))
             processes = self._hand_over(phase, jobs, environ, limit)

@@ -36,7 +36,7 @@ def has_passed(lines: Sequence[Line], phases: Sequence[Phase]) -> bool:
 def to_text(lines: Sequence[Line], phases: Sequence[Phase], most: int = MOST_CHARACTERS) -> str:
     """Return a line a phase, what is wrong, and each case's figures, as far as there is room."""
     table = [f"{'phase':34}{'seconds':>8}{'planned':>8}  cases"]
-    figures, troubles = list[str](), list[str]()
+    figures, troubles = list[str](), list[tuple[str, str]]()  # a case, and what is told of it
     for phase in phases:
         cases = latest(lines, phase)
         counts = Counter(line["state"] for line in cases.values())
@@ -49,10 +49,10 @@ def to_text(lines: Sequence[Line], phases: Sequence[Phase], most: int = MOST_CHA
         for case in cases.values():
             figures.append(f"  {phase.number} {case['case']}: {_figures(case)}"[:LINE])
             if case["state"] in BAD:
-                troubles.append("\n".join(_trouble(phase, case, lines)))
+                troubles.append(_trouble(phase, case, lines))
     text = "\n".join(table) + "\n"
     if troubles:
-        text += _part("What went wrong:", troubles, (most - len(text)) // 2)
+        text += _part("What went wrong:", _joined(troubles), (most - len(text)) // 2)
     return text + _part("Figures:", figures, most - len(text))
 
 
@@ -90,15 +90,25 @@ def _first(text: str) -> str:
     return (lines[-1] if lines[0].startswith("Traceback") else lines[0])[:200]
 
 
-def _trouble(phase: Phase, case: Line, lines: Sequence[Line]) -> list[str]:
-    told = [f"  {phase.number} {case['case']}: {case['state']}"]
-    told += _end_of(case["text"])
+def _trouble(phase: Phase, case: Line, lines: Sequence[Line]) -> tuple[str, str]:
+    told = _end_of(case["text"])
     for line in lines:
         is_same = line["phase"] == phase.number and line.get("case") == case["case"]
         if is_same and line.get("again") and line["state"] != "running":
             told.append(f"    again, with CUDA_LAUNCH_BLOCKING=1: {line['state']}")
             told += _end_of(line["text"]) if line["text"] != case["text"] else []
-    return told
+    return f"{phase.number} {case['case']}: {case['state']}", "\n".join(told)
+
+
+def _joined(troubles: Sequence[tuple[str, str]]) -> list[str]:
+    """Return what is told once for all cases of which it is told."""
+    by_text: dict[str, list[str]] = {}
+    for name, text in troubles:
+        by_text.setdefault(text, []).append(name)
+    return [
+        "\n".join(["  " + "; ".join(names)[:LINE], *filter(None, [text])])
+        for text, names in by_text.items()
+    ]
 
 
 def _end_of(text: str) -> list[str]:

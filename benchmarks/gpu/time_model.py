@@ -135,7 +135,9 @@ class Held:
             self._thing.close()
         self._name, self._thing = "", None
         gc.collect()
-        torch.cuda.empty_cache()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
 
 
 @dataclass(slots=True, frozen=True)
