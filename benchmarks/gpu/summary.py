@@ -112,5 +112,5 @@ def _joined(troubles: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def _end_of(text: str) -> list[str]:
-    lines = [line for line in text.splitlines() if line.strip()]
+    lines = [line for line in text.splitlines() if line.strip(" ^~")]
     return [f"      {line[: LINE // 2]}" for line in lines[-LINES_OF_TEXT:]]
