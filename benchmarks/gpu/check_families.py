@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import transformers
 
-import fminfer
 from benchmarks.gpu.cases import Case, Figure, Figures, Setting, Skipped, expect
 from benchmarks.gpu.family_answers import (
     NAME,
@@ -24,6 +23,7 @@ from benchmarks.gpu.family_answers import (
     prepare,
     score_with_transformers,
 )
+from fminfer import Engine
 from tests.conftest import FIELDS
 from tests.further_families import FURTHER
 
@@ -52,7 +52,7 @@ def check_family(setting: Setting, name: str, dtype: str) -> Figures:
     if setting.prepared and not (folder / name / NAME).exists():
         raise Skipped(f"{folder} lacks it; write it by --prepare")
     expected = prepare(name, folder)
-    engine = fminfer.Engine(str(folder / name), dtype=dtype, device=setting.device, **OPTIONS)
+    engine = Engine(str(folder / name), dtype=dtype, device=setting.device, **OPTIONS)
     figures: Figures = {}
     try:
         expect(engine.facts.has_kernel, "attention is plain torch", figures)
@@ -74,7 +74,7 @@ def check_family(setting: Setting, name: str, dtype: str) -> Figures:
     return figures
 
 
-def check_greedy(engine: fminfer.Engine, answers: list[Answer]) -> dict[str, Figure]:
+def check_greedy(engine: Engine, answers: list[Answer]) -> dict[str, Figure]:
     """See that tokens are equal and logprobs close."""
     worst = 0.0
     found = run(engine, [greedy_request(answer) for answer in answers])
@@ -105,7 +105,7 @@ def score_request(answer: Answer) -> dict[str, Any]:
     return {"prompt": answer.prompt + answer.ids, "max_tokens": 0, "echo": True, "logprobs": 0}
 
 
-def run(engine: fminfer.Engine, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def run(engine: Engine, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return each request's only choice, in order."""
     found: dict[int, dict[str, Any]] = {}
     for record in engine.run(requests):

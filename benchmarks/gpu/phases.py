@@ -34,7 +34,7 @@ PHASES = (
     Phase(1, "check_attention", 80, 150, 8, "attention and store beside float64"),
     Phase(2, "check_parts", 40, 120, 4, "norms, rotary positions and gates beside float64"),
     Phase(3, "check_families", 110, 240, 12, "every family beside transformers, kernels required"),
-    Phase(4, "check_draws", 25, 60, 1, "draws and rankings beside the CPU's"),
+    Phase(4, "check_draws", 25, 60, 5, "draws and rankings beside the CPU's"),
     Phase(5, "time_kernels", 40, 120, 1, "attention and products at many sizes"),
     Phase(6, "time_model", 115, 240, 1, "steps of whole models, profiled and captured; loading"),
     Phase(7, "break_ranks", 45, 120, 3, "two ranks on one device; one killed; too large a budget"),

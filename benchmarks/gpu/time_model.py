@@ -18,11 +18,11 @@ import torch
 import transformers
 from torch.profiler import profile
 
-import fminfer
 from benchmarks.gpu import results
 from benchmarks.gpu.captured_step import make_cache, time_step
 from benchmarks.gpu.cases import Case, Figures, Setting, expect
 from benchmarks.gpu.profiles import count_work, start_profiler
+from fminfer import Engine
 from fminfer.core.config import EngineConfig
 from fminfer.core.messages import StepTrace
 from fminfer.core.partition import Part
@@ -131,7 +131,7 @@ class Held:
         return self._thing
 
     def drop(self) -> None:
-        if isinstance(self._thing, fminfer.Engine):
+        if isinstance(self._thing, Engine):
             self._thing.close()
         self._name, self._thing = "", None
         gc.collect()
@@ -167,11 +167,9 @@ class Bench:
             "prefix_cache": False,
         }
 
-    def engine(self) -> fminfer.Engine:
+    def engine(self) -> Engine:
         """Return the engine, which is started once for all runs."""
-        engine: fminfer.Engine = self.held.take(
-            f"engine {self.name}", lambda: fminfer.Engine(**self.options())
-        )
+        engine: Engine = self.held.take(f"engine {self.name}", lambda: Engine(**self.options()))
         return engine
 
     def part(self) -> LoadedPart:
@@ -225,9 +223,7 @@ def time_start(bench: Bench) -> Figures:
         mark()
         return OnePipeline(config, checkpoint, tokenizer, on_loaded=mark)
 
-    bench.held.take(
-        f"engine {bench.name}", lambda: fminfer.Engine(**bench.options(), compute=compute)
-    )
+    bench.held.take(f"engine {bench.name}", lambda: Engine(**bench.options(), compute=compute))
     mark()
     names = ("config and tokenizer s", "weights and trials s", "KV cache and first step s")
     figures: Figures = {"device s": marks[0] - started, "ready s": marks[-1] - marks[0]}
