@@ -182,12 +182,16 @@ class Bench:
         part: LoadedPart = self.held.take(f"part {self.name}", load)
         return part
 
+    @property
+    def embedding_bytes(self) -> int:
+        """The bytes of an embedding, or of a head."""
+        size: int = self.config["vocab_size"] * self.config["hidden_size"]
+        return size * torch_type(self.setting).itemsize
+
     def used_bytes(self, weight_bytes: int) -> int:
         """Return the weights' bytes but for an embedding, of which a step reads a few rows."""
-        if self.config.get("tie_word_embeddings"):
-            return weight_bytes
-        size: int = self.config["vocab_size"] * self.config["hidden_size"]
-        return weight_bytes - size * torch_type(self.setting).itemsize
+        is_tied = bool(self.config.get("tie_word_embeddings"))
+        return weight_bytes if is_tied else weight_bytes - self.embedding_bytes
 
 
 def torch_type(setting: Setting) -> torch.dtype:
@@ -285,7 +289,8 @@ def time_run(bench: Bench, run: Run) -> Figures:
     if run.new_tokens <= 1:
         rate = run.rows * run.tokens / sum(watch.span_s)
         figures |= {"tokens/s": rate}
-        flops = 2 * used / engine.dtype.itemsize * rate  # all but attention's
+        of_all = used - bench.embedding_bytes if run.new_tokens else used  # the head of few tokens
+        flops = 2 * of_all / engine.dtype.itemsize * rate  # all but attention's
         return figures | results.share_of(path, flops, DTYPE[bench.setting.device])
     expect(watch.profiled_s > 0, f"only {len(watch.ends)} steps had all rows", figures)
     assert watch.profiler is not None, "some steps were profiled"
