@@ -83,7 +83,7 @@ def _read_message(value: object, name: str) -> dict[str, Any]:
     if calls:
         message["tool_calls"] = calls
     if value.get("content") is not None:
-        _check_content(value["content"], f"{name}.content")
+        message["content"] = _read_content(value["content"], f"{name}.content")
     elif not calls:
         found = "null" if "content" in value else "absent"
         raise RequestError(
@@ -95,18 +95,17 @@ def _read_message(value: object, name: str) -> dict[str, Any]:
     return message
 
 
-def _check_content(content: object, name: str) -> None:
+def _read_content(content: object, name: str) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
-        return
+        return content
     if not isinstance(content, list):
         raise wrong_type(name, content, "a string or a list of text parts")
     if not content:
         raise RequestError("out_of_range", f"{name} is an empty list; give a text part", name)
-    for place, part in enumerate(content):
-        _check_part(part, f"{name}[{place}]")
+    return [_read_part(part, f"{name}[{place}]") for place, part in enumerate(content)]
 
 
-def _check_part(part: object, name: str) -> None:
+def _read_part(part: object, name: str) -> dict[str, Any]:
     if not isinstance(part, dict):
         raise wrong_type(name, part, 'an object, such as {"type": "text", "text": "Hello"}')
     if part.get("type") != "text":
@@ -117,6 +116,8 @@ def _check_part(part: object, name: str) -> None:
         )
     if not isinstance(part.get("text"), str):
         raise wrong_type(f"{name}.text", part.get("text"), "a string")
+    # A template may ask whether a part has an "image": tables have a column of nulls for it.
+    return {key: each for key, each in part.items() if each is not None}
 
 
 def _read_calls(value: object, name: str) -> list[dict[str, Any]]:

@@ -116,10 +116,10 @@ def _dtype_of(name: str) -> torch.dtype:
 def is_fast_in_bfloat16(device: torch.device) -> bool:
     """Tell whether the device has bfloat16 matrix units that a run may use.
 
-    A GPU that is planned where there is none has them.
+    A GPU without a number is one that is planned, which has them.
     """
     if device.type == "cuda":  # this very one: others of the machine may be older
-        if torch.version.hip is not None or not torch.cuda.is_available():
+        if torch.version.hip is not None or device.index is None:
             return True
         return torch.cuda.get_device_capability(device) >= (8, 0)
     return any(map(has_unit, BFLOAT16_UNITS))
@@ -147,8 +147,8 @@ def use_device(device: torch.device) -> None:
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("highest")  # by torch's old names and its new ones
         matmul = torch.backends.cuda.matmul
-        matmul.fp32_precision = "ieee"
         matmul.allow_bf16_reduced_precision_reduction = False
         matmul.allow_fp16_reduced_precision_reduction = False
 

@@ -110,6 +110,8 @@ class Stage:
         hidden = self.forward(step, None if self._network.is_first else before)
         if self._head is not None:
             self.finish(step, hidden)
+        # Memory may be short while kernels are compiled. Steps need not be small for ever.
+        self._token_limit, self._logit_limit = SizeLimit("tokens"), SizeLimit("tokens' logits")
 
     def run(self, step: Step) -> StepResult:
         """Compute one step of a whole model: forward, then sampling and scoring."""

@@ -73,7 +73,7 @@ def make_forecast(config: EngineConfig, checkpoint: Checkpoint, layout: Layout) 
         UsageError: layers that cannot be split so, or no such device.
     """
     if layout.device_bytes is not None and config.device != "cpu":  # there need not be one here
-        device = torch.device("cuda")
+        device = torch.device("cuda")  # without a number: another machine's
     else:
         device = own_device(config)
     dtype = choose_dtype(config.dtype, checkpoint.config.dtype, device)

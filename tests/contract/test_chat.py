@@ -155,9 +155,10 @@ def test_messages_stay_as_they_were_sent_without_nulls() -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": [1]}'}}
     plain = {"id": "d", "function": {"name": "g", "arguments": {}}}
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    table = [part | {"image": None} for part in parts]  # whose rows have a column for images
     found = parse(
         {"role": "developer", "content": "d", "name": "n"},
-        {"role": "user", "content": parts},
+        {"role": "user", "content": table},
         {"role": "assistant", "content": None, "tool_calls": [call, plain], "refusal": None},
         {"role": "tool", "content": "1", "tool_call_id": "c"},
         {"role": "assistant", "content": "", "tool_calls": [], "audio": None},

@@ -104,15 +104,14 @@ def test_each_engine_looks_at_its_own_card(monkeypatch: pytest.MonkeyPatch) -> N
 def test_checkpoints_of_float16_stay_so_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """They were rounded to bfloat16, which has three bits less and is no faster."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    for is_here in (True, False):  # one that is planned has what the others have
-        monkeypatch.setattr(torch.cuda, "is_available", lambda is_here=is_here: is_here)
-        for stored, chosen in (
-            (torch.float16, torch.float16),
-            (torch.bfloat16, torch.bfloat16),
-            (torch.float32, torch.bfloat16),
-            (None, torch.bfloat16),
-        ):
-            assert choose_dtype("auto", stored, torch.device("cuda", 0)) == chosen
+    for stored, chosen in (
+        (torch.float16, torch.float16),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.bfloat16),
+        (None, torch.bfloat16),
+    ):
+        assert choose_dtype("auto", stored, torch.device("cuda", 0)) == chosen
+        assert choose_dtype("auto", stored, torch.device("cuda")) == chosen, "one that is planned"
     assert choose_dtype("bfloat16", torch.float16, torch.device("cuda", 0)) == torch.bfloat16
 
 
@@ -222,7 +221,6 @@ engine.close()
 def test_bfloat16_is_asked_of_the_device_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch was asked for its current device, which is another one's until it is set."""
     capabilities = {0: (7, 5), 1: (9, 0)}
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(
         torch.cuda, "get_device_capability", lambda device: capabilities[device.index]
     )
@@ -230,18 +228,23 @@ def test_bfloat16_is_asked_of_the_device_itself(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_gpus_products_round_no_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of 16-bit products' sums were added in 16 bits, as torch does by default."""
+    """Parts of 16-bit products' sums were added in 16 bits, as torch does by default.
+
+    A program that has an engine may have allowed tf32, by torch's old names or its new ones.
+    """
     matmul, chosen = torch.backends.cuda.matmul, []
     names = [f"allow_{kind}_reduced_precision_reduction" for kind in ("bf16", "fp16")]
-    names.append("fp32_precision")
     before = [getattr(matmul, name) for name in names]
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     try:
         use_device(torch.device("cpu"))
         assert [getattr(matmul, name) for name in names] == before and not chosen
-        use_device(torch.device("cuda:1"))
-        assert [getattr(matmul, name) for name in names] == [False, False, "ieee"]
-        assert chosen == [torch.device("cuda:1")]
+        for name, value in (("fp32_precision", "tf32"), ("allow_tf32", True)):
+            setattr(matmul, name, value)
+            use_device(torch.device("cuda:1"))
+            assert [getattr(matmul, name) for name in names] == [False, False]
+            assert torch.get_float32_matmul_precision() == "highest" and not matmul.allow_tf32
+        assert chosen == [torch.device("cuda:1")] * 2
     finally:
         for name, value in zip(names, before, strict=True):
             setattr(matmul, name, value)

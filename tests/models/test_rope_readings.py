@@ -86,6 +86,27 @@ def read_as_transformers(folder: Path) -> list[tuple[torch.Tensor, float]] | Non
     ]
 
 
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("llama", {"rope_type": "default", "rope_theta": None}),
+        ("gemma3_text", {"sliding_attention": {"rope_type": "default", "rope_theta": "1e4"}}),
+        ("llama", YARN | {"rope_theta": 1.0}),
+        ("llama", LLAMA3 | {"rope_theta": 500.0, "low_freq_factor": 0}),
+        ("phi", {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": "0.5"}),
+    ],
+)
+def test_settings_that_make_no_positions_are_refused_by_name(
+    name: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """They ended in tracebacks."""
+    write_config(name, "theta", tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_parameters": settings}))
+    with pytest.raises(CheckpointError, match="config.json"):
+        open_checkpoint(str(tmp_path))
+
+
 ROTARY = [  # one of each model type; the others' rotary positions are the same
     pytest.param(name, marks=more if "-" in name else [])
     for name in sorted(FIELDS)
@@ -106,6 +127,7 @@ def test_every_form_is_read_as_transformers_reads_it(name: str, tmp_path: Path) 
                 open_checkpoint(str(tmp_path))
             continue
         layers = open_checkpoint(str(tmp_path)).model.layers
+        assert any(layer.attention.rope for layer in layers) == ("alibi" not in name)
         for layer, (inv_freq, scale) in zip(layers, expected, strict=True):
             if (rope := layer.attention.rope) is not None:
                 found = torch.tensor(rope.inv_freq).abs()  # nanochat turns the other way

@@ -18,7 +18,7 @@ class WrittenTemplate:
     contents: Content = "strings"
     contents_of: dict[str, Content] = field(default_factory=dict)  # roles with another form
     reads_json: bool = False  # the arguments of calls, as a string
-    reads_null: bool = False  # as the content of a message with calls
+    lacking: Literal["absent", "null", "empty"] = "absent"  # the content beside calls
     knows_developer: bool = False  # or writes it as the system's
     refuses: str = ""  # names of conversations
 
@@ -114,7 +114,7 @@ CALLS = {
             "{%- else -%}{{- '<' + message['role'] + '>' + message['content'] -}}{%- endif -%}"
         ),
         reads_json=True,
-        reads_null=True,
+        lacking="null",
     ),
     "JSON joined to content": WrittenTemplate(  # DeepSeek's, which wants some content
         every(
@@ -126,7 +126,7 @@ CALLS = {
             "{%- else -%}{{- '<' + message['role'] + '>' + message['content'] -}}{%- endif -%}"
         ),
         reads_json=True,
-        refuses="call call_of_object two_calls",
+        lacking="empty",
     ),
     "JSON where it is a string": WrittenTemplate(
         calling(
@@ -224,7 +224,7 @@ ONLY_PARTS = {
         ),
         "parts",
         refuses="user parts turns answer_of_parts call call_of_object two_calls said_beside_call "
-        "tools tools_and_parts prefill prefill_of_parts no_prompt variable",
+        "tools tools_and_parts turns_of_parts prefill prefill_of_parts no_prompt variable",
     ),
     "wants no system message": WrittenTemplate(
         every(

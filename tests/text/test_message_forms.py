@@ -15,7 +15,7 @@ from fminfer.core.errors import RequestError
 from fminfer.models.known_sizes import DEMO_MODEL
 from fminfer.text.chat_template import ChatTemplate
 from fminfer.text.tokenizer import Tokenizer
-from tests.text.templates_of_tests import TEMPLATES, WrittenTemplate
+from tests.text.templates_of_tests import TEMPLATES, WrittenTemplate, every
 
 TOKENIZER = Tokenizer.load(DEMO_MODEL)
 TOOL = {
@@ -42,7 +42,7 @@ def call(arguments: object, call_id: str = "call00001") -> dict[str, Any]:
     }
 
 
-def history(*calls: dict[str, Any], said: str | None = None, answer: tuple[str, ...]) -> Any:
+def history(*calls: dict[str, Any], said: Any = None, answer: tuple[str, ...]) -> Any:
     asked = {"role": "assistant", "content": said, "tool_calls": list(calls)}
     answers = [say("tool", *answer, tool_call_id=each["id"], name="look") for each in calls]
     return {"messages": [HELLO, asked, *answers], "tools": [TOOL]}
@@ -66,6 +66,7 @@ CHATS: dict[str, dict[str, Any]] = {
     "call_of_object": history(call({"way": "nörth", "far": 1}), answer=TWO),
     "two_calls": history(call(SPACED), call("", "call00002"), answer=("far",)),
     "said_beside_call": history(call(SPACED), said="Let me look.", answer=TWO),
+    "turns_of_parts": {"messages": [say("user", *TWO), say("assistant", "Hi"), say("user", *TWO)]},
     "prefill": {
         "messages": [HELLO, say("assistant", "The way ")],
         "continue_final_message": True,
@@ -102,8 +103,8 @@ def intend(message: dict[str, Any], template: WrittenTemplate, *, has_tools: boo
         content = joined
     elif form == "one part" or (form == "parts" and isinstance(content, str)):
         content = [{"type": "text", "text": joined}]
-    if joined is not None or template.reads_null:
-        message["content"] = content
+    if joined is not None or template.lacking != "absent":
+        message["content"] = "" if joined is None and template.lacking == "empty" else content
     calls = message.pop("tool_calls", [])
     for each in calls:
         arguments = each["function"]["arguments"] or "{}"
@@ -127,7 +128,7 @@ def render_by_transformers(template: WrittenTemplate, fields: dict[str, Any]) ->
         "continue_final_message": continues,
         **fields.get("chat_template_kwargs", {}),
     }
-    if template.reads_null:  # from some version on, apply_chat_template leaves it out
+    if template.lacking == "null":  # from some version on, apply_chat_template leaves it out
         return str(render_jinja_template([messages], **hf.special_tokens_map, **how)[0][0])
     return str(hf.apply_chat_template(messages, tokenize=False, **how))
 
@@ -144,6 +145,64 @@ def test_a_template_gets_the_form_that_it_reads(template: WrittenTemplate) -> No
             assert render(ours, fields) == render_by_transformers(template, fields), name
     two = CHATS["system_of_parts" if "parts" in template.refuses.split() else "parts"]
     assert all(text.strip() in render(ours, two).lower() for text in TWO)
+
+
+def check_joined(text: str, messages: list[dict[str, Any]], **more: Any) -> None:
+    """See that parts come joined by newlines, as one form has to do for all of a role."""
+    found = render(ChatTemplate(TOKENIZER, text), {"messages": messages, **more})
+    assert "first \nsecond" in found and "'type'" not in found, found
+
+
+READS_BOTH = """{%- if content is string -%}{{- content -}}
+{%- else -%}{%- for part in content -%}{{- part.text -}}{%- endfor -%}{%- endif -%}"""
+
+
+def test_parts_are_joined_if_a_place_of_their_role_writes_lists_whole() -> None:
+    """Kimi's template printed Python's list of parts beside calls; other places read parts."""
+    of_calls = every(
+        "{%- set content = message.content -%}"
+        "{%- if message.tool_calls -%}"
+        "{{- content -}}{{- message.tool_calls[0].function.arguments -}}"
+        "{%- else -%}" + READS_BOTH + "{%- endif -%}"
+    )
+    history_of_parts = history(
+        call(SPACED), said=say("assistant", *TWO)["content"], answer=("far",)
+    )
+    check_joined(of_calls, history_of_parts["messages"], tools=[TOOL])
+    of_first = every(
+        "{%- set content = message.content -%}"
+        "{%- if loop.first -%}{{- '<s>' ~ content -}}{%- else -%}" + READS_BOTH + "{%- endif -%}"
+    )
+    check_joined(of_first, CHATS["turns_of_parts"]["messages"])
+
+
+def test_a_requests_variables_decide_its_forms() -> None:
+    """Probes left them out, and Python's list came into the prompt."""
+    text = every(
+        "{%- set content = message.content -%}"
+        "{%- if whole is defined -%}{{- content -}}{%- else -%}" + READS_BOTH + "{%- endif -%}"
+    )
+    ours, fields = ChatTemplate(TOKENIZER, text), CHATS["parts"]
+    assert "first second" in render(ours, fields)
+    check_joined(text, fields["messages"], chat_template_kwargs={"whole": True})
+    assert "first \nsecond" in render(ours, fields | {"chat_template_kwargs": {"whole": True}})
+
+
+def test_a_null_that_would_be_written_is_no_content() -> None:
+    """A template that writes any content as JSON wrote "null" beside calls."""
+    text = every(
+        "{%- if message.content is not defined -%}{{- raise_exception('?') -}}{%- endif -%}"
+        "{{- message.content | tojson -}}"
+        "{%- for call in message.tool_calls or [] -%}{{- call.function | tojson -}}{%- endfor -%}"
+    )
+    found = render(ChatTemplate(TOKENIZER, text), CHATS["call"])
+    assert "null" not in found and '""{"name": "look"' in found
+
+
+def test_calls_are_refused_rather_than_left_out() -> None:
+    """Beside an empty content a template that writes no calls would drop them in silence."""
+    with pytest.raises(RequestError, match="has no attribute 'content'"):
+        render(ChatTemplate(TOKENIZER, every("{{- message.content + '.' -}}")), CHATS["call"])
 
 
 def test_forms_do_not_depend_on_the_order_of_requests_and_threads() -> None:

@@ -41,18 +41,18 @@ LAYERED = frozenset(("gemma3_text", "olmo3"))
 def rope_of(c: Any, layer: int = 0, *, is_interleaved: bool = False) -> Rope:
     """Return the rotary positions of a layer."""
     how, kind = _rope_parameters(c, layer)
-    if how["rope_type"] != "default":
-        try:
+    try:
+        if how["rope_type"] != "default":
             inv_freq, scale = ROPE_INIT_FUNCTIONS[how["rope_type"]](c, **kind)
-        except (KeyError, TypeError) as error:  # an unknown type, or a number is missing
-            raise CheckpointError(
-                f"config.json has rope_parameters {how}, of which transformers makes no rotary "
-                f"positions ({error!r}); take the model's own file"
-            ) from error
-        return Rope(tuple(inv_freq.tolist()), scale, is_interleaved)
-    part = how.get("partial_rotary_factor", 1.0) if c.model_type in PARTIAL else 1.0
-    size = int(head_dim_of(c) * part)
-    return plain_rope(how["rope_theta"], size, is_interleaved=is_interleaved)
+            return Rope(tuple(inv_freq.tolist()), scale, is_interleaved)
+        part = how.get("partial_rotary_factor", 1.0) if c.model_type in PARTIAL else 1.0
+        size = int(head_dim_of(c) * part)
+        return plain_rope(how["rope_theta"], size, is_interleaved=is_interleaved)
+    except (ArithmeticError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"config.json has rope_parameters {how}, of which no rotary positions can be made "
+            f"({error!r}); take the model's own file"
+        ) from error
 
 
 def _rope_parameters(c: Any, layer: int) -> tuple[dict[str, Any], dict[str, str]]:

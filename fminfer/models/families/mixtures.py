@@ -142,7 +142,8 @@ def minimax_m2(c: Any) -> Architecture:
 
 
 def gpt_oss(c: Any) -> Architecture:
-    expert = Mlp("quick_gelu", c.intermediate_size, has_bias=True, limit=c.swiglu_limit)
+    limit = getattr(c, "swiglu_limit", 7.0)  # transformers 5.17 has no field for it
+    expert = Mlp("quick_gelu", c.intermediate_size, has_bias=True, limit=limit)
     moe = Moe(c.num_local_experts, c.num_experts_per_tok, expert, has_router_bias=True)
     own = sources(router="mlp.router") | {
         "sinks": parameter("self_attn.sinks"),

@@ -1,0 +1,199 @@
+"""Which forms of messages a chat template reads, and messages in these forms.
+
+Templates differ, and none says what it reads: contents as strings or as lists of parts, arguments
+of calls as objects or as JSON. A conversation of the same structure, whose texts are easy to find,
+shows what arrives in the prompt.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, Literal
+
+Message = dict[str, Any]
+Render = Callable[[list[Message]], str]
+Lacking = Literal["absent", "null", "empty"]
+
+_ID = "a1b2c3d4e"  # Mistral's templates want nine letters or digits
+# What may stand for the content that a message with calls lacks.
+_LACKING: dict[Lacking, Message] = {"absent": {}, "null": {"content": None}}
+_LACKING["empty"] = {"content": ""}
+
+
+@dataclass(slots=True, frozen=True)
+class Turn:
+    """What of a message decides how it is written."""
+
+    role: str
+    num_parts: int | None  # None: no content; 0: it is a string
+    num_calls: int
+
+    @staticmethod
+    def of(message: Message) -> Turn:
+        """Return the turn of a message."""
+        content = message.get("content")
+        num_parts = len(content) if isinstance(content, list) else None if content is None else 0
+        return Turn(message["role"], num_parts, len(message.get("tool_calls", ())))
+
+    def probe(self, number: int) -> Message:
+        """Return a message like it, with texts that are found anywhere in a prompt."""
+        message: Message = {"role": self.role}
+        if self.num_parts is not None:
+            texts = self.texts(number)
+            parts = [{"type": "text", "text": text} for text in texts]
+            message["content"] = parts if self.num_parts else texts[0]
+        if self.num_calls:
+            function = {"name": "probe", "arguments": {"value": self.argument(number)}}
+            call = {"id": _ID, "type": "function", "function": function}
+            message["tool_calls"] = [call] * self.num_calls
+        if self.role == "tool":
+            message |= {"tool_call_id": _ID, "name": "probe"}
+        return message
+
+    def texts(self, number: int) -> list[str]:
+        """Return the texts of a probe's content.
+
+        They are digits, which a template may trim, shorten or write in capitals without harm.
+        """
+        return [f"73019{number:05}{part:05}46285" for part in range(max(1, self.num_parts or 0))]
+
+    def argument(self, number: int) -> str:
+        """Return the text within a probe's arguments."""
+        return f"28641{number:05}90753"
+
+
+@dataclass(slots=True, frozen=True)
+class Forms:
+    """How messages are handed to a template."""
+
+    reads_json: bool = False  # arguments of calls are strings of JSON, not objects
+    lacking: Lacking = "absent"  # the content beside calls
+    of_one_part: frozenset[str] = frozenset()  # roles whose strings become lists of one part
+    of_parts: frozenset[str] = frozenset()  # roles whose lists stay; others' are joined
+
+    def convert(self, message: Message) -> Message:
+        """Return a message in these forms."""
+        changed: Message = {}
+        role, content = message["role"], message.get("content")
+        if content is None and "tool_calls" in message:
+            changed |= _LACKING[self.lacking]
+        elif isinstance(content, list) and role not in self.of_parts:
+            content = "\n".join(part["text"] for part in content)
+        if isinstance(content, str):
+            is_part = role in self.of_one_part
+            changed["content"] = [{"type": "text", "text": content}] if is_part else content
+        if "tool_calls" in message:
+            changed["tool_calls"] = [self._convert_call(call) for call in message["tool_calls"]]
+        return message | changed
+
+    def _convert_call(self, call: Message) -> Message:
+        arguments = call["function"]["arguments"]
+        if isinstance(arguments, str) and not self.reads_json:
+            arguments = json.loads(arguments)
+        elif self.reads_json and not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        return call | {"function": call["function"] | {"arguments": arguments}}
+
+
+def find_forms(turns: Sequence[Turn], render: Render) -> Forms:
+    """Find out in which forms a template reads messages like these.
+
+    Strings are preferred to lists of one part, and objects to JSON. Lists stay as they were sent
+    where each of their texts arrives, and are joined elsewhere.
+
+    Args:
+        render: writes messages by the template, with a request's tools and variables.
+    """
+    probe = _Probe(turns, render)
+    forms = _find_forms_of_calls(turns, probe)
+    for role in dict.fromkeys(turn.role for turn in turns if turn.num_parts is not None):
+        in_parts = replace(forms, of_one_part=forms.of_one_part | {role})
+        if probe.arriving(forms, role) < probe.arriving(in_parts, role):
+            forms = in_parts
+    for role in dict.fromkeys(turn.role for turn in turns if turn.num_parts):
+        kept = replace(forms, of_parts=forms.of_parts | {role})
+        if probe.arriving(kept) >= probe.arriving(forms):
+            forms = kept
+    return forms
+
+
+def _find_forms_of_calls(turns: Sequence[Turn], probe: _Probe) -> Forms:
+    """Return forms in which most calls are written; of equals the most usual."""
+    num_calling = sum(turn.num_calls > 0 for turn in turns)
+    best, most = Forms(), -1
+    for roles in (frozenset[str](), frozenset(turn.role for turn in turns)):
+        for reads_json, lacking in product((False, True), _LACKING):
+            forms = Forms(reads_json, lacking, of_one_part=roles)
+            num_written = probe.count_calls(forms)
+            is_loss = lacking != "absent" and not num_written  # calls would be left out in silence
+            if num_written > most and not is_loss:
+                best, most = forms, num_written
+            if num_written == num_calling:
+                return forms
+            if not num_calling:  # the other forms differ in calls
+                break
+    return best
+
+
+class _Probe:
+    """A conversation of some structure, written in one form after another."""
+
+    def __init__(self, turns: Sequence[Turn], render: Render) -> None:
+        self._turns, self._render = turns, render
+        self._messages = [turn.probe(number) for number, turn in enumerate(turns)]
+        self._written: dict[Forms, str | None] = {}
+
+    def write(self, forms: Forms) -> str | None:
+        """Return the prompt; None: the template refuses such messages."""
+        if forms not in self._written:
+            try:
+                self._written[forms] = self._render(self._convert(forms))
+            except (MemoryError, OSError):
+                raise
+            except Exception:  # whatever a template does: it is a program
+                self._written[forms] = None
+        return self._written[forms]
+
+    def _convert(self, forms: Forms) -> list[Message]:
+        """Return the messages in a form. A part's mark shows only if its list is written whole."""
+        messages = [forms.convert(message) for message in self._messages]
+        for number, message in enumerate(messages):
+            if isinstance(content := message.get("content"), list):
+                message["content"] = [part | {_mark(number): 0} for part in content]
+        return messages
+
+    def arriving(self, forms: Forms, role: str | None = None) -> set[int]:
+        """Return the numbers of the turns, or of a role's, whose contents arrive."""
+        text = self.write(forms) or ""
+        return {
+            number
+            for number, turn in enumerate(self._turns)
+            if turn.num_parts is not None and role in (None, turn.role)
+            if _mark(number) not in text and all(each in text for each in turn.texts(number))
+        }
+
+    def count_calls(self, forms: Forms) -> int:
+        """Return how many turns have the arguments of their calls in the prompt.
+
+        It is -1 if the template refuses the messages, or writes a null as a word.
+        """
+        text = self.write(forms)
+        if text is None or (forms.lacking == "null" and self._writes_null(forms, text)):
+            return -1
+        count = 0
+        for number, turn in enumerate(self._turns):
+            arguments = {"value": turn.argument(number)}
+            written = json.dumps(arguments) if forms.reads_json else turn.argument(number)
+            count += turn.num_calls > 0 and written in text and str(arguments) not in text
+        return count
+
+    def _writes_null(self, forms: Forms, text: str) -> bool:
+        empty = self.write(replace(forms, lacking="empty"))
+        return empty is not None and any(text.count(w) > empty.count(w) for w in ("None", "null"))
+
+
+def _mark(number: int) -> str:
+    return f"46120{number:05}95837"
