@@ -40,8 +40,8 @@ LEFT_BYTES = 300 << 20
 CONTEXT_BYTES = 600 << 20  # of CUDA and cuBLAS, in the run's own process
 END_S = 10.0  # in which a run with a dead rank must end
 START_S = 90.0
-BUDGET = 65536  # 64 MB
-WAIT_S = 30.0  # for the other cases, which take memory, too
+BUDGET = 65536  # tokens: 64 MB of KV cache in float32
+WAIT_S = 30.0  # for the other cases to free their memory
 
 
 def cases(setting: Setting) -> Iterator[Case]:
@@ -176,7 +176,7 @@ def leave_little(setting: Setting) -> Figures:
 
 
 def _count_running(setting: Setting) -> int:
-    """Return how many cases of this phase run, beside each other."""
+    """Count the cases of this phase that are running now."""
     lines = [line for line in results.read(setting.results) if line["phase"] == 7]
     states = {line["case"]: line["state"] for line in lines if "case" in line}
     return list(states.values()).count("running")

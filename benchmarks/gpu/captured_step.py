@@ -1,7 +1,6 @@
-"""A decode step of a whole model over inputs that stay where they are, so that a graph holds it.
+"""A decode step with inputs at fixed addresses, so that a CUDA graph can capture it.
 
-Beside the same step, launch by launch, it shows what CUDA graphs are worth before an engine has
-them.
+Beside the same step without a graph, it shows what graphs would gain.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def make_cache(part: LoadedPart, rows: int, tokens: int) -> KvCache:
 
 
 def make_step(part: LoadedPart, cache: KvCache, rows: int, tokens: int) -> Step:
-    """Return a step that reads so many keys a row, from embedding to best tokens.
+    """Return a decode step of `tokens` keys a row, from the embedding to the greedy tokens.
 
     All that comes from the host is on the device before the first call.
     """
@@ -71,7 +70,7 @@ def capture(step: Step, device: torch.device) -> Step:
     own = torch.cuda.current_stream(device)
     aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     aside.wait_stream(own)
-    with torch.cuda.stream(aside):  # what is made at a first call is made now
+    with torch.cuda.stream(aside):  # warm up: first calls allocate and compile
         for _ in range(3):
             step()
     own.wait_stream(aside)

@@ -122,7 +122,7 @@ def run(engine: Engine, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def rms(ours: list[list[float]], right: list[list[float]], counted: float) -> float:
-    """Return the root of the mean square of a part of the differences, the smallest ones."""
+    """Return the RMS of the smallest differences; `counted` is their share of all."""
     pairs = [(a, b) for x, y in zip(ours, right, strict=True) for a, b in zip(x, y, strict=True)]
     squares = sorted((a - b) ** 2 for a, b in pairs)
     smallest = squares[: math.ceil(counted * len(squares))]

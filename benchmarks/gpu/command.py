@@ -28,7 +28,9 @@ LOG_BYTES = 15 << 20
 
 
 @click.command(help=__doc__)
-@click.option("--visit", "is_visit", is_flag=True, help="All but phase 8, what tells most first.")
+@click.option(
+    "--visit", "is_visit", is_flag=True, help="Phases 0 to 7, the most informative first."
+)
 @click.option("--phase", "numbers", multiple=True, type=click.IntRange(0, 8), help="[default: all]")
 @click.option("--cpu", "is_on_cpu", is_flag=True, help="Tiny shapes on the CPU.")
 @click.option(
@@ -41,11 +43,11 @@ LOG_BYTES = 15 << 20
 @click.option(
     "--prepare", type=click.Path(path_type=Path), help="Write checkpoints and wheels, and end."
 )
-@click.option("--prepared", type=click.Path(path_type=Path, exists=True), help="What that wrote.")
+@click.option("--prepared", type=click.Path(path_type=Path, exists=True), help="Its folder.")
 @click.option(
     "--seconds",
     type=click.FloatRange(min=1),
-    help="After which nothing runs; a visit's phases get their share. "
+    help="Time limit of the whole try; --visit divides it among its phases. "
     f"[default: {DEFAULT_S:g}, of a visit {VISIT_S}]",
 )
 @click.option("--list", "is_list", is_flag=True, help="Show the phases, and end.")
@@ -106,7 +108,10 @@ def run(turns: list[Turn], setting: Setting, out: Path) -> tuple[str, bool]:
             (out / "summary.txt").write_text(text + "\n")
             of_machine = latest(lines, turn.phase).get(NEEDED) if turn.phase.number == 0 else None
             if of_machine is not None and of_machine["state"] != "passed":
-                click.echo("Nothing else can run: phase 0, machine.", err=True)
+                click.echo(
+                    "Phase 0 found no usable GPU (case `machine`): the other phases are skipped.",
+                    err=True,
+                )
                 break
     finally:
         runner.close()

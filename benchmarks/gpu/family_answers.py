@@ -57,7 +57,7 @@ def prepare_all(folder: Path) -> int:
     for name in sorted(FIELDS):
         click.echo(f"{name} …", err=True)
         prepare(name, folder)
-    missing = [name for name in WHEELS if not _has_wheel(name, folder / "whl")]
+    missing = [name for name in WHEELS if not fetch_wheel(name, folder / "whl")]
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     took = time.monotonic() - started
     told = f"{len(FIELDS)} families, {size / 2**20:.1f} MiB, after {took:.0f} s"
@@ -65,12 +65,12 @@ def prepare_all(folder: Path) -> int:
     if missing:
         click.echo(f"pip found no wheel of {', '.join(missing)}: put it into {folder / 'whl'}.")
     if size > MOST_BYTES:
-        click.echo(f"That is more than {MOST_BYTES >> 20} MiB, which is what should be carried.")
+        click.echo(f"That is more than {MOST_BYTES >> 20} MiB, the most that should be carried.")
     return 1 if missing or size > MOST_BYTES else 0
 
 
-def _has_wheel(name: str, folder: Path) -> bool:
-    """Tell whether a package's wheel is in a folder; it is fetched if not."""
+def fetch_wheel(name: str, folder: Path) -> bool:
+    """Fetch a package's wheel into a folder, if it is not there; tell whether it is there now."""
     if not [*folder.glob(f"{name}-*.whl")]:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest"]
         command += [str(folder), "--only-binary=:all:", "--implementation", "cp"]

@@ -29,7 +29,7 @@ NEEDED = {
     "pytest": "pytest",
 }
 CARRY = (
-    "bring wheels: scripts/try_gpu --prepare P puts them into P/whl; here, python3 -m pip install "
+    "Bring their wheels in P/whl (--prepare P fetches orjson alone). Here: python3 -m pip install "
     "--no-index --no-deps --target /tmp/site P/whl/*.whl, and export PYTHONPATH=/tmp/site"
 )
 OWN = (
@@ -71,7 +71,7 @@ def find_versions() -> Figures:
             figures[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:  # some builds have another name
             figures[package] = str(getattr(module, "__version__", "unknown"))
-    expect(not missing, f"{', '.join(missing)} missing; {CARRY}", figures)
+    expect(not missing, f"{', '.join(missing)} missing. {CARRY}", figures)
     return figures
 
 

@@ -101,7 +101,7 @@ def _trouble(phase: Phase, case: Line, lines: Sequence[Line]) -> tuple[str, str]
 
 
 def _joined(troubles: Sequence[tuple[str, str]]) -> list[str]:
-    """Return what is told once for all cases of which it is told."""
+    """Group cases that have the same text, so that each text is printed once."""
     by_text: dict[str, list[str]] = {}
     for name, text in troubles:
         by_text.setdefault(text, []).append(name)

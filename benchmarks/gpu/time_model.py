@@ -74,7 +74,7 @@ CAPTURED = {"cuda": ((1, 8, 64, 256), 450), "cpu": ((1, 4), 40)}  # rows, keys o
 
 @dataclass(slots=True, frozen=True)
 class Run:
-    """Rows of random prompts. One new token each measures the prompts alone, none scores them."""
+    """Rows of random prompts. `new_tokens` 1 times the prompts alone; 0 scores them."""
 
     rows: int
     tokens: int
@@ -123,7 +123,7 @@ class Held:
         self._name, self._thing = "", None
 
     def take(self, name: str, make: Callable[[], Any]) -> Any:
-        """Return the thing of a name; it is made if another is held, which goes first."""
+        """Return the named object. If another one is held, drop it before making this one."""
         if name != self._name:
             self.drop()
             self._thing = make()
@@ -189,7 +189,7 @@ class Bench:
         return size * torch_type(self.setting).itemsize
 
     def used_bytes(self, weight_bytes: int) -> int:
-        """Return the weights' bytes but for an embedding, of which a step reads a few rows."""
+        """Return the bytes of weights that a step reads: all but an untied embedding."""
         is_tied = bool(self.config.get("tie_word_embeddings"))
         return weight_bytes if is_tied else weight_bytes - self.embedding_bytes
 
@@ -289,7 +289,9 @@ def time_run(bench: Bench, run: Run) -> Figures:
     if run.new_tokens <= 1:
         rate = run.rows * run.tokens / sum(watch.span_s)
         figures |= {"tokens/s": rate}
-        of_all = used - bench.embedding_bytes if run.new_tokens else used  # the head of few tokens
+        of_all = (
+            used - bench.embedding_bytes if run.new_tokens else used
+        )  # last tokens alone need the head
         flops = 2 * of_all / engine.dtype.itemsize * rate  # all but attention's
         return figures | results.share_of(path, flops, DTYPE[bench.setting.device])
     expect(watch.profiled_s > 0, f"only {len(watch.ends)} steps had all rows", figures)

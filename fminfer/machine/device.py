@@ -55,10 +55,10 @@ def choose_device(name: str, cuda_ids: tuple[int, ...] = (), local_rank: int = 0
 
 
 def own_device(config: EngineConfig, local_rank: int = 0, local_size: int = 1) -> torch.device:
-    """Return the device of one rank of an engine. Every rank of a machine has its turn at the GPUs.
+    """Return the device of one rank. The ranks of all engines on a machine take its GPUs in turn.
 
     Args:
-        config: with the engine's number among those of this machine.
+        config: its `engine_number` counts the engines of this machine.
         local_rank, local_size: the rank, of so many that its engine has on this machine.
 
     Raises:
@@ -116,7 +116,7 @@ def _dtype_of(name: str) -> torch.dtype:
 def is_fast_in_bfloat16(device: torch.device) -> bool:
     """Tell whether the device has bfloat16 matrix units that a run may use.
 
-    A GPU without a number is one that is planned, which has them.
+    A device `cuda` without an index is a planned GPU, which is assumed to have them.
     """
     if device.type == "cuda":  # this very one: others of the machine may be older
         if torch.version.hip is not None or device.index is None:
@@ -141,13 +141,13 @@ def why_slow(dtype: torch.dtype, device: torch.device) -> str:
 
 
 def use_device(device: torch.device) -> None:
-    """Make a GPU this process's own, with products that keep float32 what they sum in it.
+    """Make a GPU the calling thread's device, and keep float32 sums in matrix products.
 
     By torch's defaults, sums of 16-bit products may be split into parts that are rounded.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision("highest")  # by torch's old names and its new ones
+        torch.set_float32_matmul_precision("highest")  # torch's old and new switches of TF32
         matmul = torch.backends.cuda.matmul
         matmul.allow_bf16_reduced_precision_reduction = False
         matmul.allow_fp16_reduced_precision_reduction = False

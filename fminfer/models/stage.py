@@ -101,7 +101,7 @@ class Stage:
 
         What they leave in the KV cache is overwritten before it is read.
         """
-        table = [0, 0]  # blocks of one token hold two
+        table = [0, 0]  # two blocks, as a block may hold one token
         rows = [StepRow([0, 0], 0, table), StepRow([0], 0, table)]
         sampling = SamplingRows([1, 2], [0.0, 1.0], [1.0, 1.0], [0, 0], [0.0, 0.0], [0, 1])
         step = Step(0, rows, [], sampling, ScoringRows([0], [0]))
@@ -110,7 +110,7 @@ class Stage:
         hidden = self.forward(step, None if self._network.is_first else before)
         if self._head is not None:
             self.finish(step, hidden)
-        # Memory may be short while kernels are compiled. Steps need not be small for ever.
+        # Forget limits that were found here: compiling needs memory that later steps have.
         self._token_limit, self._logit_limit = SizeLimit("tokens"), SizeLimit("tokens' logits")
 
     def run(self, step: Step) -> StepResult:

@@ -83,8 +83,13 @@ class QueuedPipeline(ABC):
             self._thread.join()
 
     def _begin(self) -> None:
-        self._on_start()
-        self._work()
+        try:
+            self._on_start()
+        except BaseException as error:
+            self.is_broken = True
+            self._results.put(error)
+        else:
+            self._work()
 
     @abstractmethod
     def _work(self) -> None:

@@ -17,7 +17,7 @@ from fminfer.text.message_forms import Forms, Message, Turn, find_forms
 from fminfer.text.tokenizer import Tokenizer
 
 _DEVELOPER = re.compile("""['"]developer['"]""")  # the role, not a word of the template's text
-MOST_FORMS = 1000  # structures of conversations whose forms are kept
+MAX_FORMS = 1000  # structures of conversations whose forms are kept
 
 
 class ChatTemplate:
@@ -125,7 +125,7 @@ class ChatTemplate:
         if key not in self._forms:
             begins = messages[-1]["role"] != "assistant"
             render = partial(self._apply, text, tools, add_generation_prompt=begins, **args)
-            if len(self._forms) >= MOST_FORMS:
+            if len(self._forms) >= MAX_FORMS:
                 self._forms.clear()
             self._forms[key] = find_forms(turns, render)
         return self._forms[key]
@@ -133,7 +133,7 @@ class ChatTemplate:
     def _apply(self, text: str, tools: list[Message], messages: list[Message], **args: Any) -> str:
         from transformers.utils.chat_template_utils import render_jinja_template  # slow to import
 
-        # apply_chat_template does the same, but leaves out nulls, which some templates ask for.
+        # apply_chat_template would drop nulls, and some templates test for them.
         args = {**self._renderer.special_tokens_map, **args}
         rendered, _ = render_jinja_template([messages], tools or None, chat_template=text, **args)
         only: str = rendered[0]

@@ -1,4 +1,4 @@
-"""Which forms of messages a chat template reads, and messages in these forms.
+"""Finds the forms of messages that a chat template reads, and converts messages to them.
 
 Templates differ, and none says what it reads: contents as strings or as lists of parts, arguments
 of calls as objects or as JSON. A conversation of the same structure, whose texts are easy to find,
@@ -25,7 +25,7 @@ _LACKING["empty"] = {"content": ""}
 
 @dataclass(slots=True, frozen=True)
 class Turn:
-    """What of a message decides how it is written."""
+    """The structure of a message: its role, and how many parts and calls it has."""
 
     role: str
     num_parts: int | None  # None: no content; 0: it is a string
@@ -39,7 +39,7 @@ class Turn:
         return Turn(message["role"], num_parts, len(message.get("tool_calls", ())))
 
     def probe(self, number: int) -> Message:
-        """Return a message like it, with texts that are found anywhere in a prompt."""
+        """Return a message of this structure, with texts that are easy to find in a prompt."""
         message: Message = {"role": self.role}
         if self.num_parts is not None:
             texts = self.texts(number)
@@ -56,7 +56,7 @@ class Turn:
     def texts(self, number: int) -> list[str]:
         """Return the texts of a probe's content.
 
-        They are digits, which a template may trim, shorten or write in capitals without harm.
+        Digits survive a template that trims spaces or changes case.
         """
         return [f"73019{number:05}{part:05}46285" for part in range(max(1, self.num_parts or 0))]
 
@@ -121,13 +121,13 @@ def find_forms(turns: Sequence[Turn], render: Render) -> Forms:
 
 
 def _find_forms_of_calls(turns: Sequence[Turn], probe: _Probe) -> Forms:
-    """Return forms in which most calls are written; of equals the most usual."""
+    """Return the forms in which most turns have their calls; of equals the first one tried."""
     num_calling = sum(turn.num_calls > 0 for turn in turns)
     best, most = Forms(), -1
     for roles in (frozenset[str](), frozenset(turn.role for turn in turns)):
         for reads_json, lacking in product((False, True), _LACKING):
             forms = Forms(reads_json, lacking, of_one_part=roles)
-            num_written = probe.count_calls(forms)
+            num_written = probe.count_turns_with_calls(forms)
             is_loss = lacking != "absent" and not num_written  # calls would be left out in silence
             if num_written > most and not is_loss:
                 best, most = forms, num_written
@@ -158,24 +158,24 @@ class _Probe:
         return self._written[forms]
 
     def _convert(self, forms: Forms) -> list[Message]:
-        """Return the messages in a form. A part's mark shows only if its list is written whole."""
+        """Return the messages in a form. A part's key shows only if the raw list is written."""
         messages = [forms.convert(message) for message in self._messages]
         for number, message in enumerate(messages):
             if isinstance(content := message.get("content"), list):
-                message["content"] = [part | {_mark(number): 0} for part in content]
+                message["content"] = [part | {_key_of_list(number): 0} for part in content]
         return messages
 
     def arriving(self, forms: Forms, role: str | None = None) -> set[int]:
-        """Return the numbers of the turns, or of a role's, whose contents arrive."""
+        """Return the numbers of the turns, of one role if given, whose texts all arrive."""
         text = self.write(forms) or ""
         return {
             number
             for number, turn in enumerate(self._turns)
             if turn.num_parts is not None and role in (None, turn.role)
-            if _mark(number) not in text and all(each in text for each in turn.texts(number))
+            if _key_of_list(number) not in text and all(each in text for each in turn.texts(number))
         }
 
-    def count_calls(self, forms: Forms) -> int:
+    def count_turns_with_calls(self, forms: Forms) -> int:
         """Return how many turns have the arguments of their calls in the prompt.
 
         It is -1 if the template refuses the messages, or writes a null as a word.
@@ -195,5 +195,5 @@ class _Probe:
         return empty is not None and any(text.count(w) > empty.count(w) for w in ("None", "null"))
 
 
-def _mark(number: int) -> str:
+def _key_of_list(number: int) -> str:
     return f"46120{number:05}95837"

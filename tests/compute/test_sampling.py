@@ -389,7 +389,7 @@ def test_logits_of_16_bits_are_drawn_from_in_float32(dtype: torch.dtype) -> None
 
 
 def test_a_part_of_a_steps_edits_reads_nothing_from_the_device() -> None:
-    """A GPU was waited for up to 14 times; of tensors on "meta" nothing can be read."""
+    """Each part waited for the GPU up to 14 times. A "meta" tensor fails on any read."""
     entries = [torch.empty(5, device="meta") for _ in range(5)]
     banned = [torch.empty(3, device="meta") for _ in range(2)]
     part = LogitEditTensors(*entries, *banned, [1, 0, 3, 1], [0, 2, 0, 1]).part(slice(1, 3))

@@ -138,6 +138,25 @@ def test_the_thread_of_steps_works_on_its_own_card(monkeypatch: pytest.MonkeyPat
     assert chosen == [("stage-0", device)] * 2
 
 
+def test_a_card_that_cannot_be_used_ends_the_steps_with_its_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The thread of steps ended without a word, and whoever waited for a step waited for ever."""
+
+    def fail(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: invalid device ordinal")
+
+    monkeypatch.setattr(torch.cuda, "set_device", fail)
+    stage: Any = SimpleNamespace(run=lambda step: None)
+    loaded: Any = SimpleNamespace(device=torch.device("cuda:1"))
+    step: Any = "a step"
+    with closing(_build_pipeline(stage, loaded, None)) as pipeline:
+        pipeline.submit(step)
+        with pytest.raises(RuntimeError, match="invalid device"):
+            pipeline.collect()
+        pipeline.drop()
+
+
 def test_a_gpu_compiles_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of a model's own widths were compiled in the first step."""
     warmed: list[str] = []

@@ -21,9 +21,9 @@ SPEED_OPTIONS = [
         type=DTypeName(),
         default=DEFAULTS.dtype,
         show_default=True,
-        help="Type of the arithmetic. auto: bfloat16 where the machine is fast in it; a checkpoint "
-        "of float16 stays so on a GPU. With float32 on a CPU, weights that are stored in bfloat16 "
-        "stay bfloat16 in memory, unless --kernels off is set.",
+        help="Type of the arithmetic. auto: bfloat16 where the machine is fast in it; on a GPU, "
+        "float16 checkpoints stay float16. With float32 on a CPU, weights that are stored in "
+        "bfloat16 stay bfloat16 in memory, unless --kernels off is set.",
     ),
     _option(
         "--kv-dtype",

@@ -34,7 +34,7 @@ PARTIAL = frozenset(
     )
 )
 
-# transformers has rotary positions for each kind of layer in these alone.
+# Of the families here, these have rotary settings for each kind of layer in transformers.
 LAYERED = frozenset(("gemma3_text", "olmo3"))
 
 
@@ -50,8 +50,8 @@ def rope_of(c: Any, layer: int = 0, *, is_interleaved: bool = False) -> Rope:
         return plain_rope(how["rope_theta"], size, is_interleaved=is_interleaved)
     except (ArithmeticError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"config.json has rope_parameters {how}, of which no rotary positions can be made "
-            f"({error!r}); take the model's own file"
+            f"rope_parameters in config.json are not valid: {how} ({error!r}). Use the config.json "
+            "that the model was published with"
         ) from error
 
 
@@ -66,15 +66,15 @@ def _rope_parameters(c: Any, layer: int) -> tuple[dict[str, Any], dict[str, str]
         kind = c.layer_types[layer]
         if not isinstance(how.get(kind), dict):
             raise CheckpointError(
-                f"config.json has no rope_parameters for layers of the kind {kind!r}; take the "
-                "model's own file"
+                f"config.json has no rope_parameters for {kind!r} layers. Use the config.json that "
+                "the model was published with"
             )
         return how[kind], {"layer_type": kind}
     nested = [name for name, value in how.items() if isinstance(value, dict)]
     if nested:
         raise CheckpointError(
-            f"config.json has rope_parameters for kinds of layers ({', '.join(nested)}), and "
-            f"{c.model_type} has one setting for all layers; write it without these names"
+            f"rope_parameters in config.json has entries for kinds of layers, {', '.join(nested)}, "
+            f"but {c.model_type} takes one setting for all layers. Remove them"
         )
     return how, {}
 
