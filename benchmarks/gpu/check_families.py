@@ -33,6 +33,7 @@ FAMILIES = {"cuda": tuple(sorted(FIELDS)), "cpu": ("llama", "gemma2", "falcon-al
 TYPES = {"cuda": ("float32", "bfloat16", "float16"), "cpu": ("float32", "bfloat16")}
 TOLERANCE = 1e-4
 OF_TRANSFORMERS = 1.1
+SINCE = {"gpt_oss": "swiglu_limit"}  # fields that older versions of transformers ignore
 # Of all differences of a mixture in 16 bits: where rounding makes a token choose another expert, a
 # few logprobs are far off, on either side.
 COUNTED = 0.95
@@ -52,6 +53,9 @@ def check_family(setting: Setting, name: str, dtype: str) -> Figures:
     kind = name.partition("-")[0]
     if kind not in transformers.CONFIG_MAPPING:
         raise Skipped(f"transformers {transformers.__version__} does not know {kind}")
+    since = SINCE.get(kind, "")
+    if since and not hasattr(transformers.CONFIG_MAPPING[kind](), since):
+        raise Skipped(f"transformers {transformers.__version__} reads no {since}, which is set")
     folder = setting.prepared or setting.scratch / "families"
     if setting.prepared and not (folder / name / NAME).exists():
         raise Skipped(f"{folder} lacks it; write it by --prepare")

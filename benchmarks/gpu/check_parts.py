@@ -106,6 +106,7 @@ def watch_accesses(setting: Setting, end_s: float) -> Figures:
         if tool is None:
             raise Skipped(f"no {TOOL} on the PATH or in {TOOL_FOLDER}")
         how = ["--error-exitcode", "9", "--kernel-name-exclude", f"kns={TORCHS}"]
+        how += ["--report-api-errors", "no"]  # torch and Triton ask for symbols that may be missing
         command = [tool, "--tool", "memcheck", *how, *command]
         # Each tensor has an allocation of its own then, so that one's end is seen.
         environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"

@@ -89,6 +89,7 @@ def prepare(name: str, folder: Path) -> FamilyAnswers:
         _write(name, part)
         with contextlib.suppress(OSError):  # another process was faster
             part.rename(path.parent)
+            path.parent.chmod(0o755)  # it is carried, and another user may read it
         shutil.rmtree(part, ignore_errors=True)
     fields = json.loads(path.read_text())
     return FamilyAnswers([Answer(**each) for each in fields["answers"]])

@@ -30,7 +30,7 @@ class Phase:
 
 
 PHASES = (
-    Phase(0, "machine", 15, 60, 1, "imports, versions, memory; roofs of copies and products"),
+    Phase(0, "machine", 15, 120, 1, "imports, versions, memory; roofs of copies and products"),
     Phase(1, "check_attention", 80, 150, 8, "attention and store beside float64"),
     Phase(2, "check_parts", 40, 120, 4, "norms, rotary positions and gates beside float64"),
     Phase(3, "check_families", 110, 240, 12, "every family beside transformers, kernels required"),

@@ -266,7 +266,7 @@ class Watch:
     def step_s(self) -> float:
         """Return a decode step's seconds, the profiled ones left out."""
         gaps = [b - a for a, b in itertools.pairwise(self.ends)]
-        rest = gaps[:WARM_STEPS] + gaps[WARM_STEPS + PROFILED_STEPS + 1 :]
+        rest = gaps[: WARM_STEPS - 1] + gaps[WARM_STEPS + PROFILED_STEPS + 1 :]
         return statistics.median(rest)
 
 

@@ -99,6 +99,8 @@ def work(job: Job, module: ModuleType | str) -> int:
         results.append(path, line | found | {"seconds": time.perf_counter() - started})
         if found["state"] == "failed" and _is_broken(job.setting):
             return BROKEN_STATUS
+        if job.num_places > 1 and "torch" in sys.modules:
+            sys.modules["torch"].cuda.empty_cache()  # the other processes may need it
     return 0
 
 
