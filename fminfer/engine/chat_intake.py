@@ -80,4 +80,5 @@ class ChatIntake:
             found.append(RowWarning("the chat template does not write tools"))
         if "reasoning_effort" in chat.template_args and "reasoning_effort" not in text:
             found.append(RowWarning("the chat template does not look at reasoning_effort"))
-        return found
+        losses = self.template.find_losses(chat.messages, chat.tools, chat.template_args)
+        return found + [RowWarning(loss) for loss in losses]

@@ -92,9 +92,7 @@ class ChatTemplate:
                 "(in Python: chat_template), or send a prompt",
                 "messages",
             )
-        if not _DEVELOPER.search(text):
-            messages = [_as_system(message) for message in messages]
-        args = args or {}
+        messages, args = _with_known_roles(text, messages), args or {}
         try:
             forms = self._find_forms(text, messages, tools, args)
             rendered = self._apply(
@@ -108,13 +106,22 @@ class ChatTemplate:
         except (MemoryError, OSError):
             raise
         except Exception as error:  # whatever a template does: it is a program
+            bare = [place for place, each in enumerate(messages) if not each.get("content")]
+            hint = f"; messages[{bare[0]}] has no content" if bare else ""
             raise RequestError(
                 "unsupported_parameter",
-                f"the chat template cannot write these messages ({type(error).__name__}: {error}). "
-                "Change them, or give another template by --chat-template FILE",
+                f"the chat template cannot write these messages ({type(error).__name__}: "
+                f"{error}{hint}). Change them, or give another template by --chat-template FILE",
                 "messages",
             ) from error
         return rendered
+
+    def find_losses(
+        self, messages: list[Message], tools: list[Message], args: dict[str, Any]
+    ) -> tuple[str, ...]:
+        """Return what of messages their prompt lacks, each a sentence for people."""
+        text = self.find_text(has_tools=bool(tools)) or ""
+        return self._find_forms(text, _with_known_roles(text, messages), tools, args).losses
 
     def _find_forms(
         self, text: str, messages: list[Message], tools: list[Message], args: dict[str, Any]
@@ -148,5 +155,11 @@ class ChatTemplate:
         return PreTrainedTokenizerFast(tokenizer_object=self.tokenizer.backend)
 
 
-def _as_system(message: Message) -> Message:
-    return message | {"role": "system"} if message["role"] == "developer" else message
+def _with_known_roles(text: str, messages: list[Message]) -> list[Message]:
+    """Return messages of the role system in place of developer, if a template has not that one."""
+    if _DEVELOPER.search(text):
+        return messages
+    return [
+        message | {"role": "system"} if message["role"] == "developer" else message
+        for message in messages
+    ]

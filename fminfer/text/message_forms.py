@@ -8,7 +8,7 @@ shows what arrives in the prompt.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal
@@ -19,8 +19,11 @@ Lacking = Literal["absent", "null", "empty"]
 
 _ID = "a1b2c3d4e"  # Mistral's templates want nine letters or digits
 # What may stand for the content that a message with calls lacks.
-_LACKING: dict[Lacking, Message] = {"absent": {}, "null": {"content": None}}
-_LACKING["empty"] = {"content": ""}
+_LACKING: dict[Lacking, Message] = {
+    "absent": {},
+    "null": {"content": None},
+    "empty": {"content": ""},
+}
 
 
 @dataclass(slots=True, frozen=True)
@@ -30,13 +33,17 @@ class Turn:
     role: str
     num_parts: int | None  # None: no content; 0: it is a string
     num_calls: int
+    is_empty: bool  # "" stands beside calls, which counts as no content
 
     @staticmethod
     def of(message: Message) -> Turn:
         """Return the turn of a message."""
-        content = message.get("content")
-        num_parts = len(content) if isinstance(content, list) else None if content is None else 0
-        return Turn(message["role"], num_parts, len(message.get("tool_calls", ())))
+        content, num_calls = message.get("content"), len(message.get("tool_calls", ()))
+        is_empty = content == "" and num_calls > 0
+        num_parts = None if content is None or is_empty else 0
+        if isinstance(content, list):
+            num_parts = len(content)
+        return Turn(message["role"], num_parts, num_calls, is_empty)
 
     def probe(self, number: int) -> Message:
         """Return a message of this structure, with texts that are easy to find in a prompt."""
@@ -73,13 +80,17 @@ class Forms:
     lacking: Lacking = "absent"  # the content beside calls
     of_one_part: frozenset[str] = frozenset()  # roles whose strings become lists of one part
     of_parts: frozenset[str] = frozenset()  # roles whose lists stay; others' are joined
+    losses: tuple[str, ...] = ()  # what the prompt lacks all the same, for people
 
     def convert(self, message: Message) -> Message:
         """Return a message in these forms."""
         changed: Message = {}
         role, content = message["role"], message.get("content")
-        if content is None and "tool_calls" in message:
-            changed |= _LACKING[self.lacking]
+        if content in (None, "") and "tool_calls" in message:
+            changed |= _LACKING[self.lacking]  # a key that is there keeps its place
+            content = changed.get("content")
+            if not changed:
+                message = {name: value for name, value in message.items() if name != "content"}
         elif isinstance(content, list) and role not in self.of_parts:
             content = "\n".join(part["text"] for part in content)
         if isinstance(content, str):
@@ -109,26 +120,42 @@ def find_forms(turns: Sequence[Turn], render: Render) -> Forms:
     """
     probe = _Probe(turns, render)
     forms = _find_forms_of_calls(turns, probe)
-    for role in dict.fromkeys(turn.role for turn in turns if turn.num_parts is not None):
+    seen = dict.fromkeys(turn.role for turn in turns if turn.num_parts is not None)
+    for role in seen:
         in_parts = replace(forms, of_one_part=forms.of_one_part | {role})
         if probe.arriving(forms, role) < probe.arriving(in_parts, role):
             forms = in_parts
+    if seen and forms.of_one_part >= seen.keys():  # so are roles of which nothing can be seen
+        forms = replace(forms, of_one_part=frozenset(turn.role for turn in turns))
     for role in dict.fromkeys(turn.role for turn in turns if turn.num_parts):
         kept = replace(forms, of_parts=forms.of_parts | {role})
         if probe.arriving(kept) >= probe.arriving(forms):
             forms = kept
-    return forms
+    return replace(forms, losses=tuple(_find_losses(turns, probe, forms)))
+
+
+def _find_losses(turns: Sequence[Turn], probe: _Probe, forms: Forms) -> Iterator[str]:
+    if probe.write(forms) is None:  # refused: nothing is lost in silence
+        return
+    if probe.count_turns_with_calls(forms) < sum(turn.num_calls > 0 for turn in turns):
+        yield "the chat template leaves out tool calls of messages"
+    if any(turn.num_parts is not None for turn in turns) and not probe.arriving(forms):
+        yield "the chat template writes no text of the messages"
 
 
 def _find_forms_of_calls(turns: Sequence[Turn], probe: _Probe) -> Forms:
     """Return the forms in which most turns have their calls; of equals the first one tried."""
     num_calling = sum(turn.num_calls > 0 for turn in turns)
-    best, most = Forms(), -1
+    is_sent = any(turn.is_empty for turn in turns)
+    lackings: tuple[Lacking, ...] = (
+        ("empty", "absent", "null") if is_sent else ("absent", "null", "empty")
+    )
+    best, most = Forms(lacking=lackings[0]), -1
     for roles in (frozenset[str](), frozenset(turn.role for turn in turns)):
-        for reads_json, lacking in product((False, True), _LACKING):
+        for reads_json, lacking in product((False, True), lackings):
             forms = Forms(reads_json, lacking, of_one_part=roles)
             num_written = probe.count_turns_with_calls(forms)
-            is_loss = lacking != "absent" and not num_written  # calls would be left out in silence
+            is_loss = lacking != lackings[0] and not num_written  # calls would be left out
             if num_written > most and not is_loss:
                 best, most = forms, num_written
             if num_written == num_calling:

@@ -94,12 +94,14 @@ def read_as_transformers(folder: Path) -> list[tuple[torch.Tensor, float]] | Non
         ("llama", YARN | {"rope_theta": 1.0}),
         ("llama", LLAMA3 | {"rope_theta": 500.0, "low_freq_factor": 0}),
         ("phi", {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": "0.5"}),
+        ("llama", {"rope_type": "default", "rope_theta": -5.0}),
+        ("llama", LINEAR | {"rope_theta": 500.0, "factor": 0.0}),
     ],
 )
 def test_settings_that_make_no_positions_are_refused_by_name(
     name: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    """They ended in tracebacks."""
+    """They ended in tracebacks, or made each row's logits NaN."""
     write_config(name, "theta", tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_parameters": settings}))

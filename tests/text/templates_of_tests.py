@@ -98,7 +98,7 @@ STRINGS = {
         "{{- raise_exception('roles must alternate') -}}{%- endif -%}"
         "{{- '[INST]' + (start or '') * loop.first + message.content -}}"
         "{%- endfor -%}",
-        refuses="call call_of_object two_calls said_beside_call",
+        refuses="call call_of_object call_beside_empty two_calls said_beside_call",
     ),
 }
 CALLS = {
@@ -223,8 +223,9 @@ ONLY_PARTS = {
             "{%- if messages[0].role != 'system' -%}{{- raise_exception('no') -}}{%- endif -%}",
         ),
         "parts",
-        refuses="user parts turns answer_of_parts call call_of_object two_calls said_beside_call "
-        "tools tools_and_parts turns_of_parts prefill prefill_of_parts no_prompt variable",
+        refuses="user parts turns answer_of_parts call call_of_object call_beside_empty two_calls "
+        "said_beside_call tools tools_and_parts turns_of_parts prefill prefill_of_parts no_prompt "
+        "variable",
     ),
     "wants no system message": WrittenTemplate(
         every(

@@ -65,6 +65,7 @@ CHATS: dict[str, dict[str, Any]] = {
     "call": history(call(SPACED), answer=("far",)),
     "call_of_object": history(call({"way": "nörth", "far": 1}), answer=TWO),
     "two_calls": history(call(SPACED), call("", "call00002"), answer=("far",)),
+    "call_beside_empty": history(call(SPACED), said="", answer=("far",)),
     "said_beside_call": history(call(SPACED), said="Let me look.", answer=TWO),
     "turns_of_parts": {"messages": [say("user", *TWO), say("assistant", "Hi"), say("user", *TWO)]},
     "prefill": {
@@ -105,6 +106,8 @@ def intend(message: dict[str, Any], template: WrittenTemplate, *, has_tools: boo
         content = [{"type": "text", "text": joined}]
     if joined is not None or template.lacking != "absent":
         message["content"] = "" if joined is None and template.lacking == "empty" else content
+    if content == "" and template.lacking == "null":
+        message["content"] = None
     calls = message.pop("tool_calls", [])
     for each in calls:
         arguments = each["function"]["arguments"] or "{}"
@@ -199,9 +202,29 @@ def test_a_null_that_would_be_written_is_no_content() -> None:
     assert "null" not in found and '""{"name": "look"' in found
 
 
+def test_what_a_template_leaves_out_is_told() -> None:
+    """Calls beside a text, and all messages for a misspelt name, were dropped without a word."""
+
+    def find(text: str, fields: dict[str, Any]) -> tuple[str, ...]:
+        chat = parse_chat(fields, max_logprobs=5)
+        template = ChatTemplate(TOKENIZER, text)
+        return template.find_losses(chat.messages, chat.tools, chat.template_args)
+
+    of_texts = every("{{- message.content or '' -}}")
+    assert find(of_texts, CHATS["turns"]) == find(of_texts, CHATS["parts"]) == ()
+    (told,) = find(of_texts, CHATS["said_beside_call"])
+    assert "leaves out tool calls" in told
+    (told,) = find(every("{{- message.contnet -}}"), CHATS["turns"])
+    assert "writes no text" in told
+    of_null = TEMPLATES["calls beside a null"].text
+    assert find(of_null, CHATS["call_beside_empty"]) == find(of_null, CHATS["call"]) == ()
+    assert "leaves out tool calls" in find(of_null, CHATS["said_beside_call"])[0]
+    assert find(every("{{- message.content + '.' -}}"), CHATS["call"]) == (), "it is refused"
+
+
 def test_calls_are_refused_rather_than_left_out() -> None:
     """Beside an empty content a template that writes no calls would drop them in silence."""
-    with pytest.raises(RequestError, match="has no attribute 'content'"):
+    with pytest.raises(RequestError, match=r"messages\[1\] has no content"):
         render(ChatTemplate(TOKENIZER, every("{{- message.content + '.' -}}")), CHATS["call"])
 
 

@@ -44,10 +44,14 @@ def rope_of(c: Any, layer: int = 0, *, is_interleaved: bool = False) -> Rope:
     try:
         if how["rope_type"] != "default":
             inv_freq, scale = ROPE_INIT_FUNCTIONS[how["rope_type"]](c, **kind)
-            return Rope(tuple(inv_freq.tolist()), scale, is_interleaved)
-        part = how.get("partial_rotary_factor", 1.0) if c.model_type in PARTIAL else 1.0
-        size = int(head_dim_of(c) * part)
-        return plain_rope(how["rope_theta"], size, is_interleaved=is_interleaved)
+            rope = Rope(tuple(inv_freq.tolist()), scale, is_interleaved)
+        else:
+            part = how.get("partial_rotary_factor", 1.0) if c.model_type in PARTIAL else 1.0
+            size = int(head_dim_of(c) * part)
+            rope = plain_rope(how["rope_theta"], size, is_interleaved=is_interleaved)
+        if not all(map(math.isfinite, (*rope.inv_freq, rope.scale))):
+            raise ValueError("frequencies are not finite")
+        return rope
     except (ArithmeticError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"rope_parameters in config.json are not valid: {how} ({error!r}). Use the config.json "
