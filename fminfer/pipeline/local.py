@@ -26,7 +26,7 @@ class QueuedPipeline(ABC):
         on_start: called first on that thread.
     """
 
-    def __init__(self, on_start: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, on_start: Callable[[], None]) -> None:
         self._on_start = on_start
         self._steps: queue.SimpleQueue[Step | Mark | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[StepResult | Mark | BaseException] = queue.SimpleQueue()

@@ -129,13 +129,15 @@ class ChatTemplate:
         """Return the forms in which the template reads messages of this structure."""
         turns = tuple(map(Turn.of, messages))
         key = (text, turns, json.dumps([tools, args]) if tools or args else "")
-        if key not in self._forms:
-            begins = messages[-1]["role"] != "assistant"
-            render = partial(self._apply, text, tools, add_generation_prompt=begins, **args)
-            if len(self._forms) >= MAX_FORMS:
-                self._forms.clear()
-            self._forms[key] = find_forms(turns, render)
-        return self._forms[key]
+        if (known := self._forms.get(key)) is not None:
+            return known
+        begins = messages[-1]["role"] != "assistant"
+        render = partial(self._apply, text, tools, add_generation_prompt=begins, **args)
+        found = find_forms(turns, render)
+        if len(self._forms) >= MAX_FORMS:
+            self._forms.clear()  # perhaps beside another thread, which has its own by now
+        self._forms[key] = found
+        return found
 
     def _apply(self, text: str, tools: list[Message], messages: list[Message], **args: Any) -> str:
         from transformers.utils.chat_template_utils import render_jinja_template  # slow to import

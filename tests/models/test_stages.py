@@ -82,7 +82,9 @@ def test_a_warmed_up_model_gives_the_same(llama_checkpoint: tuple[Path, Any]) ->
     folder, _ = llama_checkpoint
     chain = Chain(folder, parts_of([2, 1]))
     for stage in chain.stages:
+        stage._token_limit.most = 2  # memory was short while kernels were compiled
         stage.warm_up()
+        assert stage.max_tokens == 0
     check_same(answers(folder, chain), answers(folder, None))
 
 

@@ -228,6 +228,19 @@ def test_calls_are_refused_rather_than_left_out() -> None:
         render(ChatTemplate(TOKENIZER, every("{{- message.content + '.' -}}")), CHATS["call"])
 
 
+def test_forms_that_another_thread_has_cleared_cost_no_request() -> None:
+    """Once a thousand structures were known, a thread could clear what another one had just kept,
+    and its request was told of a KeyError."""
+
+    class Cleared(dict[Any, Any]):
+        def __setitem__(self, key: Any, value: Any) -> None:
+            self.clear()
+
+    ours = ChatTemplate(TOKENIZER, TEMPLATES["smolvlm"].text)
+    ours._forms = Cleared()
+    assert "first second" in render(ours, CHATS["parts"])
+
+
 def test_forms_do_not_depend_on_the_order_of_requests_and_threads() -> None:
     """What a template reads is found out by probes, never by the requests of some run."""
     for template in (
