@@ -12,17 +12,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from fminfer.contract.line import Line
+from fminfer.contract.line import Line, read_clock
 from fminfer.contract.record import Record
 from fminfer.core.errors import OutputError, UsageError
 from fminfer.files.carrying_over import CarriedOver, carry_over, drop_answerless
 from fminfer.files.claims import Claim
-from fminfer.files.completed import CompletedOutput, require_completed
+from fminfer.files.completed import CompletedOutput, kept_clock, require_completed
 from fminfer.files.disk import told
 from fminfer.files.hold import Hold
 from fminfer.files.input_file import InputFile
 from fminfer.files.journal import Journal, journal_path, peek
-from fminfer.files.journal_head import INPUT
+from fminfer.files.journal_head import CLOCK, INPUT
 from fminfer.files.journal_rows import Row
 from fminfer.files.ordered_output import put_in_order
 from fminfer.files.reopening import reopen
@@ -56,13 +56,15 @@ class JournaledInput:
         self.journal: Journal | None = None  # open while the input is being answered
         self._terms = terms
         self._input = InputFile(path, source, terms.limit)
-        self._fingerprint = {INPUT: self._input.digest} | terms.fingerprint
+        self._fingerprint = {INPUT: self._input.digest, CLOCK: read_clock()} | terms.fingerprint
         self._counts = Counts()
         self._to_reopen: CompletedOutput | None = None  # it is complete, and leaves rows to answer
         self.carried = CarriedOver()  # from answers to an earlier form of the input
         takes_over = terms.count_lines is not None
         journal = peek(output, self._fingerprint, restart=terms.restart, takes_over=takes_over)
         self._has_changed_input = journal == "other input"
+        if not terms.restart and (clock := kept_clock(output)) is not None:
+            self._fingerprint[CLOCK] = clock
         if journal is None and not terms.restart and output.exists():
             self._take_as_completed()
         if not (self.is_finished or self._has_changed_input):
@@ -165,7 +167,8 @@ class JournaledInput:
         self._look_again(journal)
         repeats = self.carried.repeats_for(journal)
         self.status.move("in_progress")
-        for line in self._input.lines():
+        for read in self._input.lines():
+            line = replace(read, clock=journal.clock)
             self._counts.num_rows = max(self._input.num_rows or 0, self._input.num_read)
             if self.is_lost:
                 return
@@ -253,6 +256,7 @@ class JournaledInput:
             self._take_as_completed()
             return None
         self.journal = journal
+        self._fingerprint[CLOCK] = journal.clock  # another run may have begun it since
         self._count_kept(journal)
         return journal
 

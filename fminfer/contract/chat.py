@@ -8,15 +8,21 @@ from typing import Any
 
 from fminfer.contract.chat_messages import read_messages, read_tools
 from fminfer.contract.fields import INT64, FieldReader, is_integral, show, wrong_type
-from fminfer.contract.known_names import Neutral, check_names, refuse_wishes
+from fminfer.contract.known_names import (
+    NO_CONSTRAINT,
+    RECORDED,
+    WISHES,
+    Neutral,
+    check_names,
+    refuse_wishes,
+)
 from fminfer.contract.prompts import check_choices
 from fminfer.contract.request import DEFAULTS, PARAM_NAMES, SamplingParams, read_params
 from fminfer.contract.row_warnings import RowWarning
 from fminfer.core.errors import RequestError
 
-_NO_CONSTRAINT = "Constrained decoding is not there yet: say in a message which form you want"
 _USE_TOOLS = "Give tools and tool_choice"
-_NEUTRAL = {
+NEUTRAL = WISHES | {
     "prompt": Neutral((), "The prompt of a chat request is its messages"),
     "echo": Neutral((False, 0), "An answer in chat is a message; /v1/completions has echo"),
     "suffix": Neutral(("",)),
@@ -28,33 +34,22 @@ _NEUTRAL = {
     "modalities": Neutral((["text"],), "Answers are text"),
     "audio": Neutral((), "Answers are text"),
     "web_search_options": Neutral(),
-    "response_format": Neutral(({"type": "text"},), _NO_CONSTRAINT),
-    "guided_json": Neutral((), _NO_CONSTRAINT),
-    "guided_regex": Neutral((), _NO_CONSTRAINT),
-    "guided_choice": Neutral((), _NO_CONSTRAINT),
-    "guided_grammar": Neutral((), _NO_CONSTRAINT),
-    "structured_outputs": Neutral((), _NO_CONSTRAINT),
     "chat_template": Neutral((), "A run takes one by --chat-template FILE"),
     "documents": Neutral((), 'Give {"documents": …} as chat_template_kwargs'),
     "add_special_tokens": Neutral((False,), "The template writes them"),
 }
-# Fields that change no answer: they are for the service that stores, routes or bills a request.
-_RECORDED = frozenset(
-    {"model", "engine", "request_type", "user", "store", "metadata", "service_tier", "prediction"}
-    | {"safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
-)
 _OWN = frozenset(
     {"messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs"}
     | {"add_generation_prompt", "continue_final_message", "max_completion_tokens"}
     | {"top_logprobs", "reasoning_effort"}
 )
-_KNOWN = PARAM_NAMES | _RECORDED | frozenset(_NEUTRAL) | _OWN
+_KNOWN = PARAM_NAMES | RECORDED | frozenset(NEUTRAL) | _OWN
 # What a template is rendered with, by its name or by that of what renders it.
 _TEMPLATE_OWN = frozenset(
     {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"}
     | {"conversation", "tokenize", "sanitize_control_tokens", "padding", "truncation"}
     | {"max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"}
-    | {"tokenizer_kwargs"}
+    | {"tokenizer_kwargs", "strftime_now"}
 )
 
 
@@ -116,7 +111,7 @@ def parse_chat(
     if fields.get("messages") is None:
         raise _missing(fields)
     reader = FieldReader(dict(fields))
-    refuse_wishes(fields, _NEUTRAL)
+    refuse_wishes(fields, NEUTRAL)
     warnings = check_names(fields, _KNOWN, is_strict=is_strict)
     tools = _read_tools(fields, reader)
     warnings += _warn_of_strict(tools)
@@ -193,7 +188,7 @@ def _read_tools(fields: Mapping[str, Any], reader: FieldReader) -> list[dict[str
     if choice == "required" or isinstance(choice, dict):
         raise RequestError(
             "unsupported_parameter",
-            f"tool_choice is {show(choice)}, which forces a call. {_NO_CONSTRAINT}, and set "
+            f"tool_choice is {show(choice)}, which forces a call. {NO_CONSTRAINT}, and set "
             'tool_choice to "auto" or "none"',
             "tool_choice",
         )

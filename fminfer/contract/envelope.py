@@ -15,6 +15,7 @@ import orjson
 from fminfer.contract.fields import show, wrong_type
 from fminfer.contract.json_object import load_object
 from fminfer.contract.json_spans import find_members, on_one_line
+from fminfer.contract.known_names import unknown_names
 from fminfer.contract.line import Line
 from fminfer.contract.row_warnings import MAX_NAMES, RowWarning, cut_name
 from fminfer.core.errors import RequestError
@@ -74,12 +75,39 @@ def open_envelope(line: Line) -> Envelope:
         is_json = error.code == "not_an_object"
         return Envelope("bare", on_one_line(raw) if is_json else as_text(raw), error=error)
     raw = on_one_line(raw)
-    if "prompt" not in fields:
-        if "request" in fields:
-            return _open_wrapped(raw, fields)
-        if BATCH_KEYS & fields.keys() and ("messages" not in fields or "body" in fields):
-            return _open_batch(raw, fields, line.number)
-    return Envelope("bare", raw, fields)
+    shape = tell_shape(fields)
+    if shape is None:
+        return Envelope("bare", raw, error=_two_requests())
+    if shape == "wrapped":
+        return _open_wrapped(raw, fields)
+    return (
+        _open_batch(raw, fields, line.number) if shape == "batch" else Envelope(shape, raw, fields)
+    )
+
+
+def tell_shape(fields: dict[str, Any]) -> Shape | None:
+    """Return a line's shape; None: it holds two requests.
+
+    An object in `request` or `body` is the request, whatever columns stand beside it. A null is
+    absent: tables that are written as JSON lines have one in each column that a row lacks.
+    """
+    is_wrapped, is_batch = (isinstance(fields.get(name), dict) for name in ("request", "body"))
+    if is_wrapped or is_batch:
+        return None if is_wrapped and is_batch else "wrapped" if is_wrapped else "batch"
+    if fields.get("prompt") is not None or fields.get("messages") is not None:
+        return "bare"
+    if fields.get("request") is not None:
+        return "wrapped"
+    return "batch" if any(fields.get(name) is not None for name in BATCH_KEYS) else "bare"
+
+
+def _two_requests() -> RequestError:
+    return RequestError(
+        "unsupported_parameter",
+        "request and body are both objects, and a line has one request. Rename the one that is "
+        "only a column",
+        "body",
+    )
 
 
 def as_text(raw: bytes) -> bytes:
@@ -145,7 +173,7 @@ def _open_batch(raw: bytes, fields: dict[str, Any], number: int) -> Envelope:
     custom_id, body = _find_batch_members(raw)
     error = _what_is_wrong(fields, number)
     warnings: tuple[RowWarning, ...] = ()
-    unknown = sorted(fields.keys() - BATCH_KEYS)
+    unknown = unknown_names(fields, BATCH_KEYS)
     if unknown:
         names = tuple(map(cut_name, unknown[: MAX_NAMES + 1]))
         warnings = (RowWarning("a Batch record has no place for other keys of a line", names),)

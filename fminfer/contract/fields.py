@@ -57,9 +57,12 @@ class FieldReader:
         return value
 
     def strings(self, name: str) -> tuple[str, ...]:
-        """Read a string or a list of strings, none of them empty; equal ones once."""
+        """Read a string or a list of strings, none of them empty; equal ones once.
+
+        An empty string by itself means none, as null does.
+        """
         value = self._obj.get(name)
-        found = [] if value is None else [value] if isinstance(value, str) else value
+        found = [] if value in (None, "", [""]) else [value] if isinstance(value, str) else value
         if not isinstance(found, list) or not all(isinstance(s, str) for s in found):
             raise wrong_type(name, value, "a string, a list of strings or null")
         if "" in found:

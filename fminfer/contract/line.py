@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import datetime
 
 
 @dataclass(slots=True, frozen=True)
@@ -11,7 +12,8 @@ class Line:
 
     In a `.json` file `number` counts the values, which may spread over many lines. A line whose
     `num_equal` is set may be answered apart from the rest of its file. Of a line that is too long
-    to be held (`is_cut`), `raw` is the beginning.
+    to be held (`is_cut`), `raw` is the beginning. All lines of an output have one `clock`, whatever
+    run answers them.
     """
 
     source: int
@@ -21,3 +23,9 @@ class Line:
     num_equal: int | None = None  # equal ones before it that count, where that is known already
     fault: str = ""  # why this line, and only it, cannot be answered
     is_cut: bool = False
+    clock: str = ""  # the time that a chat template reads, in ISO format; "": now
+
+
+def read_clock() -> str:
+    """Return the time as `Line.clock` has it, to the second."""
+    return datetime.now().astimezone().isoformat(timespec="seconds")

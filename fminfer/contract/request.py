@@ -11,7 +11,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fminfer.contract.fields import INT64, FieldReader, out_of_range
-from fminfer.contract.known_names import Neutral, check_names, refuse_wishes
+from fminfer.contract.known_names import (
+    RECORDED,
+    WISHES,
+    Neutral,
+    check_names,
+    refuse_wishes,
+)
 from fminfer.contract.prompts import check_choices, read_prompts
 from fminfer.contract.row_warnings import RowWarning
 from fminfer.core.config import KnownParser
@@ -95,12 +101,23 @@ class Request:
     tool_parser: KnownParser | None = None  # the form of tool calls in its answer; None: text
 
 
+_CHAT_HAS_IT = "It belongs to chat: give messages in place of prompt"
 # Parameters that mean nothing in a file of completions: accepted at the value that changes nothing
 # and refused otherwise, so that no answer ever ignores a wish in silence.
-_NEUTRAL = {"suffix": Neutral(("",)), "stream": Neutral((False,))}
-_RECORDED = frozenset({"model", "engine", "request_type", "user"})
+NEUTRAL = WISHES | {
+    "suffix": Neutral(("",)),
+    "stream": Neutral((False,)),
+    "stream_options": Neutral(({},)),
+    "tools": Neutral(([],), _CHAT_HAS_IT),
+    "tool_choice": Neutral(("none", "auto"), _CHAT_HAS_IT),
+    "functions": Neutral(([],), _CHAT_HAS_IT),
+    "chat_template_kwargs": Neutral(({},), _CHAT_HAS_IT),
+    "reasoning_effort": Neutral((), _CHAT_HAS_IT),
+    "max_completion_tokens": Neutral((), "Its name here is max_tokens"),
+    "top_logprobs": Neutral((0,), "Give that number as logprobs"),
+}
 PARAM_NAMES = frozenset(field.name for field in dataclasses.fields(SamplingParams))
-_KNOWN = PARAM_NAMES | _RECORDED | frozenset(_NEUTRAL) | {"prompt"}
+_KNOWN = PARAM_NAMES | RECORDED | frozenset(NEUTRAL) | {"prompt", "messages"}
 
 
 def parse_request(
@@ -122,7 +139,7 @@ def parse_request(
         RequestError: with one of the codes of the contract's section 3.
     """
     reader = FieldReader(fields)
-    refuse_wishes(fields, _NEUTRAL)
+    refuse_wishes(fields, NEUTRAL)
     warnings = check_names(fields, _KNOWN, is_strict=is_strict)
     n = reader.integer("n", DEFAULTS.n, 1, MAX_CANDIDATES)
     best_of = reader.integer("best_of", n, 0, MAX_CANDIDATES)
@@ -138,7 +155,7 @@ def parse_request(
     params = replace(
         read_params(reader, max_tokens, defaults),
         best_of=max(n, best_of),
-        logprobs=reader.optional_integer("logprobs", 0, max_logprobs),
+        logprobs=_logprobs(reader, fields, max_logprobs),
         echo=reader.boolean("echo", DEFAULTS.echo, also_0_1=True),
     )
     prompts = read_prompts(fields)
@@ -183,12 +200,18 @@ def read_draws(reader: FieldReader, defaults: SamplingParams = DEFAULTS) -> Samp
         defaults,
         temperature=reader.number("temperature", defaults.temperature, 0, 2),
         top_p=reader.number("top_p", defaults.top_p, 0, 1),
-        top_k=reader.integer("top_k", defaults.top_k, 0, INT64 - 1),
+        top_k=max(0, reader.integer("top_k", defaults.top_k, -1, INT64 - 1)),  # -1: off in vLLM
         min_p=reader.number("min_p", defaults.min_p, 0, 1),
         repetition_penalty=reader.number(
             "repetition_penalty", defaults.repetition_penalty, 1 / MAX_REPETITION, MAX_REPETITION
         ),
     )
+
+
+def _logprobs(reader: FieldReader, fields: dict[str, Any], most: int) -> int | None:
+    """Return how many alternatives are told of each token; false means none, as in chat."""
+    is_off = fields.get("logprobs") is False
+    return None if is_off else reader.optional_integer("logprobs", 0, most)
 
 
 def _min_tokens(reader: FieldReader, max_tokens: int) -> int:

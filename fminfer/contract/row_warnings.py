@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from fminfer.core.errors import printable
 
-MAX_NAMES = 5  # of a kind that are told, whatever the number of lines
+MAX_NAMES = 300  # of a kind that are told, whatever the number of lines
 MAX_NAME_CHARS = 60
 
 

@@ -37,8 +37,8 @@ def _end(sequence: Sequence, token_id: int) -> None:
     _add_text(sequence, rest)
     sequence.ended_by_token = True
     sequence.finish_reason = "stop"
-    if sequence.stop_reason is None and token_id in params.stop_token_ids:
-        sequence.stop_reason = token_id
+    if sequence.stop_reason is None:
+        sequence.stop_reason = sequence.prompt.stop_reasons.get(token_id)
 
 
 def _add_token(sequence: Sequence, detokenizer: Detokenizer) -> None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fminfer.contract.chat import ChatRequest
+from fminfer.contract.known_names import guess
 from fminfer.contract.prompts import check_text
 from fminfer.contract.request import Request
-from fminfer.contract.row_warnings import RowWarning
+from fminfer.contract.row_warnings import MAX_NAMES, RowWarning, cut_name
 from fminfer.core.config import KnownParser, ToolCallParser
 from fminfer.core.errors import RequestError
-from fminfer.text.chat_template import ChatTemplate
+from fminfer.text.chat_template import ChatTemplate, read_variables
 from fminfer.text.tool_calls import HERMES_OPENING, find_parser
+
+# Keys of messages and of their parts that many templates do without.
+_USUAL_KEYS = frozenset({"role", "content", "tool_calls", "tool_call_id", "type", "text", "id"})
+_REASONING = frozenset({"reasoning_content", "reasoning", "thinking"})  # read by any of these
 
 
 @dataclass(slots=True, frozen=True)
@@ -21,11 +27,12 @@ class ChatIntake:
     template: ChatTemplate
     tool_call_parser: ToolCallParser
 
-    def render(self, chat: ChatRequest, *, is_strict: bool) -> Request:
+    def render(self, chat: ChatRequest, *, is_strict: bool, clock: str = "") -> Request:
         """Return the request whose prompt is what the template writes.
 
         Args:
             is_strict: what is otherwise only warned of is an error.
+            clock: the time that the template reads, in ISO format; "": now.
 
         Raises:
             RequestError: the template refuses the messages.
@@ -36,6 +43,7 @@ class ChatIntake:
             adds_generation_prompt=chat.adds_generation_prompt,
             continues_final_message=chat.continues_final_message,
             args=chat.template_args,
+            clock=clock,
         )
         if not text:
             raise RequestError(
@@ -51,7 +59,7 @@ class ChatIntake:
                 f"{warnings[0]}; change that, or run without --strict",
             )
         params = chat.params
-        if parser == "hermes" and HERMES_OPENING in self.template.tokenizer.special_pieces:
+        if parser == "hermes" and self.template.tokenizer.special_id(HERMES_OPENING) is not None:
             params = replace(params, skip_special_tokens=False)  # the text would lose its calls
         return Request(
             [check_text(text, "messages")],
@@ -78,7 +86,23 @@ class ChatIntake:
             found.append(RowWarning(f"{kind}; --tool-call-parser names one"))
         if chat.tools and "tools" not in text:
             found.append(RowWarning("the chat template does not write tools"))
-        if "reasoning_effort" in chat.template_args and "reasoning_effort" not in text:
-            found.append(RowWarning("the chat template does not look at reasoning_effort"))
+        found += _warn_of_unread(chat, text)
         losses = self.template.find_losses(chat.messages, chat.tools, chat.template_args)
         return found + [RowWarning(loss) for loss in losses]
+
+
+def _warn_of_unread(chat: ChatRequest, text: str) -> Iterator[RowWarning]:
+    """Tell of variables and keys of messages that a template does not read."""
+    read = read_variables(text) if chat.template_args else frozenset()
+    asked = {name for name, value in chat.template_args.items() if value is not None}
+    if unread := sorted(asked - read):
+        names = tuple(cut_name(name) + guess(name, read) for name in unread[: MAX_NAMES + 1])
+        yield RowWarning("the chat template does not read these variables", names)
+    contents = [each.get("content") for each in chat.messages]
+    parts = [part for each in contents if isinstance(each, list) for part in each]
+    keys = set().union(*(each.keys() for each in (*chat.messages, *parts))) - _USUAL_KEYS
+    if _REASONING & keys and any(key in text for key in _REASONING):
+        keys -= _REASONING
+    if unread := sorted(key for key in keys if key not in text):
+        names = tuple(map(cut_name, unread[: MAX_NAMES + 1]))
+        yield RowWarning("the chat template does not read these keys of messages", names)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from fminfer.contract.chat import overwrite, parse_chat
 from fminfer.contract.fields import INT64
 from fminfer.contract.prompts import check_entries
 from fminfer.contract.request import DEFAULTS, Request, SamplingParams, parse_request
-from fminfer.contract.row_warnings import RowWarning, WarningCounts
+from fminfer.contract.row_warnings import RowWarning, WarningCounts, cut_name
 from fminfer.core.config import OnTooLong, ToolCallParser
 from fminfer.core.errors import RequestError
 from fminfer.engine.chat_intake import ChatIntake
@@ -69,19 +69,44 @@ class Intake:
         template = self._chat.template
         return self._tokenizer.has_words and template.find_text(has_tools=False) is not None
 
-    def parse(self, fields: Mapping[str, Any], *, is_chat: bool | None = None) -> Request:
+    def parse(
+        self, fields: Mapping[str, Any], *, is_chat: bool | None = None, clock: str = ""
+    ) -> Request:
         """Check a request as far as that goes without its tokens; render the template of a chat.
 
         Args:
             is_chat: whether it was sent to the chat endpoint; None: its fields tell.
+            clock: the time that a template reads, in ISO format; "": now.
 
         Raises:
             RequestError: what is wrong with it.
         """
         is_chat = is_chat_request(fields) if is_chat is None else is_chat
-        request = self._parse_chat(fields) if is_chat else self._parse_completion(fields)
+        request = self._parse_chat(fields, clock) if is_chat else self._parse_completion(fields)
         self._check_params(request.params)
-        return request
+        warnings = tuple(self._warn_of_spelling(request))
+        if warnings and self.limits.is_strict:
+            raise RequestError(
+                "unsupported_parameter", f"{warnings[0]}; change that, or run without --strict"
+            )
+        return replace(request, warnings=request.warnings + warnings) if warnings else request
+
+    def _warn_of_spelling(self, request: Request) -> Iterator[RowWarning]:
+        """Tell of special tokens that a request spells, and that do what nobody expects."""
+        bos, params = self._tokenizer.doubled_bos, request.params
+        texts = [each for each in request.prompts if isinstance(each, str)]
+        if bos and params.add_special_tokens and any(text.startswith(bos) for text in texts):
+            yield RowWarning(
+                f"prompts begin with {bos} and the tokenizer adds one, so that they have two. "
+                "Take it out, or set add_special_tokens to false"
+            )
+        stops = params.stop if params.skip_special_tokens else ()
+        if names := tuple(filter(self._tokenizer.cannot_appear, stops)):
+            yield RowWarning(
+                "stop strings with a special token inside cannot match, for the text leaves these "
+                "out. Set skip_special_tokens to false",
+                tuple(map(cut_name, names)),
+            )
 
     def _parse_completion(self, fields: Mapping[str, Any]) -> Request:
         limits = self.limits
@@ -92,7 +117,7 @@ class Intake:
             defaults=limits.defaults,
         )
 
-    def _parse_chat(self, fields: Mapping[str, Any]) -> Request:
+    def _parse_chat(self, fields: Mapping[str, Any], clock: str) -> Request:
         limits = self.limits
         if not self._tokenizer.has_words:
             raise self._needs_words("messages are text", "messages")
@@ -103,7 +128,7 @@ class Intake:
             defaults=limits.defaults,
             max_new_tokens=limits.max_new_tokens or INT64 - 1,
         )
-        return self._chat.render(chat, is_strict=limits.is_strict)
+        return self._chat.render(chat, is_strict=limits.is_strict, clock=clock)
 
     def prepare(self, request: Request, *, repeat: int = 0, is_openai: bool = True) -> Prepared:
         """Tokenize a request's prompts, and check that they fit.

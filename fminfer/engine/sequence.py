@@ -80,8 +80,10 @@ class PromptState:
     index: int
     encoded: EncodedPrompt
     sequences: list[Sequence] = field(default_factory=list)
-    end_ids: frozenset[int] = frozenset()  # tokens that end it: EOS and stop_token_ids
+    end_ids: frozenset[int] = frozenset()  # tokens that end it: EOS, and those of stop_reasons
     held_ids: frozenset[int] = frozenset()  # the same, EOS also under ignore_eos: see min_tokens
+    # Of stop_token_ids and of stop strings that are special tokens: what stop_reason then is.
+    stop_reasons: dict[int, str | int] = field(default_factory=dict)
     is_counted: bool = False  # counted for the best possible prefix cache
     num_cached: int = 0  # its tokens that were found in the prefix cache
     num_fed: int = 0  # its tokens that need no more feeding: cached, or sent to the model

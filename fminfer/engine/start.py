@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from fminfer.contract.request import SamplingParams
 from fminfer.engine.logit_edits import LogitEdits
 from fminfer.engine.noise import draw_key, noise_key
 from fminfer.engine.sequence import Prepared, PromptState, RequestState, Sequence
@@ -39,9 +40,12 @@ class Starter:
 
     def _start(self, state: RequestState, index: int, key: bytes) -> PromptState:
         params, encoded = state.prepared.params, state.prepared.prompts[index]
-        held_ids = self.eos_ids.union(params.stop_token_ids)
-        end_ids = frozenset(params.stop_token_ids) if params.ignore_eos else held_ids
-        prompt = PromptState(state, index, encoded, end_ids=end_ids, held_ids=held_ids)
+        stops = self._find_stops(params)
+        held_ids = self.eos_ids.union(stops)
+        end_ids = frozenset(stops) if params.ignore_eos else held_ids
+        prompt = PromptState(
+            state, index, encoded, end_ids=end_ids, held_ids=held_ids, stop_reasons=stops
+        )
         for candidate in range(params.num_candidates):
             sequence = Sequence(prompt, noise_key(key, index, candidate) if key else b"", None)
             if params.max_tokens > 0:
@@ -55,3 +59,13 @@ class Starter:
                 sequence.edits = LogitEdits(params, encoded.ids)
             prompt.sequences.append(sequence)
         return prompt
+
+    def _find_stops(self, params: SamplingParams) -> dict[int, str | int]:
+        """Return the tokens that stop a request's sequences, with the reason that is told.
+
+        Texts leave special tokens out, so that a stop string which spells one is found by its id.
+        """
+        strings = params.stop if params.skip_special_tokens else ()
+        ids = {self.tokenizer.special_id(stop): stop for stop in strings}
+        spelled = {token_id: stop for token_id, stop in ids.items() if token_id is not None}
+        return spelled | {token_id: token_id for token_id in params.stop_token_ids}

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fminfer.core.errors import UsageError
+from fminfer.files.disk import told
 from fminfer.files.edits import Edit, find_edit_of_complete
 from fminfer.files.journal import journal_path
-from fminfer.files.journal_head import INPUT, Fingerprint, check_fingerprint, is_of_other_input
+from fminfer.files.journal_head import (
+    CLOCK,
+    INPUT,
+    Fingerprint,
+    check_fingerprint,
+    is_of_other_input,
+    read_fingerprint,
+)
 from fminfer.files.ordered_output import Seals
 from fminfer.files.reopening import has_retryable
 from fminfer.files.row_counts import Tally
@@ -117,6 +126,16 @@ def find_completed(output: Path) -> CompletedOutput | None:
     if status is None or status.get("status") != "completed":
         return None
     return CompletedOutput(output, status)
+
+
+def kept_clock(output: Path) -> str | None:
+    """Return the time that the templates of an output's rows read; None: nothing tells it."""
+    path = journal_path(output)
+    with told(path), suppress(FileNotFoundError), path.open("rb") as file:
+        head = file.readline()
+        return read_fingerprint(path, head).get(CLOCK) if head.endswith(b"\n") else None
+    metadata = (read_status(output) or {}).get("metadata") or {}
+    return str(metadata[CLOCK]) if CLOCK in metadata else None
 
 
 def is_complete(output: Path, source: Path | None) -> bool:

@@ -21,6 +21,7 @@ from fminfer.core.errors import InUseError, OutputError
 from fminfer.files.disk import lock, sync_folder, told, write_all
 from fminfer.files.file_names import beside
 from fminfer.files.journal_head import (
+    CLOCK,
     Fingerprint,
     check_fingerprint,
     head_line,
@@ -79,6 +80,7 @@ class Journal:
         self.num_rows = 0
         self.num_tried = 0  # rows of earlier runs that are to be tried again
         self.num_damaged = 0  # lines that were not kept
+        self.clock = fingerprint.get(CLOCK, "")  # that its rows' templates read
         self._end = 0
         self._dirty = False
         self._failure: OSError | None = None
@@ -211,6 +213,7 @@ class Journal:
                 self._begin(fingerprint)
                 return
             check_fingerprint(self.path, old, fingerprint)
+            self.clock = old.get(CLOCK, self.clock)
             self._end = len(head)
             for line in chain([first], file):
                 if not line.endswith(b"\n"):

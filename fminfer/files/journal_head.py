@@ -11,6 +11,7 @@ from fminfer.files.streams import A_PIPE
 
 Fingerprint = dict[str, str]  # what must be the same for rows to be kept; names are for people
 INPUT = "the input"  # in a fingerprint: the bytes of the file
+CLOCK = "the time that templates read"  # in a fingerprint: the first run's, which later ones keep
 FORM = 2  # of a journal. Rows of form 1 had no keys, and are read as well
 EXPLAINED = frozenset({"the model", "the tokenizer"})  # digests that differ with --model-name
 
@@ -46,13 +47,13 @@ def is_of_other_input(old: Fingerprint, new: Fingerprint) -> bool:
     What a pipe held is not known.
     """
     inputs = old.get(INPUT), new.get(INPUT)
-    is_same = {**old, INPUT: ""} == {**new, INPUT: ""}
+    is_same = {**old, INPUT: "", CLOCK: ""} == {**new, INPUT: "", CLOCK: ""}
     return is_same and inputs[0] != inputs[1] and not {None, A_PIPE} & {*inputs}
 
 
 def show_changes(old: Fingerprint, new: Fingerprint) -> str:
     """Say what differs: flags first, and no digest that differs because a flag does."""
-    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name) and name != CLOCK]
     if "--model-name" in names:
         names = [name for name in names if name not in EXPLAINED]
     return "; ".join(

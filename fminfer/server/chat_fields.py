@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from fminfer.contract.chat import NEUTRAL
 from fminfer.contract.chat_messages import ROLES
 from fminfer.engine.intake import Limits
 from fminfer.server.json_schema import (
-    ANYTHING,
     NULL,
     SOME_TEXT,
     SWITCH,
@@ -18,26 +18,6 @@ from fminfer.server.json_schema import (
     object_of,
 )
 from fminfer.server.request_fields import around_fields, draw_fields
-
-# Fields that are accepted only where they ask for nothing.
-_NOT_THERE = (
-    *("prompt", "audio", "web_search_options", "chat_template", "documents"),
-    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
-)
-_CHAT_NEUTRAL: dict[str, Schema] = dict.fromkeys(_NOT_THERE, NULL) | {
-    "best_of": {"enum": [1]},
-    "echo": {"enum": [False, 0]},
-    "suffix": {"enum": [""]},
-    "functions": {"type": "array", "maxItems": 0},
-    "function_call": {"enum": ["none"]},
-    "modalities": {"enum": [["text"]]},
-    "response_format": {"enum": [{"type": "text"}]},
-    "add_special_tokens": {"enum": [False]},
-}
-_CHAT_RECORDED = (
-    *("store", "metadata", "service_tier", "prediction"),
-    *("safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-)
 
 
 def chat_fields(limits: Limits) -> FieldTable:
@@ -71,9 +51,7 @@ def chat_fields(limits: Limits) -> FieldTable:
         Field("reasoning_effort", "A variable of some templates.", TEXT),
         Field("add_generation_prompt", "Begin an answer behind the messages.", SWITCH, True),
         Field("continue_final_message", "Go on with the last message.", SWITCH, False),
-        *(Field(name, "Not supported.", schema) for name, schema in _CHAT_NEUTRAL.items()),
-        *around_fields(),
-        *(Field(name, "Changes no answer.", ANYTHING) for name in _CHAT_RECORDED),
+        *around_fields(NEUTRAL),
     )
     example = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
     return FieldTable("Answer a conversation.", fields, example)

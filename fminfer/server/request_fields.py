@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 from fminfer.contract.fields import INT64
-from fminfer.contract.request import MAX_BIAS, MAX_CANDIDATES, MAX_REPETITION, SamplingParams
+from fminfer.contract.known_names import RECORDED, Neutral
+from fminfer.contract.request import (
+    MAX_BIAS,
+    MAX_CANDIDATES,
+    MAX_REPETITION,
+    NEUTRAL,
+    SamplingParams,
+)
 from fminfer.engine.intake import Limits
 from fminfer.server.json_schema import (
     ANYTHING,
+    NULL,
     SOME_TEXT,
     SWITCH,
     TEXT,
@@ -48,7 +57,8 @@ def draw_fields(limits: Limits) -> tuple[Field, ...]:
         "propertyNames": {"pattern": "^[0-9]{1,19}$"},
         "additionalProperties": number(-MAX_BIAS, MAX_BIAS),
     }
-    stop: Schema = {"anyOf": [SOME_TEXT, {"type": "array", "items": SOME_TEXT}]}
+    texts: Schema = {"type": "array", "items": SOME_TEXT}
+    stop: Schema = {"anyOf": [SOME_TEXT, texts, {"enum": ["", [""]]}]}
     return (
         param("temperature", "0 takes the likeliest token.", number(0, 2)),
         param(
@@ -56,7 +66,7 @@ def draw_fields(limits: Limits) -> tuple[Field, ...]:
             "Draw from the fewest tokens of that mass; 0 is greedy.",
             number(0, 1),
         ),
-        param("top_k", "Draw from so many tokens; 0: from all.", integer(0, INT64 - 1)),
+        param("top_k", "Draw from so many tokens; 0 or -1: from all.", integer(-1, INT64 - 1)),
         param(
             "min_p",
             "Drop tokens less likely than this part of the likeliest.",
@@ -113,7 +123,7 @@ def completion_fields(limits: Limits) -> FieldTable:
         Field(
             "logprobs",
             "Tell each token's logprob, and so many alternatives. Without it, none are told.",
-            integer(0, limits.max_logprobs),
+            {"anyOf": [integer(0, limits.max_logprobs), {"enum": [False]}]},
         ),
         param(
             "echo",
@@ -121,8 +131,8 @@ def completion_fields(limits: Limits) -> FieldTable:
             {"anyOf": [SWITCH, {"enum": [0, 1]}]},
         ),
         param("add_special_tokens", "false: no BOS before a prompt of text.", SWITCH),
-        Field("suffix", "Not supported.", {"enum": [""]}),
-        *around_fields(),
+        Field("messages", "Not supported.", NULL),
+        *around_fields(NEUTRAL),
     )
     return FieldTable(
         "Complete prompts.",
@@ -143,8 +153,13 @@ def model_field() -> Field:
     return Field("model", meaning, {"anyOf": [name, {"not": TEXT}]})
 
 
-def around_fields() -> tuple[Field, ...]:
-    """Return what says nothing of the text: how it is sent, and for whom."""
+def around_fields(neutral: Mapping[str, Neutral]) -> tuple[Field, ...]:
+    """Return what says nothing of the text: how it is sent, for whom, and what nobody acts on.
+
+    Args:
+        neutral: fields that are accepted only at the values that change nothing.
+    """
+    values = {name: list(each.values) for name, each in neutral.items()}
     options: Schema = {
         "type": "object",
         "properties": {"include_usage": allow_null(SWITCH)},
@@ -154,6 +169,13 @@ def around_fields() -> tuple[Field, ...]:
         Field("stream_options", "include_usage: the last event tells the usage.", options),
         model_field(),
         Field("engine", "An older name of model.", ANYTHING),
-        Field("request_type", "Changes no answer.", ANYTHING),
-        Field("user", "Changes no answer.", ANYTHING),
+        *(
+            Field(name, "Not supported.", {"enum": same} if same else NULL)
+            for name, same in values.items()
+            if not name.startswith("stream")
+        ),
+        *(
+            Field(name, "Changes no answer.", ANYTHING)
+            for name in sorted(RECORDED - {"model", "engine"})
+        ),
     )

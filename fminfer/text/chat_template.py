@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import re
+from contextvars import ContextVar
+from datetime import datetime
 from functools import cached_property, partial
 from typing import Any
 
@@ -17,6 +19,7 @@ from fminfer.text.message_forms import Forms, Message, Turn, find_forms
 from fminfer.text.tokenizer import Tokenizer
 
 _DEVELOPER = re.compile("""['"]developer['"]""")  # the role, not a word of the template's text
+_CLOCK = ContextVar("clock", default="")  # of the request that this thread renders
 MAX_FORMS = 1000  # structures of conversations whose forms are kept
 
 
@@ -75,11 +78,13 @@ class ChatTemplate:
         adds_generation_prompt: bool = True,
         continues_final_message: bool = False,
         args: dict[str, Any] | None = None,
+        clock: str = "",
     ) -> str:
         """Return the text of a prompt, with the special tokens that the template writes.
 
         Args:
             args: further variables of the template.
+            clock: the time that `strftime_now` tells, in ISO format; "": now.
 
         Raises:
             RequestError: there is no template, or it refuses these messages.
@@ -93,6 +98,7 @@ class ChatTemplate:
                 "messages",
             )
         messages, args = _with_known_roles(text, messages), args or {}
+        _CLOCK.set(clock)
         try:
             forms = self._find_forms(text, messages, tools, args)
             rendered = self._apply(
@@ -140,11 +146,15 @@ class ChatTemplate:
         return found
 
     def _apply(self, text: str, tools: list[Message], messages: list[Message], **args: Any) -> str:
-        from transformers.utils.chat_template_utils import render_jinja_template  # slow to import
+        from transformers.utils import chat_template_utils  # slow to import
 
         # apply_chat_template would drop nulls, and some templates test for them.
         args = {**self._renderer.special_tokens_map, **args}
-        rendered, _ = render_jinja_template([messages], tools or None, chat_template=text, **args)
+        if "strftime_now" in text:  # functions among the arguments would become strings
+            chat_template_utils._compile_jinja_template(text).globals["strftime_now"] = _tell_time
+        rendered, _ = chat_template_utils.render_jinja_template(
+            [messages], tools or None, chat_template=text, **args
+        )
         only: str = rendered[0]
         return only
 
@@ -155,6 +165,20 @@ class ChatTemplate:
         from transformers import PreTrainedTokenizerFast  # slow to import
 
         return PreTrainedTokenizerFast(tokenizer_object=self.tokenizer.backend)
+
+
+def read_variables(text: str) -> frozenset[str]:
+    """Return the variables that a template reads from outside."""
+    from transformers.utils.chat_template_utils import _get_template_variables  # slow to import
+
+    found: frozenset[str] = _get_template_variables(text)
+    return found
+
+
+def _tell_time(form: str) -> str:
+    """Return the time of the request that is being rendered, as `strftime_now` does."""
+    clock = _CLOCK.get()
+    return (datetime.fromisoformat(clock) if clock else datetime.now()).strftime(form)
 
 
 def _with_known_roles(text: str, messages: list[Message]) -> list[Message]:

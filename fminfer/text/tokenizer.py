@@ -6,7 +6,7 @@ It wraps transformers' tokenizers (fast ones and sentencepiece ones) and knows n
 from __future__ import annotations
 
 import json
-from functools import cache, cached_property, partial
+from functools import cache, cached_property, lru_cache, partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -68,9 +68,26 @@ class Tokenizer:
         return int(self._hf.vocab_size)
 
     @cached_property
-    def special_pieces(self) -> frozenset[str]:
-        """The names of its special tokens, which answers leave out."""
-        return frozenset(map(self.piece, self.special_ids))
+    def doubled_bos(self) -> str | None:
+        """The spelling of BOS if a prompt that begins with it gets two; else None."""
+        if self.bos_id is None or not self.has_words:
+            return None
+        bos = self.piece(self.bos_id)
+        return bos if self.encode(bos).ids[:2] == [self.bos_id] * 2 else None
+
+    def special_id(self, text: str) -> int | None:
+        """Return the special token of this spelling; None: there is none."""
+        return self._special_by_piece.get(text)
+
+    @lru_cache(4096)  # noqa: B019 there is one tokenizer, which lives as long as the process
+    def cannot_appear(self, text: str) -> bool:
+        """Tell whether no answer has a text: a special token is in it, with others beside."""
+        pieces = self._special_by_piece
+        return text not in pieces and any(piece in text for piece in pieces)
+
+    @cached_property
+    def _special_by_piece(self) -> dict[str, int]:
+        return {self.piece(token_id): token_id for token_id in self.special_ids}
 
     @classmethod
     def load(cls, folder: Path, config: Any | None = None) -> Tokenizer:

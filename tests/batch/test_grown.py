@@ -17,6 +17,7 @@ import pytest
 from click.testing import CliRunner
 
 import fminfer
+from fminfer.batch import journaled_input
 from fminfer.batch.overview import look_over
 from fminfer.batch.run_summary import JobSummary
 from fminfer.batch.shared_folder import share_files
@@ -120,6 +121,45 @@ def test_a_file_that_has_grown(
     again = run_files(engine, [source], [output], count_lines=counting)
     assert (again.num_kept_rows, again.num_taken_rows) == (7, 0)
     assert "changed" not in again.to_text()
+
+
+def test_all_rows_of_an_output_are_asked_at_one_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A template that reads the clock gave rows of one output different prompts."""
+    template = tmp_path / "clock.jinja"
+    template.write_text("{{ strftime_now('%Y') }}{{ messages[0].content }}")
+    engine = fminfer.Engine(dtype="float32", kernels="off", max_rows=1, chat_template=str(template))
+    asked = {"messages": [{"role": "user", "content": ""}], "max_tokens": 1, "temperature": 0}
+    lines: list[Any] = [asked | {"return_token_ids": True, "user": f"u{n}"} for n in range(6)]
+    source, output = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
+    counting = line_counting(engine.config, open_model(engine.config))
+
+    def years() -> set[str]:
+        records = [json.loads(line) for line in output.read_bytes().splitlines()]
+        prompts = [each["result"]["choices"][0]["prompt_token_ids"] for each in records]
+        return {engine.tokenizer.decode(ids) for ids in prompts}
+
+    def set_year(year: int) -> None:
+        monkeypatch.setattr(journaled_input, "read_clock", lambda: f"{year}-01-01T00:00:00+00:00")
+
+    write(source, lines[:4])
+    set_year(2001)
+    stop_after(engine, 1, source, output)
+    set_year(2002)
+    run_files(engine, [source], [output], limit=3)
+    assert years() == {"2001"}, "from the journal"
+    set_year(2003)
+    run_files(engine, [source], [output])
+    assert years() == {"2001"}, "from a complete output that is opened again"
+    write(source, lines)
+    set_year(2004)
+    run_files(engine, [source], [output], count_lines=counting)
+    assert years() == {"2001"}, "from answers to an earlier form of the input"
+    set_year(2005)
+    run_files(engine, [source], [output], restart=True)
+    assert years() == {"2005"}
+    engine.close()
 
 
 def make_lines(kind: str, source: random.Random, count: int) -> list[Any]:

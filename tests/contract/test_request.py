@@ -6,7 +6,9 @@ import json
 
 import pytest
 
+from fminfer.contract.chat import parse_chat
 from fminfer.contract.envelope import open_envelope
+from fminfer.contract.known_names import WISHES
 from fminfer.contract.line import Line
 from fminfer.contract.prompts import MAX_CHOICES
 from fminfer.contract.request import Request, SamplingParams
@@ -86,7 +88,7 @@ def test_prompts_of_a_wrong_type(prompt: object) -> None:
         ({"temperature": 2.1}, "out_of_range", "temperature"),
         ({"temperature": -1}, "out_of_range", "temperature"),
         ({"top_p": 1.5}, "out_of_range", "top_p"),
-        ({"top_k": -1}, "out_of_range", "top_k"),
+        ({"top_k": -2}, "out_of_range", "top_k"),
         ({"n": 0}, "out_of_range", "n"),
         ({"n": 129}, "out_of_range", "n"),
         ({"best_of": 129}, "out_of_range", "best_of"),
@@ -116,7 +118,7 @@ def test_prompts_of_a_wrong_type(prompt: object) -> None:
         ({"logit_bias": [5]}, "invalid_type", "logit_bias"),
         ({"stop_token_ids": 5}, "invalid_type", "stop_token_ids"),
         ({"stop_token_ids": ["5"]}, "invalid_type", "stop_token_ids"),
-        ({"stop": [""]}, "out_of_range", "stop"),
+        ({"stop": ["", "x"]}, "out_of_range", "stop"),
         ({"return_token_ids": 1}, "invalid_type", "return_token_ids"),
         ({"prompt": None}, "missing_prompt", "prompt"),
         ({"prompt": []}, "out_of_range", "prompt"),
@@ -251,3 +253,45 @@ def test_greedy_candidates_are_computed_once() -> None:
     assert params(top_p=0, n=3).num_candidates == 1
     assert params(n=3, best_of=5).num_candidates == 5
     assert params(n=3, max_tokens=0).num_candidates == 1
+
+
+@pytest.mark.parametrize("name", sorted(WISHES))
+def test_a_wish_of_other_tools_is_refused_on_both_endpoints(name: str) -> None:
+    """Completions answered guided_choice, bad_words and others as if they were not there."""
+    wish = {name: {"choice": ["yes", "no"]}}
+    error = refused({"prompt": "x"} | wish)
+    assert (error.code, error.param) == ("unsupported_parameter", name)
+    messages = [{"role": "user", "content": "x"}]
+    with pytest.raises(RequestError, match=f"^{name} is ") as caught:
+        parse_chat({"messages": messages} | wish, max_logprobs=5)
+    assert caught.value.message == error.message
+    for neutral in (None, *WISHES[name].values):
+        found = parse_request(json.dumps({"prompt": "x", name: neutral}).encode(), max_logprobs=5)
+        assert found.params == params() and not found.warnings
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        *({"tools": [{}]}, {"tool_choice": "required"}, {"top_logprobs": 3}, {"functions": [{}]}),
+        *({"reasoning_effort": "low"}, {"max_completion_tokens": 3}, {"stream_options": {"a": 2}}),
+        {"chat_template_kwargs": {"a": 1}},
+    ],
+)
+def test_fields_of_chat_are_refused_in_completions(wish: dict[str, object]) -> None:
+    assert refused({"prompt": "x"} | wish).param == next(iter(wish))
+
+
+@pytest.mark.parametrize(
+    "neutral", [{"top_k": -1}, {"stop": ""}, {"stop": [""]}, {"logprobs": False}, {"suffix": ""}]
+)
+def test_what_other_tools_call_off_is_off(neutral: dict[str, object]) -> None:
+    """vLLM's own default for top_k was out of range."""
+    assert params(**neutral) == params()
+
+
+def test_no_unknown_name_is_left_out() -> None:
+    """A line with more than five told the first five."""
+    line = {f"unknown_{number}": 1 for number in range(50)}
+    (warning,) = parse_request(json.dumps({"prompt": "x"} | line).encode(), max_logprobs=5).warnings
+    assert sorted(name.split(" ")[0] for name in warning.names) == sorted(line)

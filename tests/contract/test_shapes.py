@@ -87,10 +87,39 @@ def test_an_old_result_gives_way_to_the_new_one_with_a_warning() -> None:
     ]
 
 
-def test_a_prompt_makes_a_line_bare_whatever_else_it_has() -> None:
-    line = {"prompt": ">", "request": {"prompt": "no"}, "custom_id": "a", "body": {}}
-    (record,) = run(line | {"max_tokens": 1, "temperature": 0})
+def test_columns_beside_a_request_do_not_take_its_place() -> None:
+    """The text of a column `prompt` was answered with default parameters, with status 0."""
+    request = {"prompt": ">", "max_tokens": 1, "temperature": 0}
+    column = {"prompt": "a question", "messages": [], "body": "a mail"}
+    (record,) = run({"request": request} | column)
+    answer = record.to_dict()
+    assert answer["request"] == request and answer["prompt"] == "a question"
+    assert (answer["messages"], answer["body"]) == ([], "a mail")
+    (record,) = run(batch(prompt="a question", request="a", messages=None))
+    assert record.to_dict()["custom_id"] == "a" and record.error is None
+    (record,) = run(request | {"custom_id": "a", "request": "a", "url": "/a"})
     assert record.to_dict()["request"]["custom_id"] == "a" and record.error is None
+
+
+def test_a_line_with_two_requests_is_refused() -> None:
+    (record,) = run({"request": {"prompt": "a"}, "body": {"prompt": "b"}})
+    assert record.error is not None and "request and body are both objects" in record.error.message
+    assert record.to_dict()["request"]["body"] == {"prompt": "b"}
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_a_null_is_absent_whatever_its_name(is_strict: bool) -> None:
+    """pandas' to_json(lines=True) writes a null for each column that a row lacks."""
+    lines = [{"prompt": ">", "max_tokens": 1}, {"request": {"prompt": ">"}}, batch(), {"note": 1}]
+    names = sorted({name for line in lines for name in line})
+    full = [{name: line.get(name) for name in names} for line in lines]
+    bench = strict_bench(is_strict=is_strict)
+    *records, empty = run(*full, bench=bench)
+    assert [record.error for record in records] == [None] * 3
+    assert empty.error is not None and not bench.intake.warnings.to_dict()
+    first, second, third = (record.to_dict() for record in records)
+    assert first["request"] == full[0] and second["request"] == {"prompt": ">"}
+    assert third["custom_id"] == "a" and "prompt" in second
 
 
 def test_a_request_that_is_no_object_is_named() -> None:

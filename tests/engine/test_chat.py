@@ -18,7 +18,9 @@ from fminfer.engine.intake import Intake, Limits
 from fminfer.engine.room import KvSize
 from fminfer.models.known_sizes import DEMO_MODEL
 from fminfer.text.tokenizer import Tokenizer
-from fminfer.worker.line_run.line_intake import FILLS
+from fminfer.worker.line_run import line_intake
+from fminfer.worker.line_run.asked import Asked
+from fminfer.worker.line_run.line_intake import FILLS, LineIntake
 from fminfer.worker.team_heard import Heard
 from tests.engine.test_contract import Bench
 from tests.line_bench import over_lines
@@ -260,10 +262,43 @@ def test_the_endpoint_may_be_told() -> None:
 def test_what_a_template_does_not_look_at_is_told() -> None:
     bench = ChatBench(b"a\0")
     bench.choices(reasoning_effort="low")
-    assert bench.warnings == ["the chat template does not look at reasoning_effort"]
+    assert bench.warnings == ["the chat template does not read these variables: reasoning_effort"]
     aware = ChatBench(b"a\0", chat_template=">{{ reasoning_effort[:0] }}")
     aware.choices(reasoning_effort="low")
     assert not aware.warnings
+
+
+def test_variables_and_keys_that_a_template_does_not_read_are_told() -> None:
+    """A misspelled chat_template_kwargs was dropped, under --strict too."""
+    template = (
+        ">{% if thinks is defined %}{% endif %}{% for m in messages %}{{ m.hint }}{% endfor %}"
+    )
+    parts = [{"type": "text", "text": "", "cache": 1}]
+    messages = [{"role": "user", "content": parts, "hint": "", "name": "Ann"}]
+    asked = {"messages": messages, "chat_template_kwargs": {"thinsk": 1, "thinks": 0, "no": None}}
+    bench = ChatBench(b"a\0", chat_template=template)
+    bench.choices(**asked)
+    assert bench.warnings == [
+        "the chat template does not read these variables: thinsk (did you mean thinks?)",
+        "the chat template does not read these keys of messages: cache, name",
+    ]
+    error = ChatBench(b"a\0", chat_template=template, is_strict=True).error(**asked)
+    assert error.code == "unsupported_parameter" and "thinsk" in error.message
+
+
+def test_equal_chats_are_equal_while_the_clock_goes_on() -> None:
+    """Of two equal lines, the second counted as another one if a second began between them."""
+    clock = iter(range(100))
+    template = ">{{ strftime_now('%S') }}"
+    bench = ChatBench(b"a\0", chat_template=template)
+    with pytest.MonkeyPatch.context() as patch:
+        times = (f"2026-01-01T00:00:{n:02}+00:00" for n in clock)
+        patch.setattr(line_intake, "read_clock", lambda: next(times))
+        lines = [Line(0, n, json.dumps({"messages": HELLO}).encode()) for n in (1, 2)]
+        intake = LineIntake(bench.intake)
+        first, second = (intake.open(line) for line in lines)
+    assert isinstance(first, Asked) and isinstance(second, Asked)
+    assert [each.prepared.repeat for each in (first, second)] == [0, 1]
 
 
 def test_half_a_surrogate_pair_and_an_empty_prompt_cost_their_line_only() -> None:

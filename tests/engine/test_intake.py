@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fminfer.contract.envelope import MAX_QUOTED_BYTES
+from fminfer.contract.row_warnings import MAX_NAMES
 from fminfer.core.errors import RequestError
 from fminfer.engine import prompt_fit
 from fminfer.engine.intake import Intake, Limits
@@ -134,16 +135,16 @@ def test_warnings_do_not_grow_with_the_file() -> None:
     told: list[str] = []
     bench = Bench()
     bench.intake.on_warning = told.append
-    rows = [{"prompt": ">", "max_tokens": 1, f"key_{i}": i} for i in range(50)]
+    rows = [{"prompt": ">", "max_tokens": 1, f"key_{i}": i} for i in range(MAX_NAMES + 20)]
     rows += [{"prompt": ">", "max_tokens": 1, "n": i, "best_of": 1} for i in (2, 3, 4)]
     assert not [record.error for record in run(*rows, bench=bench) if record.error]
+    names = ", ".join(f"key_{i}" for i in range(MAX_NAMES))
     assert bench.intake.warnings.to_dict() == {
-        "unknown parameters are kept and not acted on: key_0, key_1, key_2, key_3, key_4 and "
-        "others": 50,
+        f"unknown parameters are kept and not acted on: {names} and others": MAX_NAMES + 20,
         "best_of is below n and is taken as n: best_of 1 with n 2, best_of 1 with n 3, "
         "best_of 1 with n 4": 3,
     }
-    assert len(told) == 8
+    assert len(told) == MAX_NAMES + 3
     assert told[1] == "Warning: line 2: unknown parameters are kept and not acted on: key_1"
     run({"prompt": ">", "max_tokens": 1, "x" * 10_000: 1}, bench=bench)
     assert len(told[-1]) < 200

@@ -69,14 +69,15 @@ def ranges(limits: Limits) -> Iterator[tuple[str, str, float, float, float]]:
     """Yield kind, field, lowest and highest value, and the step to a value beyond; 0: any."""
     for kind, fields in tables(limits).items():
         for each in fields:
-            if "minimum" in each.schema:
-                step = 1 if each.schema["type"] == "integer" else 0
-                yield kind, each.name, each.schema["minimum"], each.schema["maximum"], step
+            for schema in (each.schema, *each.schema.get("anyOf", ())):
+                if "minimum" in schema:
+                    step = 1 if schema["type"] == "integer" else 0
+                    yield kind, each.name, schema["minimum"], schema["maximum"], step
 
 
 def test_the_fields_are_those_that_requests_may_have(limits: Limits) -> None:
     of_text = {each.name for each in completion_fields(limits).fields}
-    assert of_text == request._KNOWN | {"stream_options"}
+    assert of_text == request._KNOWN
     assert {each.name for each in chat_fields(limits).fields} == chat._KNOWN
     for fields in tables(limits).values():
         assert len({each.name for each in fields}) == len(fields)
@@ -88,7 +89,8 @@ def test_the_fields_are_those_of_the_contract(limits: Limits) -> None:
     section = text.partition("\n## 2. ")[2].partition("\n## 3. ")[0]
     rows = re.findall(r"^\| (`[^|]*) \|", section, re.MULTILINE)
     told = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
-    assert told == {each.name for each in completion_fields(limits).fields} - {"stream_options"}
+    wishes = request.NEUTRAL.keys() - {"suffix", "stream"} | {"messages"}  # in a text of their own
+    assert told == {each.name for each in completion_fields(limits).fields} - wishes
 
 
 def test_every_default_changes_nothing(engine: fminfer.Engine, limits: Limits) -> None:

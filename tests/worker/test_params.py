@@ -13,6 +13,8 @@ import torch
 import transformers
 
 import fminfer
+from fminfer.core.errors import RequestError
+from fminfer.engine.intake import Intake, Limits
 from fminfer.text.tokenizer import Tokenizer
 
 PROMPT = [5, 17, 80, 33, 200, 17, 17]
@@ -201,6 +203,44 @@ def special_tokenizer() -> Tokenizer:
         tokenizer_object=backend, bos_token="<s>", eos_token="</s>"
     )
     return Tokenizer(hf)
+
+
+def test_a_stop_string_that_is_a_special_token_stops(
+    llama_checkpoint: tuple[Path, Any],
+    special_tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Texts leave special tokens out: such a stop never matched, in silence."""
+    monkeypatch.setattr("fminfer.worker.engine_api.load_tokenizer", lambda *_: special_tokenizer)
+    told: list[str] = []
+    engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="float32", kernels="off")
+    engine.tell_warnings(told.append)
+    to_eos = {"prompt": "two three", "logit_bias": {"1": 100}, "max_tokens": 3, "ignore_eos": True}
+    asked = [
+        {},
+        {"stop": ["x", "</s>"]},
+        {"stop": "</s>", "skip_special_tokens": False},
+        {"stop": "</s>", "min_tokens": 2, "logit_bias": {"1": 100, "2": 50}},
+        {"stop": "</s> two"},
+    ]
+    found = choices(engine, *(to_eos | each for each in asked))
+    engine.close()
+    assert [choice.get("stop_reason") for choice in found] == [None, "</s>", "</s>", "</s>", None]
+    assert [len(choice["token_ids"]) for choice in found] == [3, 1, 1, 3, 3]
+    (warning,) = told
+    assert "line 5: stop strings with a special token" in warning and "</s> two" in warning
+
+
+def test_a_prompt_that_spells_bos_is_told_that_it_gets_two(special_tokenizer: Tokenizer) -> None:
+    intake = Intake(special_tokenizer, Limits(100, 5, 5))
+    (warning,) = intake.parse({"prompt": "<s> two"}).warnings
+    assert "begin with <s>" in str(warning) and "add_special_tokens" in str(warning)
+    for others in ({"prompt": "two <s>"}, {"prompt": "<s> two", "add_special_tokens": False}):
+        assert not intake.parse(others).warnings
+    assert not intake.parse({"prompt": [0, 3]}).warnings, "ids are used as they are"
+    strict = Intake(special_tokenizer, Limits(100, 5, 5, is_strict=True))
+    with pytest.raises(RequestError, match="they have two"):
+        strict.parse({"prompt": ["two", "<s> two"]})
 
 
 def test_special_tokens_are_added_and_shown_as_asked(

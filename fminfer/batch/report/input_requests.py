@@ -13,7 +13,7 @@ import orjson
 from fminfer.batch.report.scanning import LOOK_EVERY, OutOfTimeError, Scan
 from fminfer.batch.report.tally import Tally
 from fminfer.batch.report.told_outputs import ToldOutput
-from fminfer.contract.envelope import BATCH_KEYS, open_envelope
+from fminfer.contract.envelope import open_envelope, tell_shape
 from fminfer.contract.record import make_id
 from fminfer.core.errors import FminferError
 from fminfer.files.line_reader import read_lines
@@ -97,8 +97,7 @@ def _fields_of(raw: bytes) -> dict[str, Any]:
             fields = json.loads(raw)  # which takes lone surrogates
         except (ValueError, RecursionError):
             return {}
-    is_batch = isinstance(fields, dict) and not {"prompt", "request"} & fields.keys()
-    return fields if is_batch and BATCH_KEYS & fields.keys() else {}
+    return fields if isinstance(fields, dict) and tell_shape(fields) == "batch" else {}
 
 
 def wanted_ids(scan: Scan, answers: dict[int, dict[str, str]]) -> dict[int, dict[str, str]]:

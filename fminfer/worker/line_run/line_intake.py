@@ -10,7 +10,7 @@ from typing import Any
 
 from fminfer.contract.envelope import Envelope, as_text, open_envelope
 from fminfer.contract.fields import show
-from fminfer.contract.line import Line
+from fminfer.contract.line import Line, read_clock
 from fminfer.contract.record import Record
 from fminfer.contract.request import Request
 from fminfer.contract.row_warnings import RowWarning
@@ -48,6 +48,7 @@ class LineIntake:
         self._equal = SeenCounts()  # its unseeded requests so far, by meaning
         self._custom_ids = SeenCounts()  # the file's so far, by digest
         self._meanings = Meanings(intake)
+        self._clock = read_clock()  # of lines that have none
 
     def open(self, line: Line) -> Asked | Record:
         """Return a line's request, or the record that says why it cannot be answered."""
@@ -90,13 +91,16 @@ class LineIntake:
         """
         self._turn_to(line.source)
         self._check_envelope(line, envelope)
-        return self.count_request(envelope.fields, is_chat=envelope.is_chat)
+        meaning = self._meanings.find(
+            envelope.fields, is_chat=envelope.is_chat, clock=line.clock or self._clock
+        )
+        return None if meaning is None else self._equal.add(meaning, 1)
 
     def count_request(
         self, fields: dict[str, Any], *, is_chat: bool | None = None, times: int = 1
     ) -> int | None:
         """Count a request of the file by itself, some times; as `count`."""
-        meaning = self._meanings.find(fields, is_chat=is_chat)
+        meaning = self._meanings.find(fields, is_chat=is_chat, clock=self._clock)
         return None if meaning is None else self._equal.add(meaning, times)
 
     def _turn_to(self, source: int) -> None:
@@ -113,7 +117,9 @@ class LineIntake:
         """
         self._turn_to(line.source)
         self._check_envelope(line, envelope)
-        request = self.intake.parse(envelope.fields, is_chat=envelope.is_chat)
+        request = self.intake.parse(
+            envelope.fields, is_chat=envelope.is_chat, clock=line.clock or self._clock
+        )
         return request, self._count_repeat(line, request)
 
     def _check_envelope(self, line: Line, envelope: Envelope) -> None:

@@ -25,7 +25,7 @@ class Meanings:
         self._parsed: dict[bytes, str | None] = {}  # what `_describe` says of a set of parameters
         self._has_own_prompt = "prompt" in (intake.limits.request_args or {})
 
-    def find(self, fields: dict[str, Any], *, is_chat: bool | None) -> bytes | None:
+    def find(self, fields: dict[str, Any], *, is_chat: bool | None, clock: str) -> bytes | None:
         """Return a request's meaning; None: chance has no part in its answer.
 
         Raises:
@@ -33,7 +33,7 @@ class Meanings:
         """
         prompt = fields.get("prompt")
         if not isinstance(prompt, str) or is_chat or self._has_own_prompt or not _is_text(prompt):
-            prompts, described = self._parse(fields, is_chat=is_chat)
+            prompts, described = self._parse(fields, is_chat=is_chat, clock=clock)
             return None if described is None else meaning_beside(prompts, described)
         others = {name: value for name, value in fields.items() if name != "prompt"}
         try:
@@ -43,16 +43,16 @@ class Meanings:
         if key in self._parsed:
             described = self._parsed[key]
         else:
-            described = self._parse(fields, is_chat=is_chat)[1]
+            described = self._parse(fields, is_chat=is_chat, clock=clock)[1]
             if 0 < len(key) <= MAX_PARAMS_BYTES:
                 self._keep(key, described)
         return None if described is None else meaning_beside([prompt], described)
 
     def _parse(
-        self, fields: dict[str, Any], *, is_chat: bool | None
+        self, fields: dict[str, Any], *, is_chat: bool | None, clock: str
     ) -> tuple[list[str | list[int]], str | None]:
         """Return a request's prompts and its parameters' description; None: no draw is random."""
-        request = self._intake.parse(fields, is_chat=is_chat)
+        request = self._intake.parse(fields, is_chat=is_chat, clock=clock)
         params = request.params
         is_certain = params.seed is not None or params.is_greedy
         return request.prompts, None if is_certain else describe_params(params)
