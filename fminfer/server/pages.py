@@ -61,6 +61,7 @@ def page_routes() -> APIRouter:
         "/page/page.js": own / "page.js",
         "/docs": own / "docs.html",
         "/docs/docs.js": own / "docs.js",
+        "/docs/docs.css": own / "docs.css",
         "/docs/swagger-ui.css": swagger / "swagger-ui.css",
         "/docs/swagger-ui-bundle.js": swagger / "swagger-ui-bundle.js",
     }.items():

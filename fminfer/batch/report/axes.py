@@ -14,12 +14,14 @@ TIME_STEPS = (
 
 
 def find_ticks(most: float, number: int = 4) -> list[float]:
-    """Return round numbers from 0 to at least `most`, about so many."""
+    """Return round numbers from 0 to at least `most`, about so many; whole ones up to a whole."""
     if most <= 0:
         return [0.0, 1.0]
-    least = most / number
-    step = 10 ** math.floor(math.log10(least))
-    step *= next(times for times in (1, 2, 2.5, 5, 10) if times * step >= least * (1 - 1e-9))
+    is_whole = most == int(most)  # as counts are
+    least = max(most / number, float(is_whole))
+    unit = 10 ** math.floor(math.log10(least))
+    steps = [unit * times for times in (1, 2, 2.5, 5, 10) if unit * times % 1 == 0 or not is_whole]
+    step = next(step for step in steps if step >= least * (1 - 1e-9))
     return [step * place for place in range(math.ceil(most / step - 1e-9) + 1)]
 
 

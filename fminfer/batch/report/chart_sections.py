@@ -64,15 +64,17 @@ def _describe(histogram: Histogram, show: object) -> str:
 
 
 def _make_logprobs(whole: Tally) -> str:
-    title, histogram = "Mean logprob of a row's drawn tokens", whole.mean_logprobs
+    title, histogram = "Mean logprob of a row's tokens", whole.mean_logprobs
     if not histogram.counts:
         is_drawn = whole.completion_tokens > 0
         why = "No drawn token has logprobs; requests ask for them." if is_drawn else NONE_DRAWN
         return _make_unknown(title, why)
     note = (
         f"{counted(whole.num_with_logprobs, 'row')}; mean {histogram.mean:.3f}, a probability of "
-        f"{math.exp(min(0.0, histogram.mean)):.1%} a token; the end token is not counted"
+        f"{show_share(math.exp(min(0.0, histogram.mean)))} a token; the end token is not counted"
     )
+    if 0 in whole.completion_lengths.counts:
+        note += "; a row that drew none counts with its echoed prompt"
     floor = max(histogram.least, -20.0)  # a few rows far below would flatten all others
     kept = Histogram(histogram.scale)
     for value, count in histogram.values():
@@ -198,11 +200,11 @@ def make_slowest(scan: Scan, shown: Sequence[ShownRow]) -> str:
             f"<tr><td>{link}</td>" + "".join(f"<td>{each}</td>" for each in figures) + "</tr>"
         )
     head = ("row", "time", "waited before", "to first token", "prompt tokens", "answer tokens")
-    table = make_table(head, []).replace("<tbody>", f"<tbody>{''.join(rows)}")
+    table = make_table(head, [], css="slowest").replace("<tbody>", f"<tbody>{''.join(rows)}")
     unknown = scan.whole.num_without_times
     note = (
         f'<p class="dim">{counted(unknown, "Batch line")} beside these: they hold no times.</p>'
         if unknown
         else ""
     )
-    return f'<h3>The slowest rows</h3><div class="slowest">{table}</div>{note}'
+    return f"<h3>The slowest rows</h3>{table}{note}"

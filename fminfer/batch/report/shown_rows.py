@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from fminfer.batch.report.answer_fields import ODD_RECORD, AnswerFields
-from fminfer.batch.report.drawn_logprobs import drawn_logprobs, prompt_of
+from fminfer.batch.report.choice_logprobs import choice_logprobs, prompt_of
 from fminfer.batch.report.plain_text import dump, show
 from fminfer.batch.report.previews import make_line, make_previews
 from fminfer.batch.report.row_choice import Place, Reason
@@ -60,7 +60,7 @@ class ShownRow:
             "why": sorted(self.reasons),
             "shape": answer.shape,
             "id": None if answer.custom_id is None else show(str(answer.custom_id))[:200],
-            "asked": _list_asked(request, cut),
+            "asked": [] if _is_echo_alone(answer, fields) else _list_asked(request, cut),
             "params": [
                 [show(str(name))[:80], show(dump(value))[:200]]
                 for name, value in fields.items()
@@ -95,6 +95,13 @@ def cut_text(text: str, num_chars: int) -> dict[str, Any]:
         "left_out": len(text) - num_chars,
         "tail": show(text[len(text) - tail :]),
     }
+
+
+def _is_echo_alone(answer: AnswerFields, request: dict[str, Any]) -> bool:
+    """Tell whether each choice is its prompt and no more: the prompt is then shown once."""
+    told = [(c.get("text"), prompt_of(request, c.get("index", 0))) for c in answer.choices]
+    is_drawn = answer.usage.get("completion_tokens") != 0
+    return bool(told) and not is_drawn and all(text and text == prompt for text, prompt in told)
 
 
 def _list_asked(request: Any, cut: Cut) -> list[dict[str, Any]]:
@@ -170,10 +177,10 @@ def _show_choice(choice: dict[str, Any], request: dict[str, Any], cut: Cut) -> d
     text = "" if content is None else str(content)
     is_echo = bool(request.get("echo"))
     prompt = prompt_of(request, choice.get("index", 0)) if is_echo else None
-    logprobs = drawn_logprobs(choice, prompt, is_echo=is_echo)
+    logprobs = choice_logprobs(choice, prompt, is_echo=is_echo)
     shown: dict[str, Any] = {"reason": show(str(choice.get("finish_reason")))[:40]}
     if logprobs:
-        shown["mean_logprob"] = round(sum(logprobs) / len(logprobs), 4)
+        shown["logprobs"] = [round(sum(logprobs), 4), len(logprobs)]
     if choice.get("stop_reason") is not None:
         shown["stop"] = show(dump(choice["stop_reason"]))[:100]
     calls = _list_calls(message.get("tool_calls"), cut) if isinstance(message, dict) else []

@@ -183,8 +183,8 @@ def _make_params(whole: Tally) -> str:
         (name, _show_values(values), f"{values.counts.total() + values.num_others:,}")
         for name, values in sorted(whole.params.items())
     ]
-    table = make_table(("field", "values, the most frequent first", "rows"), rows, css="params")
-    return f"<h3>Fields of the requests</h3>{table}"
+    head = ("field of a request", "values, the most frequent first", "rows")
+    return make_table(head, rows, css="params")
 
 
 def _show_values(values: Values) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fminfer.batch.report.answer_fields import AnswerFields
-from fminfer.batch.report.drawn_logprobs import drawn_logprobs, prompt_of
+from fminfer.batch.report.choice_logprobs import choice_logprobs, prompt_of
 from fminfer.batch.report.histogram import Histogram
 from fminfer.batch.report.plain_text import dump
 
@@ -132,7 +132,7 @@ class Tally:
             values.add(f"{len(value)} functions" if is_list_of_tools else value)
 
     def _add_logprobs(self, answer: AnswerFields) -> float | None:
-        """Count the mean logprob of all tokens that a row has drawn."""
+        """Count the mean logprob of all tokens that a row has drawn or scored."""
         total, number = 0.0, 0
         for choice in answer.choices:
             if choice.get("logprobs") is None:
@@ -140,7 +140,7 @@ class Tally:
             request = answer.request if type(answer.request) is dict else {}
             is_echo = bool(request.get("echo"))
             prompt = prompt_of(request, choice.get("index", 0)) if is_echo else None
-            values = drawn_logprobs(choice, prompt, is_echo=is_echo)
+            values = choice_logprobs(choice, prompt, is_echo=is_echo)
             total += sum(values)
             number += len(values)
         if not number:

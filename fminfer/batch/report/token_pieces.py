@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fminfer.batch.report.drawn_logprobs import num_echoed
+from fminfer.batch.report.choice_logprobs import num_echoed
 from fminfer.batch.report.plain_text import show
 
 Alternative = tuple[str, float]

@@ -283,7 +283,10 @@ async function follow(answer, said, message, times) {
       const isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
       const text = choice.text ?? choice.delta.content ?? "";
       const tokens = tokensIn(choice);
-      if (text || tokens.length) times.first ??= performance.now();
+      if (!times.first && (text || tokens.length || choice.delta?.tool_calls)) {
+        times.first = performance.now();
+        $("status").textContent = "Answering…";
+      }
       message.content += text;
       shown.add(text, tokens, Boolean(choice.finish_reason));
       addToolCalls(calls, choice.delta?.tool_calls ?? []);
@@ -412,13 +415,20 @@ function showExamples(isChat) {
     `print(answer.choices[0].${isChat ? "message.content" : "text"})`;
 }
 
+/** Copy the code beside a button. navigator.clipboard is only there for HTTPS and localhost. */
+function copy({ target }) {
+  getSelection().selectAllChildren(target.previousElementSibling);
+  target.textContent = document.execCommand("copy") ? "Copied" : "Press Ctrl + C";
+  setTimeout(() => (target.textContent = "Copy"), 2000);
+}
+
 async function loadModel() {
   try {
     const [found] = (await (await call("v1/models")).json()).data;
     model = found.id;
     hasTemplate = found.has_chat_template !== false;
-    $("model").textContent = found.max_model_len ? `${model} · context ${found.max_model_len} tokens` : model;
-    $("model").title = $("model").textContent; // where it is cut
+    const context = found.max_model_len?.toLocaleString("en");
+    $("model").textContent = context ? `${model} · context ${context} tokens` : model;
     document.title = `${model} · fminfer`;
     if (!hasTemplate) {
       $("chat-empty").textContent =
@@ -466,6 +476,7 @@ async function pollStats() {
 document.forms.ask.addEventListener("submit", submit);
 for (const choice of document.forms.ask.elements.mode) choice.addEventListener("change", showMode);
 $("text").addEventListener("keydown", sendByKey);
+for (const button of document.querySelectorAll(".code button")) button.addEventListener("click", copy);
 $("stop").addEventListener("click", () => running?.abort());
 $("clear").addEventListener("click", clear);
 $("change-key").addEventListener("click", async () => {

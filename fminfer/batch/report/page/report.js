@@ -71,13 +71,19 @@ function titleOf({ who, is_ids }, count) {
 function makeChoice(choice, place, row) {
   const why = { stop: "complete", length: "reached max_tokens", tool_calls: "calls a tool" };
   const number = row.num_choices > 1 ? ` ${place + 1} of ${many(row.num_choices)}` : "";
-  const parts = [`Answer${number}`, why[choice.reason] ?? choice.reason];
+  const parts = isEcho(choice, row)
+    ? [`Prompt${number}`, "no token drawn"]
+    : [`Answer${number}`, why[choice.reason] ?? choice.reason];
   if (choice.stop) parts.push(`stopped by ${choice.stop}`);
-  if (choice.mean_logprob !== undefined) {
-    parts.push(`mean logprob ${choice.mean_logprob.toFixed(3)} (${percent(Math.exp(choice.mean_logprob))} a token)`);
+  if (choice.logprobs) {
+    const [sum, count] = choice.logprobs;
+    parts.push(`${many(count)} logprobs: sum ${sum.toFixed(3)}, mean ${(sum / count).toFixed(3)} (${percent(Math.exp(sum / count))} a token)`);
   }
-  return makePart(parts.join(" · "), choice, "answer");
+  return makePart(parts.join(" · "), choice, isEcho(choice, row) ? "question" : "answer");
 }
+
+/** Tell whether a choice is its prompt alone, as where prompts are scored. */
+const isEcho = (choice, row) => row.completion_tokens === 0 && textOf(choice) !== "";
 
 function tokensText(row) {
   if (row.completion_tokens === null || row.completion_tokens === undefined) return [];
@@ -92,7 +98,7 @@ function makeBody(row) {
     if (asked.who === "note") body.append(make("p", "meta", asked.text));
     else body.append(makePart(titleOf(asked, 1), asked, isQuestion ? "question" : ""));
   }
-  if (!row.asked.length) body.append(make("p", "meta", "The request is not known: a Batch record does not repeat it."));
+  if (!row.asked.length && !row.choices?.some((each) => isEcho(each, row))) body.append(make("p", "meta", "The request is not known: a Batch record does not repeat it."));
   if (row.error) {
     const { message, code, type, param } = row.error;
     body.append(make("p", "fault", `${code}: ${message}`));
@@ -116,12 +122,12 @@ function makeBody(row) {
 
 /** Scroll long boxes: of a prompt to its end, where rows differ; of an echoed one to the answer. */
 function scrollBoxes(item, row) {
-  for (const box of item.querySelectorAll(".question .said")) box.scrollTop = box.scrollHeight;
-  if (!row.params.some(([name, value]) => name === "echo" && value === "true")) return;
-  for (const box of item.querySelectorAll(".answer .said")) {
+  const isEchoed = row.params.some(([name, value]) => name === "echo" && ["true", "1"].includes(value));
+  for (const box of item.querySelectorAll(isEchoed ? ".said" : ".question .said")) {
     const drawn = box.querySelector(".token:not(.given)");
     const end = drawn ? drawn.offsetTop - box.offsetTop : Infinity;
     box.scrollTop = Math.min(end - box.clientHeight / 2, box.scrollHeight);
+    if (box.scrollTop) box.previousElementSibling.append(" · scroll up for its beginning");
   }
 }
 
@@ -140,7 +146,7 @@ function makeRow(row, number) {
   const [asked, answered] = row.start;
   start.append(make("bdi", "dim", asked));
   if (answered) start.append(" → ", make("bdi", "", answered));
-  const figures = make("span", "figures", row.error ? "" : `${many(row.completion_tokens ?? 0)} tokens`);
+  const figures = make("span", "figures", row.error ? "" : lengthOf(row));
   for (const why of row.why) if (REASONS[why]) figures.append(make("span", `tag ${why}`, REASONS[why]));
   const name = make("span", "name");
   name.append(make("bdi", "", files[row.file]), `:${row.line}`);
@@ -155,9 +161,14 @@ function makeRow(row, number) {
 }
 
 const likely = (row) => {
-  const known = (row.choices ?? []).map((each) => each.mean_logprob).filter((each) => each !== undefined);
-  return known.length ? -known.reduce((sum, each) => sum + each, 0) / known.length : -Infinity;
+  const known = (row.choices ?? []).flatMap(({ logprobs }) => (logprobs ? [logprobs] : []));
+  const [sum, count] = known.reduce(([sum, count], [more, n]) => [sum + more, count + n], [0, 0]);
+  return count ? -sum / count : -Infinity;
 };
+const lengthOf = (row) =>
+  row.completion_tokens === 0 && likely(row) > -Infinity
+    ? `mean logprob ${(-likely(row)).toFixed(3)}`
+    : `${many(row.completion_tokens ?? 0)} tokens`;
 const items = rows.map(makeRow);
 const searched = rows.map((row) =>
   [...row.asked.map(textOf), ...(row.choices ?? []).map(textOf), row.error?.code, row.error?.message, row.id, row.others?.text]

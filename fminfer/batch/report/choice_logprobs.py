@@ -1,17 +1,15 @@
-"""The logprobs of the tokens that a choice has drawn, whatever form they have."""
+"""The logprobs that score a choice, whatever form they have."""
 
 from __future__ import annotations
 
-from itertools import islice
 from typing import Any
 
 
-def drawn_logprobs(choice: dict[str, Any], prompt: Any, *, is_echo: bool) -> list[float]:
-    """Return the logprobs of drawn tokens; an empty list if there are none.
+def choice_logprobs(choice: dict[str, Any], prompt: Any, *, is_echo: bool) -> list[float]:
+    """Return the logprobs of drawn tokens, or of an echoed prompt that drew none.
 
     Args:
-        prompt: of the choice; under echo its tokens, which stand before the drawn ones, are left
-            out.
+        prompt: of the choice; under echo its tokens stand before the drawn ones.
     """
     logprobs = choice.get("logprobs")
     if not isinstance(logprobs, dict):
@@ -22,7 +20,7 @@ def drawn_logprobs(choice: dict[str, Any], prompt: Any, *, is_echo: bool) -> lis
     if not isinstance(values, list):
         return []
     if is_echo:
-        values = islice(values, num_echoed(logprobs, prompt), None)
+        values = values[num_echoed(logprobs, prompt) :] or values
     return [value for value in values if value is not None]
 
 
