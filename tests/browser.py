@@ -11,6 +11,7 @@ import shutil
 import signal
 import tempfile
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -137,6 +138,19 @@ class Browser:
     def picture(self, path: Path) -> None:
         """Write what the window shows as a .png file."""
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
+
+    def pixel(self, x: float, y: float) -> tuple[int, ...]:
+        """Return the red, green and blue of a place in the page, from 0 to 255."""
+        clip = {"x": x, "y": y, "width": 1, "height": 1, "scale": 1}
+        png = base64.b64decode(self.call("Page.captureScreenshot", clip=clip)["data"])
+        data, place = b"", 8  # chunks follow the signature: size, name, bytes, checksum
+        while place < len(png):
+            size = int.from_bytes(png[place : place + 4])
+            if png[place + 4 : place + 8] == b"IDAT":
+                data += png[place + 8 : place + 8 + size]
+            place += size + 12
+        # A filter's number, and the pixel itself: there is none before it to differ from.
+        return tuple(zlib.decompress(data)[1:4])
 
 
 @contextmanager

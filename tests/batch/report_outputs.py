@@ -119,3 +119,16 @@ def plain_answer(number: int, text: str, **fields: Any) -> bytes:
     }
     request = {"prompt": f"prompt {number}", "max_tokens": 50, **fields}
     return json.dumps({"request": request, "result": result}).encode() + b"\n"
+
+
+def scored_answer(text: str, **fields: Any) -> bytes:
+    """Return a record of a prompt of three tokens and two spaces, which a run has scored."""
+    answer = json.loads(plain_answer(1, text, **{"prompt": text, "echo": True} | fields))
+    first, second, third = text.split()
+    answer["result"]["choices"][0]["logprobs"] = {
+        "tokens": [first, f"Ġ{second}", f"Ġ{third}"],
+        "token_logprobs": [None, -1.0, -2.5],
+        "text_offset": [0, len(first), len(first) + 1 + len(second)],
+    }
+    answer["result"]["usage"]["completion_tokens"] = 0
+    return json.dumps(answer).encode() + b"\n"

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from fminfer.batch.report.axes import show_number, show_share
+from fminfer.batch.report.axes import find_ticks, show_number, show_share
 from fminfer.batch.report.charts import make_histogram
 from fminfer.batch.report.histogram import Histogram, make_bins
 from fminfer.batch.report.plain_text import show
@@ -36,6 +36,7 @@ from tests.batch.report_outputs import (
     read_records,
     result_of,
     said,
+    scored_answer,
     text_of,
     tile,
     write_lines,
@@ -187,6 +188,23 @@ def test_echoed_tokens_are_marked_as_given(output: Path) -> None:
         assert len(chosen) == 1 and chosen[0][0] == text and chosen[0][1] == logprob
 
 
+def test_a_scored_prompt_is_shown_once_with_its_score(tmp_path: Path) -> None:
+    """It stood there as a prompt and again as an answer, and no chart or row told its score."""
+    output = tmp_path / "out.jsonl"
+    output.write_bytes(scored_answer("a b c") + scored_answer("a b c", prompt=[4, 5, 6]))
+    page, data = make_report(output)
+    by_text, by_ids = data["rows"]
+    assert by_text["asked"] == [] and said(by_text["choices"][0]) == "a b c"
+    assert by_ids["asked"][0]["text"] == "4 5 6", "which the answer does not tell"
+    assert [row["choices"][0]["logprobs"] for row in data["rows"]] == [[-3.5, 2]] * 2
+    assert "2 rows; mean -1.750, a probability of 17.4 % a token" in text_of(page)
+    assert [row["why"] for row in data["rows"]] == [["sample"], ["sample"]]
+    unscored = json.loads(scored_answer("a b c"))
+    del unscored["result"]["choices"][0]["logprobs"]
+    output.write_text(json.dumps(unscored) + "\n")
+    assert "No token was drawn" in text_of(make_report(output)[0])
+
+
 def test_an_input_that_has_changed_is_told_and_not_believed(tmp_path: Path) -> None:
     body = {"prompt": "x", "max_tokens": 1, "seed": 77}
     lines = [
@@ -261,7 +279,8 @@ def test_scores_have_no_drawn_tokens(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in.jsonl", [line | {"echo": True} for line in lines])
     assert call("run", "-q", *FLAGS, source).exit_code == 0
     page, data = make_report(answers_path(source))
-    assert "No token was drawn" in text_of(page) and "ask for them" not in text_of(page)
+    assert "counts with its echoed prompt" in text_of(page) and "ask for" not in text_of(page)
+    assert all(row["choices"][0]["logprobs"][0] < 0 and not row["asked"] for row in data["rows"])
     assert not any("long" in row["why"] for row in data["rows"])
 
 
@@ -329,6 +348,14 @@ def test_a_histogram_stays_small() -> None:
         histogram.add(value)
     assert len(histogram.counts) < 30_000
     assert histogram.quantile(0.5) == pytest.approx(1_500_000, rel=1e-3)
+
+
+@pytest.mark.parametrize("most", [1, 3, 9, 25, 70])
+def test_counts_have_whole_ticks(most: int) -> None:
+    """The axis of a chart had 7.5 rows, and one with a single row had 0.25."""
+    ticks = find_ticks(most)
+    assert all(tick == int(tick) for tick in ticks) and ticks[-2] < most <= ticks[-1]
+    assert find_ticks(0.9) == pytest.approx([0, 0.25, 0.5, 0.75, 1])
 
 
 def test_parts_of_a_character_are_one_piece() -> None:

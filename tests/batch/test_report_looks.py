@@ -15,6 +15,7 @@ from tests.batch.report_outputs import (
     make_report,
     mixed_lines,
     plain_answer,
+    scored_answer,
     write_lines,
 )
 from tests.browser import CHROMIUM, Browser, open_browser
@@ -82,14 +83,8 @@ def test_it_is_readable(browser: Browser, width: int, scheme: str) -> None:
 
 @pytest.mark.parametrize("width", [390, 1024, 1280])
 def test_nothing_is_torn_apart(browser: Browser, width: int) -> None:
-    """Neither a title from its table nor a word; charts that stand alone are as wide as others."""
+    """Neither cards from their row nor a word; charts that stand alone are as wide as others."""
     browser.look(width, 900)
-    browser.run("document.querySelector('.facts').style.minHeight = '60rem'")
-    title, table = (
-        browser.run(f"document.querySelector('.asked {each}').getBoundingClientRect().toJSON()")
-        for each in ("h3", ".params")
-    )
-    assert 0 <= table["top"] - title["bottom"] < 16
     lines = browser.run(
         "[...document.querySelectorAll('.shares th')].map(e => {"
         " const range = document.createRange(), text = e.firstChild;"
@@ -101,6 +96,50 @@ def test_nothing_is_torn_apart(browser: Browser, width: int) -> None:
     if width < 600:
         charts = "[...document.querySelectorAll('.chart')].map(e => e.offsetWidth)"
         assert len(set(browser.run(charts))) == 1
+
+
+def test_cards_line_up(browser: Browser) -> None:
+    """Each row of cards had gaps of its own, and a title moved one card down from its neighbour."""
+    places = ".tiles div:nth-child(4)", ".params", ".answers .chart:nth-child(5)"
+    edges = [browser.run(f"document.querySelector('{each}').offsetLeft") for each in places]
+    assert len(set(edges)) == 1, edges
+    for edge in ("top", "bottom"):
+        of_each = f"e => e.getBoundingClientRect().{edge}"
+        assert (
+            len(set(browser.run(f"[...document.querySelectorAll('.asked > *')].map({of_each})")))
+            == 1
+        )
+
+
+def test_a_table_that_goes_on_says_so(browser: Browser) -> None:
+    """On a phone it was cut at the right without a sign."""
+    browser.look(390, 844)
+    table = "document.querySelector('.slowest')"
+    browser.run(f"{table}.scrollIntoView()")
+    assert browser.run(f"{table}.scrollWidth - {table}.clientWidth") > 50
+    x, y = browser.run(
+        f"(b => [b.right - 3, b.top + scrollY + 4])({table}.getBoundingClientRect())"
+    )
+    bright = sum(browser.pixel(x, y))
+    browser.run(f"{table}.scrollLeft = 1e6")
+    assert sum(browser.pixel(x, y)) > bright + 150, "the shade goes where the table ends"
+
+
+def test_a_scored_prompt_has_its_score(browser: Browser, tmp_path: Path) -> None:
+    """It was called an answer of 0 tokens."""
+    output = tmp_path / "out.jsonl"
+    output.write_bytes(scored_answer("a b c"))
+    path = output.with_name("report.html")
+    make_report(output, path=path)
+    browser.open(path.as_uri())
+    browser.wait("document.querySelector('.body')")
+    titles = browser.run("[...document.querySelectorAll('h4')].map(e => e.textContent)")
+    score = "2 logprobs: sum -3.500, mean -1.750 (17.4 % a token)"
+    assert titles == [f"Prompt · no token drawn · {score}"]
+    assert browser.run("document.querySelector('.said').textContent") == "a b c"
+    told = browser.run("document.querySelector('.figures').textContent")
+    assert told.split() == ["mean", "logprob", "-1.750"]
+    assert "not known" not in browser.run("document.querySelector('.body').textContent")
 
 
 def test_no_text_is_run(browser: Browser) -> None:
@@ -171,6 +210,8 @@ def test_the_end_of_a_long_prompt_is_in_view(browser: Browser, tmp_path: Path) -
     boxes = "[...document.querySelectorAll('.said')]"
     left = browser.run(f"{boxes}.map(e => e.scrollHeight - e.clientHeight - e.scrollTop)")
     assert browser.run(f"{boxes}.every(e => e.scrollTop > 500)") and max(left) <= 1
+    signs = "[...document.querySelectorAll('h4')].map(e => e.textContent.split(' · ').at(-1))"
+    assert browser.run(signs) == ["scroll up for its beginning"] * 2
 
 
 def test_each_field_and_chart_has_a_name(browser: Browser) -> None:

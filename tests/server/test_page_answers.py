@@ -140,6 +140,7 @@ def test_stop_leaves_the_server_and_keeps_what_came(page: Page) -> None:
     page.browser.press("Enter", 13)
     page.browser.wait("document.querySelectorAll('.token').length > 3")
     assert page.browser.run("document.querySelector('#send').disabled")
+    assert page.text_of("#status") == ["Answering…"], "it said that it waits for tokens"
     page.browser.click("#stop")
     page.wait_for_status("Stopped")
     wait_until_left(page)

@@ -63,6 +63,37 @@ def test_the_page_is_readable(page: Page, width: int, scheme: str) -> None:
     assert box[0] >= 0 and box[1] <= width and box[2] >= 0 and box[3] <= 844
 
 
+def test_examples_are_whole_and_can_be_copied(page: Page) -> None:
+    """On a phone they were cut at the right, without a sign, and no button copied them."""
+    page.browser.look(390, 844)
+    cut = "[...document.querySelectorAll('pre')].map(e => e.scrollWidth - e.clientWidth)"
+    assert page.browser.run(cut) == [0, 0]
+    page.browser.click("#try-curl + button")
+    assert page.text_of(".code button") == ["Copied", "Copy"]
+    copied = page.browser.run("getSelection().toString()")
+    assert copied == page.text_of("#try-curl")[0] and copied.count("\n") == 2
+
+
+def test_the_model_is_named_whole_on_a_phone(page: Page) -> None:
+    """Its name was cut with dots, and the length of its context could not be read."""
+    page.browser.look(390, 844)
+    page.browser.run("document.querySelector('#model').textContent += ' and a long name'.repeat(9)")
+    assert (
+        page.browser.run("(e => e.scrollWidth - e.clientWidth)(document.querySelector('#model'))")
+        == 0
+    )
+
+
+@pytest.mark.parametrize(("scheme", "is_dark"), [("light", False), ("dark", True)])
+def test_the_docs_are_as_dark_as_the_page(page: Page, scheme: str, is_dark: bool) -> None:
+    """They stayed white in dark mode."""
+    page.browser.look(1280, 844, scheme)
+    page.browser.open(urljoin(page.fake.url, "docs"))
+    page.browser.wait("document.querySelectorAll('.opblock').length === 4")
+    assert (max(page.browser.pixel(2, 2)) < 60) == is_dark
+    assert (min(page.browser.pixel(2, 2)) > 200) == (not is_dark)
+
+
 def test_each_field_has_a_label(page: Page) -> None:
     fields = "[...document.querySelectorAll('input, textarea')]"
     assert page.browser.run(f"{fields}.length") == 9

@@ -79,7 +79,7 @@ def _make_logprobs(whole: Tally) -> str:
     kept = Histogram(histogram.scale)
     for value, count in histogram.values():
         kept.counts[round(max(value, floor) * histogram.scale)] += count
-    kept.least, kept.most = floor, histogram.most
+    kept.least, kept.most = floor, max(floor, histogram.most)
     if floor > histogram.least:
         note += "; the first bar holds all below -20"
     return make_histogram(title, note, make_bins(kept)[0], lambda v: f"{v:.3g}", is_int=False)

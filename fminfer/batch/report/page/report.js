@@ -167,7 +167,7 @@ const likely = (row) => {
 };
 const lengthOf = (row) =>
   row.completion_tokens === 0 && likely(row) > -Infinity
-    ? `mean logprob ${(-likely(row)).toFixed(3)}`
+    ? `mean\u00a0logprob\u00a0${(-likely(row)).toFixed(3)}`
     : `${many(row.completion_tokens ?? 0)} tokens`;
 const items = rows.map(makeRow);
 const searched = rows.map((row) =>
