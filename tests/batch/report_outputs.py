@@ -85,6 +85,7 @@ def read_page(path: Path) -> tuple[str, dict[str, Any]]:
 def text_of(page: str) -> str:
     """Return the page's text, without its rows."""
     body = page.split("<body>")[1].split('<script type="application/json"')[0]
+    body = body.replace("<wbr>", "")  # where a word may break
     return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", body)).split())
 
 

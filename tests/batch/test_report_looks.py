@@ -98,6 +98,18 @@ def test_nothing_is_torn_apart(browser: Browser, width: int) -> None:
         assert len(set(browser.run(charts))) == 1
 
 
+def test_tables_tear_no_word_on_a_phone(browser: Browser) -> None:
+    """Errors' codes and heads of columns were broken anywhere; a code breaks after a low line."""
+    browser.look(390, 844)
+    words = "[...document.querySelectorAll('.errors :is(thead th, code)')]"
+    lines = browser.run(
+        f"{words}.flatMap(e => [...e.childNodes]).filter(e => e.data).map(e => {{"
+        " const range = document.createRange(); range.selectNode(e);"
+        " return range.getClientRects().length; })"
+    )
+    assert len(lines) > 5 and max(lines) == 1
+
+
 def test_cards_line_up(browser: Browser) -> None:
     """Each row of cards had gaps of its own, and a title moved one card down from its neighbour."""
     places = ".tiles div:nth-child(4)", ".params", ".answers .chart:nth-child(5)"

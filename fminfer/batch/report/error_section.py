@@ -32,7 +32,8 @@ def make_errors(scan: Scan, shown: Sequence[ShownRow]) -> str:
         if code in RETRYABLE:
             texts.append("<li>The same command of fminfer run tries these rows again.</li>")
         rows.append(
-            f'<tr><th scope="row"><code>{escape(code)}</code></th><td>{count:,}</td>'
+            f'<tr><th scope="row"><code>{escape(code).replace("_", "_<wbr>")}</code></th>'
+            f"<td>{count:,}</td>"
             f'<td class="wide"><ul>{"".join(texts)}</ul></td></tr>'
         )
     heads = "".join(f'<th scope="col">{name}</th>' for name in ("code", "rows", "examples"))

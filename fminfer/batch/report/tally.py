@@ -11,6 +11,7 @@ from fminfer.batch.report.answer_fields import AnswerFields
 from fminfer.batch.report.choice_logprobs import choice_logprobs, prompt_of
 from fminfer.batch.report.histogram import Histogram
 from fminfer.batch.report.plain_text import dump
+from fminfer.core.quantities import counted
 
 MAX_VALUES = 200  # different values of a parameter that are counted one by one
 MAX_VALUE_LENGTH = 200
@@ -129,7 +130,7 @@ class Tally:
                     continue
                 values = self.params[name] = Values()
             is_list_of_tools = name == "tools" and type(value) is list
-            values.add(f"{len(value)} functions" if is_list_of_tools else value)
+            values.add(counted(len(value), "function") if is_list_of_tools else value)
 
     def _add_logprobs(self, answer: AnswerFields) -> float | None:
         """Count the mean logprob of all tokens that a row has drawn or scored."""
