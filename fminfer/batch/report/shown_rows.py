@@ -78,7 +78,6 @@ class ShownRow:
             "completion_tokens": usage.get("completion_tokens"),
             "cached_tokens": (usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
             "seconds": answer.times.get("batch_time"),
-            "queue_seconds": answer.times.get("queue_time"),
             "choices": [_show_choice(each, fields, cut) for each in answer.choices[:MAX_PARTS]],
             "num_choices": len(answer.choices),
         }
@@ -99,9 +98,9 @@ def cut_text(text: str, num_chars: int) -> dict[str, Any]:
 
 def _is_echo_alone(answer: AnswerFields, request: dict[str, Any]) -> bool:
     """Tell whether each choice is its prompt and no more: the prompt is then shown once."""
-    told = [(c.get("text"), prompt_of(request, c.get("index", 0))) for c in answer.choices]
-    is_drawn = answer.usage.get("completion_tokens") != 0
-    return bool(told) and not is_drawn and all(text and text == prompt for text, prompt in told)
+    told = ((c.get("text"), prompt_of(request, c.get("index", 0))) for c in answer.choices)
+    is_drawn = not answer.choices or answer.usage.get("completion_tokens") != 0
+    return not is_drawn and all(text and text == prompt for text, prompt in told)
 
 
 def _list_asked(request: Any, cut: Cut) -> list[dict[str, Any]]:

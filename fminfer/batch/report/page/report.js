@@ -5,7 +5,6 @@
 const $ = (id) => document.getElementById(id);
 const { files, rows } = JSON.parse($("data").textContent);
 const LEVELS = [0.9, 0.5, 0.2, 0.05]; // the least probability of each colour but the last
-const REASONS = { slow: "slow", long: "long", unlikely: "unlikely", error: "error" };
 const percent = (p) => {
   if (p < 0.001) return "< 0.1 %";
   return p >= 0.9995 && p < 1 ? "> 99.9 %" : `${(100 * p).toFixed(1)} %`;
@@ -62,24 +61,22 @@ function makePart(title, said, className = "") {
   return part;
 }
 
-function titleOf({ who, is_ids }, count) {
+function titleOf({ who, is_ids }) {
   if (who === "line") return "The line as it stands";
-  if (who !== "prompt") return who;
-  return `Prompt${count > 1 ? "s" : ""}${is_ids ? " (token ids)" : ""}`;
+  return who === "prompt" && is_ids ? "Prompt (token ids)" : who === "prompt" ? "Prompt" : who;
 }
 
 function makeChoice(choice, place, row) {
   const why = { stop: "complete", length: "reached max_tokens", tool_calls: "calls a tool" };
   const number = row.num_choices > 1 ? ` ${place + 1} of ${many(row.num_choices)}` : "";
-  const parts = isEcho(choice, row)
-    ? [`Prompt${number}`, "no token drawn"]
-    : [`Answer${number}`, why[choice.reason] ?? choice.reason];
+  const [who, how] = isEcho(choice, row) ? ["Prompt", "no token drawn"] : ["Answer", why[choice.reason] ?? choice.reason];
+  const parts = [`${who}${number}`, how];
   if (choice.stop) parts.push(`stopped by ${choice.stop}`);
   if (choice.logprobs) {
     const [sum, count] = choice.logprobs;
     parts.push(`${many(count)} logprobs: sum ${sum.toFixed(3)}, mean ${(sum / count).toFixed(3)} (${percent(Math.exp(sum / count))} a token)`);
   }
-  return makePart(parts.join(" · "), choice, isEcho(choice, row) ? "question" : "answer");
+  return makePart(parts.join(" · "), choice, who === "Prompt" ? "question" : "answer");
 }
 
 /** Tell whether a choice is its prompt alone, as where prompts are scored. */
@@ -96,7 +93,7 @@ function makeBody(row) {
   for (const [place, asked] of row.asked.entries()) {
     const isQuestion = asked.who === "prompt" || place === row.asked.length - 1;
     if (asked.who === "note") body.append(make("p", "meta", asked.text));
-    else body.append(makePart(titleOf(asked, 1), asked, isQuestion ? "question" : ""));
+    else body.append(makePart(titleOf(asked), asked, isQuestion ? "question" : ""));
   }
   if (!row.asked.length && !row.choices?.some((each) => isEcho(each, row))) body.append(make("p", "meta", "The request is not known: a Batch record does not repeat it."));
   if (row.error) {
@@ -147,7 +144,7 @@ function makeRow(row, number) {
   start.append(make("bdi", "dim", asked));
   if (answered) start.append(" → ", make("bdi", "", answered));
   const figures = make("span", "figures", row.error ? "" : lengthOf(row));
-  for (const why of row.why) if (REASONS[why]) figures.append(make("span", `tag ${why}`, REASONS[why]));
+  for (const why of row.why) if (why !== "sample") figures.append(make("span", `tag ${why}`, why));
   const name = make("span", "name");
   name.append(make("bdi", "", files[row.file]), `:${row.line}`);
   summary.append(name, start, figures);
@@ -161,14 +158,12 @@ function makeRow(row, number) {
 }
 
 const likely = (row) => {
-  const known = (row.choices ?? []).flatMap(({ logprobs }) => (logprobs ? [logprobs] : []));
-  const [sum, count] = known.reduce(([sum, count], [more, n]) => [sum + more, count + n], [0, 0]);
+  const add = ([sum, count], { logprobs: [more, n] = [0, 0] }) => [sum + more, count + n];
+  const [sum, count] = (row.choices ?? []).reduce(add, [0, 0]);
   return count ? -sum / count : -Infinity;
 };
 const lengthOf = (row) =>
-  row.completion_tokens === 0 && likely(row) > -Infinity
-    ? `mean\u00a0logprob\u00a0${(-likely(row)).toFixed(3)}`
-    : `${many(row.completion_tokens ?? 0)} tokens`;
+  row.completion_tokens || likely(row) === -Infinity ? `${many(row.completion_tokens ?? 0)} tokens` : `mean\u00a0logprob\u00a0${(-likely(row)).toFixed(3)}`;
 const items = rows.map(makeRow);
 const searched = rows.map((row) =>
   [...row.asked.map(textOf), ...(row.choices ?? []).map(textOf), row.error?.code, row.error?.message, row.id, row.others?.text]
