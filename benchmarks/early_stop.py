@@ -22,9 +22,9 @@ import click
 from against_transformers import SIZE
 
 import fminfer
-from fminfer.engine import expected
+from fminfer.engine import reservation
 
-MIN_SEEN = {"learned": expected.MIN_SEEN, "all": 10**9}
+MIN_SEEN = {"learned": reservation.MIN_SEEN, "all": 10**9}
 
 
 def make_rows(count: int) -> list[dict[str, Any]]:
@@ -55,7 +55,7 @@ def main(budget: int, num_rows: int, repeats: int, dtype: str) -> None:
     texts: dict[str, list[str]] = {}
     for turn in range(repeats):
         for side, engine in engines.items():
-            expected.MIN_SEEN = MIN_SEEN[side]
+            reservation.MIN_SEEN = MIN_SEEN[side]
             rows = make_rows(num_rows)
             for row in rows:  # other tokens each time, so that no turn finds them in the cache
                 row["prompt"] = [(token + turn) % 32000 for token in row["prompt"]]

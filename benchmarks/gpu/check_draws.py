@@ -14,8 +14,8 @@ import torch
 from benchmarks.gpu.cases import Case, Figures, Setting, expect
 from fminfer.compute.kernel_choice import find_drawer, find_library
 from fminfer.compute.sampling import sampler
+from fminfer.compute.sampling.draw_kernel import ScoreKernel
 from fminfer.compute.sampling.sampler import Drawer, Ranker, Ranking, SamplingTensors
-from fminfer.compute.sampling.score_kernel import ScoreKernel
 
 SIZES = {"cuda": (64, 128256), "cpu": (16, 3000)}  # rows, vocabulary
 NUM_TOP = 20

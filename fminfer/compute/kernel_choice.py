@@ -18,11 +18,9 @@ from fminfer.compute.attention.paged_attention import AttentionKernel, PagedAtte
 from fminfer.compute.kernels.kernel_build import KernelBuild, may_have_library, start_build
 from fminfer.compute.layers.bodies import PartKernels, part_pairs
 from fminfer.compute.layers.layer_kernels import LayerKernels
-from fminfer.compute.sampling.draw_kernel import DrawKernel
+from fminfer.compute.sampling.draw_kernel import DrawKernel, ScoreKernel, draw_pairs, rank_pairs
 from fminfer.compute.sampling.head_kernel import HeadKernel, head_pairs
-from fminfer.compute.sampling.logit_trials import draw_pairs, rank_pairs
 from fminfer.compute.sampling.sampler import Drawer, Racer, Ranker, draw, rank
-from fminfer.compute.sampling.score_kernel import ScoreKernel
 from fminfer.compute.spec import Attention, Model
 from fminfer.compute.trial import Limits, Pair, try_body
 from fminfer.core.config import Kernels

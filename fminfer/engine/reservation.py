@@ -5,13 +5,40 @@ It also asks and feeds the prefix cache, whose prefixes lie in the same blocks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from fminfer.engine.blocks import BlockPool
-from fminfer.engine.expected import ExpectedLengths
 from fminfer.engine.packing import PackedRow
 from fminfer.engine.prefix import Match, PrefixCache
 from fminfer.engine.sequence import PromptState, Sequence
+
+MIN_SEEN = 8  # ended rows before their lengths tell anything
+MOST_UNSEEN = 1024  # until then; of chats that may fill a context of 100,000 several run at once
+MEMORY = 64  # about so many of the last rows count
+
+
+class ExpectedLengths:
+    """Means and deviations of lengths, for rows of about the same max_tokens."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[int, float, float]] = {}  # rows, mean and mean square
+
+    def learn(self, max_tokens: int, length: int) -> None:
+        """Record the length of a finished row."""
+        count, mean, square = self._seen.get(max_tokens.bit_length(), (0, 0.0, 0.0))
+        share = max(1 / (count + 1), 1 / MEMORY)
+        mean += share * (length - mean)
+        square += share * (length**2 - square)
+        self._seen[max_tokens.bit_length()] = (count + 1, mean, square)
+
+    def expect(self, max_tokens: int) -> int:
+        """Return how many tokens to reserve: mean and one deviation, or a first guess."""
+        count, mean, square = self._seen.get(max_tokens.bit_length(), (0, 0.0, 0.0))
+        if count < MIN_SEEN:
+            return min(max_tokens, MOST_UNSEEN)
+        deviation = math.sqrt(max(0.0, square - mean**2))
+        return min(max_tokens, math.ceil(mean + deviation))
 
 
 class KvReservation:
@@ -204,3 +231,25 @@ class KvReservation:
             self._pool.share(common)
             sequence.block_table = common + self._pool.allocate(each - len(common))
         self.num_sequences += len(prompt.sequences)
+
+
+def rows_below(priority: int, sequences: Iterable[Sequence]) -> list[Sequence]:
+    """List the rows that a prompt may preempt: the lowest priority first, then the latest."""
+    rows = [
+        sequence
+        for sequence in sequences
+        if sequence.prompt.priority < priority and len(sequence.prompt.sequences) == 1
+    ]
+    return sorted(rows, key=lambda row: (row.prompt.priority, -row.prompt.number))
+
+
+def first_to_go(sequence: Sequence, ready: Iterable[Sequence]) -> Sequence:
+    """Choose the row to preempt when no block is left for a running row: itself or a ready one."""
+    priority = sequence.prompt.priority
+    others = (other for other in ready if _may_go(other.prompt, priority))
+    return max([sequence, *others], key=lambda row: (-row.prompt.priority, row.prompt.number))
+
+
+def _may_go(prompt: PromptState, priority: int) -> bool:
+    """Return whether a row may be preempted for this priority: once, or for a higher one."""
+    return len(prompt.sequences) == 1 and (not prompt.again or prompt.priority < priority)

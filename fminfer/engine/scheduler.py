@@ -18,10 +18,9 @@ from fminfer.engine.blocks import BlockPool
 from fminfer.engine.engine_core import BEHIND_ALL
 from fminfer.engine.in_flight import StepsInFlight
 from fminfer.engine.packing import PackedRow, PlannedStep, pack
-from fminfer.engine.preemption import first_to_go, rows_below
 from fminfer.engine.prefill import PrefillLine
 from fminfer.engine.prefix import Match, PrefixCache
-from fminfer.engine.reservation import KvReservation
+from fminfer.engine.reservation import KvReservation, first_to_go, rows_below
 from fminfer.engine.sequence import PromptState, Sequence
 from fminfer.engine.step_shape import StepShape
 from fminfer.engine.waiting import WaitingLine

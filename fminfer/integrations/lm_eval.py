@@ -24,12 +24,14 @@ from lm_eval.models.utils import has_bos_prefix
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from fminfer.core.errors import UsageError
-from fminfer.integrations.client_requests import answer_all, score, shown
 from fminfer.integrations.lm_eval_chat import ChatRenderer
 from fminfer.integrations.lm_eval_generation import Generation, plan_generation
 from fminfer.integrations.lm_eval_options import (
+    answer_all,
     check_length,
     check_options,
+    score,
+    shown,
 )
 from fminfer.worker.engine_api import Engine
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -12,10 +13,16 @@ from fminfer.compute.spec import Model
 from fminfer.core.partition import Part
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.origins import ModelOrigins
-from fminfer.models.random_tensors import RandomTensors
 from fminfer.models.stored.read_ahead import reading_ahead
 from fminfer.models.tensor_reader import OnProgress, TensorReader
-from fminfer.models.tensor_shapes import Tensors, entry_shapes, exit_shapes, layer_shapes
+from fminfer.models.tensor_shapes import (
+    Shapes,
+    Tensors,
+    entry_shapes,
+    exit_shapes,
+    is_precise,
+    layer_shapes,
+)
 from fminfer.models.weight_headers import find_stored, open_files
 
 
@@ -125,3 +132,35 @@ def _draw(
         outside["head.weight"] = (entry or draw(of_embed, ""))["embed.weight"]
     num_bytes = sum(sizes) * dtype.itemsize + _count_bytes(entry, outside)
     return PartTensors(layers, entry, outside, dtype, num_bytes)
+
+
+@dataclass(slots=True, frozen=True)
+class RandomTensors:
+    """Draws tensors.
+
+    Args:
+        spread: the standard deviation of weights.
+        of_norms: what the weights of norms are.
+    """
+
+    seed: int
+    spread: float
+    of_norms: float
+    dtype: torch.dtype
+    device: torch.device
+
+    def draw(self, shapes: Shapes, where: str) -> Tensors:
+        """Draw tensors of these shapes. Each has a seed of its own, by its name and `where`."""
+        return {name: self._one(name, shape, where) for name, shape in shapes.items()}
+
+    def _one(self, name: str, shape: tuple[int, ...], where: str) -> torch.Tensor:
+        """Draw one tensor. Norms multiply by 1, biases are 0, the rest is normal."""
+        dtype, device = torch.float32 if is_precise(name) else self.dtype, self.device
+        if name.endswith(".bias"):
+            return torch.zeros(shape, dtype=dtype, device=device)
+        if "norm" in name or name.startswith(("before_", "after_", "sum_")):
+            return torch.full(shape, self.of_norms, dtype=dtype, device=device)
+        key = f"{self.seed} {where}{name}"
+        generator = torch.Generator(device).manual_seed(zlib.crc32(key.encode()))
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+        return tensor.normal_(0, self.spread, generator=generator)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fminfer.core.errors import FminferError, PipelineError, StoppedError, UsageError
 from fminfer.pipeline.addresses import interfaces
-from fminfer.pipeline.meeting import POLL_S, Meeting
+from fminfer.pipeline.meeting import STOP_POLL_S, Meeting
 from fminfer.pipeline.watch import Fault
 
 END_S = 10.0  # time for ranks to end once they were told to stop
@@ -35,7 +35,7 @@ class Group(Meeting):
         while thread.is_alive():
             if self.fault is not None:
                 raise self.fault.to_error()
-            thread.join(POLL_S)
+            thread.join(STOP_POLL_S)
         if thread.error is not None:
             raise thread.error
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Awaitable
 from typing import Any
 
 from fastapi import FastAPI
@@ -11,20 +13,52 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fminfer.core.version import __version__
 from fminfer.server.batches.batch_routes import batch_routes
 from fminfer.server.batches.desk import Desk
 from fminfer.server.batches.file_routes import file_routes
 from fminfer.server.doors import Doors
-from fminfer.server.faults import Faults
 from fminfer.server.http_errors import HttpError, respond
+from fminfer.server.metrics import Metrics
 from fminfer.server.model_routes import model_routes
 from fminfer.server.old_routes import old_routes
 from fminfer.server.openai_routes import openai_routes
 from fminfer.server.pages import page_routes
+from fminfer.server.server_log import ServerLog
 from fminfer.server.service import Service
 from fminfer.server.settings import ServerSettings
+
+
+class Faults:
+    """ASGI middleware: behind the doors, so that the error has what every response has."""
+
+    def __init__(self, app: ASGIApp, *, metrics: Metrics, log: ServerLog) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._log = log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
+        def send_noted(message: Message) -> Awaitable[None]:  # a coroutine less for each token
+            nonlocal has_begun
+            has_begun = True
+            return send(message)
+
+        try:
+            await self._app(scope, receive, send_noted)
+        except Exception as error:
+            if has_begun:
+                raise  # the connection is closed, and uvicorn tells why
+            text = "".join(traceback.format_exception(error))
+            request_id = Request(scope).state.request_id
+            self._log.error(f"Request {request_id} failed by a fault of fminfer:\n{text}")
+            self._metrics.count_refused(500)
+            message = f"fminfer failed on this request ({type(error).__name__}); please report it"
+            answer = respond(HttpError(500, message, code="internal_error"))
+            await answer(scope, receive, send)
 
 
 def make_app(service: Service, settings: ServerSettings, desk: Desk | None = None) -> FastAPI:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
@@ -16,7 +16,6 @@ from fminfer.core.errors import FminferError, RequestError, StoppedError
 from fminfer.engine.events import Delta, Event, Finished
 from fminfer.engine.sequence import Prepared
 from fminfer.server.http_errors import HttpError, as_http, shutting_down
-from fminfer.server.kept_answers import events_of
 from fminfer.server.metrics import Metrics, RequestTimes
 from fminfer.server.reply import Reply
 from fminfer.worker.result_cache import ResultCache
@@ -275,3 +274,24 @@ class Dispatcher:
         """Have `run` return."""
         self._is_over.set()
         self._prepares.shutdown(wait=False, cancel_futures=True)
+
+
+def events_of(answer: Finished, *, is_streamed: bool) -> list[Event]:
+    """Return the events by which a request gets an answer that is there already."""
+    return [*(_deltas(answer) if is_streamed else ()), answer]
+
+
+def _deltas(answer: Finished) -> Iterator[Delta]:
+    for choice in answer.choices:
+        message: dict[str, Any] = choice.get("message", {})
+        calls = message.get("tool_calls", [])
+        yield Delta(
+            answer.request_id,
+            choice["index"],
+            message["content"] or "" if message else choice["text"],
+            choice.get("token_ids", []),
+            choice.get("logprobs"),
+            choice["finish_reason"],
+            choice.get("stop_reason"),
+            [{"index": place} | call for place, call in enumerate(calls)],
+        )

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import FminferError, PipelineError, UsageError
 from fminfer.pipeline.addresses import end_when_silent
-from fminfer.pipeline.meeting import POLL_S, End, Meeting
+from fminfer.pipeline.meeting import STOP_POLL_S, End, Meeting
 from fminfer.pipeline.ranks import RankFacts
 from fminfer.pipeline.watch import Fault
 from fminfer.worker.processes import Processes
@@ -105,7 +105,7 @@ class Apart(Meeting):
             others = [f"heard/{rank}" for rank in range(1, self.world_size)]
             until_s = time.monotonic() + HEAR_S
             while not self._store.check(others) and time.monotonic() < until_s:
-                time.sleep(POLL_S)
+                time.sleep(STOP_POLL_S)
 
     def await_start(self) -> bool:
         """Wait until rank 0 starts the pipelines; return False if it has nothing to do.
@@ -179,7 +179,7 @@ class Apart(Meeting):
                     f"rank {number * self._num_stages}, the first of pipeline {number}, did not "
                     f"connect within {self._spread.join_timeout_s:g} s (--join-timeout)"
                 )
-            time.sleep(POLL_S)
+            time.sleep(STOP_POLL_S)
         peer = self._place.holder.lines.pop(number)
         end_when_silent(peer, self._spread.rank_timeout_s, is_always_read=True)
         return DistantPipeline(number, Connection(peer.detach()))

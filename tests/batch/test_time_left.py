@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from fminfer.batch.progress import ProgressBar
-from fminfer.batch.row_lengths import RowLengths
-from fminfer.batch.rows_left import MOST_UNREAD, MOST_WAITING, Places, work_left
+from fminfer.batch.rows_left import MOST_UNREAD, MOST_WAITING, Places, RowLengths, work_left
 from fminfer.batch.step_costs import StepCosts
 from fminfer.batch.time_left import TimeLeft
 from fminfer.contract.line import Line

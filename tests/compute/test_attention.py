@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from fminfer.compute.attention import chunk_attention
+from fminfer.compute.attention import paged_attention
 from fminfer.compute.attention.attention_plan import plan_attention
 from fminfer.compute.attention.kernel_attention import KernelAttention, plan_rows
 from fminfer.compute.attention.paged_attention import AttentionKernel, PagedAttention
@@ -590,9 +590,9 @@ def test_a_context_too_long_for_one_product_is_split(monkeypatch: pytest.MonkeyP
     torch.manual_seed(0)
     query, keys = torch.randn(HEADS, 20, DIM), torch.randn(KV_HEADS, 50, DIM)
     values = torch.randn(KV_HEADS, 50, DIM)
-    whole = chunk_attention.chunk_attention(query, keys, values, 30, 0.25, 9, None, 0.5)
-    monkeypatch.setattr(chunk_attention, "MAX_SCORES", 3 * HEADS * 50)
-    parts = chunk_attention.chunk_attention(query, keys, values, 30, 0.25, 9, None, 0.5)
+    whole = paged_attention.chunk_attention(query, keys, values, 30, 0.25, 9, None, 0.5)
+    monkeypatch.setattr(paged_attention, "MAX_SCORES", 3 * HEADS * 50)
+    parts = paged_attention.chunk_attention(query, keys, values, 30, 0.25, 9, None, 0.5)
     torch.testing.assert_close(whole, parts, atol=1e-6, rtol=1e-6)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fminfer.compute.kernels.kernel_build import find_compiler
-from fminfer.compute.sampling.draw_kernel import DrawKernel
+from fminfer.compute.sampling.draw_kernel import DrawKernel, ScoreKernel
 from fminfer.compute.sampling.gumbel import gumbel
 from fminfer.compute.sampling.sampler import (
     Drawer,
@@ -21,7 +21,6 @@ from fminfer.compute.sampling.sampler import (
     sample,
     score,
 )
-from fminfer.compute.sampling.score_kernel import ScoreKernel
 from fminfer.engine.noise import step_noise
 from tests.conftest import built_library
 

@@ -19,10 +19,9 @@ from fminfer.compute.layers.bodies import Parts
 from fminfer.compute.layers.layer_kernels import LayerKernels
 from fminfer.compute.linear.product_kernel import PackedProduct
 from fminfer.compute.linear.products import Products
-from fminfer.compute.sampling.draw_kernel import DrawKernel
+from fminfer.compute.sampling.draw_kernel import DrawKernel, ScoreKernel
 from fminfer.compute.sampling.head_kernel import HeadKernel
 from fminfer.compute.sampling.sampler import Ranking
-from fminfer.compute.sampling.score_kernel import ScoreKernel
 from fminfer.compute.trial import compare, try_body
 from fminfer.core.errors import UsageError
 from fminfer.models.checkpoint import open_random

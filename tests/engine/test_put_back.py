@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 import fminfer
 from fminfer.contract.line import Line
 from fminfer.core.errors import StoppedError
-from fminfer.engine import expected
-from fminfer.engine.expected import MIN_SEEN, ExpectedLengths
+from fminfer.engine import reservation
+from fminfer.engine.reservation import MIN_SEEN, ExpectedLengths
 from fminfer.engine.sequence import Sequence
 from tests.conftest import num_examples
 from tests.engine.test_prefix import VOCAB, Bench
@@ -67,7 +67,7 @@ def test_early_ends_let_more_rows_run_and_change_no_answer(
     stats = tight.loop.stats
     assert stats.max_rows_running > 2 * (200 * 4 // 115), "as many as fit with all they may draw"
     assert 0 < stats.num_put_back < 30
-    monkeypatch.setattr(expected, "MIN_SEEN", 10**9)  # as if nothing could be learned
+    monkeypatch.setattr(reservation, "MIN_SEEN", 10**9)  # as if nothing could be learned
     careful = Bench(has_cache=True, block_size=4, num_blocks=200, chunk=64, max_rows=64)
     assert careful.answers(requests) == answers
     assert careful.loop.stats.num_put_back == 0

@@ -18,8 +18,8 @@ from fminfer.contract.request import SamplingParams
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.engine_core import BEHIND_ALL
 from fminfer.engine.packing import PlannedStep
-from fminfer.engine.preemption import first_to_go
 from fminfer.engine.prefix import PrefixCache
+from fminfer.engine.reservation import first_to_go
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.sequence import Prepared, PromptState, RequestState, Sequence, TokenReport
 from fminfer.text.encoded_prompt import EncodedPrompt

@@ -23,9 +23,8 @@ import transformers
 import fminfer
 from fminfer.core.errors import StoppedError
 from fminfer.pipeline.addresses import machine_id
-from fminfer.pipeline.meeting import Meeting
+from fminfer.pipeline.meeting import Meeting, open_store
 from fminfer.pipeline.ranks import RankFacts
-from fminfer.pipeline.rendezvous import open_store
 from tests.conftest import VOCAB, save_byte_tokenizer
 from tests.forked import Forked, programs
 

@@ -31,8 +31,8 @@ from fminfer.pipeline.handshake import (
     WrongSecretError,
     receive_exactly,
 )
+from fminfer.pipeline.meeting import open_store
 from fminfer.pipeline.ranks import RankFacts
-from fminfer.pipeline.rendezvous import open_store
 from fminfer.pipeline.secret import read_own, secret_of_home
 from fminfer.pipeline.store import Store, StoreHolder
 from fminfer.pipeline.store_place import connect

@@ -26,8 +26,13 @@ from fminfer.models.fingerprint import NOT_OF_ANSWERS, fingerprint_of, terms_of_
 from fminfer.models.known_sizes import DEMO_MODEL
 from fminfer.text.encoded_prompt import EncodedPrompt
 from fminfer.worker.opening import open_model
-from fminfer.worker.recent_answers import RecentAnswers
-from fminfer.worker.result_cache import ResultCache, draws_by_chance, key_of, open_result_cache
+from fminfer.worker.result_cache import (
+    RecentAnswers,
+    ResultCache,
+    draws_by_chance,
+    key_of,
+    open_result_cache,
+)
 
 SEEDED = SamplingParams(max_tokens=8, temperature=0.9, seed=4)
 # A value of each that is another than SEEDED's.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 
 import torch
 
-from fminfer.compute.sampling.sampler import SamplingTensors
+from fminfer.compute.sampling.sampler import Drawer, Ranker, Ranking, SamplingTensors, draw, rank
+from fminfer.compute.trial import Pair
 
 
 class DrawKernel:
@@ -51,3 +53,71 @@ class DrawKernel:
         if failed:
             raise MemoryError("no memory for the drawing kernel's working space")
         return ids
+
+
+MOST_TOP = 64  # of more, torch's own selection is faster
+
+
+class ScoreKernel:
+    """`sampling.rank`, compiled."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        address, number = ctypes.c_void_p, ctypes.c_int64
+        self._score = library.fminfer_score
+        self._score.argtypes = [address, *[number] * 3, *[address] * 3, ctypes.c_int]
+
+    def __call__(self, logits: torch.Tensor, num_top: int) -> Ranking:
+        """Return the normalizers of (rows, vocab) logits, and the best `num_top`, in float32.
+
+        Of equal logits the lowest ids come first.
+        """
+        if num_top > MOST_TOP:
+            return rank(logits, num_top)
+        rows, vocab = logits.shape
+        assert logits.device.type == "cpu", "logits"
+        assert 1 <= num_top <= vocab, "the best logits"
+        logits = logits.float().contiguous()
+        normalizer = torch.empty(rows, device="cpu")
+        best = torch.empty((rows, num_top), device="cpu")
+        best_ids = logits.new_empty((rows, num_top), dtype=torch.int64)
+        self._score(
+            logits.data_ptr(),
+            rows,
+            vocab,
+            num_top,
+            normalizer.data_ptr(),
+            best.data_ptr(),
+            best_ids.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return Ranking(normalizer, best, best_ids, best_ids[:, 0])
+
+
+VOCAB = 3000
+
+
+def draw_pairs(drawer: Drawer) -> Iterator[Pair]:
+    """Draw with a kernel and in plain torch, once by each filter and without any."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn((8, VOCAB), generator=generator)
+    how = SamplingTensors(
+        temperature=torch.tensor([1.0, 0.5, 2.0, 1.0, 1.0, 1.0, 0.7, 1.3]),
+        top_p=torch.tensor([1.0, 1.0, 1.0, 0.5, 1.0, 1.0, 0.8, 1.0]),
+        top_k=torch.tensor([0, 0, 0, 0, 20, 0, 50, 0]),
+        min_p=torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 0.05, 0.0, 0.0]),
+        noise=torch.randint(-(2**63), 2**63 - 1, (8,), generator=generator),
+    )
+    rows = torch.tensor([0, 1, 2, 3, 4, 5, 6])
+    yield drawer(logits, how, rows), draw(logits, how, rows)
+
+
+def rank_pairs(ranker: Ranker) -> Iterator[Pair]:
+    """Rank logits with a kernel and in plain torch, some of them equal."""
+    logits = torch.randn((5, VOCAB), generator=torch.Generator().manual_seed(0))
+    logits[1, ::7] = 4.0
+    for num_top in (1, 5):
+        found, expected = ranker(logits, num_top), rank(logits, num_top)
+        yield found.best, expected.best
+        yield found.best_ids, expected.best_ids
+        yield found.first, expected.first
+        yield found.normalizer, expected.normalizer
