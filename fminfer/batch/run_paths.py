@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fminfer.batch.report.report_place import check_place
 from fminfer.batch.synthetic import Synthetic
-from fminfer.core.errors import UsageError
+from fminfer.contract.envelope import open_envelope, refuse_other_model
+from fminfer.contract.line import Line
+from fminfer.core.config import EngineConfig
+from fminfer.core.errors import RequestError, UsageError
 from fminfer.files.cache_place import CachePlace
 from fminfer.files.input_folders import describe_left_out, find_inputs, find_lost, folders_read
+from fminfer.files.line_reader import read_lines
 from fminfer.files.output_paths import STDOUT, Plan, plan_each, whose_file
 from fminfer.files.storage import Location, RemoteFolders
+from fminfer.models.known_sizes import DEMO_NAMES
+
+MOST_LOOKED_AT = 1000  # lines, for one that names a model
 
 
 @dataclass(slots=True, frozen=True)
@@ -134,3 +143,36 @@ class JobPaths:
         keeps_output = self.output is not None
         output = self.output if keeps_output else path.with_name("answers.jsonl")
         return replace(self, paths=[path], output=output, synthetic=None, keeps_output=keeps_output)
+
+
+def refuse_other_models(config: EngineConfig, inputs: Iterable[Path]) -> None:
+    """Refuse a run without --model-name whose first line that names a model names no demo model.
+
+    The demo model would answer it, and the user has forgotten the flag. A later line that names
+    another model costs only itself.
+
+    Raises:
+        UsageError: there is such a line.
+    """
+    num_left = MOST_LOOKED_AT if config.is_unnamed_demo else 0
+    for path in inputs:
+        num_left -= 1  # for files of which nothing is read, too
+        if num_left < 0 or not path.is_file():  # a pipe can be read only once
+            continue
+        lines = read_lines(path, 0, limit=num_left)
+        while (line := _next_line(lines)) is not None:
+            num_left -= 1
+            envelope = open_envelope(line)
+            try:
+                refuse_other_model(envelope.fields, DEMO_NAMES, is_unnamed_demo=True)
+            except RequestError as error:
+                raise UsageError(f"line {line.number} of {path}: {error.message}") from None
+            if envelope.fields.get("model") or envelope.fields.get("engine"):
+                return
+
+
+def _next_line(lines: Iterator[Line]) -> Line | None:
+    """Return the next line; None: there is none, or the file cannot be read, as a run will say."""
+    with suppress(UsageError, OSError):
+        return next(lines, None)
+    return None

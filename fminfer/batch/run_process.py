@@ -6,6 +6,7 @@ from fminfer.batch.answering import answer
 from fminfer.batch.process_roles import lead_or_join
 from fminfer.batch.run_context import RunContext
 from fminfer.batch.run_engine import MakeEngine
+from fminfer.batch.run_paths import refuse_other_models
 from fminfer.batch.run_summary import JobSummary
 from fminfer.files.output_paths import Plan
 from fminfer.models.checkpoint import Checkpoint
@@ -37,6 +38,7 @@ class _Preparing(Opening):
     def __call__(self, rank: int) -> None:
         if rank == 0:
             self._plan = self._plan or self._job.plan()
+            refuse_other_models(self._config, self._plan.inputs)
         super().__call__(rank)
 
     @property

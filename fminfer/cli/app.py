@@ -15,7 +15,7 @@ import click
 
 from fminfer.batch.hyperparameters import Hyperparameters
 from fminfer.batch.progress import TimeBar
-from fminfer.batch.run_paths import JobPaths
+from fminfer.batch.run_paths import JobPaths, refuse_other_models
 from fminfer.batch.synthetic import NUM_BATCHES, Synthetic
 from fminfer.cli.check_command import check
 from fminfer.cli.configured_command import ConfiguredCommand, tell_notices
@@ -282,6 +282,7 @@ def _run(job: JobPaths, config: EngineConfig, role: Role, stopper: Stopper, endi
         raise UsageError("--trace shows one pipeline; leave out --trace or --data-group-size")
     # Mistakes in the plan are told before anything is started or loaded; a rank's are told to all.
     plan = job.plan() if role.kind != "apart" else None
+    refuse_other_models(config, plan.inputs if plan else [])
     children = start_children(config, role, stopper, ending)
     with importing_engine(config, role):
         from fminfer.batch.run_context import RunContext

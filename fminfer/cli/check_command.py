@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 
 import click
 
+from fminfer.batch.run_paths import refuse_other_models
 from fminfer.cli.configured_command import ConfiguredCommand, tell_notices
 from fminfer.cli.exit_status import EXIT_FAILED, EXIT_SOME_ERRORS
 from fminfer.cli.options.value_types import PathOrUrl
@@ -69,6 +70,7 @@ def check(
         click.echo(f"Left out: {text}.", err=True)
     if not inputs:
         raise UsageError("no input; give a .jsonl file, as in: fminfer check requests.jsonl")
+    refuse_other_models(config, inputs)
     import_transformers()
     from fminfer.estimate.checking import Check  # imports torch
     from fminfer.worker.forecast import Layout

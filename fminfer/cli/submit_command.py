@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import click
 
+from fminfer.batch.run_paths import refuse_other_models
 from fminfer.cli.exit_status import EXIT_STOPPED
 from fminfer.cli.options.option_groups import GroupedCommand
 from fminfer.cli.options.submit_options import submit_options
@@ -17,6 +18,7 @@ from fminfer.cli.run_stand_in import run_stand_in
 from fminfer.cluster.job_names import parts_of
 from fminfer.cluster.resources import check_mode, check_shared_files, job_values, parse_flags
 from fminfer.cluster.slurm_and_lsf import SCHEDULERS
+from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.core.quantities import counted
 from fminfer.files.input_folders import describe_left_out, find_inputs
@@ -69,6 +71,7 @@ def submit(
     paths = tuple(Path(os.path.abspath(path)) for path in infer_data)
     outputs = _plan(paths, flags["output"])
     check_shared_files(mode, flags, len(outputs))
+    refuse_other_models(EngineConfig(flags["model"], flags["random_init"]), outputs)
     values, more_flags = job_values(chosen, mode, flags, **resources)
     form = JobForm(
         mode,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -108,6 +109,33 @@ def _two_requests() -> RequestError:
         "only a column",
         "body",
     )
+
+
+def refuse_other_model(
+    fields: dict[str, Any], names: Collection[str], *, is_unnamed_demo: bool
+) -> None:
+    """Refuse a request that names a model which is none of these.
+
+    Args:
+        is_unnamed_demo: the names are the demo model's, and the user has named none.
+
+    Raises:
+        RequestError: it names another.
+    """
+    remedy = (
+        f"and the model of this run is {' or '.join(sorted(names))}; answer the line with its own "
+        "model, or run without --check-model"
+    )
+    if is_unnamed_demo:
+        remedy = (
+            "and without --model-name the demo model answers, which knows only the way between "
+            "rooms. Give the line's model by --model-name; if the demo model is meant, give "
+            "--model-name demo"
+        )
+    for name in ("model", "engine"):
+        asked = fields.get(name)
+        if asked not in (None, "") and not (isinstance(asked, str) and asked in names):
+            raise RequestError("unsupported_parameter", f"{name} is {show(asked)}, {remedy}", name)
 
 
 def as_text(raw: bytes) -> bytes:

@@ -46,7 +46,7 @@ class EngineConfig:
         UsageError: a value outside its limits.
     """
 
-    model: str | None = None  # a folder or hub id; None is the demo model of the package
+    model: str | None = None  # a folder, a hub id, or demo; None: the demo model, not named
     random_init: str | None = None  # a config.json, its folder, a hub id, or a size
     tokenizer: str | None = None  # a folder or hub id; None: the model's own
     model_config: str | None = None  # as random_init, with the model's weights; None: its own
@@ -99,6 +99,11 @@ class EngineConfig:
         on_gpu = device_type == "cuda"
         chunk_size = max(512, 4096 // num_stages) if on_gpu else 512
         return StepSizes(self.chunk_size or chunk_size, self.max_rows or (1024 if on_gpu else 256))
+
+    @property
+    def is_unnamed_demo(self) -> bool:
+        """Whether the demo model answers because no model was named."""
+        return self.model is None and self.random_init is None
 
     @property
     def num_stages(self) -> int:

@@ -29,6 +29,7 @@ from fminfer.estimate.simulation import PretendPipeline, simulate
 from fminfer.files.line_reader import count_rows, read_lines
 from fminfer.machine.device import choose_kv_dtype
 from fminfer.models.checkpoint import Checkpoint
+from fminfer.models.known_sizes import folder_of
 from fminfer.models.weight_headers import check_tensors
 from fminfer.text.tokenizer import Tokenizer
 from fminfer.worker.assembly import build_loop, find_limits, load_tokenizer
@@ -53,7 +54,7 @@ class Check:
     def __init__(self, config: EngineConfig, layout: Layout, *, has_weights: bool = True) -> None:
         self._config = config
         self._checkpoint: Checkpoint = open_model(config, has_weights=False)
-        if config.model is None or Path(config.model).is_dir():  # else the hub still has them
+        if folder_of(config.model) is not None:  # else the hub still has them
             check_tensors(self._checkpoint, has_weights=has_weights)
         self._tokenizer: Tokenizer = load_tokenizer(config, self._checkpoint)
         self._limits: Limits = find_limits(config, self._checkpoint, self._tokenizer)

@@ -21,7 +21,8 @@ from fminfer.models.context import context_length
 from fminfer.models.families.table import architecture_of, check_model_type
 from fminfer.models.families.tensor_names import Architecture
 from fminfer.models.hub import SMALL_FILES, fetch, fetch_weights
-from fminfer.models.known_sizes import DEMO_MODEL, SIZES, size_fields
+from fminfer.models.known_sizes import DEMO_MODEL as DEMO_MODEL
+from fminfer.models.known_sizes import DEMO_NAMES, SIZES, folder_of, size_fields
 
 GENERATION = "generation_config.json"
 
@@ -101,7 +102,7 @@ def open_checkpoint(
     tokenizer: str | None = None,
     revision: str | None = None,
 ) -> Checkpoint:
-    """Find a model by folder or hub id (None: the demo model) and read its config.
+    """Find a model by folder or hub id (None, demo: the demo model) and read its config.
 
     Args:
         has_weights: otherwise a model of the hub is fetched without its weights.
@@ -112,8 +113,8 @@ def open_checkpoint(
     Raises:
         CheckpointError: nothing there, no config, or an architecture that does not run.
     """
-    folder = DEMO_MODEL if name is None else Path(name)
-    is_of_hub = not folder.is_dir()
+    folder = folder_of(name) or Path(str(name))
+    is_of_hub = folder_of(name) is None
     if revision is not None and not is_of_hub:
         raise CheckpointError(
             f"--revision is {revision!r}, and {name} is a folder; models of the hub have revisions"
@@ -131,7 +132,7 @@ def open_checkpoint(
         folder = fetch(str(name), SMALL_FILES, revision)
     config = config or _read_config(folder)
     return Checkpoint(
-        name or "fminfer-demo",
+        DEMO_NAMES[0] if folder is DEMO_MODEL else str(name),
         folder,
         text_part(config),
         architecture_of(config),

@@ -75,6 +75,8 @@ def fingerprint_of(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, st
             found[f"--{name.replace('_', '-')}"] = str(value)
     for name in SETTINGS:
         found[f"--{name.replace('_', '-')}"] = str(getattr(config, name))
+    if config.is_unnamed_demo:
+        found["--check-model"] = "on without --model-name"
     return found
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 Fields = dict[str, Any]
 DEMO_MODEL = Path(__file__).parent.parent / "demo_model"
+DEMO_NAMES = ("fminfer-demo", "demo")  # the first one stands in records
 
 
 def _bloom(hidden: int, layers: int, heads: int) -> Fields:
@@ -83,3 +84,10 @@ def size_fields(name: str | None) -> Fields | None:
     """Return a copy of the config's fields of a size; None: there is no such size."""
     fields = SIZES.get(ALIASES.get(name or "", name or ""))
     return None if fields is None else dict(fields)
+
+
+def folder_of(name: str | None) -> Path | None:
+    """Return a model's folder: one here, or the demo model's; None: a model of the hub."""
+    if name is not None and Path(name).is_dir():
+        return Path(name)
+    return DEMO_MODEL if name is None or name in DEMO_NAMES else None

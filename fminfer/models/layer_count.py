@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fminfer.core.config import EngineConfig
 from fminfer.core.partition import split_layers
-from fminfer.models.known_sizes import DEMO_MODEL, size_fields
+from fminfer.models.known_sizes import folder_of, size_fields
 
 LAYER_NAMES = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
@@ -35,7 +35,7 @@ def _count_layers(config: EngineConfig) -> int | None:
     name = config.random_init or config.model_config
     fields = size_fields(name)
     if fields is None:
-        path = Path(name or config.model or DEMO_MODEL)
+        path = Path(name or folder_of(config.model) or str(config.model))
         try:
             fields = json.loads((path / "config.json" if path.is_dir() else path).read_text())
         except (OSError, ValueError):

@@ -19,6 +19,7 @@ from fminfer.engine.prefix import PrefixCache
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.start import Starter
 from fminfer.models.checkpoint import GENERATION, Checkpoint
+from fminfer.models.known_sizes import DEMO_NAMES
 from fminfer.text.no_tokenizer import NoTokenizer
 from fminfer.text.template_file import read_template
 from fminfer.text.tokenizer import Tokenizer
@@ -34,6 +35,7 @@ def find_limits(config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokeniz
         config.on_too_long,
         config.strict,
         _model_names(config, checkpoint.name),
+        config.is_unnamed_demo,
         config.request_args,
         *_find_defaults(config, checkpoint),
         chat_template=_read_template(config),
@@ -109,10 +111,12 @@ def _model_names(config: EngineConfig, name: str) -> frozenset[str] | None:
 
     None: it may say anything.
     """
+    if name == DEMO_NAMES[0] and (config.check_model or config.is_unnamed_demo):
+        return frozenset(DEMO_NAMES)
     if not config.check_model:
         return None
-    asked = config.model or config.random_init
-    return frozenset({name} if asked is None else {asked, Path(asked).name})
+    asked = config.model or config.random_init or name
+    return frozenset({asked, Path(asked).name})
 
 
 def find_ends(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[int]:

@@ -11,7 +11,8 @@ MODEL_OPTIONS = [
         "--model-name",
         "--model",
         "model",
-        help="A local folder or a Hugging Face hub id.  [default: the demo model of the package]",
+        help="A local folder, a Hugging Face hub id, or demo: the small model of the package.  "
+        "[default: demo; a run then refuses lines that name another model]",
     ),
     _option(
         "--random-init",

@@ -31,7 +31,8 @@ CHECK_MODEL_OPTION = _option(
     "--check-model",
     is_flag=True,
     default=DEFAULTS.check_model,
-    help="Refuse lines whose model or engine is neither --model-name nor its last part.",
+    help="Refuse lines whose model or engine is neither --model-name nor its last part. "
+    "Without --model-name it is always on.",
 )
 REQUEST_OPTIONS = [
     SEED_OPTION,

@@ -10,6 +10,7 @@ from typing import Literal
 
 from fminfer.core.errors import CheckpointError
 from fminfer.core.impostors import broken, refuse_impostor
+from fminfer.models.known_sizes import folder_of
 from fminfer.models.stored.metaseq import unsharded_error
 
 Form = Literal["safetensors", "bin", "layers", "metaseq"]
@@ -178,8 +179,8 @@ def _all_there(folder: Path, names: list[str]) -> list[Path]:
 
 
 def _find_folder(name: str) -> Path | None:
-    if Path(name).is_dir():
-        return Path(name)
+    if (folder := folder_of(name)) is not None:
+        return folder
     from huggingface_hub import try_to_load_from_cache  # only for models that are not local
 
     config = try_to_load_from_cache(name, "config.json")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from fminfer.contract.envelope import Envelope, as_text, open_envelope
+from fminfer.contract.envelope import Envelope, as_text, open_envelope, refuse_other_model
 from fminfer.contract.fields import show
 from fminfer.contract.line import Line, read_clock
 from fminfer.contract.record import Record
@@ -147,18 +147,10 @@ class LineIntake:
         self._check(envelope)
 
     def _check_model(self, fields: dict[str, Any]) -> None:
-        names = self.intake.limits.model_names
-        for name in ("model", "engine"):
-            asked = fields.get(name)
-            is_same = asked is None or (isinstance(asked, str) and asked in (names or ()))
-            if names is not None and not is_same:
-                known = " or ".join(sorted(names))
-                raise RequestError(
-                    "unsupported_parameter",
-                    f"{name} is {show(asked)}, and the model of this run is {known}; answer the "
-                    "line with its own model, or run without --check-model",
-                    name,
-                )
+        limits = self.intake.limits
+        if limits.model_names is not None:
+            is_demo = limits.is_unnamed_demo
+            refuse_other_model(fields, limits.model_names, is_unnamed_demo=is_demo)
 
     def _count_repeat(self, line: Line, request: Request) -> int:
         """Count equal requests without a seed before this one in its file, so that they differ."""
