@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from fminfer.batch.report.report_place import check_place
 from fminfer.batch.synthetic import Synthetic
 from fminfer.contract.envelope import open_envelope, refuse_other_model
-from fminfer.contract.line import Line
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import RequestError, UsageError
 from fminfer.files.cache_place import CachePlace
@@ -21,7 +21,7 @@ from fminfer.files.output_paths import STDOUT, Plan, plan_each, whose_file
 from fminfer.files.storage import Location, RemoteFolders
 from fminfer.models.known_sizes import DEMO_NAMES
 
-MOST_LOOKED_AT = 1000  # lines, for one that names a model
+MOST_LOOKED_AT = 100  # files, and lines of each, for one that names a model
 
 
 @dataclass(slots=True, frozen=True)
@@ -146,33 +146,26 @@ class JobPaths:
 
 
 def refuse_other_models(config: EngineConfig, inputs: Iterable[Path]) -> None:
-    """Refuse a run without --model-name whose first line that names a model names no demo model.
+    """Refuse a run without --model-name if the first model that its lines name is not the demo's.
 
-    The demo model would answer it, and the user has forgotten the flag. A later line that names
-    another model costs only itself.
+    The flag was forgotten, so nothing is begun. A later line of another model costs only itself.
 
     Raises:
         UsageError: there is such a line.
     """
-    num_left = MOST_LOOKED_AT if config.is_unnamed_demo else 0
-    for path in inputs:
-        num_left -= 1  # for files of which nothing is read, too
-        if num_left < 0 or not path.is_file():  # a pipe can be read only once
-            continue
-        lines = read_lines(path, 0, limit=num_left)
-        while (line := _next_line(lines)) is not None:
-            num_left -= 1
-            envelope = open_envelope(line)
-            try:
-                refuse_other_model(envelope.fields, DEMO_NAMES, is_unnamed_demo=True)
-            except RequestError as error:
-                raise UsageError(f"line {line.number} of {path}: {error.message}") from None
-            if envelope.fields.get("model") or envelope.fields.get("engine"):
+    for path in islice(inputs, MOST_LOOKED_AT if config.is_unnamed_demo else 0):
+        try:
+            if path.is_file() and _names_the_demo(path):  # a pipe can be read only once
                 return
+        except RequestError as error:
+            raise UsageError(f"{path}: {error.message}") from None
 
 
-def _next_line(lines: Iterator[Line]) -> Line | None:
-    """Return the next line; None: there is none, or the file cannot be read, as a run will say."""
-    with suppress(UsageError, OSError):
-        return next(lines, None)
-    return None
+def _names_the_demo(path: Path) -> bool:
+    with suppress(UsageError, OSError):  # of a file that cannot be read: the run says so
+        for line in read_lines(path, 0, limit=MOST_LOOKED_AT):
+            fields = open_envelope(line).fields
+            refuse_other_model(fields, DEMO_NAMES, is_unnamed_demo=True)
+            if fields.get("model") or fields.get("engine"):
+                return True
+    return False

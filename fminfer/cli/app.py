@@ -22,6 +22,7 @@ from fminfer.cli.configured_command import ConfiguredCommand, tell_notices
 from fminfer.cli.ending import Ending, tell
 from fminfer.cli.exit_status import EXIT_SOME_ERRORS, EXIT_USAGE
 from fminfer.cli.families_command import families
+from fminfer.cli.foreign_names import say_of_command, say_of_option
 from fminfer.cli.merge_command import merge
 from fminfer.cli.options.value_types import PathOrUrl
 from fminfer.cli.process_start import (
@@ -60,11 +61,21 @@ class _Commands(click.Group):
         for stream in (sys.stdout, sys.stderr):  # a file's name may hold any bytes
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
+        words = [*ctx.args]
         try:
             cap_libraries()
             return super().invoke(ctx)
+        except click.NoSuchOption as error:
+            raise say_of_option(error, words, self.commands) from None
         except FminferError as error:
             sys.exit(tell(error))
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return a command; what other tools call it is told before a name is guessed."""
+        command = super().get_command(ctx, cmd_name)
+        if command is None and (text := say_of_command(cmd_name)):
+            raise click.UsageError(f"No such command {cmd_name!r}. {text}.", ctx)
+        return command
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from fminfer.cli.config_aliases import ALIASES, OLD_FLAGS, as_bool
+from fminfer.cli.foreign_names import FLAGS
 from fminfer.cli.options.option_groups import Decorator, with_options
 from fminfer.cli.options.value_types import Numbers
 from fminfer.cli.run_options import RUN_OPTIONS, SERVE_OPTIONS
@@ -75,7 +76,9 @@ def known_keys() -> set[str]:
 
 
 def nearest(key: str, spell: Callable[[str], str]) -> str:
-    """Return a question with the flag that is meant most likely, or nothing."""
+    """Return what to do for a flag of another tool, or ask for the likeliest, or nothing."""
+    if text := FLAGS.get(key.replace("_", "-")):
+        return f". {text}"
     found = difflib.get_close_matches(key, sorted(known_flags()), 1)
     return f"; did you mean {spell(found[0])}?" if found else ""
 

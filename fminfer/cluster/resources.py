@@ -18,6 +18,7 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.files.output_paths import STDOUT
 from fminfer.machine.stopper import check_times
+from fminfer.models.beside import refuse_what_is_beside
 from fminfer.models.layer_count import check_split
 from fminfer.pipeline.ranks import RankConfig
 
@@ -79,6 +80,7 @@ def check_model_path(config: EngineConfig) -> None:
     if folder.is_dir() or is_path or config.model.count("/") > 1:
         if not folder.is_dir():
             raise UsageError(f"--model-name {config.model}: there is no such folder")
+        refuse_what_is_beside(config.model, folder, without_adapter=config.without_adapter)
         if not (folder / "config.json").is_file():
             raise UsageError(f"--model-name {config.model}: there is no config.json in it")
 

@@ -114,28 +114,23 @@ def _two_requests() -> RequestError:
 def refuse_other_model(
     fields: dict[str, Any], names: Collection[str], *, is_unnamed_demo: bool
 ) -> None:
-    """Refuse a request that names a model which is none of these.
+    """Raise a RequestError if a request names another model than these.
 
     Args:
-        is_unnamed_demo: the names are the demo model's, and the user has named none.
-
-    Raises:
-        RequestError: it names another.
+        is_unnamed_demo: they are the demo model's names, and the user has given none.
     """
-    remedy = (
-        f"and the model of this run is {' or '.join(sorted(names))}; answer the line with its own "
-        "model, or run without --check-model"
-    )
+    known, remedy = " or ".join(sorted(names)), "run without --check-model"
     if is_unnamed_demo:
-        remedy = (
-            "and without --model-name the demo model answers, which knows only the way between "
-            "rooms. Give the line's model by --model-name; if the demo model is meant, give "
-            "--model-name demo"
-        )
+        known, remedy = "the demo model", "give --model-name demo to have that answer it"
     for name in ("model", "engine"):
         asked = fields.get(name)
         if asked not in (None, "") and not (isinstance(asked, str) and asked in names):
-            raise RequestError("unsupported_parameter", f"{name} is {show(asked)}, {remedy}", name)
+            raise RequestError(
+                "unsupported_parameter",
+                f"{name} is {show(asked)}, and the model of this run is {known}; answer the line "
+                f"with its own model, by --model-name, or {remedy}",
+                name,
+            )
 
 
 def as_text(raw: bytes) -> bytes:

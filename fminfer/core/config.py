@@ -51,6 +51,7 @@ class EngineConfig:
     tokenizer: str | None = None  # a folder or hub id; None: the model's own
     model_config: str | None = None  # as random_init, with the model's weights; None: its own
     revision: str | None = None  # of a model of the hub: a branch, tag or commit
+    without_adapter: bool = False  # a LoRA adapter beside the model is left out, not refused
     model_type: str | None = None  # checked against the config's
     dtype: DType = "auto"  # of weights and hidden states
     kv_dtype: DType = "auto"  # of the KV cache; auto: that of hidden states

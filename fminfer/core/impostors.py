@@ -8,6 +8,7 @@ from fminfer.core.errors import CheckpointError
 
 _POINTER = b"version https://git-lfs"
 _GZIP = b"\x1f\x8b\x08"
+GGUF = ".gguf"
 
 
 def refuse_impostor(path: Path) -> None:
@@ -39,3 +40,11 @@ def refuse_impostor(path: Path) -> None:
 def broken(path: Path, why: object) -> CheckpointError:
     """Return the error of a file that does not hold what its kind holds."""
     return CheckpointError(f"{path} is broken ({why}); fetch it again")
+
+
+def gguf_error(name: str) -> CheckpointError:
+    """Return the error of a model in llama.cpp's form."""
+    return CheckpointError(
+        f"{name} is in GGUF, llama.cpp's form of a model, which fminfer does not run yet. Give the "
+        "folder or hub id of the same model in safetensors; often that is the id without -GGUF"
+    )

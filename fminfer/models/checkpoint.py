@@ -15,12 +15,13 @@ from huggingface_hub.errors import StrictDataclassError
 
 from fminfer.compute.spec import Model
 from fminfer.core.errors import CheckpointError
-from fminfer.core.impostors import broken, refuse_impostor
+from fminfer.core.impostors import GGUF, broken, gguf_error, refuse_impostor
+from fminfer.models.beside import TELLING_FILES, refuse_what_is_beside
 from fminfer.models.config_fields import TEXT_PART
 from fminfer.models.context import context_length
 from fminfer.models.families.table import architecture_of, check_model_type
 from fminfer.models.families.tensor_names import Architecture
-from fminfer.models.hub import SMALL_FILES, fetch, fetch_weights
+from fminfer.models.hub import SMALL_FILES, fetch, fetch_weights, refuse_gguf
 from fminfer.models.known_sizes import DEMO_MODEL as DEMO_MODEL
 from fminfer.models.known_sizes import DEMO_NAMES, SIZES, folder_of, size_fields
 
@@ -101,6 +102,7 @@ def open_checkpoint(
     model_config: str | None = None,
     tokenizer: str | None = None,
     revision: str | None = None,
+    without_adapter: bool = False,
 ) -> Checkpoint:
     """Find a model by folder or hub id (None, demo: the demo model) and read its config.
 
@@ -109,9 +111,11 @@ def open_checkpoint(
         model_config: as `find_config`; None: the model's own.
         tokenizer: a folder or hub id; None: the model's own.
         revision: of a model of the hub.
+        without_adapter: leave out an adapter that lies beside the model.
 
     Raises:
-        CheckpointError: nothing there, no config, or an architecture that does not run.
+        CheckpointError: nothing there, no config, an architecture that does not run, or something
+            beside the model that would change it.
     """
     folder = folder_of(name) or Path(str(name))
     is_of_hub = folder_of(name) is None
@@ -120,11 +124,14 @@ def open_checkpoint(
             f"--revision is {revision!r}, and {name} is a folder; models of the hub have revisions"
         )
     config, where = None, None
+    if is_of_hub:
+        # First: an architecture that does not run is refused before the download of its weights.
+        folder = fetch(str(name), ["config.json", *TELLING_FILES], revision)
+    refuse_what_is_beside(str(name or folder), folder, without_adapter=without_adapter)
     if model_config is not None:
         config, where = find_config(model_config)
     elif is_of_hub:
-        # First: an architecture that does not run is refused before the download of its weights.
-        folder = fetch(str(name), ["config.json"], revision)
+        refuse_gguf(str(name), folder, revision)
         config = _read_config(folder)
     if is_of_hub and has_weights:
         folder = fetch_weights(str(name), revision)
@@ -205,6 +212,8 @@ def _find_tokenizer(name: str) -> Path:
 def _read_config(path: Path) -> Any:
     """Read a config.json, refusing what does not run: some of it transformers cannot even read."""
     file = path / "config.json" if path.is_dir() else path
+    if path.is_dir() and not file.exists() and (found := sorted(path.glob(f"*{GGUF}"))):
+        raise gguf_error(str(found[0]))
     if path.is_dir() and not file.exists():
         raise CheckpointError(
             f"{path} has no config.json. Put the model's own there; or name one, a folder with "

@@ -9,6 +9,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from fminfer.core.errors import CheckpointError
+from fminfer.core.impostors import GGUF, gguf_error
+from fminfer.models.beside import ADAPTER_WEIGHTS
 
 SMALL_FILES = ["*.json", "*.model", "*.txt", "*.tiktoken", "*.jinja"]
 # Of weights the first form that a repository holds. Both would double the download.
@@ -53,10 +55,23 @@ def fetch_weights(name: str, revision: str | None = None) -> Path:
     names = _list_files(name, commit)
     if names is None:
         return folder
+    names = [each for each in names if not each.startswith(ADAPTER_WEIGHTS)]
     for patterns in WEIGHT_FILES:
         if any(fnmatch(each, pattern) for each in names for pattern in patterns):
             return fetch(name, SMALL_FILES + patterns, commit)
     return folder  # loading says that it has no weights
+
+
+def refuse_gguf(name: str, folder: Path, revision: str | None) -> None:
+    """Refuse a repository that holds no config but files of llama.cpp's form.
+
+    Raises:
+        CheckpointError: it is one.
+    """
+    if not (folder / "config.json").exists():
+        for file in _list_files(name, revision) or []:
+            if file.endswith(GGUF):
+                raise gguf_error(f"{name} ({file})")
 
 
 def _list_files(name: str, revision: str | None) -> list[str] | None:
@@ -72,6 +87,8 @@ def _list_files(name: str, revision: str | None) -> list[str] | None:
 
 def _not_found(name: str) -> CheckpointError:
     """Return the error of a name that can be no model of the hub."""
+    if name.endswith(GGUF):
+        return gguf_error(name)
     found = "is a file" if Path(name).is_file() else "is no folder here"
     return CheckpointError(
         f"the model {name!r} {found}, and no model of the hub can have that name. Give the folder "

@@ -33,6 +33,7 @@ class EngineOptions(TypedDict, total=False):
     tokenizer: str | None
     model_config: str | None
     revision: str | None
+    without_adapter: bool
     model_type: str | None
     dtype: DType
     kv_dtype: DType

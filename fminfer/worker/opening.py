@@ -30,6 +30,7 @@ def open_model(config: EngineConfig, *, has_weights: bool = True) -> Checkpoint:
             model_config=config.model_config,
             tokenizer=config.tokenizer,
             revision=config.revision,
+            without_adapter=config.without_adapter,
         )
     _check_model_type(config.model_type, str(checkpoint.config.model_type))
     if config.max_model_len is None:

@@ -36,6 +36,12 @@ MODEL_OPTIONS = [
         help="Branch, tag or commit of a hub model.  [default: its main branch]",
     ),
     _option(
+        "--without-adapter",
+        is_flag=True,
+        help="Answer with the model alone where a LoRA adapter lies beside it. Otherwise such a "
+        "folder is refused: adapters are not applied.",
+    ),
+    _option(
         "--max-model-len",
         type=int,
         help="Most tokens of a prompt and its completion together.  [default: the model's context]",

@@ -51,8 +51,8 @@ class DTypeName(click.Choice):  # type: ignore[type-arg]
         if str(value).lower() in self.LATER:
             bits = str(value)[3:]
             self.fail(
-                f"{value!r}: weights of {bits} bits (--quantize {value}) are not there yet; give "
-                "float16, bfloat16 or float32",
+                f"{value!r}: weights of {bits} bits are not there yet; give float16, bfloat16 or "
+                "float32",
                 param,
                 ctx,
             )

@@ -24,7 +24,7 @@ from fminfer.models.families import (
     opt_like,
     squared_relu,
 )
-from fminfer.models.families.nearest import nearest_family
+from fminfer.models.families.nearest import nearest_family, other_kind
 from fminfer.models.families.tensor_names import Architecture
 
 # A row's name is its `model_type`.
@@ -46,20 +46,20 @@ def check_model_type(model_type: str, fields: dict[str, Any]) -> None:
         fields: of its config.json.
 
     Raises:
-        CheckpointError: the message names the nearest family that runs.
+        CheckpointError: it says what kind of model that is, or the nearest family that runs.
     """
     if model_type in ROWS:
         return
-    if fields.get("is_encoder_decoder"):
+    if kind := other_kind(model_type, fields):
         raise CheckpointError(
-            f"the architecture {model_type!r} has an encoder and a decoder, and fminfer runs "
-            "decoders alone; 'fminfer families' lists what runs"
+            f"the architecture {model_type!r} {kind}; 'fminfer families' lists what runs"
         )
     nearest = nearest_family(model_type, fields, ROWS)
+    near = f". By name and config the nearest is {nearest!r}; if" if nearest else "; if"
     raise CheckpointError(
         f"the architecture {model_type!r} is none of the {len(ROWS)} that fminfer runs "
-        f"('fminfer families' lists them). By name and config the nearest is {nearest!r}. If it is "
-        "one of its kind, docs/architectures.md tells how to add it, often in ten lines"
+        f"('fminfer families' lists them){near} it is a decoder with attention, "
+        "docs/architectures.md tells how to add it"
     )
 
 

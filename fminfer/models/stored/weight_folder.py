@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 from fminfer.core.errors import CheckpointError
-from fminfer.core.impostors import broken, refuse_impostor
+from fminfer.core.impostors import GGUF, broken, gguf_error, refuse_impostor
+from fminfer.models.beside import ADAPTER_WEIGHTS
 from fminfer.models.known_sizes import folder_of
 from fminfer.models.stored.metaseq import unsharded_error
 
@@ -89,6 +90,8 @@ def find_weight_files(name: str) -> dict[Path, int]:
 def no_weights_error(folder: Path) -> CheckpointError:
     """Return the error of a folder without weights; it names what cannot be read."""
     others = sorted(file.name for file in folder.glob("*") if file.suffix in OTHERS)
+    if others and others[0].endswith(GGUF):
+        return gguf_error(str(folder / others[0]))
     found = f"; it holds {others[0]}, which does not run" if others else ""
     return CheckpointError(
         f"{folder} holds no .safetensors file and no pytorch_model.bin{found}. Fetch one of them; "
@@ -113,6 +116,7 @@ def _find_saved(folder: Path, form: Form, one: str, several: str) -> WeightFiles
             )
         return WeightFiles(form, files, homes, index.name)
     files = [folder / one] if (folder / one).exists() else sorted(folder.glob(several))
+    files = [file for file in files if not file.name.startswith(ADAPTER_WEIGHTS)]
     _refuse_gaps(folder, [file.name for file in files])
     return WeightFiles(form, files, {}, index.name) if files else None
 
