@@ -165,7 +165,7 @@ def _names_the_demo(path: Path) -> bool:
     with suppress(UsageError, OSError):  # of a file that cannot be read: the run says so
         for line in read_lines(path, 0, limit=MOST_LOOKED_AT):
             fields = open_envelope(line).fields
-            refuse_other_model(fields, DEMO_NAMES, is_unnamed_demo=True)
+            refuse_other_model(fields, DEMO_NAMES)
             if fields.get("model") or fields.get("engine"):
                 return True
     return False

@@ -111,24 +111,17 @@ def _two_requests() -> RequestError:
     )
 
 
-def refuse_other_model(
-    fields: dict[str, Any], names: Collection[str], *, is_unnamed_demo: bool
-) -> None:
-    """Raise a RequestError if a request names another model than these.
-
-    Args:
-        is_unnamed_demo: they are the demo model's names, and the user has given none.
-    """
-    known, remedy = " or ".join(sorted(names)), "run without --check-model"
-    if is_unnamed_demo:
-        known, remedy = "the demo model", "give --model-name demo to have that answer it"
+def refuse_other_model(fields: dict[str, Any], names: Collection[str]) -> None:
+    """Raise a RequestError if a request names another model than these."""
     for name in ("model", "engine"):
         asked = fields.get(name)
         if asked not in (None, "") and not (isinstance(asked, str) and asked in names):
+            demo = "with --model-name demo and " if "demo" in names else ""
             raise RequestError(
                 "unsupported_parameter",
-                f"{name} is {show(asked)}, and the model of this run is {known}; answer the line "
-                f"with its own model, by --model-name, or {remedy}",
+                f"{name} is {show(asked)}, and the model of this run is "
+                f"{' or '.join(sorted(names))}; answer the line with its own model, by "
+                f"--model-name, or run {demo}without --check-model",
                 name,
             )
 

@@ -41,7 +41,6 @@ class Limits:
     on_too_long: OnTooLong = "error"
     is_strict: bool = False  # what is otherwise only warned of is an error
     model_names: frozenset[str] | None = None  # what a line may call the model; None: anything
-    is_unnamed_demo: bool = False  # these names are the demo model's, and the user has named none
     request_args: dict[str, Any] | None = None  # fields that replace each request's own
     defaults: SamplingParams = DEFAULTS  # of params that a request leaves out
     max_new_tokens: int | None = None  # of a chat request that does not say; None: the context's

@@ -29,7 +29,8 @@ def fetch(name: str, files: list[str], revision: str | None = None) -> Path:
     from huggingface_hub import snapshot_download  # only for models that are not local
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    if name.count("/") > 1 or name.startswith(("/", ".", "~")) or Path(name).exists():
+    is_path = name.startswith(("/", ".", "~")) or name.endswith(GGUF) or Path(name).exists()
+    if is_path or name.count("/") > 1:
         raise _not_found(name)
     try:
         return Path(snapshot_download(name, allow_patterns=files, revision=revision))

@@ -35,7 +35,6 @@ def find_limits(config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokeniz
         config.on_too_long,
         config.strict,
         _model_names(config, checkpoint.name),
-        config.is_unnamed_demo,
         config.request_args,
         *_find_defaults(config, checkpoint),
         chat_template=_read_template(config),

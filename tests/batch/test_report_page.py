@@ -450,7 +450,8 @@ def test_a_split_folder_gives_the_answers_to_its_parts(tmp_path: Path) -> None:
     write_lines(source, lines)
     assert call("split", "--input-file", source, "--output-dir", parts).exit_code == 0
     for engine in "ab":
-        assert call("run", "-q", *FLAGS, parts / engine).exit_code == 0
+        flags = [*FLAGS, "--model-name", "demo"]
+        assert call("run", "-q", *flags, parts / engine).exit_code == 0
     found = call("report", parts)
     assert found.exit_code == 0 and "16 rows of 2 outputs" in found.output, found.output
     page, data = read_page(parts / "report.html")

@@ -12,6 +12,8 @@ from click.testing import CliRunner
 
 import fminfer
 from fminfer.cli.app import main
+from fminfer.cli.config_file import find_settings
+from fminfer.cli.foreign_names import COMMANDS, FLAGS
 from fminfer.cli.options.option_groups import HELP, IN_ORDER, GroupedCommand, GroupedOption
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
@@ -183,3 +185,68 @@ def test_a_budget_without_memory_is_refused_before_weights_are_read(
     monkeypatch.setattr("fminfer.worker.one_pipeline.load_part", load)
     with pytest.raises(UsageError, match=r"a KV cache of .* give a smaller --budget"):
         fminfer.Engine(device="cpu", budget=10**12)
+
+
+def said(*arguments: str) -> str:
+    """Return the last line that a wrong command line gets."""
+    found = CliRunner().invoke(main, arguments)
+    assert found.exit_code == 2, found.output
+    return found.output.splitlines()[-1]
+
+
+@pytest.mark.parametrize("command", ["run", "serve", "check", "bench", "split"])
+def test_flags_of_other_tools_lead_to_flags_that_exist(command: str) -> None:
+    """`--tp` asked whether --stop was meant, `--quantization` whether --attention."""
+    flags = {
+        name: {flag for each in options_of(main.commands[name]) for flag in known(each)}
+        for name in main.commands
+    }
+    for name, text in FLAGS.items():
+        typed = f"--{name}" if len(name) > 1 else f"-{name}"
+        if {typed, f"--{name}"} & flags[command]:
+            continue
+        told = said(command, typed, "x")
+        assert told.startswith(f"Error: No such option '{typed}'. {text}"), told
+        owner = re.search(r": of fminfer (\w+)\)", told)
+        for flag in re.findall(r"--[a-z-]+", text):
+            assert flag in flags[command] or (owner and flag in flags[owner[1]]), told
+    assert len(FLAGS) > 90
+
+
+def known(option: click.Option) -> list[str]:
+    return [*option.opts, *option.secondary_opts]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("run -tp 2", "'-tp'. Give --world-size, which splits a model by layers"),
+        ("run -ngl 99", "'-ngl'. Give --device"),
+        ("run -pp=2", "'-pp'. Give --world-size."),
+        ("run --model_name m", "'--model_name'. Give --model-name."),
+        ("run --max_tokens 5", "'--max_tokens'. Give --generate-seq-length"),
+        ("serve -o x", "Give --output (--output: of fminfer run)."),
+        ("serve --load-in-8bit", "Weights of 8 or 4 bits are not there yet"),
+        ("run --dtype int8", "weights of 8 bits are not there yet; give float16"),
+        ("submit --scheduler lsf --infer-data x -- --tensor-parallel-size 2", "Give --world-size"),
+        ("chat", "'chat'. fminfer serve has a page to chat"),
+        ("version", "It is fminfer --version."),
+        ("pyproject.toml", "It is: fminfer run pyproject.toml."),
+    ],
+)
+def test_what_other_tools_take_is_told_by_name(words: str, says: str) -> None:
+    """`--dtype int8` named a flag that does not exist; a command was only unknown."""
+    told = said(*words.split())
+    assert says in told and "--quantize" not in told, told
+
+
+def test_commands_of_other_tools_lead_to_commands_that_exist() -> None:
+    for name, text in COMMANDS.items():
+        assert f"No such command '{name}'. {text}." in said(name)
+        assert not set(re.findall(r"fminfer (\w+)", text)) - main.commands.keys()
+
+
+def test_keys_and_variables_of_other_tools_are_told_too() -> None:
+    """They were asked about --device-memory and the like, by their spelling."""
+    found = find_settings("serve", None, {"FMINFER_TENSOR_PARALLEL_SIZE": "2"})
+    assert "Give --world-size" in found.notices[0]

@@ -322,6 +322,16 @@ def test_odd_names(
     assert "9 finished" in submit(*given).stderr
 
 
+def test_a_job_without_a_model_is_not_sent_for_lines_that_name_one(
+    queue: Path, shards: Path
+) -> None:
+    """The demo model answered them in the job, and the job ended well."""
+    (shards / "request_0.jsonl").write_text('{"prompt": "a", "engine": "opt-175b"}\n')
+    found = submit("--job-name", f"lsf_opt-175b#{shards}", fails=2)
+    assert "request_0.jsonl: engine is" in found.output and "--model-name demo" in found.output
+    submit("--job-name", f"lsf_opt-175b#{shards}", "--", "--model-name", "demo")
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -382,7 +392,8 @@ def test_logs_of_an_engine_whose_folder_has_a_percent_sign(
     parts = tmp_path / "parts"
     arguments = ["split", "--input-file", str(source), "--output-dir", str(parts)]
     assert CliRunner().invoke(main, arguments).exit_code == 0
-    submit("--scheduler", scheduler, "--infer-data", parts / "my%20model")
+    flags = ["--", "--model-name", "demo"]
+    submit("--scheduler", scheduler, "--infer-data", parts / "my%20model", *flags)
     assert cluster.run_queue() == [0]
     assert len(list((parts / "jobs").glob("*.log"))) == 1
     assert len(list((parts / "my%20model").glob("output_*"))) == 1

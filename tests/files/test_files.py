@@ -59,7 +59,7 @@ def only(lines: Iterator[Line]) -> tuple[list[Line], Line]:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[fminfer.Engine]:
-    engine = fminfer.Engine(dtype="float32", kernels="off")
+    engine = fminfer.Engine("demo", dtype="float32", kernels="off")
     yield engine
     engine.close()
 
@@ -455,10 +455,57 @@ def test_strict_and_check_model_through_the_command(tmp_path: Path) -> None:
     rows = [{"user": "u"}, {"colour": "red"}, {"model": "opt"}, {"engine": "fminfer-demo"}]
     lines = [json.dumps({"prompt": "x", "max_tokens": 1, "logprobs": 1} | row) for row in rows]
     path = write(tmp_path / "a.jsonl", "\n".join(lines).encode())
-    flags = ["--strict", "--check-model", "--token-format", "text", "-q"]
+    flags = ["--model-name", "demo", "--strict", "--check-model", "--token-format", "text", "-q"]
     found = CliRunner().invoke(main, ["run", str(path), *flags])
     assert found.exit_code == 3, found.output
     errors = map(json.loads, (tmp_path / "output_a.errors.jsonl").read_text().splitlines())
     assert [error["error"]["param"] for error in errors] == ["colour", "model"]
     answers = (tmp_path / "output_a.jsonl").read_text()
     assert answers.count("\n") == 2 and "Ġ" not in answers
+
+
+OTHERS = [
+    {"prompt": "x"},
+    {"prompt": "x", "engine": "fminfer-demo"},
+    {"prompt": "x", "model": "demo", "engine": ""},
+    {"prompt": "x", "engine": "gpt-j-6b"},
+    {"request": {"prompt": "x", "model": "meta-llama/Llama-3.1-8B"}},
+]
+
+
+def test_the_demo_model_does_not_answer_for_another(tmp_path: Path) -> None:
+    """It did, with status 0 and under -q without a word, where --model-name was forgotten."""
+
+    def call(command: str, *flags: str) -> tuple[int, str]:
+        found = CliRunner().invoke(main, [command, str(tmp_path / "a.jsonl"), *flags])
+        return found.exit_code, found.output
+
+    lines = [json.dumps(each).encode() for each in OTHERS]
+    for first in (3, 4):  # nothing was answered yet, so that nothing is begun
+        write(tmp_path / "a.jsonl", b"\n".join([lines[0], *lines[first:]]))
+        for command in ("run", "check"):
+            status, told = call(command)
+            assert status == 2 and "--model-name demo" in told, told
+        assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+    assert call("run", "-q", "--model-name", "demo") == (0, ""), "it was meant"
+    assert call("run", "-q")[0] == 2
+    write(tmp_path / "a.jsonl", b"\n".join(lines))
+    assert call("run", "-q", "--restart")[0] == 3
+    errors = map(json.loads, (tmp_path / "output_a.errors.jsonl").read_text().splitlines())
+    assert [(each["line"], each["error"]["param"]) for each in errors] == [
+        (4, "engine"),
+        (5, "model"),
+    ]
+    assert call("check")[0] == 3
+    status, told = call("run", "-q", "--model-name", "demo")
+    assert status == 2 and "--check-model was on without --model-name" in told, told
+
+
+def test_neither_a_pipe_nor_a_library_call_is_answered_by_the_demo_model_for_another() -> None:
+    engine = fminfer.Engine(dtype="float32", kernels="off")
+    records = {record.line.number: record for record in engine.run(OTHERS[2:])}
+    engine.close()
+    assert records[1].error is None and records[2].error is not None
+    assert "--model-name demo" in records[2].error.message and records[3].error is not None
+    found = CliRunner().invoke(main, ["run", "-q", "-"], input=json.dumps(OTHERS[3]))
+    assert found.exit_code == 3 and '"param":"engine"' in found.output

@@ -39,7 +39,8 @@ def answer_folder(folder: Path) -> None:
 
 
 def run(*arguments: object) -> tuple[int, str]:
-    found = CliRunner().invoke(main, ["run", "--kernels", "off", *map(str, arguments)])
+    flags = ["--model-name", "demo", "--kernels", "off"]
+    found = CliRunner().invoke(main, ["run", *flags, *map(str, arguments)])
     return found.exit_code, found.output
 
 

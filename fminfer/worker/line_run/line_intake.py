@@ -147,10 +147,8 @@ class LineIntake:
         self._check(envelope)
 
     def _check_model(self, fields: dict[str, Any]) -> None:
-        limits = self.intake.limits
-        if limits.model_names is not None:
-            is_demo = limits.is_unnamed_demo
-            refuse_other_model(fields, limits.model_names, is_unnamed_demo=is_demo)
+        if (names := self.intake.limits.model_names) is not None:
+            refuse_other_model(fields, names)
 
     def _count_repeat(self, line: Line, request: Request) -> int:
         """Count equal requests without a seed before this one in its file, so that they differ."""
