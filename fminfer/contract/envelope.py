@@ -116,12 +116,12 @@ def refuse_other_model(fields: dict[str, Any], names: Collection[str]) -> None:
     for name in ("model", "engine"):
         asked = fields.get(name)
         if asked not in (None, "") and not (isinstance(asked, str) and asked in names):
-            demo = "with --model-name demo and " if "demo" in names else ""
+            is_demo = "demo" in names
             raise RequestError(
                 "unsupported_parameter",
                 f"{name} is {show(asked)}, and the model of this run is "
-                f"{' or '.join(sorted(names))}; answer the line with its own model, by "
-                f"--model-name, or run {demo}without --check-model",
+                f"{' or '.join(sorted(names))}; give the line's own model by --model-name, or "
+                f"{'--model-name demo' if is_demo else 'run'} without --check-model",
                 name,
             )
 

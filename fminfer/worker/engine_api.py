@@ -87,7 +87,8 @@ class Engine:
                 print(event)
 
     Args:
-        model: a folder or hub id, or a whole `EngineConfig`; None is the demo model of the package.
+        model: a folder, a hub id, or a whole `EngineConfig`; None is the demo model, which answers
+            no line that names another, and "demo" is the same model for any line.
         on_progress: called with (bytes read, bytes in all) while weights load.
         group: the ranks among which this process is rank 0, if they are started already.
         checkpoint: the model, if it is opened already.
