@@ -29,7 +29,7 @@ _FLAGS = {
     "disable-log-requests uvicorn-log-level": "--log-level",
     "gpu-memory-utilization mem-fraction-static": "--budget TOKENS, the size of the KV cache",
     "ngl n-gpu-layers gpu-layers device-map": "--device cuda: all layers of a rank are on its GPU",
-    "enforce-eager": "--kernels off for plain torch; no graphs are compiled in any case",
+    "enforce-eager": "--kernels off for plain torch",
     "resume force overwrite": "--restart to answer anew; the same command goes on by itself",
     "tp tp-size tensor-parallel-size num-shard": "--world-size, which splits a model by layers; "
     "tensor parallelism is not there yet",
@@ -72,18 +72,14 @@ COMMANDS = {name: text for names, text in _COMMANDS.items() for name in names.sp
 def say_of_option(
     error: click.NoSuchOption, words: list[str], commands: Mapping[str, click.Command]
 ) -> click.UsageError:
-    """Return the error with what to type here, where that is known.
-
-    Args:
-        words: the command line; of -tp the error knows only the -t.
-        commands: all there are.
-    """
+    """Return the error with what to type; of -tp among the words it knows only the -t."""
     typed = error.option_name
     if not typed.startswith("--"):
         typed = next((w.split("=")[0] for w in words if w.startswith(typed)), typed)
     name, ctx = typed.lstrip("-").replace("_", "-"), error.ctx
     assert ctx is not None, "click tells where it met the flag"
-    text = f"Give --{name}" if _has(ctx.command, f"--{name}") else FLAGS.get(name, "")
+    text = FLAGS.get(name, "") if _has(ctx.command, "--model-name") else ""
+    text = f"Give --{name}" if _has(ctx.command, f"--{name}") else text
     foreign = [f for f in re.findall("--[a-z-]+", text) if not _has(ctx.command, f)]
     if foreign:
         order = ("run", *commands)

@@ -212,9 +212,9 @@ def _find_tokenizer(name: str) -> Path:
 def _read_config(path: Path) -> Any:
     """Read a config.json, refusing what does not run: some of it transformers cannot even read."""
     file = path / "config.json" if path.is_dir() else path
-    if path.is_dir() and not file.exists() and (found := sorted(path.glob(f"*{GGUF}"))):
-        raise gguf_error(str(found[0]))
     if path.is_dir() and not file.exists():
+        for each in path.glob(f"*{GGUF}"):
+            raise gguf_error(str(each))
         raise CheckpointError(
             f"{path} has no config.json. Put the model's own there; or name one, a folder with "
             "one, a hub id, or a known size by --model-config"

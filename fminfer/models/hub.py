@@ -64,11 +64,7 @@ def fetch_weights(name: str, revision: str | None = None) -> Path:
 
 
 def refuse_gguf(name: str, folder: Path, revision: str | None) -> None:
-    """Refuse a repository that holds no config but files of llama.cpp's form.
-
-    Raises:
-        CheckpointError: it is one.
-    """
+    """Raise a CheckpointError for a repository that holds no config, but GGUF files."""
     if not (folder / "config.json").exists():
         for file in _list_files(name, revision) or []:
             if file.endswith(GGUF):

@@ -194,7 +194,7 @@ def said(*arguments: str) -> str:
     return found.output.splitlines()[-1]
 
 
-@pytest.mark.parametrize("command", ["run", "serve", "check", "bench", "split"])
+@pytest.mark.parametrize("command", ["run", "serve", "check", "bench"])
 def test_flags_of_other_tools_lead_to_flags_that_exist(command: str) -> None:
     """`--tp` asked whether --stop was meant, `--quantization` whether --attention."""
     flags = {
@@ -211,6 +211,12 @@ def test_flags_of_other_tools_lead_to_flags_that_exist(command: str) -> None:
         for flag in re.findall(r"--[a-z-]+", text):
             assert flag in flags[command] or (owner and flag in flags[owner[1]]), told
     assert len(FLAGS) > 90
+
+
+def test_a_command_without_a_model_keeps_its_own_guess() -> None:
+    """`split -o` is about --output-dir, not about --output of a run."""
+    assert said("split", "--output", "x").endswith("Did you mean '--output-dir'?")
+    assert said("split", "-o", "x") == "Error: No such option '-o'."
 
 
 def known(option: click.Option) -> list[str]:

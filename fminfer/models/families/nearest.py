@@ -27,8 +27,7 @@ def other_kind(model_type: str, fields: Mapping[str, Any]) -> str:
     text = fields.get("text_config")
     if isinstance(text, dict) and (kind := other_kind(str(text.get("model_type")), text)):
         return kind
-    is_known = model_type in CONFIG_MAPPING  # its `get` does not know what is loaded late
-    known = CONFIG_MAPPING[model_type] if is_known else None
+    known = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None  # noqa: SIM401
     if fields.get("is_encoder_decoder", getattr(known, "is_encoder_decoder", False)):
         return "has an encoder and a decoder (as T5 has), and fminfer runs decoders alone"
     if model_type in _STATEFUL or any(map(_OF_STATES.search, {*fields, *_declared(known)})):
