@@ -126,7 +126,7 @@ def test_flags_of_files_are_not_there() -> None:
         ("--allow-origin https://example.org/", "give scheme, host and port without a path"),
         ("--max-rows 0", "max_rows is 0; it must be at least 1"),
         ("--rank 0", "--world-size"),
-        ("--dtype int8", "weights of 8 bits (--quantize int8) are not there yet; give float16"),
+        ("--dtype int8", "weights of 8 bits are not there yet; give float16"),
     ],
 )
 def test_wrong_values_are_refused(flags: str, says: str, started: list[Any]) -> None:
