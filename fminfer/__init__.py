@@ -7,7 +7,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from fminfer.core.errors import CheckpointError, FminferError, RequestError, UsageError
+from fminfer.core.errors import (
+    CheckpointError,
+    FminferError,
+    MachineError,
+    OutOfMemoryError,
+    PipelineError,
+    RequestError,
+    StepLimitError,
+    StoppedError,
+    UsageError,
+)
 from fminfer.core.version import __version__
 
 __all__ = [
@@ -18,7 +28,12 @@ __all__ = [
     "Failed",
     "Finished",
     "FminferError",
+    "MachineError",
+    "OutOfMemoryError",
+    "PipelineError",
     "RequestError",
+    "StepLimitError",
+    "StoppedError",
     "UsageError",
     "__version__",
 ]

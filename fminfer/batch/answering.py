@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from fminfer.batch.hyperparameters import OnePrompt
 from fminfer.batch.job import run_job
 from fminfer.batch.named_files import open_files
 from fminfer.batch.report_at_end import name_settings, reporting, write_at_end
@@ -21,7 +22,7 @@ from fminfer.batch.run_inputs import RunInputs
 from fminfer.batch.run_paths import JobPaths
 from fminfer.batch.run_summary import JobSummary
 from fminfer.batch.shared_folder import share_files
-from fminfer.contract.line import Line
+from fminfer.contract.record import Choice
 from fminfer.core.errors import FminferError, OutputError, PipelineError, StoppedError
 from fminfer.core.quantities import counted
 from fminfer.files.input_folders import MOST_NAMED
@@ -36,6 +37,7 @@ from fminfer.models.fingerprint import KV_DTYPE, fingerprint_of
 from fminfer.worker.engine_api import Engine
 from fminfer.worker.forecast import name_held_dtype
 from fminfer.worker.line_run.early_counting import line_counting
+from fminfer.worker.line_run.line_intake import FILLS
 from fminfer.worker.result_cache import open_result_cache
 
 
@@ -85,21 +87,56 @@ def answer(
 
 
 def _answer_prompt(
-    run: RunContext, request: dict[str, Any], checkpoint: Checkpoint, make_engine: MakeEngine
+    run: RunContext, prompt: OnePrompt, checkpoint: Checkpoint, make_engine: MakeEngine
 ) -> JobSummary:
-    """Print the answer to one request."""
+    """Print the answer to one prompt; say how it was asked, and what is odd about the answer."""
     engine = start_engine(run, lambda bar: make_engine(checkpoint, bar))
+    request = engine.make_request(prompt.text, is_raw=prompt.is_raw, **prompt.fields)
+    tell = _say_nothing if run.is_quiet else say
+    engine.tell_warnings(lambda text: None if FILLS.kind in text else tell(text))
+    tell(_describe_asking(prompt, request, engine))
     try:
         with _keeping_answers(run, engine, fingerprint_of(run.config, checkpoint)):
-            (record,) = engine.run(iter([Line(0, 1, json.dumps(request).encode())]))
+            (record,) = engine.run([request])
     finally:
         engine.close()
     if record.error is not None:
         raise FminferError(f"{record.error.message} ({record.error.code})")
-    assert record.result is not None, "a record has a result or an error"
-    for choice in record.result["choices"]:
-        click.echo(choice["text"])
+    for number, choice in enumerate(record.choices, start=1):
+        click.echo(choice.text)
+        which = "The answer" if len(record.choices) == 1 else f"Answer {number}"
+        for oddity in _find_oddities(choice, request, engine):
+            tell(f"{which} {oddity}.")
     return JobSummary(checkpoint.name, str(engine.device), [], [])
+
+
+def _describe_asking(prompt: OnePrompt, request: dict[str, Any], engine: Engine) -> str:
+    """Say whether a prompt is asked as a chat or completed, and how to get the other."""
+    if "messages" in request:
+        return (
+            "Asking it as a chat, by the model's chat template; --raw completes it as plain text."
+        )
+    why = "--raw" if prompt.is_raw else "this model has no chat template"
+    if engine.has_chat_template and not prompt.is_raw:
+        why = "--echo-prompt and --best-of are not of chats"
+    most = counted(request["max_tokens"], "token")
+    return f"Completing it as plain text ({why}), by at most {most} (--generate-seq-length)."
+
+
+def _find_oddities(choice: Choice, request: dict[str, Any], engine: Engine) -> Iterator[str]:
+    """Say whether an answer has no words, or was cut, and why."""
+    stop, is_cut = choice.fields.get("stop_reason"), choice.fields["finish_reason"] == "length"
+    if not choice.text.strip():
+        ended = "" if is_cut else "; the model ended it by itself"
+        yield "has no words" + (f"; --stop {stop!r} ended it" if isinstance(stop, str) else ended)
+    if is_cut and "max_tokens" in request:
+        most = counted(request["max_tokens"], "token")
+        yield f"was cut at its limit of {most}; --generate-seq-length N sets another"
+    elif is_cut:
+        sizes = (
+            f"({engine.context_length:,} tokens) or the KV cache ({engine.stats.num_kv_tokens:,})"
+        )
+        yield f"was cut: the context {sizes} was full"
 
 
 def _answer_files(

@@ -7,8 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
+from fminfer.batch.hyperparameters import OnePrompt
 from fminfer.batch.report.report_place import check_place
 from fminfer.batch.synthetic import Synthetic
 from fminfer.contract.envelope import open_envelope, refuse_other_model
@@ -36,7 +36,7 @@ class JobPaths:
     is_quiet: bool
     remote: RemoteFolders
     is_watching: bool = False
-    prompt: dict[str, Any] | None = None  # one request to answer, in the place of files
+    prompt: OnePrompt | None = None  # to answer, in the place of files
     limit: int | None = None  # of each input, the first so many requests are answered
     synthetic: Synthetic | None = None  # the requests to make up, in the place of inputs
     result_cache: CachePlace | None = None  # for answers that other runs may take

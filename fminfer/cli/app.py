@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from fminfer.batch.hyperparameters import Hyperparameters
+from fminfer.batch.hyperparameters import Hyperparameters, OnePrompt
 from fminfer.batch.progress import TimeBar
 from fminfer.batch.run_paths import JobPaths, refuse_other_models
 from fminfer.batch.synthetic import NUM_BATCHES, Synthetic
@@ -115,6 +115,7 @@ def run(
     is_watching: bool,
     limit: int | None,
     prompt: str | None,
+    is_raw: bool,
     is_overwriting: bool,
     stats: Path | None,
     report_file: Path | None,
@@ -131,7 +132,7 @@ def run(
     """Answer every line of the given files.
 
     \b
-    fminfer run --prompt $'Question: How do you go from the den to the porch?\\nAnswer:'
+    fminfer run --prompt "How do you go from the den to the porch?"
     fminfer run requests.jsonl
     fminfer run --infer-data shards/ --model-name /models/llama --output answers/
     fminfer run requests.jsonl --random-init llama-160m --stats stats.json
@@ -165,8 +166,8 @@ def run(
     files = given or [named] if named is not None else given
     remote = RemoteFolders(work_dir or default_work_dir(), is_quiet=quiet)
     job = JobPaths(files, output, restart, stats, trace, quiet, remote, is_watching)
-    request = None if prompt is None else {"prompt": prompt} | hyperparameters.request_fields
-    job = replace(job, limit=limit, prompt=request, report=report_file)
+    asked = None if prompt is None else OnePrompt(prompt, hyperparameters.request_fields, is_raw)
+    job = replace(job, limit=limit, prompt=asked, report=report_file)
     try:
         job = replace(job, result_cache=find_place(result_cache, result_cache_bytes))
         ranks = RankConfig(**rank_options)
@@ -175,6 +176,11 @@ def run(
             raise UsageError(
                 "--input-seq-length and --batch-size are of prompts that are made up; leave them "
                 "out with --prompt"
+            )
+        if is_raw and (prompt is None or config.chat_template is not None):
+            raise UsageError(
+                "--raw completes the text of --prompt, without a chat template; leave it out, or "
+                "give --prompt and no --chat-template"
             )
         if prompt is None and not files and hyperparameters.flags:
             job, config = _make_up(job, config, hyperparameters)

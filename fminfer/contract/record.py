@@ -14,6 +14,21 @@ from fminfer.core.errors import RequestError
 
 
 @dataclass(slots=True, frozen=True)
+class Choice:
+    """One of the answers to a request; `fields` is all of it, as the output has it."""
+
+    fields: dict[str, Any]
+
+    @property
+    def text(self) -> str:
+        """Its text; in chat, the content of its message."""
+        text = (
+            self.fields["message"]["content"] if "message" in self.fields else self.fields["text"]
+        )
+        return text or ""  # a message may have calls only
+
+
+@dataclass(slots=True, frozen=True)
 class Record:
     """The answer to one line: either `result` or `error` is set.
 
@@ -28,6 +43,27 @@ class Record:
     num_cached_tokens: int = 0
     num_completion_tokens: int = 0
     repeat: int = 0  # equal requests before it, if chance has a part in it
+
+    @property
+    def choices(self) -> list[Choice]:
+        """The answers, as many as the request has asked for.
+
+        Raises:
+            RequestError: there are none; it is `error`.
+        """
+        if self.error is not None:
+            raise self.error
+        assert self.result is not None, "a record has a result or an error"
+        return [Choice(fields) for fields in self.result["choices"]]
+
+    @property
+    def text(self) -> str:
+        """The text of the first answer.
+
+        Raises:
+            RequestError: there is none; it is `error`.
+        """
+        return self.choices[0].text
 
     @property
     def key(self) -> bytes:

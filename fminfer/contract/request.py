@@ -84,6 +84,7 @@ class SamplingParams:
 
 
 DEFAULTS = SamplingParams()
+RAW_TOKENS = 256  # most tokens of the completion of a text that comes without a request
 
 
 @dataclass(slots=True, frozen=True)

@@ -3,11 +3,12 @@
 The command line reads its defaults from here. It knows nothing of files or of torch.
 """
 
+# ruff: noqa: RUF009  (_option makes a field, as dataclasses.field does)
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from os import PathLike
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from typing_extensions import Self
 
@@ -30,6 +31,15 @@ KnownParser = Literal["hermes", "llama3_json"]
 ToolCallParser = Literal["auto", "hermes", "llama3_json", "none"]
 
 
+Value = TypeVar("Value")
+
+
+def _option(default: Value, meaning: str) -> Value:
+    """Return a field of a dataclass with its default, and the meaning that `help` shows."""
+    made: Any = field(default=default, metadata={"meaning": meaning})
+    return cast(Value, made)
+
+
 @dataclass(slots=True, frozen=True)
 class StepSizes:
     """How much is computed at once."""
@@ -46,46 +56,46 @@ class EngineConfig:
         UsageError: a value outside its limits.
     """
 
-    model: str | None = None  # a folder, a hub id, or demo; None: the demo model, not named
-    random_init: str | None = None  # a config.json, its folder, a hub id, or a size
-    tokenizer: str | None = None  # a folder or hub id; None: the model's own
-    model_config: str | None = None  # as random_init, with the model's weights; None: its own
-    revision: str | None = None  # of a model of the hub: a branch, tag or commit
-    without_adapter: bool = False  # a LoRA adapter beside the model is left out, not refused
-    model_type: str | None = None  # checked against the config's
-    dtype: DType = "auto"  # of weights and hidden states
-    kv_dtype: DType = "auto"  # of the KV cache; auto: that of hidden states
-    device: str = "auto"  # auto, cpu, cuda, cuda:1, …
-    seed: int = 1  # for requests without a seed of their own, and for random weights
-    budget: int | None = None  # tokens of KV cache for all running rows, rounded up to blocks
-    block_size: int = 32  # tokens a KV block
-    chunk_size: int | None = None  # most tokens of one step; None: what suits the device
-    max_rows: int | None = None  # most sequences that run at once; None: the same
-    micro_batches: int | None = None  # steps in flight; None: one more than there are stages
-    prefix_cache: bool = True  # compute shared prefixes and equal requests once
-    max_model_len: int | None = None  # tokens of a sequence; None: the model's context
-    on_too_long: OnTooLong = "error"  # a prompt that leaves no room for max_tokens
-    max_logprobs: int = 100  # largest `logprobs` a request may ask for
-    token_format: TokenFormat = "auto"  # of logprobs.tokens; auto: text in Batch lines, else vocab
-    skip_tokenizer_init: bool = False  # prompts are token ids, and answers have no text
-    chat_template: str | None = None  # a file with the template of messages; None: the model's own
-    tool_call_parser: ToolCallParser = "auto"  # the form of tool calls; auto: by the chat template
-    generation_config: GenerationDefaults = "openai"  # whose defaults params have that are left out
-    strict: bool = False  # what is otherwise only warned of is the line's error
-    request_args: dict[str, Any] | None = None  # fields that replace each line's own
-    check_model: bool = False  # a line that names another model is an error
-    kernels: Kernels = "auto"  # our own; off: plain torch; require: an error where auto falls back
-    threads: int | None = None  # that compute in each rank; None: its share of the cores
-    max_steps: int | None = None  # micro-batches after which a run stops; None: no limit
-    is_only_run: bool = False  # prefixes need not be kept for another run of the engine
-    cuda_ids: tuple[int, ...] = ()  # the GPUs of this machine's ranks, in their order
-    num_layers: int | None = None  # a rank; None: balanced by cost
-    max_layers: int | None = None  # of the model, counted from its first; the others are left out
-    stage_layers: tuple[int, ...] | None = None  # of each rank
-    world_size: int | None = None  # processes, of all pipelines; None: one each
-    data_group_size: int = 1  # pipelines, each with the whole model
-    num_engines: int = 1  # on this machine, which share its cores, memory and GPUs
-    engine_number: int = 0  # of this one among them
+    model: str | None = _option(None, "a folder, a hub id, or demo; None: the demo model, not named")
+    random_init: str | None = _option(None, "a config.json, its folder, a hub id, or a size")
+    tokenizer: str | None = _option(None, "a folder or hub id; None: the model's own")
+    model_config: str | None = _option(None, "a config for the model's weights; None: its own")
+    revision: str | None = _option(None, "of a model of the hub: a branch, tag or commit")
+    without_adapter: bool = _option(False, "leave out a LoRA adapter beside the model")
+    model_type: str | None = _option(None, "checked against the config's")
+    dtype: DType = _option("auto", "of weights and hidden states")
+    kv_dtype: DType = _option("auto", "of the KV cache; auto: that of hidden states")
+    device: str = _option("auto", "auto, cpu, cuda, cuda:1, …")
+    seed: int = _option(1, "for requests without a seed of their own, and for random weights")
+    budget: int | None = _option(None, "tokens of KV cache for all rows; None: what fits")
+    block_size: int = _option(32, "tokens a KV block")
+    chunk_size: int | None = _option(None, "most tokens of one step; None: what suits the device")
+    max_rows: int | None = _option(None, "most sequences at once; None: what suits the device")
+    micro_batches: int | None = _option(None, "steps in flight; None: one more than stages")
+    prefix_cache: bool = _option(True, "compute shared prefixes and equal requests once")
+    max_model_len: int | None = _option(None, "tokens of a sequence; None: the model's context")
+    on_too_long: OnTooLong = _option("error", "a prompt that leaves no room for max_tokens")
+    max_logprobs: int = _option(100, "largest `logprobs` a request may ask for")
+    token_format: TokenFormat = _option("auto", "of logprobs; auto: text in Batch lines, or vocab")
+    skip_tokenizer_init: bool = _option(False, "prompts are token ids, and answers have no text")
+    chat_template: str | None = _option(None, "a file, to render messages; None: the model's own")
+    tool_call_parser: ToolCallParser = _option("auto", "form of tool calls; auto: by the template")
+    generation_config: GenerationDefaults = _option("openai", "whose defaults of params count")
+    strict: bool = _option(False, "what is otherwise only warned of is the line's error")
+    request_args: dict[str, Any] | None = _option(None, "fields that replace each line's own")
+    check_model: bool = _option(False, "a line that names another model is an error")
+    kernels: Kernels = _option("auto", "our own; off: plain torch; require: never plain torch")
+    threads: int | None = _option(None, "computing ones of a rank; None: its share of cores")
+    max_steps: int | None = _option(None, "micro-batches after which a run stops; None: no limit")
+    is_only_run: bool = _option(False, "prefixes need not be kept for another run of the engine")
+    cuda_ids: tuple[int, ...] = _option((), "the GPUs of this machine's ranks, in their order")
+    num_layers: int | None = _option(None, "layers of each rank; None: balanced by cost")
+    max_layers: int | None = _option(None, "the model's first so many; others are left out")
+    stage_layers: tuple[int, ...] | None = _option(None, "layers of each rank, one by one")
+    world_size: int | None = _option(None, "processes, of all pipelines; None: one each")
+    data_group_size: int = _option(1, "pipelines, each with the whole model")
+    num_engines: int = _option(1, "on this machine, which share its cores, memory and GPUs")
+    engine_number: int = _option(0, "of this one among them")
 
     def step_sizes(self, device_type: str, num_stages: int) -> StepSizes:
         """Return what was asked for, and of the rest what suits a device.
@@ -123,19 +133,12 @@ class EngineConfig:
         return cls(**told | lists)
 
     def __post_init__(self) -> None:
-        at_least_1 = ("block_size", "chunk_size", "max_rows", "micro_batches", "max_model_len")
-        for field in (
-            *at_least_1,
-            "num_layers",
-            "max_layers",
-            "max_steps",
-            "threads",
-            "world_size",
-            "data_group_size",
-        ):
-            value = getattr(self, field)
+        sizes = ("block_size", "chunk_size", "max_rows", "micro_batches", "max_model_len")
+        counts = ("num_layers", "max_layers", "max_steps", "threads", "world_size")
+        for name in (*sizes, *counts, "data_group_size"):
+            value = getattr(self, name)
             if value is not None and value < 1:
-                raise UsageError(f"{field} is {value}; it must be at least 1")
+                raise UsageError(f"{name} is {value}; it must be at least 1")
         if (self.world_size or self.data_group_size) % self.data_group_size:
             raise UsageError(
                 f"world_size is {self.world_size}, which data_group_size {self.data_group_size} "
@@ -180,3 +183,16 @@ class EngineConfig:
             raise UsageError(
                 "--tokenizer and --skip-tokenizer-init contradict each other; give one of them"
             )
+
+
+def list_options() -> str:
+    """Return a line for each option: its name, type, default and meaning."""
+    types, lines = get_type_hints(EngineConfig), []
+    for each in fields(EngineConfig):
+        kind = types[each.name]
+        values = " | ".join(map(repr, get_args(kind))) if get_origin(kind) is Literal else each.type
+        lines.append(f"{each.name}: {values} = {each.default!r}  {each.metadata['meaning']}")
+    return "\n".join(lines)
+
+
+EngineConfig.__doc__ = f"{EngineConfig.__doc__}\nOptions:\n{list_options()}\n"

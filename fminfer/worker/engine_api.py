@@ -12,11 +12,13 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
-from typing_extensions import Unpack
+from typing_extensions import Self, Unpack
 
+from fminfer.contract.chat import overwrite
 from fminfer.contract.envelope import Envelope
 from fminfer.contract.line import Line
 from fminfer.contract.record import Record
+from fminfer.contract.request import DEFAULTS, RAW_TOKENS
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.core.messages import StepTrace
@@ -24,6 +26,7 @@ from fminfer.engine.engine_core import EngineCore
 from fminfer.engine.events import Event
 from fminfer.engine.facts import Facts
 from fminfer.engine.intake import Intake, Limits
+from fminfer.engine.prompt_fit import MAX_COUNTED_CHARS
 from fminfer.engine.room import KvSize
 from fminfer.engine.sequence import Prepared
 from fminfer.engine.stats import EngineStats, RunningRows
@@ -75,11 +78,11 @@ Compute = Callable[[EngineConfig, Checkpoint, Tokenizer], Computing]
 class Engine:
     """Answers completions and chat requests with one model.
 
-        engine = fminfer.Engine("path/to/model")
-        for record in engine.run([{"prompt": "Hello", "max_tokens": 5}]):
-            print(record.to_dict())
+        with fminfer.Engine("path/to/model") as engine:
+            for answer in engine.run(["What is the capital of France?"]):
+                print(answer.text)
 
-    or one by one, with their tokens as they come:
+    or requests one by one, with their tokens as they come:
 
         engine.add({"prompt": "Hello", "max_tokens": 5}, is_streamed=True)
         while engine.has_work:
@@ -89,12 +92,13 @@ class Engine:
     Args:
         model: a folder, a hub id, or a whole `EngineConfig`; None is the demo model, which answers
             no line that names another, and "demo" is the same model for any line.
+        model_name: the same, by the name that it has on the command line.
         on_progress: called with (bytes read, bytes in all) while weights load.
         group: the ranks among which this process is rank 0, if they are started already.
         checkpoint: the model, if it is opened already.
         compute: starts what computes; None: the processes of which the options speak.
-        options: fields of `EngineConfig`, which says what each means. Given with a config, they
-            take the place of its own.
+        options: fields of `EngineConfig`, which `__init__` lists. Given with a config, they take
+            the place of its own.
 
     With `world_size` the model's layers are spread over so many processes on this machine; with
     `data_group_size` these are so many pipelines, which answer together. They are started here, and
@@ -104,6 +108,7 @@ class Engine:
         CheckpointError: the model cannot be loaded.
         PipelineError: a rank failed, or the ranks were started with different options.
         UsageError: an option that cannot be.
+        OutOfMemoryError: memory for the smallest step cannot be had.
     """
 
     @shows_options
@@ -111,6 +116,7 @@ class Engine:
         self,
         model: str | EngineConfig | None = None,
         *,
+        model_name: str | None = None,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
         group: Group | None = None,
         checkpoint: Checkpoint | None = None,
@@ -118,7 +124,9 @@ class Engine:
         **options: Unpack[EngineOptions],
     ) -> None:
         started = time.perf_counter()
-        self.config = config = make_config(model, **options)
+        if model is not None and model_name not in (None, model):
+            raise UsageError(f"model is {model!r} and model_name {model_name!r}; give one of them")
+        self.config = config = make_config(model_name if model is None else model, **options)
         checkpoint = (checkpoint or open_model(config)).with_weights()
         self.model_name = checkpoint.name
         self.tokenizer = load_tokenizer(config, checkpoint)
@@ -140,6 +148,40 @@ class Engine:
         self._runner: LineRunner | None = None  # of the run that goes on
         self._left: deque[Event] = deque()  # of added requests, that a run met and did not need
         self.load_s = time.perf_counter() - started
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def make_request(self, text: str, *, is_raw: bool = False, **fields: Any) -> dict[str, Any]:
+        """Return the request that a text by itself stands for.
+
+        It is the user's message of a chat, if the model has a chat template. It is the prompt of a
+        plain completion if the model has none, or if `echo` or `best_of` are given, which chats do
+        not have. A completion draws up to RAW_TOKENS tokens, a chat what the context leaves.
+
+        Args:
+            is_raw: complete it in any case.
+            fields: of the request, by their names in completions.
+        """
+        is_of_chat = self.config.chat_template is not None or not {"echo", "best_of"} & {*fields}
+        if not is_raw and self.has_chat_template and is_of_chat:
+            return overwrite({"messages": [{"role": "user", "content": text}]}, fields)
+        most = fields.get("best_of") or fields.get("n") or 1
+        return {"prompt": text, "max_tokens": self._most_raw_tokens(text, most)} | fields
+
+    def _most_raw_tokens(self, text: str, num_sequences: int) -> int:
+        """Return how many tokens a completion of a text may have, if it does not say."""
+        limits = self.limits
+        if not self.tokenizer.has_words or len(text) > MAX_COUNTED_CHARS:
+            return DEFAULTS.max_tokens
+        num_tokens = len(self.tokenizer.encode(text.encode(errors="replace").decode()).ids)
+        room = limits.context_length - num_tokens
+        if limits.kv_size is not None:
+            room = min(room, limits.kv_size.most_draws(num_tokens, num_sequences))
+        return min(RAW_TOKENS, room) if room > 0 else DEFAULTS.max_tokens
 
     def add(
         self,
@@ -276,26 +318,34 @@ class Engine:
         return runner, lane
 
     def run(
-        self, requests: Iterable[Mapping[str, Any] | Line], read_ahead: int = LOOKAHEAD
+        self, requests: Iterable[str | Mapping[str, Any] | Line], read_ahead: int = LOOKAHEAD
     ) -> Generator[Record, None, None]:
         """Answer requests, and read them when there is room for them.
 
         Args:
-            requests: dicts with the fields of a completions or chat request, or input lines.
+            requests: texts, each as `make_request` takes it; dicts with the fields of a completions
+                or chat request; or input lines.
             read_ahead: prompts to read before there is room for them. More allow a better order.
                 The iterable is asked for the next request while others are computed. Use `add` if
                 the next one depends on an answer.
 
         Yields:
-            one Record for each request, in the order in which they finish; `record.line.number`
-            counts requests from 1. A wrong request gives a record with `error` set. Closing the
-            generator ends the run early. Events of requests that were added meanwhile are left for
-            `step`.
+            one Record for each request, in the order in which they finish: its `text`, or all
+            `choices`; `record.line.number` counts requests from 1. A wrong request gives a record
+            with `error` set. Closing the generator ends the run early. Events of requests that were
+            added meanwhile are left for `step`.
 
         Raises:
-            UsageError: an earlier run is not finished.
+            UsageError: an earlier run is not finished, or `requests` is one text or request.
         """
-        yield from self.start_run(read_ahead).run(_as_lines(requests))
+        if isinstance(requests, str | Mapping):
+            raise UsageError("requests is one request; give a list, such as [request]")
+        yield from self.start_run(read_ahead).run(self._as_lines(requests))
+
+    def _as_lines(self, requests: Iterable[str | Mapping[str, Any] | Line]) -> Iterator[Line]:
+        for number, request in enumerate(requests, start=1):
+            request = self.make_request(request) if isinstance(request, str) else request
+            yield request if isinstance(request, Line) else _as_line(number, request)
 
     def stop(self, grace_s: float) -> None:
         """End the run in good order: no more lines, and rows that run have so long to end.
@@ -441,15 +491,10 @@ def _start_team(config: EngineConfig, checkpoint: Checkpoint) -> Team:
         raise
 
 
-def _as_lines(requests: Iterable[Mapping[str, Any] | Line]) -> Iterator[Line]:
-    for number, request in enumerate(requests, start=1):
-        yield request if isinstance(request, Line) else _as_line(number, request)
-
-
 def _as_line(number: int, request: object) -> Line:
     """Return a request as an input line. A wrong one fails alone."""
     if not isinstance(request, Mapping):
-        fault = f"request {number} is a {type(request).__name__}; give a dict"
+        fault = f"request {number} is a {type(request).__name__}; give a dict or a text"
         return Line(0, number, repr(request).encode(), fault=fault)
     try:
         raw = json.dumps(dict(request)).encode()  # nan stays nan, and is refused by name

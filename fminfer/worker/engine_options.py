@@ -20,6 +20,7 @@ from fminfer.core.config import (
     OnTooLong,
     TokenFormat,
     ToolCallParser,
+    list_options,
 )
 from fminfer.core.errors import UsageError
 
@@ -111,5 +112,6 @@ def shows_options(init: Init) -> Init:
         if field.name != "model"
     ]
     shown: Any = init
+    shown.__doc__ = f"Load the model. The options, with their defaults:\n\n{list_options()}\n"
     shown.__signature__ = signature.replace(parameters=[*own, *options])
     return init

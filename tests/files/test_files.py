@@ -247,8 +247,62 @@ def test_a_prompt_is_answered_and_printed() -> None:
     assert "leave out --limit, --stats" in found.stderr
     found = CliRunner().invoke(main, ["run", "-q", "--prompt", text, "--echo-prompt"])
     assert found.stdout.startswith(text)
-    found = CliRunner().invoke(main, ["run", "-q", "--prompt", text * 200])
-    assert found.exit_code == 1 and "context_length_exceeded" in found.stderr
+    for flags in ([], ["--raw"]):
+        found = CliRunner().invoke(main, ["run", "-q", "--prompt", text * 200, *flags])
+        assert found.exit_code == 1 and "context_length_exceeded" in found.stderr
+
+
+ROOMS = "How do you go from the den to the porch?"
+PLAIN = f"Question: {ROOMS}\nAnswer:"
+
+
+@pytest.mark.parametrize(
+    ("flags", "answer", "says"),
+    [
+        ([ROOMS], " south\n", ["as a chat, by the model's chat template; --raw"]),
+        ([PLAIN, "--raw"], " south\n", ["plain text (--raw), by at most 256 tokens (--gen"]),
+        (
+            [PLAIN, "--raw", "--generate-seq-length", "1"],
+            " s",
+            ["by at most 1 token (", "limit of"],
+        ),
+        ([PLAIN, "--best-of", "2"], " south\n", ["(--echo-prompt and --best-of are not of chats)"]),
+        ([ROOMS, "--generate-seq-length", "1"], " s", ["cut at its limit of 1 token; --generate"]),
+        ([ROOMS, "--stop", " s"], "\n", ["has no words; --stop ' s' ended it."]),
+        ([ROOMS, "--num-completions", "2"], " south\n\n south\n\n", ["as a chat"]),
+        ([ROOMS, "--max-model-len", "17"], " s", ["cut: the context (17 tokens) or the KV"]),
+        ([PLAIN, "--raw", "--max-model-len", "28"], " s", ["(--raw), by at most 12 tokens"]),
+        ([PLAIN, "--raw", "--budget", "32"], " south\n", ["(--raw), by at most 17 tokens"]),
+    ],
+)
+def test_a_prompt_is_asked_as_a_chat_and_says_so(
+    flags: list[str], answer: str, says: list[str]
+) -> None:
+    """Instruct models got a bare text, ended it at once, and an empty line was all one saw."""
+    given = ["run", "--temperature", "0", "--prompt", *flags]
+    found = CliRunner().invoke(main, given)
+    assert found.exit_code == 0 and found.stdout.startswith(answer), found.output
+    assert all(each in found.stderr for each in says), found.stderr
+    assert "Warning" not in found.stderr
+    assert ("cut" in found.stderr) is ("limit of" in found.stderr or "context (" in found.stderr)
+    assert CliRunner().invoke(main, [*given, "-q"]).stderr == ""
+
+
+@pytest.mark.parametrize("flags", [["a.jsonl"], ["--prompt", "x", "--chat-template", "x.jinja"]])
+def test_raw_is_refused_where_it_would_mean_nothing(flags: list[str]) -> None:
+    found = CliRunner().invoke(main, ["run", "--raw", *flags])
+    assert found.exit_code == 2 and "--raw completes the text of --prompt" in found.stderr
+
+
+def test_a_base_models_completion_is_not_cut_at_16_tokens(
+    llama_checkpoint: tuple[Path, object],
+) -> None:
+    """A model without a chat template completes, and 16 tokens were all that it drew."""
+    given = ["run", "--prompt", "x", "--seed", "7", "--model-name", str(llama_checkpoint[0])]
+    found = CliRunner().invoke(main, given)
+    assert "plain text (this model has no chat template), by at most " in found.stderr
+    most = int(found.stderr.split("by at most ")[1].split()[0])
+    assert most > 16 and f"cut at its limit of {most} tokens" in found.stderr
 
 
 def test_the_command_lines_hyperparameters_replace_each_lines(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import math
 import random
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -19,6 +20,7 @@ import torch
 
 import fminfer
 from fminfer.compute.sampling.sampler import score
+from fminfer.core import errors
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import StepLimitError
 from fminfer.core.messages import SamplingRows, ScoringRows, Step, StepResult, TokenLogprobs
@@ -228,17 +230,58 @@ def test_what_is_no_dict_costs_one_record(engine: fminfer.Engine) -> None:
     """It ended the run, where a bad dict costs one record."""
     circle: dict[str, Any] = {"prompt": "x"}
     circle["self"] = circle
-    odd: list[Any] = ["hello", [1], 5, {"prompt": b"x"}, circle, object(), {"prompt": "x"}]
+    odd: list[Any] = [b"hello", [1], 5, {"prompt": b"x"}, circle, object(), {"prompt": "x"}]
     records = sorted(engine.run(odd), key=lambda record: record.line.number)
     messages = [record.error.message if record.error else "" for record in records]
-    assert messages[0] == "request 1 is a str; give a dict" and messages[-1] == ""
+    assert messages[0] == "request 1 is a bytes; give a dict or a text" and messages[-1] == ""
     assert "request 4 is no JSON" in messages[3]
     assert all(messages[:-1]) and len(messages) == len(odd)
     assert all(record.to_json() for record in records)
 
 
+def test_texts_are_asked_and_answers_are_read() -> None:
+    """A text cost an error, an answer was a nest of dicts, and there was no `with`."""
+    ways = ["How do you go from the den to the porch?", "\ud800"]
+    with fminfer.Engine(model_name=None, kernels="off", dtype="float32") as engine:
+        right, wrong = sorted(engine.run(ways), key=lambda record: record.line.number)
+        assert right.text == " south\n" == right.choices[0].text
+        with pytest.raises(fminfer.RequestError, match="half of a surrogate pair"):
+            print(wrong.text)
+        request = engine.make_request(ways[0], is_raw=True, temperature=0)
+        assert request == {"prompt": ways[0], "max_tokens": 256, "temperature": 0}
+        for one in (ways[0], request):
+            with pytest.raises(fminfer.UsageError, match="give a list, such as"):
+                next(engine.run(one))
+    with pytest.raises(fminfer.UsageError, match="the engine is closed"):
+        engine.add({"prompt": "x"})
+    with pytest.raises(fminfer.UsageError, match="give one of them"):
+        fminfer.Engine("one", model_name="two")
+
+
+def test_whatever_an_engine_raises_is_exported_and_in_the_docs() -> None:
+    """`fminfer.PipelineError`, which `step` raises, was not there."""
+    package, named = Path(fminfer.__file__).parent, set()
+    of_engine = ("core", "contract", "text", "machine", "compute", "engine", "pipeline", "models")
+    for file in [
+        path for each in (*of_engine, "worker") for path in (package / each).rglob("*.py")
+    ]:
+        named |= set(re.findall(r"raise (\w+Error)\(", file.read_text()))
+    raised = {name for name in named if hasattr(errors, name)} - {"FminferError"}
+    assert raised >= {"PipelineError", "OutOfMemoryError", "RequestError"}
+    docs = (package.parent / "docs" / "python.md").read_text()
+    for name in raised:
+        assert name in fminfer.__all__ and getattr(fminfer, name) is getattr(errors, name)
+        assert f"── {name} " in docs, name
+
+
 def test_help_names_every_option() -> None:
-    """`Engine`'s help was `**options`."""
+    """`Engine`'s help was `**options`, and then it had names without a meaning."""
+    for doc in (fminfer.Engine.__init__.__doc__, EngineConfig.__doc__):
+        assert doc is not None
+        for field in dataclasses.fields(EngineConfig):
+            (line,) = re.findall(rf"^{field.name}: (.+)$", doc, flags=re.M)
+            assert f" = {field.default!r}  {field.metadata['meaning']}" in line
+        assert "kernels: 'auto' | 'off' | 'require' = 'auto'  our own; off: plain torch" in doc
     shown = inspect.signature(fminfer.Engine).parameters
     for field in dataclasses.fields(EngineConfig):
         assert field.name == "model" or shown[field.name].default == field.default, field.name

@@ -8,6 +8,7 @@ import click
 
 from fminfer.cli.options.option_groups import INPUT_OUTPUT, in_group
 from fminfer.cli.options.value_types import Duration, PathOrUrl
+from fminfer.contract.request import RAW_TOKENS
 
 _option = in_group(INPUT_OUTPUT)
 
@@ -25,7 +26,15 @@ OUTPUT_OPTIONS = [
     _option(
         "--prompt",
         metavar="TEXT",
-        help="Answer this text and print the answer, for a first try.",
+        help="Answer this text and print the answer, for a first try: as the user's message of a "
+        "chat, if the model has a chat template. Hyperparameters such as --temperature count.",
+    ),
+    _option(
+        "--raw",
+        "is_raw",
+        is_flag=True,
+        help="Have the model go on with --prompt as plain text, as completions do; at most "
+        f"{RAW_TOKENS} tokens, or --generate-seq-length.",
     ),
     _option(
         "--output",
