@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fminfer.core.config import EngineConfig
 from fminfer.core.errors import (
     CheckpointError,
     FminferError,
@@ -51,10 +52,6 @@ def __getattr__(name: str) -> Any:
         from fminfer.worker.engine_api import Engine
 
         return Engine
-    if name == "EngineConfig":
-        from fminfer.core.config import EngineConfig
-
-        return EngineConfig
     if name in ("Delta", "Failed", "Finished"):
         from fminfer.engine import events
 

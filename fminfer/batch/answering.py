@@ -12,7 +12,6 @@ from typing import Any
 
 import click
 
-from fminfer.batch.hyperparameters import OnePrompt
 from fminfer.batch.job import run_job
 from fminfer.batch.named_files import open_files
 from fminfer.batch.report_at_end import name_settings, reporting, write_at_end
@@ -87,14 +86,14 @@ def answer(
 
 
 def _answer_prompt(
-    run: RunContext, prompt: OnePrompt, checkpoint: Checkpoint, make_engine: MakeEngine
+    run: RunContext, prompt: str, checkpoint: Checkpoint, make_engine: MakeEngine
 ) -> JobSummary:
     """Print the answer to one prompt; say how it was asked, and what is odd about the answer."""
     engine = start_engine(run, lambda bar: make_engine(checkpoint, bar))
-    request = engine.make_request(prompt.text, is_raw=prompt.is_raw, **prompt.fields)
+    request = engine.make_request(prompt, is_raw=run.job.is_raw, **run.job.prompt_fields)
     tell = _say_nothing if run.is_quiet else say
     engine.tell_warnings(lambda text: None if FILLS.kind in text else tell(text))
-    tell(_describe_asking(prompt, request, engine))
+    tell(_describe_asking(request, engine, is_raw=run.job.is_raw))
     try:
         with _keeping_answers(run, engine, fingerprint_of(run.config, checkpoint)):
             (record,) = engine.run([request])
@@ -110,14 +109,12 @@ def _answer_prompt(
     return JobSummary(checkpoint.name, str(engine.device), [], [])
 
 
-def _describe_asking(prompt: OnePrompt, request: dict[str, Any], engine: Engine) -> str:
+def _describe_asking(request: dict[str, Any], engine: Engine, *, is_raw: bool) -> str:
     """Say whether a prompt is asked as a chat or completed, and how to get the other."""
     if "messages" in request:
-        return (
-            "Asking it as a chat, by the model's chat template; --raw completes it as plain text."
-        )
-    why = "--raw" if prompt.is_raw else "this model has no chat template"
-    if engine.has_chat_template and not prompt.is_raw:
+        return "Asking it as a chat, by the model's template; --raw completes it as plain text."
+    why = "--raw" if is_raw else "this model has no chat template"
+    if engine.has_chat_template and not is_raw:
         why = "--echo-prompt and --best-of are not of chats"
     most = counted(request["max_tokens"], "token")
     return f"Completing it as plain text ({why}), by at most {most} (--generate-seq-length)."
@@ -133,10 +130,8 @@ def _find_oddities(choice: Choice, request: dict[str, Any], engine: Engine) -> I
         most = counted(request["max_tokens"], "token")
         yield f"was cut at its limit of {most}; --generate-seq-length N sets another"
     elif is_cut:
-        sizes = (
-            f"({engine.context_length:,} tokens) or the KV cache ({engine.stats.num_kv_tokens:,})"
-        )
-        yield f"was cut: the context {sizes} was full"
+        context, kv_tokens = engine.context_length, engine.stats.num_kv_tokens
+        yield f"was cut: the context ({context:,} tokens) or KV cache ({kv_tokens:,}) was full"
 
 
 def _answer_files(

@@ -7,15 +7,6 @@ from typing import Any
 
 
 @dataclass(slots=True, frozen=True)
-class OnePrompt:
-    """The text of --prompt, and the fields of its request that flags name."""
-
-    text: str
-    fields: dict[str, Any]
-    is_raw: bool
-
-
-@dataclass(slots=True, frozen=True)
 class Hyperparameters:
     """The flags that set request parameters; None, () and False: not given."""
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
-from fminfer.batch.hyperparameters import OnePrompt
 from fminfer.batch.report.report_place import check_place
 from fminfer.batch.synthetic import Synthetic
 from fminfer.contract.envelope import open_envelope, refuse_other_model
@@ -36,7 +36,9 @@ class JobPaths:
     is_quiet: bool
     remote: RemoteFolders
     is_watching: bool = False
-    prompt: OnePrompt | None = None  # to answer, in the place of files
+    prompt: str | None = None  # a text to answer, in the place of files
+    prompt_fields: dict[str, Any] = field(default_factory=dict)  # of its request
+    is_raw: bool = False  # it is completed, and not asked as a chat
     limit: int | None = None  # of each input, the first so many requests are answered
     synthetic: Synthetic | None = None  # the requests to make up, in the place of inputs
     result_cache: CachePlace | None = None  # for answers that other runs may take

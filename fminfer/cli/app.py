@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from fminfer.batch.hyperparameters import Hyperparameters, OnePrompt
+from fminfer.batch.hyperparameters import Hyperparameters
 from fminfer.batch.progress import TimeBar
 from fminfer.batch.run_paths import JobPaths, refuse_other_models
 from fminfer.batch.synthetic import NUM_BATCHES, Synthetic
@@ -81,13 +81,14 @@ class _Commands(click.Group):
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="fminfer")
 def main() -> None:
-    """Answer files of OpenAI-completions requests with a language model, offline.
+    """Answer completions and chat requests with a language model: of files, or as a server.
 
     \b
+    fminfer run --prompt "How do you go from the den to the porch?"     print one answer
     fminfer run requests.jsonl                      write the answers to output_requests.jsonl
     fminfer run --help                              show all options of a run
-    fminfer serve /models/llama                     answer HTTP requests in OpenAI's form
-    fminfer check requests.jsonl                    find wrong lines, predict memory and time
+    fminfer serve /models/llama                     OpenAI's API over HTTP, and a page to chat on
+    fminfer check requests.jsonl                    find wrong lines, predict memory
     fminfer status shards/                          show the progress of runs
     fminfer report output_requests.jsonl            write an HTML page about answers
     fminfer families                                list the model families that run
@@ -166,8 +167,8 @@ def run(
     files = given or [named] if named is not None else given
     remote = RemoteFolders(work_dir or default_work_dir(), is_quiet=quiet)
     job = JobPaths(files, output, restart, stats, trace, quiet, remote, is_watching)
-    asked = None if prompt is None else OnePrompt(prompt, hyperparameters.request_fields, is_raw)
-    job = replace(job, limit=limit, prompt=asked, report=report_file)
+    job = replace(job, limit=limit, report=report_file, prompt=prompt, is_raw=is_raw)
+    job = replace(job, prompt_fields=hyperparameters.request_fields)
     try:
         job = replace(job, result_cache=find_place(result_cache, result_cache_bytes))
         ranks = RankConfig(**rank_options)
@@ -178,10 +179,7 @@ def run(
                 "out with --prompt"
             )
         if is_raw and (prompt is None or config.chat_template is not None):
-            raise UsageError(
-                "--raw completes the text of --prompt, without a chat template; leave it out, or "
-                "give --prompt and no --chat-template"
-            )
+            raise UsageError("--raw is of --prompt, and takes no --chat-template; leave it out")
         if prompt is None and not files and hyperparameters.flags:
             job, config = _make_up(job, config, hyperparameters)
         elif prompt is None and is_overwriting:

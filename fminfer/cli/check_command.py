@@ -52,8 +52,8 @@ def check(
 
     A table shows the memory that each rank takes, and how much KV cache fits beside the weights.
     --device-memory plans for another machine. Memory and micro-batches are upper bounds, as if
-    every row generated all of its max_tokens. Time is an estimate. It needs `fminfer bench
-    --calibrate` with the same model and options on this machine.
+    every row generated all of its max_tokens. Time is an estimate. It is told once `fminfer bench
+    --calibrate` has timed the same model with the same options on this machine.
 
     \b
     Exit status: 0 every line is right; 1 the model does not run or does not fit; 2 wrong usage;

@@ -218,11 +218,10 @@ def _what_is_wrong(fields: dict[str, Any], number: int) -> RequestError | None:
     for name, answered in (("method", ("POST",)), ("url", (COMPLETIONS, CHAT))):
         if fields.get(name) not in answered:
             found = show(fields[name]) if name in fields else "absent"
-            allowed = " and ".join(f'"{value}"' for value in answered)
+            allowed = " or ".join(f'"{value}"' for value in answered)
             return RequestError(
                 "unsupported_parameter",
-                f"{name} is {found}; only {allowed} can be answered here. Set it to that, or take "
-                "the line out",
+                f"{name} is {found}; it must be {allowed}. Write that, or take the line out",
                 name,
             )
     return None

@@ -22,10 +22,7 @@ class Choice:
     @property
     def text(self) -> str:
         """Its text; in chat, the content of its message."""
-        text = (
-            self.fields["message"]["content"] if "message" in self.fields else self.fields["text"]
-        )
-        return text or ""  # a message may have calls only
+        return self.fields.get("text") or self.fields.get("message", {}).get("content") or ""
 
 
 @dataclass(slots=True, frozen=True)
@@ -43,6 +40,7 @@ class Record:
     num_cached_tokens: int = 0
     num_completion_tokens: int = 0
     repeat: int = 0  # equal requests before it, if chance has a part in it
+    names_line: bool = True  # a Batch line's error says its number, which OpenAI's does not
 
     @property
     def choices(self) -> list[Choice]:
@@ -58,11 +56,7 @@ class Record:
 
     @property
     def text(self) -> str:
-        """The text of the first answer.
-
-        Raises:
-            RequestError: there is none; it is `error`.
-        """
+        """The text of the first answer; it raises what `choices` raises."""
         return self.choices[0].text
 
     @property
@@ -117,6 +111,7 @@ class Record:
             b'"custom_id":' + self.envelope.custom_id,
             b'"response":' + dump(response),
             b'"error":null',
+            *([b'"line":%d' % self.line.number] if self.error and self.names_line else []),
         ]
         return b"{" + b",".join(members) + b"}"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fminfer.core.errors import UsageError
+from fminfer.core.quantities import counted
 
 
 @dataclass(slots=True, frozen=True)
@@ -40,8 +41,8 @@ def balance(num_layers: int, num_stages: int, head_cost: float) -> list[int]:
     """
     if num_stages > num_layers:
         raise UsageError(
-            f"{num_stages} ranks share {num_layers} layers: {num_stages - num_layers} of them "
-            f"would have no work. Use --world-size {num_layers} or less"
+            f"{num_stages} ranks share {counted(num_layers, 'layer')}, and "
+            f"{num_stages - num_layers} would have no work. Use --world-size {num_layers} or less"
         )
     counts = [1] * num_stages
     costs = [1.0] * (num_stages - 1) + [1.0 + head_cost]
@@ -91,7 +92,7 @@ def explicit(num_layers: int, num_stages: int, counts: tuple[int, ...]) -> list[
     shown = ",".join(map(str, counts))
     if len(counts) != num_stages:
         raise UsageError(
-            f"--stage-layers {shown} has {len(counts)} counts; there are {num_stages} stages"
+            f"--stage-layers {shown} has {counted(len(counts), 'count')}; give {num_stages}"
         )
     if min(counts) < 1:
         raise UsageError(
@@ -100,7 +101,7 @@ def explicit(num_layers: int, num_stages: int, counts: tuple[int, ...]) -> list[
         )
     if sum(counts) != num_layers:
         raise UsageError(
-            f"--stage-layers {shown} adds up to {sum(counts)}; {num_layers} layers are to be run"
+            f"--stage-layers {shown} adds up to {sum(counts)}; it must be {num_layers}"
         )
     return list(counts)
 

@@ -177,8 +177,8 @@ class EngineLoop:
                 self._schedule()  # stages work while answers are built
             elif self._is_at_limit and self._open:
                 raise StepLimitError(
-                    f"stopped after {self._max_steps} micro-batches, as --num-iters says; rows "
-                    "are left. Leave the flag out to answer all"
+                    f"stopped after the micro-batches that --num-iters allows ({self._max_steps}); "
+                    "rows are left. Leave the flag out to answer all"
                 )
             return self._tell()
         except BaseException:

@@ -8,6 +8,7 @@ from fminfer.contract.prompts import MAX_ENTRIES
 from fminfer.contract.request import DEFAULTS, SamplingParams
 from fminfer.core.config import OnTooLong
 from fminfer.core.errors import RequestError
+from fminfer.core.quantities import counted
 from fminfer.engine.room import KvSize
 from fminfer.text.encoded_prompt import EncodedPrompt
 from fminfer.text.tokenizer import Tokenizer
@@ -108,7 +109,7 @@ class PromptFit:
 
     def _too_long(self, num_prompt: int, about: str = "") -> RequestError:
         context, max_tokens = self.context_length, self.params.max_tokens
-        asked = f" and max_tokens is {max_tokens}, {about}{num_prompt + max_tokens} in all"
+        asked = f" and max_tokens is {max_tokens}, {about}{num_prompt + max_tokens:,} in all"
         if self.fills_context:
             least = self.params.min_tokens
             asked = f" and min_tokens is {least}" if least > 1 else ", and one more is to be drawn"
@@ -118,8 +119,8 @@ class PromptFit:
             remedy = f"Lower {name}, which leaves no place for a prompt"
         return RequestError(
             "context_length_exceeded",
-            f"the prompt has {about}{num_prompt} tokens{asked}; this model's maximum context "
-            f"length is {context} tokens. {remedy}",
+            f"the prompt has {about}{counted(num_prompt, 'token')}{asked}; this model's maximum "
+            f"context length is {context} tokens. {remedy}",
             "max_tokens" if num_prompt < context else self.source,
         )
 

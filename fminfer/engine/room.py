@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fminfer.core.errors import RequestError
+from fminfer.core.quantities import counted
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.sequence import RequestState
 
@@ -38,15 +39,15 @@ def check_room(state: RequestState, scheduler: Scheduler, num_kv_tokens: int) ->
             raise RequestError(
                 "out_of_memory",
                 f"the prompt has {len(prompt.sequences)} candidates, which run together; "
-                f"--max-rows allows {scheduler.max_rows} sequences at once. Raise it, or "
-                "lower n or best_of",
+                f"--max-rows allows {counted(scheduler.max_rows, 'sequence')} at once. Raise it, "
+                "or lower n or best_of",
                 "best_of",
             )
         if prompt.num_to_feed > 0 and not scheduler.fits(prompt):
             raise RequestError(
                 "out_of_memory",
-                f"the prompt needs the KV cache of {prompt.num_kv_tokens} tokens for each of "
-                f"its {len(prompt.sequences)} candidates at once; the budget is "
+                f"the prompt needs the KV cache of {counted(prompt.num_kv_tokens, 'token')} for "
+                f"each of its {counted(len(prompt.sequences), 'candidate')} at once; the budget is "
                 f"{num_kv_tokens} tokens. Raise --budget, or lower max_tokens, n or best_of",
                 "max_tokens",
             )

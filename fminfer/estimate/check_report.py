@@ -123,8 +123,8 @@ class CheckReport:
         if not self.counts.num_right or self.forecast.shortage:
             return []
         return [
-            f"steps     {work.num_steps:,} micro-batches at most, up to {work.max_rows_running:,} "
-            f"rows at once{self._sample_text}"
+            f"steps     {counted(work.num_steps, 'micro-batch', 'micro-batches')} at most, up to "
+            f"{counted(work.max_rows_running, 'row')} at once{self._sample_text}"
         ]
 
     def _memory_lines(self) -> list[str]:
@@ -176,13 +176,13 @@ class CheckReport:
         ]
 
     def _first_lines(self) -> list[str]:
-        if self.first is None:
+        if (first := self.first) is None:
             return []
-        text = self.first.text
+        text = first.text
         if len(text) > MAX_SHOWN:
             half = MAX_SHOWN // 2
             text = f"{text[:half]}\n[… {len(text) - 2 * half:,} characters …]\n{text[-half:]}"
-        head = f"first     {self.first.file}:{self.first.line}, {self.first.num_ids:,} tokens:"
+        head = f"first     {first.file}:{first.line}, {counted(first.num_ids, 'token')}:"
         return [head, *(f"    {line}" for line in text.split("\n"))]
 
 

@@ -193,4 +193,5 @@ def _how_to_calibrate(config: EngineConfig) -> str:
         "--threads": config.threads,
     }
     given = [f" {flag} {shlex.quote(str(value))}" for flag, value in flags.items() if value]
-    return f"time its steps on this machine once: fminfer bench --calibrate{''.join(given)}"
+    command = f"fminfer bench --calibrate{''.join(given)}"
+    return f"first time the model's steps on this machine, in about a minute: {command}"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fminfer.contract.line import Line
 from fminfer.core.errors import UsageError
+from fminfer.core.quantities import counted
 from fminfer.files.line_reader import count_to_last, read_lines
 from fminfer.files.streams import A_PIPE, Digest, changed_ns, digest_of
 
@@ -86,8 +87,8 @@ class InputFile:
         self.check_limit(last_answered)
         if num_answered > self.num_read:
             raise UsageError(
-                f"an earlier run has answered {num_answered} lines of {self.path}, and now it has "
-                f"{self.num_read}; give --restart to answer all from the start"
+                f"an earlier run has answered {counted(num_answered, 'line')} of {self.path}, and "
+                f"now it has {self.num_read}; give --restart to answer all from the start"
             )
         return num_answered == self.num_read
 

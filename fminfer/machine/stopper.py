@@ -63,7 +63,7 @@ class Stopper:
 
     Args:
         grace_s: how long rows that run may go on.
-        is_quiet: say nothing when Ctrl-C is heard.
+        is_quiet: say nothing when a signal is heard.
         end: ends this process at once, for a reason. The command gives it an exit status.
 
     `on_second` is called when a second signal ends the run at once.
@@ -83,6 +83,7 @@ class Stopper:
         self._deadline_s: float | None = None
         self._stop: Callable[[float], None] | None = None  # the engine's, while it runs
         self._needed_s: Callable[[], float | None] = lambda: None
+        self.num_open: Callable[[], int] | None = None  # requests of a server; None: a run's rows
         self._watchdog: threading.Timer | None = None
         self._is_reading = False
         self._heard_s = float("-inf")
@@ -193,20 +194,22 @@ class Stopper:
         self._watchdog.start()
         if self._stop is None:  # nothing runs yet
             raise self.reason
-        if number == signal.SIGINT and not self._is_quiet:
-            self._tell_of_grace()
+        if not self._is_quiet:
+            self._tell_of_grace(" again" * (number == signal.SIGINT))
         self._stop(self.grace_s)
         if self._is_reading:
             raise self.reason
 
-    def _tell_of_grace(self) -> None:
-        """Say why Ctrl-C does not end the run at once, by what a signal's handler may call."""
-        needed_s = self._needed_s()
+    def _tell_of_grace(self, again: str) -> None:
+        """Say why a signal does not end it at once, by what a signal's handler may call."""
+        needed_s, num_open = self._needed_s(), self.num_open
         is_short = needed_s is None or needed_s <= self.grace_s
         needs = "" if is_short else f"; all of them may need {needed_s:.0f} s"
+        what = "rows that run" if num_open is None else f"open requests ({num_open():,})"
+        kept = " What is finished is kept." * (num_open is None)
         text = (
-            f"\nEnding: rows that run have {self.grace_s:g} s to finish (--grace){needs}. What is "
-            "finished is kept. Ctrl-C again ends at once.\n"
+            f"\nEnding: {what} have {self.grace_s:g} s to finish (--grace){needs}.{kept} "
+            f"Ctrl-C{again} ends at once.\n"
         )
         with suppress(OSError):
             os.write(2, text.encode())

@@ -73,15 +73,20 @@ def run_http(
             err=True,
         )
     try:
+        dispatcher = thread.service.dispatcher
+        stopper.num_open = lambda: dispatcher.num_open
         with stopper.telling(thread.drain):
-            thread.service.dispatcher.run()
+            dispatcher.run()
     finally:
         thread.end()
-    if thread.service.dispatcher.num_dropped and stopper.reason is not None:
+    if (num_dropped := dispatcher.num_dropped) and stopper.reason is not None:
+        stopper.reason.args = (f"{stopper.reason} Requests without an answer: {num_dropped:,}.",)
         raise stopper.reason
     if stopper.reason is None:
         why = thread.fault or "it gave no reason"
         raise FminferError(f"the HTTP server ended by itself: {why}") from thread.fault
+    if not settings.is_quiet:
+        click.echo("Ended; every open request has its answer.", err=True)
 
 
 class HttpThread:

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from fminfer.core.errors import RequestError
+from fminfer.core.quantities import counted
 from fminfer.engine.events import Finished
 from fminfer.server.answer_schemas import generation_schema, texts_schema
 from fminfer.server.event_stream import until_answered
@@ -82,8 +83,8 @@ def old_routes(service: Service) -> APIRouter:
         if num_prompt >= max_seq_length:
             raise HttpError(
                 400,
-                f"max_seq_length is {max_seq_length}, and the text alone has {num_prompt} tokens; "
-                "raise max_seq_length, which counts both",
+                f"max_seq_length is {max_seq_length}, and the text alone has "
+                f"{counted(num_prompt, 'token')}; raise max_seq_length, which counts both",
                 code="out_of_range",
                 param="max_seq_length",
             )

@@ -11,12 +11,14 @@ import click
 from fminfer.batch.process_roles import lead_or_join
 from fminfer.batch.run_context import ProcessContext
 from fminfer.batch.run_engine import MakeEngine, say, start_engine
+from fminfer.core.quantities import counted, show_dtypes
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.fingerprint import fingerprint_of
 from fminfer.server.batches.desk import ServerState
 from fminfer.server.batches.state_folder import StateFolder
 from fminfer.server.http import open_socket, run_http
 from fminfer.server.settings import ServerSettings
+from fminfer.worker.forecast import name_held_dtype
 from fminfer.worker.part_process import Opening
 from fminfer.worker.result_cache import ResultCache, open_result_cache
 
@@ -49,7 +51,10 @@ def _serve(run: ServeContext, checkpoint: Checkpoint, make_engine: MakeEngine) -
     engine = start_engine(run, lambda bar: make_engine(checkpoint, bar))
     try:
         if not run.is_quiet:
-            click.echo(f"Ready after {run.elapsed_s():.1f} s.", err=True)
+            types = show_dtypes(engine.facts.dtype, name_held_dtype(run.config, checkpoint))
+            place = f"{types} on {engine.device}, {counted(engine.facts.num_threads, 'thread')}"
+            kernels = "compiled kernels" if engine.facts.has_kernel else "plain torch"
+            click.echo(f"Ready after {run.elapsed_s():.1f} s: {place}, {kernels}.", err=True)
         engine.result_cache = _open_cache(run, checkpoint)
         run_http(engine, run.settings, run.stopper, address, state)
     finally:

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fminfer.core.errors import FminferError, OutputError, UsageError
+from fminfer.core.quantities import counted
 from fminfer.files.disk import sync_folder, write_all
 from fminfer.files.file_names import beside
 from fminfer.files.ordered_output import ORDERED, errors_path
@@ -122,7 +123,7 @@ def show_ranges(parts: list[Part]) -> str:
         for first, last in zip(firsts[:MAX_NAMED], lasts[:MAX_NAMED], strict=True)
     ]
     more = len(firsts) - MAX_NAMED
-    return ", ".join(ranges) + (f" and {more:,} more places" if more > 0 else "")
+    return ", ".join(ranges) + (f" and {counted(more, 'more place')}" if more > 0 else "")
 
 
 def _measure(folder: Path, parts: list[Part]) -> Places:

@@ -10,6 +10,7 @@ from pathlib import Path
 from fminfer.contract.envelope import open_envelope
 from fminfer.contract.record import make_id
 from fminfer.core.errors import FminferError
+from fminfer.core.quantities import counted
 from fminfer.files.journal import journal_path
 from fminfer.files.line_reader import read_lines
 from fminfer.files.ordered_output import errors_path
@@ -18,7 +19,7 @@ from fminfer.files.status_file import read_status, status_path
 from fminfer.files.streams import digest_of
 from fminfer.split.manifest import Part
 
-_LINE = re.compile(rb'\A(\{\s*"line"\s*:\s*)(\d{1,18})(?=\s*[,}])')
+_LINE = re.compile(rb'(\A\{\s*"line"\s*:\s*|"error":null,"line":)(\d{1,18})(?=\s*[,}])')
 _BATCH = re.compile(rb'\{"id":"batch_req_([0-9a-f]{32})"')
 
 
@@ -69,8 +70,8 @@ def read_answers(folder: Path, part: Part) -> Iterator[AnsweredRow]:
     if num_answers + num_errors != len(part.lines):
         count = "more than" if row < 0 else f"{num_answers + num_errors} of"
         raise FminferError(
-            f"{answers} has answers to {count} the {len(part.lines)} lines of {path}, its errors "
-            f"({num_errors}) counted; answer that part again"
+            f"{answers} has answers to {count} the {counted(len(part.lines), 'line')} of {path}, "
+            f"its errors ({num_errors}) counted; answer that part again"
         )
 
 
@@ -91,9 +92,9 @@ def _read_errors(path: Path, part: Part) -> Iterator[tuple[int, bytes]]:
     if not errors.exists():
         return
     before = -1
-    ids: Iterator[tuple[int, bytes]] | None = None  # of Batch lines: their errors say no number
+    ids: Iterator[tuple[int, bytes]] | None = None  # of Batch errors that say no line: old ones
     for record in _records(errors):
-        if match := _LINE.match(record):
+        if match := _LINE.search(record):
             row = int(match[2]) - 1
         elif match := _BATCH.match(record):
             ids = ids or _read_ids(path, part)

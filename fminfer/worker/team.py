@@ -15,6 +15,7 @@ from multiprocessing.connection import wait
 
 from fminfer.core.errors import FminferError, PipelineError, UsageError, error_of
 from fminfer.core.messages import StepTrace
+from fminfer.core.quantities import counted
 from fminfer.engine.counting import count_row
 from fminfer.engine.engine_core import Origin
 from fminfer.engine.events import Delta, Event
@@ -399,7 +400,7 @@ class Team:
         others = "; no other is left."
         if self._living:
             others = "; the others go on" + (
-                f", and answer its {len(left)} rows." * bool(left) or "."
+                f", and answer its {counted(len(left), 'row')}." * bool(left) or "."
             )
         self._say(f"Pipeline {pipeline.number} {why}{others}")
 

@@ -98,7 +98,9 @@ def test_exit_status_and_what_is_told(tmp_path: Path) -> None:
     good = write(tmp_path / "good.jsonl", [ROW | {"temperature": 0}] * 2)
     found = check(good)
     assert found.exit_code == 0 and "2 right; 1 have the answer of an equal one" in found.output
-    told = "time      not predicted: time its steps on this machine once: "
+    told = (
+        "time      not predicted: first time the model's steps on this machine, in about a minute: "
+    )
     assert f"{told}fminfer bench --calibrate --dtype float32 --kernels off" in found.output
     assert "good.jsonl:1, 16 tokens:\n    Question: How do" in found.output
     bad = write(tmp_path / "bad.jsonl", [ROW, *([{"prompt": 5}] * 25)])

@@ -259,7 +259,7 @@ PLAIN = f"Question: {ROOMS}\nAnswer:"
 @pytest.mark.parametrize(
     ("flags", "answer", "says"),
     [
-        ([ROOMS], " south\n", ["as a chat, by the model's chat template; --raw"]),
+        ([ROOMS], " south\n", ["as a chat, by the model's template; --raw"]),
         ([PLAIN, "--raw"], " south\n", ["plain text (--raw), by at most 256 tokens (--gen"]),
         (
             [PLAIN, "--raw", "--generate-seq-length", "1"],
@@ -270,7 +270,7 @@ PLAIN = f"Question: {ROOMS}\nAnswer:"
         ([ROOMS, "--generate-seq-length", "1"], " s", ["cut at its limit of 1 token; --generate"]),
         ([ROOMS, "--stop", " s"], "\n", ["has no words; --stop ' s' ended it."]),
         ([ROOMS, "--num-completions", "2"], " south\n\n south\n\n", ["as a chat"]),
-        ([ROOMS, "--max-model-len", "17"], " s", ["cut: the context (17 tokens) or the KV"]),
+        ([ROOMS, "--max-model-len", "17"], " s", ["cut: the context (17 tokens) or KV"]),
         ([PLAIN, "--raw", "--max-model-len", "28"], " s", ["(--raw), by at most 12 tokens"]),
         ([PLAIN, "--raw", "--budget", "32"], " south\n", ["(--raw), by at most 17 tokens"]),
     ],
@@ -291,7 +291,7 @@ def test_a_prompt_is_asked_as_a_chat_and_says_so(
 @pytest.mark.parametrize("flags", [["a.jsonl"], ["--prompt", "x", "--chat-template", "x.jinja"]])
 def test_raw_is_refused_where_it_would_mean_nothing(flags: list[str]) -> None:
     found = CliRunner().invoke(main, ["run", "--raw", *flags])
-    assert found.exit_code == 2 and "--raw completes the text of --prompt" in found.stderr
+    assert found.exit_code == 2 and "--raw is of --prompt, and takes no" in found.stderr
 
 
 def test_a_base_models_completion_is_not_cut_at_16_tokens(

@@ -8,6 +8,7 @@ from fminfer.batch.report.plain_text import escape, shorten
 from fminfer.batch.report.scanning import Scan
 from fminfer.batch.report.shown_rows import ShownRow
 from fminfer.core.errors import RETRYABLE
+from fminfer.core.quantities import counted
 
 MAX_EXAMPLES = 6  # of each code
 MAX_CHARS = 300  # of a message
@@ -28,7 +29,9 @@ def make_errors(scan: Scan, shown: Sequence[ShownRow]) -> str:
             if examples and len(texts) < MAX_EXAMPLES:
                 texts.append(_make_example(shown[examples[0]], examples[0], number, count))
         if len(kinds) > len(texts):
-            texts.append(f"<li>… and {len(kinds) - len(texts):,} more kinds of message</li>")
+            texts.append(
+                f"<li>… and {counted(len(kinds) - len(texts), 'more kind')} of message</li>"
+            )
         if code in RETRYABLE:
             texts.append("<li>The same command of fminfer run tries these rows again.</li>")
         rows.append(

@@ -16,6 +16,7 @@ from fminfer.batch.report.previews import make_line, make_previews
 from fminfer.batch.report.row_choice import Place, Reason
 from fminfer.batch.report.tally import UNTOLD
 from fminfer.batch.report.token_pieces import Piece, cut_choice
+from fminfer.core.quantities import counted
 
 MAX_BYTES = 1_400_000  # of all rows
 MAX_PARTS = 16  # prompts, messages or choices of one row
@@ -121,7 +122,7 @@ def _list_asked(request: Any, cut: Cut) -> list[dict[str, Any]]:
     prompts: Sequence[Any] = prompt if is_many else [prompt]
     shown = [{"who": "prompt", **_show_prompt(each, cut)} for each in prompts[:MAX_PARTS]]
     num_more = len(prompts) - len(shown)
-    return shown + [{"who": "note", "text": f"{num_more:,} more prompts"}] * (num_more > 0)
+    return shown + [{"who": "note", "text": counted(num_more, "more prompt")}] * (num_more > 0)
 
 
 def _show_prompt(prompt: Any, cut: Cut) -> dict[str, Any]:

@@ -127,7 +127,7 @@ class BatchRun:
                 records = runner.step()
                 for record in records:
                     self._note_last(file.counts)
-                    if not file.add(record):
+                    if not file.add(replace(record, names_line=False)):
                         raise FminferError("another process has taken the batch's output over")
                     self._shop.done.completed += record.error is None
                     self._shop.done.failed += record.error is not None
