@@ -62,6 +62,59 @@ def test_it_shows_answers_of_every_kind(clone: Path) -> None:
     assert not [*(clone.parent / "temporary").glob("tmp.*")]
 
 
+# Stands in for the Python of .venv: notes what pip is to install, and reaches the address or not.
+PYTHON = """#!/bin/sh
+case "$1" in
+    -c) exit $UNREACHED ;;
+    *) echo "$*" >> "$PWD/pip_calls"; case "$*" in *download.pytorch*) exit $FAILED ;; esac ;;
+esac
+"""
+GPU = "#!/bin/sh\nexit $NO_GPU\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PyPI's build has CUDA on Linux only")
+@pytest.mark.parametrize(
+    ("no_gpu", "unreached", "failed", "has_torch", "says"),
+    [
+        (1, 0, 0, False, "about 260 MB into .venv: PyTorch without CUDA"),
+        (1, 0, 1, False, "That failed; pip goes on with the PyTorch that it finds"),
+        (1, 1, 0, False, "about 3060 MB into .venv: PyTorch with CUDA, since https://"),
+        (0, 0, 0, False, "about 3060 MB into .venv: PyTorch with CUDA, for the GPU here"),
+        (1, 0, 0, True, "at most 60 MB into .venv; PyTorch is there"),
+    ],
+)
+def test_a_set_up_takes_the_small_torch_without_a_gpu(
+    no_gpu: int, unreached: int, failed: int, has_torch: bool, says: str, clone: Path
+) -> None:
+    """Several GB of CUDA came on machines without a GPU, and nothing said so beforehand."""
+    for stamp in (clone / ".venv").glob(".fminfer-*"):
+        stamp.unlink()
+    programs = {clone / ".venv/bin/python": PYTHON, clone.parent / "nvidia-smi": GPU}
+    for path, text in programs.items():
+        path.write_text(text)
+        path.chmod(0o755)
+    if has_torch:
+        (clone / ".venv/lib/python3.11/site-packages/torch-2.13.0+cpu.dist-info").mkdir(
+            parents=True
+        )
+    numbers = {"NO_GPU": no_gpu, "UNREACHED": unreached, "FAILED": failed}
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", 'source scripts/environment ""'],
+        cwd=clone,
+        env=os.environ
+        | {name: str(number) for name, number in numbers.items()}
+        | {"PATH": f"{clone.parent}:{os.environ['PATH']}"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert done.returncode == 0 and says in done.stderr, done.stderr
+    first, *rest = (clone / "pip_calls").read_text().splitlines()
+    is_small = "without CUDA, as" in done.stderr
+    assert [first, *rest][-1].endswith("--constraint constraints.txt -e .")
+    assert ("--extra-index-url https://download.pytorch.org/whl/cpu torch" in first) is is_small
+    assert len(rest) == is_small
+
+
 def test_whoever_ends_it_ends_the_server(clone: Path) -> None:
     """The server went on, and kept its port."""
     with demo_of(clone, "serve", "--port", "0") as demo:
