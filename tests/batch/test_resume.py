@@ -336,15 +336,28 @@ def own_signals() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("is_quiet", [False, True])
-def test_ctrl_c_says_at_once_what_it_waits_for(
-    is_quiet: bool, own_signals: None, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("num_open", [None, 3])
+def test_a_signal_says_at_once_what_it_waits_for(
+    number: int,
+    num_open: int | None,
+    is_quiet: bool,
+    own_signals: None,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """It was silent for up to 15 s, so that users pressed it again and lost the rows that ran."""
+    """It was silent for up to 15 s, so that users pressed it again and lost the rows that ran.
+
+    SIGTERM went on to be silent, and a server spoke of rows.
+    """
     stopper, told = Stopper(7.0, is_quiet=is_quiet), []
+    if num_open is not None:
+        stopper.num_open = lambda: num_open
     with stopper.listening(), stopper.telling(told.append):
-        os.kill(os.getpid(), signal.SIGINT)
-    said = "Ending: rows that run have 7 s to finish" in capfd.readouterr().err
+        os.kill(os.getpid(), number)
+    what = "open requests (3)" if num_open else "rows that run"
+    said = f"Ending: {what} have 7 s to finish" in (err := capfd.readouterr().err)
     assert told == [7.0] and said != is_quiet
+    assert (f"Ctrl-C{' again' * (number == signal.SIGINT)} ends at once." in err) is said
 
 
 @pytest.mark.parametrize("needed_s", [None, 0.2, 23.4])

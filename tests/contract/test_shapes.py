@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -173,7 +174,12 @@ def test_ids_are_the_same_in_every_run_and_differ_between_lines() -> None:
         ({"custom_id": 5}, "invalid_type", "custom_id", "line 1 is 5; it must be a string"),
         ({"custom_id": None}, "invalid_type", "custom_id", "line 1 is null"),
         ({"custom_id": ...}, "invalid_type", "custom_id", "line 1 is absent"),
-        ({"method": "GET"}, "unsupported_parameter", "method", 'method is "GET"; only "POST"'),
+        (
+            {"method": "GET"},
+            "unsupported_parameter",
+            "method",
+            'method is "GET"; it must be "POST". Write that',
+        ),
         ({"method": ...}, "unsupported_parameter", "method", "absent"),
         ({"url": "/v1/embeddings"}, "unsupported_parameter", "url", '"/v1/chat/completions"'),
         ({"url": "/v1/chat/completions"}, "missing_prompt", "messages", "absent"),
@@ -188,7 +194,10 @@ def test_rejected_batch_lines(changes: dict[str, Any], code: str, param: str, hi
     line = {key: value for key, value in (batch() | changes).items() if value is not ...}
     (record,) = run(line)
     answer = record.to_dict()
-    assert list(answer) == ["id", "custom_id", "response", "error"]
+    assert list(answer) == ["id", "custom_id", "response", "error", "line"]
+    assert answer["line"] == 1, "without it, one looked for the line by hand"
+    of_server = replace(record, names_line=False).to_dict()
+    assert of_server == {name: value for name, value in answer.items() if name != "line"}
     assert answer["custom_id"] == line.get("custom_id") and answer["error"] is None
     assert answer["response"]["status_code"] == 400
     error = answer["response"]["body"]["error"]
@@ -347,7 +356,7 @@ EVERY_ERROR: dict[str, tuple[bytes, list[str]]] = {
     "context_length_exceeded": (
         b'{"prompt": ">", "max_tokens": 50}',
         [
-            "1 tokens",
+            "1 token and",
             "50",
             "51 in all",
             "maximum context length is 40 tokens",

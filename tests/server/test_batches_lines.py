@@ -70,6 +70,7 @@ def test_bad_lines_cost_themselves(server: Running) -> None:
     assert set(texts_of(server, batch)) == {"good", "last"}
     errors = content(server, batch["error_file_id"])
     assert [error_of(each)["code"] for each in errors[:6]] == list(bad)
+    assert [*errors[4]] == ["id", "custom_id", "response", "error"], "as OpenAI's"
     told = [error_of(each)["message"] for each in errors[6:]]
     assert CHAT in told[0] and COMPLETIONS in told[0]
     assert "no request of a batch" in told[1] and "no request of a batch" in told[2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -38,6 +39,7 @@ def serving(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
             line = process.stderr.readline()
             assert line, f"it ended: {said}"
             said += line
+        assert re.search(r"Ready after [\d.]+ s: float32 on \w+, \d+ threads?, ", said), said
         yield process, said.rsplit(" at ", 1)[1].strip()
     finally:
         process.kill()
@@ -70,7 +72,9 @@ def test_it_answers_as_a_file_does_and_ends_when_told(expected: str, flags: list
         assert post(url, QUESTION)["choices"][0]["text"] == expected
         process.send_signal(signal.SIGTERM)
         assert process.wait(WAIT_S) == 0
-        assert process.stderr is not None and "Traceback" not in process.stderr.read()
+        assert process.stderr is not None and "Traceback" not in (told := process.stderr.read())
+        assert "Ending: open requests (0) have 10 s to finish (--grace). Ctrl-C ends" in told
+        assert told.endswith("Ended; every open request has its answer.\n"), "it was silent"
 
 
 def test_a_dead_rank_ends_the_server_with_the_reason() -> None:
