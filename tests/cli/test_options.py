@@ -79,6 +79,17 @@ def test_the_groups_of_a_run() -> None:
         assert flag in sections[group], group
 
 
+def test_the_first_help_names_a_first_try_chats_and_the_server() -> None:
+    """It spoke of files of completions only, and of times that `check` did not tell."""
+    shown = CliRunner().invoke(main, ["--help"]).output
+    text = " ".join(shown.split())
+    assert "completions and chat requests with a language model: of files, or as a server" in text
+    assert "fminfer run --prompt" in text and "a page to chat on" in text
+    assert "predict memory and time" not in text
+    run_help = " ".join(CliRunner().invoke(main, ["run", "--help"]).output.split())
+    assert "as plain text, as completions do; at most 256 tokens" in run_help
+
+
 def test_a_bench_needs_a_tokenizer() -> None:
     assert not [each for each in options_of(GROUPED["bench"]) if each.name == "skip_tokenizer_init"]
 
