@@ -44,7 +44,6 @@ LATE = {
 OWN_LATE = {
     ("fminfer", "fminfer.worker"): "Engine brings torch; the errors and the version do not",
     ("fminfer", "fminfer.machine.processor"): "which must come before torch",
-    ("fminfer", "fminfer.core.config"): "goes with Engine",
     ("fminfer", "fminfer.engine"): "the same",
     ("cli", "fminfer.estimate"): "brings torch, and `fminfer --help` needs 0.3 s",
     ("cli", "fminfer.batch"): "the same",

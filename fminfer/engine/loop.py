@@ -15,6 +15,7 @@ from typing import Protocol
 
 from fminfer.core.errors import StepLimitError
 from fminfer.core.messages import Step, StepResult, StepTrace
+from fminfer.core.quantities import counted
 from fminfer.core.timing import RowClock
 from fminfer.engine.answer import AnswerForm, build_answer
 from fminfer.engine.counting import count_admitted, count_request, count_row, count_shareable
@@ -177,8 +178,8 @@ class EngineLoop:
                 self._schedule()  # stages work while answers are built
             elif self._is_at_limit and self._open:
                 raise StepLimitError(
-                    f"stopped after the micro-batches that --num-iters allows ({self._max_steps}); "
-                    "rows are left. Leave the flag out to answer all"
+                    f"stopped after {counted(self._max_steps, 'micro-batch', 'micro-batches')}, as "
+                    "--num-iters says; rows are left. Leave the flag out to answer all"
                 )
             return self._tell()
         except BaseException:

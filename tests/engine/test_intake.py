@@ -48,12 +48,12 @@ def test_a_giant_prompt_is_refused_without_tokenizing_it(
     assert "at least" in refused(demo, GIANT).message
     assert "512" in refused(demo, GIANT).message
     assert "Shorten the prompt or lower max_tokens" in refused(demo, GIANT).message
-    assert "1000000" in refused(demo, [5] * 1_000_000).message
+    assert "1,000,000" in refused(demo, [5] * 1_000_000).message
 
 
 def test_a_long_prompt_is_told_its_exact_length(demo: Tokenizer) -> None:
     num_tokens = len(demo.encode(GIANT[:20_000]).ids)
-    assert f"has {num_tokens} tokens" in refused(demo, GIANT[:20_000]).message
+    assert f"has {num_tokens:,} tokens" in refused(demo, GIANT[:20_000]).message
 
 
 @pytest.mark.parametrize("side", ["truncate-left", "truncate-right"])
