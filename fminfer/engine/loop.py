@@ -178,7 +178,8 @@ class EngineLoop:
                 self._schedule()  # stages work while answers are built
             elif self._is_at_limit and self._open:
                 raise StepLimitError(
-                    f"stopped after {counted(self._max_steps, 'micro-batch', 'micro-batches')}, as "
+                    f"stopped after "
+                    f"{counted(self._max_steps or 0, 'micro-batch', 'micro-batches')}, as "
                     "--num-iters says; rows are left. Leave the flag out to answer all"
                 )
             return self._tell()
