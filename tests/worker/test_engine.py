@@ -317,7 +317,9 @@ def test_a_limit_of_steps_is_each_runs_own(llama_checkpoint: tuple[Path, Any]) -
     short = {"prompt": [5, 6, 7], "max_tokens": 2, "temperature": 0}
     for _ in range(3):
         assert len(list(engine.run([short]))) == 1
-    with pytest.raises(StepLimitError, match="stopped after 4 micro-batches, as --num-iters says; rows"):
+    with pytest.raises(
+        StepLimitError, match="stopped after 4 micro-batches, as --num-iters says; rows"
+    ):
         list(engine.run([short | {"max_tokens": 9, "ignore_eos": True}]))
     engine.close()
 
