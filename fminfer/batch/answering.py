@@ -24,7 +24,7 @@ from fminfer.batch.shared_folder import share_files
 from fminfer.contract.record import Choice
 from fminfer.core.errors import FminferError, OutputError, PipelineError, StoppedError
 from fminfer.core.quantities import counted
-from fminfer.files.input_folders import MOST_NAMED
+from fminfer.files.input_folders import MOST_NAMED, describe_empty
 from fminfer.files.journal_head import Fingerprint
 from fminfer.files.output_paths import Plan
 from fminfer.files.run_facts import RunFacts
@@ -271,6 +271,8 @@ def _tell_left_out(job: JobPaths, plan: Plan) -> None:
     others = [] if job.is_quiet else job.describe_left_out()
     for reason in [*refused[:MOST_NAMED], *others]:
         click.echo(f"Left out: {reason}.", err=True)
+    for text in [] if job.is_quiet else describe_empty(plan.inputs):
+        click.echo(f"Warning: {text}.", err=True)
     if len(refused) > MOST_NAMED:
         num_more = len(refused) - MOST_NAMED
         click.echo(f"Left out: {num_more:,} more, which the summary names.", err=True)

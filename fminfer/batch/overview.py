@@ -21,17 +21,19 @@ from fminfer.files.completed import has_changed
 from fminfer.files.edits import find_edit_of_complete
 from fminfer.files.file_names import beside
 from fminfer.files.input_folders import (
-    PART_NAME,
+    describe_left_out,
     find_inputs,
+    find_left_out,
     find_lost,
     holds_requests,
     list_requests,
 )
 from fminfer.files.journal import journal_path
 from fminfer.files.journal_rows import read_row
-from fminfer.files.line_reader import ENDINGS, count_rows
+from fminfer.files.line_reader import NAMED_ENDINGS, count_rows
 from fminfer.files.ordered_output import errors_path
 from fminfer.files.output_paths import answers_path, plan_each
+from fminfer.files.split_folders import PART_NAME
 from fminfer.files.status_file import STATUS, read_status, seals_of, status_path
 
 State = Literal["done", "running", "stopped", "waiting"]
@@ -70,6 +72,7 @@ class Overview:
 
     path: str
     files: list[FileState]
+    left_out: dict[str, str] = field(default_factory=dict)  # what a run passes over, and why
 
     def count(self, state: State) -> int:
         return sum(file.state == state for file in self.files)
@@ -119,10 +122,17 @@ def look_over(path: Path, now_s: float | None = None) -> list[Overview]:
             _is_to_answer(source, output) for source, output, _ in pairs
         ):
             files = [_state_of(source, output, now_s, trouble) for source, output, trouble in pairs]
-            found += [Overview(folder, files)] if files else []
+            found += [Overview(folder, files, _left_out(Path(folder), files))] if files else []
     if not found:
-        raise UsageError(f"{path} holds neither requests ({', '.join(ENDINGS)}) nor answers")
+        what = f"{path} holds neither requests ({NAMED_ENDINGS}) nor answers"
+        raise UsageError("; ".join([what, *describe_left_out([path])]))
     return found
+
+
+def _left_out(folder: Path, files: list[FileState]) -> dict[str, str]:
+    outputs = {file.output for file in files}
+    found = {str(path): why for why, paths in find_left_out(folder).items() for path in paths}
+    return {path: why for path, why in found.items() if path not in outputs}
 
 
 def _look_at_one(path: Path, now_s: float) -> FileState:

@@ -17,7 +17,7 @@ from fminfer.core.errors import RequestError, UsageError
 from fminfer.files.cache_place import CachePlace
 from fminfer.files.input_folders import describe_left_out, find_inputs, find_lost, folders_read
 from fminfer.files.line_reader import read_lines
-from fminfer.files.output_paths import STDOUT, Plan, plan_each, whose_file
+from fminfer.files.output_paths import STDOUT, Plan, plan_each, require_parent, whose_file
 from fminfer.files.storage import Location, RemoteFolders
 from fminfer.models.known_sizes import DEMO_NAMES
 
@@ -96,11 +96,12 @@ class JobPaths:
         self.remote.prepare(plan.outputs, restart=self.restart)
         files = {"--stats": self.stats, "--trace": self.trace, "--report": self.report}
         for flag, path in files.items():
-            if path is not None and not path.parent.is_dir():
-                raise UsageError(f"{flag} {path}: there is no folder {path.parent}")
-            if path is not None and path.is_dir():
+            if path is None:
+                continue
+            require_parent(flag, path)
+            if path.is_dir():
                 raise UsageError(f"{flag} {path} is a folder; give the name of a file")
-            if path is not None and (whose := whose_file(path, plan)):
+            if whose := whose_file(path, plan):
                 raise UsageError(f"{flag} {path} {whose}; give another name")
         if self.report is not None:
             check_place(self.report, "--report")

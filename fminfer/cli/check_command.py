@@ -18,7 +18,7 @@ from fminfer.cli.options.value_types import PathOrUrl
 from fminfer.cli.run_options import MAX_TOLD, check_options, dtype_name
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
-from fminfer.files.input_folders import describe_left_out, find_inputs
+from fminfer.files.input_folders import describe_empty, describe_left_out, find_inputs
 from fminfer.files.storage import Location, RemoteFolders, default_work_dir
 from fminfer.machine.library_imports import import_transformers
 from fminfer.pipeline.ranks import RankConfig
@@ -68,6 +68,8 @@ def check(
     folders = [path for path in (*infer_data, *paths) if isinstance(path, Path) and path.is_dir()]
     for text in describe_left_out(folders, has_lost=True):
         click.echo(f"Left out: {text}.", err=True)
+    for text in describe_empty(inputs):
+        click.echo(f"Warning: {text}.", err=True)
     if not inputs:
         raise UsageError("no input; give a .jsonl file, as in: fminfer check requests.jsonl")
     refuse_other_models(config, inputs)

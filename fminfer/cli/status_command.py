@@ -50,6 +50,7 @@ def _to_dict(overview: Overview) -> dict[str, object]:
         "num_failed": sum(file.num_failed for file in overview.files),
         "failed_by_code": overview.failed_by_code,
         "left_s": overview.left_s,
+        "left_out": overview.left_out,
         "files": [asdict(file) for file in overview.files],
     }
 
@@ -74,6 +75,10 @@ def _to_text(overview: Overview) -> str:
     lines += [f"    {_line(file)}" for file in open_files[:MOST_LISTED]]
     if len(open_files) > MOST_LISTED:
         lines.append(f"    … and {len(open_files) - MOST_LISTED:,} more (--json lists all)")
+    passed_over = [f"left out: {path}: {why}" for path, why in overview.left_out.items()]
+    lines += [f"  {each}" for each in passed_over[:MOST_LISTED]]
+    if len(passed_over) > MOST_LISTED:
+        lines.append(f"  left out: {len(passed_over) - MOST_LISTED:,} more (--json lists all)")
     return "\n".join(lines)
 
 

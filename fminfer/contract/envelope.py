@@ -6,6 +6,7 @@ It knows the three shapes of input lines, and nothing of what a request's fields
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -61,6 +62,14 @@ class Envelope:
     error: RequestError | None = None
     warnings: tuple[RowWarning, ...] = ()
     is_chat: bool | None = None  # as a Batch line's url says; None: its fields tell
+
+    @property
+    def custom_id_text(self) -> str | None:
+        """Return a Batch line's custom_id if it is a text; one text can be written in many ways."""
+        if self.shape != "batch" or not self.custom_id.startswith(b'"'):
+            return None
+        text = self.custom_id[1:-1].decode()
+        return str(json.loads(self.custom_id.decode())) if "\\" in text else text
 
 
 def open_envelope(line: Line) -> Envelope:

@@ -8,19 +8,24 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 
 from fminfer.contract.line import Line as Line
 from fminfer.core.errors import DamagedInputError
+from fminfer.files.first_bytes import explain_bytes, opens_array
 from fminfer.files.json_values import split_values
 from fminfer.files.pieces import CutValue, ValueBytes
+from fminfer.files.split_folders import find_num_equal
 from fminfer.files.spread import explain_spread
-from fminfer.files.streams import COMPRESSED, STDIN, Digest, read_chunks
+from fminfer.files.streams import COMPRESSED, STDIN, Digest, packing, read_chunks
 
 UTF8_BOM = b"\xef\xbb\xbf"
 HEAD_LINES, MAX_HEAD_BYTES = 100, 2**20  # of a .json file, by which its layout is told
-ENDINGS = tuple(f".{kind}{how}" for kind in ("jsonl", "json") for how in ("", *COMPRESSED))
+LINES = (".jsonl", ".ndjson")  # one request a line, unless the bytes say otherwise
+ENDINGS = tuple(f"{kind}{how}" for kind in (*LINES, ".json") for how in ("", *COMPRESSED))
+NAMED_ENDINGS = f"{', '.join(LINES)} and .json, each also with {' or '.join(COMPRESSED)}"
 
 
 def is_input_name(name: str) -> bool:
@@ -51,12 +56,25 @@ def count_to_last(path: Path, limit: int | None = None) -> tuple[int | None, int
 
     None and 0 where that would mean to decompress or parse them twice.
     """
-    if path.suffix != ".jsonl" or not path.is_file():  # a pipe can be read only once
+    if not holds_plain_lines(path):
         return None, 0
     count = last_number = 0
     for line in read_lines(path, 0, limit=limit):
         count, last_number = count + 1, line.number
     return count, last_number
+
+
+def holds_plain_lines(path: Path) -> bool:
+    """Tell whether a file is one request a line, unpacked, and can be read more than once."""
+    if path.suffix not in LINES or not path.is_file() or packing(path):
+        return False
+    return not opens_array(first_bytes(path))
+
+
+def first_bytes(path: Path) -> bytes:
+    """Return the first bytes of a file that are not blank, unpacked, as far as they can be."""
+    chunks = read_chunks(path)
+    return _read_until(_without_bom(chunks), lambda chunk: bool(chunk.strip()))
 
 
 def read_lines(
@@ -70,7 +88,13 @@ def read_lines(
         digest: takes all of the file's bytes, as they are read.
         limit: yield only so many, the first ones; the digest is then of what was read.
     """
-    return islice(_read_all(path, source, digest), limit)
+    lines = islice(_read_all(path, source, digest), limit)
+    equal = find_num_equal(path)
+    if equal is None:
+        return lines
+    # A line that no equal one precedes is counted as any other.
+    counts = dict(enumerate(equal, start=1))
+    return (replace(line, num_equal=counts.get(line.number) or None) for line in lines)
 
 
 def _read_all(path: Path, source: int, digest: Digest | None) -> Iterator[Line]:
@@ -95,24 +119,21 @@ def _read_all(path: Path, source: int, digest: Digest | None) -> Iterator[Line]:
 
 def _numbered(path: Path, chunks: Iterator[bytes]) -> Iterator[tuple[int, bytes | CutValue, str]]:
     """Yield each value with its number and what is wrong with it, as far as other lines tell."""
-    values = enumerate(_read_values(path, chunks), start=1)
-    # Whoever writes a pipe may wait for the answer to a line before the next.
-    if _kind(path) == ".jsonl" and path.is_file():
-        return explain_spread(values)
-    return ((number, raw, "") for number, raw in values)
-
-
-def _read_values(path: Path, chunks: Iterator[bytes]) -> Iterator[bytes | CutValue]:
     chunks = _Chunks(_without_bom(chunks))
-    if _kind(path) != ".json":
-        return split_lines(chunks)
     head = _read_until(chunks, lambda chunk: bool(chunk.strip()))
-    if head.lstrip().startswith(b"["):
-        return split_values(chain([head.lstrip()[1:]], chunks), is_array=True)
-    head = _read_until(chain([head], chunks), _HeadIsRead())
-    if _is_spread(head):
-        return split_values(chain([head], chunks), is_array=False)
-    return split_lines(chain([head], chunks))
+    if trouble := explain_bytes(head):
+        raise DamagedInputError(f"these are no JSON lines: {trouble}")
+    is_json = _without_compression(path).suffix == ".json"
+    if head.lstrip().startswith(b"[") and (is_json or opens_array(head)):
+        values = split_values(chain([head.lstrip()[1:]], chunks), is_array=True)
+    elif is_json and _is_spread(head := _read_until(chain([head], chunks), _HeadIsRead())):
+        values = split_values(chain([head], chunks), is_array=False)
+    else:
+        values = split_lines(chain([head], chunks))
+        # Whoever writes a pipe may wait for the answer to a line before the next.
+        if not is_json and path.is_file():
+            return explain_spread(enumerate(values, start=1))
+    return ((number, raw, "") for number, raw in enumerate(values, start=1))
 
 
 def _is_spread(head: bytes) -> bool:
@@ -129,11 +150,6 @@ def _is_spread(head: bytes) -> bool:
         if isinstance(first, bytes) and b"\n" in first.strip() and _is_object(first):
             return True
     return not any(map(_is_object, lines))
-
-
-def _kind(path: Path) -> str:
-    """Return .json or .jsonl; stdin is .jsonl."""
-    return _without_compression(path).suffix
 
 
 def _without_compression(path: Path) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,7 +15,13 @@ from fminfer.files.status_file import status_path
 from fminfer.files.streams import STDIN
 
 STDOUT = Path("-")
-DEVICES = (Path("/dev"), Path("/dev/fd"))  # what stands there is no place for files
+# Endings of files that are not JSON lines; a folder would hardly have one.
+NO_OUTPUT = (".json", ".ndjson", ".gz", ".zst", ".txt", ".csv", ".tsv", ".parquet")
+DEVICES = (
+    Path("/dev"),
+    Path("/dev/fd"),
+    Path("/proc/self/fd"),
+)  # what stands there is no place for files
 
 
 def answers_path(source: Path) -> Path:
@@ -99,20 +106,41 @@ def _name_outputs(inputs: list[Path], output: Path | None) -> list[Path]:
     if output == STDOUT:
         return [STDOUT] * len(inputs)
     if output is None:
-        return [STDOUT if path == STDIN else answers_path(path) for path in inputs]
+        return [STDOUT if is_stream(path) else answers_path(path) for path in inputs]
     _refuse_device(output)
+    require_parent("--output", output)
     if output.is_file() or output.suffix == ".jsonl":
         if len(inputs) > 1:
             raise UsageError(
                 f"--output {output} is one file, and there are {len(inputs)} inputs; give a folder"
             )
         return [output] * len(inputs)  # of a folder that is watched there may be none yet
-    if output.suffix in (".json", ".gz", ".zst") and not output.is_dir():
+    if output.suffix in NO_OUTPUT and not output.is_dir():
         raise UsageError(
             f"--output {output}: answers are written as plain JSON lines; give a name that ends in "
             ".jsonl (and compress the file afterwards), or a folder"
         )
     return [output / _answers_name(path) for path in inputs]
+
+
+def require_parent(flag: str, path: Path) -> None:
+    """Refuse a place in a folder that is not there: its name may be a typing error.
+
+    Raises:
+        UsageError: names the nearest folder that is there.
+    """
+    folder = path.parent
+    if not folder.is_dir():
+        near = next(each for each in folder.absolute().parents if each.is_dir())
+        raise UsageError(
+            f"{flag} {path}: there is no folder {folder} (the nearest that is there is {near}). "
+            f"Mend the path, or make the folder: mkdir -p {shlex.quote(str(folder))}"
+        )
+
+
+def is_stream(path: Path) -> bool:
+    """Tell whether an input is stdin, or a shell's `<(…)`: nothing can stand beside it."""
+    return path == STDIN or path.parent in DEVICES
 
 
 def _refuse_device(output: Path) -> None:

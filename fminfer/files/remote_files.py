@@ -17,7 +17,7 @@ from typing import Any
 
 from fminfer.core.errors import FminferError, OutputError, UsageError
 from fminfer.files.file_names import beside
-from fminfer.files.line_reader import ENDINGS, is_input_name
+from fminfer.files.line_reader import NAMED_ENDINGS, is_input_name
 from fminfer.files.urls import hide_secrets, show_url, split_query
 
 PART = f".part{os.getpid()}"  # added to a name while the file is on its way
@@ -43,7 +43,7 @@ def list_inputs(url: str) -> list[str]:
     names = sorted(name.rpartition("/")[2] for name in files)
     found = [name for name in names if is_input_name(name) and fnmatchcase(name, pattern)]
     if not found:
-        raise UsageError(f"{show_url(url)} holds no file to answer ({', '.join(ENDINGS)})")
+        raise UsageError(f"{show_url(url)} holds no file to answer ({NAMED_ENDINGS})")
     return [f"{folder}/{name}" for name in found]
 
 

@@ -16,7 +16,7 @@ import click
 from fminfer.core.errors import UsageError
 from fminfer.files.file_names import beside
 from fminfer.files.journal import journal_path
-from fminfer.files.line_reader import ENDINGS
+from fminfer.files.line_reader import ENDINGS, NAMED_ENDINGS
 from fminfer.files.ordered_output import errors_path
 from fminfer.files.remote_files import (
     PART,
@@ -135,7 +135,7 @@ class RemoteFolders:
         local = self._local(url)
         shown = show_url(url)
         if not local.name.endswith(ENDINGS):
-            raise UsageError(f"{shown} has none of the endings {', '.join(ENDINGS)}; rename it")
+            raise UsageError(f"{shown} has none of the endings {NAMED_ENDINGS}; rename it")
         if self._sources.setdefault(local, url) != url:
             raise UsageError(
                 f"{shown} is given twice, in URLs that differ in their query alone. Their answers "

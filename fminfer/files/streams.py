@@ -1,4 +1,4 @@
-"""Opens input files as bytes: plain, gzip, zstd, or stdin. It knows no lines and no JSON."""
+"""Opens input files as bytes: plain, gzip, zstd, or stdin. Their first bytes say which."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from fminfer.core.errors import DamagedInputError, UsageError
+from fminfer.files.first_bytes import Packing, packing_of
 
 STDIN = Path("-")
-COMPRESSED = (".gz", ".zst")
+COMPRESSED: tuple[Packing, ...] = (".gz", ".zst")
 CHUNK_BYTES = 2**16
 DIGEST_CHUNK_BYTES = 2**20
 A_PIPE = "a pipe"  # instead of a digest
@@ -110,11 +111,29 @@ def check_readable(path: Path) -> None:
     Raises:
         UsageError: says what to install.
     """
-    if path.suffix == ".zst" and find_zstd() is None:
+    if packing(path) == ".zst":
+        _require_zstd(path)
+
+
+def _require_zstd(path: Path) -> Any:
+    if (zstd := find_zstd()) is None:
         raise UsageError(
             f"{path} is compressed with zstd, which Python reads from 3.14 on; pip install "
             "backports.zstd, or decompress it (zstd -d does it)"
         )
+    return zstd
+
+
+def packing(path: Path) -> Packing:
+    """Tell how a file is packed; of a pipe, which is read once, its name tells."""
+    if path == STDIN or not path.is_file():
+        return _named_packing(path)
+    with reading_file(path), path.open("rb", buffering=0) as file:
+        return packing_of(file.read(CHUNK_BYTES), _named_packing(path))
+
+
+def _named_packing(path: Path) -> Packing:
+    return next((each for each in COMPRESSED if path.suffix == each), "")
 
 
 def find_zstd() -> Any | None:
@@ -144,11 +163,11 @@ class _Tap(io.RawIOBase):
 
 def _decompress(path: Path, raw: Any) -> tuple[Any, tuple[type[Exception], ...]]:
     """Return a stream of what a file holds, and what it raises where its data is damaged."""
-    if path.suffix == ".gz":
+    head = raw.peek(1) if hasattr(raw, "peek") else b"{"  # another program's stdin: not packed
+    kind = packing_of(head, _named_packing(path))
+    if kind == ".gz":
         return gzip.GzipFile(fileobj=raw), (EOFError, gzip.BadGzipFile, zlib.error)
-    if path.suffix == ".zst":
-        check_readable(path)
-        zstd = find_zstd()
-        assert zstd is not None
+    if kind == ".zst":
+        zstd = _require_zstd(path)
         return zstd.ZstdFile(raw), (EOFError, zstd.ZstdError)
     return raw, ()

@@ -29,11 +29,9 @@ import ray.data
 import torch
 from ray.data.expressions import monotonically_increasing_id
 
-from fminfer.contract.chat import ChatRequest, is_chat, parse_chat
 from fminfer.contract.envelope import open_envelope
 from fminfer.contract.line import Line
-from fminfer.contract.request import Request, parse_request
-from fminfer.core.errors import RequestError, UsageError
+from fminfer.core.errors import UsageError
 from fminfer.files.file_names import beside
 from fminfer.files.input_folders import find_inputs
 from fminfer.files.line_reader import read_lines as read_file
@@ -42,11 +40,10 @@ from fminfer.files.pieces import CutValue, cut_if_long
 from fminfer.files.streams import STDIN
 from fminfer.worker.engine_api import Engine
 from fminfer.worker.engine_options import make_config
-from fminfer.worker.line_run.line_intake import count_repeat
+from fminfer.worker.line_run.line_intake import count_equal
 from fminfer.worker.line_run.runner import WINDOW
 from fminfer.worker.line_run.seen_counts import SeenCounts
 
-MAX_LOGPROBS = 2**31  # whatever an engine allows; it refuses what it does not
 ROW = "fminfer_row"  # a column on the way to the actors: a number that no other row has
 log = logging.getLogger(__name__)
 LINES = pyarrow.schema(
@@ -249,39 +246,13 @@ def _read_files(batch: pyarrow.Table) -> Iterator[pyarrow.Table]:
     for path in batch["path"].to_pylist():
         seen, rows = SeenCounts(), []
         for line in read_file(Path(path), 0):
-            num_equal = _count_equal(line, seen)
+            num_equal = count_equal(line, open_envelope(line), seen)
             damage = line.damage or line.fault
             rows.append((path, line.number, line.raw, damage, line.is_cut, num_equal))
             if len(rows) == WINDOW:
                 yield _to_table(rows)
                 rows = []
         yield _to_table(rows)
-
-
-def _count_equal(line: Line, seen: SeenCounts) -> int:
-    """Return how many equal requests without a seed came before this one.
-
-    The template is the actors'. So chat requests are equal here if their messages are, and all else
-    that a template sees.
-    """
-    envelope = open_envelope(line)
-    fields = envelope.fields
-    try:
-        if is_chat(fields) if envelope.is_chat is None else envelope.is_chat:
-            chat = parse_chat(fields, max_logprobs=MAX_LOGPROBS)
-            request = Request([_show_prompt(chat)], chat.params)
-        else:
-            request = parse_request(fields, max_logprobs=MAX_LOGPROBS)
-    except RequestError:
-        return 0
-    return count_repeat(request, seen)
-
-
-def _show_prompt(chat: ChatRequest) -> str:
-    """Return what a template would write a chat's prompt from."""
-    messages = [sorted(message.items()) for message in chat.messages]
-    flags = (chat.adds_generation_prompt, chat.continues_final_message)
-    return repr((messages, chat.tools, sorted(chat.template_args.items()), flags))
 
 
 def _to_table(rows: list[tuple[Any, ...]]) -> pyarrow.Table:

@@ -1,25 +1,30 @@
 """Where each line of a file stands, how long its prompt is, and to which group it belongs.
 
-Each line is parsed once, and 16 bytes of it are kept. Input that cannot be read at any place
+Each line is parsed once, and 20 bytes of it are kept. Input that cannot be read at any place
 (packed files, stdin, arrays) is copied to a plain file as it is read.
 """
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
 
 from fminfer.contract.envelope import open_envelope
+from fminfer.contract.fields import show
 from fminfer.contract.json_spans import on_one_line
 from fminfer.contract.line import Line
 from fminfer.core.errors import DamagedInputError
-from fminfer.files.line_reader import UTF8_BOM, read_lines, split_lines
+from fminfer.files.line_reader import UTF8_BOM, holds_plain_lines, read_lines, split_lines
 from fminfer.files.pieces import CutValue
-from fminfer.files.streams import STDIN, read_chunks
+from fminfer.files.streams import read_chunks
 from fminfer.split.grouping import Groups, find_length
+from fminfer.worker.line_run.line_intake import count_equal
+from fminfer.worker.line_run.seen_counts import SeenCounts
 
 BLANK = -1  # instead of a group
+MAX_NAMED = 5  # lines in a message
 
 
 class LineIndex:
@@ -30,20 +35,24 @@ class LineIndex:
         self.groups = array("i")
         self.lengths = array("I")  # of prompts
         self.starts = array("q")  # and, once all are read, the end of the last
+        self.num_equal = array("I")  # equal ones before each in the file that count, for draws
         self.num_bad = 0  # lines that hold no request
+        self.num_doubles = 0  # lines with a custom_id that an earlier one has
+        self.doubles: list[str] = []  # the first few of them, for people
 
     def __len__(self) -> int:
         return len(self.groups)
 
-    def add(self, start: int, group: int = BLANK, length: int = 0) -> None:
+    def add(self, start: int, group: int = BLANK, length: int = 0, num_equal: int = 0) -> None:
         self.starts.append(start)
+        self.num_equal.append(num_equal)
         self.groups.append(group)
         self.lengths.append(length)
 
-
-def can_seek(path: Path) -> bool:
-    """Tell whether lines can be copied from a file by their place."""
-    return path != STDIN and path.suffix == ".jsonl" and path.is_file()
+    def add_double(self, told: str) -> None:
+        self.num_doubles += 1
+        if self.num_doubles <= MAX_NAMED:
+            self.doubles.append(told)
 
 
 def read_index(path: Path, copy: Path, groups: Groups) -> LineIndex:
@@ -56,16 +65,21 @@ def read_index(path: Path, copy: Path, groups: Groups) -> LineIndex:
     Raises:
         DamagedInputError: the file breaks off.
     """
-    is_plain = can_seek(path)
+    is_plain = holds_plain_lines(path)
     index = LineIndex(path if is_plain else copy)
-    end = 0
+    seen, ids, end = SeenCounts(), SeenCounts(), 0
     for line, start, stop in _read_plain(path) if is_plain else _read_copied(path, copy):
         while len(index) < line.number - 1:
             index.add(end)  # blank lines between
         envelope = open_envelope(line)
         if envelope.error is not None:
             index.num_bad += 1
-        index.add(start, groups.add(envelope.fields), find_length(envelope.fields))
+        name = envelope.custom_id_text
+        if name is not None and ids.add(hashlib.blake2b(name.encode(), digest_size=16).digest()):
+            index.add_double(f"{show(name)} of line {line.number}")
+        fields = envelope.fields
+        num_equal = count_equal(line, envelope, seen)
+        index.add(start, groups.add(fields), find_length(fields), num_equal)
         end = stop
     index.starts.append(end)
     return index

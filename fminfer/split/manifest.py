@@ -28,7 +28,7 @@ import orjson
 
 from fminfer.core.errors import UsageError
 from fminfer.files.disk import sync_folder
-from fminfer.files.input_folders import MANIFEST, PART_NAME
+from fminfer.files.split_folders import MANIFEST, NUM_EQUAL, PART_NAME
 from fminfer.split.engine_folders import is_folder_name
 from fminfer.split.grouping import dump
 
@@ -47,9 +47,11 @@ class Part:
     hyperparameters: dict[str, Any]
     digest: str
     lines: array[int]
+    num_equal: array[int]  # equal lines before each in the source, for draws; empty: 0 for all
 
     def to_dict(self) -> dict[str, Any]:
-        return {
+        equal = {NUM_EQUAL: self.num_equal.tolist()} if self.num_equal else {}
+        return equal | {
             "path": self.path,
             "engine": self.engine,
             "hyperparameters": self.hyperparameters,
@@ -187,9 +189,15 @@ class _Reader:
             self._refuse(f"num_rows is {entry['num_rows']}, and there are {len(lines)} lines")
         if not all(type(line) is int and 0 < line < MAX_LINE for line in lines):
             self._refuse("lines must be numbers of lines, from 1")
+        equal = entry.get(NUM_EQUAL, [])
+        if not isinstance(equal, list) or len(equal) not in (0, len(lines)):
+            self._refuse(f"{NUM_EQUAL} must have a number for each line")
+        if not all(type(number) is int and 0 <= number < 2**32 for number in equal):
+            self._refuse(f"{NUM_EQUAL} must be counts of lines")
         path = self.part_path(entry["path"])
         engine, hyperparameters = entry["engine"], entry["hyperparameters"]
-        return Part(path, engine, hyperparameters, entry["digest"], array("q", lines))
+        numbers, counts = array("q", lines), array("I", equal)
+        return Part(path, engine, hyperparameters, entry["digest"], numbers, counts)
 
     def part_path(self, path: Any) -> str:
         """Check a part's path: it leads to a part, in this folder."""

@@ -22,6 +22,7 @@ from fminfer.core.quantities import counted
 from fminfer.files.disk import sync_folder, write_all
 from fminfer.files.file_names import beside
 from fminfer.files.ordered_output import ORDERED, errors_path
+from fminfer.files.output_paths import NO_OUTPUT, require_parent
 from fminfer.files.streams import digest_of
 from fminfer.split.manifest import Manifest, Part, read_manifest
 from fminfer.split.part_answers import find_gap, read_answers
@@ -85,7 +86,8 @@ def _source_change(manifest: Manifest) -> str:
 
 
 def _check_output(output: Path) -> None:
-    if output.suffix in (".json", ".gz", ".zst") or output.name in ("-", "") or output.is_dir():
+    require_parent("--output", output)
+    if output.suffix in NO_OUTPUT or output.name in ("-", "") or output.is_dir():
         raise UsageError(f"--output {output}: give the name of a file that ends in .jsonl")
     for path in (output, errors_path(output)):
         if path.exists():
@@ -101,15 +103,27 @@ def _refuse_gaps(folder: Path, manifest: Manifest) -> None:
     num_lines = sum(len(part.lines) for part in missing)
     paths = [f"{part.path} ({gaps[part.path]})" for part in missing[:MAX_NAMED]]
     more = f" and {len(missing) - MAX_NAMED:,} more" if len(missing) > MAX_NAMED else ""
-    inputs = [folder / part.path for part in missing]
-    if more:
-        inputs = list(dict.fromkeys(path.parent for path in inputs))
     raise FminferError(
         f"{num_lines:,} of {manifest.num_lines:,} lines of {manifest.source} have no answer: lines "
-        f"{show_ranges(missing)}. They are in {', '.join(paths)}{more}. Answer them with the model "
-        "and the flags of the other parts, and merge then:\n"
-        f"  {shlex.join(['fminfer', 'run', *map(str, inputs)])}"
+        f"{show_ranges(missing)}. They are in {', '.join(paths)}{more}. Answer each folder "
+        "with the model and the flags of its other parts, and merge then:\n"
+        + "\n".join(_name_commands(folder, missing))
     )
+
+
+def _name_commands(folder: Path, parts: list[Part]) -> list[str]:
+    """Return the command for each engine's parts; its model is for people to fill in."""
+    by_folder: dict[Path, list[Part]] = {}
+    for part in parts:
+        by_folder.setdefault((folder / part.path).parent, []).append(part)
+    commands = []
+    for each, some in list(by_folder.items())[:MAX_NAMED]:
+        inputs = [each] if len(some) > MAX_NAMED else [folder / part.path for part in some]
+        engine = next((f"MODEL of {part.engine}" for part in some if part.engine), "MODEL")
+        words = ["fminfer", "run", *map(str, inputs), "--model-name", engine]
+        commands.append(f"  {shlex.join(words)}")
+    more = len(by_folder) - MAX_NAMED
+    return [*commands, f"  … and of {more:,} more folders"] if more > 0 else commands
 
 
 def show_ranges(parts: list[Part]) -> str:
@@ -162,7 +176,6 @@ def _place(parts: list[Part], sizes: Places) -> Places:
 
 def _write(folder: Path, parts: list[Part], sizes: Places, places: Places, output: Path) -> None:
     """Write both files under other names, and give them theirs when they are complete."""
-    output.parent.mkdir(parents=True, exist_ok=True)
     finals = [output, errors_path(output)] if (sizes < 0).any() else [output]
     drafts = [beside(path, ORDERED) for path in finals]
     fds: list[int] = []

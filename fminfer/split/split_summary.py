@@ -22,6 +22,7 @@ class SplitSummary:
     manifest: Manifest
     groups: list[Group]
     num_bad: int  # lines that hold no request
+    doubles: list[str]  # custom_ids that an earlier line has, each with its line
 
     def to_text(self) -> str:
         """Return the summary for people."""
@@ -37,6 +38,11 @@ class SplitSummary:
             lines.append(
                 f"note      most parts hold few lines: {name} alone has {count:,} values. fminfer "
                 f"run answers {self.manifest.source} without splitting"
+            )
+        if self.doubles:
+            lines.append(
+                f"warning   custom_ids of earlier lines come again: {', '.join(self.doubles)}. "
+                "A run over the whole file would refuse these lines"
             )
         merge = ["fminfer", "merge", "--input-dir", str(self.folder), "--output", "FILE"]
         return "\n".join([*lines, f"answers   merge them with: {shlex.join(merge)}"])

@@ -19,9 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from fminfer.core.errors import FminferError, OutputError, UsageError
-from fminfer.files.input_folders import MANIFEST, PART_NAME, find_inputs
+from fminfer.files.input_folders import find_inputs
 from fminfer.files.ordered_output import traces
-from fminfer.files.output_paths import answers_path
+from fminfer.files.output_paths import answers_path, require_parent
+from fminfer.files.split_folders import MANIFEST, PART_NAME
 from fminfer.files.status_file import status_path
 from fminfer.files.streams import A_PIPE, digest_of
 from fminfer.split.engine_folders import folder_name
@@ -70,6 +71,7 @@ def split_file(source: Path, folder: Path, options: SplitOptions) -> SplitSummar
             f"{source} is a part in {folder}, whose other parts this split would remove; give "
             "another --output-dir"
         )
+    require_parent("--output-dir", folder)
     _refuse_unknown(folder, old)
     try:
         with _staging_in(folder) as staging:
@@ -103,7 +105,10 @@ def _split(
     }
     manifest = Manifest(str(source), digest, sizes, num_lines, parts)
     _publish(folder, staging, manifest, old)
-    return SplitSummary(folder, manifest, groups.seen, index.num_bad)
+    doubles = index.doubles[:]
+    if more := index.num_doubles - len(doubles):
+        doubles.append(f"… ({more:,} more)")
+    return SplitSummary(folder, manifest, groups.seen, index.num_bad, doubles)
 
 
 @contextlib.contextmanager
@@ -123,7 +128,7 @@ def _stage_parts(
     index: LineIndex, groups: list[Group], options: SplitOptions, staging: Path
 ) -> Iterator[Part]:
     """Write one part after the other, group by group."""
-    order = _order(index)
+    order, num_equal = _order(index), index.num_equal
     counts: Counter[str] = Counter()  # of parts, by folder
     first = 0
     with open(index.path, "rb", buffering=0) as file:
@@ -138,7 +143,9 @@ def _stage_parts(
                 _copy_lines(index, rows.tolist(), file.fileno(), staging / path)
                 lines = array("q", (rows + 1).tobytes())
                 digest = digest_of(staging / path)
-                yield Part(path, group.engine, group.hyperparameters, digest, lines)
+                equal = array("I", (num_equal[row] for row in rows.tolist()))
+                equal = equal if any(equal) else array("I")
+                yield Part(path, group.engine, group.hyperparameters, digest, lines, equal)
             first = last
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from fminfer.contract.chat import ChatRequest, is_chat, parse_chat
 from fminfer.contract.envelope import Envelope, as_text, open_envelope, refuse_other_model
 from fminfer.contract.fields import show
 from fminfer.contract.line import Line, read_clock
 from fminfer.contract.record import Record
-from fminfer.contract.request import Request
+from fminfer.contract.request import Request, parse_request
 from fminfer.contract.row_warnings import RowWarning
 from fminfer.core.errors import RequestError, row_error
 from fminfer.engine.intake import Intake, kind_of
@@ -22,6 +22,11 @@ from fminfer.worker.line_run.meanings import Meanings
 from fminfer.worker.line_run.seen_counts import SeenCounts
 
 FILLS = RowWarning("chats without max_tokens are answered until they end or the context is full")
+SAME_DRAWS = RowWarning(
+    "equal lines without a seed stand in several files, which get the same draws; put them into "
+    "one file (fminfer split may cut it), or give each a seed"
+)
+MAX_LOGPROBS = 2**31  # whatever an engine allows; it refuses what it does not
 NameLine = Callable[[Line], str]
 
 
@@ -46,6 +51,7 @@ class LineIntake:
         self._check = check or (lambda envelope: self._check_model(envelope.fields))
         self._source = 0  # the file being read
         self._equal = SeenCounts()  # its unseeded requests so far, by meaning
+        self._elsewhere: SeenCounts | None = None  # those of earlier files, once there is a second
         self._custom_ids = SeenCounts()  # the file's so far, by digest
         self._meanings = Meanings(intake)
         self._clock = read_clock()  # of lines that have none
@@ -91,21 +97,24 @@ class LineIntake:
         """
         self._turn_to(line.source)
         self._check_envelope(line, envelope)
-        meaning = self._meanings.find(
-            envelope.fields, is_chat=envelope.is_chat, clock=line.clock or self._clock
-        )
-        return None if meaning is None else self._equal.add(meaning, 1)
+        clock = line.clock or self._clock
+        meaning = self._meanings.find(envelope.fields, is_chat=envelope.is_chat, clock=clock)
+        if meaning is None:
+            return None
+        return self._count_meaning(meaning) if line.num_equal is None else line.num_equal
 
     def count_request(
         self, fields: dict[str, Any], *, is_chat: bool | None = None, times: int = 1
     ) -> int | None:
         """Count a request of the file by itself, some times; as `count`."""
         meaning = self._meanings.find(fields, is_chat=is_chat, clock=self._clock)
-        return None if meaning is None else self._equal.add(meaning, times)
+        return None if meaning is None else self._count_meaning(meaning, times)
 
     def _turn_to(self, source: int) -> None:
         if source != self._source:
             self._source = source
+            if self._elsewhere is None:
+                self._elsewhere, self._equal = self._equal, SeenCounts()
             self._equal.clear()
             self._custom_ids.clear()
 
@@ -124,19 +133,15 @@ class LineIntake:
 
     def _check_envelope(self, line: Line, envelope: Envelope) -> None:
         """Check what stands around the request, and that it is for this model."""
-        custom_id = envelope.custom_id
         is_alone = line.num_equal is not None  # the lines before it in its file may be elsewhere
-        if envelope.shape == "batch" and custom_id.startswith(b'"') and not is_alone:
-            name = custom_id[1:-1].decode()
-            if "\\" in name:  # one string can be written in many ways
-                name = json.loads(custom_id.decode())
-            if self._custom_ids.add(_digest(name)):
-                raise RequestError(
-                    "duplicate_custom_id",
-                    f"custom_id {show(name)} of line {line.number} is also an earlier line's; "
-                    "each line of a file needs one of its own. Change or remove one of the two",
-                    "custom_id",
-                )
+        name = None if is_alone else envelope.custom_id_text
+        if name is not None and self._custom_ids.add(_digest(name)):
+            raise RequestError(
+                "duplicate_custom_id",
+                f"custom_id {show(name)} of line {line.number} is also an earlier line's; "
+                "each line of a file needs one of its own. Change or remove one of the two",
+                "custom_id",
+            )
         if envelope.error is not None:
             raise envelope.error
         if self.intake.limits.is_strict and envelope.warnings:
@@ -152,15 +157,53 @@ class LineIntake:
 
     def _count_repeat(self, line: Line, request: Request) -> int:
         """Count equal requests without a seed before this one in its file, so that they differ."""
-        return count_repeat(request, self._equal) if line.num_equal is None else line.num_equal
+        if _is_certain(request):
+            return 0
+        if line.num_equal is not None:
+            return line.num_equal
+        return self._count_meaning(meaning_of(request.prompts, request.params))
+
+    def _count_meaning(self, meaning: bytes, times: int = 1) -> int:
+        """Count an unseeded request of the file; tell of one that another file of the run has."""
+        count = self._equal.add(meaning, times)
+        if not count and self._elsewhere is not None and self._elsewhere.add(meaning):
+            self.intake.note(SAME_DRAWS)
+        return count
 
 
 def count_repeat(request: Request, seen: SeenCounts) -> int:
     """Return how many equal requests without a seed came before; those with one do not count."""
-    params = request.params
-    if params.seed is not None or params.is_greedy:
+    return 0 if _is_certain(request) else seen.add(meaning_of(request.prompts, request.params))
+
+
+def _is_certain(request: Request) -> bool:
+    return request.params.seed is not None or request.params.is_greedy
+
+
+def count_equal(line: Line, envelope: Envelope, seen: SeenCounts) -> int:
+    """Return how many equal requests without a seed came before this one, without an engine.
+
+    The template is the engine's. So chats are equal here if their messages are, and all else that a
+    template sees.
+    """
+    fields = envelope.fields
+    try:
+        if is_chat(fields) if envelope.is_chat is None else envelope.is_chat:
+            chat = parse_chat(fields, max_logprobs=MAX_LOGPROBS)
+            request = Request([_show_prompt(chat)], chat.params)
+        else:
+            request = parse_request(fields, max_logprobs=MAX_LOGPROBS)
+    except RequestError:
         return 0
-    return seen.add(meaning_of(request.prompts, params))
+    repeat = count_repeat(request, seen)
+    return repeat if line.num_equal is None else line.num_equal
+
+
+def _show_prompt(chat: ChatRequest) -> str:
+    """Return what a template would write a chat's prompt from."""
+    messages = [sorted(message.items()) for message in chat.messages]
+    flags = (chat.adds_generation_prompt, chat.continues_final_message)
+    return repr((messages, chat.tools, sorted(chat.template_args.items()), flags))
 
 
 def _answer_key(request: Request, *, is_openai: bool) -> bytes | None:

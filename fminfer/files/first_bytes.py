@@ -1,0 +1,110 @@
+"""Tells by a file's first bytes how it is packed, how its values stand, and what is no JSON lines.
+
+A name may be wrong, and bytes are not. Whatever is told about a file's form is told here.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from typing import Literal
+
+Packing = Literal["", ".gz", ".zst"]
+_PACKED: tuple[tuple[bytes, Packing], ...] = ((b"\x1f\x8b", ".gz"), (b"\x28\xb5\x2f\xfd", ".zst"))
+_LINE = 'A request is a line such as {"prompt": "…", "max_tokens": 8}'
+_TO_LINES = (
+    f"turn its rows into JSON lines (pandas: to_json(orient='records', lines=True)). {_LINE}"
+)
+_TO_UTF8 = "save it as UTF-8 (iconv -f {0} -t UTF-8 FILE > NEW does it)"
+# The first bytes of what holds no JSON lines; what it is, and what to do.
+_OTHERS = (
+    (b"\xff\xfe\0\0", "text in UTF-32", _TO_UTF8.format("UTF-32")),
+    (b"\xff\xfe", "text in UTF-16", _TO_UTF8.format("UTF-16")),
+    (b"\xfe\xff", "text in UTF-16", _TO_UTF8.format("UTF-16")),
+    (b"PAR1", "a Parquet table", _TO_LINES),
+    (b"ARROW1", "an Arrow table", _TO_LINES),
+    (b"PK\x03\x04", "a ZIP archive, as .xlsx files are", f"unpack it. Of a sheet, {_TO_LINES}"),
+    (b"SQLite format 3\0", "an SQLite database", _TO_LINES),
+    (b"BZh", "packed by bzip2", "unpack it (bunzip2 does it), or pack it with gzip or zstd"),
+    (b"\xfd7zXZ\0", "packed by xz", "unpack it (unxz does it), or pack it with gzip or zstd"),
+    (b"7z\xbc\xaf", "a 7z archive", "unpack it"),
+    (b"%PDF-", "a PDF document", f"take its text out. {_LINE}"),
+    (b"version https://git-lfs", "a pointer of Git LFS, not the file", "fetch it: git lfs pull"),
+)
+_PAGE = re.compile(rb"\s*<(!doctype|html|\?xml)", re.IGNORECASE)
+_PAGE_REMEDY = "open it: it may ask for a login, or tell an error. Fetch the file itself"
+_ENDED_BY_CR = re.compile(rb"\}[ \t]*\r[ \t]*\{")
+_CONTROL = re.compile(rb"[\0-\x08\x0e-\x1f]")
+
+
+def packing_of(head: bytes, name: Packing) -> Packing:
+    """Return how data is packed, by its first bytes.
+
+    Args:
+        name: the ending. It counts where the bytes are neither packed as we read it, nor text.
+    """
+    for magic, packing in _PACKED:
+        if head.startswith(magic):
+            return packing
+    return "" if head and (_is_text(head) or explain_bytes(head)) else name
+
+
+def explain_bytes(head: bytes) -> str:
+    """Say what a file is that holds no JSON lines, and what to do; "" if it may hold some.
+
+    Args:
+        head: its first bytes, unpacked.
+    """
+    for magic, what, remedy in _OTHERS:
+        if head.startswith(magic):
+            return f"it is {what}; {remedy}"
+    zeros = tuple(byte == 0 for byte in head[:4])
+    if zeros in ((False, True) * 2, (True, False) * 2):
+        return f"it is text in UTF-16; {_TO_UTF8.format('UTF-16' + 'BL'[zeros[1]] + 'E')}"
+    if _PAGE.match(head):
+        return f"it is a page of the web, or XML; {_PAGE_REMEDY}"
+    return ""
+
+
+def explain_text(head: bytes) -> str:
+    """Say what a text file is whose lines are no requests, and what to do; as `explain_bytes`."""
+    if b"\n" not in head and _ENDED_BY_CR.search(head):
+        return "its lines end in CR alone; end them in LF (tr '\\r' '\\n' < FILE > NEW does it)"
+    return f"its lines look like a table (CSV); {_TO_LINES}" if _is_table(head) else ""
+
+
+def opens_array(head: bytes) -> bool:
+    """Tell a file that is one array of objects from one whose first line is a wrong one.
+
+    Args:
+        head: its first bytes, unpacked, with one at least that is not blank.
+    """
+    first, _, others = head.strip().partition(b"\n")
+    if not first.startswith(b"[") or (first[1:] + others).lstrip()[:1] not in (b"{", b"]", b""):
+        return False
+    return not others.strip() or not _is_json(first)
+
+
+def _is_json(text: bytes) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _is_text(head: bytes) -> bool:
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head)
+    except UnicodeDecodeError:
+        return False
+    return not _CONTROL.search(head)
+
+
+def _is_table(head: bytes) -> bool:
+    """Tell lines that are cut into the same number of columns, none of them an object."""
+    lines = [line for line in head.splitlines() if line.strip()]
+    if len(lines) < 2 or any(line.lstrip().startswith((b"{", b"[")) for line in lines):
+        return False
+    return any(0 < lines[0].count(sign) <= lines[1].count(sign) for sign in (b",", b"\t", b";"))

@@ -1,0 +1,74 @@
+"""What `fminfer split` left in a folder, as a run over its parts sees it."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from pathlib import Path
+
+import orjson
+
+from fminfer.core.errors import UsageError
+from fminfer.files.streams import changed_ns, digest_of
+
+MANIFEST = "manifest.json"  # the folder's parts may stand below it
+PART_NAME = re.compile(r"request_(0|[1-9][0-9]{0,17})\.jsonl")
+NUM_EQUAL = "num_equal"  # in what a manifest says of a part; see `contract.line.Line`
+_NUM_EQUAL = re.compile(rb'\{"num_equal":.*?\],"path":("(?:[^"\\]|\\.)*")')
+
+
+def find_num_equal(path: Path) -> list[int] | None:
+    """Return for each line of a part how many equal ones stand before it in what was split.
+
+    None: it is no part, no line has an equal one, or it was edited since.
+    """
+    if not PART_NAME.fullmatch(path.name) or not path.is_file():
+        return None
+    for folder in path.absolute().parents:
+        manifest = folder / MANIFEST
+        if manifest.is_file():
+            name = path.absolute().relative_to(folder).as_posix()
+            place = _find_entries(manifest, changed_ns(manifest)).get(name)
+            return None if place is None else _load_num_equal(path, manifest, place)
+    return None
+
+
+@lru_cache(maxsize=8)
+def _find_entries(manifest: Path, changed_at: int) -> dict[str, int]:
+    """Return where a manifest tells of parts whose lines have equal ones, by the parts' paths."""
+    found, place = {}, 0
+    with manifest.open("rb") as file:
+        for line in file:
+            if match := _NUM_EQUAL.match(line):
+                found[str(orjson.loads(match[1]))] = place
+            place += len(line)
+    return found
+
+
+def _load_num_equal(path: Path, manifest: Path, place: int) -> list[int] | None:
+    try:
+        with manifest.open("rb") as file:
+            file.seek(place)
+            entry = orjson.loads(file.readline().rstrip(b",\n"))
+        found = [int(number) for number in entry[NUM_EQUAL]]
+        return found if entry["digest"] == digest_of(path) else None
+    except (OSError, ValueError, TypeError, KeyError):  # `fminfer merge` tells what is damaged
+        return None
+
+
+def is_split(folder: Path) -> bool:
+    """Tell whether `fminfer split` wrote a folder.
+
+    Raises:
+        UsageError: it was ended in the middle, and parts of an earlier split may be there.
+    """
+    try:
+        with (folder / MANIFEST).open("rb") as file:
+            head = file.readline()
+    except OSError:
+        return False
+    if not head.startswith(b'{"fminfer_split"'):
+        return False
+    if not re.search(rb'"is_complete": ?true', head):
+        raise UsageError(f"the split into {folder} was not finished; repeat its command")
+    return True
