@@ -6,12 +6,9 @@ A name may be wrong, and bytes are not. Whatever is told about a file's form is 
 from __future__ import annotations
 
 import codecs
-import json
 import re
-from typing import Literal
 
-Packing = Literal["", ".gz", ".zst"]
-_PACKED: tuple[tuple[bytes, Packing], ...] = ((b"\x1f\x8b", ".gz"), (b"\x28\xb5\x2f\xfd", ".zst"))
+_PACKED = ((b"\x1f\x8b", ".gz"), (b"\x28\xb5\x2f\xfd", ".zst"))
 _LINE = 'A request is a line such as {"prompt": "…", "max_tokens": 8}'
 _TO_LINES = (
     f"turn its rows into JSON lines (pandas: to_json(orient='records', lines=True)). {_LINE}"
@@ -19,17 +16,13 @@ _TO_LINES = (
 _TO_UTF8 = "save it as UTF-8 (iconv -f {0} -t UTF-8 FILE > NEW does it)"
 # The first bytes of what holds no JSON lines; what it is, and what to do.
 _OTHERS = (
-    (b"\xff\xfe\0\0", "text in UTF-32", _TO_UTF8.format("UTF-32")),
     (b"\xff\xfe", "text in UTF-16", _TO_UTF8.format("UTF-16")),
     (b"\xfe\xff", "text in UTF-16", _TO_UTF8.format("UTF-16")),
     (b"PAR1", "a Parquet table", _TO_LINES),
-    (b"ARROW1", "an Arrow table", _TO_LINES),
     (b"PK\x03\x04", "a ZIP archive, as .xlsx files are", f"unpack it. Of a sheet, {_TO_LINES}"),
     (b"SQLite format 3\0", "an SQLite database", _TO_LINES),
     (b"BZh", "packed by bzip2", "unpack it (bunzip2 does it), or pack it with gzip or zstd"),
     (b"\xfd7zXZ\0", "packed by xz", "unpack it (unxz does it), or pack it with gzip or zstd"),
-    (b"7z\xbc\xaf", "a 7z archive", "unpack it"),
-    (b"%PDF-", "a PDF document", f"take its text out. {_LINE}"),
     (b"version https://git-lfs", "a pointer of Git LFS, not the file", "fetch it: git lfs pull"),
 )
 _PAGE = re.compile(rb"\s*<(!doctype|html|\?xml)", re.IGNORECASE)
@@ -38,16 +31,13 @@ _ENDED_BY_CR = re.compile(rb"\}[ \t]*\r[ \t]*\{")
 _CONTROL = re.compile(rb"[\0-\x08\x0e-\x1f]")
 
 
-def packing_of(head: bytes, name: Packing) -> Packing:
-    """Return how data is packed, by its first bytes.
+def packing_of(head: bytes, ending: str) -> str:
+    """Return .gz, .zst, or another text for what is not packed.
 
-    Args:
-        name: the ending. It counts where the bytes are neither packed as we read it, nor text.
+    The ending of the name counts where the bytes are neither packed as we read it, nor text.
     """
-    for magic, packing in _PACKED:
-        if head.startswith(magic):
-            return packing
-    return "" if head and (_is_text(head) or explain_bytes(head)) else name
+    packing = next((packing for magic, packing in _PACKED if head.startswith(magic)), "")
+    return packing or ("" if head and (_is_text(head) or explain_bytes(head)) else ending)
 
 
 def explain_bytes(head: bytes) -> str:
@@ -83,15 +73,7 @@ def opens_array(head: bytes) -> bool:
     first, _, others = head.strip().partition(b"\n")
     if not first.startswith(b"[") or (first[1:] + others).lstrip()[:1] not in (b"{", b"]", b""):
         return False
-    return not others.strip() or not _is_json(first)
-
-
-def _is_json(text: bytes) -> bool:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
+    return not others.strip() or not first.rstrip().endswith(b"]")
 
 
 def _is_text(head: bytes) -> bool:

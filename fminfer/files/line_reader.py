@@ -14,12 +14,12 @@ from pathlib import Path
 
 from fminfer.contract.line import Line as Line
 from fminfer.core.errors import DamagedInputError
-from fminfer.files.first_bytes import explain_bytes, opens_array
+from fminfer.files.first_bytes import explain_bytes, opens_array, packing_of
 from fminfer.files.json_values import split_values
 from fminfer.files.pieces import CutValue, ValueBytes
 from fminfer.files.split_folders import find_num_equal
 from fminfer.files.spread import explain_spread
-from fminfer.files.streams import COMPRESSED, STDIN, Digest, packing, read_chunks
+from fminfer.files.streams import CHUNK_BYTES, COMPRESSED, STDIN, Digest, read_chunks, reading_file
 
 UTF8_BOM = b"\xef\xbb\xbf"
 HEAD_LINES, MAX_HEAD_BYTES = 100, 2**20  # of a .json file, by which its layout is told
@@ -66,9 +66,11 @@ def count_to_last(path: Path, limit: int | None = None) -> tuple[int | None, int
 
 def holds_plain_lines(path: Path) -> bool:
     """Tell whether a file is one request a line, unpacked, and can be read more than once."""
-    if path.suffix not in LINES or not path.is_file() or packing(path):
+    if path.suffix not in LINES or not path.is_file():
         return False
-    return not opens_array(first_bytes(path))
+    with reading_file(path), path.open("rb") as file:
+        head = file.read(CHUNK_BYTES)
+    return not (packing_of(head, "") or opens_array(head.removeprefix(UTF8_BOM)))
 
 
 def first_bytes(path: Path) -> bytes:

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from fminfer.core.errors import DamagedInputError, UsageError
-from fminfer.files.first_bytes import Packing, packing_of
+from fminfer.files.first_bytes import packing_of
 
 STDIN = Path("-")
-COMPRESSED: tuple[Packing, ...] = (".gz", ".zst")
+COMPRESSED = (".gz", ".zst")
 CHUNK_BYTES = 2**16
 DIGEST_CHUNK_BYTES = 2**20
 A_PIPE = "a pipe"  # instead of a digest
@@ -111,7 +111,7 @@ def check_readable(path: Path) -> None:
     Raises:
         UsageError: says what to install.
     """
-    if packing(path) == ".zst":
+    if path.suffix == ".zst":
         _require_zstd(path)
 
 
@@ -122,18 +122,6 @@ def _require_zstd(path: Path) -> Any:
             "backports.zstd, or decompress it (zstd -d does it)"
         )
     return zstd
-
-
-def packing(path: Path) -> Packing:
-    """Tell how a file is packed; of a pipe, which is read once, its name tells."""
-    if path == STDIN or not path.is_file():
-        return _named_packing(path)
-    with reading_file(path), path.open("rb", buffering=0) as file:
-        return packing_of(file.read(CHUNK_BYTES), _named_packing(path))
-
-
-def _named_packing(path: Path) -> Packing:
-    return next((each for each in COMPRESSED if path.suffix == each), "")
 
 
 def find_zstd() -> Any | None:
@@ -163,8 +151,8 @@ class _Tap(io.RawIOBase):
 
 def _decompress(path: Path, raw: Any) -> tuple[Any, tuple[type[Exception], ...]]:
     """Return a stream of what a file holds, and what it raises where its data is damaged."""
-    head = raw.peek(1) if hasattr(raw, "peek") else b"{"  # another program's stdin: not packed
-    kind = packing_of(head, _named_packing(path))
+    head = raw.peek(1) if hasattr(raw, "peek") else b"{"  # a stand-in for stdin: not packed
+    kind = packing_of(head, path.suffix)
     if kind == ".gz":
         return gzip.GzipFile(fileobj=raw), (EOFError, gzip.BadGzipFile, zlib.error)
     if kind == ".zst":

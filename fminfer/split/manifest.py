@@ -47,7 +47,8 @@ class Part:
     hyperparameters: dict[str, Any]
     digest: str
     lines: array[int]
-    num_equal: array[int]  # equal lines before each in the source, for draws; empty: 0 for all
+    # Equal lines before each in the source, for draws; empty: 0 for all.
+    num_equal: array[int] = field(default_factory=lambda: array("I"))
 
     def to_dict(self) -> dict[str, Any]:
         equal = {NUM_EQUAL: self.num_equal.tolist()} if self.num_equal else {}

@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,16 +17,24 @@ import pytest
 from click.testing import CliRunner
 
 import fminfer
+from fminfer.batch.overview import look_over
 from fminfer.cli.app import main
 from fminfer.contract.line import Line
 from fminfer.core.errors import UsageError
 from fminfer.files import pieces, streams
-from fminfer.files.input_folders import find_inputs
+from fminfer.files.input_folders import (
+    describe_empty,
+    describe_left_out,
+    find_inputs,
+    find_lost,
+)
 from fminfer.files.line_reader import count_rows, read_lines
 from fminfer.files.ordered_stdout import OrderedStream
-from fminfer.files.output_paths import STDOUT, plan_outputs
+from fminfer.files.output_paths import STDOUT, answers_path, plan_outputs
 from fminfer.files.spread import explain_spread
 from fminfer.files.streams import STDIN, find_zstd
+from fminfer.split.merging import merge_parts
+from fminfer.split.splitting import SplitOptions, split_file
 from tests.conftest import run_files
 from tests.forked import programs
 
@@ -67,6 +76,126 @@ def engine() -> Iterator[fminfer.Engine]:
 def job(engine: fminfer.Engine, inputs: list[Path], output: Path | None = None) -> Any:
     found = find_inputs(inputs)
     return run_files(engine, found, plan_outputs(found, output))
+
+
+ROW = b'{"prompt": "den", "max_tokens": 2}'
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("a.jsonl", b"[\n" + ROW + b",\n" + ROW + b"\n]\n"),
+        ("a.jsonl", b"\xef\xbb\xbf [" + ROW + b"," + ROW + b"]"),
+        ("a.ndjson", ROW + b"\n" + ROW),
+        ("a.ndjson.gz", gzip.compress(ROW + b"\n" + ROW)),
+        ("a.jsonl", gzip.compress(ROW + b"\n" + ROW)),
+        ("a.json", zstd.compress(b"[" + ROW + b"," + ROW + b"]")),
+        ("a.jsonl.gz", ROW + b"\n" + ROW),
+        ("a.jsonl.zst", gzip.compress(ROW + b"\n" + ROW)),
+    ],
+    ids=["array", "one line", "ndjson", "packed", "hidden", "array in zstd", "plain", "other"],
+)
+def test_bytes_tell_a_files_form_and_not_its_name(tmp_path: Path, name: str, data: bytes) -> None:
+    """Each line of such a file was in error: it was read as its name says."""
+    path = tmp_path / name
+    path.write_bytes(data)
+    assert find_inputs([path]) == find_inputs([tmp_path]) == [path]
+    assert values(path) == [(1, json.loads(ROW)), (2, json.loads(ROW))]
+    assert answers_path(path).name == "output_a.jsonl"
+    summary = split_file(path, tmp_path / "parts", SplitOptions(1, 100))
+    assert summary.manifest.num_lines == 2 and not summary.num_bad
+
+
+def test_a_first_line_that_is_an_array_costs_itself_alone(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", b'[{"role": "user"}]\n' + ROW)
+    assert [line.raw for line in read_lines(path, 0)] == [b'[{"role": "user"}]', ROW]
+
+
+OTHER_FORMS = {
+    "UTF-16LE": ROW.decode().encode("utf-16-le"),
+    "UTF-16BE": ROW.decode().encode("utf-16-be"),
+    "text in UTF-16;": ROW.decode().encode("utf-16"),
+    "CR alone": ROW + b"\r" + ROW + b"\r",
+    "a table (CSV)": b"id,prompt\n1,den\n2,hall\n",
+    "a Parquet table": b"PAR1\x15\x04",
+    "a ZIP archive": b"PK\x03\x04\x14\0",
+    "a page of the web": b"\n<!DOCTYPE html><html>",
+    "bzip2": b"BZh91AY",
+    "Git LFS": b"version https://git-lfs.github.com/spec/v1\n",
+}
+
+
+@pytest.mark.parametrize("what", OTHER_FORMS)
+def test_what_holds_no_json_lines_is_named_by_its_bytes(tmp_path: Path, what: str) -> None:
+    """A run loaded the model, and then called each line bad JSON; a .csv was to be renamed."""
+    path = write(tmp_path / "a.jsonl", OTHER_FORMS[what])
+    with pytest.raises(UsageError, match=r"a\.jsonl cannot be answered: .*" + re.escape(what)):
+        find_inputs([path])
+    with pytest.raises(UsageError, match=re.escape(what)):
+        find_inputs([tmp_path])
+    other = write(tmp_path / "b.jsonl", ROW)
+    assert find_inputs([tmp_path]) == [other], "in a folder it costs itself"
+    assert what in find_lost(tmp_path)[path]
+    (told,) = describe_left_out([tmp_path], has_lost=True)
+    assert told.startswith(str(path)) and what in told
+    (overview,) = look_over(tmp_path)
+    assert [what in (file.why or "") for file in overview.files] == [True, False]
+    renamed = path.rename(tmp_path / "a.csv")
+    with pytest.raises(UsageError, match=r"a\.csv has none of the endings .*" + re.escape(what)):
+        find_inputs([renamed])
+
+
+def test_a_name_that_is_no_inputs_gets_advice_that_fits_its_bytes(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"a\.txt has none of the endings .* are requests; rename"):
+        find_inputs([write(tmp_path / "a.txt", ROWS)])
+    with pytest.raises(UsageError, match=r"b\.txt has none .*; it must hold JSON lines"):
+        find_inputs([write(tmp_path / "b.txt", b"Where is the hall?")])
+    with pytest.raises(
+        UsageError, match=r"holds no file to answer .*; it holds .*a\.txt, .*b\.txt"
+    ):
+        find_inputs([tmp_path])
+
+
+def test_an_empty_file_is_named(tmp_path: Path) -> None:
+    paths = [write(tmp_path / "a.jsonl", b""), write(tmp_path / "b.jsonl", ROW)]
+    (told,) = describe_empty(find_inputs(paths))
+    assert told.startswith(f"{paths[0]}: 0 bytes")
+    found = CliRunner().invoke(main, ["check", *map(str, paths)])
+    assert f"Warning: {told}." in found.output
+
+
+@pytest.mark.timeout(60)
+def test_a_shells_pipe_is_read_and_answered_to_stdout(
+    tmp_path: Path, engine: fminfer.Engine, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    """`fminfer run <(zcat …)`: /dev/fd/63 "has none of the endings; rename it"."""
+    ends = os.pipe()
+    os.write(ends[1], ROWS)
+    os.close(ends[1])
+    pipe = Path(f"/dev/fd/{ends[0]}")
+    assert plan_outputs(find_inputs([pipe]), None) == [STDOUT]
+    summary = job(engine, [pipe], tmp_path / "a.jsonl")
+    os.close(ends[0])
+    assert summary.num_rows == 5 and not summary.num_errors
+    assert (tmp_path / "a.jsonl").read_bytes().count(b"\n") == 5
+    os.mkfifo(tmp_path / "pipe")
+    assert find_inputs([tmp_path / "pipe"]) == [tmp_path / "pipe"]
+
+
+@pytest.mark.parametrize("name", ["resluts/a.jsonl", "resluts/deep/a.jsonl", "resluts/deep"])
+def test_a_mistyped_output_makes_no_folders(tmp_path: Path, name: str) -> None:
+    """The answers went to folders that nobody meant, and had to be searched for."""
+    source = write(tmp_path / "a.jsonl", ROW)
+    told = f"there is no folder .*resluts.* \\(the nearest that is there is {tmp_path}\\)"
+    with pytest.raises(UsageError, match=f"--output .*{told}.* mkdir -p "):
+        plan_outputs([source], tmp_path / name)
+    assert plan_outputs([source], tmp_path / "new") == [tmp_path / "new" / "output_a.jsonl"]
+    split_file(source, tmp_path / "parts", SplitOptions(1, 100))
+    with pytest.raises(UsageError, match=told):
+        merge_parts(tmp_path / "parts", tmp_path / "resluts" / "a.jsonl")
+    with pytest.raises(UsageError, match=told):
+        split_file(source, tmp_path / "resluts" / "parts", SplitOptions(1, 100))
+    assert not (tmp_path / "resluts").exists()
 
 
 @pytest.mark.parametrize("how", PACK)
@@ -353,7 +482,7 @@ def test_a_damaged_checksum_is_told(tmp_path: Path) -> None:
     path.write_bytes(gzip.compress(ROWS)[:-8] + b"\0" * 8)
     sound, damaged = only(read_lines(path, 0))
     assert len(sound) == 5 and "CRC" in damaged.damage
-    path.write_bytes(b"no gzip at all")
+    path.write_bytes(b"no gzip at all\0")
     sound, damaged = only(read_lines(path, 0))
     assert not sound and damaged.number == 1
 
@@ -412,11 +541,9 @@ def test_two_inputs_of_one_name_are_refused(tmp_path: Path) -> None:
 
 def test_outputs_that_cannot_be_are_refused(tmp_path: Path) -> None:
     source = write(tmp_path / "a.jsonl", ROWS)
-    for name in ("b.jsonl.gz", "b.jsonl.zst", "b.json"):
+    for name in ("b.jsonl.gz", "b.jsonl.zst", "b.json", "b.ndjson", "b.csv", "b.txt"):
         with pytest.raises(UsageError, match="plain JSON lines; give a name that ends in"):
             plan_outputs([source], tmp_path / name)
-    with pytest.raises(UsageError, match=r"a\.txt has none of the endings \.jsonl, \.jsonl\.gz"):
-        find_inputs([write(tmp_path / "a.txt", ROWS)])
     with pytest.raises(UsageError, match="- is given twice"):
         find_inputs([STDIN, source, STDIN])
     status = write(tmp_path / "b.status.json", ROWS)

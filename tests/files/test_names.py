@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ from click.testing import CliRunner
 
 from fminfer.batch.overview import look_over
 from fminfer.cli.app import main
+from fminfer.core.errors import UsageError
 from fminfer.files.claims import Claims
-from fminfer.files.input_folders import find_inputs
+from fminfer.files.input_folders import describe_left_out, find_inputs
+from fminfer.files.output_paths import plan_each
 from fminfer.files.storage import RemoteFolders
 from tests.shards.answer_shards import answer_all, share
 
@@ -89,14 +92,37 @@ def test_the_command_takes_names_that_are_no_utf_8(tmp_path: Path) -> None:
 
 
 def test_a_link_to_a_file_of_the_same_folder_is_left_out(tmp_path: Path) -> None:
-    """It was "given twice", and the folder was refused."""
+    """It was "given twice", and the folder was refused. Later it was passed over without a word."""
     (tmp_path / "b.jsonl").write_text(LINE)
-    (tmp_path / "a.jsonl").symlink_to("b.jsonl")
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "c.jsonl").write_text(LINE)
-    for name in ("c.jsonl", "d.jsonl"):
-        (tmp_path / name).symlink_to("elsewhere/c.jsonl")
-    assert [path.name for path in find_inputs([tmp_path])] == ["b.jsonl", "c.jsonl"]
+    link = tmp_path / "a.jsonl"
+    link.symlink_to("b.jsonl")
+    assert [path.name for path in find_inputs([tmp_path])] == ["b.jsonl"]
+    (told,) = describe_left_out([tmp_path])
+    assert told.startswith(f"{link}: a link to a file of the folder")
+    assert find_inputs([tmp_path, link])[1] == link, "as the advice says"
+    (overview,) = look_over(tmp_path)
+    assert [*overview.left_out] == [str(link)] and len(overview.files) == 1
+    assert f"left out: {link}: " in CliRunner().invoke(main, ["status", str(tmp_path)]).output
+
+
+@pytest.mark.parametrize("make", [Path.symlink_to, Path.hardlink_to])
+def test_links_to_one_file_elsewhere_are_inputs_of_their_own(
+    tmp_path: Path, make: Callable[[Path, Path], None]
+) -> None:
+    """The first was answered, three were passed over, and `status` told of none of them."""
+    (tmp_path / "one.jsonl").write_text(LINE)
+    folder = tmp_path / "links"
+    folder.mkdir()
+    for name in "abcd":
+        make(folder / f"{name}.jsonl", tmp_path / "one.jsonl")
+    inputs = find_inputs([folder])
+    assert [path.stem for path in inputs] == [*"abcd"] and find_inputs(inputs) == inputs
+    plan = plan_each(inputs, None)
+    assert len(set(plan.outputs)) == 4 and not plan.refused
+    (overview,) = look_over(folder)
+    assert [file.input for file in overview.files] == [*map(str, inputs)]
+    with pytest.raises(UsageError, match="is given twice"):
+        find_inputs([folder, folder / "." / "a.jsonl"])
 
 
 def test_a_file_that_cannot_be_read_costs_itself(

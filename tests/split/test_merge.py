@@ -134,6 +134,7 @@ def test_no_errors_no_file(tmp_path: Path) -> None:
     for part in split(tmp_path / "all.jsonl", tmp_path / "parts"):
         answer_part(part)
     output = tmp_path / "new" / "m.jsonl"
+    output.parent.mkdir()
     flags = ["merge", "--input-dir", str(tmp_path / "parts"), "--output", str(output)]
     assert CliRunner().invoke(main, flags).exit_code == 0
     assert [path.name for path in output.parent.iterdir()] == ["m.jsonl"]
@@ -167,7 +168,8 @@ def test_a_source_that_has_changed_is_told(tmp_path: Path) -> None:
 # --- what is missing
 
 
-def test_missing_parts_are_named(answered: Path) -> None:
+def test_missing_parts_are_named_with_each_engines_own_command(answered: Path) -> None:
+    """One command named the parts of two engines: it would answer one of them by a wrong model."""
     (answered / "a" / "output_request_0.jsonl").unlink()
     shutil.rmtree(answered / "c")
     before = files_of(answered.parent)
@@ -176,7 +178,11 @@ def test_missing_parts_are_named(answered: Path) -> None:
     found = CliRunner().invoke(main, flags)
     assert found.exit_code == 1
     assert "8 of 12 lines" in found.stderr and "lines 1, 3-4, 6-7, 9-10, 12." in found.stderr
-    assert f"fminfer run {answered}/a/request_0.jsonl {answered}/c/request_0.jsonl" in found.stderr
+    commands = [line for line in found.stderr.split("\n") if line.startswith("  fminfer run")]
+    assert commands == [
+        f"  fminfer run {answered}/{name}/request_0.jsonl --model-name 'MODEL of {name}'"
+        for name in "ac"
+    ]
     assert files_of(answered.parent) == before, "nothing is written"
 
 
@@ -206,7 +212,7 @@ def test_many_missing_parts_are_named_by_their_folders(tmp_path: Path) -> None:
         merge_parts(tmp_path / "parts", tmp_path / "m.jsonl")
     message = str(error.value)
     assert "lines 1, 3, 5" in message and "and 30 more places" in message
-    assert message.endswith(f"fminfer run {tmp_path}/parts/a%20b")
+    assert message.endswith(f"fminfer run {tmp_path}/parts/a%20b --model-name 'MODEL of a b'")
 
 
 def test_ranges() -> None:

@@ -111,6 +111,7 @@ def put(name: str, value: object) -> Callable[[dict[str, Any]], object]:
         *(put("lines", [1, 2, 2**70]), put("lines", [1, 2, 3.0]), put("lines", [1, 2, True])),
         *(put("lines", [1, 2, "3"]), put("lines", {}), put("lines", []), put("lines", [1, 2, 5])),
         put("path", "c/request_0.jsonl"),
+        *(put("num_equal", [0, 1]), put("num_equal", {}), put("num_equal", [0, 1, -1])),
         lambda manifest: manifest["parts"].append(manifest["parts"][0]),
         lambda manifest: manifest["parts"].pop(),
         lambda manifest: manifest["parts"].append(None),

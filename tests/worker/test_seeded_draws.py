@@ -10,6 +10,11 @@ from typing import Any
 import pytest
 
 import fminfer
+from fminfer.files.input_folders import find_inputs
+from fminfer.files.line_reader import read_lines
+from fminfer.files.output_paths import plan_outputs
+from fminfer.split.merging import merge_parts
+from fminfer.split.splitting import SplitOptions, split_file
 from tests.conftest import run_files
 from tests.streams import answer_in, events_of
 
@@ -131,6 +136,50 @@ def test_equal_ones_without_a_seed_differ(engine: fminfer.Engine, tmp_path: Path
     assert num_different([ids for (ids,) in ran]) == 3
     lines = [json.dumps(dict(reversed(each.items()))) for each in listed]
     assert by_file(engine, tmp_path, *lines) == ran, "they are counted, whatever their spelling"
+
+
+def test_a_split_file_draws_as_the_whole_file(engine: fminfer.Engine, tmp_path: Path) -> None:
+    """Equal lines were counted anew in each part, and drew what those of other parts had drawn."""
+    spellings = [UNSEEDED, UNSEEDED | {"n": UNSEEDED.get("n", 1), "top_p": 1.0}, SEEDED]
+    whole = tmp_path / "whole.jsonl"
+    whole.write_text("".join(json.dumps(row) + "\n" for row in spellings * 4))
+    run_files(engine, [whole], [tmp_path / "whole.answers.jsonl"])
+    split_file(whole, tmp_path / "parts", SplitOptions(100, 200))
+    parts = find_inputs([tmp_path / "parts"])
+    assert len(parts) > 4
+    run_files(engine, parts, plan_outputs(parts, None))
+    merge_parts(tmp_path / "parts", tmp_path / "merged.jsonl")
+    found = [
+        [
+            [choice["text"] for choice in json.loads(line)["result"]["choices"]]
+            for line in path.read_text().splitlines()
+        ]
+        for path in (tmp_path / "whole.answers.jsonl", tmp_path / "merged.jsonl")
+    ]
+    assert found[0] == found[1] and num_different(found[1]) == 9
+    counts = [[line.num_equal for line in read_lines(part, 0)] for part in parts]
+    assert sorted(count or 0 for part in counts for count in part) == [0] * 5 + [*range(1, 8)]
+    part = parts[0]
+    assert counts[0] == [None, 2]
+    part.write_bytes(part.read_bytes() + b"\n")
+    assert not any(line.num_equal for line in read_lines(part, 0)), "it is not what was split"
+
+
+def test_equal_lines_of_several_files_are_told(engine: fminfer.Engine, tmp_path: Path) -> None:
+    """A file cut by hand gave half as many different answers, and nobody said why."""
+
+    def warnings(*files: list[dict[str, Any]]) -> list[str]:
+        paths = [tmp_path / f"{number}.jsonl" for number in range(len(files))]
+        for path, rows in zip(paths, files, strict=True):
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        terms = {"restart": True}
+        return [*run_files(engine, paths, plan_outputs(paths, None), **terms).warnings]
+
+    other = UNSEEDED | {"prompt": "another"}
+    assert not warnings([UNSEEDED, UNSEEDED]) and not warnings([UNSEEDED, SEEDED], [other, SEEDED])
+    for later in ([UNSEEDED, UNSEEDED], [other]):
+        (told,) = warnings([UNSEEDED], [other], later)
+        assert "equal lines without a seed stand in several files" in told
 
 
 def test_a_list_of_one_prompt_draws_as_the_prompt(engine: fminfer.Engine) -> None:
