@@ -12,13 +12,13 @@ import click
     "--input-file",
     type=click.Path(path_type=Path),
     required=True,
-    help="The file to split: .jsonl or .json, also .gz or .zst; - is stdin.",
+    help="The file to split: .jsonl, .ndjson or .json, also .gz or .zst; - is stdin.",
 )
 @click.option(
     "--output-dir",
     type=click.Path(path_type=Path),
     required=True,
-    help="The folder for the parts; created if it does not exist.",
+    help="The folder for the parts; made if only it is missing.",
 )
 @click.option(
     "--min-generate-token",
@@ -56,8 +56,8 @@ def split(
     zstdcat requests.jsonl.zst | fminfer split --input-file - --output-dir parts/
 
     `fminfer run` answers mixed files as they are. Split for several machines, or to run each set of
-    parameters by itself. Equal lines without a seed draw differently only within one file. Give
-    them seeds if they may come into several parts.
+    parameters by itself. Equal lines without a seed draw differently, also in different parts: the
+    manifest has their numbers. A custom_id that comes again is named.
 
     Parts are <output-dir>/<engine>/request_<N>.jsonl, N from 0 for each engine (or model; "default"
     for lines that name none). Letters that a folder's name should not have are written as in URLs.

@@ -24,7 +24,7 @@ from fminfer.files.line_reader import (
     read_lines,
 )
 from fminfer.files.split_folders import MANIFEST, PART_NAME, is_split
-from fminfer.files.streams import STDIN, changed_ns, check_readable
+from fminfer.files.streams import STDIN, changed_ns, check_readable, is_stream
 
 MOST_NAMED = 5  # files or folders in a message
 NUM_LOOKED_AT = 5  # lines, to tell whether a file holds requests
@@ -75,7 +75,7 @@ def find_inputs(paths: list[Path], *, may_be_empty: bool = False) -> list[Path]:
 
 def _check_form(path: Path) -> None:
     """Refuse a file that was named and cannot be answered; a pipe is read whatever its name is."""
-    if path == STDIN or not path.is_file():
+    if is_stream(path) or not path.is_file():
         return
     trouble = what_is_wrong(path)
     if path.name.endswith(ENDINGS):

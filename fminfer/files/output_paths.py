@@ -12,16 +12,11 @@ from fminfer.files.file_names import fit_name
 from fminfer.files.line_reader import stem
 from fminfer.files.ordered_output import traces
 from fminfer.files.status_file import status_path
-from fminfer.files.streams import STDIN
+from fminfer.files.streams import DEVICES, STDIN, is_stream
 
 STDOUT = Path("-")
 # Endings of files that are not JSON lines; a folder would hardly have one.
 NO_OUTPUT = (".json", ".ndjson", ".gz", ".zst", ".txt", ".csv", ".tsv", ".parquet")
-DEVICES = (
-    Path("/dev"),
-    Path("/dev/fd"),
-    Path("/proc/self/fd"),
-)  # what stands there is no place for files
 
 
 def answers_path(source: Path) -> Path:
@@ -136,11 +131,6 @@ def require_parent(flag: str, path: Path) -> None:
             f"{flag} {path}: there is no folder {folder} (the nearest that is there is {near}). "
             f"Mend the path, or make the folder: mkdir -p {shlex.quote(str(folder))}"
         )
-
-
-def is_stream(path: Path) -> bool:
-    """Tell whether an input is stdin, or a shell's `<(…)`: nothing can stand beside it."""
-    return path == STDIN or path.parent in DEVICES
 
 
 def _refuse_device(output: Path) -> None:

@@ -18,10 +18,16 @@ from fminfer.core.errors import DamagedInputError, UsageError
 from fminfer.files.first_bytes import packing_of
 
 STDIN = Path("-")
+DEVICES = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))  # no place for files
 COMPRESSED = (".gz", ".zst")
 CHUNK_BYTES = 2**16
 DIGEST_CHUNK_BYTES = 2**20
 A_PIPE = "a pipe"  # instead of a digest
+
+
+def is_stream(path: Path) -> bool:
+    """Tell whether an input is stdin, or a shell's `<(…)`: nothing can stand beside it."""
+    return path == STDIN or path.parent in DEVICES
 
 
 class Digest:

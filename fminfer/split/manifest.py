@@ -8,6 +8,7 @@ It is JSON with one part a line, so that people can read it and nobody has to ho
     ],"check":"6f0c…"}
 
 While a split puts its files in place the manifest is not complete, and holds their paths alone.
+`num_equal` stands first in a part whose lines have equal ones before them, with their numbers.
 `check` is a digest of all that stands before it. Nothing that a manifest says is believed unseen:
 its paths stay in the folder, whoever wrote them.
 """

@@ -17,9 +17,9 @@ INPUT_OPTIONS = [
         "--infer-data",
         multiple=True,
         type=PathOrUrl(path_type=Path),
-        help="A .jsonl or .json file of requests, also .gz or .zst; a folder of them (outputs of "
-        "earlier runs left out); a URL of one or the other (s3://…); or - for stdin. May be "
-        "repeated.",
+        help="A .jsonl, .ndjson or .json file of requests, also .gz or .zst; a folder of them "
+        "(outputs of earlier runs left out); a URL of one or the other (s3://…); or - for stdin. "
+        "May be repeated.",
     ),
 ]
 OUTPUT_OPTIONS = [
@@ -39,8 +39,9 @@ OUTPUT_OPTIONS = [
     _option(
         "--output",
         type=PathOrUrl(path_type=Path),
-        help="A .jsonl file, a folder, a URL of one or the other, or - for stdout (errors then go "
-        "to stderr).  [default: output_<name>.jsonl beside the input; stdout for stdin]",
+        help="A .jsonl file, a folder (made if only it is missing), a URL of one or the other, or "
+        "- for stdout (errors then go to stderr).  [default: output_<name>.jsonl beside the input; "
+        "stdout for stdin]",
     ),
     _option(
         "--work-dir",
