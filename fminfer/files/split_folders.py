@@ -14,6 +14,7 @@ from fminfer.files.streams import changed_ns, digest_of
 MANIFEST = "manifest.json"  # the folder's parts may stand below it
 PART_NAME = re.compile(r"request_(0|[1-9][0-9]{0,17})\.jsonl")
 NUM_EQUAL = "num_equal"  # in what a manifest says of a part; see `contract.line.Line`
+_HEAD = b'{"fminfer_split"'
 _NUM_EQUAL = re.compile(rb'\{"num_equal":.*?\],"path":("(?:[^"\\]|\\.)*")')
 
 
@@ -24,13 +25,15 @@ def find_num_equal(path: Path) -> list[int] | None:
     """
     if not PART_NAME.fullmatch(path.name) or not path.is_file():
         return None
-    for folder in path.absolute().parents:
-        manifest = folder / MANIFEST
-        if manifest.is_file():
-            name = path.absolute().relative_to(folder).as_posix()
-            place = _find_entries(manifest, changed_ns(manifest)).get(name)
-            return None if place is None else _load_num_equal(path, manifest, place)
-    return None
+    folder = next((each for each in path.absolute().parents if (each / MANIFEST).is_file()), None)
+    if folder is None:
+        return None
+    manifest, name = folder / MANIFEST, path.absolute().relative_to(folder).as_posix()
+    try:
+        place = _find_entries(manifest, changed_ns(manifest)).get(name)
+        return None if place is None else _load_num_equal(path, manifest, place)
+    except (OSError, UsageError, ValueError, TypeError, KeyError):  # `fminfer merge` tells it
+        return None
 
 
 @lru_cache(maxsize=8)
@@ -38,6 +41,8 @@ def _find_entries(manifest: Path, changed_at: int) -> dict[str, int]:
     """Return where a manifest tells of parts whose lines have equal ones, by the parts' paths."""
     found, place = {}, 0
     with manifest.open("rb") as file:
+        if not file.peek(len(_HEAD)).startswith(_HEAD):
+            return {}
         for line in file:
             if match := _NUM_EQUAL.match(line):
                 found[str(orjson.loads(match[1]))] = place
@@ -46,14 +51,11 @@ def _find_entries(manifest: Path, changed_at: int) -> dict[str, int]:
 
 
 def _load_num_equal(path: Path, manifest: Path, place: int) -> list[int] | None:
-    try:
-        with manifest.open("rb") as file:
-            file.seek(place)
-            entry = orjson.loads(file.readline().rstrip(b",\n"))
-        found = [int(number) for number in entry[NUM_EQUAL]]
-        return found if entry["digest"] == digest_of(path) else None
-    except (OSError, ValueError, TypeError, KeyError):  # `fminfer merge` tells what is damaged
-        return None
+    with manifest.open("rb") as file:
+        file.seek(place)
+        entry = orjson.loads(file.readline().rstrip(b",\n"))
+    found = [int(number) for number in entry[NUM_EQUAL]]
+    return found if entry["digest"] == digest_of(path) else None
 
 
 def is_split(folder: Path) -> bool:
@@ -67,7 +69,7 @@ def is_split(folder: Path) -> bool:
             head = file.readline()
     except OSError:
         return False
-    if not head.startswith(b'{"fminfer_split"'):
+    if not head.startswith(_HEAD):
         return False
     if not re.search(rb'"is_complete": ?true', head):
         raise UsageError(f"the split into {folder} was not finished; repeat its command")
