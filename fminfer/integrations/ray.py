@@ -40,9 +40,8 @@ from fminfer.files.pieces import CutValue, cut_if_long
 from fminfer.files.streams import STDIN
 from fminfer.worker.engine_api import Engine
 from fminfer.worker.engine_options import make_config
-from fminfer.worker.line_run.line_intake import count_equal
+from fminfer.worker.line_run.line_intake import EqualLines
 from fminfer.worker.line_run.runner import WINDOW
-from fminfer.worker.line_run.seen_counts import SeenCounts
 
 ROW = "fminfer_row"  # a column on the way to the actors: a number that no other row has
 log = logging.getLogger(__name__)
@@ -244,9 +243,9 @@ def _plain(value: Any) -> Any:
 def _read_files(batch: pyarrow.Table) -> Iterator[pyarrow.Table]:
     """Read each file from its start to its end, for equal requests are counted."""
     for path in batch["path"].to_pylist():
-        seen, rows = SeenCounts(), []
+        equal, rows = EqualLines(), []
         for line in read_file(Path(path), 0):
-            num_equal = count_equal(line, open_envelope(line), seen)
+            num_equal = equal.count(line, open_envelope(line))
             damage = line.damage or line.fault
             rows.append((path, line.number, line.raw, damage, line.is_cut, num_equal))
             if len(rows) == WINDOW:

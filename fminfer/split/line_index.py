@@ -20,7 +20,7 @@ from fminfer.files.line_reader import UTF8_BOM, holds_plain_lines, read_lines, s
 from fminfer.files.pieces import CutValue
 from fminfer.files.streams import read_chunks
 from fminfer.split.grouping import Groups, find_length
-from fminfer.worker.line_run.line_intake import count_equal
+from fminfer.worker.line_run.line_intake import EqualLines
 from fminfer.worker.line_run.seen_counts import SeenCounts
 
 BLANK = -1  # instead of a group
@@ -67,7 +67,7 @@ def read_index(path: Path, copy: Path, groups: Groups) -> LineIndex:
     """
     is_plain = holds_plain_lines(path)
     index = LineIndex(path if is_plain else copy)
-    seen, ids, end = SeenCounts(), SeenCounts(), 0
+    equal, ids, end = EqualLines(), SeenCounts(), 0
     for line, start, stop in _read_plain(path) if is_plain else _read_copied(path, copy):
         while len(index) < line.number - 1:
             index.add(end)  # blank lines between
@@ -78,7 +78,7 @@ def read_index(path: Path, copy: Path, groups: Groups) -> LineIndex:
         if name is not None and ids.add(hashlib.blake2b(name.encode(), digest_size=16).digest()):
             index.add_double(f"{show(name)} of line {line.number}")
         fields = envelope.fields
-        num_equal = count_equal(line, envelope, seen)
+        num_equal = equal.count(line, envelope)
         index.add(start, groups.add(fields), find_length(fields), num_equal)
         end = stop
     index.starts.append(end)

@@ -53,7 +53,8 @@ class LineIntake:
         self._equal = SeenCounts()  # its unseeded requests so far, by meaning
         self._elsewhere: SeenCounts | None = None  # those of earlier files, once there is a second
         self._custom_ids = SeenCounts()  # the file's so far, by digest
-        self._meanings = Meanings(intake)
+        has_own_prompt = "prompt" in (intake.limits.request_args or {})
+        self._meanings = Meanings(intake.parse, has_own_prompt=has_own_prompt)
         self._clock = read_clock()  # of lines that have none
 
     def open(self, line: Line) -> Asked | Record:
@@ -171,32 +172,37 @@ class LineIntake:
         return count
 
 
-def count_repeat(request: Request, seen: SeenCounts) -> int:
-    """Return how many equal requests without a seed came before; those with one do not count."""
-    return 0 if _is_certain(request) else seen.add(meaning_of(request.prompts, request.params))
-
-
 def _is_certain(request: Request) -> bool:
     return request.params.seed is not None or request.params.is_greedy
 
 
-def count_equal(line: Line, envelope: Envelope, seen: SeenCounts) -> int:
-    """Return how many equal requests without a seed came before this one, without an engine.
+class EqualLines:
+    """Counts a file's equal requests without a seed, without an engine.
 
     The template is the engine's. So chats are equal here if their messages are, and all else that a
     template sees.
     """
-    fields = envelope.fields
-    try:
-        if is_chat(fields) if envelope.is_chat is None else envelope.is_chat:
-            chat = parse_chat(fields, max_logprobs=MAX_LOGPROBS)
-            request = Request([_show_prompt(chat)], chat.params)
-        else:
-            request = parse_request(fields, max_logprobs=MAX_LOGPROBS)
-    except RequestError:
-        return 0
-    repeat = count_repeat(request, seen)
-    return repeat if line.num_equal is None else line.num_equal
+
+    def __init__(self) -> None:
+        self._meanings, self._seen = Meanings(_parse_alone), SeenCounts()
+
+    def count(self, line: Line, envelope: Envelope) -> int:
+        """Return how many came before a line."""
+        fields = envelope.fields
+        is_a_chat = is_chat(fields) if envelope.is_chat is None else envelope.is_chat
+        try:
+            meaning = self._meanings.find(fields, is_chat=is_a_chat)
+        except (RequestError, RecursionError):  # it is no request
+            return 0
+        repeat = 0 if meaning is None else self._seen.add(meaning)
+        return repeat if line.num_equal is None else line.num_equal
+
+
+def _parse_alone(fields: dict[str, Any], *, is_chat: bool) -> Request:
+    if not is_chat:
+        return parse_request(fields, max_logprobs=MAX_LOGPROBS)
+    chat = parse_chat(fields, max_logprobs=MAX_LOGPROBS)
+    return Request([_show_prompt(chat)], chat.params)
 
 
 def _show_prompt(chat: ChatRequest) -> str:

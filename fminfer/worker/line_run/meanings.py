@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import orjson
 
-from fminfer.engine.intake import Intake
+from fminfer.contract.request import Request
 from fminfer.engine.noise import describe_params, meaning_beside
 
 MAX_PARSED = 512  # sets of parameters
@@ -17,13 +18,14 @@ class Meanings:
     """Tells requests' meanings, in a tenth of the time where only their prompts differ.
 
     Args:
-        intake: parses them.
+        parse: parses a request, as `Intake.parse` does.
+        has_own_prompt: every request gets the run's prompt.
     """
 
-    def __init__(self, intake: Intake) -> None:
-        self._intake = intake
+    def __init__(self, parse: Callable[..., Request], *, has_own_prompt: bool = False) -> None:
+        self._parse_request = parse
         self._parsed: dict[bytes, str | None] = {}  # what `_describe` says of a set of parameters
-        self._has_own_prompt = "prompt" in (intake.limits.request_args or {})
+        self._has_own_prompt = has_own_prompt
 
     def find(self, fields: dict[str, Any], *, is_chat: bool | None, clock: str) -> bytes | None:
         """Return a request's meaning; None: chance has no part in its answer.
@@ -52,7 +54,7 @@ class Meanings:
         self, fields: dict[str, Any], *, is_chat: bool | None, clock: str
     ) -> tuple[list[str | list[int]], str | None]:
         """Return a request's prompts and its parameters' description; None: no draw is random."""
-        request = self._intake.parse(fields, is_chat=is_chat, clock=clock)
+        request = self._parse_request(fields, is_chat=is_chat, clock=clock)
         params = request.params
         is_certain = params.seed is not None or params.is_greedy
         return request.prompts, None if is_certain else describe_params(params)
