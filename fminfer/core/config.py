@@ -56,7 +56,9 @@ class EngineConfig:
         UsageError: a value outside its limits.
     """
 
-    model: str | None = _option(None, "a folder, a hub id, or demo; None: the demo model, not named")
+    model: str | None = _option(
+        None, "a folder, a hub id, or demo; None: the demo model, not named"
+    )
     random_init: str | None = _option(None, "a config.json, its folder, a hub id, or a size")
     tokenizer: str | None = _option(None, "a folder or hub id; None: the model's own")
     model_config: str | None = _option(None, "a config for the model's weights; None: its own")

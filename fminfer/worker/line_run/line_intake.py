@@ -191,14 +191,14 @@ class EqualLines:
         fields = envelope.fields
         is_a_chat = is_chat(fields) if envelope.is_chat is None else envelope.is_chat
         try:
-            meaning = self._meanings.find(fields, is_chat=is_a_chat)
+            meaning = self._meanings.find(fields, is_chat=is_a_chat, clock="")
         except (RequestError, RecursionError):  # it is no request
             return 0
         repeat = 0 if meaning is None else self._seen.add(meaning)
         return repeat if line.num_equal is None else line.num_equal
 
 
-def _parse_alone(fields: dict[str, Any], *, is_chat: bool) -> Request:
+def _parse_alone(fields: dict[str, Any], *, is_chat: bool, clock: str) -> Request:
     if not is_chat:
         return parse_request(fields, max_logprobs=MAX_LOGPROBS)
     chat = parse_chat(fields, max_logprobs=MAX_LOGPROBS)
