@@ -11,10 +11,11 @@ from typing import Any, Literal
 import click
 
 from fminfer.batch.run_paths import refuse_other_models
+from fminfer.cli.configured_command import ConfiguredCommand
 from fminfer.cli.exit_status import EXIT_STOPPED
 from fminfer.cli.options.option_groups import GroupedCommand
 from fminfer.cli.options.submit_options import submit_options
-from fminfer.cli.run_stand_in import run_stand_in
+from fminfer.cli.run_options import run_options
 from fminfer.cluster.job_names import parts_of
 from fminfer.cluster.resources import check_mode, check_shared_files, job_values, parse_flags
 from fminfer.cluster.slurm_and_lsf import SCHEDULERS
@@ -23,6 +24,14 @@ from fminfer.core.errors import UsageError
 from fminfer.core.quantities import counted
 from fminfer.files.input_folders import describe_left_out, find_inputs
 from fminfer.files.output_paths import plan_outputs
+
+
+@click.command("fminfer run", cls=ConfiguredCommand, settings_of="run")
+@click.argument("paths", nargs=-1)
+@run_options
+def run_stand_in(**flags: Any) -> None:
+    """Take the flags of `fminfer run`, and do nothing."""
+
 
 NAME = re.compile(r"\w[\w.@+=-]*")
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from fminfer.engine.intake import Limits
 from fminfer.server.answer_schemas import error_schema
-from fminfer.server.chat_fields import chat_fields
 from fminfer.server.json_schema import (
     NULL,
     SWITCH,
@@ -21,6 +20,7 @@ from fminfer.server.json_schema import (
     object_of,
 )
 from fminfer.server.request_fields import (
+    chat_fields,
     completion_fields,
     draw_fields,
     model_field,

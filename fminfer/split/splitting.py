@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 from array import array
 from collections import Counter
@@ -19,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fminfer.core.errors import FminferError, OutputError, UsageError
+from fminfer.core.quantities import counted
 from fminfer.files.input_folders import find_inputs
 from fminfer.files.ordered_output import traces
 from fminfer.files.output_paths import answers_path, require_parent
@@ -26,7 +28,7 @@ from fminfer.files.split_folders import MANIFEST, PART_NAME
 from fminfer.files.status_file import status_path
 from fminfer.files.streams import A_PIPE, digest_of
 from fminfer.split.engine_folders import folder_name
-from fminfer.split.grouping import Group, Groups
+from fminfer.split.grouping import Group, Groups, find_most_varied
 from fminfer.split.line_index import BLANK, LineIndex, read_index
 from fminfer.split.manifest import (
     Manifest,
@@ -35,7 +37,52 @@ from fminfer.split.manifest import (
     write_manifest,
     write_unfinished,
 )
-from fminfer.split.split_summary import SplitSummary
+
+MAX_NAMED = 10  # folders
+MANY_GROUPS, FEW_ROWS = 100, 10  # more groups than that, with fewer rows each, are told
+
+
+@dataclass(slots=True, frozen=True)
+class SplitSummary:
+    """What a split did."""
+
+    folder: Path
+    manifest: Manifest
+    groups: list[Group]
+    num_bad: int  # lines that hold no request
+    doubles: list[str]  # custom_ids that an earlier line has, each with its line
+
+    def to_text(self) -> str:
+        """Return the summary for people."""
+        num_lines, num_groups = self.manifest.num_lines, len(self.groups)
+        bad = f", {self.num_bad:,} of them no requests" if self.num_bad else ""
+        lines = [
+            f"split     {counted(num_lines, 'line')}{bad}",
+            f"parts     {counted(len(self.manifest.parts), 'file')} for "
+            f"{counted(num_groups, 'set')} of hyperparameters, in {self._folders()}",
+        ]
+        if num_groups > max(MANY_GROUPS, num_lines / FEW_ROWS):
+            name, count = find_most_varied(self.groups)
+            lines.append(
+                f"note      most parts hold few lines: {name} alone has {count:,} values. fminfer "
+                f"run answers {self.manifest.source} without splitting"
+            )
+        if self.doubles:
+            lines.append(
+                f"warning   custom_ids of earlier lines come again: {', '.join(self.doubles)}. "
+                "A run over the whole file would refuse these lines"
+            )
+        merge = ["fminfer", "merge", "--input-dir", str(self.folder), "--output", "FILE"]
+        return "\n".join([*lines, f"answers   merge them with: {shlex.join(merge)}"])
+
+    def _folders(self) -> str:
+        parts = self.manifest.parts
+        found = list(dict.fromkeys(str((self.folder / part.path).parent) for part in parts))
+        more = len(found) - MAX_NAMED
+        return ", ".join(found[:MAX_NAMED]) + (
+            f" and {counted(more, 'more folder')}" if more > 0 else ""
+        )
+
 
 STAGING = ".split"  # in the output folder while a split is at work; no engine's folder has a dot
 MAX_NAMED = 3  # files in a message

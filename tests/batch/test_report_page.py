@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from fminfer.batch.report.plain_text import show
-from fminfer.batch.report.previews import MAX_SHOWN, make_previews
 from fminfer.batch.report.report_file import write_report
 from fminfer.batch.report.report_page import make_safe
 from fminfer.batch.report.scanning import OutOfTimeError
+from fminfer.batch.report.shown_rows import MAX_SHOWN, make_previews
 from fminfer.batch.report.told_outputs import find_outputs, open_output
 from fminfer.core.errors import OutputError, UsageError
 from fminfer.files.journal_rows import Row

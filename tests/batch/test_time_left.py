@@ -12,8 +12,7 @@ import pytest
 
 from fminfer.batch.progress import ProgressBar
 from fminfer.batch.rows_left import MOST_UNREAD, MOST_WAITING, Places, RowLengths, work_left
-from fminfer.batch.step_costs import StepCosts
-from fminfer.batch.time_left import TimeLeft
+from fminfer.batch.time_left import StepCosts, TimeLeft
 from fminfer.contract.line import Line
 from fminfer.core.config import EngineConfig
 from fminfer.core.messages import Step, StepResult, StepTrace

@@ -13,7 +13,7 @@ import pytest
 
 from fminfer.cli.app import main
 from fminfer.cli.config_aliases import ALIASES, OLD_FLAGS
-from fminfer.cli.run_stand_in import run_stand_in
+from fminfer.cli.submit_command import run_stand_in
 from fminfer.core.errors import UsageError
 
 ROOT = Path(__file__).parent.parent.parent

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from fminfer.cli.app import main
 from fminfer.cli.config_keys import flags_of
 from fminfer.cli.configured_command import NOTICES
-from fminfer.cli.run_stand_in import run_stand_in
+from fminfer.cli.submit_command import run_stand_in
 from fminfer.core.errors import UsageError
 
 QUERIES = Path(__file__).parent.parent.parent / "examples" / "queries" / "plain.jsonl"

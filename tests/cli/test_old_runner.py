@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fminfer.cli.run_stand_in import run_stand_in
+from fminfer.cli.submit_command import run_stand_in
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 

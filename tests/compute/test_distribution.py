@@ -17,8 +17,14 @@ import torch
 import fminfer
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.sampling.draw_kernel import DrawKernel
-from fminfer.compute.sampling.gumbel import token_bits
-from fminfer.compute.sampling.sampler import Drawer, LogitEditTensors, SamplingTensors, draw, sample
+from fminfer.compute.sampling.sampler import (
+    Drawer,
+    LogitEditTensors,
+    SamplingTensors,
+    draw,
+    sample,
+    token_bits,
+)
 from fminfer.contract.request import SamplingParams
 from fminfer.engine.noise import draw_key, noise_key, step_noise
 from fminfer.models.part_tensors import load_tensors

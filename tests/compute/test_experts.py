@@ -20,7 +20,7 @@ from fminfer.compute.spec import Mlp, Moe
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.models.checkpoint import open_checkpoint
-from fminfer.models.layer_mlp import MoeOf
+from fminfer.models.layer import MoeOf
 from fminfer.worker.footprint import measure_footprints
 from tests.conftest import built_library, make_model
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fminfer.compute.sampling.gumbel import gumbel, token_bits
+from fminfer.compute.sampling.sampler import gumbel, token_bits
 from fminfer.engine.noise import step_noise
 from tests.compute.test_distribution import NORMAL_QUANTILE, check_counts
 

@@ -18,8 +18,8 @@ from fminfer.compute.linear.products import PackedProducts, Products
 from fminfer.compute.spec import Mlp, Moe
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.head import Head
+from fminfer.models.layer import MoeOf
 from fminfer.models.layer_bodies import Bodies
-from fminfer.models.layer_mlp import MoeOf
 from fminfer.models.layer_step import LayerStep
 from fminfer.models.part_tensors import load_tensors
 from fminfer.models.transformer import Transformer

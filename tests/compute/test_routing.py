@@ -13,8 +13,8 @@ from fminfer.compute.layers.bodies import Parts
 from fminfer.compute.linear.products import Products
 from fminfer.core.partition import Part
 from fminfer.models.checkpoint import open_checkpoint
+from fminfer.models.layer import MoeOf
 from fminfer.models.layer_bodies import Bodies
-from fminfer.models.layer_mlp import MoeOf
 from fminfer.models.part_tensors import load_tensors
 from fminfer.models.transformer import Transformer
 from tests.conftest import make_model

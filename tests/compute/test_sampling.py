@@ -11,12 +11,12 @@ import torch
 
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.sampling.draw_kernel import DrawKernel, ScoreKernel
-from fminfer.compute.sampling.gumbel import gumbel
 from fminfer.compute.sampling.sampler import (
     Drawer,
     LogitEditTensors,
     SamplingTensors,
     draw,
+    gumbel,
     rank,
     sample,
     score,

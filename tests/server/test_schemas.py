@@ -21,9 +21,8 @@ from fminfer.core.errors import RequestError
 from fminfer.engine.events import Finished
 from fminfer.engine.intake import Limits
 from fminfer.server import answer_schemas, schemas
-from fminfer.server.chat_fields import chat_fields
 from fminfer.server.json_schema import Field
-from fminfer.server.request_fields import completion_fields
+from fminfer.server.request_fields import chat_fields, completion_fields
 from tests.streams import events_of
 
 Fields = dict[str, Any]

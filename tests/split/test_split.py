@@ -30,8 +30,7 @@ from fminfer.split import splitting as split_parts
 from fminfer.split.engine_folders import MAX_BYTES, folder_name, is_folder_name
 from fminfer.split.grouping import find_hyperparameters, find_length
 from fminfer.split.manifest import MANIFEST, read_manifest, read_paths
-from fminfer.split.split_summary import SplitSummary
-from fminfer.split.splitting import STAGING, SplitOptions, split_file
+from fminfer.split.splitting import STAGING, SplitOptions, SplitSummary, split_file
 from tests.conftest import num_examples
 from tests.split_lines import make_lines
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import orjson
@@ -12,11 +15,48 @@ import orjson
 from fminfer.batch.report.answer_fields import ODD_RECORD, AnswerFields
 from fminfer.batch.report.choice_logprobs import choice_logprobs, prompt_of
 from fminfer.batch.report.plain_text import dump, show
-from fminfer.batch.report.previews import make_line, make_previews
 from fminfer.batch.report.row_choice import Place, Reason
 from fminfer.batch.report.tally import UNTOLD
 from fminfer.batch.report.token_pieces import Piece, cut_choice
 from fminfer.core.quantities import counted
+
+MAX_SHOWN = 80  # characters
+# Of them, those before the first that is not as in the most similar text.
+MIN_SHARED, MAX_SHARED = 12, 60
+# Where a preview begins best: with a line, else with a sentence, else with a word.
+STARTS = (re.compile(r"\n\s*(?=\S)"), re.compile(r"[.?!]\s+(?=\S)"), re.compile(r"\s+(?=\S)"))
+
+
+def make_previews(texts: Sequence[str]) -> list[str]:
+    """Return a line for each text: its beginning, or what differs from all other texts."""
+    shared = dict.fromkeys(texts, 0)
+    for one, other in pairwise(sorted(shared)):  # the most similar ones are neighbours
+        number = _count_shared(one, other)
+        shared[one], shared[other] = max(shared[one], number), max(shared[other], number)
+    return [_make_preview(text, shared[text]) for text in texts]
+
+
+def make_line(text: str, most: int) -> str:
+    """Return the beginning of a text on one line."""
+    line = " ".join(text[: 8 * most].split())  # spaces may follow spaces
+    return line if len(line) <= most and len(text) <= 8 * most else f"{line[:most]}…"
+
+
+def _make_preview(text: str, num_shared: int) -> str:
+    first = num_shared - MAX_SHARED
+    if first <= 0:
+        return make_line(text, MAX_SHOWN)
+    last = num_shared - MIN_SHARED
+    found = (each.search(text, first, last + 1) for each in STARTS)  # it looks at what follows
+    start = next((match.end() for match in found if match), first)
+    return "…" + make_line(text[start:], MAX_SHOWN)
+
+
+def _count_shared(one: str, other: str) -> int:
+    """Count the first characters that two texts share; slices are compared fast."""
+    most = min(len(one), len(other))
+    return bisect_left(range(1, most + 1), True, key=lambda end: one[:end] != other[:end])
+
 
 MAX_BYTES = 1_400_000  # of all rows
 MAX_PARTS = 16  # prompts, messages or choices of one row

@@ -1,4 +1,4 @@
-// Draws by Gumbel-max: the token of the highest scaled logit + noise. fminfer/compute/sampling/gumbel.py has the same
+// Draws by Gumbel-max: the token of the highest scaled logit + noise. fminfer/compute/sampling/sampler.py has the same
 // noise, and says where the mixer is from.
 //
 // Noise costs two logarithms in float64, so only tokens have it that could still win. With the best

@@ -10,17 +10,11 @@ from fminfer.compute.spec import ACTIVATION_SHAPES, Moe
 from fminfer.core.errors import CheckpointError
 from fminfer.models.config_fields import ReadConfig
 from fminfer.models.families import (
-    cohere_like,
-    exaone_like,
     gpt_like,
-    granite_like,
-    hunyuan_like,
     latent_like,
     llama_like,
     llama_variants,
     mixtures,
-    neox_like,
-    olmo_like,
     opt_like,
     squared_relu,
 )
@@ -31,9 +25,8 @@ from fminfer.models.families.tensor_names import Architecture
 ROWS: dict[str, Callable[[Any], Architecture]] = {
     row.__name__: row
     for rows in (
-        *(llama_like.ROWS, llama_variants.ROWS, squared_relu.ROWS, granite_like.ROWS),
-        *(cohere_like.ROWS, olmo_like.ROWS, mixtures.ROWS, exaone_like.ROWS),
-        *(hunyuan_like.ROWS, gpt_like.ROWS, neox_like.ROWS, opt_like.ROWS, latent_like.ROWS),
+        *(llama_like.ROWS, llama_variants.ROWS, squared_relu.ROWS, mixtures.ROWS),
+        *(gpt_like.ROWS, opt_like.ROWS, latent_like.ROWS),
     )
     for row in rows
 }

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from fminfer.core.impostors import broken
+from fminfer.core.impostors import broken, refuse_impostor
 from fminfer.models.stored.stored_tensors import (
     BITS,
     MOST_HEADER_BYTES,
@@ -15,6 +15,7 @@ from fminfer.models.stored.stored_tensors import (
     StoredTensor,
     plain_strides,
 )
+from fminfer.models.stored.torch_file import read_torch_file
 
 
 def read_safetensors(path: Path) -> StoredFile:
@@ -72,3 +73,18 @@ def _check_order(path: Path, tensors: dict[str, StoredTensor], start: int, size:
         end = last
     if end != size:
         raise broken(path, f"it has {size} bytes, and its header tells of {end}")
+
+
+def read_weight_file(path: Path) -> StoredFile:
+    """Return the tensors of a file, without their values.
+
+    Raises:
+        CheckpointError: it is broken, or something else than weights.
+    """
+    try:
+        refuse_impostor(path)
+        if not path.stat().st_size:
+            raise broken(path, "it is empty")
+        return read_safetensors(path) if path.suffix == ".safetensors" else read_torch_file(path)
+    except OSError as error:
+        raise broken(path, error) from error

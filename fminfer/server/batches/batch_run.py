@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from fminfer.batch.journaled_input import JournaledInput
-from fminfer.core.errors import FminferError, StoppedError, UsageError, printable
+from fminfer.contract.envelope import CHAT, COMPLETIONS, Envelope
+from fminfer.core.errors import FminferError, RequestError, StoppedError, UsageError, printable
 from fminfer.core.quantities import counted
 from fminfer.files.claims import drop_claims
 from fminfer.files.completed import CompletedOutput, find_completed
@@ -17,7 +19,6 @@ from fminfer.files.journal import journal_path
 from fminfer.files.ordered_output import errors_path
 from fminfer.files.row_counts import Counts
 from fminfer.server.batches.early_end import count_kept, drop_journal, end_early
-from fminfer.server.batches.line_check import make_check
 from fminfer.server.batches.stored_batches import (
     BatchStatus,
     Ending,
@@ -28,9 +29,38 @@ from fminfer.server.batches.stored_batches import (
 from fminfer.server.batches.stored_files import StoredFile
 from fminfer.server.batches.troubles import check_unchanged, trouble_of
 from fminfer.server.batches.workshop import Workshop
+from fminfer.server.http_errors import HttpError
+from fminfer.server.service import ServedModel
 from fminfer.worker.line_run.asked import RecordForm
 from fminfer.worker.line_run.lanes import Lane
 from fminfer.worker.line_run.runner import WINDOW
+
+
+def make_check(endpoint: str, model: ServedModel) -> Callable[[Envelope], None]:
+    """Return what refuses a line that is not of a batch, by a RequestError."""
+
+    def check(envelope: Envelope) -> None:
+        if envelope.shape != "batch":
+            raise RequestError(
+                "unsupported_parameter",
+                'the line is no request of a batch; write {"custom_id": "…", "method": "POST", '
+                f'"url": "{endpoint}", "body": {{…}}}}',
+            )
+        url = CHAT if envelope.is_chat else COMPLETIONS
+        if url != endpoint:
+            raise RequestError(
+                "unsupported_parameter",
+                f"url is {url}, and the batch is for {endpoint}; put the line into a batch for "
+                f"{url}",
+                "url",
+            )
+        try:
+            model.check(envelope.fields.get("model"))
+        except HttpError as error:
+            raise RequestError("unsupported_parameter", str(error), "model") from None
+
+    return check
+
 
 WAIT_S = 0.2  # between looks whether the batch is to end
 

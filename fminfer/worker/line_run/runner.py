@@ -6,17 +6,64 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Protocol
 
 from fminfer.contract.line import Line
 from fminfer.contract.record import Record
 from fminfer.core.errors import StoppedError, row_error
+from fminfer.engine.engine_core import Origin
 from fminfer.engine.events import Delta, Event, Failed
 from fminfer.engine.order import plan_order
+from fminfer.engine.sequence import Prepared
 from fminfer.worker.line_run.asked import Answer, Asked, RecordForm, answer_of
 from fminfer.worker.line_run.equal_requests import EqualRequests
-from fminfer.worker.line_run.line_core import LineCore
 from fminfer.worker.line_run.line_intake import LineIntake
 from fminfer.worker.result_cache import ResultCache
+
+
+class LineCore(Protocol):
+    """The part of `EngineCore` that a `LineRunner` calls."""
+
+    def add(self, prepared: Prepared, *, is_counted: bool = False) -> int:
+        """Queue a request; return the id by which events name it."""
+
+    def cancel(self, request_id: int) -> None:
+        """Forget a request."""
+
+    def step(self) -> list[Event]:
+        """Return the next events."""
+
+    def start_run(self) -> None:
+        """Begin a run; no longer drain."""
+
+    def drain(self, until_s: float) -> None:
+        """Let no more requests begin; those whose rows run go on."""
+
+    def expect_no_more(self) -> None:
+        """Note that no more requests come."""
+
+    def check_idle(self) -> None:
+        """Prove the books once nothing is left to do."""
+
+    def count_row(self, prepared: Prepared | None, origin: Origin = "computed") -> None:
+        """Count a line that was read, for progress."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Prompts that have not begun."""
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether computing goes on while the caller does other things."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether rows run, or have run and are to run again."""
+
 
 LOOKAHEAD = 64  # lines to read between steps, and the default number of waiting prompts
 WINDOW = 1024  # prompts that a run over files reads ahead, to put them in order
