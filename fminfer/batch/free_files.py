@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from fminfer.core.errors import UsageError
-from fminfer.files.claims import claimed, look_at, remove_dead
+from fminfer.files.claims import claimed, look_at
 from fminfer.files.completed import CompletedOutput, find_completed
+from fminfer.files.hold import Hold
 from fminfer.files.journal import journal_path
 from fminfer.files.line_reader import count_rows
 from fminfer.files.output_paths import Plan
@@ -121,7 +122,7 @@ class FreeFiles:
         self._settled.add(path)
         self._refused.pop(path, None)
         if output in has_claim:
-            remove_dead(output)
+            Hold(output, self._terms.claims).settle()
         return False
 
     def _find_completed(self, path: Path, output: Path) -> CompletedOutput | None:

@@ -119,7 +119,6 @@ class JournaledInput:
     def begin(self) -> None:
         """Count the rows of earlier runs; if they answered every line, finish for them."""
         if self.is_finished:
-            self.hold.release()
             return
         self.hold.check_free()
         with told(self.output.parent):
@@ -298,7 +297,7 @@ class JournaledInput:
         self.is_finished = True
         self.journal = None
         journal.remove()  # last: until then the next run does all of this again
-        self.hold.release()
+        self.hold.settle()
 
     def _take_as_completed(self) -> None:
         """Take the output that is there as this input's, or note that it leaves rows to answer.
@@ -321,6 +320,7 @@ class JournaledInput:
             completed.num_rows, completed.num_completed, completed.num_failed
         )
         self.is_finished = True
+        self.hold.settle()
 
     def _lose(self) -> None:
         """Stop writing: this process slept, or could not reach the disk, for too long."""

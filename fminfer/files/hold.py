@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from fminfer.core.errors import InUseError
+from fminfer.core.errors import InUseError, OutputError
 from fminfer.files.claims import Claim, Claims, look_at, remove_dead
+from fminfer.files.journal import journal_path
+from fminfer.files.ordered_output import draft_path
 
 
 class Hold:
@@ -77,6 +79,19 @@ class Hold:
         if self.claim is not None:
             self.claim.release()
             self.claim = None
+
+    def settle(self) -> None:
+        """Leave nothing beside an output that is complete: no claim, and no draft of a journal.
+
+        A run that was killed may have left them. Those of a living run stay.
+        """
+        draft = draft_path(journal_path(self._output))
+        with suppress(InUseError, OutputError, OSError):  # it may be read only
+            if draft.exists():
+                self.take()  # so that no other run is writing it
+                draft.unlink(missing_ok=True)
+        remove_dead(self._output)
+        self.release()
 
     def _in_use(self) -> InUseError:
         return InUseError(

@@ -31,7 +31,7 @@ from fminfer.files.status_file import read_status, status_path
 from fminfer.worker.line_run.early_counting import line_counting
 from fminfer.worker.line_run.runner import LOOKAHEAD
 from fminfer.worker.opening import open_model
-from tests.batch.test_try_again import close_all
+from tests.batch.test_try_again import bury_claims, close_all
 from tests.conftest import run_files
 from tests.files.test_journal import kill_at
 from tests.line_bench import before_each_record
@@ -526,7 +526,7 @@ def test_it_can_be_killed_at_every_step(
         was_killed = kill_at(moment, work, monkeypatch)
         if was_killed:
             close_all(journal_path(output))
-            shutil.rmtree(output.with_name(output.name + ".claim"), ignore_errors=True)
+            bury_claims(output)
             assert answers_in(output) >= wanted
             run_files(engine, [source], [output], count_lines=counting)
         assert read(output) == expected

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import fminfer
+from fminfer.batch import journaled_input
 from fminfer.batch.journaled_input import JournaledInput
 from fminfer.batch.named_files import NamedFiles, open_files
 from fminfer.batch.overview import look_over
@@ -22,8 +23,9 @@ from fminfer.contract.envelope import open_envelope
 from fminfer.contract.line import Line
 from fminfer.contract.record import Record
 from fminfer.core.errors import ErrorCode, RequestError, UsageError
+from fminfer.files.claims import Claims, look_at
 from fminfer.files.journal import journal_path
-from fminfer.files.ordered_output import errors_path
+from fminfer.files.ordered_output import draft_path, errors_path
 from fminfer.files.output_paths import Plan
 from fminfer.files.reopening import is_retryable
 from fminfer.files.row_counts import Tally
@@ -76,6 +78,12 @@ def open_one(source: Path, output: Path, seed: int = 0) -> JournaledInput:
     (file,) = files.files
     assert isinstance(files, NamedFiles) and isinstance(file, JournaledInput)
     return file
+
+
+def open_shared(source: Path, output: Path) -> JournaledInput | None:
+    plan, fingerprint = Plan([source], [output]), {"--seed": "0"}
+    files = share_files(lambda: plan, fingerprint, model="m", restart=False, is_watching=False)
+    return next(iter(files.turns()), None) if files.look() else None
 
 
 def write_input(folder: Path) -> tuple[Path, Path]:
@@ -136,7 +144,11 @@ def test_a_file_of_which_every_row_failed(tmp_path: Path, expected: tuple[bytes,
 def test_it_can_be_killed_at_every_step(
     tmp_path: Path, expected: tuple[bytes, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At each system call that changes a file: both files are the old ones, or the new ones."""
+    """At each system call that changes a file: both files are the old ones, or the new ones.
+
+    Killed between the removal of its journal and that of its claim, a run left the claim for ever:
+    the next one found the output complete, and looked no further.
+    """
     template = tmp_path / "template"
     source, output = write_input(template)
     answer(open_one(source, output), FAULTS | LASTING)
@@ -152,7 +164,7 @@ def test_it_can_be_killed_at_every_step(
         was_killed = kill_at(moment, work, monkeypatch)
         if was_killed:
             close_all(journal_path(output))
-            shutil.rmtree(output.with_name(output.name + ".claim"), ignore_errors=True)
+            bury_claims(output)
             found = read(output)
             assert found[0] in (before[0], expected[0]) and found[1] in (before[1], expected[1])
             assert found in (before, expected) or journal_path(output).exists()
@@ -161,7 +173,7 @@ def test_it_can_be_killed_at_every_step(
                 answer(file, LASTING)
         assert read(output) == expected
         names = {path.name for path in folder.iterdir()}
-        assert names <= {"in.jsonl", "out.jsonl", "out.errors.jsonl", "out.status.json"}
+        assert names == {"in.jsonl", "out.jsonl", "out.errors.jsonl", "out.status.json"}, moment
         if not was_killed:
             break
     assert moment > 20, "there are so many steps at least"
@@ -173,6 +185,47 @@ def close_all(path: Path) -> None:
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{fd}").startswith(str(path)):
                 os.close(int(fd))
+
+
+def bury_claims(output: Path) -> None:
+    """Make an output's claims those of a process that has ended."""
+    for claim in look_at(output):
+        fields = json.loads(claim.path.read_bytes())
+        claim.path.write_text(json.dumps(fields | {"started": "never"}))
+
+
+@pytest.mark.parametrize("kind", ["named", "shared"])
+@pytest.mark.parametrize("ending", ["complete", "in its journal", "not answered"])
+def test_a_complete_output_has_nothing_of_killed_runs_beside_it(
+    kind: str, ending: str, tmp_path: Path
+) -> None:
+    """A claim stayed where the next run had nothing to answer; the draft of a journal stayed too.
+
+    A run had made the draft that wanted to answer more lines than the next one.
+    """
+    source, output = write_input(tmp_path)
+    open_some = open_shared if kind == "shared" else open_one
+    if ending == "complete":
+        answer(open_one(source, output), LASTING)
+    elif ending == "in its journal":
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+            patch.setattr(journaled_input, "put_in_order", lambda journal: 1 / 0)
+            answer(open_one(source, output), LASTING)
+        close_all(journal_path(output))
+        bury_claims(output)
+    assert Claims().take(output) is not None
+    draft = draft_path(journal_path(output))
+    draft.write_text("half a jour")
+    if ending == "complete":  # a living run is at work on it
+        open_some(source, output)
+        assert draft.exists() and len(look_at(output)) == 1
+    bury_claims(output)
+    file = open_some(source, output)
+    if file is not None and not file.is_finished:
+        assert ending == "not answered"
+        answer(file, LASTING)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"in.jsonl", "out.jsonl", "out.errors.jsonl", "out.status.json"}
 
 
 @pytest.mark.parametrize("kind", ["swapped", "cut", "more", "other"])

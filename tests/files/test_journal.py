@@ -410,7 +410,7 @@ def kill_at(moment: int, work: Callable[[], None], monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as patch:
         for name in ("fsync", "replace"):
             patch.setattr(os, name, watched(getattr(os, name)))
-        for name in ("unlink", "open"):
+        for name in ("unlink", "open", "rmdir"):
             patch.setattr(Path, name, watched(getattr(Path, name)))
         patch.setattr(ordered_output, "_write_in_order", watched(ordered_output._write_in_order))
         try:
