@@ -208,10 +208,12 @@ def test_a_complete_output_has_nothing_of_killed_runs_beside_it(
     if ending == "complete":
         answer(open_one(source, output), LASTING)
     elif ending == "in its journal":
+        killed = open_one(source, output)
         with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
             patch.setattr(journaled_input, "put_in_order", lambda journal: 1 / 0)
-            answer(open_one(source, output), LASTING)
-        close_all(journal_path(output))
+            answer(killed, LASTING)
+        assert killed.journal is not None
+        killed.journal.close()
         bury_claims(output)
     assert Claims().take(output) is not None
     draft = draft_path(journal_path(output))
