@@ -256,8 +256,9 @@ def try_triton(dtype: torch.dtype) -> None:
     where: Any = {"dtype": dtype, "device": triton_device()}
     how = Attention(heads=2, kv_heads=1, head_dim=16, scaling=0.25)
     kernel = TritonAttention(how.heads, *how.cache_shape[1:], **where)
-    for kv_dtype in (dtype, torch.float32):
-        pairs = attention_pairs(kernel, how, 8, 327, **where, kv_dtype=kv_dtype)
+    num_keys = 327 if torch.cuda.is_available() else 150  # more than two tiles of 64
+    for kv_dtype in {dtype, torch.float32}:
+        pairs = attention_pairs(kernel, how, 8, num_keys, **where, kv_dtype=kv_dtype)
         compare(pairs, ATTENTION_ERRORS[dtype])
 
 

@@ -133,9 +133,7 @@ def _server() -> ForkServerContext:
     global _context
     if _context is None:
         _context = multiprocessing.get_context("forkserver")
-        _context.set_forkserver_preload(
-            ["fminfer.cli.app", "fminfer.batch.run_process", "fminfer.worker.part_process"]
-        )
+        _context.set_forkserver_preload(["tests.preloaded"])
     return _context
 
 

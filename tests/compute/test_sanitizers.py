@@ -13,6 +13,7 @@ import pytest
 from fminfer.compute.kernels.kernel_build import SOURCES, find_compiler
 from fminfer.core.errors import UsageError
 from fminfer.machine import processor
+from tests.conftest import IS_ALL, more
 
 STRESS = Path(__file__).parent.parent / "kernels"  # stress.cpp says what it runs
 INCLUDED = ("pool.cpp", "whole_layers.cpp")  # in files of STRESS, which try what is theirs alone
@@ -33,6 +34,8 @@ def _flags_of(level: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     if level != OWN:
         if os.environ.get(processor.VARIABLE):
             pytest.skip(f"{processor.VARIABLE} asks for one processor")
+        if level == "avx2" and not (IS_ALL or processor.has_unit("avx512f")):
+            pytest.skip("this processor's own vectors are these; scripts/test --all")
         monkeypatch.setenv(processor.VARIABLE, level)
     try:
         return list(processor.compiler_flags())
@@ -67,8 +70,15 @@ def callers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Pa
     return compile_once
 
 
-@pytest.mark.parametrize("level", [OWN, "avx2", "avx512", LEAST])
-@pytest.mark.parametrize("sanitizer", SANITIZERS)
+# Threads share out the work in the same way whatever the vectors' width.
+@pytest.mark.parametrize(
+    ("sanitizer", "level"),
+    [
+        pytest.param(sanitizer, level, marks=more if sanitizer == "thread" and level != OWN else [])
+        for sanitizer in SANITIZERS
+        for level in (OWN, "avx2", "avx512", LEAST)
+    ],
+)
 def test_kernels_under_a_sanitizer(
     sanitizer: str,
     level: str,

@@ -46,7 +46,14 @@ from tests.compute.test_attention import (
     check_rows_that_share,
     make_kernel,
 )
-from tests.conftest import make_model, more, save_byte_tokenizer, triton_device, try_triton
+from tests.conftest import (
+    IS_ALL,
+    make_model,
+    more,
+    save_byte_tokenizer,
+    triton_device,
+    try_triton,
+)
 from tests.models.test_oracle import Oracle, check_all, mixed_requests
 
 DEVICE = triton_device()
@@ -72,7 +79,8 @@ interpreted = pytest.mark.usefixtures("interpreter")
 def test_every_kind_of_row(heads: int, kv_heads: int, dim: int, block: int) -> None:
     shape: Any = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "block": block}
     shape["piece"] = PIECE
-    check_every_kind_of_row("triton", **shape)
+    if not IS_SLOW or IS_ALL or heads == SHAPES[0][0]:  # below each part is alone for one shape
+        check_every_kind_of_row("triton", **shape)
     check_every_kind_of_row(
         "triton", **shape, window=11, slopes=torch.rand(heads), softcap=0.7, tolerance=1e-4
     )
@@ -102,12 +110,13 @@ def test_a_cache_of_16_bits() -> None:
 @interpreted
 def test_a_cache_of_another_type() -> None:
     """It rounds keys and values as torch does, and they are read as queries' type."""
-    for dtype, kv_dtype, tolerance in (
+    types_of_all = [
         (torch.float32, torch.bfloat16, 5e-5),
+        (torch.float16, torch.float32, 0.03),
         (torch.float32, torch.float16, 5e-5),
         (torch.float16, torch.bfloat16, 0.03),
-        (torch.float16, torch.float32, 0.03),
-    ):
+    ]
+    for dtype, kv_dtype, tolerance in types_of_all[: 2 if IS_SLOW and not IS_ALL else None]:
         types: Any = {"dtype": dtype, "kv_dtype": kv_dtype, "tolerance": tolerance}
         check_every_kind_of_row("triton", **types, piece=PIECE, window=9)
         check_rows_that_share("triton", heads=4, kv_heads=2, dim=16, block=8, **types)
@@ -153,7 +162,11 @@ def test_greedy_equals_transformers_alone(
     requests = mixed_requests()[:12]
     if DEVICE.type == "cpu":
         _interpret(monkeypatch)
-        requests = [each for number, each in enumerate(requests) if number not in (5, 6, 11)]
+        requests = [
+            each | {"max_tokens": min(each["max_tokens"], 4)}
+            for number, each in enumerate(requests)
+            if number not in (0, 5, 6, 11)
+        ]
     options = {"block_size": 16, "kernels": "require", "device": DEVICE.type}
     engine = check_all(tmp_path, Oracle(model), requests, options)
     # Plain torch answers as well, and in silence: the kernels must have been at work.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 from collections.abc import Iterator
@@ -41,6 +42,12 @@ def only_this_machine() -> Iterator[None]:
         patch.setattr(socket.socket, "connect", refuse)
         patch.setattr(socket.socket, "connect_ex", refuse_ex)
         yield
+
+
+@pytest.fixture(scope="module")
+def litellm() -> Any:
+    """LiteLLM: every process collects all files, and its import takes 5 s of a core."""
+    return importlib.import_module("litellm")
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import litellm
 import pytest
 
 import fminfer
@@ -27,7 +26,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     engine.close()
 
 
-def test_litellm(server: Running, tmp_path: Path) -> None:
+def test_litellm(litellm: Any, server: Running, tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_bytes(b"\n".join(batch_line(f"r{n}") for n in range(3)))
     to_server: dict[str, Any] = {

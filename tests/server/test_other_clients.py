@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import instructor
-import litellm
 import openai
 import pydantic
 import pytest
@@ -48,7 +47,9 @@ def file_answers() -> list[dict[str, Any]]:
     return answer_file(lines, dtype="float32")
 
 
-def test_litellm_chat(to_server: dict[str, Any], file_answers: list[dict[str, Any]]) -> None:
+def test_litellm_chat(
+    litellm: Any, to_server: dict[str, Any], file_answers: list[dict[str, Any]]
+) -> None:
     found = litellm.completion("openai/demo", **CHAT, **to_server).model_dump()
     expected = file_answers[0]
     for choice, other in zip(found["choices"], expected["choices"], strict=True):
@@ -61,7 +62,7 @@ def test_litellm_chat(to_server: dict[str, Any], file_answers: list[dict[str, An
 
 
 def test_litellm_chat_streamed_with_asyncio(
-    to_server: dict[str, Any], file_answers: list[dict[str, Any]]
+    litellm: Any, to_server: dict[str, Any], file_answers: list[dict[str, Any]]
 ) -> None:
     async def ask() -> list[Any]:
         wish = {"stream": True, "stream_options": {"include_usage": True}}
@@ -80,7 +81,7 @@ def test_litellm_chat_streamed_with_asyncio(
 
 @pytest.mark.parametrize("provider", ["text-completion-openai", "openai"])
 def test_litellm_completions(
-    to_server: dict[str, Any], file_answers: list[dict[str, Any]], provider: str
+    litellm: Any, to_server: dict[str, Any], file_answers: list[dict[str, Any]], provider: str
 ) -> None:
     expected = [choice["text"] for choice in file_answers[1]["choices"]]
     model = f"{provider}/demo"
@@ -94,7 +95,7 @@ def test_litellm_completions(
     assert texts == expected
 
 
-def test_litellms_errors(server: Running, to_server: dict[str, Any]) -> None:
+def test_litellms_errors(litellm: Any, server: Running, to_server: dict[str, Any]) -> None:
     """Its classes are chosen by status, and by words that it looks for in messages."""
 
     def ask(content: str = "a", **fields: Any) -> None:
@@ -109,7 +110,7 @@ def test_litellms_errors(server: Running, to_server: dict[str, Any]) -> None:
         ask(n=0)
 
 
-def test_litellm_leaves_a_stream(server: Running, to_server: dict[str, Any]) -> None:
+def test_litellm_leaves_a_stream(litellm: Any, server: Running, to_server: dict[str, Any]) -> None:
     fields = {"prompt": QUESTION, "max_tokens": 900, "logit_bias": {"0": -100}, "stream": True}
     stream: Any = litellm.text_completion(model="openai/demo", **fields, **to_server)
     next(iter(stream))
