@@ -4,12 +4,10 @@ transformers comes first, without a compiler and sharded tensors, as in such a p
 had to import its configs by itself took two seconds of a core.
 """
 
+import importlib
+
 from fminfer.machine.library_imports import import_transformers
 
 import_transformers()
-
-import fminfer.batch.run_process
-import fminfer.cli.app
-import fminfer.server.http
-import fminfer.server.serving
-import fminfer.worker.part_process  # noqa: F401
+for name in ("cli.app", "batch.run_process", "server.serving", "worker.part_process"):
+    importlib.import_module(f"fminfer.{name}")
