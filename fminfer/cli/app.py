@@ -18,12 +18,11 @@ from fminfer.batch.progress import TimeBar
 from fminfer.batch.run_paths import JobPaths, refuse_other_models
 from fminfer.batch.synthetic import NUM_BATCHES, Synthetic
 from fminfer.cli.check_command import check
-from fminfer.cli.configured_command import ConfiguredCommand, tell_notices
+from fminfer.cli.config_file import ConfiguredCommand, tell_notices
 from fminfer.cli.ending import Ending, tell
 from fminfer.cli.exit_status import EXIT_SOME_ERRORS, EXIT_USAGE
 from fminfer.cli.families_command import families
 from fminfer.cli.foreign_names import say_of_command, say_of_option
-from fminfer.cli.merge_command import merge
 from fminfer.cli.options.value_types import PathOrUrl
 from fminfer.cli.process_start import (
     elapsed_s,
@@ -35,7 +34,7 @@ from fminfer.cli.report_command import report
 from fminfer.cli.run_options import bench_options, dtype_name, run_options
 from fminfer.cli.serve_command import serve, service
 from fminfer.cli.serve_part_command import serve_part
-from fminfer.cli.split_command import split
+from fminfer.cli.split_command import merge, split
 from fminfer.cli.status_command import status
 from fminfer.cli.submit_command import submit
 from fminfer.cluster.job_names import infer_data_of

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 import click
 
 from fminfer.batch.run_paths import refuse_other_models
-from fminfer.cli.configured_command import ConfiguredCommand, tell_notices
+from fminfer.cli.config_file import ConfiguredCommand, tell_notices
 from fminfer.cli.exit_status import EXIT_FAILED, EXIT_SOME_ERRORS
 from fminfer.cli.options.value_types import PathOrUrl
 from fminfer.cli.run_options import MAX_TOLD, check_options, dtype_name

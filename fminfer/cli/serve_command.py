@@ -10,7 +10,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from fminfer.cli.configured_command import NOTICES, ConfiguredCommand, tell_notices
+from fminfer.cli.config_file import NOTICES, ConfiguredCommand, tell_notices
 from fminfer.cli.ending import Ending
 from fminfer.cli.options.old_serve_options import translate_old_flags
 from fminfer.cli.process_start import elapsed_s, importing_engine, start_children

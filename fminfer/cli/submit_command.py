@@ -11,7 +11,7 @@ from typing import Any, Literal
 import click
 
 from fminfer.batch.run_paths import refuse_other_models
-from fminfer.cli.configured_command import ConfiguredCommand
+from fminfer.cli.config_file import ConfiguredCommand
 from fminfer.cli.exit_status import EXIT_STOPPED
 from fminfer.cli.options.option_groups import GroupedCommand
 from fminfer.cli.options.submit_options import submit_options

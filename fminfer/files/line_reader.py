@@ -9,7 +9,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from pathlib import Path
 
 from fminfer.contract.line import Line as Line
@@ -95,8 +95,8 @@ def read_lines(
     if equal is None:
         return lines
     # A line that no equal one precedes is counted as any other.
-    counts = dict(enumerate(equal, start=1))
-    return (replace(line, num_equal=counts.get(line.number) or None) for line in lines)
+    counts = chain(equal, repeat(0))
+    return (replace(line, num_equal=next(counts) or None) for line in lines)
 
 
 def _read_all(path: Path, source: int, digest: Digest | None) -> Iterator[Line]:

@@ -14,8 +14,8 @@ from click.core import ParameterSource
 from click.testing import CliRunner
 
 from fminfer.cli.app import main
+from fminfer.cli.config_file import NOTICES
 from fminfer.cli.config_keys import flags_of
-from fminfer.cli.configured_command import NOTICES
 from fminfer.cli.submit_command import run_stand_in
 from fminfer.core.errors import UsageError
 

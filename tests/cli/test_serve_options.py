@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from fminfer.cli import serve_command
 from fminfer.cli.app import main
-from fminfer.cli.configured_command import NOTICES
+from fminfer.cli.config_file import NOTICES
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.server.settings import ServerSettings

@@ -30,8 +30,8 @@ from fminfer.models.checkpoint import open_random
 from fminfer.pipeline import ring
 from fminfer.pipeline.group import _choose_interface
 from fminfer.pipeline.transport import HiddenForm
-from fminfer.worker.agreement import connect_neighbours
 from fminfer.worker.forecast import Layout, make_forecast
+from fminfer.worker.loading import connect_neighbours
 from fminfer.worker.one_pipeline import _build_pipeline, build_stage, count_blocks
 from fminfer.worker.step_memory import GPU_RESERVE, auto_budget, step_bytes
 
