@@ -85,7 +85,7 @@ class SplitSummary:
 
 
 STAGING = ".split"  # in the output folder while a split is at work; no engine's folder has a dot
-MAX_NAMED = 3  # files in a message
+MAX_NAMED_FILES = 3  # files in a message
 
 
 @dataclass(slots=True, frozen=True)
@@ -298,5 +298,7 @@ def _signature(path: Path) -> tuple[int, int, int] | None:
 
 
 def _name(paths: Sequence[object]) -> str:
-    rest = len(paths) - MAX_NAMED
-    return ", ".join(map(str, paths[:MAX_NAMED])) + (f" and {rest:,} more" if rest > 0 else "")
+    rest = len(paths) - MAX_NAMED_FILES
+    return ", ".join(map(str, paths[:MAX_NAMED_FILES])) + (
+        f" and {rest:,} more" if rest > 0 else ""
+    )

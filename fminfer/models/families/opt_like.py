@@ -59,7 +59,7 @@ def xglm(c: Any) -> Architecture:
     )
 
 
-INNER = (
+NEOX_INNER = (
     BLOOM_INNER | sources(out="attention.dense") | sources(BY_HEAD, qkv="attention.query_key_value")
 )
 
@@ -75,7 +75,7 @@ def gpt_neox(c: Any) -> Architecture:
         norm=Norm(c.layer_norm_eps, is_rms=False, has_bias=True),
         activation=c.hidden_act,
         size=c.intermediate_size,
-        inner=INNER,
+        inner=NEOX_INNER,
         outer=_outer(top, "embed_out|lm_head"),
         prefix=f"{top}layers.{{}}.",
         attention={"has_qkv_bias": bias, "has_out_bias": bias},
@@ -91,7 +91,7 @@ def gpt_neox_japanese(c: Any) -> Architecture:
         norm=Norm(c.layer_norm_eps, is_rms=False, has_bias=True),
         activation=c.hidden_act,
         size=c.hidden_size * c.intermediate_multiple_size,
-        inner=INNER | {"out.bias": parameter("attention.dense_bias")},
+        inner=NEOX_INNER | {"out.bias": parameter("attention.dense_bias")},
         outer=_outer(top, "embed_out"),
         prefix=f"{top}layers.{{}}.",
         attention=lambda number: {"has_out_bias": number == last},
