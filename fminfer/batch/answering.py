@@ -90,11 +90,11 @@ def _answer_prompt(
 ) -> JobSummary:
     """Print the answer to one prompt; say how it was asked, and what is odd about the answer."""
     engine = start_engine(run, lambda bar: make_engine(checkpoint, bar))
-    request = engine.make_request(prompt, is_raw=run.job.is_raw, **run.job.prompt_fields)
     tell = _say_nothing if run.is_quiet else say
-    engine.tell_warnings(lambda text: None if FILLS.kind in text else tell(text))
-    tell(_describe_asking(request, engine, is_raw=run.job.is_raw))
     try:
+        request = engine.make_request(prompt, is_raw=run.job.is_raw, **run.job.prompt_fields)
+        engine.tell_warnings(lambda text: None if FILLS.kind in text else tell(text))
+        tell(_describe_asking(request, engine, is_raw=run.job.is_raw))
         with _keeping_answers(run, engine, fingerprint_of(run.config, checkpoint)):
             (record,) = engine.run([request])
     finally:

@@ -172,7 +172,9 @@ class JournaledInput:
             if self.is_lost:
                 return
             if line.number not in journal:
-                yield line if repeats is None else replace(line, num_equal=repeats[line.number])
+                if repeats is not None:
+                    line = replace(line, num_equal=repeats[line.number], is_alone=True)
+                yield line
                 continue
             if not journal.is_of(line.number, zlib.crc32(line.raw)):
                 raise UsageError(

@@ -167,7 +167,8 @@ def refuse_other_models(config: EngineConfig, inputs: Iterable[Path]) -> None:
 def _names_the_demo(path: Path) -> bool:
     with suppress(UsageError, OSError):  # of a file that cannot be read: the run says so
         for line in read_lines(path, 0, limit=MOST_LOOKED_AT):
-            fields = open_envelope(line).fields
+            asked = open_envelope(line).fields.items()
+            fields = {name: value for name, value in asked if isinstance(value, str)}
             refuse_other_model(fields, DEMO_NAMES)
             if fields.get("model") or fields.get("engine"):
                 return True

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 
 import click
 
@@ -94,4 +94,4 @@ def _has(command: click.Command, flag: str) -> bool:
 
 def say_of_command(name: str) -> str:
     """Return what to type for a command of another tool, or for a file; "": nothing is known."""
-    return f"It is: fminfer run {name}" if Path(name).exists() else COMMANDS.get(name, "")
+    return f"It is: fminfer run {name}" if os.path.exists(name) else COMMANDS.get(name, "")

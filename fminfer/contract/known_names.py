@@ -49,7 +49,7 @@ _CONSTRAINTS = (
 # What requests of other tools ask for and nobody here acts on, in completions and in chat.
 WISHES = {
     "response_format": Neutral(({"type": "text"},), NO_CONSTRAINT),
-    **{name: Neutral((), NO_CONSTRAINT) for name in _CONSTRAINTS},
+    **{name: Neutral(("",), NO_CONSTRAINT) for name in _CONSTRAINTS},
     "allowed_token_ids": Neutral((), "logit_bias raises or lowers single tokens"),
     "bad_words": Neutral(([],), "logit_bias bans single tokens"),
     "prompt_logprobs": Neutral((), 'In completions, "echo": true with logprobs gives them'),
@@ -117,9 +117,10 @@ def refuse_wishes(fields: Mapping[str, Any], neutral: Mapping[str, Neutral]) -> 
     Raises:
         RequestError: names the field, and what to do.
     """
-    for name, each in neutral.items():
-        value = fields.get(name)
-        if each.accepts(value):
+    for name in sorted(neutral.keys() & fields.keys()):
+        each, value = neutral[name], fields[name]
+        is_greedy = name == "do_sample" and value is False and fields.get("temperature") == 0
+        if is_greedy or each.accepts(value):
             continue
         values = [json.dumps(ok) for ok in each.values if not isinstance(ok, float)]
         allowed = " or ".join(["null", *values])

@@ -10,10 +10,9 @@ from datetime import datetime
 class Line:
     """One line that is not blank; `source` counts the files of a run, `number` starts at 1.
 
-    In a `.json` file `number` counts the values, which may spread over many lines. A line whose
-    `num_equal` is set may be answered apart from the rest of its file. Of a line that is too long
-    to be held (`is_cut`), `raw` is the beginning. All lines of an output have one `clock`, whatever
-    run answers them.
+    In a `.json` file `number` counts the values, which may spread over many lines. Of a line that
+    is too long to be held (`is_cut`), `raw` is the beginning. All lines of an output have one
+    `clock`, whatever run answers them.
     """
 
     source: int
@@ -21,6 +20,7 @@ class Line:
     raw: bytes
     damage: str = ""  # why this line and the rest of its file cannot be read
     num_equal: int | None = None  # equal ones before it that count, where that is known already
+    is_alone: bool = False  # lines before it in its file are not seen
     fault: str = ""  # why this line, and only it, cannot be answered
     is_cut: bool = False
     clock: str = ""  # the time that a chat template reads, in ISO format; "": now

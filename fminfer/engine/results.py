@@ -132,6 +132,8 @@ def _end(sequence: Sequence, token_id: int) -> None:
     if params.include_stop_str_in_output:
         _add_token(sequence, detokenizer)
         rest = detokenizer.flush() if sequence.finish_reason is None else ""
+        reason = sequence.prompt.stop_reasons.get(token_id)
+        rest += reason if isinstance(reason, str) else ""  # a special token, which texts leave out
     else:
         rest = detokenizer.flush()
         sequence.tokens[-1].offset = len(sequence.text) + len(rest)

@@ -135,7 +135,7 @@ def kept_clock(output: Path) -> str | None:
         head = file.readline()
         return read_fingerprint(path, head).get(CLOCK) if head.endswith(b"\n") else None
     metadata = (read_status(output) or {}).get("metadata") or {}
-    return str(metadata[CLOCK]) if CLOCK in metadata else None
+    return metadata.get(CLOCK)
 
 
 def is_complete(output: Path, source: Path | None) -> bool:

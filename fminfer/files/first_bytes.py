@@ -6,7 +6,9 @@ A name may be wrong, and bytes are not. Whatever is told about a file's form is 
 from __future__ import annotations
 
 import codecs
+import json
 import re
+from contextlib import suppress
 
 _PACKED = ((b"\x1f\x8b", ".gz"), (b"\x28\xb5\x2f\xfd", ".zst"))
 _LINE = 'A request is a line such as {"prompt": "…", "max_tokens": 8}'
@@ -54,6 +56,8 @@ def explain_bytes(head: bytes) -> str:
         return f"it is text in UTF-16; {_TO_UTF8.format('UTF-16' + 'BL'[zeros[1]] + 'E')}"
     if _PAGE.match(head):
         return f"it is a page of the web, or XML; {_PAGE_REMEDY}"
+    if b"\0" in head and not head.lstrip().startswith((b"{", b"[")):
+        return f"it is binary data. {_LINE}"
     return ""
 
 
@@ -64,16 +68,39 @@ def explain_text(head: bytes) -> str:
     return f"its lines look like a table (CSV); {_TO_LINES}" if _is_table(head) else ""
 
 
-def opens_array(head: bytes) -> bool:
-    """Tell a file that is one array of objects from one whose first line is a wrong one.
+def opens_array(head: bytes, *, is_whole: bool) -> bool:
+    """Tell a file that is one array of objects from lines of which the first one is wrong.
 
     Args:
-        head: its first bytes, unpacked, with one at least that is not blank.
+        head: its first bytes, unpacked.
+        is_whole: there are no others.
     """
-    first, _, others = head.strip().partition(b"\n")
-    if not first.startswith(b"[") or (first[1:] + others).lstrip()[:1] not in (b"{", b"]", b""):
+    text = head.decode("utf-8", errors="replace").strip()
+    if not text.startswith("["):
         return False
-    return not others.strip() or not first.rstrip().endswith(b"]")
+    if is_whole:
+        with suppress(ValueError, RecursionError):
+            return isinstance(json.loads(text), list)
+        return False
+    first, place = _read_object(text, 1)
+    if not first:  # one that is longer than all these bytes has many lines, or it is a wrong line
+        return "\n" in text and text[1:].lstrip().startswith("{")
+    second, end = _read_object(text, place + 1)
+    begins = text[place + 1 :].lstrip().startswith("{")
+    return (
+        text[place : place + 1] == ","
+        and begins
+        and (not second or text[end : end + 1] in (",", "]"))
+    )
+
+
+def _read_object(text: str, place: int) -> tuple[bool, int]:
+    """Tell whether a whole object stands there, and where what is behind it begins."""
+    with suppress(ValueError, RecursionError):
+        rest = text[place:].lstrip()
+        _, length = json.JSONDecoder().raw_decode(rest)
+        return True, len(text) - len(rest[length:].lstrip())
+    return False, place
 
 
 def _is_text(head: bytes) -> bool:

@@ -7,6 +7,7 @@ name of the user's own are known by their first line. Whatever else is left out 
 from __future__ import annotations
 
 import os
+import shlex
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -83,7 +84,9 @@ def _check_form(path: Path) -> None:
             raise UsageError(f"{path} cannot be answered: {trouble}")
         return
     if holds_requests(path):
-        trouble = f"its lines are requests; rename it, or give it on stdin: - < {path}"
+        trouble = (
+            f"its lines are requests; rename it, or give it on stdin: - < {shlex.quote(str(path))}"
+        )
     trouble = trouble or "it must hold JSON lines, each a request"
     raise UsageError(f"{path} has none of the endings {NAMED_ENDINGS}; {trouble}")
 
@@ -207,7 +210,7 @@ def _look_at(path: Path) -> tuple[frozenset[str], str]:
 def _look_into(path: Path, changed_at: int) -> tuple[frozenset[str], str]:
     """Return what a file's first lines hold, and what is wrong; a later change asks anew."""
     head = first_bytes(path)
-    is_spread = ".json" in path.suffixes and head.startswith(b"{")  # which may end in CR
+    is_spread = ".json" in path.suffixes and head.lstrip().startswith(b"{")  # which may end in CR
     if trouble := explain_bytes(head) or ("" if is_spread else explain_text(head)):
         return frozenset(), trouble
     found = set()

@@ -70,7 +70,8 @@ def holds_plain_lines(path: Path) -> bool:
         return False
     with reading_file(path), path.open("rb") as file:
         head = file.read(CHUNK_BYTES)
-    return not (packing_of(head, "") or opens_array(head.removeprefix(UTF8_BOM)))
+    is_whole = len(head) < CHUNK_BYTES
+    return not (packing_of(head, "") or opens_array(head.removeprefix(UTF8_BOM), is_whole=is_whole))
 
 
 def first_bytes(path: Path) -> bytes:
@@ -126,7 +127,12 @@ def _numbered(path: Path, chunks: Iterator[bytes]) -> Iterator[tuple[int, bytes 
     if trouble := explain_bytes(head):
         raise DamagedInputError(f"these are no JSON lines: {trouble}")
     is_json = _without_compression(path).suffix == ".json"
-    if head.lstrip().startswith(b"[") and (is_json or opens_array(head)):
+    is_array = head.lstrip().startswith(b"[")
+    if is_array and not is_json:  # a stream has lines, and may not have more of them yet
+        more = _read_until(chunks, bool) if path.is_file() else b""
+        is_array = path.is_file() and opens_array(head, is_whole=not more)
+        head += more
+    if is_array:
         values = split_values(chain([head.lstrip()[1:]], chunks), is_array=True)
     elif is_json and _is_spread(head := _read_until(chain([head], chunks), _HeadIsRead())):
         values = split_values(chain([head], chunks), is_array=False)

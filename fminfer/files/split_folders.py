@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from array import array
 from functools import lru_cache
 from pathlib import Path
 
@@ -18,7 +19,7 @@ _HEAD = b'{"fminfer_split"'
 _NUM_EQUAL = re.compile(rb'\{"num_equal":.*?\],"path":("(?:[^"\\]|\\.)*")')
 
 
-def find_num_equal(path: Path) -> list[int] | None:
+def find_num_equal(path: Path) -> array[int] | None:
     """Return for each line of a part how many equal ones stand before it in what was split.
 
     None: it is no part, no line has an equal one, or it was edited since.
@@ -31,8 +32,15 @@ def find_num_equal(path: Path) -> list[int] | None:
     manifest, name = folder / MANIFEST, path.absolute().relative_to(folder).as_posix()
     try:
         place = _find_entries(manifest, changed_ns(manifest)).get(name)
-        return None if place is None else _load_num_equal(path, manifest, place)
-    except (OSError, UsageError, ValueError, TypeError, KeyError):  # `fminfer merge` tells it
+        return None if place is None else _load_num_equal(path, changed_ns(path), manifest, place)
+    except (
+        OSError,
+        UsageError,
+        ValueError,
+        TypeError,
+        KeyError,
+        OverflowError,
+    ):  # `fminfer merge` tells it
         return None
 
 
@@ -50,11 +58,12 @@ def _find_entries(manifest: Path, changed_at: int) -> dict[str, int]:
     return found
 
 
-def _load_num_equal(path: Path, manifest: Path, place: int) -> list[int] | None:
+@lru_cache(maxsize=2)  # a run looks at a part several times
+def _load_num_equal(path: Path, changed_at: int, manifest: Path, place: int) -> array[int] | None:
     with manifest.open("rb") as file:
         file.seek(place)
         entry = orjson.loads(file.readline().rstrip(b",\n"))
-    found = [int(number) for number in entry[NUM_EQUAL]]
+    found = array("I", entry[NUM_EQUAL])
     return found if entry["digest"] == digest_of(path) else None
 
 

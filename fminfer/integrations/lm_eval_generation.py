@@ -63,6 +63,8 @@ def plan_generation(
     eos_id = tokenizer.eos_token_id
     eos = None if eos_id is None else tokenizer.decode(eos_id)
     until = handle_stop_sequences([s for s in kwargs.pop("until") if s is not None], eos=eos)
+    if "" in until:
+        raise UsageError("until holds an empty string, at which each text ends; remove it")
     special = {stop: _special_id(stop, tokenizer) for stop in until}
     max_tokens = kwargs.pop("max_gen_toks")
     room = _room(max_tokens, max_length)

@@ -208,7 +208,7 @@ def _to_line(row: dict[str, Any], place: int, *, is_overwriting: bool = False) -
         num_equal = number if is_overwriting else _number(row.get("num_equal"), number)
         damage = row.get("damage") or ""
         if row.get("is_cut") is True:
-            return Line(0, number, raw, num_equal=num_equal, fault=damage, is_cut=True)
+            return Line(0, number, raw, "", num_equal, is_alone=True, fault=damage, is_cut=True)
         return _whole_line(raw, number, num_equal, damage)
     number = _number(row.pop("number", None), row_id + 1)
     try:
@@ -216,15 +216,16 @@ def _to_line(row: dict[str, Any], place: int, *, is_overwriting: bool = False) -
     except (TypeError, ValueError, RecursionError) as error:
         shown = repr(row).encode(errors="replace")
         damage = f"the row is no JSON: {error}. Give its columns types that JSON has"
-        return Line(0, number, shown, damage, number)
+        return Line(0, number, shown, damage, number, is_alone=True)
 
 
 def _whole_line(raw: bytes, number: int, num_equal: int, damage: str = "") -> Line:
     """Return a line, cut if it is longer than a line of a file may be."""
     held = cut_if_long(raw)
     if isinstance(held, CutValue):
-        return Line(0, number, held.head, num_equal=num_equal, fault=held.fault, is_cut=True)
-    return Line(0, number, held, damage, num_equal)
+        fault = held.fault
+        return Line(0, number, held.head, "", num_equal, is_alone=True, fault=fault, is_cut=True)
+    return Line(0, number, held, damage, num_equal, is_alone=True)
 
 
 def _number(value: Any, default: int) -> int:

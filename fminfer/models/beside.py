@@ -35,17 +35,26 @@ def refuse_what_is_beside(name: str, folder: Path, *, without_adapter: bool) -> 
             f"If the language model in it is meant, give a copy of it without {EMBEDS}"
         )
     for file in QUANTIZED:
-        if (folder / file).exists():
+        if (folder / file).exists() and not _names_none(_read(folder / file)):
             raise CheckpointError(
                 f"the weights of {name} are quantized, as its {file} says, which does not run yet; "
                 f"take a checkpoint in 16 or 32 bits. If they are not, give a copy without {file}"
             )
 
 
+def _names_none(fields: Any) -> bool:
+    """Tell whether a file of a quantizer says that nothing is quantized."""
+    section = fields.get("quantization", fields) if isinstance(fields, dict) else None
+    names = ("quant_algo", "quant_method")
+    return section == {} or (
+        isinstance(section, dict) and any(section.get(name, 0) is None for name in names)
+    )
+
+
 def _read(file: Path) -> Any:
     try:
         return json.loads(file.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 

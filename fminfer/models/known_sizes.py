@@ -88,6 +88,7 @@ def size_fields(name: str | None) -> Fields | None:
 
 def folder_of(name: str | None) -> Path | None:
     """Return a model's folder: one here, or the demo model's; None: a model of the hub."""
-    if name is not None and Path(name).is_dir():
+    is_demo = name in DEMO_NAMES and not (Path(str(name)) / "config.json").exists()
+    if name is not None and Path(name).is_dir() and not is_demo:
         return Path(name)
     return DEMO_MODEL if name is None or name in DEMO_NAMES else None

@@ -6,7 +6,6 @@ Each line is parsed once, and 20 bytes of it are kept. Input that cannot be read
 
 from __future__ import annotations
 
-import hashlib
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ from fminfer.files.line_reader import UTF8_BOM, holds_plain_lines, read_lines, s
 from fminfer.files.pieces import CutValue
 from fminfer.files.streams import read_chunks
 from fminfer.split.grouping import Groups, find_length
-from fminfer.worker.line_run.line_intake import EqualLines
+from fminfer.worker.line_run.line_intake import EqualLines, digest_id
 from fminfer.worker.line_run.seen_counts import SeenCounts
 
 BLANK = -1  # instead of a group
@@ -74,11 +73,11 @@ def read_index(path: Path, copy: Path, groups: Groups) -> LineIndex:
         envelope = open_envelope(line)
         if envelope.error is not None:
             index.num_bad += 1
-        name = envelope.custom_id_text
-        if name is not None and ids.add(hashlib.blake2b(name.encode(), digest_size=16).digest()):
+        name, fields = envelope.custom_id_text, envelope.fields
+        is_double = name is not None and bool(ids.add(digest_id(name)))
+        if is_double:
             index.add_double(f"{show(name)} of line {line.number}")
-        fields = envelope.fields
-        num_equal = equal.count(line, envelope)
+        num_equal = 0 if is_double else equal.count(line, envelope)
         index.add(start, groups.add(fields), find_length(fields), num_equal)
         end = stop
     index.starts.append(end)

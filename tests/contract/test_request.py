@@ -290,6 +290,10 @@ def test_what_other_tools_call_off_is_off(neutral: dict[str, object]) -> None:
     assert params(**neutral) == params()
 
 
+def test_do_sample_false_is_no_wish_where_nothing_is_sampled() -> None:
+    assert params(do_sample=False, temperature=0) == params(temperature=0)
+
+
 def test_no_unknown_name_is_left_out() -> None:
     """A line with more than five told the first five."""
     line = {f"unknown_{number}": 1 for number in range(50)}

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from fminfer.files.line_reader import count_rows, read_lines
 from fminfer.files.ordered_stdout import OrderedStream
 from fminfer.files.output_paths import STDOUT, answers_path, plan_outputs
 from fminfer.files.spread import explain_spread
-from fminfer.files.streams import STDIN, find_zstd
+from fminfer.files.streams import CHUNK_BYTES, STDIN, find_zstd
 from fminfer.split.merging import merge_parts
 from fminfer.split.splitting import SplitOptions, split_file
 from tests.conftest import run_files
@@ -106,9 +107,42 @@ def test_bytes_tell_a_files_form_and_not_its_name(tmp_path: Path, name: str, dat
     assert summary.manifest.num_lines == 2 and not summary.num_bad
 
 
-def test_a_first_line_that_is_an_array_costs_itself_alone(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", b'[{"role": "user"}]\n' + ROW)
-    assert [line.raw for line in read_lines(path, 0)] == [b'[{"role": "user"}]', ROW]
+@pytest.mark.parametrize("size", [1, 100_000], ids=["short", "long"])
+@pytest.mark.parametrize(
+    "first",
+    [b'[{"role": "user"}]', b'[{"x": 1}', b'[{"x": 1}, ', b"[", b'[{"x": 1}, {"x": 2}]', b"[1]"],
+)
+def test_a_first_line_that_is_an_array_costs_itself_alone(
+    first: bytes, size: int, tmp_path: Path
+) -> None:
+    """It made an array of the file, in which all other lines were lost."""
+    rows = [ROW, ROW, b'{"prompt": "%b"}' % (b"x" * size), ROW]
+    path = write(tmp_path / "a.jsonl", b"\n".join([first, *rows]))
+    if size > 1 and first.endswith(b"}]") and b"}, {" in first:
+        pytest.skip("its first bytes are those of an array")
+    assert [line.raw for line in read_lines(path, 0)] == [first, *rows]
+    (tmp_path / "b.jsonl").write_bytes(b"[" * 5 + b'{"prompt": "%b"}' % (b"x" * size))
+    assert len(list(read_lines(tmp_path / "b.jsonl", 0))) == 1
+
+
+@pytest.mark.parametrize("text", [b"[%b, %b]", b"[\n%b,\n%b\n]", b"[ %b\n, %b ]\n\n"])
+def test_an_array_longer_than_its_first_bytes_is_one(text: bytes, tmp_path: Path) -> None:
+    rows = [ROW] * 2, [b'{"prompt": "%b",\n"n": 1}' % (b"x" * 100_000), ROW]
+    for first, second in rows:
+        data = text % (first, b", ".join([second] * 3000))
+        if len(first) > CHUNK_BYTES and b"\n" not in data[:CHUNK_BYTES]:
+            continue  # its first bytes are those of one wrong line
+        path = write(tmp_path / "a.jsonl", data)
+        assert len(list(read_lines(path, 0))) == 3001
+
+
+def test_a_pipes_lines_are_lines_whatever_the_first_one_is(tmp_path: Path) -> None:
+    """Behind a first line that is an array, those were lost that had not been written yet."""
+    os.mkfifo(tmp_path / "a.jsonl")
+    threading.Thread(
+        target=(tmp_path / "a.jsonl").write_bytes, args=(b'[{"x": 1}]\n' + ROW,), daemon=True
+    ).start()
+    assert [line.raw for line in read_lines(tmp_path / "a.jsonl", 0)] == [b'[{"x": 1}]', ROW]
 
 
 OTHER_FORMS = {

@@ -191,7 +191,7 @@ def test_sampled_texts_follow_their_kwargs(demo: FminferLM) -> None:
     [
         ({"num_beams": 4}, "num_beams, which fminfer cannot do; it knows until"),
         ({"max_gen_toks": 64}, "max_gen_toks is 64, .* 64 tokens"),
-        ({"until": ""}, "stop holds an empty string"),
+        ({"until": ""}, "until holds an empty string"),
     ],
 )
 def test_generation_kwargs_that_cannot_be_done(

@@ -107,7 +107,11 @@ def test_a_job_of_a_folder_with_an_adapter_is_not_sent(tmp_path: Path) -> None:
         ("modules.json", POOLING, "is a model of embeddings, as its modules.json says"),
         ("quantize_config.json", {"bits": 4}, "are quantized, as its quantize_config.json says"),
         ("quant_config.json", {"w_bit": 4}, "are quantized, as its quant_config.json says"),
-        ("hf_quant_config.json", {}, "are quantized, as its hf_quant_config.json says"),
+        (
+            "hf_quant_config.json",
+            {"quantization": {"quant_algo": "FP8"}},
+            "are quantized, as its hf_quant_config.json says",
+        ),
     ],
 )
 def test_files_that_tell_of_another_model_refuse_it(
@@ -124,6 +128,11 @@ def test_files_beside_a_model_that_change_nothing(model: Path) -> None:
     (model / "model.mmproj").write_bytes(b"GGUF")
     (model / "mmproj-f16.gguf").write_bytes(b"GGUF")
     (model / "modules.json").write_text(json.dumps(RANKER))
+    none = {"producer": {}, "quantization": {"quant_algo": None}}
+    (model / "hf_quant_config.json").write_text(json.dumps(none))
+    (model / "quant_config.json").write_text('{"quant_method": null}')
+    assert answer(model) == plain
+    (model / "modules.json").write_text("[" * 100_000)  # it is no file of sentence-transformers
     assert answer(model) == plain
 
 

@@ -107,12 +107,12 @@ def test_lengths(prompt: object, length: int) -> None:
 
 def test_custom_ids_that_come_again_are_named(tmp_path: Path) -> None:
     """A run over the whole file refuses such a line; its parts were answered without a word."""
-    ids = ["a", "b", "a", "\\u0062", *"cccccc"]
+    ids = ["a", "b", "a", "\\u0062", *"ccccc", "\\ud800", "c"]
     rest = '"method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "max_tokens": '
     lines = [f'{{"custom_id": "{name}", {rest}{number}}}}}' for number, name in enumerate(ids)]
     (tmp_path / "all.jsonl").write_text("\n".join(lines))
     summary = split(tmp_path / "all.jsonl", tmp_path / "parts")
-    assert summary.manifest.num_lines == 10
+    assert summary.manifest.num_lines == 11
     assert 'come again: "a" of line 3, "b" of line 4, "c" of line 6, ' in summary.to_text()
     assert '"c" of line 8, … (2 more). A run over' in summary.to_text()
     (tmp_path / "all.jsonl").write_text("\n".join(lines[:2]))

@@ -222,11 +222,14 @@ def test_a_stop_string_that_is_a_special_token_stops(
         {"stop": "</s>", "skip_special_tokens": False},
         {"stop": "</s>", "min_tokens": 2, "logit_bias": {"1": 100, "2": 50}},
         {"stop": "</s> two"},
+        {"stop": "</s>", "include_stop_str_in_output": True},
     ]
     found = choices(engine, *(to_eos | each for each in asked))
     engine.close()
-    assert [choice.get("stop_reason") for choice in found] == [None, "</s>", "</s>", "</s>", None]
-    assert [len(choice["token_ids"]) for choice in found] == [3, 1, 1, 3, 3]
+    reasons = [None, "</s>", "</s>", "</s>", None, "</s>"]
+    assert [choice.get("stop_reason") for choice in found] == reasons
+    assert [len(choice["token_ids"]) for choice in found] == [3, 1, 1, 3, 3, 1]
+    assert [choice["text"].strip() for choice in found[1::4]] == ["", "</s>"]
     (warning,) = told
     assert "line 5: stop strings with a special token" in warning and "</s> two" in warning
 

@@ -165,6 +165,35 @@ def test_a_split_file_draws_as_the_whole_file(engine: fminfer.Engine, tmp_path: 
     assert not any(line.num_equal for line in read_lines(part, 0)), "it is not what was split"
 
 
+def test_lines_that_a_run_refuses_do_not_count_in_a_split_file(
+    engine: fminfer.Engine, tmp_path: Path
+) -> None:
+    """Behind a repeated custom_id, or a wrong method, parts drew otherwise than the whole file."""
+
+    def line(name: str, method: str = "POST") -> str:
+        asked = {"custom_id": name, "method": method, "url": "/v1/completions"}
+        return json.dumps(asked | {"body": UNSEEDED})
+
+    whole, answers = tmp_path / "whole.jsonl", tmp_path / "answers.jsonl"
+    lines = [line("0", "GET"), line("1"), line("1"), line("2"), line("3")]
+    whole.write_text("\n".join(lines) + "\n")
+    run_files(engine, [whole], [answers])
+    split_file(whole, tmp_path / "parts", SplitOptions(100, 1000))
+    parts = find_inputs([tmp_path / "parts"])
+    outputs = plan_outputs(parts, None)
+    run_files(engine, parts, outputs)
+
+    def texts(*paths: Path) -> dict[str, list[str]]:
+        records = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+        return {
+            each["custom_id"]: [choice["text"] for choice in each["response"]["body"]["choices"]]
+            for each in records
+        }
+
+    assert texts(answers) == texts(*outputs)
+    assert sorted(texts(answers)) == ["1", "2", "3"], "the repeated id is refused in the part, too"
+
+
 def test_equal_lines_of_several_files_are_told(engine: fminfer.Engine, tmp_path: Path) -> None:
     """A file cut by hand gave half as many different answers, and nobody said why."""
 

@@ -199,9 +199,8 @@ class LineIntake:
 
     def _check_envelope(self, line: Line, envelope: Envelope) -> None:
         """Check what stands around the request, and that it is for this model."""
-        is_alone = line.num_equal is not None  # the lines before it in its file may be elsewhere
-        name = None if is_alone else envelope.custom_id_text
-        if name is not None and self._custom_ids.add(_digest(name)):
+        name = None if line.is_alone else envelope.custom_id_text
+        if name is not None and self._custom_ids.add(digest_id(name)):
             raise RequestError(
                 "duplicate_custom_id",
                 f"custom_id {show(name)} of line {line.number} is also an earlier line's; "
@@ -254,6 +253,8 @@ class EqualLines:
     def count(self, line: Line, envelope: Envelope) -> int:
         """Return how many came before a line."""
         fields = envelope.fields
+        if envelope.error is not None:  # a run refuses it before it counts
+            return 0
         is_a_chat = is_chat(fields) if envelope.is_chat is None else envelope.is_chat
         try:
             meaning = self._meanings.find(fields, is_chat=is_a_chat, clock="")
@@ -287,8 +288,8 @@ def _answer_key(request: Request, *, is_openai: bool) -> bytes | None:
     meaning = meaning_of(request.prompts, params)
     kind = kind_of(request, is_openai=is_openai)
     form = f"{kind} {request.tool_parser} {request.fills_context}"
-    return _digest(f"{meaning.hex()} {params.seed} {form}")
+    return digest_id(f"{meaning.hex()} {params.seed} {form}")
 
 
-def _digest(text: str) -> bytes:
+def digest_id(text: str) -> bytes:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
