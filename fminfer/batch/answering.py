@@ -33,9 +33,9 @@ from fminfer.machine.processor import chosen_name
 from fminfer.machine.stopper import AGAIN, Stopper
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.fingerprint import KV_DTYPE, fingerprint_of
+from fminfer.worker.assembly import line_counting
 from fminfer.worker.engine_api import Engine
 from fminfer.worker.forecast import name_held_dtype
-from fminfer.worker.line_run.early_counting import line_counting
 from fminfer.worker.line_run.line_intake import FILLS
 from fminfer.worker.result_cache import open_result_cache
 

@@ -11,11 +11,127 @@ from fminfer.compute.layers import plain
 from fminfer.compute.layers.bodies import NormBody
 from fminfer.compute.layers.experts import Mix, PlainExperts
 from fminfer.compute.layers.routing import route
-from fminfer.compute.spec import Layer, Mlp, Moe
-from fminfer.models.layer_attention import AttentionOf, LatentAttentionOf
+from fminfer.compute.spec import Attention, Layer, Mlp, Moe
 from fminfer.models.layer_bodies import Bodies, Function
 from fminfer.models.layer_step import LayerStep
 from fminfer.models.tensor_shapes import Tensors
+
+
+class AttentionOf:
+    """The attention of a layer with its products, norms of queries and keys, and positions."""
+
+    def __init__(self, how: Attention, tensors: Tensors, bodies: Bodies) -> None:
+        self._how = how
+        self.products = {name: bodies.product(tensors, name) for name in ("qkv", "out")}
+        self._q_norm = bodies.norm(how.qk_norm, tensors, "q_norm")
+        self._k_norm = bodies.norm(how.qk_norm, tensors, "k_norm")
+        device = tensors["qkv.weight"].device
+        self._rotate, self._table = None, torch.empty(0, device=device)
+        if how.rope is not None:
+            self._rotate = bodies.parts.rotate(how.rope)
+            self._table = bodies.table(how.rope, device)
+        slopes = () if how.alibi is None else how.alibi.slopes
+        self._slopes = torch.tensor(slopes, device=device).bfloat16()
+        self._sinks = tensors["sinks.weight"].float() if how.has_sinks else None
+
+    def __call__(self, x: torch.Tensor, layer: int, step: LayerStep) -> torch.Tensor:
+        how, qkv = self._how, self.products["qkv"](x)
+        if how.clip:
+            qkv = qkv.clamp(-how.clip, how.clip)
+        q, k = self._turned(qkv, step)
+        v = qkv[:, -how.qkv_sizes[2] :].view(len(x), how.kv_heads, how.head_dim)
+        if how.keeps_bias:
+            q, k, v = self._with_bias(q, k, v, step.positions)
+        out = step.attend(layer, q, k, v, self._sinks)[..., : how.head_dim]
+        return self.products["out"](out.flatten(1))
+
+    def _turned(self, qkv: torch.Tensor, step: LayerStep) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return queries and keys after their norms and positions, (tokens, heads, head_dim)."""
+        how = self._how
+        both = qkv[:, : -how.qkv_sizes[2]]
+        if self._q_norm is None or self._k_norm is None:  # in one pass
+            both = self._rotated(both.view(len(qkv), -1, how.head_dim), step)
+            return both[:, : how.heads], both[:, how.heads :]
+        q, k = both[:, : how.qkv_sizes[0]], both[:, how.qkv_sizes[0] :]
+        if how.qk_norm_over == "all":
+            q, k = self._q_norm(q), self._k_norm(k)
+        q, k = (part.view(len(qkv), -1, how.head_dim) for part in (q, k))
+        if how.qk_norm_is_last:
+            return self._q_norm(self._rotated(q, step)), self._k_norm(self._rotated(k, step))
+        if how.qk_norm_over != "all":
+            q, k = self._q_norm(q), self._k_norm(k)
+        return self._rotated(q, step), self._rotated(k, step)
+
+    def _rotated(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
+        turns = self.turns(step)
+        return x if self._rotate is None or turns is None else self._rotate(x, turns)
+
+    def turns(self, step: LayerStep) -> torch.Tensor | None:
+        """Return the cosines and sines of the step's tokens; None: no rotary positions."""
+        return None if self._rotate is None else step.turns(self._rotate, self._table)
+
+    def _with_bias(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Append Falcon's ALiBi bias to the key, and a 1 to the query.
+
+        Query · key then includes slope · position of the key, before it is scaled. The bias is
+        rounded to bfloat16, by up to 4 beyond position 1000: the rounding is part of the model.
+        """
+        bias = (self._slopes * positions[:, None]).to(k.dtype)
+        group = self._how.heads // k.shape[1]
+        k = torch.cat([k.repeat_interleave(group, 1), bias[..., None]], -1)
+        v = nn.functional.pad(v.repeat_interleave(group, 1), (0, 1))
+        return nn.functional.pad(q, (0, 1), value=1.0), k, v
+
+
+class LatentAttentionOf:
+    """Latent attention, with what makes keys and values of the latent moved to queries and out."""
+
+    def __init__(self, how: Attention, tensors: Tensors, bodies: Bodies) -> None:
+        assert how.latent is not None and how.rope is not None, "latent attention"
+        self._how, self._latent = how, how.latent
+        names = ("q",) if how.latent.query_rank is None else ("q_down", "q_up")
+        self.products = {n: bodies.product(tensors, n) for n in (*names, "kv_down", "out")}
+        norm = None if how.latent.query_rank is None else how.latent.norm
+        self._q_norm = bodies.norm(norm, tensors, "q_norm")
+        self._kv_norm = bodies.norm(how.latent.norm, tensors, "kv_norm")
+        weight = tensors["kv_up.weight"]
+        by_head = weight.view(how.heads, -1, how.latent.rank)
+        of_keys, of_values = by_head[:, : how.latent.key_dim], by_head[:, how.latent.key_dim :]
+        self._to_latent = of_keys.contiguous()  # (heads, key_dim, rank)
+        self._from_latent = of_values.transpose(1, 2).contiguous()  # (heads, rank, value_dim)
+        self._rotate = bodies.parts.rotate(how.rope)
+        self._table = bodies.table(how.rope, weight.device)
+
+    def __call__(self, x: torch.Tensor, layer: int, step: LayerStep) -> torch.Tensor:
+        latent = self._latent
+        turns = self.turns(step)
+        q = self._queries(x).view(len(x), self._how.heads, -1)
+        q_turned = self._rotate(q[..., latent.key_dim :].contiguous(), turns)
+        asked = _by_heads(q[..., : latent.key_dim], self._to_latent)
+        kv = self.products["kv_down"](x)
+        assert self._kv_norm is not None, "latent attention has a norm"
+        kept = self._kv_norm(kv[:, : latent.rank].contiguous())[:, None]
+        k_turned = self._rotate(kv[:, None, latent.rank :].contiguous(), turns)
+        key = torch.cat([kept, k_turned], -1)
+        out = step.attend(layer, torch.cat([asked, q_turned], -1), key, key)
+        values = _by_heads(out[..., : latent.rank], self._from_latent)
+        return self.products["out"](values.flatten(1))
+
+    def turns(self, step: LayerStep) -> torch.Tensor:
+        """Return the cosines and sines of the step's tokens."""
+        return step.turns(self._rotate, self._table)
+
+    def _queries(self, x: torch.Tensor) -> torch.Tensor:
+        if self._q_norm is None:
+            return self.products["q"](x)
+        return self.products["q_up"](self._q_norm(self.products["q_down"](x)))
+
+
+def _by_heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Multiply (tokens, heads, inputs) by a weight of each head, (heads, inputs, outputs)."""
+    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
 
 
 class MlpOf:

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 from fminfer.contract.fields import INT64, FieldReader
@@ -13,7 +15,7 @@ from fminfer.core.config import EngineConfig, StepSizes
 from fminfer.core.errors import CheckpointError, RequestError, UsageError
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.blocks import BlockPool
-from fminfer.engine.intake import Limits
+from fminfer.engine.intake import Intake, Limits
 from fminfer.engine.loop import EngineLoop, Pipeline
 from fminfer.engine.prefix import PrefixCache
 from fminfer.engine.scheduler import Scheduler
@@ -23,6 +25,7 @@ from fminfer.models.known_sizes import DEMO_NAMES
 from fminfer.text.no_tokenizer import NoTokenizer
 from fminfer.text.template_file import read_template
 from fminfer.text.tokenizer import Tokenizer
+from fminfer.worker.line_run.line_intake import LineIntake
 
 
 def find_limits(config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer) -> Limits:
@@ -166,3 +169,14 @@ def _read_template(config: EngineConfig) -> str | None:
             f"--chat-template {config.chat_template} cannot be read: {error}. Give a file with a "
             "Jinja template"
         ) from error
+
+
+def line_counting(config: EngineConfig, checkpoint: Checkpoint) -> Callable[[], LineIntake]:
+    """Return a function that begins to count a file's lines; its first call loads the tokenizer."""
+
+    @cache
+    def load() -> Intake:
+        tokenizer = load_tokenizer(config, checkpoint)
+        return Intake(tokenizer, find_limits(config, checkpoint, tokenizer))
+
+    return lambda: LineIntake(load())

@@ -28,7 +28,7 @@ from fminfer.files.journal import journal_path
 from fminfer.files.ordered_output import errors_path
 from fminfer.files.output_paths import Plan
 from fminfer.files.status_file import read_status, status_path
-from fminfer.worker.line_run.early_counting import line_counting
+from fminfer.worker.assembly import line_counting
 from fminfer.worker.line_run.runner import LOOKAHEAD
 from fminfer.worker.opening import open_model
 from tests.batch.test_try_again import bury_claims, close_all

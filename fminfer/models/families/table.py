@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Mapping
+from difflib import SequenceMatcher
 from typing import Any
+
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from fminfer.compute.layers.plain import ACTIVATIONS
 from fminfer.compute.spec import ACTIVATION_SHAPES, Moe
@@ -18,8 +23,59 @@ from fminfer.models.families import (
     opt_like,
     squared_relu,
 )
-from fminfer.models.families.nearest import nearest_family, other_kind
 from fminfer.models.families.tensor_names import Architecture
+
+# Fields of layers that carry a state from token to token in the place of keys and values.
+_OF_STATES = re.compile(
+    "mamba|ssm_|state_size|lru_width|linear_conv|linear_attn|linear_num|conv_L_cache"
+)
+_STATEFUL = ("rwkv", "rwkv5", "rwkv6", "rwkv7", "xlstm", "bailing_hybrid")  # by no such field
+_LIKE_NAME, _LIKE_FIELDS = 0.6, 0.75  # a family that is less alike is no help
+
+
+def other_kind(model_type: str, fields: Mapping[str, Any]) -> str:
+    """Return what kind of model no row can describe, by what is declared; "": nothing tells."""
+    from transformers.models.auto.modeling_auto import (  # slow, and only for a refusal
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES as MASKED,
+    )
+
+    text = fields.get("text_config")
+    if isinstance(text, dict) and (kind := other_kind(str(text.get("model_type")), text)):
+        return kind
+    known = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None  # noqa: SIM401
+    if fields.get("is_encoder_decoder", getattr(known, "is_encoder_decoder", False)):
+        return "has an encoder and a decoder (as T5 has), and fminfer runs decoders alone"
+    if model_type in _STATEFUL or any(map(_OF_STATES.search, {*fields, *_declared(known)})):
+        return (
+            "has layers with a state (state-space, recurrent or linear attention, as Mamba has), "
+            "and fminfer computes attention over a KV cache alone"
+        )
+    is_masked = "ForMaskedLM" in str(fields.get("architectures"))
+    if is_masked or model_type in MASKED:
+        return "is an encoder (as BERT is), which writes no text, and fminfer runs decoders alone"
+    return ""
+
+
+def nearest_family(model_type: str, fields: Iterable[str], families: Iterable[str]) -> str:
+    """Return the family whose name and config are nearest; "": none is near.
+
+    Args:
+        fields: those of the config.json.
+    """
+    found = frozenset(fields)
+
+    def likeness(family: str) -> tuple[float, float]:
+        shared = len(found & _declared(CONFIG_MAPPING[family])) / max(1, len(found))
+        return SequenceMatcher(None, model_type.lower(), family).ratio(), shared
+
+    nearest = max(families, key=lambda family: likeness(family)[0] + 2 * likeness(family)[1])
+    name, shared = likeness(nearest)
+    return nearest if name >= _LIKE_NAME or shared >= _LIKE_FIELDS else ""
+
+
+def _declared(config: Any) -> set[str]:
+    return set() if config is None else {field.name for field in dataclasses.fields(config)}
+
 
 # A row's name is its `model_type`.
 ROWS: dict[str, Callable[[Any], Architecture]] = {
