@@ -93,9 +93,9 @@ class Intake:
 
     def _warn_of_spelling(self, request: Request) -> Iterator[RowWarning]:
         """Tell of special tokens that a request spells, and that do what nobody expects."""
-        bos, params = self._tokenizer.doubled_bos, request.params
-        texts = [each for each in request.prompts if isinstance(each, str)]
-        if bos and params.add_special_tokens and any(text.startswith(bos) for text in texts):
+        params = request.params
+        bos = self._tokenizer.doubled_bos if params.add_special_tokens else None
+        if bos and any(isinstance(each, str) and each.startswith(bos) for each in request.prompts):
             yield RowWarning(
                 f"prompts begin with {bos} and the tokenizer adds one, so that they have two. "
                 "Take it out, or set add_special_tokens to false"
