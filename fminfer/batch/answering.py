@@ -39,6 +39,8 @@ from fminfer.worker.forecast import name_held_dtype
 from fminfer.worker.line_run.line_intake import FILLS
 from fminfer.worker.result_cache import open_result_cache
 
+CHAT_TOKENS = 1024  # of the answer to --prompt, if it does not say
+
 
 def answer(
     run: RunContext,
@@ -92,7 +94,7 @@ def _answer_prompt(
     engine = start_engine(run, lambda bar: make_engine(checkpoint, bar))
     tell = _say_nothing if run.is_quiet else say
     try:
-        request = engine.make_request(prompt, is_raw=run.job.is_raw, **run.job.prompt_fields)
+        request = _make_request(run, prompt, engine)
         engine.tell_warnings(lambda text: None if FILLS.kind in text else tell(text))
         tell(_describe_asking(request, engine, is_raw=run.job.is_raw))
         with _keeping_answers(run, engine, fingerprint_of(run.config, checkpoint)):
@@ -109,10 +111,24 @@ def _answer_prompt(
     return JobSummary(checkpoint.name, str(engine.device), [], [])
 
 
+def _make_request(run: RunContext, prompt: str, engine: Engine) -> dict[str, Any]:
+    """Return the request of `--prompt`: for the likeliest answer, unless draws are asked for."""
+    fields = run.job.prompt_fields
+    is_sampled = {"temperature", "top_p", "top_k", "n", "best_of"} & fields.keys()
+    fields = fields if is_sampled else {"temperature": 0, **fields}
+    most = min(CHAT_TOKENS, engine.context_length // 2)
+    request = engine.make_request(prompt, is_raw=run.job.is_raw, **fields)
+    if "messages" in request and len(prompt) < most:  # small models may go on and on
+        request = {"max_tokens": most} | request
+    return request
+
+
 def _describe_asking(request: dict[str, Any], engine: Engine, *, is_raw: bool) -> str:
     """Say whether a prompt is asked as a chat or completed, and how to get the other."""
+    is_greedy = request.get("temperature") == 0
     if "messages" in request:
-        return "Asking it as a chat, by the model's template; --raw completes it as plain text."
+        text = "Asking it as a chat, by the model's template; --raw completes it as plain text."
+        return text + " The likeliest tokens are taken (--temperature)." * is_greedy
     why = "--raw" if is_raw else "this model has no chat template"
     if engine.has_chat_template and not is_raw:
         why = "--echo-prompt and --best-of are not of chats"

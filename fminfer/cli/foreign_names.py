@@ -33,10 +33,10 @@ _FLAGS = {
     "resume force overwrite": "--restart to answer anew; the same command goes on by itself",
     "tp tp-size tensor-parallel-size num-shard": "--world-size, which splits a model by layers; "
     "tensor parallelism is not there yet",
-    "n max-tokens max-new-tokens n-predict max-length": "--generate-seq-length for --prompt; each "
-    "line has its own max_tokens, which it replaces with --overwrite-request-args",
+    "max-tokens max-new-tokens n-predict max-length": "--generate-seq-length for --prompt. A line "
+    "has its own max_tokens; with --overwrite-request-args the flag counts in its place",
     "temp": "--temperature for --prompt; each line has its own",
-    "num-return-sequences": "--num-completions for --prompt; each line has its own n",
+    "n num-return-sequences": "--num-completions for --prompt; each line has its own n",
     "min-p frequency-penalty presence-penalty repetition-penalty logit-bias ignore-eos logprobs "
     "system-prompt": "It belongs into each line, as docs/contract.md says",
     "quantization quantize load-in-8bit load-in-4bit": "Weights of 8 or 4 bits are not there yet; "
@@ -80,6 +80,10 @@ def say_of_option(
     assert ctx is not None, "click tells where it met the flag"
     text = FLAGS.get(name, "") if _has(ctx.command, "--model-name") else ""
     text = f"Give --{name}" if _has(ctx.command, f"--{name}") else text
+    if not (text or any(each.startswith(typed) for each in error.possibilities or ())):
+        owner = next((o for o in ("run", *commands) if _has(commands[o], f"--{name}")), None)
+        behind = "; give flags of run behind --" * (ctx.command.name == "submit")
+        text = f"It is a flag of fminfer {owner}{behind}" if owner else ""
     foreign = [f for f in re.findall("--[a-z-]+", text) if not _has(ctx.command, f)]
     if foreign:
         order = ("run", *commands)

@@ -125,13 +125,13 @@ def refuse_other_model(fields: dict[str, Any], names: Collection[str]) -> None:
     for name in ("model", "engine"):
         asked = fields.get(name)
         if asked not in (None, "") and not (isinstance(asked, str) and asked in names):
-            is_demo = "demo" in names
+            known = f"the model of this run is {' or '.join(sorted(names))}; give the line's own "
+            remedy = "model by --model-name, or run without --check-model"
+            if "demo" in names:
+                known = "no --model-name is given, so that the demo model would answer. Give the "
+                remedy = "line's model; or --model-name demo, if the demo model is to answer it"
             raise RequestError(
-                "unsupported_parameter",
-                f"{name} is {show(asked)}, and the model of this run is "
-                f"{' or '.join(sorted(names))}; give the line's own model by --model-name, or "
-                f"{'--model-name demo' if is_demo else 'run'} without --check-model",
-                name,
+                "unsupported_parameter", f"{name} is {show(asked)}, and {known}{remedy}", name
             )
 
 

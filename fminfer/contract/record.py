@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +51,7 @@ class Record:
             RequestError: there are none; it is `error`.
         """
         if self.error is not None:
-            raise self.error
+            raise copy(self.error)  # one that is kept would keep the frames that it passed
         assert self.result is not None, "a record has a result or an error"
         return [Choice(fields) for fields in self.result["choices"]]
 

@@ -97,7 +97,9 @@ def _warn_of_unread(chat: ChatRequest, text: str) -> Iterator[RowWarning]:
     asked = {name for name, value in chat.template_args.items() if value is not None}
     if unread := sorted(asked - read):
         names = tuple(cut_name(name) + guess(name, read) for name in unread[: MAX_NAMES + 1])
-        yield RowWarning("the chat template does not read these variables", names)
+        yield RowWarning(
+            "the chat template does not read these variables, which have no effect", names
+        )
     contents = [each.get("content") for each in chat.messages]
     parts = [part for each in contents if isinstance(each, list) for part in each]
     keys = set().union(*(each.keys() for each in (*chat.messages, *parts))) - _USUAL_KEYS
@@ -105,4 +107,5 @@ def _warn_of_unread(chat: ChatRequest, text: str) -> Iterator[RowWarning]:
         keys -= _REASONING
     if unread := sorted(key for key in keys if key not in text):
         names = tuple(map(cut_name, unread[: MAX_NAMES + 1]))
-        yield RowWarning("the chat template does not read these keys of messages", names)
+        kind = "the chat template does not read these keys of messages, which have no effect"
+        yield RowWarning(kind, names)

@@ -13,7 +13,9 @@ Fingerprint = dict[str, str]  # what must be the same for rows to be kept; names
 INPUT = "the input"  # in a fingerprint: the bytes of the file
 CLOCK = "the time that templates read"  # in a fingerprint: the first run's, which later ones keep
 FORM = 2  # of a journal. Rows of form 1 had no keys, and are read as well
-EXPLAINED = frozenset({"the model", "the tokenizer"})  # digests that differ with --model-name
+EXPLAINED = frozenset(
+    {"the model", "the tokenizer", "--check-model"}
+)  # digests that differ with --model-name
 
 
 def head_line(fingerprint: Fingerprint) -> bytes:

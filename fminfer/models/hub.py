@@ -86,7 +86,11 @@ def _not_found(name: str) -> CheckpointError:
     """Return the error of a name that can be no model of the hub."""
     if name.endswith(GGUF):
         return gguf_error(name)
-    found = "is a file" if Path(name).is_file() else "is no folder here"
+    if Path(name).is_file():
+        return CheckpointError(
+            f"the model {name!r} is a file; give its folder, {Path(name).parent}"
+        )
+    found = "is no folder here"
     return CheckpointError(
         f"the model {name!r} {found}, and no model of the hub can have that name. Give the folder "
         "that holds its files, or a hub id such as facebook/opt-125m"

@@ -228,6 +228,8 @@ def test_a_command_without_a_model_keeps_its_own_guess() -> None:
     """`split -o` is about --output-dir, not about --output of a run."""
     assert said("split", "--output", "x").endswith("Did you mean '--output-dir'?")
     assert said("split", "-o", "x") == "Error: No such option '-o'."
+    assert said("serve", "--output", "x").endswith("It is a flag of fminfer run.")
+    assert said("submit", "--model-name", "x").endswith("run; give flags of run behind --.")
 
 
 def known(option: click.Option) -> list[str]:

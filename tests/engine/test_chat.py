@@ -232,7 +232,7 @@ def test_a_giant_chat_is_refused_without_tokenizing_it(monkeypatch: pytest.Monke
     bench = ChatBench(b"a")
     monkeypatch.setattr(bench.tokenizer, "encode", None)
     error = bench.error(messages=[{"role": "user", "content": "x", "name": "y" * 100_000}])
-    assert "at least 100001" in error.message
+    assert "at least 100,001" in error.message
 
 
 def test_equal_lines_share_an_answer_only_in_one_form() -> None:
@@ -262,7 +262,9 @@ def test_the_endpoint_may_be_told() -> None:
 def test_what_a_template_does_not_look_at_is_told() -> None:
     bench = ChatBench(b"a\0")
     bench.choices(reasoning_effort="low")
-    assert bench.warnings == ["the chat template does not read these variables: reasoning_effort"]
+    assert bench.warnings == [
+        "the chat template does not read these variables, which have no effect: reasoning_effort"
+    ]
     aware = ChatBench(b"a\0", chat_template=">{{ reasoning_effort[:0] }}")
     aware.choices(reasoning_effort="low")
     assert not aware.warnings
@@ -279,8 +281,9 @@ def test_variables_and_keys_that_a_template_does_not_read_are_told() -> None:
     bench = ChatBench(b"a\0", chat_template=template)
     bench.choices(**asked)
     assert bench.warnings == [
-        "the chat template does not read these variables: thinsk (did you mean thinks?)",
-        "the chat template does not read these keys of messages: cache, name",
+        "the chat template does not read these variables, which have no effect: thinsk (did you "
+        "mean thinks?)",
+        "the chat template does not read these keys of messages, which have no effect: cache, name",
     ]
     error = ChatBench(b"a\0", chat_template=template, is_strict=True).error(**asked)
     assert error.code == "unsupported_parameter" and "thinsk" in error.message

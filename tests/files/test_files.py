@@ -442,7 +442,7 @@ def test_a_prompt_is_asked_as_a_chat_and_says_so(
     flags: list[str], answer: str, says: list[str]
 ) -> None:
     """Instruct models got a bare text, ended it at once, and an empty line was all one saw."""
-    given = ["run", "--temperature", "0", "--prompt", *flags]
+    given = ["run", "--prompt", *flags]  # the likeliest tokens: a first try is no dice
     found = CliRunner().invoke(main, given)
     assert found.exit_code == 0 and found.stdout.startswith(answer), found.output
     assert all(each in found.stderr for each in says), found.stderr

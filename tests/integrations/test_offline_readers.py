@@ -58,7 +58,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     wrapped = {"request": WRAPPED, "scenario": {"name": "rooms"}}
     lines = [json.dumps(request) + "\n" for request in [*requests, wrapped]]
     (folder / "requests.jsonl").write_text("\n".join(lines))
-    found = run(folder / "requests.jsonl", "--dtype", "float32")
+    found = run(folder / "requests.jsonl", "--model-name", "demo", "--dtype", "float32")
     assert found.returncode == 3, found.stderr
     return folder / "output_requests.jsonl"
 

@@ -82,7 +82,7 @@ def test_each_engine_looks_at_its_own_card(monkeypatch: pytest.MonkeyPatch) -> N
         asked.append(device)
         return 10 << 30
 
-    for module in ("forecast", "stage_building"):
+    for module in ("forecast", "one_pipeline"):
         monkeypatch.setattr(f"fminfer.worker.{module}.free_bytes", free)
     monkeypatch.setattr("fminfer.worker.one_pipeline.memory_name", lambda *given: "a card")
     checkpoint = open_random("llama-160m")

@@ -247,6 +247,14 @@ def test_texts_are_asked_and_answers_are_read() -> None:
         assert right.text == " south\n" == right.choices[0].text
         with pytest.raises(fminfer.RequestError, match="half of a surrogate pair"):
             print(wrong.text)
+
+        def read(*texts: str) -> list[str]:
+            try:
+                return [answer.text for answer in engine.run(texts)]
+            except fminfer.RequestError:
+                return []
+
+        assert read(*ways) == [] and read(ways[0]) == [right.text], "the run before has ended"
         request = engine.make_request(ways[0], is_raw=True, temperature=0)
         assert request == {"prompt": ways[0], "max_tokens": 256, "temperature": 0}
         for one in (ways[0], request):

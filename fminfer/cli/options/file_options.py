@@ -27,7 +27,8 @@ OUTPUT_OPTIONS = [
         "--prompt",
         metavar="TEXT",
         help="Answer this text and print the answer, for a first try: as the user's message of a "
-        "chat, if the model has a chat template. Hyperparameters such as --temperature count.",
+        "chat, if the model has a chat template. Without --temperature the likeliest tokens are "
+        "taken, at most 1,024 of a chat and 256 of a completion (--generate-seq-length).",
     ),
     _option(
         "--raw",

@@ -127,7 +127,7 @@ MADE_UP_OPTIONS = [
     _made_up_option(
         "--temperature",
         type=float,
-        help="A request's temperature. Made-up ones take 0 if it is left out.",
+        help="A request's temperature. Made-up ones and --prompt take 0 if it is left out.",
     ),
     _made_up_option("--top-p", type=float, help="A request's top_p."),
     _made_up_option("--top-k", type=int, help="A request's top_k."),
