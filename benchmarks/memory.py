@@ -26,7 +26,7 @@ from fminfer.batch.run_summary import JobSummary
 from fminfer.core.config import EngineConfig, StepSizes
 from fminfer.core.messages import StageSpan, Step, StepResult, StepTrace, TokenLogprobs
 from fminfer.engine.answer import AnswerForm
-from fminfer.engine.facts import Facts
+from fminfer.engine.engine_core import Facts
 from fminfer.engine.start import Starter
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.text.tokenizer import Tokenizer

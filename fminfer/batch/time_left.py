@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from fminfer.batch.rows_left import WorkLeft, work_left
-from fminfer.engine.facts import Facts
+from fminfer.engine.engine_core import Facts
 from fminfer.engine.stats import EngineStats, RunningRows
 
 Costs = tuple[float, float, float]

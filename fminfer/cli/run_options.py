@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import click
 
-from fminfer.cli.options.cache_options import RESULT_CACHE_OPTIONS, SERVED_CACHE_OPTIONS
 from fminfer.cli.options.file_options import INPUT_OPTIONS, OUTPUT_OPTIONS
-from fminfer.cli.options.model_options import MODEL_OPTIONS
+from fminfer.cli.options.model_options import (
+    LAYOUT_OPTIONS,
+    MODEL_OPTIONS,
+    RANK_OPTIONS,
+    RESULT_CACHE_OPTIONS,
+    SERVED_CACHE_OPTIONS,
+)
 from fminfer.cli.options.old_options import OLD_MODEL_OPTIONS, OLD_RUN_OPTIONS
 from fminfer.cli.options.old_serve_options import OLD_SERVE_OPTIONS
 from fminfer.cli.options.option_groups import BENCH, CHECK, CONFIG, in_group, with_options
-from fminfer.cli.options.rank_options import LAYOUT_OPTIONS, RANK_OPTIONS
 from fminfer.cli.options.request_options import (
     CHECK_MODEL_OPTION,
     MADE_UP_OPTIONS,

@@ -1,8 +1,12 @@
-"""The size of a step, and the number of running rows that it takes."""
+"""The size of a step, the number of running rows that it takes, and the steps in flight."""
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
+
+from fminfer.engine.packing import PlannedStep
+from fminfer.engine.sequence import Sequence
 
 # Measured on 2 CPU cores, llama of 12 × 768: 16 rows in one micro-batch took 0.62 of the time of
 # two. From about 64 rows on, products set the pace, not the weights.
@@ -49,3 +53,43 @@ class StepShape:
         if num_decoding >= num_groups:
             return 0
         return min(num_ready, -(-num_rows // num_groups), self.chunk_size)
+
+
+class StepsInFlight:
+    """Steps in the order in which they were formed, which is that of their results."""
+
+    def __init__(self) -> None:
+        self._steps: deque[PlannedStep] = deque()
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def drawing(self) -> list[Sequence]:
+        """Sequences that draw a token in one of the steps."""
+        return [sequence for planned in self._steps for sequence in planned.sequences]
+
+    @property
+    def num_drawing(self) -> int:
+        return sum(len(planned.sequences) for planned in self._steps)
+
+    @property
+    def num_decoding(self) -> int:
+        """Steps that have decode rows."""
+        return sum(planned.num_decode_rows > 0 for planned in self._steps)
+
+    def add(self, planned: PlannedStep) -> None:
+        """Record a step that is about to be computed."""
+        self._steps.append(planned)
+
+    def collect(self, planned: PlannedStep) -> None:
+        """Record that the oldest step is back."""
+        oldest = self._steps.popleft()
+        assert oldest is planned, "steps came back in another order"
+
+    def has_result_for(self, sequence: Sequence) -> bool:
+        """Return whether a step draws a token of a sequence, or scores its prompt."""
+        return any(
+            sequence in planned.sequences or sequence.prompt in planned.scored_prompts
+            for planned in self._steps
+        )

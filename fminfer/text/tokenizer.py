@@ -6,6 +6,7 @@ It wraps transformers' tokenizers (fast ones and sentencepiece ones) and knows n
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from functools import cache, cached_property, lru_cache, partial
 from itertools import groupby
 from pathlib import Path
@@ -314,3 +315,29 @@ def _bytes_by_spelling() -> dict[str, bytes]:
     pairs = [(chr(byte), byte) for byte in printable]
     pairs += [(chr(256 + place), byte) for place, byte in enumerate(others)]
     return {spelling: bytes([byte]) for spelling, byte in sorted(pairs, key=lambda pair: pair[1])}
+
+
+class NoTokenizer(Tokenizer):
+    """Spells id 5 as `token_id:5`, as vLLM does; texts are empty."""
+
+    has_words = False
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    def encode(
+        self, text: str, *, with_offsets: bool = False, add_special_tokens: bool = True
+    ) -> EncodedPrompt:
+        raise AssertionError("text was to be tokenized without a tokenizer")
+
+    def piece(self, token_id: int) -> str:
+        return f"token_id:{token_id}"
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.piece(token_id).encode()
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        return ""
+
+    def has_text(self, token_id: int, *, skip_special_tokens: bool = True) -> bool:
+        return False

@@ -22,9 +22,8 @@ from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.start import Starter
 from fminfer.models.checkpoint import GENERATION, Checkpoint
 from fminfer.models.known_sizes import DEMO_NAMES
-from fminfer.text.no_tokenizer import NoTokenizer
 from fminfer.text.template_file import read_template
-from fminfer.text.tokenizer import Tokenizer
+from fminfer.text.tokenizer import NoTokenizer, Tokenizer
 from fminfer.worker.line_run.line_intake import LineIntake
 
 

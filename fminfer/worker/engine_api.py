@@ -22,9 +22,8 @@ from fminfer.contract.request import DEFAULTS, RAW_TOKENS
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.core.messages import StepTrace
-from fminfer.engine.engine_core import EngineCore
+from fminfer.engine.engine_core import EngineCore, Facts
 from fminfer.engine.events import Event
-from fminfer.engine.facts import Facts
 from fminfer.engine.intake import Intake, Limits
 from fminfer.engine.prompt_fit import MAX_COUNTED_CHARS
 from fminfer.engine.room import KvSize

@@ -14,7 +14,7 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.errors import PipelineError
 from fminfer.core.messages import StepTrace
 from fminfer.engine.answer import AnswerForm
-from fminfer.engine.facts import Facts
+from fminfer.engine.engine_core import Facts
 from fminfer.engine.start import Starter
 from fminfer.machine.device import (
     count_engines_on,

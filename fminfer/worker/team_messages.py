@@ -16,8 +16,8 @@ import orjson
 
 from fminfer.contract.request import SamplingParams
 from fminfer.core.errors import RequestError
+from fminfer.engine.engine_core import Facts
 from fminfer.engine.events import Delta, Event, Failed, Finished
-from fminfer.engine.facts import Facts
 from fminfer.engine.loop import EngineLoop
 from fminfer.engine.sequence import Prepared
 from fminfer.engine.stats import EngineStats, ReadWork, RowEnds, RunningRows, StageStats

@@ -17,7 +17,7 @@ from fminfer.contract.line import Line
 from fminfer.core.config import EngineConfig
 from fminfer.core.messages import Step, StepResult, StepTrace
 from fminfer.engine.answer import AnswerForm
-from fminfer.engine.facts import Facts
+from fminfer.engine.engine_core import Facts
 from fminfer.engine.intake import Intake, Limits
 from fminfer.engine.packing import PlannedStep, pack
 from fminfer.engine.start import Starter

@@ -20,8 +20,8 @@ import pytest
 
 from fminfer.contract.request import SamplingParams
 from fminfer.core.errors import RequestError, UsageError
+from fminfer.engine.engine_core import Facts
 from fminfer.engine.events import Delta, Failed, Finished
-from fminfer.engine.facts import Facts
 from fminfer.engine.sequence import Prepared
 from fminfer.engine.stats import EngineStats, ReadWork, StageStats
 from fminfer.files.status_file import read_status

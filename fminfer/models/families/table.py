@@ -16,7 +16,6 @@ from fminfer.core.errors import CheckpointError
 from fminfer.models.config_fields import ReadConfig
 from fminfer.models.families import (
     gpt_like,
-    latent_like,
     llama_like,
     llama_variants,
     mixtures,
@@ -82,7 +81,7 @@ ROWS: dict[str, Callable[[Any], Architecture]] = {
     row.__name__: row
     for rows in (
         *(llama_like.ROWS, llama_variants.ROWS, squared_relu.ROWS, mixtures.ROWS),
-        *(gpt_like.ROWS, opt_like.ROWS, latent_like.ROWS),
+        *(gpt_like.ROWS, opt_like.ROWS),
     )
     for row in rows
 }
