@@ -56,8 +56,6 @@ def explain_bytes(head: bytes) -> str:
         return f"it is text in UTF-16; {_TO_UTF8.format('UTF-16' + 'BL'[zeros[1]] + 'E')}"
     if _PAGE.match(head):
         return f"it is a page of the web, or XML; {_PAGE_REMEDY}"
-    if b"\0" in head and not head.lstrip().startswith((b"{", b"[")):
-        return f"it is binary data. {_LINE}"
     return ""
 
 
@@ -65,7 +63,8 @@ def explain_text(head: bytes) -> str:
     """Say what a text file is whose lines are no requests, and what to do; as `explain_bytes`."""
     if b"\n" not in head and _ENDED_BY_CR.search(head):
         return "its lines end in CR alone; end them in LF (tr '\\r' '\\n' < FILE > NEW does it)"
-    return f"its lines look like a table (CSV); {_TO_LINES}" if _is_table(head) else ""
+    is_table = _is_text(head) and _is_table(head)
+    return f"its lines look like a table (CSV); {_TO_LINES}" if is_table else ""
 
 
 def opens_array(head: bytes, *, is_whole: bool) -> bool:

@@ -211,7 +211,8 @@ def _look_into(path: Path, changed_at: int) -> tuple[frozenset[str], str]:
     """Return what a file's first lines hold, and what is wrong; a later change asks anew."""
     head = first_bytes(path)
     is_spread = ".json" in path.suffixes and head.lstrip().startswith(b"{")  # which may end in CR
-    if trouble := explain_bytes(head) or ("" if is_spread else explain_text(head)):
+    is_known = is_spread or PART_NAME.fullmatch(path.name)  # a part may hold wrong lines alone
+    if trouble := explain_bytes(head) or ("" if is_known else explain_text(head)):
         return frozenset(), trouble
     found = set()
     for number, line in enumerate(islice(read_lines(path, 0), NUM_LOOKED_AT)):
