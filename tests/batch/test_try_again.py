@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -185,6 +186,14 @@ def close_all(path: Path) -> None:
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{fd}").startswith(str(path)):
                 os.close(int(fd))
+    if not path.exists():
+        return
+    # A process that another thread starts holds what was open until it has its program.
+    for _ in range(100):
+        with path.open("rb+") as file, contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(0.02)
 
 
 def bury_claims(output: Path) -> None:
