@@ -27,7 +27,7 @@ class Neutral:
 
     values: tuple[object, ...] = ()
     remedy: str = ""
-    is_ours: bool = False  # by another name, which is the remedy
+    ours: str = ""  # our name of it
 
     def accepts(self, value: object) -> bool:
         """Tell whether a value changes no answer."""
@@ -65,12 +65,12 @@ WISHES = {
     "length_penalty": Neutral(_ONE),
     "early_stopping": Neutral((False,)),
     "do_sample": Neutral((True,), 'For the likeliest tokens, give "temperature": 0'),
-    "max_new_tokens": Neutral((), "max_tokens", is_ours=True),
-    "n_predict": Neutral((), "max_tokens", is_ours=True),
-    "min_new_tokens": Neutral(_ZERO, "min_tokens", is_ours=True),
-    "num_return_sequences": Neutral(_ONE, "n", is_ours=True),
-    "stop_sequences": Neutral(([],), "stop", is_ours=True),
-    "repeat_penalty": Neutral(_ONE, "repetition_penalty", is_ours=True),
+    "max_new_tokens": Neutral((), ours="max_tokens"),
+    "n_predict": Neutral((), ours="max_tokens"),
+    "min_new_tokens": Neutral(_ZERO, ours="min_tokens"),
+    "num_return_sequences": Neutral(_ONE, ours="n"),
+    "stop_sequences": Neutral(([],), ours="stop"),
+    "repeat_penalty": Neutral(_ONE, ours="repetition_penalty"),
     "no_repeat_ngram_size": Neutral(_ZERO),
     "penalty_alpha": Neutral(_ZERO),
     "typical_p": Neutral(_ONE),
@@ -125,8 +125,8 @@ def refuse_wishes(fields: Mapping[str, Any], neutral: Mapping[str, Neutral]) -> 
             continue
         values = [json.dumps(ok) for ok in each.values if not isinstance(ok, float)]
         allowed = " or ".join(["null", *values])
-        if each.is_ours:
-            text = f"{name} is {show(value)}; the name of that is {each.remedy} here. Rename it"
+        if each.ours:
+            text = f"{name} is {show(value)}; the name of that is {each.ours} here. Rename it"
             raise RequestError("unsupported_parameter", text, name)
         remedy = f". {each.remedy}" if each.remedy else ""
         raise RequestError(

@@ -114,7 +114,7 @@ NEUTRAL = WISHES | {
     "functions": Neutral(([],), _CHAT_HAS_IT),
     "chat_template_kwargs": Neutral(({},), _CHAT_HAS_IT),
     "reasoning_effort": Neutral((), _CHAT_HAS_IT),
-    "max_completion_tokens": Neutral((), "max_tokens", is_ours=True),
+    "max_completion_tokens": Neutral((), ours="max_tokens"),
     "top_logprobs": Neutral((0,), "Give that number as logprobs"),
 }
 PARAM_NAMES = frozenset(field.name for field in dataclasses.fields(SamplingParams))

@@ -69,8 +69,7 @@ def holds_plain_lines(path: Path) -> bool:
     if path.suffix not in LINES or not path.is_file():
         return False
     with reading_file(path), path.open("rb") as file:
-        head = file.read(CHUNK_BYTES)
-    is_whole = len(head) < CHUNK_BYTES
+        head, is_whole = file.read(CHUNK_BYTES), not file.read(1)
     return not (packing_of(head, "") or opens_array(head.removeprefix(UTF8_BOM), is_whole=is_whole))
 
 
