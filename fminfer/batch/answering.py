@@ -112,12 +112,9 @@ def _answer_prompt(
 
 
 def _make_request(run: RunContext, prompt: str, engine: Engine) -> dict[str, Any]:
-    """Return the request of `--prompt`: for the likeliest answer, unless draws are asked for."""
-    fields = run.job.prompt_fields
-    is_sampled = {"temperature", "top_p", "top_k", "n", "best_of"} & fields.keys()
-    fields = fields if is_sampled else {"temperature": 0, **fields}
+    """Return the request of `--prompt`."""
     most = min(CHAT_TOKENS, engine.context_length // 2)
-    request = engine.make_request(prompt, is_raw=run.job.is_raw, **fields)
+    request = engine.make_request(prompt, is_raw=run.job.is_raw, **run.job.prompt_fields)
     if "messages" in request and len(prompt) < most:  # small models may go on and on
         request = {"max_tokens": most} | request
     return request

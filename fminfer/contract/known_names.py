@@ -23,11 +23,12 @@ class Neutral:
     Args:
         values: these, beside null.
         remedy: what to do for what it asks for; "": nothing does it.
+        ours: our name of it; "": there is none.
     """
 
     values: tuple[object, ...] = ()
     remedy: str = ""
-    ours: str = ""  # our name of it
+    ours: str = ""
 
     def accepts(self, value: object) -> bool:
         """Tell whether a value changes no answer."""

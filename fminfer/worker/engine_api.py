@@ -159,12 +159,15 @@ class Engine:
 
         It is the user's message of a chat, if the model has a chat template. It is the prompt of a
         plain completion if the model has none, or if `echo` or `best_of` are given, which chats do
-        not have. A completion draws up to RAW_TOKENS tokens, a chat what the context leaves.
+        not have. A completion draws up to RAW_TOKENS tokens, a chat what the context leaves: the
+        likeliest ones, unless fields ask for draws.
 
         Args:
             is_raw: complete it in any case.
             fields: of the request, by their names in completions.
         """
+        if not {"temperature", "top_p", "top_k", "n", "best_of"} & {*fields}:
+            fields["temperature"] = 0
         is_of_chat = self.config.chat_template is not None or not {"echo", "best_of"} & {*fields}
         if not is_raw and self.has_chat_template and is_of_chat:
             return overwrite({"messages": [{"role": "user", "content": text}]}, fields)

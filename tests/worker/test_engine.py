@@ -255,7 +255,8 @@ def test_texts_are_asked_and_answers_are_read() -> None:
                 return []
 
         assert read(*ways) == [] and read(ways[0]) == [right.text], "the run before has ended"
-        request = engine.make_request(ways[0], is_raw=True, temperature=0)
+        assert engine.make_request("x", n=2).get("temperature") is None, "draws are asked for"
+        request = engine.make_request(ways[0], is_raw=True)
         assert request == {"prompt": ways[0], "max_tokens": 256, "temperature": 0}
         for one in (ways[0], request):
             with pytest.raises(fminfer.UsageError, match="give a list, such as"):
