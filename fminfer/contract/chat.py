@@ -7,43 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fminfer.contract.chat_messages import read_messages, read_tools
-from fminfer.contract.fields import INT64, FieldReader, is_integral, show, wrong_type
-from fminfer.contract.known_names import (
-    NO_CONSTRAINT,
-    RECORDED,
-    WISHES,
-    Neutral,
-    check_names,
-    refuse_wishes,
-)
+from fminfer.contract.fields import INT64, is_integral
 from fminfer.contract.prompts import check_choices
-from fminfer.contract.request import DEFAULTS, PARAM_NAMES, SamplingParams, read_params
+from fminfer.contract.read_fields import read_fields
+from fminfer.contract.request import DEFAULTS, SamplingParams, make_params
 from fminfer.contract.row_warnings import RowWarning
 from fminfer.core.errors import RequestError
 
-_USE_TOOLS = "Give tools and tool_choice"
-NEUTRAL = WISHES | {
-    "prompt": Neutral((), "The prompt of a chat request is its messages"),
-    "echo": Neutral((False, 0), "An answer in chat is a message; /v1/completions has echo"),
-    "suffix": Neutral(("",)),
-    "best_of": Neutral((1,), "/v1/completions has best_of"),
-    "stream": Neutral((False,)),
-    "stream_options": Neutral(),
-    "functions": Neutral(([],), _USE_TOOLS),
-    "function_call": Neutral(("none",), _USE_TOOLS),
-    "modalities": Neutral((["text"],), "Answers are text"),
-    "audio": Neutral((), "Answers are text"),
-    "web_search_options": Neutral(),
-    "chat_template": Neutral((), "A run takes one by --chat-template FILE"),
-    "documents": Neutral((), 'Give {"documents": …} as chat_template_kwargs'),
-    "add_special_tokens": Neutral((False,), "The template writes them"),
-}
-_OWN = frozenset(
-    {"messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs"}
-    | {"add_generation_prompt", "continue_final_message", "max_completion_tokens"}
-    | {"top_logprobs", "reasoning_effort"}
-)
-_KNOWN = PARAM_NAMES | RECORDED | frozenset(NEUTRAL) | _OWN
 # What a template is rendered with, by its name or by that of what renders it.
 _TEMPLATE_OWN = frozenset(
     {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"}
@@ -110,25 +80,20 @@ def parse_chat(
     """
     if fields.get("messages") is None:
         raise _missing(fields)
-    reader = FieldReader(dict(fields))
-    refuse_wishes(fields, NEUTRAL)
-    warnings = check_names(fields, _KNOWN, is_strict=is_strict)
-    tools = _read_tools(fields, reader)
+    found, warnings = read_fields(fields, "chat", max_logprobs=max_logprobs, is_strict=is_strict)
+    tools = _read_tools(found)
     warnings += _warn_of_strict(tools)
-    max_tokens = _max_tokens(reader)
+    max_tokens = _max_tokens(found)
     most = max_new_tokens if max_tokens is None else max_tokens
-    params = replace(
-        read_params(reader, most, defaults),
-        logprobs=_logprobs(fields, reader, max_logprobs),
-        add_special_tokens=False,
-    )
+    found |= {"best_of": found.get("n", DEFAULTS.n), "logprobs": _logprobs(found)}
+    params = replace(make_params(found, defaults, most), add_special_tokens=False)
     check_choices(1, params.n, params.best_of)
-    continues = reader.boolean("continue_final_message", False)
+    continues = found.get("continue_final_message", False)
     return ChatRequest(
         read_messages(fields["messages"]),
         tools,
-        _template_args(fields),
-        _adds_generation_prompt(reader, continues),
+        _template_args(found),
+        _adds_generation_prompt(found, continues=continues),
         continues,
         params,
         fills_context=max_tokens is None,
@@ -148,10 +113,9 @@ def _missing(fields: Mapping[str, Any]) -> RequestError:
     )
 
 
-def _max_tokens(reader: FieldReader) -> int | None:
+def _max_tokens(found: Mapping[str, Any]) -> int | None:
     """Return the most tokens that a request asks for, by either name."""
-    old = reader.optional_integer("max_tokens", 0, INT64 - 1)
-    new = reader.optional_integer("max_completion_tokens", 0, INT64 - 1)
+    old, new = found.get("max_tokens"), found.get("max_completion_tokens")
     if old is not None and new is not None and old != new:
         raise RequestError(
             "out_of_range",
@@ -161,47 +125,33 @@ def _max_tokens(reader: FieldReader) -> int | None:
     return old if new is None else new
 
 
-def _logprobs(fields: Mapping[str, Any], reader: FieldReader, most: int) -> int | None:
+def _logprobs(found: Mapping[str, Any]) -> int | None:
     """Return how many alternatives are told of each token; None: no logprobs."""
-    value = fields.get("logprobs")
-    if is_integral(value):
-        raise RequestError(
-            "invalid_type",
-            f"logprobs is {show(value)}; in chat it is true, false or null. Write "
-            f'"logprobs": true, "top_logprobs": {show(value)}',
-            "logprobs",
-        )
-    is_asked = reader.boolean("logprobs", False)
-    num_top = reader.integer("top_logprobs", 0, 0, most)
-    if num_top and not is_asked:
+    num_top: int = found.get("top_logprobs", 0)
+    if found.get("logprobs"):
+        return num_top
+    if num_top:
         raise RequestError(
             "out_of_range",
             f'top_logprobs is {num_top} without logprobs; add "logprobs": true',
             "top_logprobs",
         )
-    return num_top if is_asked else None
+    return None
 
 
-def _read_tools(fields: Mapping[str, Any], reader: FieldReader) -> list[dict[str, Any]]:
+def _read_tools(found: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the tools that the model may call."""
-    tools, choice = read_tools(fields.get("tools")), fields.get("tool_choice")
-    if choice == "required" or isinstance(choice, dict):
-        raise RequestError(
-            "unsupported_parameter",
-            f"tool_choice is {show(choice)}, which forces a call. {NO_CONSTRAINT}, and set "
-            'tool_choice to "auto" or "none"',
-            "tool_choice",
-        )
-    if choice not in (None, "auto", "none"):
-        raise wrong_type("tool_choice", choice, '"auto", "none" or null')
-    if not reader.boolean("parallel_tool_calls", True) and tools and choice != "none":
+    tools = read_tools(found.get("tools"))
+    if found.get("tool_choice") == "none":
+        return []
+    if tools and not found.get("parallel_tool_calls", True):
         raise RequestError(
             "unsupported_parameter",
             "parallel_tool_calls is false, and nothing keeps the model from several calls. "
             "Remove it, and take the first call",
             "parallel_tool_calls",
         )
-    return [] if choice == "none" else tools
+    return tools
 
 
 def _warn_of_strict(tools: list[dict[str, Any]]) -> list[RowWarning]:
@@ -211,8 +161,8 @@ def _warn_of_strict(tools: list[dict[str, Any]]) -> list[RowWarning]:
     return [RowWarning("strict of a tool is not enforced: arguments may differ from their schema")]
 
 
-def _adds_generation_prompt(reader: FieldReader, continues: bool) -> bool:
-    adds = reader.boolean("add_generation_prompt", not continues)
+def _adds_generation_prompt(found: Mapping[str, Any], *, continues: bool) -> bool:
+    adds: bool = found.get("add_generation_prompt", not continues)
     if adds and continues:
         raise RequestError(
             "out_of_range",
@@ -223,12 +173,9 @@ def _adds_generation_prompt(reader: FieldReader, continues: bool) -> bool:
     return adds
 
 
-def _template_args(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _template_args(found: Mapping[str, Any]) -> dict[str, Any]:
     """Return the template's variables that the request sets."""
-    value = fields.get("chat_template_kwargs")
-    if value is not None and not isinstance(value, dict):
-        raise wrong_type("chat_template_kwargs", value, "an object of the template's variables")
-    args = dict(value or {})
+    args: dict[str, Any] = found.get("chat_template_kwargs", {})
     for name in sorted(args.keys() & _TEMPLATE_OWN):
         raise RequestError(
             "unsupported_parameter",
@@ -236,7 +183,6 @@ def _template_args(fields: Mapping[str, Any]) -> dict[str, Any]:
             "remove it there",
             "chat_template_kwargs",
         )
-    effort = fields.get("reasoning_effort")
-    if effort is not None and not isinstance(effort, str):
-        raise wrong_type("reasoning_effort", effort, "a string or null")
-    return args if effort is None else {"reasoning_effort": effort} | args
+    return (
+        {"reasoning_effort": effort} if (effort := found.get("reasoning_effort")) else {}
+    ) | args

@@ -5,10 +5,51 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from fminfer.contract.fields import json_type, show, wrong_type
+from fminfer.contract.fields import (
+    NULL,
+    SOME_TEXT,
+    TEXT,
+    Schema,
+    allow_null,
+    json_type,
+    object_of,
+    show,
+    wrong_type,
+)
 from fminfer.core.errors import RequestError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+_PART = object_of({"type": {"const": "text"}, "text": TEXT}, "type", "text")
+_CONTENT: Schema = {"anyOf": [TEXT, {"type": "array", "items": _PART, "minItems": 1}]}
+_ARGUMENTS: Schema = {
+    "anyOf": [{"type": "object"}, NULL, TEXT],
+    "description": "An object, or a string that holds one as JSON.",
+}
+_CALLED = object_of({"name": TEXT, "arguments": _ARGUMENTS}, "name")
+_CALLS: Schema = {"type": "array", "items": object_of({"function": _CALLED}, "function")}
+_OLD: Schema = {"function_call": NULL, "audio": NULL}
+_OTHERS: Schema = {"enum": [role for role in ROLES if role != "assistant"]}
+_ANSWERED = object_of(
+    {"role": {"const": "assistant"}, "content": allow_null(_CONTENT)}
+    | {"tool_calls": allow_null(_CALLS)}
+    | _OLD,
+    "role",
+) | {
+    "anyOf": [
+        {"properties": {"content": _CONTENT}, "required": ["content"]},
+        {
+            "properties": {"tool_calls": {"type": "array", "minItems": 1}},
+            "required": ["tool_calls"],
+        },
+    ]
+}
+_SPOKEN = object_of({"role": _OTHERS, "content": _CONTENT} | _OLD, "role", "content")
+MESSAGES: Schema = {"type": "array", "items": {"anyOf": [_SPOKEN, _ANSWERED]}, "minItems": 1}
+_FUNCTION = {"name": SOME_TEXT, "description": {}, "parameters": {}, "strict": {}}
+_TOOL = object_of(
+    {"type": {"const": "function"}, "function": object_of(_FUNCTION, "name")}, "type", "function"
+)
+TOOLS: Schema = {"type": "array", "items": _TOOL}
 _TEXT_ONLY = "only text is read: give a string, or parts of type text"
 
 

@@ -17,8 +17,8 @@ import orjson
 from fminfer.contract.fields import show, wrong_type
 from fminfer.contract.json_object import load_object
 from fminfer.contract.json_spans import find_members, on_one_line
-from fminfer.contract.known_names import unknown_names
 from fminfer.contract.line import Line
+from fminfer.contract.read_fields import unknown_names
 from fminfer.contract.row_warnings import MAX_NAMES, RowWarning, cut_name
 from fminfer.core.errors import RequestError
 

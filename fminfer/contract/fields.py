@@ -1,91 +1,179 @@
-"""Reads the fields of one JSON object by type and limits; null always means the default.
+"""Kinds of values that a request's fields have: how one is read, and its JSON Schema.
 
-Every refusal names the field, what was found and what is allowed. It knows no parameter by name.
+Every refusal names the field, what was found and what is allowed. It knows no field by name.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from fminfer.core.errors import RequestError
 
 INT64 = 2**63
+Schema = dict[str, Any]
+TEXT: Schema = {"type": "string"}
+SOME_TEXT: Schema = {"type": "string", "minLength": 1}
+TEXTS: Schema = {"type": "array", "items": TEXT, "minItems": 1}
+SWITCH: Schema = {"type": "boolean"}
+NULL: Schema = {"type": "null"}
+ANYTHING: Schema = {}
 
 
-class FieldReader:
-    """Reads one object's fields."""
+@dataclass(slots=True, frozen=True)
+class Kind:
+    """What values a field may have, beside null.
 
-    def __init__(self, obj: dict[str, Any]) -> None:
-        self._obj = obj
+    Args:
+        read: takes its name, a value and the largest number that a run allows. It returns what
+            Python uses, or raises a RequestError.
+        schema: takes the largest number that a run allows.
+        told: the values in a table of the docs; "": any.
+    """
 
-    def number(self, name: str, default: float, low: float, high: float) -> float:
-        value = self._obj.get(name)
-        if value is None:
-            return default
+    read: Callable[[str, Any, int], Any]
+    schema: Callable[[int], Schema]
+    told: str = ""
+
+
+def as_it_is(schema: Schema, told: str = "") -> Kind:
+    """Return a kind whose values are checked elsewhere, or not at all."""
+    return Kind(lambda name, value, most: value, lambda most: schema, told)
+
+
+def number(low: float, high: float) -> Kind:
+    """Return the kind of numbers within limits, which are read as floats."""
+
+    def read(name: str, value: Any, most: int) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise wrong_type(name, value, "a number or null")
         if not (low <= value <= high) or math.isnan(value):
             raise out_of_range(name, value, f"from {low} to {high}")
         return float(value)
 
-    def optional_integer(self, name: str, low: int, high: int) -> int | None:
-        value = self._obj.get(name)
-        if value is None:
-            return None
+    schema: Schema = {"type": "number", "minimum": low, "maximum": high}
+    return Kind(read, lambda most: schema, f"{low} … {high}")
+
+
+def integer(low: int, high: int = INT64 - 1) -> Kind:
+    """Return the kind of integers within limits; 2.0 is one, true is none."""
+
+    def read(name: str, value: Any, most: int) -> int:
         if not is_integral(value):
             raise wrong_type(name, value, "an integer or null")
         # The parser rounds integers beyond 64 bits: one just below -2^63 becomes the float -2^63.
         is_rounded = isinstance(value, float) and value == -INT64
-        if is_rounded or not low <= value <= high:
-            raise out_of_range(name, value, _broken_limit(value, low, high))
+        if is_rounded or not low <= value <= min(high, most):
+            raise out_of_range(name, value, _broken_limit(value, low, min(high, most)))
         return int(value)
 
-    def integer(self, name: str, default: int, low: int, high: int) -> int:
-        value = self.optional_integer(name, low, high)
-        return default if value is None else value
+    told = f"{low} … {high}" if high < INT64 - 1 else f"≥ {low}" if low > -INT64 else "int64"
+    return Kind(
+        read,
+        lambda most: {"type": "integer", "minimum": low, "maximum": min(high, most)},
+        told,
+    )
 
-    def boolean(self, name: str, default: bool, *, also_0_1: bool = False) -> bool:
-        value = self._obj.get(name)
-        if value is None:
-            return default
-        if also_0_1 and value in (0, 1) and not isinstance(value, str):
-            return bool(value)
-        if not isinstance(value, bool):
-            raise wrong_type(name, value, "true, false or null")
+
+def also(kind: Kind, told: str, *values: tuple[object, object]) -> Kind:
+    """Return a kind that takes some more values of JSON, and reads them as others.
+
+    Args:
+        told: the values, in a table of the docs.
+        values: of JSON, and as what each is read.
+    """
+
+    def read(name: str, value: Any, most: int) -> Any:
+        for one, meant in values:
+            if is_same(value, one):
+                return meant
+        return kind.read(name, value, most)
+
+    more: Schema = {"enum": [one for one, _ in values]}
+    return Kind(read, lambda most: {"anyOf": [kind.schema(most), more]}, told)
+
+
+def of_type(kind: type, allowed: str, schema: Schema, told: str = "") -> Kind:
+    """Return the kind of all values that have one type of Python."""
+
+    def read(name: str, value: Any, most: int) -> Any:
+        if not isinstance(value, kind):
+            raise wrong_type(name, value, allowed)
         return value
 
-    def strings(self, name: str) -> tuple[str, ...]:
-        """Read a string or a list of strings, none of them empty; equal ones once.
+    return Kind(read, lambda most: schema, told)
 
-        An empty string by itself means none, as null does.
-        """
-        value = self._obj.get(name)
-        found = [] if value in (None, "", [""]) else [value] if isinstance(value, str) else value
-        if not isinstance(found, list) or not all(isinstance(s, str) for s in found):
-            raise wrong_type(name, value, "a string, a list of strings or null")
+
+def one_of(*values: str) -> Kind:
+    """Return the kind of some strings."""
+    told = ", ".join(json.dumps(value) for value in values)
+
+    def read(name: str, value: Any, most: int) -> str:
+        if value not in values or not isinstance(value, str):
+            raise wrong_type(name, value, f"{told} or null")
+        return value
+
+    return Kind(read, lambda most: {"enum": list(values)}, told)
+
+
+def strings(*, one: bool) -> Kind:
+    """Return the kind of lists of strings, none of them empty; equal ones are read once.
+
+    Args:
+        one: a string by itself may stand for its list, and an empty one for none.
+    """
+    allowed = "a string, a list of strings or null" if one else "a list of strings"
+
+    def read(name: str, value: Any, most: int) -> tuple[str, ...]:
+        found = value
+        if one and isinstance(value, str):
+            found = [value]
+        if found == [""] and one:
+            found = []
+        if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
+            raise wrong_type(name, value, allowed)
         if "" in found:
             raise RequestError("out_of_range", f"{name} holds an empty string; remove it", name)
         return tuple(dict.fromkeys(found))
 
-    def token_ids(self, name: str) -> tuple[int, ...]:
-        """Read a list of integers; which of them are tokens only the model knows."""
-        value = self._obj.get(name)
-        if value is None:
-            return ()
+    texts: Schema = {"type": "array", "items": SOME_TEXT}
+    schema: Schema = {"anyOf": [SOME_TEXT, texts, {"enum": ["", [""]]}]}
+    return Kind(read, lambda most: schema if one else texts, allowed)
+
+
+def token_ids(least: int = 0) -> Kind:
+    """Return the kind of lists of the model's ids; equal ones are read once.
+
+    Args:
+        least: how many there must be.
+    """
+
+    def read(name: str, value: Any, most: int) -> tuple[int, ...]:
         if not isinstance(value, list) or not all(is_integral(item) for item in value):
             raise wrong_type(name, value, "a list of token ids or null")
+        if len(value) < least:
+            raise RequestError("out_of_range", f"{name} is an empty list; give an id", name)
         return tuple(dict.fromkeys(int(item) for item in value))
 
-    def biases(self, name: str, limit: float) -> tuple[tuple[int, float], ...]:
-        """Read an object of token id (written as a string) to number, within ±limit."""
-        value = self._obj.get(name)
-        if value is None:
-            return ()
-        allowed = (
-            f'an object of token ids to numbers from {-limit} to {limit}, such as {{"50256": -100}}'
-        )
+    return Kind(read, lambda most: list_of_ids(most, least), "token ids")
+
+
+def list_of_ids(most: int, least: int = 0) -> Schema:
+    """Return the schema of a list of token ids, at least so many of them."""
+    items = {"type": "integer", "minimum": 0, "maximum": most}
+    return {"type": "array", "items": items, "minItems": least}
+
+
+def biases(limit: float) -> Kind:
+    """Return the kind of objects of token ids, written as strings, to numbers within ±limit."""
+    allowed = (
+        f'an object of token ids to numbers from {-limit} to {limit}, such as {{"50256": -100}}'
+    )
+
+    def read(name: str, value: Any, most: int) -> tuple[tuple[int, float], ...]:
         if not isinstance(value, dict):
             raise wrong_type(name, value, allowed)
         found: dict[int, float] = {}
@@ -95,10 +183,6 @@ class FieldReader:
                 raise RequestError(
                     "invalid_type", f"{name} has the key {show(key)}; it must be {allowed}", name
                 )
-            if isinstance(bias, bool) or not isinstance(bias, int | float):
-                raise wrong_type(f"{name}[{key}]", bias, f"a number from {-limit} to {limit}")
-            if not -limit <= bias <= limit:
-                raise out_of_range(f"{name}[{key}]", bias, f"from {-limit} to {limit}")
             token_id = int(key)
             if token_id in found:
                 raise RequestError(
@@ -107,8 +191,34 @@ class FieldReader:
                     f'"{key}"; keep one of the two',
                     name,
                 )
-            found[token_id], spellings[token_id] = float(bias), key
+            if isinstance(bias, bool) or not isinstance(bias, int | float):
+                raise wrong_type(f"{name}[{key}]", bias, f"a number from {-limit} to {limit}")
+            found[token_id] = number(-limit, limit).read(f"{name}[{key}]", bias, most)
+            spellings[token_id] = key
         return tuple(found.items())
+
+    schema: Schema = {
+        "type": "object",
+        "propertyNames": {"pattern": "^[0-9]{1,19}$"},
+        "additionalProperties": number(-limit, limit).schema(0),
+    }
+    return Kind(read, lambda most: schema, f'`{{"id": {-limit} … {limit}}}`')
+
+
+def object_of(properties: dict[str, Schema], *required: str) -> Schema:
+    """Return the schema of an object, and which of its properties it must have."""
+    return {"type": "object", "properties": properties, "required": list(required)}
+
+
+def allow_null(schema: Schema) -> Schema:
+    """Return a schema that null passes, too."""
+    if schema in (ANYTHING, NULL):
+        return schema
+    if "enum" in schema:
+        return schema | {"enum": [*schema["enum"], None]}
+    if "anyOf" in schema:
+        return schema | {"anyOf": [*schema["anyOf"], {"type": "null"}]}
+    return schema | {"type": [schema["type"], "null"]}
 
 
 def _broken_limit(value: float, low: int, high: int) -> str:
@@ -116,6 +226,11 @@ def _broken_limit(value: float, low: int, high: int) -> str:
     if high < INT64 - 1:
         return f"from {low} to {high}"
     return f"at least {low}" if value <= low else f"at most {high}"
+
+
+def is_same(value: object, other: object) -> bool:
+    """Tell whether two JSON values are equal; 1.0 is 1, true is not."""
+    return isinstance(value, bool) is isinstance(other, bool) and value == other
 
 
 def is_integral(value: object) -> bool:

@@ -7,32 +7,16 @@ tokens are checked later, once prompts are tokenized.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fminfer.contract.fields import INT64, FieldReader, out_of_range
-from fminfer.contract.known_names import (
-    RECORDED,
-    WISHES,
-    Neutral,
-    check_names,
-    refuse_wishes,
-)
+from fminfer.contract.fields import out_of_range
 from fminfer.contract.prompts import check_choices, read_prompts
+from fminfer.contract.read_fields import read_fields
 from fminfer.contract.row_warnings import RowWarning
 from fminfer.core.config import KnownParser
 from fminfer.core.errors import RequestError
-
-MAX_CANDIDATES = 128  # n and best_of
-MAX_BIAS = 100  # of logit_bias, on either side of 0
-MAX_REPETITION = 1000  # beyond it, or one over it, float32 logits lose their order
-_SWITCHES = (
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "add_special_tokens",
-    "skip_special_tokens",
-    "return_token_ids",
-)
 
 
 @dataclass(slots=True, frozen=True)
@@ -84,6 +68,7 @@ class SamplingParams:
 
 
 DEFAULTS = SamplingParams()
+_PARAMS = frozenset(each.name for each in dataclasses.fields(SamplingParams))
 RAW_TOKENS = 256  # most tokens of the completion of a text that comes without a request
 
 
@@ -100,25 +85,6 @@ class Request:
     is_chat: bool = False  # answered with messages
     fills_context: bool = False  # max_tokens is at most what the context leaves of params'
     tool_parser: KnownParser | None = None  # the form of tool calls in its answer; None: text
-
-
-_CHAT_HAS_IT = "It belongs to chat: give messages in place of prompt"
-# Parameters that mean nothing in a file of completions: accepted at the value that changes nothing
-# and refused otherwise, so that no answer ever ignores a wish in silence.
-NEUTRAL = WISHES | {
-    "suffix": Neutral(("",)),
-    "stream": Neutral((False,)),
-    "stream_options": Neutral(({},)),
-    "tools": Neutral(([],), _CHAT_HAS_IT),
-    "tool_choice": Neutral(("none", "auto"), _CHAT_HAS_IT),
-    "functions": Neutral(([],), _CHAT_HAS_IT),
-    "chat_template_kwargs": Neutral(({},), _CHAT_HAS_IT),
-    "reasoning_effort": Neutral((), _CHAT_HAS_IT),
-    "max_completion_tokens": Neutral((), ours="max_tokens"),
-    "top_logprobs": Neutral((0,), "Give that number as logprobs"),
-}
-PARAM_NAMES = frozenset(field.name for field in dataclasses.fields(SamplingParams))
-_KNOWN = PARAM_NAMES | RECORDED | frozenset(NEUTRAL) | {"prompt", "messages"}
 
 
 def parse_request(
@@ -139,84 +105,36 @@ def parse_request(
     Raises:
         RequestError: with one of the codes of the contract's section 3.
     """
-    reader = FieldReader(fields)
-    refuse_wishes(fields, NEUTRAL)
-    warnings = check_names(fields, _KNOWN, is_strict=is_strict)
-    n = reader.integer("n", DEFAULTS.n, 1, MAX_CANDIDATES)
-    best_of = reader.integer("best_of", n, 0, MAX_CANDIDATES)
-    is_below = best_of < n and fields.get("best_of") is not None
-    if is_below and is_strict:
-        raise out_of_range(
-            "best_of", best_of, f"at least n, which is {n}; without --strict it is taken as {n}"
-        )
-    if is_below:
+    prompts = read_prompts(fields)
+    found, warnings = read_fields(
+        fields, "completions", max_logprobs=max_logprobs, is_strict=is_strict
+    )
+    n, best_of = found.get("n", DEFAULTS.n), found.get("best_of")
+    if best_of is not None and best_of < n:
+        if is_strict:
+            allowed = f"at least n, which is {n}; without --strict it is taken as {n}"
+            raise out_of_range("best_of", best_of, allowed)
         values = (f"best_of {best_of} with n {n}",)
         warnings.append(RowWarning("best_of is below n and is taken as n", values))
-    max_tokens = reader.integer("max_tokens", DEFAULTS.max_tokens, 0, INT64 - 1)
-    params = replace(
-        read_params(reader, max_tokens, defaults),
-        best_of=max(n, best_of),
-        logprobs=_logprobs(reader, fields, max_logprobs),
-        echo=reader.boolean("echo", DEFAULTS.echo, also_0_1=True),
-    )
-    prompts = read_prompts(fields)
-    check_choices(len(prompts), params.n, params.best_of)
+    found["best_of"] = max(n, best_of or 0)
+    params = make_params(found, defaults, found.get("max_tokens", DEFAULTS.max_tokens))
+    check_choices(len(prompts), n, params.best_of)
     return Request(prompts=prompts, params=params, warnings=tuple(warnings))
 
 
-def read_params(reader: FieldReader, max_tokens: int, defaults: SamplingParams) -> SamplingParams:
-    """Read the sampling params that completions and chat have in common.
+def make_params(
+    found: Mapping[str, Any], defaults: SamplingParams, max_tokens: int
+) -> SamplingParams:
+    """Return the sampling params of a request's fields as they were read.
 
     Args:
-        max_tokens: the request's, which `min_tokens` must not exceed.
-        defaults: what a field that is absent or null means.
+        defaults: what a field that is absent means.
+        max_tokens: the request's.
 
     Raises:
-        RequestError: what is wrong with one.
+        RequestError: `min_tokens` exceeds it.
     """
-    n = reader.integer("n", DEFAULTS.n, 1, MAX_CANDIDATES)
-    return replace(
-        read_draws(reader, defaults),
-        max_tokens=max_tokens,
-        min_tokens=_min_tokens(reader, max_tokens),
-        n=n,
-        best_of=n,
-        stop=reader.strings("stop"),
-        stop_token_ids=reader.token_ids("stop_token_ids"),
-        frequency_penalty=reader.number("frequency_penalty", DEFAULTS.frequency_penalty, -2, 2),
-        presence_penalty=reader.number("presence_penalty", DEFAULTS.presence_penalty, -2, 2),
-        logit_bias=reader.biases("logit_bias", MAX_BIAS),
-        seed=reader.optional_integer("seed", -INT64, INT64 - 1),
-        **{name: reader.boolean(name, getattr(DEFAULTS, name)) for name in _SWITCHES},
-    )
-
-
-def read_draws(reader: FieldReader, defaults: SamplingParams = DEFAULTS) -> SamplingParams:
-    """Read the params for which a model may have defaults of its own.
-
-    Raises:
-        RequestError: what is wrong with one.
-    """
-    return replace(
-        defaults,
-        temperature=reader.number("temperature", defaults.temperature, 0, 2),
-        top_p=reader.number("top_p", defaults.top_p, 0, 1),
-        top_k=max(0, reader.integer("top_k", defaults.top_k, -1, INT64 - 1)),  # -1: off in vLLM
-        min_p=reader.number("min_p", defaults.min_p, 0, 1),
-        repetition_penalty=reader.number(
-            "repetition_penalty", defaults.repetition_penalty, 1 / MAX_REPETITION, MAX_REPETITION
-        ),
-    )
-
-
-def _logprobs(reader: FieldReader, fields: dict[str, Any], most: int) -> int | None:
-    """Return how many alternatives are told of each token; false means none, as in chat."""
-    is_off = fields.get("logprobs") is False
-    return None if is_off else reader.optional_integer("logprobs", 0, most)
-
-
-def _min_tokens(reader: FieldReader, max_tokens: int) -> int:
-    min_tokens = reader.integer("min_tokens", DEFAULTS.min_tokens, 0, INT64 - 1)
+    min_tokens = found.get("min_tokens", DEFAULTS.min_tokens)
     if min_tokens > max_tokens:
         raise RequestError(
             "out_of_range",
@@ -224,4 +142,5 @@ def _min_tokens(reader: FieldReader, max_tokens: int) -> int:
             "larger. Lower min_tokens or raise max_tokens",
             "min_tokens",
         )
-    return min_tokens
+    own = {name: found[name] for name in found.keys() & _PARAMS}
+    return replace(defaults, **own | {"max_tokens": max_tokens})

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fminfer.contract.chat import ChatRequest
-from fminfer.contract.known_names import guess
 from fminfer.contract.prompts import check_text
+from fminfer.contract.read_fields import guess
 from fminfer.contract.request import Request
 from fminfer.contract.row_warnings import MAX_NAMES, RowWarning, cut_name
 from fminfer.core.config import KnownParser, ToolCallParser

@@ -10,20 +10,8 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import fields
 
+from fminfer.contract.field_table import DRAW_FIELDS
 from fminfer.contract.request import DEFAULTS, SamplingParams
-
-# What decides which token a draw takes, beside the logits. The rest of a request decides how many
-# are drawn, and what is told of them.
-DRAW_FIELDS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "logit_bias",
-)
 
 DEFAULT_VALUES = {each.name: getattr(DEFAULTS, each.name) for each in fields(DEFAULTS)}
 

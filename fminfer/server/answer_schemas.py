@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import get_args
 
+from fminfer.contract.fields import NULL, TEXT, TEXTS, Schema, allow_null, object_of
 from fminfer.engine.sequence import FinishReason
-from fminfer.server.json_schema import NULL, TEXT, TEXTS, Schema, allow_null, object_of
 
 COUNT: Schema = {"type": "integer", "minimum": 0}
 NUMBER: Schema = {"type": "number"}

@@ -8,12 +8,11 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from fminfer.contract.fields import wrong_type
+from fminfer.contract.fields import TEXT, object_of, wrong_type
 from fminfer.core.errors import RequestError
 from fminfer.core.version import __version__
 from fminfer.server.answer_schemas import detokenize_schema, stats_schema, tokenize_schema
 from fminfer.server.http_errors import HttpError, as_http
-from fminfer.server.json_schema import TEXT, object_of
 from fminfer.server.openai_routes import respond_json
 from fminfer.server.schemas import (
     ERRORS,

@@ -6,27 +6,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from fminfer.engine.intake import Limits
-from fminfer.server.answer_schemas import error_schema
-from fminfer.server.json_schema import (
+from fminfer.contract.field_table import FIELDS, Field
+from fminfer.contract.fields import (
+    INT64,
     NULL,
     SWITCH,
     TEXT,
-    Field,
-    FieldTable,
     Schema,
     allow_null,
-    integer,
+    as_it_is,
+    list_of_ids,
     object_of,
 )
-from fminfer.server.request_fields import (
-    chat_fields,
-    completion_fields,
-    draw_fields,
-    model_field,
-    prompt_field,
-    token_ids,
-)
+from fminfer.engine.intake import Limits
+from fminfer.server.answer_schemas import error_schema
 
 JSON = "application/json"
 ERRORS = {
@@ -51,14 +44,72 @@ STREAM = (
 )
 
 
+_PROMPT = Field("prompt", as_it_is(TEXT), "The text to go on with.", is_required=True)
+_SWITCH = as_it_is(SWITCH)
+
+
+def describe_field(each: Field, limits: Limits | None) -> Schema:
+    """Return the JSON Schema of a field, with its help and its default.
+
+    Args:
+        limits: what numbers are bounded by; None: no field is of a model.
+    """
+    most = {}
+    if limits is not None:
+        most = {"context": limits.context_length - 1, "vocab": limits.vocab_size - 1}
+        most |= {"logprobs": limits.max_logprobs}
+    told = each.help
+    if each.fate == "refused":
+        told = f"Not supported; the name of that is {each.ours}." if each.ours else "Not supported."
+    found = each.schema(most.get(each.limit, INT64 - 1)) | {"description": told}
+    default = each.default
+    if (
+        default is None
+        and limits is not None
+        and each.fate == "acted on"
+        and "Default:" not in each.help
+    ):
+        default = getattr(limits.defaults, each.name, None)
+    return found if default in (None, ()) else found | {"default": default}
+
+
+def describe_fields(
+    meaning: str,
+    fields: Iterable[Field],
+    limits: Limits | None,
+    example: dict[str, Any],
+    *,
+    is_strict: bool = False,
+) -> Schema:
+    """Return the JSON Schema of a request's object.
+
+    Args:
+        is_strict: it has no other fields.
+    """
+    fields = tuple(fields)
+    return object_of(
+        {each.name: describe_field(each, limits) for each in fields},
+        *(each.name for each in fields if each.is_required),
+    ) | {"description": meaning, "additionalProperties": not is_strict, "examples": [example]}
+
+
 def completion_request_schema(limits: Limits) -> Schema:
     """Return the schema of a request to `/v1/completions`."""
-    return completion_fields(limits).describe(is_strict=limits.is_strict)
+    example = {"prompt": "Question: How do you go", "max_tokens": 8, "temperature": 0}
+    fields = FIELDS["completions"].values()
+    return describe_fields("Complete prompts.", fields, limits, example, is_strict=limits.is_strict)
 
 
 def chat_request_schema(limits: Limits) -> Schema:
     """Return the schema of a request to `/v1/chat/completions`."""
-    return chat_fields(limits).describe(is_strict=limits.is_strict)
+    example = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
+    return describe_fields(
+        "Answer a conversation.",
+        FIELDS["chat"].values(),
+        limits,
+        example,
+        is_strict=limits.is_strict,
+    )
 
 
 def generation_request_schema(limits: Limits, new_tokens: int, refused: Iterable[str]) -> Schema:
@@ -68,18 +119,24 @@ def generation_request_schema(limits: Limits, new_tokens: int, refused: Iterable
         new_tokens: the default of max_new_tokens.
         refused: fields of completions that must be null.
     """
-    most = integer(0, limits.context_length - 1)
-    refused = tuple(refused)
-    draws = [each for each in draw_fields(limits) if each.name not in refused]
+    of_chat, refused = FIELDS["chat"], tuple(refused)
+    both = [
+        each
+        for name, each in FIELDS["completions"].items()
+        if of_chat.get(name) is each and each.fate == "acted on" and name not in refused
+    ]
     fields = (
-        Field("prompt", "The text to go on with.", TEXT, is_required=True),
-        Field("max_new_tokens", "Tokens to draw at most.", most, new_tokens),
-        Field("max_tokens", "The same, where max_new_tokens is absent.", most),
-        *(replace(each, default=None) if each.name in GREEDY else each for each in draws),
-        *(Field(name, "It has no place in this answer.", NULL) for name in refused),
+        _PROMPT,
+        replace(of_chat["max_tokens"], name="max_new_tokens", default=new_tokens),
+        replace(of_chat["max_tokens"], help="The same, where max_new_tokens is absent."),
+        *(
+            replace(each, help=f"{each.help} Default: greedy.") if each.name in GREEDY else each
+            for each in both
+        ),
+        *(Field(name, as_it_is(NULL), "It has no place in this answer.") for name in refused),
     )
     meaning = "Go on with a text. It is greedy unless temperature, top_p or top_k is sent."
-    return FieldTable(meaning, fields, {"prompt": "Question: How do you go"}).describe()
+    return describe_fields(meaning, fields, limits, {"prompt": "Question: How do you go"})
 
 
 def latency_request_schema(
@@ -91,16 +148,15 @@ def latency_request_schema(
         new_tokens: the default of max_new_tokens.
         names: of the parameters, and what completions call them; None: they do not have it.
     """
-    known = {each.name: each for each in completion_fields(limits).fields}
-    parameters: dict[str, Schema] = {}
-    for name, ours in names.items():
-        if ours is None:
-            parameters[name] = allow_null(SWITCH)
-        elif name == "max_new_tokens":
-            parameters[name] = replace(known[ours], default=new_tokens).describe()
-        else:
-            parameters[name] = known[ours].describe()
-    inputs = prompt_field(limits).schema | {"description": "One text or several."}
+    known = FIELDS["completions"]
+    given = {"max_new_tokens": new_tokens}
+    parameters = {
+        name: describe_field(replace(known[ours], default=given.get(name)), limits)
+        if ours
+        else allow_null(SWITCH)
+        for name, ours in names.items()
+    }
+    inputs = known["prompt"].schema(limits.vocab_size - 1) | {"description": "One text or several."}
     of_parameters = object_of(parameters) | {"additionalProperties": False}
     return object_of({"inputs": inputs, "parameters": allow_null(of_parameters)}, "inputs") | {
         "examples": [{"inputs": "Question: How do you go", "parameters": {"max_new_tokens": 8}}]
@@ -109,22 +165,27 @@ def latency_request_schema(
 
 def tokenize_request_schema(limits: Limits) -> Schema:
     """Return the schema of a request to `/tokenize`: of a prompt, or of a chat."""
-    known = {each.name: each for each in chat_fields(limits).fields}
-    words = Field("return_token_strs", "Add the spelling of each token.", SWITCH, False)
-    special = Field("add_special_tokens", "false: no BOS before the text.", SWITCH, True)
+    known = FIELDS["chat"]
+    words = Field("return_token_strs", _SWITCH, "Add the spelling of each token.", default=False)
+    special = FIELDS["completions"]["add_special_tokens"]
     names = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt")
-    chat = tuple(known[name] for name in (*names, "continue_final_message"))
-    prompt = Field("prompt", "The text.", TEXT, is_required=True)
-    of_text = FieldTable("A text.", (prompt, special, words, model_field()), {"prompt": "Hello"})
+    chat = (known[name] for name in (*names, "continue_final_message", "model"))
+    text = (_PROMPT, special, words, known["model"])
     messages = [{"role": "user", "content": "Hello"}]
-    of_chat = FieldTable("A chat.", (*chat, words, model_field()), {"messages": messages})
-    return {"anyOf": [of_text.describe(), of_chat.describe()]}
+    return {
+        "anyOf": [
+            describe_fields("A text.", text, limits, {"prompt": "Hello"}),
+            describe_fields("A chat.", (*chat, words), limits, {"messages": messages}),
+        ]
+    }
 
 
 def detokenize_request_schema(limits: Limits) -> Schema:
     """Return the schema of a request to `/detokenize`."""
-    ids = Field("tokens", "Ids of the model's tokens.", token_ids(limits), is_required=True)
-    return FieldTable("Token ids.", (ids, model_field()), {"tokens": [1, 2, 3]}).describe()
+    ids = as_it_is(list_of_ids(limits.vocab_size - 1))
+    tokens = Field("tokens", ids, "Ids of the model's tokens.", is_required=True)
+    fields = (tokens, FIELDS["chat"]["model"])
+    return describe_fields("Token ids.", fields, limits, {"tokens": [1, 2, 3]})
 
 
 def describe_body(schema: Schema) -> dict[str, Any]:

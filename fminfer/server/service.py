@@ -9,12 +9,12 @@ from typing import Any
 
 from starlette.requests import Request
 
+from fminfer.contract.field_table import MAX_NAME_CHARS
 from fminfer.contract.fields import show
 from fminfer.server.dispatcher import Dispatcher
 from fminfer.server.http_errors import HttpError
 from fminfer.server.metrics import Metrics
 from fminfer.server.request_bodies import Bodies
-from fminfer.server.request_fields import MAX_NAME_CHARS
 from fminfer.server.server_log import ServerLog
 from fminfer.server.throughput import Throughput
 from fminfer.worker.engine_api import Engine

@@ -10,14 +10,12 @@ import orjson
 
 from fminfer.contract.chat import is_chat
 from fminfer.contract.chat_messages import count_chars
+from fminfer.contract.field_table import FIELDS, FIELDS_OF_LINES
 from fminfer.contract.fields import is_integral
 from fminfer.contract.request import DEFAULTS
 
-# What differs from line to line and does not change how tokens are drawn.
-NO_HYPERPARAMETERS = frozenset(
-    {"prompt", "request_type", "user", "custom_id", "id", "request_id", "metadata"}
-    | {"messages", "tools", "safety_identifier", "prompt_cache_key"}
-)
+# What a group's lines may differ in: nothing of it changes how tokens are drawn.
+NO_HYPERPARAMETERS = FIELDS_OF_LINES - {"model", "engine"} | {"custom_id", "id"}
 CHAT_TOKENS = 512  # of an answer in chat that may fill the context: about what models then write
 CHARS_PER_TOKEN = 4  # of English text, about
 MAX_LENGTH = 2**32 - 1
@@ -91,17 +89,19 @@ def find_engine(fields: dict[str, Any]) -> str | None:
 def find_hyperparameters(fields: dict[str, Any]) -> dict[str, Any]:
     """Return a request's hyperparameters so that equal ones look equal.
 
-    A null is left out, for it means the default; integral numbers are integers; `stop` is a sorted
-    list without doubles; names are in order.
+    Nulls and other values that change nothing are left out; integral numbers are integers; `stop`
+    is a sorted list without doubles; names are in order.
     """
     found = {}
-    for name in sorted(fields.keys() - NO_HYPERPARAMETERS - {"engine", "model"}):
+    table = FIELDS["chat" if is_chat(fields) else "completions"]
+    for name in sorted(fields.keys() - FIELDS_OF_LINES - NO_HYPERPARAMETERS):
         value = _plain(fields[name])
         if name == "stop":
             value = _stops(value)
         elif name == "echo" and is_integral(value) and value in (0, 1):
             value = bool(value)
-        if value is not None:
+        each = table.get(name)
+        if value is not None and not (each and each.neutral and each.accepts(value)):
             found[name] = value
     return found
 

@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from fminfer.contract.fields import INT64, FieldReader
-from fminfer.contract.request import DEFAULTS, SamplingParams, read_draws
+from fminfer.contract.field_table import FIELDS
+from fminfer.contract.fields import INT64, integer
+from fminfer.contract.request import DEFAULTS, SamplingParams
 from fminfer.core.config import EngineConfig, StepSizes
 from fminfer.core.errors import CheckpointError, RequestError, UsageError
 from fminfer.engine.answer import AnswerForm
@@ -25,6 +27,9 @@ from fminfer.models.known_sizes import DEMO_NAMES
 from fminfer.text.template_file import read_template
 from fminfer.text.tokenizer import NoTokenizer, Tokenizer
 from fminfer.worker.line_run.line_intake import LineIntake
+
+# Of the fields that decide draws, those for which a model may have defaults.
+OF_MODELS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def find_limits(config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer) -> Limits:
@@ -142,10 +147,17 @@ def _find_defaults(
             f"--generation-config model, and {checkpoint.name} has no {GENERATION}; leave the flag "
             "out"
         )
-    reader = FieldReader(checkpoint.generation_fields)
+    kinds = {name: FIELDS["completions"][name].kind for name in OF_MODELS}
+    kinds["max_new_tokens"] = integer(1)
+    said = {name: checkpoint.generation_fields.get(name) for name in kinds}
     try:
-        most = reader.optional_integer("max_new_tokens", 1, INT64 - 1)
-        return read_draws(reader), most
+        found = {
+            name: kinds[name].read(name, value, INT64 - 1)
+            for name, value in said.items()
+            if value is not None
+        }
+        most = found.pop("max_new_tokens", None)
+        return replace(DEFAULTS, **found), most
     except RequestError as error:
         raise CheckpointError(
             f"{checkpoint.generation_folder / GENERATION}: {error.message}. Mend it, or leave out "

@@ -8,7 +8,7 @@ import pytest
 
 from fminfer.contract.chat import parse_chat
 from fminfer.contract.envelope import open_envelope
-from fminfer.contract.known_names import WISHES
+from fminfer.contract.field_table import FIELDS
 from fminfer.contract.line import Line
 from fminfer.contract.prompts import MAX_CHOICES
 from fminfer.contract.request import Request, SamplingParams
@@ -93,7 +93,7 @@ def test_prompts_of_a_wrong_type(prompt: object) -> None:
         ({"n": 129}, "out_of_range", "n"),
         ({"best_of": 129}, "out_of_range", "best_of"),
         ({"logprobs": 101}, "out_of_range", "logprobs"),
-        ({"logprobs": True}, "invalid_type", "logprobs"),
+        ({"logprobs": "5"}, "invalid_type", "logprobs"),
         ({"max_tokens": -1}, "out_of_range", "max_tokens"),
         ({"seed": 2**70}, "out_of_range", "seed"),
         ({"stream": True}, "unsupported_parameter", "stream"),
@@ -255,6 +255,13 @@ def test_greedy_candidates_are_computed_once() -> None:
     assert params(n=3, max_tokens=0).num_candidates == 1
 
 
+WISHES = {
+    name: each.neutral
+    for name, each in FIELDS["completions"].items()
+    if each.fate == "refused" and FIELDS["chat"].get(name) is each
+}
+
+
 @pytest.mark.parametrize("name", sorted(WISHES))
 def test_a_wish_of_other_tools_is_refused_on_both_endpoints(name: str) -> None:
     """Completions answered guided_choice, bad_words and others as if they were not there."""
@@ -265,7 +272,7 @@ def test_a_wish_of_other_tools_is_refused_on_both_endpoints(name: str) -> None:
     with pytest.raises(RequestError, match=f"^{name} is ") as caught:
         parse_chat({"messages": messages} | wish, max_logprobs=5)
     assert caught.value.message == error.message
-    for neutral in (None, *WISHES[name].values):
+    for neutral in (None, *WISHES[name]):
         found = parse_request(json.dumps({"prompt": "x", name: neutral}).encode(), max_logprobs=5)
         assert found.params == params() and not found.warnings
 

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import fields as fields_of
 from dataclasses import replace
 from itertools import product
 from math import inf, nextafter
-from pathlib import Path
 from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
 
 import fminfer
-from fminfer.contract import chat, request
+from fminfer.contract.field_table import FIELDS, Field
 from fminfer.contract.request import SamplingParams
 from fminfer.core.errors import RequestError
 from fminfer.engine.events import Finished
 from fminfer.engine.intake import Limits
 from fminfer.server import answer_schemas, schemas
-from fminfer.server.json_schema import Field
-from fminfer.server.request_fields import chat_fields, completion_fields
 from tests.streams import events_of
 
 Fields = dict[str, Any]
@@ -60,52 +56,35 @@ def refusal(engine: fminfer.Engine, sent: Fields, *, is_chat: bool = False) -> R
     return None
 
 
-def tables(limits: Limits) -> dict[str, tuple[Field, ...]]:
-    return {"text": completion_fields(limits).fields, "chat": chat_fields(limits).fields}
+def tables() -> dict[str, tuple[Field, ...]]:
+    return {"text": (*FIELDS["completions"].values(),), "chat": (*FIELDS["chat"].values(),)}
 
 
 def ranges(limits: Limits) -> Iterator[tuple[str, str, float, float, float]]:
     """Yield kind, field, lowest and highest value, and the step to a value beyond; 0: any."""
-    for kind, fields in tables(limits).items():
+    for kind, fields in tables().items():
         for each in fields:
-            for schema in (each.schema, *each.schema.get("anyOf", ())):
+            found = schemas.describe_field(each, limits)
+            for schema in (found, *found.get("anyOf", ())):
                 if "minimum" in schema:
-                    step = 1 if schema["type"] == "integer" else 0
+                    step = 1 if "integer" in schema["type"] else 0
                     yield kind, each.name, schema["minimum"], schema["maximum"], step
-
-
-def test_the_fields_are_those_that_requests_may_have(limits: Limits) -> None:
-    of_text = {each.name for each in completion_fields(limits).fields}
-    assert of_text == request._KNOWN
-    assert {each.name for each in chat_fields(limits).fields} == chat._KNOWN
-    for fields in tables(limits).values():
-        assert len({each.name for each in fields}) == len(fields)
-        assert all(each.meaning.endswith(".") for each in fields)
-
-
-def test_the_fields_are_those_of_the_contract(limits: Limits) -> None:
-    text = (Path(__file__).parents[2] / "docs" / "contract.md").read_text()
-    section = text.partition("\n## 2. ")[2].partition("\n## 3. ")[0]
-    rows = re.findall(r"^\| (`[^|]*) \|", section, re.MULTILINE)
-    told = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
-    wishes = request.NEUTRAL.keys() - {"suffix", "stream"} | {"messages"}  # in a text of their own
-    assert told == {each.name for each in completion_fields(limits).fields} - wishes
 
 
 def test_every_default_changes_nothing(engine: fminfer.Engine, limits: Limits) -> None:
     names = {each.name for each in fields_of(SamplingParams)}
-    for kind, fields in tables(limits).items():
+    for kind, fields in tables().items():
         needed: Fields = PROMPT if kind == "text" else MESSAGES
         plain = engine._intake.parse(needed)
         for each in fields:
             if each.is_required or each.name in OF_THE_SERVER:
                 continue
             assert engine._intake.parse(needed | {each.name: None}) == plain
-            extra = {"tools": []} if each.name == "parallel_tool_calls" else {}
-            if each.default is not None:
-                assert engine._intake.parse(needed | extra | {each.name: each.default}) == plain
-            if each.default is not None and each.name in names and kind == "text":
-                assert getattr(plain.params, each.name) == each.default
+            default = schemas.describe_field(each, limits).get("default")
+            if default is not None:
+                assert engine._intake.parse(needed | {each.name: default}) == plain
+            if default is not None and each.name in names and kind == "text":
+                assert getattr(plain.params, each.name) == default
 
 
 def test_every_limit_is_the_real_one(engine: fminfer.Engine, limits: Limits) -> None:
@@ -129,6 +108,8 @@ def test_every_limit_is_the_real_one(engine: fminfer.Engine, limits: Limits) -> 
         for beyond in (
             (low - step, high + step) if step else (nextafter(low, -inf), nextafter(high, inf))
         ):
+            if (name, beyond) == ("top_k", -1):
+                continue  # it means off
             error = refuse(beyond)
             assert error is not None, (kind, name, beyond)
             assert error.param in (name, "max_tokens", "prompt"), (kind, name, error)

@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
+from fminfer.contract.field_table import Field
+from fminfer.contract.fields import (
+    NULL,
+    SWITCH,
+    TEXT,
+    Schema,
+    allow_null,
+    as_it_is,
+    object_of,
+)
 from fminfer.server.answer_schemas import COUNT, error_schema, list_of
 from fminfer.server.batches.batch_request import (
     ENDPOINTS,
@@ -17,17 +27,7 @@ from fminfer.server.batches.stored_batches import TIMES, BatchStatus
 from fminfer.server.batches.stored_files import PURPOSES
 from fminfer.server.batches.upload import PURPOSE
 from fminfer.server.http_errors import JSON
-from fminfer.server.json_schema import (
-    NULL,
-    SWITCH,
-    TEXT,
-    Field,
-    FieldTable,
-    Schema,
-    allow_null,
-    object_of,
-)
-from fminfer.server.schemas import ERRORS
+from fminfer.server.schemas import ERRORS, describe_fields
 
 METADATA: Schema = {
     "type": "object",
@@ -99,20 +99,16 @@ def list_schema(items: Schema) -> Schema:
 
 def batch_request_schema() -> Schema:
     """Return the body of `POST /v1/batches`."""
-    window = TEXT | {"pattern": f"^{WINDOW_FORM}$"}
+    window = as_it_is(TEXT | {"pattern": f"^{WINDOW_FORM}$"})
+    endpoint = as_it_is({"enum": list(ENDPOINTS)})
+    until = "Lines that are not answered by then get an error: 24h, 90m, 7d; up to 366 days."
     fields = (
-        Field("input_file_id", "A file with purpose batch.", TEXT, is_required=True),
-        Field("endpoint", "The url of its lines.", {"enum": list(ENDPOINTS)}, is_required=True),
-        Field(
-            "completion_window",
-            "Time after which lines that are not answered get an error: 24h, 90m, 7d; up to 366 "
-            "days.",
-            window,
-            is_required=True,
-        ),
-        Field("metadata", "Pairs of strings, which come back.", METADATA),
+        Field("input_file_id", as_it_is(TEXT), "A file with purpose batch.", is_required=True),
+        Field("endpoint", endpoint, "The url of its lines.", is_required=True),
+        Field("completion_window", window, until, is_required=True),
+        Field("metadata", as_it_is(METADATA), "Pairs of strings, which come back."),
     )
-    return FieldTable("A file to answer.", fields, EXAMPLE).describe(is_strict=True)
+    return describe_fields("A file to answer.", fields, None, EXAMPLE, is_strict=True)
 
 
 def batch_schema() -> Schema:

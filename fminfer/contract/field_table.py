@@ -1,0 +1,362 @@
+"""The one table of a request's fields: what each may be, what becomes of it, and its help.
+
+It has the fields of OpenAI's and vLLM's completions and chat, and those of other tools for the same
+things. Parsing, the groups of `split`, the keys of draws, /openapi.json and the tables in
+docs/contract.md (`scripts/field_tables`) come from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fminfer.contract.chat_messages import MESSAGES, TOOLS
+from fminfer.contract.fields import (
+    ANYTHING,
+    INT64,
+    NULL,
+    SWITCH,
+    TEXT,
+    TEXTS,
+    Kind,
+    Schema,
+    allow_null,
+    also,
+    as_it_is,
+    biases,
+    integer,
+    is_integral,
+    is_same,
+    list_of_ids,
+    number,
+    object_of,
+    of_type,
+    one_of,
+    show,
+    strings,
+    token_ids,
+)
+from fminfer.core.errors import RequestError
+
+Endpoint = Literal["completions", "chat"]
+# What a field's largest number is one of: the context's tokens, the model's ids, --max-logprobs.
+Limit = Literal["", "context", "vocab", "logprobs"]
+# Acted on; by a server alone, as an answer in a file has one form; refused but for its neutral
+# values; or recorded, as it changes no answer.
+Fate = Literal["acted on", "served", "refused", "recorded"]
+MAX_CANDIDATES = 128  # n and best_of
+MAX_BIAS = 100  # of logit_bias, on either side of 0
+MAX_REPETITION = 1000  # beyond it, or one over it, float32 logits lose their order
+MAX_NAME_CHARS = 256  # of a model's name: each chunk of a stream repeats it
+NO_CONSTRAINT = "Constrained decoding is not there yet: ask in the prompt for the form you want"
+
+
+@dataclass(slots=True, frozen=True)
+class Field:
+    """One field of requests.
+
+    Args:
+        help: what it does; of a field that is refused, what to do instead ("": nothing does it).
+        default: what its absence means; None: `SamplingParams` or `help` says it.
+        neutral: the values of a refused field that are accepted beside null.
+        ours: our name of the same thing, of a refused field.
+    """
+
+    name: str
+    kind: Kind
+    help: str
+    limit: Limit = ""
+    fate: Fate = "acted on"
+    default: object = None
+    neutral: tuple[object, ...] = ()
+    ours: str = ""
+    is_required: bool = False
+
+    def accepts(self, value: object) -> bool:
+        """Tell whether a value of a refused field changes no answer."""
+        return value is None or any(is_same(value, each) for each in self.neutral)
+
+    def schema(self, most: int = INT64 - 1) -> Schema:
+        """Return the JSON Schema of its values.
+
+        Args:
+            most: the largest number that its `limit` allows.
+        """
+        if self.fate == "refused":
+            return allow_null({"enum": list(self.neutral)}) if self.neutral else NULL
+        found = self.kind.schema(most)
+        return found if self.is_required else allow_null(found)
+
+
+def _read_chat_logprobs(name: str, value: Any, most: int) -> bool:
+    if is_integral(value):
+        raise RequestError(
+            "invalid_type",
+            f"{name} is {show(value)}; in chat it is true, false or null. Write "
+            f'"logprobs": true, "top_logprobs": {show(value)}',
+            name,
+        )
+    return bool(_SWITCH.read(name, value, most))
+
+
+def _read_tool_choice(name: str, value: Any, most: int) -> str:
+    if value == "required" or isinstance(value, dict):
+        raise RequestError(
+            "unsupported_parameter",
+            f"{name} is {show(value)}, which forces a call. {NO_CONSTRAINT}, and set {name} to "
+            '"auto" or "none"',
+            name,
+        )
+    return str(_CHOICE.read(name, value, most))
+
+
+def _fields(kind: Kind, limit: Limit = "", default: object = None, **helps: str) -> Iterator[Field]:
+    """Yield fields of one kind that are acted on, by name with their help."""
+    for name, text in helps.items():
+        yield Field(name, kind, text, limit, default=default)
+
+
+def _refused(remedy: str, neutral: list[object], *names: str, ours: str = "") -> Iterator[Field]:
+    """Yield fields that nobody acts on, and the values of each that change nothing."""
+    for name in names:
+        yield Field(name, _ANY, remedy, fate="refused", neutral=tuple(neutral), ours=ours)
+
+
+def _recorded(*names: str) -> Iterator[Field]:
+    """Yield fields that are for the service that stores, routes or bills a request."""
+    for name in names:
+        yield Field(name, _ANY, "Changes no answer.", fate="recorded")
+
+
+_ANY = as_it_is(ANYTHING)
+_SWITCH = of_type(bool, "true, false or null", SWITCH, "true, false")
+_OBJECT = of_type(dict, "an object or null", {"type": "object"}, "an object")
+_TEXT = of_type(str, "a string or null", TEXT, "a string")
+_USAGE = of_type(dict, "an object or null", object_of({"include_usage": allow_null(SWITCH)}))
+_COUNT = integer(0)
+_CHOICE = one_of("auto", "none")
+_MODEL: Schema = {"anyOf": [{"type": "string", "maxLength": MAX_NAME_CHARS}, {"not": TEXT}]}
+
+
+def _prompts(most: int) -> Schema:
+    ids = list_of_ids(most, 1)
+    return {"anyOf": [TEXT, TEXTS, ids, {"type": "array", "items": ids, "minItems": 1}]}
+
+
+# What is asked; `split` puts requests that differ in nothing else into one part.
+_PROMPT = Field(
+    "prompt",
+    Kind(_ANY.read, _prompts, "string, list of strings, token ids, list of lists of ids"),
+    'Ids are used as they are, no BOS added; `""` starts from BOS (EOS if there is none).',
+    "vocab",
+    is_required=True,
+)
+_MESSAGES = Field(
+    "messages",
+    as_it_is(MESSAGES, "at least one"),
+    "The conversation so far. The model's chat template makes a prompt of it.",
+    is_required=True,
+)
+_TOOLS = Field("tools", as_it_is(TOOLS, "functions"), "What the model may call, for the template.")
+# What decides which token a draw takes, beside the logits and the seed.
+_DRAWS = (
+    *_fields(number(0, 2), temperature="0 = argmax, ties to the lowest id."),
+    *_fields(
+        number(0, 1),
+        top_p="Smallest set of that mass, at least one token; 0 = greedy.",
+        min_p="Drop what is less likely than min_p × the likeliest, after temperature and top_k.",
+    ),
+    *_fields(also(_COUNT, "≥ 0; -1", (-1, 0)), top_k="Only the k likeliest; 0 or -1 = off."),
+    *_fields(
+        number(-2, 2),
+        frequency_penalty="logit − penalty · how often the token was drawn.",
+        presence_penalty="logit − penalty, of tokens that were drawn.",
+    ),
+    *_fields(
+        number(1 / MAX_REPETITION, MAX_REPETITION),
+        repetition_penalty="Logits of prompt and drawn tokens: above 0 divided by it, others "
+        "multiplied.",
+    ),
+    *_fields(biases(MAX_BIAS), logit_bias="Added to the logit; affects greedy, too."),
+)
+_RECORDED = (
+    Field("model", as_it_is(_MODEL), "`--check-model` compares it.", fate="recorded"),
+    Field("engine", _ANY, "An older name of model, compared as well.", fate="recorded"),
+    *_recorded("request_type", "user", "store", "metadata", "service_tier", "prediction"),
+    *_recorded("safety_identifier", "prompt_cache_key", "prompt_cache_retention", "request_id"),
+    *_recorded("prompt_cache_options", "session_id", "priority", "cache_salt", "cache_prompt"),
+    *_recorded("guided_decoding_backend", "stream_interval", "return_mm_kwargs"),
+)
+_OF_BOTH = (
+    *_DRAWS,
+    *_RECORDED,
+    *_fields(integer(1, MAX_CANDIDATES), n="Choices for each prompt."),
+    *_fields(strings(one=True), stop="Cut at the earliest match. An empty string by itself: none."),
+    *_fields(
+        token_ids(),
+        "vocab",
+        stop_token_ids="Each ends a choice, as EOS does; ignore_eos does not ignore them.",
+    ),
+    *_fields(
+        _COUNT,
+        "context",
+        min_tokens="At most max_tokens. EOS (also under ignore_eos) and stop tokens cannot be "
+        "drawn before it; a stop string that is complete by then never stops.",
+    ),
+    *_fields(
+        integer(-INT64), seed="The same seed draws the same text. Default: the run's `--seed`."
+    ),
+    *_fields(
+        _SWITCH,
+        ignore_eos="Go on to max_tokens.",
+        include_stop_str_in_output="The stop string or stop token stays in text and arrays.",
+        skip_special_tokens="false: special tokens show in the text.",
+        return_token_ids="Each choice gets `prompt_token_ids` and `token_ids` (all drawn ones).",
+    ),
+    Field(
+        "stream",
+        _SWITCH,
+        "Send the tokens as they come, as server-sent events. In a file only false passes.",
+        fate="served",
+        default=False,
+        neutral=(False,),
+    ),
+    Field(
+        "stream_options",
+        _USAGE,
+        "`include_usage`: the last event tells the usage. In a file only {} passes.",
+        fate="served",
+        neutral=({},),
+    ),
+    *_refused(NO_CONSTRAINT, [{"type": "text"}], "response_format"),
+    *_refused(NO_CONSTRAINT, [""], "guided_json", "guided_regex", "guided_choice", "grammar"),
+    *_refused(NO_CONSTRAINT, [""], "guided_grammar", "guided_whitespace_pattern", "json_schema"),
+    *_refused(NO_CONSTRAINT, [""], "structured_outputs", "structural_tag"),
+    *_refused("logit_bias raises or lowers single tokens", [], "allowed_token_ids"),
+    *_refused("logit_bias bans single tokens", [[]], "bad_words"),
+    *_refused("--on-too-long cuts prompts", [], "truncate_prompt_tokens", "truncation_side"),
+    *_refused('In completions, "echo": true with logprobs gives them', [], "prompt_logprobs"),
+    *_refused("logprobs tells the likeliest tokens", [], "logprob_token_ids"),
+    *_refused("return_token_ids adds the ids", [False], "return_tokens_as_token_ids"),
+    *_refused("logprobs has text_offset in completions", [False], "return_token_offsets"),
+    *_refused("Give the prompt as text or as token ids", [], "prompt_embeds"),
+    *_refused("logit_bias changes logits", [[]], "logits_processors"),
+    *_refused("repetition_penalty makes repetitions rare", [], "repetition_detection"),
+    *_refused("max_tokens limits the whole answer", [-1], "thinking_token_budget"),
+    *_refused("Give it in the chat_template_kwargs of a chat", [], "enable_thinking"),
+    *_refused("best_of returns the likeliest of several", [False], "use_beam_search"),
+    *_refused("best_of returns the likeliest of several", [1], "num_beams"),
+    *_refused('For the likeliest tokens, give "temperature": 0', [True], "do_sample"),
+    *_refused("", [""], "suffix"),
+    *_refused("", [True], "spaces_between_special_tokens"),
+    *_refused("", [False], "watermarking", "early_stopping"),
+    *_refused("", [{}], "kv_transfer_params", "ec_transfer_params", "vllm_xargs"),
+    *_refused("", [1], "length_penalty", "typical_p", "tfs_z"),
+    *_refused("", [0], "routed_experts_prompt_start", "no_repeat_ngram_size", "penalty_alpha"),
+    *_refused("", [0], "top_a", "mirostat", "xtc_probability", "dry_multiplier"),
+    *_refused("", [], "max_new_tokens", "n_predict", ours="max_tokens"),
+    *_refused("", [0], "min_new_tokens", ours="min_tokens"),
+    *_refused("", [1], "num_return_sequences", ours="n"),
+    *_refused("", [[]], "stop_sequences", ours="stop"),
+    *_refused("", [1], "repeat_penalty", ours="repetition_penalty"),
+)
+_IN_CHAT = "It belongs to chat: give messages in place of prompt"
+_OF_COMPLETIONS = (
+    _PROMPT,
+    *_fields(
+        _COUNT,
+        "context",
+        max_tokens="Tokens to draw at most. Prompt and max_tokens must fit the model's context.",
+    ),
+    *_fields(
+        integer(0, MAX_CANDIDATES),
+        best_of="Draw so many, return the n of highest mean logprob. Default: n; below n it counts "
+        "as n, with a warning.",
+    ),
+    *_fields(
+        also(_COUNT, "≥ 0; true, false", (False, None), (True, 1)),
+        "logprobs",
+        logprobs="Each token's logprob, and so many alternatives; true = 1, null or false: none.",
+    ),
+    *_fields(
+        also(_SWITCH, "true, false; 0, 1", (0, False), (1, True)),
+        echo="The prompt first, in text and in logprobs.",
+    ),
+    *_fields(_SWITCH, add_special_tokens="false: no BOS before a string prompt."),
+    *_refused(_IN_CHAT, [], "messages", "reasoning_effort"),
+    *_refused(_IN_CHAT, [[]], "tools", "functions"),
+    *_refused(_IN_CHAT, ["none", "auto"], "tool_choice"),
+    *_refused(_IN_CHAT, [{}], "chat_template_kwargs"),
+    *_refused("Give that number as logprobs", [0], "top_logprobs"),
+    *_refused("", [], "max_completion_tokens", ours="max_tokens"),
+)
+_OF_CHAT = (
+    _MESSAGES,
+    _TOOLS,
+    *_fields(
+        _COUNT,
+        "context",
+        max_tokens="Tokens to draw at most. Default: the rest of the context. It is lowered if the "
+        "KV cache or the limit of logprobs allows less, with a warning.",
+        max_completion_tokens="The newer name of max_tokens; two different values are refused.",
+    ),
+    *_fields(
+        Kind(_read_chat_logprobs, _SWITCH.schema, _SWITCH.told),
+        default=False,
+        logprobs="Tell the logprob of each token.",
+    ),
+    *_fields(
+        _COUNT,
+        "logprobs",
+        0,
+        top_logprobs="Alternatives of each token that are told; refused without `logprobs: true`.",
+    ),
+    *_fields(
+        Kind(_read_tool_choice, _CHOICE.schema, _CHOICE.told),
+        tool_choice='"none" keeps the tools from the template. Default: "auto".',
+    ),
+    *_fields(
+        _SWITCH,
+        default=True,
+        parallel_tool_calls="false is refused together with tools: nothing keeps a model from "
+        "several calls.",
+        add_generation_prompt="Begin the assistant's message; false with continue_final_message.",
+    ),
+    *_fields(_SWITCH, default=False, continue_final_message="Go on with the last message."),
+    *_fields(
+        _OBJECT,
+        chat_template_kwargs="Further variables of the template, none of its own as `messages`.",
+    ),
+    *_fields(_TEXT, reasoning_effort="A variable of the template."),
+    *_refused("The prompt of a chat request is its messages", [], "prompt"),
+    *_refused("An answer in chat is a message; /v1/completions has echo", [False, 0], "echo"),
+    *_refused("/v1/completions has best_of", [1], "best_of"),
+    *_refused("Give tools and tool_choice", [[]], "functions"),
+    *_refused("Give tools and tool_choice", ["none"], "function_call"),
+    *_refused("Answers are text", [["text"]], "modalities"),
+    *_refused("Answers are text", [], "audio"),
+    *_refused("Answers are text", [{}], "media_io_kwargs", "mm_processor_kwargs"),
+    *_refused("Ask for it in a message", ["medium"], "verbosity"),
+    *_refused("", [], "moderation", "web_search_options"),
+    *_refused("A model's reasoning is a part of its text", [True], "include_reasoning"),
+    *_refused("A server's POST /tokenize tells a chat's tokens", [False], "return_prompt_text"),
+    *_refused("A run takes one by --chat-template FILE", [], "chat_template"),
+    *_refused('Give {"documents": …} as chat_template_kwargs', [], "documents"),
+    *_refused("The template writes them", [False], "add_special_tokens"),
+)
+
+
+def _by_name(*rows: Field) -> dict[str, Field]:
+    found = {each.name: each for each in rows}
+    assert len(found) == len(rows), "each name has one meaning"
+    return found
+
+
+FIELDS: dict[Endpoint, dict[str, Field]] = {
+    "completions": _by_name(*_OF_COMPLETIONS, *_OF_BOTH),
+    "chat": _by_name(*_OF_CHAT, *_OF_BOTH),
+}
+DRAW_FIELDS = tuple(each.name for each in _DRAWS)
+# What may differ between requests of one part of `split`: it changes no draw.
+FIELDS_OF_LINES = frozenset(each.name for each in (_PROMPT, _MESSAGES, _TOOLS, *_RECORDED))

@@ -1,0 +1,97 @@
+"""Reads a request's fields by the table: no wish is ignored in silence, and none is unknown to it.
+
+null always means the default.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
+from functools import lru_cache
+from typing import Any
+
+from fminfer.contract.field_table import FIELDS, Endpoint, Field
+from fminfer.contract.fields import INT64, show
+from fminfer.contract.row_warnings import MAX_NAMES, RowWarning, cut_name
+from fminfer.core.errors import RequestError
+
+MAX_GUESSED = 5  # of a line's unknown names: each guess takes a millisecond
+
+
+def read_fields(
+    fields: Mapping[str, Any], endpoint: Endpoint, *, max_logprobs: int, is_strict: bool
+) -> tuple[dict[str, Any], list[RowWarning]]:
+    """Return the values of the fields that are acted on, and what is strange about the names.
+
+    Args:
+        max_logprobs: the largest number of alternatives that is allowed.
+        is_strict: a name that is unknown is an error.
+
+    Raises:
+        RequestError: what is wrong with one.
+    """
+    table = FIELDS[endpoint]
+    found: dict[str, Any] = {}
+    for name, value in fields.items():
+        each = table.get(name)
+        if each is None or value is None:
+            continue
+        if each.fate == "acted on":
+            most = max_logprobs if each.limit == "logprobs" else INT64 - 1
+            found[name] = each.kind.read(name, value, most)
+        elif each.fate != "recorded" and not each.accepts(value):
+            _refuse(each, value, is_greedy=fields.get("temperature") == 0)
+    return found, _warn_of_unknown(fields, table, is_strict=is_strict)
+
+
+def unknown_names(fields: Mapping[str, Any], known: Collection[str]) -> list[str]:
+    """Return the names that are not known, in order; a null wishes nothing."""
+    return sorted(name for name in fields.keys() - known if fields[name] is not None)
+
+
+@lru_cache(1024)  # for files with a key of their own on each line
+def guess(name: str, known: frozenset[str]) -> str:
+    """Ask whether the nearest known parameter was meant."""
+    nearest = get_close_matches(name, known, 1, 0.8)
+    return f" (did you mean {nearest[0]}?)" if nearest else ""
+
+
+def _warn_of_unknown(
+    fields: Mapping[str, Any], table: Mapping[str, Field], *, is_strict: bool
+) -> list[RowWarning]:
+    if fields.keys() <= table.keys() or not (unknown := unknown_names(fields, table)):
+        return []
+    known = frozenset(table)
+    names = list(map(cut_name, unknown[: MAX_NAMES + 1]))
+    if is_strict:
+        raise RequestError(
+            "unsupported_parameter",
+            f"{names[0]} is {show(fields[unknown[0]])}, and no parameter has that name"
+            f"{guess(names[0], known)}; remove it, or run without --strict to keep it and not act "
+            "on it",
+            names[0],
+        )
+    names[:MAX_GUESSED] = [name + guess(name, known) for name in names[:MAX_GUESSED]]
+    return [RowWarning("unknown parameters are kept and not acted on", tuple(names))]
+
+
+def _refuse(each: Field, value: object, *, is_greedy: bool) -> None:
+    """Refuse what this version cannot do; without sampling, `do_sample` may be false.
+
+    Raises:
+        RequestError: names the field, and what to do.
+    """
+    if each.name == "do_sample" and value is False and is_greedy:
+        return
+    text = f"{each.name} is {show(value)}, and this version cannot do that"
+    allowed = " or ".join(["null", *map(json.dumps, each.neutral)])
+    remedy = f"; remove {each.name} or set it to {allowed}"
+    if each.fate == "served":
+        text = f"{each.name} is {show(value)}, and a file's answers are not streamed"
+    elif each.help:
+        remedy += f". {each.help}"
+    if each.ours:
+        text = f"{each.name} is {show(value)}; the name of that is {each.ours} here. Rename it"
+        remedy = ""
+    raise RequestError("unsupported_parameter", text + remedy, each.name)

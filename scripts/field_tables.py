@@ -1,0 +1,97 @@
+#!/usr/bin/env python
+"""Writes the tables of request fields in docs/contract.md from fminfer/contract/field_table.py.
+
+scripts/field_tables.py            # after a change of the table
+scripts/field_tables.py --check    # ends with 1 if the docs say something else
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import groupby
+from pathlib import Path
+from typing import get_args
+
+from fminfer.contract.field_table import FIELDS, Endpoint, Field
+from fminfer.contract.request import DEFAULTS
+
+CONTRACT = Path(__file__).parents[1] / "docs" / "contract.md"
+
+
+def own_fields(endpoint: Endpoint) -> list[Field]:
+    """Return the fields of completions and of both, or those that are chat's alone."""
+    (other,) = set(get_args(Endpoint)) - {endpoint}
+    rows = FIELDS[endpoint].items()
+    is_all = endpoint == "completions"
+    return [each for name, each in rows if is_all or FIELDS[other].get(name) is not each]
+
+
+def default_of(each: Field) -> str:
+    """Return what a field's absence means, as Markdown."""
+    if each.is_required:
+        return "required"
+    value = each.default
+    if value is None and "Default:" not in each.help:
+        value = getattr(DEFAULTS, each.name, None)
+    if isinstance(value, float):
+        return f"{value:g}"
+    return "" if value in (None, ()) else json.dumps(value)
+
+
+def values_of(each: Field) -> str:
+    """Return the values of a field, as Markdown."""
+    told = each.kind.told
+    return told.replace("≥ 0", "0 … `--max-logprobs`") if each.limit == "logprobs" else told
+
+
+def acted_on(endpoint: Endpoint) -> str:
+    """Return the table of fields that are acted on."""
+    lines = ["| name | default | values | meaning |", "|---|---|---|---|"]
+    for each in own_fields(endpoint):
+        if each.fate in ("acted on", "served"):
+            cells = (f"`{each.name}`", default_of(each), values_of(each), each.help)
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def refused(endpoint: Endpoint) -> str:
+    """Return the table of fields that are accepted at values that change nothing."""
+    lines = ["| name | passes, beside null | instead |", "|---|---|---|"]
+    rows = [each for each in own_fields(endpoint) if each.fate == "refused"]
+    for (neutral, ours, remedy), group in groupby(rows, lambda e: (e.neutral, e.ours, e.help)):
+        names = ", ".join(f"`{each.name}`" for each in group)
+        passes = ", ".join(f"`{json.dumps(value)}`" for value in neutral)
+        lines.append(f"| {names} | {passes} | {f'`{ours}`' if ours else remedy} |")
+    return "\n".join(lines)
+
+
+def recorded() -> str:
+    """Return the names of fields that change no answer."""
+    names = [each.name for each in FIELDS["chat"].values() if each.fate == "recorded"]
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def fill(text: str) -> str:
+    """Return a page with what stands between its marks replaced by the tables."""
+    parts = {
+        "completions": acted_on("completions"),
+        "refused": refused("completions"),
+        "recorded": recorded(),
+        "chat": acted_on("chat"),
+        "refused in chat": refused("chat"),
+    }
+    for name, table in parts.items():
+        start, end = f"<!-- fields: {name} -->\n", "<!-- end -->"
+        before, found, rest = text.partition(start)
+        assert found, f"the page has the mark {start.strip()}"
+        text = before + start + f"{table}\n" + end + rest.partition(end)[2]
+    return text
+
+
+if __name__ == "__main__":
+    text = CONTRACT.read_text()
+    if "--check" not in sys.argv:
+        CONTRACT.write_text(fill(text))
+    elif text != fill(text):
+        sys.exit(f"{CONTRACT} differs from the table of fields; run {__file__}")
