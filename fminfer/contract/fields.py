@@ -210,6 +210,16 @@ def object_of(properties: dict[str, Schema], *required: str) -> Schema:
     return {"type": "object", "properties": properties, "required": list(required)}
 
 
+def whole(**properties: Schema) -> Schema:
+    """Return the schema of an object that has all of these properties."""
+    return object_of(properties, *properties)
+
+
+def list_of(items: Schema) -> Schema:
+    """Return the schema of a list."""
+    return {"type": "array", "items": items}
+
+
 def allow_null(schema: Schema) -> Schema:
     """Return a schema that null passes, too."""
     if schema in (ANYTHING, NULL):

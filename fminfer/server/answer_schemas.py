@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from typing import get_args
 
-from fminfer.contract.fields import NULL, TEXT, TEXTS, Schema, allow_null, object_of
+from fminfer.contract.fields import (
+    NULL,
+    SWITCH,
+    TEXT,
+    TEXTS,
+    Schema,
+    allow_null,
+    list_of,
+    object_of,
+    whole,
+)
 from fminfer.engine.sequence import FinishReason
 
 COUNT: Schema = {"type": "integer", "minimum": 0}
 NUMBER: Schema = {"type": "number"}
-IDS: Schema = {"type": "array", "items": COUNT}
+IDS = list_of(COUNT)
 REASON: Schema = {"enum": list(get_args(FinishReason))}
+ASSISTANT: Schema = {"const": "assistant"}
 STOP_REASON: Schema = {
     "type": ["string", "integer", "null"],
     "description": "The stop string, or the id of the stop token.",
@@ -23,18 +34,16 @@ AT_TIMES: dict[str, Schema] = {
 }
 
 
-def list_of(items: Schema) -> Schema:
-    """Return the schema of a list."""
-    return {"type": "array", "items": items}
+def extend(schema: Schema, properties: dict[str, Schema]) -> Schema:
+    """Return the schema of an object that may have further properties."""
+    return schema | {"properties": schema["properties"] | properties}
 
 
 def usage_schema() -> Schema:
     """Return what an answer has cost."""
     details = object_of({"cached_tokens": COUNT, "truncated_tokens": COUNT})
-    counts = ("prompt_tokens", "completion_tokens", "total_tokens")
-    return object_of(
-        {name: COUNT for name in counts} | {"prompt_tokens_details": allow_null(details)}, *counts
-    )
+    counts = whole(prompt_tokens=COUNT, completion_tokens=COUNT, total_tokens=COUNT)
+    return extend(counts, {"prompt_tokens_details": allow_null(details)})
 
 
 def completion_schema() -> Schema:
@@ -49,65 +58,37 @@ def completion_chunk_schema() -> Schema:
 
 def chat_completion_schema() -> Schema:
     """Return the answer of `/v1/chat/completions`."""
-    message = object_of(
-        {
-            "role": {"const": "assistant"},
-            "content": allow_null(TEXT),
-            "refusal": NULL,
-            "tool_calls": list_of(_call()),
-        },
-        *("role", "content"),
-    )
+    message = whole(role=ASSISTANT, content=allow_null(TEXT))
+    message = extend(message, {"refusal": NULL, "tool_calls": list_of(_call())})
     return _answer("chat.completion", _chat_choice("message", message, REASON), is_whole=True)
 
 
 def chat_completion_chunk_schema() -> Schema:
     """Return one event of a stream of `/v1/chat/completions`."""
-    call = _call()
-    call["properties"]["index"] = COUNT
-    delta = object_of(
-        {"role": {"const": "assistant"}, "content": allow_null(TEXT), "tool_calls": list_of(call)}
-    )
+    calls = list_of(extend(_call(), {"index": COUNT}))
+    delta = object_of({"role": ASSISTANT, "content": allow_null(TEXT), "tool_calls": calls})
     choice = _chat_choice("delta", delta, allow_null(REASON))
     return _answer("chat.completion.chunk", choice, is_whole=False)
 
 
 def error_schema() -> Schema:
     """Return what is sent instead of an answer."""
-    error = object_of(
-        {
-            "message": TEXT | {"description": "What was found, what is allowed, what to do."},
-            "type": TEXT,
-            "param": allow_null(TEXT) | {"description": "The field that is wrong."},
-            "code": allow_null(TEXT),
-        },
-        *("message", "type", "param", "code"),
-    )
-    return object_of({"error": error}, "error")
+    message = TEXT | {"description": "What was found, what is allowed, what to do."}
+    param = allow_null(TEXT) | {"description": "The field that is wrong."}
+    return whole(error=whole(message=message, type=TEXT, param=param, code=allow_null(TEXT)))
 
 
 def model_schema() -> Schema:
     """Return one entry of `/v1/models`."""
-    return object_of(
-        {
-            "id": TEXT,
-            "object": {"const": "model"},
-            "created": COUNT,
-            "owned_by": TEXT,
-            "root": TEXT,
-            "parent": NULL,
-            "max_model_len": COUNT | {"description": "Most tokens of prompt and answer."},
-            "has_chat_template": {"type": "boolean"},
-        },
-        *("id", "object", "created", "owned_by", "max_model_len"),
-    )
+    most = COUNT | {"description": "Most tokens of prompt and answer."}
+    kind: Schema = {"const": "model"}
+    found = whole(id=TEXT, object=kind, created=COUNT, owned_by=TEXT, max_model_len=most)
+    return extend(found, {"root": TEXT, "parent": NULL, "has_chat_template": SWITCH})
 
 
 def model_list_schema() -> Schema:
     """Return the answer of `/v1/models`."""
-    return object_of(
-        {"object": {"const": "list"}, "data": list_of(model_schema())}, "object", "data"
-    )
+    return whole(object={"const": "list"}, data=list_of(model_schema()))
 
 
 def stats_schema() -> Schema:
@@ -116,30 +97,23 @@ def stats_schema() -> Schema:
     counts = ("num_running", "num_waiting", "result_cache_queries", "result_cache_hits")
     figures: Schema = dict.fromkeys(counts, COUNT)
     figures |= {name: {"type": "number", "minimum": 0} for name in rates}
-    return object_of({"model": TEXT, **figures}, "model", *figures)
+    return whole(model=TEXT, **figures)
 
 
 def tokenize_schema() -> Schema:
     """Return the answer of `/tokenize`."""
-    return object_of(
-        {
-            "count": COUNT,
-            "max_model_len": COUNT,
-            "tokens": IDS,
-            "token_strs": allow_null(list_of(TEXT)),
-        },
-        *("count", "max_model_len", "tokens"),
-    )
+    found = whole(count=COUNT, max_model_len=COUNT, tokens=IDS)
+    return extend(found, {"token_strs": allow_null(list_of(TEXT))})
 
 
 def detokenize_schema() -> Schema:
     """Return the answer of `/detokenize`."""
-    return object_of({"prompt": TEXT}, "prompt")
+    return whole(prompt=TEXT)
 
 
 def generation_schema() -> Schema:
     """Return the answer of `/generation`: prompt and completion."""
-    return object_of({"text": TEXT}, "text")
+    return whole(text=TEXT)
 
 
 def texts_schema() -> Schema:
@@ -148,65 +122,39 @@ def texts_schema() -> Schema:
 
 
 def _answer(kind: str, choice: Schema, *, is_whole: bool) -> Schema:
-    usage = usage_schema() if is_whole else allow_null(usage_schema())
-    named = ("id", "object", "created", "model", "choices")
-    return object_of(
-        {
-            "id": TEXT,
-            "object": {"const": kind},
-            "created": COUNT,
-            "model": TEXT,
-            "choices": list_of(choice),
-            "usage": usage,
-        },
-        *named,
-        *(("usage",) if is_whole else ()),
-    )
+    of_kind: Schema = {"const": kind}
+    head = {"id": TEXT, "object": of_kind, "created": COUNT, "model": TEXT}
+    if is_whole:
+        return whole(**head, choices=list_of(choice), usage=usage_schema())
+    return extend(whole(**head, choices=list_of(choice)), {"usage": allow_null(usage_schema())})
 
 
 def _text_choice(*, is_whole: bool) -> Schema:
-    logprobs = object_of(
-        {
-            "tokens": list_of(TEXT),
-            "token_logprobs": list_of(allow_null(NUMBER)),
-            "top_logprobs": allow_null(
-                list_of(allow_null({"type": "object", "additionalProperties": NUMBER}))
-            ),
-            "text_offset": IDS,
-        },
-        *("tokens", "token_logprobs", "top_logprobs", "text_offset"),
+    best: Schema = {"type": "object", "additionalProperties": NUMBER}
+    logprobs = whole(
+        tokens=list_of(TEXT),
+        token_logprobs=list_of(allow_null(NUMBER)),
+        top_logprobs=allow_null(list_of(allow_null(best))),
+        text_offset=IDS,
     )
     reason: Schema = {"enum": [each for each in REASON["enum"] if each != "tool_calls"]}
-    return object_of(
-        {
-            "text": TEXT,
-            "index": COUNT,
-            "logprobs": allow_null(logprobs),
-            "finish_reason": reason if is_whole else allow_null(reason),
-        }
-        | AT_TIMES,
-        *("text", "index", "logprobs", "finish_reason"),
+    found = whole(
+        text=TEXT,
+        index=COUNT,
+        logprobs=allow_null(logprobs),
+        finish_reason=reason if is_whole else allow_null(reason),
     )
+    return extend(found, AT_TIMES)
 
 
 def _chat_choice(name: str, said: Schema, reason: Schema) -> Schema:
-    token = object_of(
-        {"token": TEXT, "logprob": NUMBER, "bytes": allow_null(IDS)}, "token", "logprob", "bytes"
-    )
-    entry = object_of(
-        token["properties"] | {"top_logprobs": list_of(token)},
-        *(*token["required"], "top_logprobs"),
-    )
-    logprobs = object_of({"content": list_of(entry), "refusal": NULL}, "content")
-    return object_of(
-        {name: said, "index": COUNT, "logprobs": allow_null(logprobs), "finish_reason": reason}
-        | AT_TIMES,
-        *(name, "index", "finish_reason"),
-    )
+    token = {"token": TEXT, "logprob": NUMBER, "bytes": allow_null(IDS)}
+    content = list_of(whole(**token, top_logprobs=list_of(whole(**token))))
+    logprobs = extend(whole(content=content), {"refusal": NULL})
+    found = whole(**{name: said}, index=COUNT, finish_reason=reason)
+    return extend(found, AT_TIMES | {"logprobs": allow_null(logprobs)})
 
 
 def _call() -> Schema:
-    function = object_of({"name": TEXT, "arguments": TEXT}, "name", "arguments")
-    return object_of(
-        {"id": TEXT, "type": {"const": "function"}, "function": function}, "id", "type", "function"
-    )
+    kind: Schema = {"const": "function"}
+    return whole(id=TEXT, type=kind, function=whole(name=TEXT, arguments=TEXT))

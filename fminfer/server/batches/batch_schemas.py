@@ -12,9 +12,10 @@ from fminfer.contract.fields import (
     Schema,
     allow_null,
     as_it_is,
+    list_of,
     object_of,
 )
-from fminfer.server.answer_schemas import COUNT, error_schema, list_of
+from fminfer.server.answer_schemas import COUNT, error_schema
 from fminfer.server.batches.batch_request import (
     ENDPOINTS,
     EXAMPLE,
