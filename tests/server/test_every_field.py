@@ -1,0 +1,91 @@
+"""Fields that nobody acts on: over all routes, in batches and files, no wish is ignored."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import fminfer
+from fminfer.contract.field_table import FIELDS, Endpoint, Field
+from tests.server.batch_calls import CHAT, COMPLETIONS, batch_line, content, create, wait_for_end
+from tests.server.running import Running, running
+
+QUESTION = "How do you go from the porch to the den?"
+BODIES: dict[Endpoint, dict[str, Any]] = {
+    "completions": {"prompt": QUESTION, "max_tokens": 2, "temperature": 0},
+    "chat": {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 2, "seed": 5},
+}
+WISH = {"a": ["wish"]}
+URLS: dict[Endpoint, str] = {"completions": COMPLETIONS, "chat": CHAT}
+
+
+def refused(endpoint: Endpoint) -> list[Field]:
+    """Return the refused fields, but for the question of the other endpoint."""
+    found = [each for each in FIELDS[endpoint].values() if each.fate == "refused"]
+    assert len(found) > 50, "the test looks at nothing"
+    return [each for each in found if each.name not in ("prompt", "messages")]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    engine = fminfer.Engine(dtype="float32", max_rows=64)
+    with running(engine, state=tmp_path_factory.mktemp("state") / "kept") as server:
+        yield server
+    engine.close()
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/generation", "/tokenize"])
+def test_a_wish_is_refused_on_every_route(server: Running, path: str) -> None:
+    """Some were answered as if they were not there, on one route or on all."""
+    endpoint: Endpoint = "chat" if path == CHAT else "completions"
+    own = "max_new_tokens" if path == "/generation" else ""
+    for each in refused(endpoint):
+        if each.name == own:
+            continue
+        for more in ({}, {"stream": True}) if path == URLS[endpoint] else ({},):
+            answer = server.post(path, BODIES[endpoint] | more | {each.name: WISH})
+            assert answer.status == 400, (each.name, answer.body)
+            assert answer.error["code"] == "unsupported_parameter"
+            assert answer.error["param"] == each.name
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_neutral_values_and_recorded_fields_change_nothing(
+    server: Running, endpoint: Endpoint
+) -> None:
+    plain = server.post(URLS[endpoint], BODIES[endpoint]).json["choices"]
+    names = server.get("/v1/models").json["data"]
+    for each in FIELDS[endpoint].values():
+        values = [None, *each.neutral]
+        if each.fate == "recorded":
+            values.append(names[0]["id"] if each.name in ("model", "engine") else WISH)
+        for value in values if each.fate != "acted on" else ():
+            answer = server.post(URLS[endpoint], BODIES[endpoint] | {each.name: value})
+            assert answer.status == 200, (each.name, value, answer.body)
+            assert answer.json["choices"] == plain, (each.name, value)
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_a_wish_is_refused_in_batches_and_files(server: Running, endpoint: Endpoint) -> None:
+    names = [each.name for each in refused(endpoint)]
+    lines = [
+        json.dumps(
+            {"custom_id": name, "method": "POST", "url": URLS[endpoint]}
+            | {"body": BODIES[endpoint] | {name: WISH}}
+        ).encode()
+        for name in names
+    ]
+    lines.append(batch_line("good", URLS[endpoint], **BODIES[endpoint]))
+    batch = wait_for_end(server, create(server, lines, endpoint=URLS[endpoint]))
+    output = content(server, batch["output_file_id"])
+    errors = content(server, batch["error_file_id"])
+    assert batch["request_counts"] == {"total": len(lines), "completed": 1, "failed": len(names)}
+    assert [row["custom_id"] for row in output] == ["good"]
+    found = {row["custom_id"]: row["response"]["body"]["error"]["param"] for row in errors}
+    assert found == {name: name for name in names}
+    with fminfer.Engine(dtype="float32") as engine:
+        records = list(engine.run([BODIES[endpoint] | {name: WISH} for name in names]))
+    assert [record.error and record.error.param for record in records] == names
