@@ -18,6 +18,7 @@ import pytest
 from click.testing import CliRunner
 
 import fminfer
+from fminfer.batch.named_files import OrderedStream
 from fminfer.batch.overview import look_over
 from fminfer.cli.app import main
 from fminfer.contract.line import Line
@@ -30,7 +31,6 @@ from fminfer.files.input_folders import (
     find_lost,
 )
 from fminfer.files.line_reader import count_rows, read_lines
-from fminfer.files.ordered_stdout import OrderedStream
 from fminfer.files.output_paths import STDOUT, answers_path, plan_outputs
 from fminfer.files.spread import explain_spread
 from fminfer.files.streams import CHUNK_BYTES, STDIN, find_zstd

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from transformers.core_model_loading import revert_weight_conversion
 
 from fminfer.cli.app import main
-from fminfer.models.examples import EXAMPLES
+from fminfer.cli.families_command import EXAMPLES
 from fminfer.models.families.table import ROWS, architecture_of
 from fminfer.models.origins import find_origins
 from tests.conftest import model_class
