@@ -122,9 +122,7 @@ OUTPUT_OPTIONS = [
         type=click.Path(path_type=Path),
         help="Write a timeline of each rank, for ui.perfetto.dev.",
     ),
-    _file_option(
-        "-q", "--quiet", is_flag=True, help="Print errors, and why a kernel is not used."
-    ),
+    _file_option("-q", "--quiet", is_flag=True, help="Print errors, and why a kernel is not used."),
     _file_option("-v", "--verbose", is_flag=True, help="Show tracebacks and library warnings."),
 ]
 
