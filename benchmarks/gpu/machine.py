@@ -35,7 +35,7 @@ CARRY = (
 OWN = (
     "fminfer.cli.app",
     "fminfer.worker.engine_api",
-    "fminfer.estimate.checking",
+    "fminfer.cli.check_command",
     "fminfer.compute.attention.triton_attention",
     "fminfer.compute.layers.triton_layers",
     "tests.models.test_oracle",

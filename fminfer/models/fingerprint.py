@@ -14,7 +14,7 @@ from fminfer.core.errors import CheckpointError, UsageError
 from fminfer.core.version import DRAWING, __version__
 from fminfer.machine.device import choose_dtype, choose_kv_dtype, own_device
 from fminfer.models.checkpoint import GENERATION, Checkpoint
-from fminfer.models.stored.safetensors_file import read_weight_file
+from fminfer.models.stored.weight_file import read_weight_file
 from fminfer.models.stored.weight_folder import weight_files
 
 # Of a weight file what names its tensors, and of each of them this much in its middle and at its

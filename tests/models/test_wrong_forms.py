@@ -22,8 +22,7 @@ from safetensors.torch import save_file
 from fminfer.core.errors import CheckpointError
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.stored import pickles
-from fminfer.models.stored.safetensors_file import read_weight_file
-from fminfer.models.stored.torch_file import read_torch_file
+from fminfer.models.stored.weight_file import read_torch_file, read_weight_file
 from fminfer.models.stored.weight_folder import find_weight_files
 from fminfer.models.weight_headers import check_tensors, stored_dtype
 from tests.conftest import make_model

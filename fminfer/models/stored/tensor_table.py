@@ -18,8 +18,8 @@ from fminfer.core.impostors import broken
 from fminfer.machine.host_memory import read_mapped
 from fminfer.models.stored.metaseq import join_parts
 from fminfer.models.stored.read_ahead import Waiting
-from fminfer.models.stored.safetensors_file import read_weight_file
 from fminfer.models.stored.stored_tensors import BITS, JoinedTensor, StoredFile, StoredTensor
+from fminfer.models.stored.weight_file import read_weight_file
 from fminfer.models.stored.weight_folder import LAYER, WeightFiles, find_weights, no_weights_error
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
