@@ -219,7 +219,7 @@ def test_the_first_prompt_shows_its_bos(tmp_path: Path, monkeypatch: pytest.Monk
         single="<s> $A", special_tokens=[("<s>", 0)]
     )
     hf = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")
-    monkeypatch.setattr("fminfer.cli.check_command.load_tokenizer", lambda *_: Tokenizer(hf))
+    monkeypatch.setattr("fminfer.estimate.checking.load_tokenizer", lambda *_: Tokenizer(hf))
     path = write(tmp_path / "a.jsonl", [{"prompt": 5}, {"prompt": "two three"}])
     first = check_json(path)["first_prompt"]
     assert first == {"file": str(path), "line": 2, "text": "<s> two three", "num_ids": 3}
