@@ -25,6 +25,7 @@ from fminfer.contract.fields import (
     also,
     as_it_is,
     biases,
+    in_order,
     integer,
     is_integral,
     is_same,
@@ -179,6 +180,11 @@ _DRAWS = (
         "multiplied.",
     ),
     *_fields(biases(MAX_BIAS), logit_bias="Added to the logit; affects greedy, too."),
+    *_fields(in_order(token_ids(1)), "vocab", allowed_token_ids="No other token can be drawn."),
+    *_fields(
+        in_order(strings(one=True)),
+        bad_words="Their tokens, also those behind a space, are never drawn to the end.",
+    ),
 )
 _RECORDED = (
     Field("model", as_it_is(_MODEL), "`--check-model` compares it.", fate="recorded"),
@@ -203,6 +209,15 @@ _OF_BOTH = (
         "context",
         min_tokens="At most max_tokens. EOS (also under ignore_eos) and stop tokens cannot be "
         "drawn before it; a stop string that is complete by then never stops.",
+    ),
+    *_fields(
+        also(integer(1), "≥ 1; -1", (-1, -1)),
+        truncate_prompt_tokens="Keep so many tokens of a longer prompt; -1: what the context "
+        "leaves beside max_tokens.",
+    ),
+    *_fields(
+        one_of("left", "right"),
+        truncation_side='Where truncate_prompt_tokens cuts; "right" keeps the first tokens.',
     ),
     *_fields(
         integer(-INT64), seed="The same seed draws the same text. Default: the run's `--seed`."
@@ -233,9 +248,6 @@ _OF_BOTH = (
     *_refused(NO_CONSTRAINT, [""], "guided_json", "guided_regex", "guided_choice", "grammar"),
     *_refused(NO_CONSTRAINT, [""], "guided_grammar", "guided_whitespace_pattern", "json_schema"),
     *_refused(NO_CONSTRAINT, [""], "structured_outputs", "structural_tag"),
-    *_refused("logit_bias raises or lowers single tokens", [], "allowed_token_ids"),
-    *_refused("logit_bias bans single tokens", [[]], "bad_words"),
-    *_refused("--on-too-long cuts prompts", [], "truncate_prompt_tokens", "truncation_side"),
     *_refused('In completions, "echo": true with logprobs gives them', [], "prompt_logprobs"),
     *_refused("logprobs tells the likeliest tokens", [], "logprob_token_ids"),
     *_refused("return_token_ids adds the ids", [False], "return_tokens_as_token_ids"),

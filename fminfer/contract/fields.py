@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fminfer.core.errors import RequestError
@@ -96,6 +96,11 @@ def also(kind: Kind, told: str, *values: tuple[object, object]) -> Kind:
     return Kind(read, lambda most: {"anyOf": [kind.schema(most), more]}, told)
 
 
+def in_order(kind: Kind) -> Kind:
+    """Return a kind of lists whose order has no meaning, and is put right."""
+    return replace(kind, read=lambda name, value, most: tuple(sorted(kind.read(name, value, most))))
+
+
 def of_type(kind: type, allowed: str, schema: Schema, told: str = "") -> Kind:
     """Return the kind of all values that have one type of Python."""
 
@@ -113,7 +118,7 @@ def one_of(*values: str) -> Kind:
 
     def read(name: str, value: Any, most: int) -> str:
         if value not in values or not isinstance(value, str):
-            raise wrong_type(name, value, f"{told} or null")
+            raise out_of_range(name, value, f"{told} or null")
         return value
 
     return Kind(read, lambda most: {"enum": list(values)}, told)

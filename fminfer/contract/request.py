@@ -41,6 +41,10 @@ class SamplingParams:
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added)
+    allowed_token_ids: tuple[int, ...] = ()  # in order, each once; none: all are
+    bad_words: tuple[str, ...] = ()  # in order, each once
+    truncate_prompt_tokens: int | None = None  # -1: what the context leaves
+    truncation_side: str = "left"  # or "right"
     seed: int | None = None  # None: the run's seed, and equal lines differ
     add_special_tokens: bool = True
     skip_special_tokens: bool = True
@@ -132,7 +136,7 @@ def make_params(
         max_tokens: the request's.
 
     Raises:
-        RequestError: `min_tokens` exceeds it.
+        RequestError: `min_tokens` exceeds it, or a side is to be cut by no length.
     """
     min_tokens = found.get("min_tokens", DEFAULTS.min_tokens)
     if min_tokens > max_tokens:
@@ -142,5 +146,7 @@ def make_params(
             "larger. Lower min_tokens or raise max_tokens",
             "min_tokens",
         )
+    if found.get("truncation_side") == "right" and "truncate_prompt_tokens" not in found:
+        raise out_of_range("truncation_side", "right", "null without truncate_prompt_tokens")
     own = {name: found[name] for name in found.keys() & _PARAMS}
     return replace(defaults, **own | {"max_tokens": max_tokens})

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from fminfer.contract.chat import is_chat as is_chat_request
 from fminfer.contract.chat import overwrite, parse_chat
-from fminfer.contract.fields import INT64
-from fminfer.contract.prompts import check_entries
+from fminfer.contract.fields import INT64, out_of_range
+from fminfer.contract.prompts import check_entries, check_text
 from fminfer.contract.request import DEFAULTS, Request, SamplingParams, parse_request
 from fminfer.contract.row_warnings import RowWarning, WarningCounts, cut_name
 from fminfer.core.config import OnTooLong, ToolCallParser
@@ -20,6 +21,7 @@ from fminfer.engine.noise import meaning_of
 from fminfer.engine.prompt_fit import PromptFit
 from fminfer.engine.room import KvSize
 from fminfer.engine.sequence import AnswerKind, Prepared
+from fminfer.engine.start import find_bans
 from fminfer.text.chat_template import ChatTemplate
 from fminfer.text.encoded_prompt import EncodedPrompt
 from fminfer.text.tokenizer import Tokenizer
@@ -28,6 +30,8 @@ SHORTER = RowWarning(
     "chat requests without max_tokens may draw fewer tokens than the context leaves: the KV cache "
     "has no room for more, or a line for more logprobs. Raise --budget, or give max_tokens"
 )
+
+MORE_TOKENS = "The tokenizer has more tokens than the model has rows"
 
 
 @dataclass(slots=True, frozen=True)
@@ -189,18 +193,21 @@ class Intake:
         """Return a prompt as ids that fit the context, with the text and offsets that it needs."""
         params = fit.params
         if isinstance(prompt, str):
-            return self._note_cut(fit.fit(self._encode_text(prompt, fit)))
+            return self._cut(self._encode_text(prompt, fit), fit)
         self._check_ids(prompt, "prompt", "Was it tokenized for another model?")
-        encoded = self._note_cut(fit.fit(EncodedPrompt(prompt, "", [])))
+        encoded = self._cut(EncodedPrompt(prompt, "", []), fit)
         needs_text = params.echo or params.logprobs is not None
         return fit.describe(prompt) if needs_text and not encoded.num_cut else encoded
 
-    def _note_cut(self, encoded: EncodedPrompt) -> EncodedPrompt:
-        if encoded.num_cut:
+    def _cut(self, encoded: EncodedPrompt, fit: PromptFit) -> EncodedPrompt:
+        """Return a prompt as its request and then the run cuts it."""
+        wished = fit.truncate(encoded)
+        fitting = fit.fit(wished)
+        if fitting is not wished:
             kind = f"prompts were cut by --on-too-long {self.limits.on_too_long}"
             with self._lock:
                 self.warnings.add(RowWarning(kind))
-        return encoded
+        return fitting
 
     def _encode_text(self, prompt: str, fit: PromptFit) -> EncodedPrompt:
         params = fit.params
@@ -220,24 +227,34 @@ class Intake:
                 "give at least one character",
                 "prompt",
             )
-        hint = "The tokenizer has more tokens than the model has rows"
-        self._check_ids(encoded.ids, "prompt", hint)
+        self._check_ids(encoded.ids, "prompt", MORE_TOKENS)
         return encoded
 
     def _check_params(self, params: SamplingParams) -> None:
         hint = "Was it written for another model?"
-        if params.stop and not self._tokenizer.has_words:
-            raise self._needs_words("stop is text", "stop")
+        for name, texts in (("stop", params.stop), ("bad_words", params.bad_words)):
+            if texts and not self._tokenizer.has_words:
+                raise self._needs_words(f"{name} is text", name)
         self._check_ids(params.stop_token_ids, "stop_token_ids", hint)
         self._check_ids([token_id for token_id, _ in params.logit_bias], "logit_bias", hint)
+        self._check_ids(params.allowed_token_ids, "allowed_token_ids", hint)
+        words = [self._tokenizer.spell(check_text(word, "bad_words")) for word in params.bad_words]
+        if not all(words):
+            raise out_of_range("bad_words", [*params.bad_words], "strings that have tokens")
+        self._check_ids(chain(*chain(*words)), "bad_words", MORE_TOKENS)
+        if len({ids[-1] for ids in chain(*words)} | self.limits.eos_ids) >= self.limits.vocab_size:
+            raise out_of_range("bad_words", [*params.bad_words], "fewer: they can ban every token")
+        bans = find_bans(params, self._tokenizer, self.limits.eos_ids)
+        if bans is not None:
+            bans.check(0, bans.find(0, []))
 
     @staticmethod
     def _needs_words(found: str, param: str) -> RequestError:
-        instead = {"stop": "stop_token_ids", "messages": "a prompt of token ids"}
+        instead = {"stop": "stop_token_ids", "bad_words": "logit_bias"}
         return RequestError(
             "unsupported_parameter",
-            f"{found}, and this run has no tokenizer; give {instead.get(param, 'token ids')}, or "
-            "run without --skip-tokenizer-init",
+            f"{found}, and this run has no tokenizer; give "
+            f"{instead.get(param, 'a prompt of token ids')}, or run without --skip-tokenizer-init",
             param,
         )
 

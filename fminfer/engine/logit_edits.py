@@ -1,4 +1,4 @@
-"""What a request changes in its logits: logit_bias, and penalties for earlier tokens.
+"""What a request changes in its logits: logit_bias, penalties for earlier tokens, and bans.
 
 Each affected token has a column. Columns are updated as tokens are drawn, so a step sends them
 without counting anew. `fminfer.compute.sampling.sampler` applies them.
@@ -6,8 +6,65 @@ without counting anew. `fminfer.compute.sampling.sampler` applies them.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from fminfer.contract.request import SamplingParams
+from fminfer.core.errors import RequestError
 from fminfer.core.messages import EditColumns
+
+ALL = b"\xff" * 8  # the mask of all tokens
+
+
+class Bans:
+    """The tokens that the sequences of a request cannot draw.
+
+    Args:
+        held_ids: those that `min_tokens` holds back.
+        words: in ids. The last token of each is banned where it would complete the word.
+    """
+
+    def __init__(
+        self, params: SamplingParams, held_ids: frozenset[int], words: list[tuple[int, ...]]
+    ) -> None:
+        self._params, self._held_ids = params, held_ids
+        self._never = {word[0] for word in words if len(word) == 1}
+        self._longer: dict[int, list[tuple[int, ...]]] = {}  # words by their last token but one
+        for word in words:
+            if len(word) > 1:
+                self._longer.setdefault(word[-2], []).append(word)
+        self.reach = max(map(len, words), default=1)  # newest tokens that `find` looks at
+
+    @cached_property
+    def mask(self) -> bytes:
+        """The tokens that may ever be drawn, as `SamplingRows` has them."""
+        has_list = bool(self._params.allowed_token_ids)
+        listed = set(self._params.allowed_token_ids) - self._never if has_list else self._never
+        size = (max(listed, default=-1) + 1) // 64 * 64 + 64
+        digits = bytearray((b"0" if has_list else b"1") * size)  # a number's: the last is of id 0
+        for token_id in listed:
+            digits[~token_id] = ord("1" if has_list else "0")
+        return int(digits, 2).to_bytes(size // 8, "little")
+
+    def find(self, num_drawn: int, newest: list[int]) -> set[int]:
+        """Return the tokens, beside those that are never drawn, that cannot be drawn next."""
+        banned = set(self._held_ids) if num_drawn < self._params.min_tokens else set()
+        longer = self._longer.get(newest[-1], []) if newest else []
+        return banned | {w[-1] for w in longer if tuple(newest[1 - len(w) :]) == w[:-1]}
+
+    def check(self, num_drawn: int, banned: set[int]) -> None:
+        """See that something can be drawn next.
+
+        Raises:
+            RequestError: nothing can.
+        """
+        allowed, held = self._params.allowed_token_ids, self._never | banned
+        if allowed and all(token_id in held for token_id in allowed):
+            raise RequestError(
+                "out_of_range",
+                f"min_tokens and bad_words hold back all of allowed_token_ids for generated token "
+                f"{num_drawn}. Allow further tokens, lower min_tokens, or take out bad_words",
+                "allowed_token_ids",
+            )
 
 
 class LogitEdits:

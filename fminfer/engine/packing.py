@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from fminfer.core.messages import SamplingRows, ScoringRows, Step, StepRow
+from fminfer.engine.logit_edits import ALL
 from fminfer.engine.noise import step_noise
 from fminfer.engine.sequence import PromptState, Sequence
 
@@ -86,6 +87,7 @@ def _add_samples(sampling: SamplingRows, sequences: list[Sequence]) -> None:
     sampling.noise = [0] * len(params)
     sampling.num_edits = [0] * len(params)
     sampling.num_banned = [0] * len(params)
+    masks, mask_of = {ALL: 0}, [0] * len(params)
     for place, (sequence, each) in enumerate(zip(sequences, params, strict=True)):
         num_drawn = len(sequence.tokens)
         if not each.is_greedy:
@@ -93,9 +95,13 @@ def _add_samples(sampling: SamplingRows, sequences: list[Sequence]) -> None:
         if sequence.edits is not None:
             sampling.edits.extend(sequence.edits.columns)
             sampling.num_edits[place] = len(sequence.edits.columns.token_id)
-        if num_drawn < each.min_tokens:
-            sampling.banned_ids += sequence.prompt.held_ids
-            sampling.num_banned[place] = len(sequence.prompt.held_ids)
+        if sequence.prompt.bans is not None:
+            banned = sequence.banned_ids
+            sampling.banned_ids += banned
+            sampling.num_banned[place] = len(banned)
+            mask_of[place] = masks.setdefault(sequence.prompt.bans.mask, len(masks))
+    if len(masks) > 1:
+        sampling.masks, sampling.mask_of = list(masks), mask_of
 
 
 def _add_scores(scoring: ScoringRows, prompt: PromptState, row: StepRow, first: int) -> int:

@@ -44,15 +44,28 @@ class PromptFit:
         least = self.tokenizer.least_tokens(prompt)
         if least <= self._room:
             return
-        if self.on_too_long == "error":
+        if self.on_too_long == "error" and self.params.truncate_prompt_tokens is None:
             raise self._too_long(least, about="at least ")
         if len(prompt) > MAX_CUT_CHARS:
             raise RequestError(
                 "context_length_exceeded",
-                f"the prompt has {len(prompt):,} characters; --on-too-long cuts prompts of at most "
-                f"{MAX_CUT_CHARS:,}, for it must tokenize all of them. Shorten the prompt",
+                f"the prompt has {len(prompt):,} characters; prompts are cut that have at most "
+                f"{MAX_CUT_CHARS:,}, because all of them must be tokenized. Shorten the prompt",
                 self.source,
             )
+
+    def truncate(self, encoded: EncodedPrompt) -> EncodedPrompt:
+        """Return the prompt as `truncate_prompt_tokens` wishes it.
+
+        As in vLLM, a BOS in front stays if the tokenizer has put it there.
+        """
+        wished, num_tokens = self.params.truncate_prompt_tokens, len(encoded.ids)
+        if wished == -1:
+            wished = self._room if num_tokens <= self._room else self._room_of_cut
+        if wished is None or not 0 < wished < num_tokens:
+            return encoded
+        has_bos = encoded.is_whole_text and self.params.add_special_tokens
+        return self._cut(encoded, wished, self.params.truncation_side, keeps_bos=has_bos)
 
     def fit(self, encoded: EncodedPrompt) -> EncodedPrompt:
         """Return the prompt if it fits the context, or cut it if that is allowed.
@@ -62,12 +75,10 @@ class PromptFit:
         """
         if len(encoded.ids) <= self._room:
             return encoded
-        # A cut prompt leaves as much as completions draw, where the request does not say.
-        least = max(DEFAULTS.max_tokens, self.params.min_tokens) if self.fills_context else 0
-        room = self.context_length - min(least, self.params.max_tokens) if least else self._room
+        room = self._room_of_cut
         if self.on_too_long == "error" or room < 1:
             raise self._too_long(len(encoded.ids))
-        return self._cut(encoded, room)
+        return self._cut(encoded, room, self.on_too_long.removeprefix("truncate-"))
 
     def describe(self, ids: list[int]) -> EncodedPrompt:
         """Give a prompt of ids its text and offsets."""
@@ -107,6 +118,12 @@ class PromptFit:
         is_scored_only = self.params.max_tokens == 0 and self.params.echo
         return self.context_length + is_scored_only - self.params.max_tokens
 
+    @property
+    def _room_of_cut(self) -> int:
+        """How many a cut prompt may have: beside what completions draw, if a chat does not say."""
+        least = max(DEFAULTS.max_tokens, self.params.min_tokens) if self.fills_context else 0
+        return self.context_length - min(least, self.params.max_tokens) if least else self._room
+
     def _too_long(self, num_prompt: int, about: str = "") -> RequestError:
         context, max_tokens = self.context_length, self.params.max_tokens
         asked = f" and max_tokens is {max_tokens}, {about}{num_prompt + max_tokens:,} in all"
@@ -124,12 +141,14 @@ class PromptFit:
             "max_tokens" if num_prompt < context else self.source,
         )
 
-    def _cut(self, encoded: EncodedPrompt, room: int) -> EncodedPrompt:
-        """Cut a prompt to `room` tokens; a BOS in front stays when the left is cut."""
+    def _cut(
+        self, encoded: EncodedPrompt, room: int, side: str, *, keeps_bos: bool = True
+    ) -> EncodedPrompt:
+        """Cut a prompt to `room` tokens; a BOS in front may stay when the left is cut."""
         ids, num_cut = encoded.ids, len(encoded.ids) - room
-        if self.on_too_long == "truncate-right":
+        if side == "right":
             ids = ids[:room]
         else:
-            num_kept = int(ids[0] == self.tokenizer.bos_id and room > 1)
+            num_kept = int(keeps_bos and ids[0] == self.tokenizer.bos_id and room > 1)
             ids = ids[:num_kept] + ids[num_kept + num_cut :]
-        return replace(self.describe(ids), num_cut=num_cut)
+        return replace(self.describe(ids), num_cut=encoded.num_cut + num_cut)

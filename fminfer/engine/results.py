@@ -63,6 +63,11 @@ def _take_token(
         sequence.finish_reason = "stop"
     else:
         advance(sequence, report)
+    if sequence.finish_reason is None and prompt.bans is not None:
+        try:
+            prompt.bans.check(len(sequence.tokens), sequence.banned_ids)
+        except RequestError as error:
+            state.error, sequence.finish_reason = error, "stop"
     if sequence.finish_reason is None:
         scheduler.resume(sequence)
     else:

@@ -9,7 +9,7 @@ from fminfer.contract.request import SamplingParams
 from fminfer.core.config import KnownParser
 from fminfer.core.errors import RequestError
 from fminfer.core.timing import RowTimes
-from fminfer.engine.logit_edits import LogitEdits
+from fminfer.engine.logit_edits import Bans, LogitEdits
 from fminfer.text.detokenizer import Detokenizer
 from fminfer.text.encoded_prompt import EncodedPrompt
 
@@ -81,7 +81,7 @@ class PromptState:
     encoded: EncodedPrompt
     sequences: list[Sequence] = field(default_factory=list)
     end_ids: frozenset[int] = frozenset()  # tokens that end it: EOS, and those of stop_reasons
-    held_ids: frozenset[int] = frozenset()  # the same, EOS also under ignore_eos: see min_tokens
+    bans: Bans | None = None  # what its sequences cannot draw
     # Of stop_token_ids and of stop strings that are special tokens: what stop_reason then is.
     stop_reasons: dict[int, str | int] = field(default_factory=dict)
     is_counted: bool = False  # counted for the best possible prefix cache
@@ -200,6 +200,15 @@ class Sequence:
     def position(self) -> int:
         """Where its newest token stands in the sequence."""
         return len(self.prompt.ids) + len(self.tokens) - 1
+
+    @property
+    def banned_ids(self) -> set[int]:
+        """The tokens, beside those that are never drawn, that it cannot draw next."""
+        bans = self.prompt.bans
+        if bans is None:
+            return set()
+        newest = [token.token_id for token in self.tokens[-bans.reach :]]
+        return bans.find(len(self.tokens), newest)
 
     @property
     def num_draws_left(self) -> int:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from itertools import chain
 
 from fminfer.contract.request import SamplingParams
-from fminfer.engine.logit_edits import LogitEdits
+from fminfer.engine.logit_edits import Bans, LogitEdits
 from fminfer.engine.noise import draw_key, noise_key
 from fminfer.engine.sequence import Prepared, PromptState, RequestState, Sequence
 from fminfer.text.detokenizer import Detokenizer
@@ -36,16 +37,16 @@ class Starter:
         if not params.is_greedy:
             key = draw_key(ids, params, seed, prepared.repeat, prepared.meaning)
         state.prompts = [self._start(state, index, key) for index in range(len(ids))]
+        bans = find_bans(params, self.tokenizer, self.eos_ids)
+        for prompt in state.prompts:
+            prompt.bans = bans
         return state
 
     def _start(self, state: RequestState, index: int, key: bytes) -> PromptState:
         params, encoded = state.prepared.params, state.prepared.prompts[index]
-        stops = self._find_stops(params)
-        held_ids = self.eos_ids.union(stops)
-        end_ids = frozenset(stops) if params.ignore_eos else held_ids
-        prompt = PromptState(
-            state, index, encoded, end_ids=end_ids, held_ids=held_ids, stop_reasons=stops
-        )
+        stops = find_stops(params, self.tokenizer)
+        end_ids = frozenset(stops) if params.ignore_eos else self.eos_ids.union(stops)
+        prompt = PromptState(state, index, encoded, end_ids=end_ids, stop_reasons=stops)
         for candidate in range(params.num_candidates):
             sequence = Sequence(prompt, noise_key(key, index, candidate) if key else b"", None)
             if params.max_tokens > 0:
@@ -60,12 +61,21 @@ class Starter:
             prompt.sequences.append(sequence)
         return prompt
 
-    def _find_stops(self, params: SamplingParams) -> dict[int, str | int]:
-        """Return the tokens that stop a request's sequences, with the reason that is told.
 
-        Texts leave special tokens out, so that a stop string which spells one is found by its id.
-        """
-        strings = params.stop if params.skip_special_tokens else ()
-        ids = {self.tokenizer.special_id(stop): stop for stop in strings}
-        spelled = {token_id: stop for token_id, stop in ids.items() if token_id is not None}
-        return spelled | {token_id: token_id for token_id in params.stop_token_ids}
+def find_stops(params: SamplingParams, tokenizer: Tokenizer) -> dict[int, str | int]:
+    """Return the tokens that stop a request's sequences, with the reason that is told.
+
+    Texts leave special tokens out, so that a stop string which spells one is found by its id.
+    """
+    strings = params.stop if params.skip_special_tokens else ()
+    ids = {tokenizer.special_id(stop): stop for stop in strings}
+    spelled = {token_id: stop for token_id, stop in ids.items() if token_id is not None}
+    return spelled | {token_id: token_id for token_id in params.stop_token_ids}
+
+
+def find_bans(params: SamplingParams, tokenizer: Tokenizer, eos_ids: frozenset[int]) -> Bans | None:
+    """Return what a request's sequences cannot draw, EOS also under `ignore_eos`; None: nothing."""
+    if not (params.min_tokens or params.allowed_token_ids or params.bad_words):
+        return None
+    words = [*chain(*map(tokenizer.spell, params.bad_words))]
+    return Bans(params, eos_ids.union(find_stops(params, tokenizer)), words)

@@ -129,7 +129,7 @@ class _LongestRows(Starter):
         params = replace(prepared.params, min_tokens=prepared.params.max_tokens)
         state = super().start(request_id, replace(prepared, params=params))
         for prompt in state.prompts:
-            prompt.end_ids = prompt.held_ids = frozenset()
+            prompt.end_ids, prompt.bans = frozenset(), None
             for sequence in prompt.sequences:
                 sequence.detokenizer = sequence.detokenizer and _Silent()
         return state

@@ -240,7 +240,8 @@ class Stage:
             torch.tensor(rows.noise, dtype=torch.int64, device=self._device),
         )
 
-        edits = _edit_tensors(rows, self._device)
+        assert self._head is not None, "only the last stage has a head"
+        edits = _edit_tensors(rows, self._device, self._head.vocab_size)
 
         def choose(logits: torch.Tensor, part: slice) -> Draws:
             part_edits = None if edits is None else edits.part(part)
@@ -287,18 +288,20 @@ class Stage:
         return result
 
 
-def _edit_tensors(rows: SamplingRows, device: torch.device) -> LogitEditTensors | None:
-    if not (rows.edits.token_id or rows.banned_ids):
+def _edit_tensors(rows: SamplingRows, device: torch.device, vocab: int) -> LogitEditTensors | None:
+    if not (rows.edits.token_id or rows.banned_ids or rows.masks):
         return None
 
     def row_of(counts: list[int]) -> torch.Tensor:
         return torch.repeat_interleave(torch.tensor(counts)).to(device)
 
-    def column(values: array[int] | array[float], dtype: torch.dtype) -> torch.Tensor:
+    def column(values: array[int] | array[float] | bytearray, dtype: torch.dtype) -> torch.Tensor:
         empty = torch.empty(0, dtype=dtype)
         return (torch.frombuffer(values, dtype=dtype) if values else empty).to(device)
 
-    edits = rows.edits
+    edits, size = rows.edits, -(-vocab // 8)
+    ends = [b"\xff" if mask[-1] > 127 else b"\0" for mask in rows.masks]
+    masks = [mask[:size].ljust(size, end) for mask, end in zip(rows.masks, ends, strict=True)]
     return LogitEditTensors(
         row_of(rows.num_edits),
         column(edits.token_id, torch.int64),
@@ -309,6 +312,8 @@ def _edit_tensors(rows: SamplingRows, device: torch.device) -> LogitEditTensors 
         torch.tensor(rows.banned_ids, dtype=torch.int64, device=device),
         rows.num_edits,
         rows.num_banned,
+        column(bytearray().join(masks), torch.uint8).view(-1, size) if masks else None,
+        rows.mask_of,
     )
 
 

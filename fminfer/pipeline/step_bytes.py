@@ -33,6 +33,7 @@ def decode_step(data: bytes) -> Step:
     fields = orjson.loads(data)
     sampling = fields["sampling"]
     edits = sampling.pop("edits")
+    masks = [array("q", words).tobytes() for words in sampling.pop("masks")]
     columns = EditColumns(
         array("q", edits["token_id"]),
         array("f", edits["bias"]),
@@ -43,7 +44,7 @@ def decode_step(data: bytes) -> Step:
         fields["step_id"],
         [StepRow(**row) for row in fields["rows"]],
         [(source, target) for source, target in fields["block_copies"]],
-        SamplingRows(edits=columns, **sampling),
+        SamplingRows(edits=columns, masks=masks, **sampling),
         ScoringRows(**fields["scoring"]),
     )
 
@@ -79,6 +80,8 @@ def decode_spans(data: bytes) -> list[StageSpan]:
 
 
 def _plain(value: object) -> list[int] | list[float]:
+    if isinstance(value, bytes):  # a mask; its words are mostly 0 or -1
+        return array("q", value).tolist()
     assert isinstance(value, array), f"a step holds a {type(value).__name__}"
     return value.tolist()
 

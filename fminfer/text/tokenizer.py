@@ -135,11 +135,7 @@ class Tokenizer:
         An empty result (an empty prompt of a tokenizer that adds nothing) becomes BOS, or EOS
         where there is no BOS; it stays empty if the tokenizer has neither.
         """
-        if self._hf is None:
-            assert self._backend is not None
-            ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        else:
-            ids = self._hf(text, add_special_tokens=add_special_tokens)["input_ids"]
+        ids = self._ids(text, add_special_tokens)
         if not ids:
             start = self.bos_id if self.bos_id is not None else self.eos_id
             return EncodedPrompt(
@@ -147,6 +143,18 @@ class Tokenizer:
             )
         offsets = self._text_offsets(text, ids, add_special_tokens) if with_offsets else []
         return EncodedPrompt(ids, text, offsets)
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        if self._hf is not None:
+            return list(self._hf(text, add_special_tokens=add_special_tokens)["input_ids"])
+        assert self._backend is not None
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    @lru_cache(4096)  # noqa: B019 as above
+    def spell(self, word: str) -> frozenset[tuple[int, ...]]:
+        """Return the ids of a word at the start of a text, and of one behind a space."""
+        word = word.lstrip() or word  # white space has itself
+        return frozenset(tuple(self._ids(form, False)) for form in (word, f" {word}")) - {()}
 
     def least_tokens(self, text: str) -> int:
         """Return a number of tokens that a text certainly has; it costs no tokenizing."""

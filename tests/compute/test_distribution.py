@@ -44,6 +44,7 @@ class Setting:
     bias: float = 0.0  # of each third token
     repetition: float = 1.0  # of each fourth
     minus: float = 0.0  # of each fifth: penalties of frequency and presence
+    only: int = 1  # each so manieth may be drawn
 
 
 SETTINGS = [
@@ -77,6 +78,9 @@ SETTINGS = [
     Setting(temperature=0.6, minus=-0.8, top_k=15),
     Setting(bias=0.7, repetition=1.2, minus=0.4),
     Setting(1.2, 25, 0.95, 0.01, bias=-1.0, repetition=1.3, minus=0.5),
+    Setting(only=7),
+    Setting(temperature=0.8, bias=2.0, top_k=40, top_p=0.9, only=2),
+    Setting(temperature=1.5, min_p=0.1, repetition=1.4, only=11),
 ]
 
 
@@ -87,6 +91,7 @@ def exact_probs(logits: np.ndarray, how: Setting) -> np.ndarray:
     fourth = edited[::4]
     edited[::4] = np.where(fourth > 0, fourth / how.repetition, fourth * how.repetition)
     edited[::5] -= how.minus
+    edited[np.arange(len(edited)) % how.only > 0] = -np.inf
     scaled = edited / how.temperature
     probs = np.exp(scaled - scaled.max())
     best_first = np.argsort(-probs, kind="stable")
@@ -157,6 +162,12 @@ def edits_of(settings: list[Setting]) -> LogitEditTensors:
         *(torch.empty(0, dtype=torch.int64) for _ in range(2)),
         [VOCAB] * len(settings),
         [0] * len(settings),
+        torch.from_numpy(
+            np.packbits(
+                [np.arange(VOCAB) % s.only == 0 for s in settings], axis=-1, bitorder="little"
+            )
+        ),
+        range(len(settings)),
     )
 
 

@@ -21,7 +21,11 @@ from fminfer.compute.sampling.sampler import (
     sample,
     score,
 )
+from fminfer.contract.request import SamplingParams
+from fminfer.core.messages import SamplingRows
+from fminfer.engine.logit_edits import ALL, Bans
 from fminfer.engine.noise import step_noise
+from fminfer.models.stage import _edit_tensors
 from tests.conftest import built_library
 
 VOCAB = 50
@@ -391,9 +395,38 @@ def test_a_part_of_a_steps_edits_reads_nothing_from_the_device() -> None:
     """Each part waited for the GPU up to 14 times. A "meta" tensor fails on any read."""
     entries = [torch.empty(5, device="meta") for _ in range(5)]
     banned = [torch.empty(3, device="meta") for _ in range(2)]
-    part = LogitEditTensors(*entries, *banned, [1, 0, 3, 1], [0, 2, 0, 1]).part(slice(1, 3))
+    masks = torch.empty(2, 9, device="meta")
+    whole = LogitEditTensors(*entries, *banned, [1, 0, 3, 1], [0, 2, 0, 1], masks, [0, 0, 1, 0])
+    part = whole.part(slice(1, 3))
+    assert part.mask_of == [0, 1]
     assert [len(part.ids), len(part.banned_ids)] == [3, 2]
     assert (part.num_edits, part.num_banned) == ([0, 3], [2, 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mask_leaves_what_its_bits_say(dtype: torch.dtype) -> None:
+    """Of all parts of a step's rows; behind a mask's end, what its last bit says."""
+    vocab = 150
+    logits = torch.randn(5, vocab, generator=torch.Generator().manual_seed(2)).to(dtype)
+    few = Bans(SamplingParams(allowed_token_ids=(3, 63, 64, 149)), frozenset(), [])
+    low = Bans(SamplingParams(allowed_token_ids=(3, 63)), frozenset(), [])
+    but = Bans(SamplingParams(), frozenset(), [(7,), (63,), (8, 9)])
+    all_but = Bans(SamplingParams(), frozenset(), [(token_id,) for token_id in range(149)])
+    allowed = [{3, 63, 64, 149}, {3, 63}, set(range(vocab)) - {7, 63}, {149}, set(range(vocab))]
+    rows = SamplingRows(masks=[each.mask for each in (few, low, but, all_but)] + [ALL])
+    rows.mask_of = [*range(5)]
+    rows.num_edits = rows.num_banned = [0] * 5
+    edits = _edit_tensors(rows, torch.device("cpu"), vocab)
+    assert edits is not None
+    expected = logits.float()
+    for row, ids in enumerate(allowed):
+        expected[row, [each for each in range(vocab) if each not in ids]] = float("-inf")
+    assert torch.equal(edits.apply(logits), expected)
+    assert torch.equal(edits.part(slice(1, 3)).apply(logits[1:3]), expected[1:3])
+    greedy = sample(logits, how([(0.0, 1.0, 0, 5)] * 5), 2, edits)
+    assert torch.equal(greedy.ids, expected.argmax(-1))
+    raw = logits.float().log_softmax(-1).gather(-1, greedy.ids[:, None])[:, 0]
+    assert torch.allclose(greedy.logprobs, raw, atol=1e-5), "logprobs are of the raw logits"
 
 
 def test_a_row_of_nan_leaves_its_neighbours_alone() -> None:

@@ -31,7 +31,7 @@ from fminfer.compute.kernel_choice import (
 from fminfer.compute.layers import triton_layers
 from fminfer.compute.layers.bodies import part_pairs
 from fminfer.compute.layers.triton_layers import TritonLayers
-from fminfer.compute.sampling.sampler import SamplingTensors, draw
+from fminfer.compute.sampling.sampler import LogitEditTensors, SamplingTensors, draw, sample
 from fminfer.compute.sampling.triton_draws import TOKENS, race_pairs, triton_race
 from fminfer.compute.spec import Model
 from fminfer.compute.trial import compare
@@ -231,6 +231,40 @@ def test_draws_are_those_of_the_cpu() -> None:
         rows = torch.arange(count)
         found = draws(logits.to(DEVICE), moved, rows.to(DEVICE)).cpu()
         assert torch.equal(found, draw(logits, how, rows)), vocab
+
+
+MASK_OF = [0, 1, 1, 0, 1, 0]
+
+
+@interpreted
+def test_masked_rows_draw_as_on_the_cpu() -> None:
+    vocab, count = TOKENS + 3, 6
+    logits = torch.randn(count, vocab) * 3
+    bits = torch.randint(0, 256, (2, -(-vocab // 8)), dtype=torch.uint8)
+    bits[1, 1:] = 0
+    found = []
+    for device in (torch.device("cpu"), DEVICE):
+        rows, ids = (torch.tensor([2, 4], device=device) for _ in range(2))
+        bias, factor, minus = (torch.ones(2, device=device) for _ in range(3))
+        counts = [0, 0, 1, 0, 1, 0]
+        edits = LogitEditTensors(
+            *(rows, ids, bias, factor, minus, rows, ids, counts, counts),
+            masks=bits.to(device),
+            mask_of=MASK_OF,
+        )
+        how = SamplingTensors(
+            torch.tensor([0.0, 1.0, 1.0, 0.7, 1.0, 1.0], device=device),
+            torch.tensor([1.0, 1.0, 0.9, 1.0, 1.0, 0.5], device=device),
+            torch.tensor([0, 0, 0, 30, 5, 0], device=device),
+            torch.zeros(count, device=device),
+            torch.tensor([step_noise(b"rows", i) for i in range(count)], device=device),
+        )
+        drawer = draw if device.type == "cpu" and not found else partial(draw, racer=triton_race)
+        draws = sample(logits.to(device), how, 1, edits, drawer=drawer)
+        found.append((draws.ids.cpu(), draws.logprobs.cpu()))
+    assert torch.equal(found[0][0], found[1][0]) and torch.allclose(found[0][1], found[1][1])
+    for mask, token_id in zip(MASK_OF, found[0][0].tolist(), strict=True):
+        assert int(bits[mask, token_id >> 3]) >> (token_id & 7) & 1
 
 
 @interpreted

@@ -49,11 +49,14 @@ def test_max_tokens_has_two_names() -> None:
 def test_sampling_params_are_those_of_completions() -> None:
     fields = {"top_p": 0.5, "top_k": 3, "min_p": 0.1, "seed": 7, "n": 2, "stop": ["x"]}
     fields |= {"repetition_penalty": 1.1, "logit_bias": {"5": 1}, "stop_token_ids": [4]}
+    fields |= {"allowed_token_ids": [5, 6], "bad_words": ["y"], "truncate_prompt_tokens": 7}
     fields |= {"ignore_eos": True, "skip_special_tokens": False, "return_token_ids": True}
     params = parse(max_tokens=9, min_tokens=3, **fields).params
     assert (params.top_p, params.top_k, params.min_p, params.seed) == (0.5, 3, 0.1, 7)
     assert (params.n, params.best_of, params.stop, params.min_tokens) == (2, 2, ("x",), 3)
     assert params.logit_bias == ((5, 1.0),) and params.ignore_eos and params.return_token_ids
+    assert (params.allowed_token_ids, params.bad_words) == ((5, 6), ("y",))
+    assert (params.truncate_prompt_tokens, params.truncation_side) == (7, "left")
     assert refused(temperature=3).param == "temperature"
     assert "min_tokens" in refused(max_tokens=1, min_tokens=2).message
 

@@ -78,7 +78,12 @@ def test_what_changes_no_answer_makes_no_group() -> None:
     for each in recorded():
         if each.name not in ("model", "engine"):
             assert groups.add({"prompt": "x", each.name: "some"}) == 0, each.name
-    for name, value in (("stream", False), ("num_beams", 1), ("suffix", ""), ("bad_words", [])):
+    for name, value in (
+        ("stream", False),
+        ("num_beams", 1),
+        ("suffix", ""),
+        ("stop_sequences", []),
+    ):
         assert groups.add({"prompt": "x", name: value}) == 0, name
     assert groups.add({"prompt": "x", "top_k": 3}) == 1
     assert DEFAULTS.top_k == 0

@@ -119,6 +119,16 @@ def test_prompts_of_a_wrong_type(prompt: object) -> None:
         ({"stop_token_ids": 5}, "invalid_type", "stop_token_ids"),
         ({"stop_token_ids": ["5"]}, "invalid_type", "stop_token_ids"),
         ({"stop": ["", "x"]}, "out_of_range", "stop"),
+        ({"allowed_token_ids": []}, "out_of_range", "allowed_token_ids"),
+        ({"allowed_token_ids": [5, True]}, "invalid_type", "allowed_token_ids"),
+        ({"allowed_token_ids": 5}, "invalid_type", "allowed_token_ids"),
+        ({"bad_words": ["a", ""]}, "out_of_range", "bad_words"),
+        ({"bad_words": ["a", 5]}, "invalid_type", "bad_words"),
+        ({"truncate_prompt_tokens": 0}, "out_of_range", "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": -2}, "out_of_range", "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 2.5}, "invalid_type", "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 5, "truncation_side": "up"}, "out_of_range", "truncation_side"),
+        ({"truncation_side": "right"}, "out_of_range", "truncation_side"),
         ({"return_token_ids": 1}, "invalid_type", "return_token_ids"),
         ({"prompt": None}, "missing_prompt", "prompt"),
         ({"prompt": []}, "out_of_range", "prompt"),
@@ -141,10 +151,20 @@ def test_refused_values(fields: dict[str, object], code: str, param: str) -> Non
         ("repetition_penalty", 1.0),
         ("logit_bias", {}),
         ("min_tokens", None),
+        ("allowed_token_ids", None),
+        ("bad_words", []),
+        ("truncate_prompt_tokens", None),
+        ("truncation_side", "left"),
     ],
 )
 def test_neutral_values_of_what_is_not_supported_pass(name: str, neutral: object) -> None:
     assert params(**{name: neutral}) == params()
+
+
+def test_lists_of_one_meaning_are_equal() -> None:
+    found = params(allowed_token_ids=[7, 5, 7.0], bad_words=["b", "a", "b"])
+    assert found == params(allowed_token_ids=[5, 7], bad_words=["a", "b"])
+    assert (found.allowed_token_ids, found.bad_words) == ((5, 7), ("a", "b"))
 
 
 @pytest.mark.parametrize(
@@ -264,7 +284,7 @@ WISHES = {
 
 @pytest.mark.parametrize("name", sorted(WISHES))
 def test_a_wish_of_other_tools_is_refused_on_both_endpoints(name: str) -> None:
-    """Completions answered guided_choice, bad_words and others as if they were not there."""
+    """Completions answered guided_choice and others as if they were not there."""
     wish = {name: {"choice": ["yes", "no"]}}
     error = refused({"prompt": "x"} | wish)
     assert (error.code, error.param) == ("unsupported_parameter", name)

@@ -225,6 +225,9 @@ def test_too_long() -> None:
     (record,) = bench.run({"messages": long, "temperature": 0})
     assert record.result is not None
     assert record.result["usage"]["prompt_tokens_details"]["truncated_tokens"] == 61 - 34
+    fields = {"messages": long, "temperature": 0, "truncate_prompt_tokens": -1}
+    (wished,) = ChatBench(b"a" * 100, context=50).run(fields)
+    assert wished.result is not None and wished.result["usage"] == record.result["usage"]
     assert record.result["usage"]["completion_tokens"] == 16
 
 

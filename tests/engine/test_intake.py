@@ -70,6 +70,48 @@ def test_a_giant_prompt_is_not_cut(demo: Tokenizer, monkeypatch: pytest.MonkeyPa
     assert "1,048,576" in refused(demo, GIANT, "truncate-left").message
 
 
+def truncated(tokenizer: Tokenizer, on_too_long: Any = "error", **fields: Any) -> Prepared:
+    intake = Intake(tokenizer, Limits(512, 407, 100, on_too_long=on_too_long))
+    prepared = intake.prepare(intake.parse({"prompt": GIANT[:100_000]} | fields))
+    assert bool(intake.warnings.to_dict()) is (on_too_long != "error")
+    return prepared
+
+
+def test_a_request_cuts_its_own_prompt(demo: Tokenizer) -> None:
+    """Also a giant one; the run's own cutting and its warning come after that."""
+    ids = demo.encode(GIANT[:100_000]).ids
+    cases: list[tuple[dict[str, Any], list[int]]] = [
+        ({"truncate_prompt_tokens": 9}, ids[-9:]),
+        ({"truncate_prompt_tokens": 9, "truncation_side": "right"}, ids[:9]),
+        ({"truncate_prompt_tokens": -1}, ids[-496:]),
+        ({"truncate_prompt_tokens": -1, "truncation_side": "right"}, ids[:496]),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 500}, ids[-12:]),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 0, "echo": True, "logprobs": 1}, ids[-513:]),
+        ({"truncate_prompt_tokens": 9, "prompt": ids[:600]}, ids[591:600]),
+        ({"truncate_prompt_tokens": -1, "prompt": [*range(5, 9)]}, [*range(5, 9)]),
+    ]
+    for fields, expected in cases:
+        (prompt,) = truncated(demo, **fields).prompts
+        assert prompt.ids == expected, fields
+        whole = len(fields["prompt"]) if "prompt" in fields else len(ids)
+        assert prompt.num_cut == whole - len(expected)
+    (prompt,) = truncated(demo, **cases[5][0]).prompts
+    assert prompt.text == demo.decode(prompt.ids) and len(prompt.offsets) == 513
+    (prompt,) = truncated(demo, "truncate-right", truncate_prompt_tokens=600).prompts
+    assert prompt.ids == ids[-600:][:496] and prompt.num_cut == len(ids) - 496
+    with pytest.raises(RequestError, match="600 tokens and max_tokens is 16"):
+        truncated(demo, truncate_prompt_tokens=600)
+    with pytest.raises(RequestError, match="Lower max_tokens"):
+        truncated(demo, truncate_prompt_tokens=-1, max_tokens=512)
+
+
+def test_a_giant_prompt_is_not_truncated(demo: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_fit, "MAX_CUT_CHARS", 2**16)
+    monkeypatch.setattr(demo, "encode", None)
+    with pytest.raises(RequestError, match="at most 65,536"):
+        truncated(demo, truncate_prompt_tokens=9)
+
+
 def test_texts_have_at_least_so_many_tokens(demo: Tokenizer) -> None:
     rng = random.Random(1)
     signs = ["north", " ", "\n", "é", "🙂", "한", "ﬁ", "<|endoftext|>", "\u0301", "x"]

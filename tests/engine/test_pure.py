@@ -92,6 +92,8 @@ def test_noise_belongs_to_the_request() -> None:
         key_of(meaning=b"x"),
         key_of(temperature=0.5),
         key_of(logit_bias=((5, 1.0),)),
+        key_of(allowed_token_ids=(5,)),
+        key_of(bad_words=("x",)),
     ]
     draws = [step_noise(each, 3) for each in (key_of(), *others)] + [step_noise(key_of(), 4)]
     assert len(set(draws)) == len(draws)
@@ -105,6 +107,7 @@ def test_what_only_shows_or_ends_an_answer_changes_no_draw() -> None:
         {"logprobs": 5, "echo": True},
         {"stop": ("x",), "stop_token_ids": (7,)},
         {"frequency_penalty": -0.0},
+        {"truncate_prompt_tokens": 2, "truncation_side": "right"},
     ):
         assert key_of(**fields) == key_of()
     biases = ((5, 1.0), (6, 2.0))
@@ -113,9 +116,15 @@ def test_what_only_shows_or_ends_an_answer_changes_no_draw() -> None:
 
 def test_draws_are_those_of_earlier_versions() -> None:
     """A new field of requests would change all of them, were its default part of the key."""
-    params = SamplingParams(temperature=0.7, top_p=0.9, logit_bias=((5, 1.0),))
-    assert draw_key([[5, 6]], params, 7, 0, b"").hex() == "aec8a36bc5bf320b9aef8c08bfc15c29"
-    assert meaning_of(["x"], params).hex() == "2d414c0c1cad9cf797225cf4c60aa523"
+    some = SamplingParams(temperature=0.7, top_p=0.9, logit_bias=((5, 1.0),))
+    others = SamplingParams(min_tokens=3, stop=("x",), presence_penalty=0.5, max_tokens=99, top_k=7)
+    for params, draws, meaning in (
+        (SamplingParams(), "b594cfb8cee0ef73e7e3d8319d40b0a1", "5389065fb5d50960fbbec4d6643adb57"),
+        (some, "aec8a36bc5bf320b9aef8c08bfc15c29", "2d414c0c1cad9cf797225cf4c60aa523"),
+        (others, "48f2ebe2654cac85d315936f16f8b523", "c3f3ea87f5355367300aaa9b218cd888"),
+    ):
+        assert draw_key([[5, 6]], params, 7, 0, b"").hex() == draws
+        assert meaning_of(["x"], params).hex() == meaning
 
 
 def test_requests_of_one_meaning() -> None:

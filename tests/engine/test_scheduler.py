@@ -32,7 +32,7 @@ def make_prompt(ids: list[int], priority: int = 0, n: int = 1, **fields: Any) ->
     encoded = EncodedPrompt(ids, "", [])
     owner = RequestState(0, Prepared(params, [encoded]), added_s=0.0, priority=priority)
     ends = frozenset(params.stop_token_ids)
-    prompt = PromptState(owner, 0, encoded, end_ids=ends, held_ids=ends)
+    prompt = PromptState(owner, 0, encoded, end_ids=ends)
     prompt.sequences = [Sequence(prompt, noise_key=b"", detokenizer=None) for _ in range(n)]
     return prompt
 

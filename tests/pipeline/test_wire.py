@@ -31,7 +31,7 @@ def test_a_step() -> None:
     edits = EditColumns(array("q", [7]), array("f", [0.1]), array("f", [1.2]), array("f", [0.3]))
     sampling = SamplingRows(
         [1, 2], [0.0, 0.7], [1.0, 0.9], [0, 40], [0.0, 0.05], [0, -(2**63)], edits, [0, 1],
-        [5, 6], [2, 0], 3,
+        [5, 6], [2, 0], 3, [b"\xff" * 8, bytes(range(120, 136))], [1, 0],
     )  # fmt: skip
     rows = [StepRow([4, 5], 0, [1, 2]), StepRow([9], 31, [3])]
     step = Step(12, rows, [(1, 4)], sampling, ScoringRows([0], [5], 2))

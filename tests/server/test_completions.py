@@ -24,6 +24,9 @@ REQUESTS: list[dict[str, Any]] = [
     {"prompt": QUESTION, "max_tokens": 6, "seed": 5, "n": 2, "best_of": 4, "logprobs": 1},
     {"prompt": "äöü 🙂", "max_tokens": 8, "seed": 2, "echo": True, "logprobs": 1, "top_k": 40},
     {"prompt": QUESTION, "max_tokens": 5, "seed": 2, "return_token_ids": True, "min_tokens": 3},
+    {"prompt": QUESTION, "max_tokens": 5, "seed": 2, "allowed_token_ids": [299, 272, 199, 0]},
+    {"prompt": QUESTION, "max_tokens": 9, "seed": 2, "bad_words": ["south", "east", "\n"]},
+    {"prompt": QUESTION, "max_tokens": 5, "seed": 2, "truncate_prompt_tokens": 4, "echo": True},
 ]
 
 

@@ -56,8 +56,8 @@ def test_token_ids_are_answered_without_a_tokenizer(
 
 
 def test_text_is_refused_line_by_line(bare_folder: Path) -> None:
-    rows = [ROW | {"prompt": "text"}, ROW | {"stop": "x"}, ROW]
+    rows = [ROW | {"prompt": "text"}, ROW | {"stop": "x"}, ROW | {"bad_words": ["x"]}, ROW]
     found = answers(bare_folder, rows, skip_tokenizer_init=True)
-    assert [getattr(each, "param", None) for each in found] == ["prompt", "stop", None]
-    assert all(each.code == "unsupported_parameter" for each in found[:2])
+    assert [getattr(each, "param", None) for each in found] == ["prompt", "stop", "bad_words", None]
+    assert all(each.code == "unsupported_parameter" for each in found[:3])
     assert "--skip-tokenizer-init" in str(found[0]) and "stop_token_ids" in str(found[1])

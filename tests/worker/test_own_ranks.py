@@ -75,6 +75,7 @@ def test_sampling_reaches_the_last_rank(
     """Texts of two ranks were compared that were all empty."""
     draw = {"prompt": [5, 17, 80], "max_tokens": 9, "n": 4, "seed": 3, "return_token_ids": True}
     rows = [draw, draw | {"min_p": 0.5}, draw | {"top_k": 3}]
+    rows += [draw | {"allowed_token_ids": [*range(64, 190)]}, draw | {"bad_words": ["a", "bc"]}]
     found = []
     for world_size in (1, 2):
         with closing(
@@ -84,7 +85,8 @@ def test_sampling_reaches_the_last_rank(
         choices = [record.result["choices"] for record in records if record.result]
         found.append([[choice["token_ids"] for choice in each] for each in choices])
     assert found[0] == found[1]
-    assert len(found[0]) == 3 and all(a != b for a, b in itertools.combinations(found[0], 2))
+    assert len(found[0]) == 5 and all(a != b for a, b in itertools.combinations(found[0], 2))
+    assert all(64 <= token_id < 190 for ids in found[0][3] for token_id in ids)
 
 
 def test_a_closed_engine_leaves_no_connection_and_no_thread(no_rank_is_left: None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,9 +52,119 @@ def slow_greedy(model: Any, request: Options, count: int = 12) -> tuple[list[int
         for token_id, times in drawn.items():
             logits[token_id] -= request.get("frequency_penalty", 0) * times
             logits[token_id] -= request.get("presence_penalty", 0)
+        banned = set(ends_of_words(request, ids[len(PROMPT) :]))
+        kept = set(request.get("allowed_token_ids", range(len(logits)))) - banned
+        logits[[each for each in range(len(logits)) if each not in kept]] = float("-inf")
         ids.append(int(logits.argmax()))
         logprobs.append(torch.log_softmax(raw, -1)[ids[-1]].item())
     return ids[len(PROMPT) :], logprobs
+
+
+def ends_of_words(request: Options, drawn: list[int]) -> Iterator[int]:
+    """Yield the tokens that would complete a bad word; the model's tokens are bytes."""
+    for word in request.get("bad_words", []):
+        for form in (word.lstrip().encode(), b" " + word.lstrip().encode()):
+            if list(form[:-1]) == drawn[len(drawn) - len(form) + 1 :]:
+                yield form[-1]
+
+
+BANNING: list[Options] = [
+    {"allowed_token_ids": [44, 17, 200, 90]},
+    {"allowed_token_ids": [*range(0, 300, 3)], "repetition_penalty": 1.5},
+    {"allowed_token_ids": [9, 17, 250], "logit_bias": {"9": 3, "40": 100}},
+    {"allowed_token_ids": [9, 17, 250], "presence_penalty": 2, "frequency_penalty": 2},
+    {"allowed_token_ids": [97, 98, 99], "bad_words": ["aa", "cc", "b"]},
+    {"allowed_token_ids": [97, 98, 99, 100], "bad_words": ["ba", "ab", "aa", "bb", "bcb", "dd"]},
+    {"allowed_token_ids": [32, 97, 98], "bad_words": [" aa", "b a", "bbb", "ab"]},
+]
+
+
+def test_bans_are_as_defined_and_rows_keep_their_own(
+    engine: fminfer.Engine, llama_checkpoint: tuple[Path, Any]
+) -> None:
+    """All in one batch, plain rows among them, also of a prompt that is cached by then."""
+    plain, _ = slow_greedy(llama_checkpoint[1], {})
+    said = [{"bad_words": [bytes([token_id]).decode()]} for token_id in plain if token_id < 128]
+    requests: list[Options] = [{"logprobs": 0}]
+    for banning in BANNING + said + [{"bad_words": ["q", "a", "never said"]}]:
+        requests += [banning | {"logprobs": 0}, {"logprobs": 0}]
+    for _ in range(2):
+        found = choices(engine, *requests)
+        for request, choice in zip(requests, found, strict=True):
+            ids, logprobs = slow_greedy(llama_checkpoint[1], request)
+            assert choice["token_ids"] == ids, request
+            assert choice["logprobs"]["token_logprobs"] == pytest.approx(logprobs, abs=1e-4)
+    texts = {tuple(choice["token_ids"]) for choice in found}
+    assert len(texts) > len(BANNING), f"bans change too little of {plain}"
+
+
+def test_no_draw_completes_a_bad_word(engine: fminfer.Engine) -> None:
+    """Sampled, of several choices, and streamed rows among others."""
+    letters = {"allowed_token_ids": [32, 97, 98], "prompt": "aab", "temperature": 2}
+    words = ["aba", " bb", "a  "]
+    asked = letters | {"max_tokens": 60, "n": 8, "return_token_ids": True}
+    records = engine.run([asked, asked | {"bad_words": words, "best_of": 12}])
+    free, held = sorted(records, key=lambda record: record.line.number)
+    assert free.result is not None and held.result is not None
+    free_text, held_text = (
+        " | ".join(choice["text"] for choice in record.result["choices"]) for record in (free, held)
+    )
+    assert all(word.strip() in free_text for word in words)
+    for choice in held.result["choices"]:
+        drawn = choice["token_ids"]
+        assert set(drawn) <= {32, 97, 98} and len(drawn) == 60
+        for end in range(len(drawn)):
+            assert drawn[end] not in ends_of_words({"bad_words": words}, drawn[:end])
+    assert "aba" not in held_text
+
+
+def test_allowed_tokens_are_drawn_by_their_own_probabilities(engine: fminfer.Engine) -> None:
+    """Two tokens share all the mass, by their own logits; the logprobs stay those of all tokens."""
+    asked = {"prompt": PROMPT, "max_tokens": 1, "n": 128, "logprobs": 0, "seed": 1}
+    (record,) = engine.run([asked | {"allowed_token_ids": [9, 10], "return_token_ids": True}])
+    drawn = record.to_dict()["result"]["choices"]
+    logprobs = {c["token_ids"][0]: c["logprobs"]["token_logprobs"][0] for c in drawn}
+    assert set(logprobs) == {9, 10} and max(logprobs.values()) < -1
+    share = 1 / (1 + torch.tensor(logprobs[9] - logprobs[10]).exp().item())
+    count = sum(choice["token_ids"] == [10] for choice in drawn)
+    assert abs(count - 128 * share) < 4 * (128 * share * (1 - share)) ** 0.5 + 1
+
+
+def test_a_list_of_the_whole_vocabulary_changes_nothing(engine: fminfer.Engine) -> None:
+    plain, listed = choices(engine, {}, {"allowed_token_ids": [*range(300)]})
+    assert plain == listed
+
+
+def test_ends_are_drawn_only_if_they_are_allowed(engine: fminfer.Engine) -> None:
+    asked = {"allowed_token_ids": [97, 98], "stop_token_ids": [98], "logit_bias": {"98": 100}}
+    ended, held = choices(engine, asked, asked | {"min_tokens": 3})
+    assert (ended["token_ids"], ended["stop_reason"]) == ([98], 98)
+    assert held["token_ids"] == [97, 97, 97, 98]
+    (never,) = choices(engine, asked | {"allowed_token_ids": [97]})
+    assert never["token_ids"] == [97] * 12
+
+
+def test_nothing_left_to_draw_is_an_error_of_the_request(engine: fminfer.Engine) -> None:
+    """A row of -inf alone would draw the first token, whether it may be drawn or not."""
+    base = {"prompt": PROMPT, "max_tokens": 5, "n": 2, "temperature": 1}
+    rows = [
+        {"allowed_token_ids": [98], "stop_token_ids": [98], "min_tokens": 1},
+        {"allowed_token_ids": [97], "bad_words": ["a"]},
+        {"allowed_token_ids": [97], "bad_words": ["aaa"]},
+        {"allowed_token_ids": [97, 98], "stop_token_ids": [98], "bad_words": ["a"]},
+        {"allowed_token_ids": [97, 300]},
+        {"bad_words": [chr(byte) for byte in range(1, 128)]},
+    ]
+    records = sorted(
+        engine.run([base | row for row in rows]), key=lambda record: record.line.number
+    )
+    told = [record.error and (record.error.code, record.error.param) for record in records]
+    wrong = ("out_of_range", "allowed_token_ids")
+    out = ("token_out_of_range", "allowed_token_ids")
+    assert told == [wrong, wrong, wrong, None, out, None]
+    assert "generated token 0" in str(records[0].error)
+    assert "generated token 2" in str(records[2].error)
+    assert records[3].to_dict()["result"]["choices"][0]["stop_reason"] == 98
 
 
 PENALTIES: list[Options] = [
@@ -244,6 +355,38 @@ def test_a_prompt_that_spells_bos_is_told_that_it_gets_two(special_tokenizer: To
     strict = Intake(special_tokenizer, Limits(100, 5, 5, is_strict=True))
     with pytest.raises(RequestError, match="they have two"):
         strict.parse({"prompt": ["two", "<s> two"]})
+
+
+def test_bad_words_without_a_token_are_refused(special_tokenizer: Tokenizer) -> None:
+    """Texts without a token became BOS, and so BOS would have been banned."""
+    intake = Intake(special_tokenizer, Limits(100, 5, 5))
+    for words in (["\n"], ["two", " "]):
+        with pytest.raises(RequestError, match=r"bad_words is .* strings that have tokens"):
+            intake.parse({"prompt": "two", "bad_words": words})
+    with pytest.raises(RequestError, match="fewer: they can ban every token"):
+        intake.parse({"prompt": "two", "bad_words": ["<s>", "</s>", "one", "two", "three"]})
+    with pytest.raises(RequestError, match="more tokens than the model has rows"):
+        Intake(special_tokenizer, Limits(100, 3, 5)).parse({"prompt": [1], "bad_words": ["two"]})
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_prompt_is_truncated_as_by_transformers(special_tokenizer: Tokenizer, side: str) -> None:
+    """That is what vLLM does: the BOS that the tokenizer adds stays, and is counted."""
+    hf, text = special_tokenizer.hf, "two three two one three"
+    assert hf is not None
+    hf.truncation_side = side
+    intake = Intake(special_tokenizer, Limits(100, 5, 5))
+    for length, adds in itertools.product((2, 3, 5, 6, 50), (True, False)):
+        fields = {"truncate_prompt_tokens": length, "truncation_side": side}
+        fields |= {"prompt": text, "add_special_tokens": adds}
+        (prompt,) = intake.prepare(intake.parse(fields)).prompts
+        ids = hf(text, truncation=True, max_length=length, add_special_tokens=adds)["input_ids"]
+        assert prompt.ids == ids, fields
+        assert prompt.num_cut == 5 + adds - len(ids)
+        (prompt,) = intake.prepare(intake.parse(fields | {"prompt": [0, 3, 4, 3, 2, 4]})).prompts
+        ids = [0, 3, 4, 3, 2, 4]
+        assert prompt.ids == (ids[-length:] if side == "left" else ids[:length])
+    assert not intake.warnings.to_dict(), "it is the request's own wish"
 
 
 def test_special_tokens_are_added_and_shown_as_asked(

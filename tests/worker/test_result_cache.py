@@ -43,6 +43,8 @@ OTHER: dict[str, Any] = {
     **{"frequency_penalty": 0.5, "presence_penalty": 0.5, "repetition_penalty": 1.1},
     **{"logit_bias": ((3, 1.0),), "seed": 5, "add_special_tokens": False},
     **{"skip_special_tokens": False, "return_token_ids": True},
+    **{"allowed_token_ids": (5,), "bad_words": ("a",)},
+    **{"truncate_prompt_tokens": 5, "truncation_side": "right"},
 }
 PROMPT = EncodedPrompt([1, 2, 3], "abc", [0, 1, 2])
 OTHER_PROMPT: dict[str, Any] = {
@@ -69,6 +71,8 @@ REQUESTS: list[dict[str, Any]] = [
     DRAWN | {"seed": 4, "logprobs": 2},
     DRAWN | {"n": 2, "best_of": 4, "logprobs": 1},
     DRAWN | {"logit_bias": {"7": 5}, "presence_penalty": 1, "top_p": 0.9},
+    DRAWN | {"allowed_token_ids": [299, 272, 199], "bad_words": [" east"]},
+    DRAWN | {"truncate_prompt_tokens": 3, "echo": True},
     CHAT | {"max_tokens": 9, "temperature": 0},
     CHAT | {"max_tokens": 9, "temperature": 0, "logprobs": True, "top_logprobs": 2},
     CHAT | {"max_tokens": 9, "seed": 8, "n": 2},

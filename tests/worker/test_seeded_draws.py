@@ -74,6 +74,8 @@ def num_different(answers: Answer) -> int:
         {"temperature": 1.0, "top_p": 1.0, "frequency_penalty": 1.0, "max_tokens": 12.0},
         {"presence_penalty": -0.0, "min_p": 0, "top_k": 0, "suffix": None},
         {"logit_bias": {"71": -1.0, "70": 1.0}},
+        {"allowed_token_ids": None, "bad_words": [], "truncate_prompt_tokens": None},
+        {"truncate_prompt_tokens": 50, "truncation_side": "right"},
         {"prompt": [SEEDED["prompt"]]},
         {"stop": "never said", "min_tokens": 2},
         {"best_of": 1, "n": 1},

@@ -159,6 +159,8 @@ class LogitEditTensors:
     # Entries of each row, and its banned ids. The host has them, so that a part waits for no GPU.
     num_edits: Sequence[int]
     num_banned: Sequence[int]
+    masks: torch.Tensor | None = None  # (masks, vocab / 8) uint8: bits of tokens to draw from
+    mask_of: Sequence[int] = ()  # the place of each row's
 
     def part(self, part: slice) -> LogitEditTensors:
         """Return the entries of some rows, counted from the part's first row."""
@@ -176,6 +178,8 @@ class LogitEditTensors:
             self.banned_ids[banned],
             self.num_edits[part],
             self.num_banned[part],
+            self.masks,
+            self.mask_of[part],
         )
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:  # (rows, vocab)
@@ -184,14 +188,21 @@ class LogitEditTensors:
         The repetition penalty is that of Keskar et al. 2019 (CTRL): a logit above 0 is divided by
         it, another is multiplied.
         """
-        if not (len(self.ids) or len(self.banned_ids)):
+        if not (len(self.ids) or len(self.banned_ids) or self.masks is not None):
             return logits
         changed = logits.to(torch.float32, copy=True)
         biased = changed[self.rows, self.ids] + self.bias
         scaled = torch.where(biased > 0, biased / self.factor, biased * self.factor)
         changed[self.rows, self.ids] = scaled - self.minus
         changed[self.banned_rows, self.banned_ids] = float("-inf")
-        return changed
+        if self.masks is None:
+            return changed
+        # What each byte of a mask leaves of 8 logits. `masked_fill_` takes four times as long.
+        ids = torch.arange(256, device=logits.device)
+        highest = torch.where(ids[:, None] >> ids[:8] & 1 > 0, float("inf"), float("-inf"))
+        masks = self.masks[torch.tensor(self.mask_of, device=logits.device)].int()
+        highest = highest.index_select(0, masks.flatten()).view(len(logits), -1)
+        return torch.minimum(changed, highest[:, : logits.shape[-1]], out=changed)
 
 
 def race(scaled: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
