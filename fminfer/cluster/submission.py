@@ -19,7 +19,7 @@ from fminfer.cluster.slurm_and_lsf import Job, QueuedTask, Scheduler
 from fminfer.core.errors import SchedulerError
 from fminfer.core.quantities import counted
 from fminfer.files.completed import is_complete
-from fminfer.files.disk import told
+from fminfer.files.disk import replacing, told
 
 Mode = Literal["each", "array", "ranks"]
 MAX_ARRAY = 1000  # tasks: what Slurm (MaxArraySize) and LSF (MAX_JOB_ARRAY_SIZE) allow by default
@@ -243,9 +243,8 @@ class Submission:
 
 def write_list(path: Path, files: Sequence[Path]) -> None:
     """Write the names of files, a NUL after each; whole, or not at all."""
-    new = path.with_name(f"{path.name}.new")
-    new.write_bytes(b"".join(os.fsencode(file) + b"\0" for file in files))
-    os.replace(new, path)
+    with replacing(path, is_durable=False) as new:
+        new.write(b"".join(os.fsencode(file) + b"\0" for file in files))
 
 
 def read_list(path: Path) -> list[Path]:

@@ -11,9 +11,12 @@ import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from fminfer.core.errors import InUseError, OutputError
+from fminfer.files.file_names import beside
 
+NEW = ".new"  # added to the name of a file while it is being written
 HAS_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
@@ -63,6 +66,33 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(fd)
+
+
+@contextlib.contextmanager
+def replacing(
+    path: Path, draft: Path | None = None, *, is_durable: bool = True, mode: int = 0o666
+) -> Iterator[BinaryIO]:
+    """Write a file beside another, and put it in its place, whole; if that fails, the other stays.
+
+    Args:
+        draft: its place until then; None: its name with `NEW`.
+        is_durable: it is on the disk when this ends.
+        mode: who may read and write it, less the umask.
+    """
+    new = beside(path, NEW) if draft is None else draft
+    try:
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
+            yield file
+            if is_durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(new, path)
+        if is_durable:
+            sync_folder(path.parent)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            new.unlink(missing_ok=True)
+        raise
 
 
 def write_all(fd: int, data: bytes, place: int) -> None:

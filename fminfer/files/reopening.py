@@ -6,8 +6,6 @@ are replaced.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator
@@ -18,7 +16,7 @@ from fminfer.contract.line import Line
 from fminfer.contract.record import make_id, make_key
 from fminfer.contract.record_parts import Answered, Tokens, load_record
 from fminfer.core.errors import RETRYABLE, UsageError, row_error
-from fminfer.files.disk import sync_folder, told
+from fminfer.files.disk import replacing, told
 from fminfer.files.edits import find_edit
 from fminfer.files.journal import journal_path
 from fminfer.files.journal_head import Fingerprint, head_line
@@ -91,21 +89,10 @@ def put_journal(output: Path, fingerprint: Fingerprint, rows: Iterable[Row]) -> 
         OutputError: the disk is full or gone; the one that was there stays.
     """
     path = journal_path(output)
-    draft = draft_path(path)
-    try:
-        with told(path):
-            with draft.open("wb") as file:
-                file.write(head_line(fingerprint))
-                for row in rows:
-                    file.write(row.to_line())
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(draft, path)
-            sync_folder(path.parent)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            draft.unlink(missing_ok=True)
-        raise
+    with told(path), replacing(path, draft_path(path)) as file:
+        file.write(head_line(fingerprint))
+        for row in rows:
+            file.write(row.to_line())
 
 
 def check_unchanged(output: Path, seals: Seals | None, *, has_changed_input: bool = False) -> None:

@@ -5,7 +5,6 @@ It knows counts and paths. Fields: https://platform.openai.com/docs/api-referenc
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fminfer.core.errors import StoppedError
-from fminfer.files.disk import explain, sync_folder
+from fminfer.files.disk import explain, replacing
 from fminfer.files.file_names import beside
 from fminfer.files.ordered_output import Seals, errors_path
 from fminfer.files.row_counts import Counts
@@ -27,7 +26,6 @@ BROKEN_OFF: tuple[Status, ...] = ("failed", "cancelled", "expired")
 ENDS: tuple[Status, ...] = ("completed", *BROKEN_OFF)
 WRITE_EVERY_S = 1.0
 STATUS = ".status.json"  # instead of .jsonl in the output's name
-NEW = ".new"  # added to its name while it is being written
 
 
 def status_path(output: Path) -> Path:
@@ -146,20 +144,9 @@ class StatusFile:
         self._written_s = time.perf_counter()
 
     def _replace(self, text: str) -> None:
-        new = beside(self._path, NEW)
-        try:
-            with new.open("w") as file:
-                file.write(text)
-                if self._status in ENDS:  # what follows relies on it, also after a power cut
-                    file.flush()
-                    os.fsync(file.fileno())
-            os.replace(new, self._path)
-            if self._status in ENDS:
-                sync_folder(self._path.parent)
-        except OSError:
-            with contextlib.suppress(OSError):
-                new.unlink(missing_ok=True)
-            raise
+        # What follows an end relies on it, also after a power cut.
+        with replacing(self._path, is_durable=self._status in ENDS) as file:
+            file.write(text.encode())
 
     def _overwrite(self, text: str) -> bool:
         """Write into the file that is there, for which a full disk has room; False: it has not."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -28,13 +27,12 @@ from typing import Any, BinaryIO, NoReturn
 import orjson
 
 from fminfer.core.errors import UsageError
-from fminfer.files.disk import sync_folder
+from fminfer.files.disk import replacing
 from fminfer.files.split_folders import MANIFEST, NUM_EQUAL, PART_NAME
 from fminfer.split.engine_folders import is_folder_name
 from fminfer.split.grouping import dump
 
 VERSION = 1
-NEW = ".new"  # added to its name while it is being written
 MAX_LINE = 2**53  # of line numbers; JSON readers agree up to there
 _HEAD_END, _END = b'"parts":[', b'],"check":'
 
@@ -137,17 +135,12 @@ def _write(folder: Path, manifest: Manifest, is_complete: bool, paths: list[str]
         "num_parts": len(paths),
     }
     entries: Iterable[object] = (part.to_dict() for part in manifest.parts)
-    path, check = folder / MANIFEST, hashlib.blake2b(digest_size=8)
-    new = path.with_name(path.name + NEW)
-    with new.open("wb") as file:
+    check = hashlib.blake2b(digest_size=8)
+    with replacing(folder / MANIFEST) as file:
         for text in _to_text(head, entries if is_complete else paths):
             check.update(text)
             file.write(text)
         file.write(_END + b'"%s"}\n' % check.hexdigest().encode())
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, path)
-    sync_folder(folder)
 
 
 def _to_text(head: dict[str, Any], entries: Iterable[object]) -> Iterator[bytes]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from fminfer.contract.envelope import open_envelope, tell_shape
 from fminfer.contract.record import make_id
 from fminfer.core.errors import FminferError, OutputError
 from fminfer.core.quantities import counted
-from fminfer.files.file_names import beside
+from fminfer.files.disk import replacing
 from fminfer.files.line_reader import read_lines
 from fminfer.files.status_file import limit_of
 from fminfer.files.streams import STDIN, changed_ns, digest_of
@@ -137,7 +136,6 @@ def _find_input(output: ToldOutput) -> Path | None:
     return None
 
 
-NEW = ".new"  # added to the report's name while it is written
 MAX_READ_BYTES = 1 << 26  # of all rows to show, in the output
 Answers = Sequence[tuple[Place, set[Reason], AnswerFields]]
 
@@ -217,12 +215,10 @@ def _to_shown(
 
 
 def _replace(path: Path, page: bytes) -> None:
-    new = beside(path, NEW)
     try:
-        new.write_bytes(page)
-        os.replace(new, path)
+        with replacing(path, is_durable=False) as file:
+            file.write(page)
     except OSError as error:
-        new.unlink(missing_ok=True)
         raise OutputError(
             f"the report {path} cannot be written: {error.strerror or error}. The answers are not "
             "touched by that"

@@ -9,13 +9,14 @@ from fminfer.contract.envelope import open_envelope
 from fminfer.contract.json_object import dump
 from fminfer.contract.line import Line
 from fminfer.contract.record import make_id
+from fminfer.files.disk import NEW
 from fminfer.files.file_names import beside
 from fminfer.files.journal import Journal, journal_path
 from fminfer.files.journal_head import Fingerprint, read_fingerprint
 from fminfer.files.journal_rows import Row
 from fminfer.files.line_reader import read_lines
 from fminfer.files.ordered_output import put_in_order
-from fminfer.files.status_file import NEW, status_path
+from fminfer.files.status_file import status_path
 from fminfer.server.batches.stored_batches import Progress
 
 EXPIRED = {
