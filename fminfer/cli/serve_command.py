@@ -122,7 +122,7 @@ def _serve(
     """Do this process's part of a server."""
     children = start_children(config, role, stopper, ending)
     with importing_engine(config, role):
-        from fminfer.server.serving import ServeContext, serve_process
+        from fminfer.server.http import ServeContext, serve_process
 
     run = ServeContext(
         *(config, role, children, stopper, ending.at_once, elapsed_s),

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import orjson
 
 from fminfer.contract.fields import show, wrong_type
-from fminfer.contract.json_object import load_object
+from fminfer.contract.json_object import dump, load_object
 from fminfer.contract.json_spans import find_members, on_one_line
 from fminfer.contract.line import Line
 from fminfer.contract.read_fields import unknown_names
@@ -140,7 +140,7 @@ def as_text(raw: bytes) -> bytes:
     raw = raw.strip()
     if len(raw) > MAX_QUOTED_BYTES:
         return _beginning(raw)
-    return orjson.dumps(raw.decode("utf-8", errors="replace"))
+    return dump(raw.decode("utf-8", errors="replace"))
 
 
 def quote(value: bytes) -> bytes:
@@ -153,7 +153,7 @@ def quote(value: bytes) -> bytes:
 
 def _beginning(raw: bytes) -> bytes:
     text = raw[:QUOTED_BYTES].decode("utf-8", errors="replace")
-    return orjson.dumps(f"{text}… ({len(raw):,} bytes in all)")
+    return dump(f"{text}… ({len(raw):,} bytes in all)")
 
 
 def _open_wrapped(raw: bytes, fields: dict[str, Any]) -> Envelope:

@@ -11,6 +11,8 @@ from fminfer.contract.fields import json_type
 from fminfer.core.errors import RequestError
 
 LINE = "the line"  # what of a file is parsed
+# Some readers of lines, such as str.splitlines and httpx, end a line here, too.
+_LINE_ENDS = {char.encode(): f"\\u{ord(char):04x}".encode() for char in "\u2028\u2029\u0085"}
 
 
 def load_object(raw: bytes, what: str = LINE) -> dict[str, Any]:
@@ -44,11 +46,18 @@ def load_object(raw: bytes, what: str = LINE) -> dict[str, Any]:
 
 
 def dump(value: object) -> bytes:
-    """Return a value as JSON; half a surrogate pair, which a request may hold, stays what it is."""
+    """Return a value as JSON that every reader takes for one line.
+
+    Half a surrogate pair, which a request may hold, stays what it is.
+    """
     try:
-        return orjson.dumps(value)
+        data = orjson.dumps(value)
     except orjson.JSONEncodeError:
         return json.dumps(value, separators=(",", ":")).encode()
+    if 0xE2 in data or 0xC2 in data:  # the first bytes of these ends
+        for char, escape in _LINE_ENDS.items():
+            data = data.replace(char, escape)
+    return data
 
 
 def _load_leniently(raw: bytes, error: orjson.JSONDecodeError, what: str) -> Any:

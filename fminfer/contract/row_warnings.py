@@ -44,8 +44,10 @@ class WarningCounts:
         new = [name for name in dict.fromkeys(warning.names) if name not in count.names]
         fitting = new[: MAX_NAMES - len(count.names)]
         count.names += fitting
-        count.has_more |= len(fitting) < len(new)
-        return _told(warning.kind, fitting) if fitting or is_new else ""
+        is_full = len(fitting) < len(new) and not count.has_more
+        count.has_more |= is_full
+        told = fitting + ["others, which are not named"] * is_full
+        return _told(warning.kind, told) if told or is_new else ""
 
     def clear(self) -> None:
         """Forget all."""

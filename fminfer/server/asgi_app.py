@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Awaitable
 from typing import Any
@@ -10,7 +11,6 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -29,6 +29,18 @@ from fminfer.server.pages import page_routes
 from fminfer.server.server_log import ServerLog
 from fminfer.server.service import Service
 from fminfer.server.settings import ServerSettings
+
+# Paths of other APIs, by what to do instead.
+ELSEWHERE = {
+    "send messages to /v1/chat/completions": "responses|messages|conversations|assistants|threads|"
+    "realtime|invocations|api/chat$",
+    "send a prompt to /v1/completions": "engines|generate|generate_stream|completion|infill|"
+    "api/generate",
+    "this server only generates text, by /v1/chat/completions and /v1/completions": "embeddings|"
+    "embed|embedding|api/embed|api/embeddings|pooling|classify|score|rerank|reranking|moderations|"
+    "audio|images|videos|fine_tuning|vector_stores|evals|containers",
+    "upload whole files to /v1/files": "uploads",
+}
 
 
 class Faults:
@@ -83,18 +95,9 @@ def make_app(service: Service, settings: ServerSettings, desk: Desk | None = Non
     _add_errors(app, service)
     document = _describe(app, has_keys=bool(settings.api_keys))
     app.openapi = lambda: document  # type: ignore[method-assign]
-    origins = settings.allowed_origins
     app.add_middleware(Faults, metrics=service.metrics, log=service.log)
     log = service.log.debug if service.log.tells("debug") else None
-    app.add_middleware(Doors, api_keys=settings.api_keys, allowed_origins=origins, log=log)
-    if origins:  # added last, so that it answers what browsers ask before they send a key
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=origins,
-            allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
-        )
+    app.add_middleware(Doors, settings=settings, log=log)
     return app
 
 
@@ -111,11 +114,10 @@ def _describe(app: FastAPI, *, has_keys: bool) -> dict[str, Any]:
         for operation in operations.values():
             operation["responses"].pop("422", None)  # it comes as a 400
             operation["summary"] = operation.pop("description", operation["summary"]).rstrip(".")
-    if has_keys:
-        document["paths"]["/health"]["get"]["security"] = []  # it needs none
     for name in ("HTTPValidationError", "ValidationError"):
         document.get("components", {}).get("schemas", {}).pop(name, None)
     if has_keys:
+        document["paths"]["/health"]["get"]["security"] = []  # it needs none
         scheme = {"type": "http", "scheme": "bearer"}
         document.setdefault("components", {})["securitySchemes"] = {"key": scheme}
         document["security"] = [{"key": []}]
@@ -132,7 +134,9 @@ def _add_errors(app: FastAPI, service: Service) -> None:
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
-        told = HttpError(error.status_code, _explain(request, error), headers=error.headers)
+        code = "unknown_url" if error.status_code == 404 else None
+        message = _explain(request, error)
+        told = HttpError(error.status_code, message, code=code, headers=error.headers)
         return await on_error(request, told)
 
     @app.exception_handler(RequestValidationError)
@@ -146,8 +150,22 @@ def _add_errors(app: FastAPI, service: Service) -> None:
 def _explain(request: Request, error: HTTPException) -> str:
     path = request.url.path
     if error.status_code == 404:
-        return f"there is no {path}; /docs lists what there is"
+        return f"there is no {path}; {_find_remedy(request, path)}/docs lists what there is"
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
         return f"{path} is not there for {request.method}; use {allowed}"
     return str(error.detail)
+
+
+def _find_remedy(request: Request, path: str) -> str:
+    """Return what to do instead, if the path is of another API or stands at another place."""
+    for remedy, pattern in ELSEWHERE.items():
+        if re.fullmatch(rf"/(v\d/)?({pattern})(/.*)?", path):
+            return f"{remedy}. "
+    parts = path.strip("/").split("/")
+    tails = ["/".join(parts[start:]) for start in range(len(parts))]
+    places = [place for tail in tails for place in (f"/v1/{tail}", f"/{tail}")]
+    here = next((place for place in places if place in request.app.openapi()["paths"]), "")
+    if here.startswith("/v1/"):
+        return f"it is at {here}; set the base_url of your client to {request.base_url}v1. "
+    return f"it is at {here}. " if here else ""

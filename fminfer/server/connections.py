@@ -1,4 +1,4 @@
-"""Connections that do not speak: they are closed, so that none holds a socket for ever."""
+"""Connections that do not speak are closed; those that only listen still get their answer."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import socket
 import ssl
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from fminfer.core.errors import UsageError
 
 HEAD_S = 30.0  # for the head of a request, after the time that an idle connection has
+PROBE_S = 0.1, 10.0  # first and longest pause between looks for a client that may have left
 UNREAD_S = 60.0  # that a client may leave what it was sent unread
 
 
@@ -39,6 +41,23 @@ class Connection(H11Protocol):
         if self._timer is not None:
             self._timer.cancel()
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Answer a whole request, though its client sends no more; drop all others.
+
+        TLS cannot be closed by half. A client of HTTP/1.0 cannot be told from one that has left,
+        and proxies that speak it do not close by half.
+        """
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or cycle.more_body:
+            return False
+        if self.scheme == "https" or self.scope["http_version"] != "1.1":
+            return False
+        headers = [*self.scope["headers"], (b"connection", b"close")]
+        self.scope["headers"] = headers  # and so in the response
+        cycle.keep_alive = False
+        self._wait(PROBE_S[0], self._probe, PROBE_S[0])
+        return True
+
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP; behind an answer that was sent already, only close."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
@@ -49,10 +68,22 @@ class Connection(H11Protocol):
             self.cycle.disconnected = True  # its route can send nothing any more
             self.cycle.message_event.set()
 
+    def _probe(self, wait_s: float) -> None:
+        """Say that the answer is to come; the second write to a client that has left fails."""
+        if self.cycle.response_started:
+            return
+        event = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
+        self.transport.write(self.conn.send(event))
+        self._wait(wait_s, self._probe, min(2 * wait_s, PROBE_S[1]))
+
     def _wait_for_head(self, idle_s: float = 0.0) -> None:
+        self._wait(idle_s + HEAD_S, self._close_if_silent)
+
+    def _wait(self, wait_s: float, act: Callable[..., None], *args: float) -> None:
+        """Do something later, in place of what was to be done."""
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self.loop.call_later(idle_s + HEAD_S, self._close_if_silent)
+        self._timer = self.loop.call_later(wait_s, act, *args)
 
     def _close_if_silent(self) -> None:
         if self.cycle is None or self.cycle.response_complete:

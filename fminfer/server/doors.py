@@ -1,46 +1,55 @@
-"""What each request passes before its route: its name, where it comes from, and its key."""
+"""What each request passes before its route: its name, host, origin and key."""
 
 from __future__ import annotations
 
 import hmac
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from fminfer.contract.fields import show
 from fminfer.server.http_errors import HttpError, respond
+from fminfer.server.settings import ServerSettings, is_loopback_name, split_host
 
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+ABSOLUTE = re.compile(rb"[a-z][a-z0-9+.-]*://([^/]*)", re.IGNORECASE)  # a target with its host
 # Static pages and the state of health, which a load balancer asks for, are open to all.
 OPEN_PATHS = frozenset({"/", "/health", "/docs", "/openapi.json", "/favicon.ico"})
 ELSEWHERE = ("cross-site", "same-site")
+WITH_SLASH = ("/run/", "/run_", "/docs/")  # where one at the end means something
 OPEN_FOLDERS = ("/page/", "/docs/")
 
 
 class Doors:
-    """ASGI middleware: names each request, and refuses those without a key.
+    """ASGI middleware: names each request, and refuses foreign hosts, sites and keys.
 
     Args:
-        api_keys: any of them opens; none: no key is asked for.
-        allowed_origins: of pages elsewhere that may call; "*": any.
         log: is told of each response as it begins; None: nobody is.
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        api_keys: Iterable[str],
-        allowed_origins: Iterable[str],
-        log: Callable[[str], None] | None = None,
+        self, app: ASGIApp, *, settings: ServerSettings, log: Callable[[str], None] | None = None
     ) -> None:
         self._app = app
         self._log = log
-        self._keys = [key.encode() for key in api_keys]
-        self._origins = frozenset(allowed_origins)
+        self._hosts = settings.hosts
+        self._keep_alive = f"timeout={int(settings.keep_alive_s)}"
+        self._keys = [key.encode() for key in settings.api_keys]
+        self._origins = frozenset(settings.allowed_origins)
+        self._inner: ASGIApp = self._guard
+        if self._origins:  # it answers what browsers ask before they send a key
+            self._inner = CORSMiddleware(
+                self._guard,
+                allow_origins=settings.allowed_origins,
+                allow_methods=["GET", "POST", "DELETE"],
+                allow_headers=["*"],
+                expose_headers=["x-request-id", "retry-after"],
+            )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -54,20 +63,39 @@ class Doors:
 
         def send_named(message: Message) -> Awaitable[None]:  # a coroutine less for each token
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                response = MutableHeaders(scope=message)
+                response["x-request-id"] = request_id
+                if scope["http_version"] == "1.1" and not _closes(Headers(scope=scope), response):
+                    response["Keep-Alive"] = self._keep_alive
                 if self._log is not None:
                     self._log(f"{_show(scope)} {message['status']} {request_id}")
             return send(message)
 
-        error = self._refusal(scope, headers)
-        if error is None:
-            await self._app(scope, receive, send_named)
-        else:
-            await respond(error)(scope, receive, send_named)
+        hosts = headers.getlist("host")
+        if (target := ABSOLUTE.match(scope["raw_path"])) is not None:
+            hosts.append(target[1].decode("latin-1"))  # HTTP takes this one, and proxies may differ
+        foreign = [host for host in hosts if not self._is_known(host)]
+        app = _foreign_host(foreign[0]) if foreign else self._inner
+        await app(_as_routed(scope), receive, send_named)
+
+    def _is_known(self, host: str) -> bool:
+        if self._hosts is None:
+            return True
+        if (found := split_host(host)) is None:
+            return False
+        name, port = found
+        ports = {"", port} if port else {"", "80", "443"}
+        return is_loopback_name(name) or any((name, each) in self._hosts for each in ports)
+
+    async def _guard(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = self._refusal(scope, Headers(scope=scope))
+        await (self._app if error is None else respond(error))(scope, receive, send)
 
     def _refusal(self, scope: Scope, headers: Headers) -> HttpError | None:
         """Return why a request must not pass, if it must not."""
-        is_free = is_open(scope["method"], scope["path"])
+        path, method = scope["path"], scope["method"]
+        is_free = path in OPEN_PATHS or path.startswith(OPEN_FOLDERS)
+        is_free = is_free and method in ("GET", "OPTIONS")
         origin = headers.get("origin")
         if origin is None and not is_free and headers.get("sec-fetch-site") in ELSEWHERE:
             origin = "another site"  # a link or picture there, which a browser asks for without one
@@ -78,10 +106,23 @@ class Doors:
                 "start the server with --allow-origin to let it call",
                 code="origin_not_allowed",
             )
-        if not self._keys or is_free:
+        coding = headers.get("content-encoding", "").strip().lower()
+        if self._keys and not is_free and (error := self._check_key(headers)) is not None:
+            return error
+        if coding in ("", "identity"):
             return None
+        return HttpError(
+            415,
+            f"the body is compressed (Content-Encoding: {coding}); send it uncompressed",
+            code="unsupported_encoding",
+            headers={"Accept-Encoding": "identity"},
+        )
+
+    def _check_key(self, headers: Headers) -> HttpError | None:
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and self._is_key(key.strip()):
+        given = key.strip().encode()  # compared with all, in a time that tells nothing of them
+        is_right = any([hmac.compare_digest(given, each) for each in self._keys])
+        if scheme.lower() == "bearer" and is_right:
             return None
         found = "no key came" if not key else "the key that came is not this server's"
         return HttpError(
@@ -91,18 +132,38 @@ class Doors:
             headers={"WWW-Authenticate": "Bearer"},
         )
 
-    def _is_key(self, given: str) -> bool:
-        """Compare with each key, in a time that tells nothing of them."""
-        found = [hmac.compare_digest(given.encode(), key) for key in self._keys]
-        return any(found)
-
     def _is_own(self, origin: str, headers: Headers) -> bool:
         if "*" in self._origins or origin in self._origins:
             return True
         try:
-            return urlsplit(origin).netloc == headers.get("host")
+            place = urlsplit(origin).netloc
         except ValueError:  # no address
             return False
+        return place != "" and place.lower() == headers.get("host", "").lower()
+
+
+def _as_routed(scope: Scope) -> Scope:
+    """Return a request as routes are written: by GET, whose body a HEAD does not get, and no /."""
+    path = scope["path"]
+    if path != "/" and not path.startswith(WITH_SLASH):
+        path = path.removesuffix("/")
+    method = "GET" if scope["method"] == "HEAD" else scope["method"]
+    return {**scope, "method": method, "path": path}
+
+
+def _foreign_host(host: str) -> ASGIApp:
+    return respond(
+        HttpError(
+            403,
+            f"the request was sent to the host {show(host)}, which is not known to be this server; "
+            "call it by localhost or 127.0.0.1, or start it with --allow-host and that name",
+            code="host_not_allowed",
+        )
+    )
+
+
+def _closes(*headers: Headers) -> bool:
+    return any("close" in each.get("connection", "").lower() for each in headers)
 
 
 def _show(scope: Scope) -> str:
@@ -110,10 +171,3 @@ def _show(scope: Scope) -> str:
     client = scope["client"][0] if scope.get("client") else "-"
     query = f"?{scope['query_string'].decode('ascii')}" if scope["query_string"] else ""
     return f"{client} {scope['method']} {scope['raw_path'].decode('ascii')}{query}"
-
-
-def is_open(method: str, path: str) -> bool:
-    """Tell whether a route computes nothing and tells nothing but that the server is there."""
-    if method not in ("GET", "HEAD", "OPTIONS"):
-        return False
-    return path in OPEN_PATHS or path.startswith(OPEN_FOLDERS)

@@ -1,33 +1,114 @@
-"""Runs a server: HTTP in a thread with an event loop, the engine's steps in this one."""
+"""A process of `fminfer serve`: HTTP in a thread with an event loop, the engine's steps here."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import sys
 import threading
 from contextlib import suppress
+from dataclasses import dataclass
 
 import click
 import uvicorn
 
+from fminfer.batch.process_roles import lead_or_join
+from fminfer.batch.run_context import ProcessContext
+from fminfer.batch.run_engine import MakeEngine, say, start_engine
 from fminfer.core.errors import FminferError, UsageError
+from fminfer.core.quantities import counted, show_dtypes
 from fminfer.machine.stopper import Stopper
+from fminfer.models.checkpoint import Checkpoint
+from fminfer.models.fingerprint import fingerprint_of
 from fminfer.server.asgi_app import make_app
 from fminfer.server.batches.batch_metrics import BatchMetrics
 from fminfer.server.batches.desk import Desk, ServerState
+from fminfer.server.batches.state_folder import StateFolder
 from fminfer.server.connections import Connection, check_certificate, listen
 from fminfer.server.dispatcher import Dispatcher
 from fminfer.server.http_errors import shutting_down
 from fminfer.server.metrics import Metrics
 from fminfer.server.request_bodies import Bodies
 from fminfer.server.server_log import ServerLog
-from fminfer.server.service import ServedModel, Service
+from fminfer.server.service import ServedModel, Service, Throughput
 from fminfer.server.settings import ServerSettings
-from fminfer.server.throughput import Throughput
 from fminfer.worker.engine_api import Engine
+from fminfer.worker.forecast import name_held_dtype
+from fminfer.worker.part_process import Opening
+from fminfer.worker.result_cache import ResultCache, open_result_cache
 
 LEAVE_S = 2.0  # for the last bytes, once the grace is over
 REPORT_S = 10  # between lines that say what goes on
+SWITCH_S = 0.0005  # between threads of Python
+
+
+@dataclass(slots=True, frozen=True)
+class ServeContext(ProcessContext):
+    """A server in one of its processes."""
+
+    settings: ServerSettings
+
+
+def serve_process(run: ServeContext) -> None:
+    """Serve until told to stop, or do another rank's part of it.
+
+    Raises:
+        FminferError: the server cannot go on.
+    """
+    lead_or_join(run, Opening(run.config), _serve)
+
+
+def _serve(run: ServeContext, checkpoint: Checkpoint, make_engine: MakeEngine) -> None:
+    """Make the engine, and let it answer over HTTP; only the first process does so."""
+    # Both before a model is loaded for nothing.
+    address = open_socket(run.settings)
+    state = _open_state(run, checkpoint)
+    if not run.is_quiet:
+        click.echo(f"Loading {checkpoint.name} …", err=True)
+    engine = start_engine(run, lambda bar: make_engine(checkpoint, bar))
+    try:
+        if not run.is_quiet:
+            types = show_dtypes(engine.facts.dtype, name_held_dtype(run.config, checkpoint))
+            place = f"{types} on {engine.device}, {counted(engine.facts.num_threads, 'thread')}"
+            kernels = "compiled kernels" if engine.facts.has_kernel else "plain torch"
+            click.echo(f"Ready after {run.elapsed_s():.1f} s: {place}, {kernels}.", err=True)
+        engine.result_cache = _open_cache(run, checkpoint)
+        run_http(engine, run.settings, run.stopper, address, state)
+    finally:
+        if engine.result_cache is not None:
+            engine.result_cache.close()
+        engine.close()
+
+
+def _open_cache(run: ServeContext, checkpoint: Checkpoint) -> ResultCache | None:
+    settings, tell = run.settings, (lambda text: None) if run.is_quiet else say
+    if settings.cache_place is None and not settings.cache_size:
+        return None  # a fingerprint reads of every tensor
+    return open_result_cache(
+        fingerprint_of(run.config, checkpoint),
+        *(settings.cache_place, tell),
+        size=settings.cache_size,
+        list_size=settings.cache_list_size,
+    )
+
+
+def _open_state(run: ServeContext, checkpoint: Checkpoint) -> ServerState | None:
+    """Take the state folder, if there is to be one.
+
+    Raises:
+        UsageError: it cannot be used.
+    """
+    path = run.settings.state
+    if path is None:
+        return None
+    os.umask(0o077)  # this process writes for nobody else
+    # Batches are prepared in threads. With Python's 5 ms, each step would wait for them so long.
+    sys.setswitchinterval(SWITCH_S)
+    folder = StateFolder(path)
+    if folder.was_narrowed and not run.is_quiet:
+        click.echo(f"--state {path} could be read by others; now only you can.", err=True)
+    return ServerState(folder, fingerprint_of(run.config, checkpoint))
 
 
 def open_socket(settings: ServerSettings) -> socket.socket:
@@ -89,7 +170,7 @@ def run_http(
         click.echo("Ended; every open request has its answer.", err=True)
 
 
-class HttpThread:
+class HttpThread(threading.Thread):
     """The thread of HTTP.
 
     Args:
@@ -104,6 +185,7 @@ class HttpThread:
         address: socket.socket,
         state: ServerState | None = None,
     ) -> None:
+        super().__init__(name="http", daemon=True)
         self._address = address
         self.service = _make_service(engine, settings)
         self.desk = None if state is None else _make_desk(state, self.service, settings)
@@ -125,26 +207,8 @@ class HttpThread:
                 ssl_keyfile=settings.ssl_keyfile,
             )
         )
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._is_ready = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="http", daemon=True)
-        self._fault: BaseException | None = None
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether it goes on."""
-        return self._thread.is_alive()
-
-    @property
-    def fault(self) -> BaseException | None:
-        """What ended it, if nobody did."""
-        return self._fault
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """Its event loop, once it has started."""
-        assert self._loop is not None, "it has started"
-        return self._loop
+        self.fault: BaseException | None = None  # that ended it, if nobody did
 
     def start(self) -> None:
         """Listen.
@@ -152,10 +216,10 @@ class HttpThread:
         Raises:
             FminferError: it cannot.
         """
-        self._thread.start()
+        super().start()
         self._is_ready.wait()
-        if self._fault is not None:
-            raise FminferError(f"the HTTP server cannot start: {self._fault}") from self._fault
+        if self.fault is not None:
+            raise FminferError(f"the HTTP server cannot start: {self.fault}") from self.fault
         if self.desk is not None:
             self.desk.work.start()
 
@@ -165,10 +229,9 @@ class HttpThread:
 
     def end(self) -> None:
         """Wait until all has been sent, or for a while."""
-        if self._loop is not None:
-            with suppress(RuntimeError):  # its loop is closed
-                self._loop.call_soon_threadsafe(self._drain, 0.0)
-        self._thread.join(LEAVE_S + 1)
+        with suppress(RuntimeError):  # its loop is closed
+            self.loop.call_soon_threadsafe(self._drain, 0.0)
+        self.join(LEAVE_S + 1)
         if self.desk is not None:
             self.desk.close()
 
@@ -190,18 +253,19 @@ class HttpThread:
         for connection in [*self._server.server_state.connections]:
             connection.transport.abort()
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Answer until told to end."""
         try:
             asyncio.run(self._serve())
         except BaseException as error:
-            self._fault = error
+            self.fault = error
         finally:
             self.service.dispatcher.end()
             self._is_ready.set()
 
     async def _serve(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self.service.dispatcher.start(self._loop, on_failure=lambda: self._drain(0.0))
+        self.loop = asyncio.get_running_loop()
+        self.service.dispatcher.start(self.loop, on_failure=lambda: self._drain(0.0))
         looking = asyncio.create_task(self._look())
         serving = asyncio.create_task(self._server.serve(sockets=[self._address]))
         while not (self._server.started or serving.done()):

@@ -67,7 +67,6 @@ def _add_state_routes(router: APIRouter, service: Service) -> None:
     @router.get(
         "/health", **document(object_of({"status": TEXT}, "status"), "It answers.", errors=[503])
     )
-    @router.head("/health", include_in_schema=False)
     async def health() -> Response:
         """Return 200 while requests are taken, 503 otherwise."""
         if (refusal := service.dispatcher.refusal) is not None:

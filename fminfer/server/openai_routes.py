@@ -90,8 +90,9 @@ class AnswerShape:
                 is_first = event.index not in self._begun
                 self._begun.add(event.index)
                 if self.is_chat and is_first:
-                    yield head | {"choices": [_role(event.index)]}
-                choice = _chat_delta(event) if self.is_chat else _text_delta(event)
+                    role = {"index": event.index, "delta": {"role": "assistant", "content": ""}}
+                    yield head | {"choices": [role | {"logprobs": None, "finish_reason": None}]}
+                choice = _choice(event, is_chat=self.is_chat)
                 yield head | {"choices": [choice | self._token_ids(event, is_first=is_first)]}
             elif isinstance(event, Finished) and self.has_usage:
                 yield head | {"choices": [], "usage": event.usage}
@@ -113,34 +114,18 @@ class AnswerShape:
         }
 
 
-def _role(index: int) -> dict[str, Any]:
-    delta = {"role": "assistant", "content": ""}
-    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-
-
-def _text_delta(delta: Delta) -> dict[str, Any]:
+def _choice(delta: Delta, *, is_chat: bool) -> dict[str, Any]:
+    said: Any = delta.text
+    if is_chat:
+        said = {"content": said} if said else {}
+        if delta.tool_calls:
+            said["tool_calls"] = delta.tool_calls
     return {
         "index": delta.index,
-        "text": delta.text,
+        "delta" if is_chat else "text": said,
         "logprobs": delta.logprobs,
         "finish_reason": delta.finish_reason,
-    } | _stop_reason(delta)
-
-
-def _chat_delta(delta: Delta) -> dict[str, Any]:
-    message: dict[str, Any] = {"content": delta.text} if delta.text else {}
-    if delta.tool_calls:
-        message["tool_calls"] = delta.tool_calls
-    return {
-        "index": delta.index,
-        "delta": message,
-        "logprobs": delta.logprobs,
-        "finish_reason": delta.finish_reason,
-    } | _stop_reason(delta)
-
-
-def _stop_reason(delta: Delta) -> dict[str, Any]:
-    return {} if delta.stop_reason is None else {"stop_reason": delta.stop_reason}
+    } | ({} if delta.stop_reason is None else {"stop_reason": delta.stop_reason})
 
 
 def openai_routes(service: Service) -> APIRouter:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import swagger_ui_bundle
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import PlainTextResponse
+from fastapi.responses import PlainTextResponse, RedirectResponse
 
 _LINE = (
     "fminfer answers POST /v1/completions and /v1/chat/completions. "
@@ -67,6 +67,9 @@ def page_routes() -> APIRouter:
     }.items():
         file = _File(source.name, source.read_bytes(), _POLICY)
         router.add_route(path, _serve(file), include_in_schema=False)
+    # Not to /docs: only the browser knows the prefix of a proxy.
+    to_docs = RedirectResponse("../docs")
+    router.add_route("/docs/", lambda request: to_docs, include_in_schema=False)
     return router
 
 

@@ -10,6 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 from fminfer.contract.json_object import load_object
 from fminfer.core.errors import RequestError
 from fminfer.core.quantities import show_bytes
+from fminfer.files.line_reader import UTF8_BOM
 from fminfer.server.http_errors import HttpError, as_http
 
 READ_S = 60.0  # for a whole body
@@ -38,7 +39,7 @@ class Bodies:
         """
         body = await self._read_in_time(request)
         try:
-            return load_object(body.strip(), "the body")
+            return load_object(body.removeprefix(UTF8_BOM).strip(), "the body")
         except RequestError as error:
             raise as_http(error) from None
 
@@ -75,7 +76,13 @@ class Bodies:
         finally:
             self._num_held -= num_held
         if num_bytes > self._max_bytes:
-            raise _too_large(num_bytes, self._max_bytes)
+            raise HttpError(
+                413,
+                f"the body has {num_bytes:,} bytes, and {self._max_bytes:,} are allowed "
+                "(--max-body-size); send fewer or shorter prompts",
+                code="body_too_large",
+                headers={"Connection": "close"},
+            )
         return b"".join(pieces)
 
     def _hold(self, num_bytes: int) -> None:
@@ -94,13 +101,3 @@ class Bodies:
                 headers={"Connection": "close", "Retry-After": "1"},
             )
         self._num_held += num_bytes
-
-
-def _too_large(num_bytes: int, max_bytes: int) -> HttpError:
-    return HttpError(
-        413,
-        f"the body has {num_bytes:,} bytes, and {max_bytes:,} are allowed "
-        "(--max-body-size); send fewer or shorter prompts",
-        code="body_too_large",
-        headers={"Connection": "close"},
-    )

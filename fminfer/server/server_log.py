@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partialmethod
 from typing import get_args
 
 import click
@@ -31,22 +32,11 @@ class ServerLog:
             most = min(most, LEVELS.index("error"))
         return LEVELS.index(level) <= most
 
-    def error(self, text: str) -> None:
-        """Tell a fault of ours."""
-        self._tell("error", text)
-
-    def warning(self, text: str) -> None:
-        """Tell what is strange about a request."""
-        self._tell("warning", text)
-
-    def info(self, text: str) -> None:
-        """Tell what the server does."""
-        self._tell("info", text)
-
-    def debug(self, text: str) -> None:
-        """Tell of one response."""
-        self._tell("debug", text)
-
     def _tell(self, level: LogLevel, text: str) -> None:
         if self.tells(level):
             click.echo(printable(text), err=True)
+
+    error = partialmethod(_tell, "error")  # a fault of ours
+    warning = partialmethod(_tell, "warning")  # what is strange about a request
+    info = partialmethod(_tell, "info")  # what the server does
+    debug = partialmethod(_tell, "debug")  # one response

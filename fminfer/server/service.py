@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,13 +12,15 @@ from starlette.requests import Request
 
 from fminfer.contract.field_table import MAX_NAME_CHARS
 from fminfer.contract.fields import show
+from fminfer.engine.stats import EngineStats
 from fminfer.server.dispatcher import Dispatcher
 from fminfer.server.http_errors import HttpError
 from fminfer.server.metrics import Metrics
 from fminfer.server.request_bodies import Bodies
 from fminfer.server.server_log import ServerLog
-from fminfer.server.throughput import Throughput
 from fminfer.worker.engine_api import Engine
+
+WINDOW_S = 5.0  # of the means of tokens a second
 
 
 @dataclass(slots=True, frozen=True)
@@ -61,6 +64,56 @@ class ServedModel:
         """Return the model's name in the answer to a request: as it was asked for."""
         asked = fields.get("model")
         return asked if isinstance(asked, str) and asked else self.names[0]
+
+
+@dataclass(slots=True, frozen=True)
+class Rates:
+    """Tokens a second."""
+
+    prompt_tokens: float
+    generation_tokens: float
+
+
+class Throughput:
+    """Looks at an engine's counts now and then.
+
+    Args:
+        read: returns the counts.
+    """
+
+    def __init__(self, read: Callable[[], EngineStats]) -> None:
+        self._read = read
+        self._started_s = time.monotonic()
+        self._seen: deque[tuple[float, int, int]] = deque()
+        self.look()
+
+    def look(self) -> None:
+        """Take note of the counts."""
+        stats = self._read()
+        now_s = time.monotonic()
+        self._seen.append((now_s, stats.num_prompt_tokens, stats.num_generated_tokens))
+        while len(self._seen) > 2 and self._seen[1][0] <= now_s - WINDOW_S:
+            self._seen.popleft()
+
+    @property
+    def uptime_s(self) -> float:
+        """Seconds since it began to look."""
+        return time.monotonic() - self._started_s
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far, when it last looked."""
+        return sum(self._seen[-1][1:])
+
+    @property
+    def rates(self) -> Rates:
+        """The mean over the last seconds."""
+        (first_s, *first), (last_s, *last) = self._seen[0], self._seen[-1]
+        passed_s = max(last_s - first_s, 1e-3)
+        prompt, generated = (
+            (now - before) / passed_s for before, now in zip(first, last, strict=True)
+        )
+        return Rates(prompt, generated)
 
 
 @dataclass(slots=True, frozen=True)

@@ -63,6 +63,7 @@ def test_every_setting_has_a_flag_and_reaches_the_server(
     done = serve(
         "m --host ::1 --port 0 --served-model-name a --served-model-name b --api-key k "
         f"--api-key l --queue-size 0 --max-body-size 2M --allow-origin https://x.org "
+        "--allow-host x.org --allowed-host y.org:8443 "
         f"--ssl-certfile {cert} --ssl-keyfile {key} --keep-alive 1m --log-level DEBUG -q "
         f"--grace 0:00:30 --result-cache {tmp_path} --result-cache-size 10G --cache-size 50 "
         f"--cache-list-size 2 --state {tmp_path} --max-upload-size 3G --max-rows 3 --strict "
@@ -80,6 +81,7 @@ def test_every_setting_has_a_flag_and_reaches_the_server(
         state=tmp_path,
         max_upload_bytes=3 * 2**30,
         allowed_origins=("https://x.org",),
+        allowed_hosts=("x.org", "y.org:8443"),
         ssl_certfile=cert,
         ssl_keyfile=key,
         keep_alive_s=60.0,
@@ -124,6 +126,8 @@ def test_flags_of_files_are_not_there() -> None:
         ("--log-level loud", "'loud' is not one of"),
         ("--allow-origin example.org", "give scheme, host and port without a path"),
         ("--allow-origin https://example.org/", "give scheme, host and port without a path"),
+        ("--allow-host https://x.org", "give a name, or name:port, such as"),
+        ("--allow-host *", "give a name, or name:port, such as"),
         ("--max-rows 0", "max_rows is 0; it must be at least 1"),
         ("--rank 0", "--world-size"),
         ("--dtype int8", "weights of 8 bits are not there yet; give float16"),

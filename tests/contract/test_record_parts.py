@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from fminfer.contract.envelope import open_envelope
+from fminfer.contract.envelope import Envelope, as_text, open_envelope
 from fminfer.contract.line import Line
 from fminfer.contract.record import Record, make_key
 from fminfer.contract.record_parts import is_batch, read_key, read_request, readdress
+from fminfer.core.errors import RequestError
 
 USAGE = {
     "prompt_tokens": 5,
@@ -97,3 +98,23 @@ def test_a_record_of_an_older_version_has_no_key() -> None:
     found = json.loads(record)
     found["response"]["request_id"] = found["response"]["request_id"][:36]
     assert read_key(json.dumps(found, separators=(",", ":")).encode()) is None
+
+
+ENDS = "a\u2028b\u2029c\x85d\x0b\x0c\x1c\x1d\x1e’\u00c5"
+
+
+@pytest.mark.parametrize("raw", [BODY, batch("c"), b'{"request":%s,"a":1}' % BODY])
+def test_a_record_is_one_line_for_every_reader(raw: bytes) -> None:
+    """U+2028, U+2029 and U+0085 stood raw in answers, where `str.splitlines` and httpx cut."""
+    record = record_of(line_of(1, raw), text=ENDS).decode()
+    assert record.splitlines() == [record]
+    found = json.loads(record)
+    result = found.get("result") or found["response"]["body"]
+    assert result["choices"][0]["text"] == ENDS
+    line = line_of(1, f"no JSON {ENDS}".encode())
+    error = RequestError("invalid_json", f"it was {ENDS}")
+    refused = Record(line, Envelope("bare", as_text(line.raw)), error=error)
+    shown = refused.to_json().decode()
+    assert shown.splitlines() == [shown]
+    assert json.loads(shown)["request"] == f"no JSON {ENDS}"
+    assert json.loads(shown)["error"]["message"] == f"it was {ENDS}"

@@ -88,7 +88,7 @@ async def connect(port: int, receive_bytes: int | None = None) -> AsyncIterator[
 async def get(port: int, path: str) -> Response:
     """Return what a path gives."""
     async with connect(port) as wire:
-        await wire.send(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        await wire.send(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
         return await wire.receive()
 
 

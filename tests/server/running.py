@@ -74,7 +74,7 @@ class Running:
     def address(self) -> tuple[str, int]:
         parts = urlsplit(self.url)
         assert parts.hostname is not None and parts.port is not None
-        return parts.hostname, parts.port
+        return "127.0.0.1" if parts.hostname == "0.0.0.0" else parts.hostname, parts.port
 
     def call(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
@@ -104,7 +104,7 @@ class Running:
     def start_post(self, path: str, body: Any) -> socket.socket:
         """Send a request whose response is not read."""
         raw = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(raw)}\r\n\r\n"
         return self.send_raw(head.encode() + raw)
 
     def is_idle(self) -> bool:

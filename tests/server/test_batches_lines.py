@@ -205,7 +205,7 @@ def part(name: str, value: bytes, filename: str | None = None) -> bytes:
 
 def test_a_broken_upload_leaves_nothing(server: Running) -> None:
     num_before = len(server.desk.files.of(""))
-    head = "POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Length: 50000\r\n"
+    head = "POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50000\r\n"
     head += "Content-Type: multipart/form-data; boundary=a\r\n\r\n"
     connection = server.send_raw(head.encode() + part("file", b"x" * 20000, "a.jsonl"))
     connection.close()

@@ -72,6 +72,19 @@ def test_a_streams_parts_are_the_answer(
     assert_equal({"choices": joined, "usage": last["usage"]}, file_answers[place])
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_events_are_whole_for_readers_of_text_lines(server: Running, path: str) -> None:
+    """U+2028, U+2029 and U+0085 stood raw in events, where httpx and `str.splitlines` cut."""
+    text = "one\u2028two\u2029three\x85four"
+    asked = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "model": text}
+    del asked["prompt" if "chat" in path else "messages"]
+    for stream in (False, True):
+        answer = server.post(path, asked | {"max_tokens": 1, "stream": stream})
+        lines = [line.removeprefix("data: ") for line in answer.body.decode().splitlines() if line]
+        assert lines.pop() == "[DONE]" if stream else len(lines) == 1
+        assert {json.loads(line)["model"] for line in lines} == {text}
+
+
 def test_unseeded_requests_differ_and_a_seed_repeats(server: Running) -> None:
     def text(**fields: Any) -> str:
         request = {"prompt": "a", "max_tokens": 12, "ignore_eos": True} | fields

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
+import http.client
+import re
 import socket
 import threading
 import time
@@ -17,9 +20,13 @@ from fminfer.server.dispatcher import TOKENIZERS
 from fminfer.server.http import open_socket
 from fminfer.server.http_errors import shutting_down
 from fminfer.server.settings import ServerSettings
-from tests.server.running import WAIT_S, Running, running, until
+from tests.server.running import WAIT_S, Answer, Running, running, until
 
 LONG = {"prompt": [5] * 20, "max_tokens": 900, "ignore_eos": True}
+WRONG_CHAT = (
+    *("/chat/completions", "//v1/chat/completions", "/openai/v1/chat/completions"),
+    *("/v1/v1/chat/completions", "/v1/chat/completions/chat/completions"),
+)
 SHORT = {"prompt": [5] * 20, "max_tokens": 2}
 KEY = {"Authorization": "Bearer k2"}
 GUARDED = (
@@ -78,6 +85,157 @@ def test_pages_of_other_origins_cannot_call_unless_they_may(
     with running(engine) as server:
         assert server.post("/v1/completions", SHORT, {"Origin": foreign}).status == 403
         assert "access-control-allow-origin" not in server.get("/health").headers
+
+
+LOOPBACK = (
+    *(
+        "localhost",
+        "LOCALHOST:{port}",
+        "localhost.",
+        "a.localhost:1",
+        "127.0.0.1:{port}",
+        "127.9.8.7",
+    ),
+    *("[::1]:{port}", "[0:0::1]", "[::ffff:127.0.0.1]:{port}", "[::FFFF:7f00:1]", "localhost:"),
+)
+FOREIGN = (
+    *("evil.example:{port}", "evil.example", "localhost.evil.example", "127.0.0.1.evil.example"),
+    *(
+        "127.evil",
+        "localhost@evil.example",
+        "evil@localhost",
+        "localhost, evil.example",
+        "",
+        "0.0.0.0",
+    ),
+    *("localhost:{port}:1", "localhost:x", "evil-localhost", "[::1", "[::2]", "::1", "localhost/"),
+    *("[::1%25lo]", "[evil.example]", "localhost\\evil", "lócalhost", "192.168.0.1", "null", "."),
+)
+
+
+def ask_host(server: Running, host: str | None, head: str, *more: str) -> Answer:
+    """Return the answer to a head whose Host is written by hand; None: without one."""
+    host_line = [] if host is None else ["Host: " + host.format(port=server.address[1])]
+    lines = [head, *host_line, *more, "", ""]
+    connection = server.send_raw("\r\n".join(lines).encode("latin-1"))
+    response = http.client.HTTPResponse(connection, method=head.split()[0])
+    response.begin()
+    answer = Answer(response.status, dict(response.headers), response.read())
+    connection.close()
+    return answer
+
+
+@pytest.fixture(scope="module")
+def keyless() -> Iterator[Running]:
+    engine = fminfer.Engine(dtype="float32", max_rows=4)
+    with running(engine, allowed_origins=("https://a.example",)) as server:
+        yield server
+    engine.close()
+
+
+@pytest.mark.parametrize("host", FOREIGN)
+def test_a_page_whose_name_leads_here_cannot_call(keyless: Running, host: str) -> None:
+    """Such a page (DNS rebinding) was taken for ours: its Origin was compared with its own Host."""
+    own = (
+        "Origin: http://evil.example",
+        "Sec-Fetch-Site: same-origin",
+        "X-Forwarded-Host: localhost",
+    )
+    answer = ask_host(keyless, host, "GET /v1/models HTTP/1.1", *own)
+    assert answer.status == 403 and answer.error["code"] == "host_not_allowed"
+    assert "--allow-host" in answer.error["message"] and answer.headers["x-request-id"]
+
+
+@pytest.mark.parametrize("host", LOOPBACK)
+def test_this_machine_may_call_by_each_of_its_names(keyless: Running, host: str) -> None:
+    assert ask_host(keyless, host, "GET /v1/models HTTP/1.1").status == 200
+    origin = "Origin: http://" + host.format(port=keyless.address[1])
+    assert ask_host(keyless, host, "GET /v1/models HTTP/1.1", origin).status == 200
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/docs", "/page/page.js", "/openapi.json", "/no"])
+@pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "OPTIONS", "DELETE", "BREW"])
+def test_a_foreign_host_is_refused_on_every_route(keyless: Running, method: str, path: str) -> None:
+    """Preflights, too: their answer would let the page of an allowed origin call."""
+    preflight = ("Origin: https://a.example", "Access-Control-Request-Method: POST")
+    head = f"{method} {path} HTTP/1.1"
+    answer = ask_host(keyless, "evil.example", head, *preflight, "Content-Length: 0")
+    assert answer.status == 403 and "access-control-allow-origin" not in answer.headers
+    assert ask_host(keyless, "localhost", head, *preflight, "Content-Length: 0").status != 403
+
+
+def test_the_host_of_a_whole_address_counts_too(keyless: Running) -> None:
+    for target, host, status in (
+        ("http://evil.example/v1/models", "localhost", 403),
+        ("HTTP://localhost@evil.example/health", "localhost", 403),
+        ("http://localhost/v1/models", "evil.example", 403),
+        ("http://localhost/v1/models", "localhost", 404),
+    ):
+        assert ask_host(keyless, host, f"GET {target} HTTP/1.1").status == status
+    assert ask_host(keyless, None, "GET http://evil.example/ HTTP/1.0").status == 403
+    assert ask_host(keyless, None, "GET /v1/models HTTP/1.0").status == 200, "no browser"
+
+
+def test_each_of_two_requests_on_one_connection_names_its_host(keyless: Running) -> None:
+    head = b"GET /v1/models HTTP/1.1\r\nHost: %s\r\n"
+    two = head % b"localhost" + b"\r\n" + head % b"evil.example" + b"Connection: close\r\n\r\n"
+    connection, received = keyless.send_raw(two), b""
+    while piece := connection.recv(65536):
+        received += piece
+    assert re.findall(rb"HTTP/1.1 (\d+)", received) == [b"200", b"403"]
+
+
+def test_a_page_without_an_origin_of_its_own_is_not_ours(engine: fminfer.Engine) -> None:
+    """An empty Host was equal to the place of an Origin that has none."""
+    with running(engine, host="0.0.0.0") as server:
+        for origin in ("null", "file://", "data:x"):
+            asked = ask_host(server, "", "GET /v1/models HTTP/1.1", f"Origin: {origin}")
+            assert asked.status == 403 and asked.error["code"] == "origin_not_allowed"
+
+
+@pytest.mark.parametrize(
+    ("settings", "hosts"),
+    [
+        ({"api_keys": ("k2",)}, {"evil.example": 200}),
+        ({"host": "0.0.0.0"}, {"evil.example": 200}),
+        (
+            {"allowed_hosts": ("LLM.example.org", "b.example:8443", "c.example:443", "[fd00::1]")},
+            {"llm.example.org": 200, "llm.example.org.:9": 200, "b.example:8443": 200}
+            | {"b.example": 403, "b.example:8444": 403, "c.example": 200, "[FD00:0::1]:7": 200}
+            | {"evil.example": 403, "a.llm.example.org": 403, "localhost": 200},
+        ),
+        (
+            {"allowed_hosts": ("llm.example.org",), "api_keys": ("k2",)},
+            {"llm.example.org": 200, "evil.example": 403},
+        ),
+        (
+            {"allowed_hosts": ("llm.example.org",), "host": "0.0.0.0"},
+            {"llm.example.org": 200, "evil.example": 403, "127.0.0.1": 200},
+        ),
+    ],
+)
+def test_hosts_that_are_named(
+    engine: fminfer.Engine, settings: dict[str, Any], hosts: dict[str, int]
+) -> None:
+    """A key tells pages from clients, and the world may know a server by any name."""
+    key = f"Authorization: {KEY['Authorization']}"
+    with running(engine, **settings) as server:
+        for host, status in hosts.items():
+            assert ask_host(server, host, "GET /v1/models HTTP/1.1", key).status == status, host
+
+
+def test_a_machines_own_name_may_be_its_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian writes it so into /etc/hosts: such a server was taken for one that others reach."""
+
+    def look_up(host: str, *_: Any, **__: Any) -> Any:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (found[host], 0))]
+
+    found = {"mybox": "127.0.1.1", "outside": "192.0.2.1"}
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    assert ServerSettings("mybox").hosts == {("mybox", "")}
+    assert ServerSettings("outside").hosts is None
+    found["::ffff:127.0.0.1"] = "::ffff:127.0.0.1"
+    assert ServerSettings("::ffff:127.0.0.1").is_loopback
 
 
 def test_a_request_keeps_its_id(locked: Running) -> None:
@@ -159,8 +317,7 @@ def test_a_body_beyond_the_limit_is_refused(engine: fminfer.Engine) -> None:
 
 def test_routes_and_methods_that_are_not_there(engine: fminfer.Engine) -> None:
     with running(engine) as server:
-        assert server.call("HEAD", "/health").status == 200
-        assert server.get("/v1/models/").status == 404
+        assert server.get("/v1/models//").status == 404
         assert server.post("/", {"inputs": "a", "parameters": 0}).error["param"] == "parameters"
         answer = server.get("/v1/engines")
         assert answer.status == 404 and "/docs" in answer.error["message"]
@@ -168,6 +325,88 @@ def test_routes_and_methods_that_are_not_there(engine: fminfer.Engine) -> None:
         assert answer.status == 405 and answer.headers["allow"] == "POST"
         assert "use POST" in answer.error["message"]
         assert server.get("/run/a?max_seq_length=x").error["param"] == "max_seq_length"
+
+
+@pytest.fixture(scope="module")
+def keeper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    engine = fminfer.Engine(dtype="float32", max_rows=4)
+    with running(engine, state=tmp_path_factory.mktemp("doors") / "state") as server:
+        yield server
+    engine.close()
+
+
+GETS = ("/v1/models", "/v1/models/fminfer-demo", "/v1/files", "/v1/batches", "/health", "/stats")
+
+
+@pytest.mark.parametrize(
+    "path", [*GETS, "/version", "/metrics", "/run/a", "/docs", "/", "/page/page.js"]
+)
+def test_every_get_has_its_head(keeper: Running, path: str) -> None:
+    """Only /health and the page had: proxies and monitors that ask by HEAD got a 405."""
+    answer, head = keeper.get(path), keeper.call("HEAD", path)
+    assert (head.status, head.body) == (answer.status, b"") and answer.body
+    assert head.headers["content-type"] == answer.headers["content-type"]
+    assert keeper.call("HEAD", "/v1/completions").status == 405
+
+
+@pytest.mark.parametrize("path", [*GETS, "/version", "/openapi.json"])
+def test_a_slash_at_the_end_of_a_path_is_passed_over(keeper: Running, path: str) -> None:
+    assert keeper.get(path + "/").status == 200
+
+
+def test_a_slash_at_the_end_of_a_posts_path(keeper: Running) -> None:
+    assert keeper.post("/v1/completions/", SHORT).status == 200
+    assert keeper.post("/tokenize/", {"prompt": "a"}).status == 200
+    assert keeper.get("/run/a/").json[0].startswith("a/"), "there it is the text's"
+    docs = keeper.get("/docs/")  # whose addresses are relative
+    assert (docs.status, docs.headers["location"]) == (307, "../docs")
+
+
+@pytest.mark.parametrize("coding", ["gzip", "GZIP", "deflate, gzip", "br", "zstd"])
+def test_a_compressed_body_is_told(keeper: Running, coding: str) -> None:
+    """The message was that byte 1 was no UTF-8."""
+    for path in ("/v1/completions", "/v1/files"):
+        answer = keeper.post(path, gzip.compress(b"{}"), {"Content-Encoding": coding})
+        assert answer.status == 415 and "send it uncompressed" in answer.error["message"]
+        assert answer.headers["accept-encoding"] == "identity"
+    assert keeper.post("/tokenize", {"prompt": "a"}, {"Content-Encoding": "identity"}).status == 200
+
+
+def test_a_byte_order_mark_before_a_body_is_passed_over(keeper: Running) -> None:
+    assert keeper.post("/v1/completions", b'\xef\xbb\xbf{"prompt": "a"}').status == 200
+    assert keeper.post("/v1/completions", b'{"prompt": "a"}\xef\xbb\xbf').status == 400
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("/v1/responses", "send messages to /v1/chat/completions"),
+        ("/v1/responses/resp_1", "send messages to /v1/chat/completions"),
+        ("/v1/messages", "send messages to /v1/chat/completions"),
+        ("/api/chat", "send messages to /v1/chat/completions"),
+        ("/generate", "send a prompt to /v1/completions"),
+        *((path, "this server only generates text") for path in ("/v1/embeddings", "/embeddings")),
+        *((path, "this server only generates text") for path in ("/pooling", "/v1/audio/speech")),
+        *((path, "this server only generates text") for path in ("/v2/rerank", "/v1/score")),
+        ("/v1/vector_stores/v/files", "this server only generates text"),
+        *((path, "it is at /v1/chat/completions; set the base_url") for path in WRONG_CHAT),
+        ("/v1/v1/completions", "it is at /v1/completions; set the base_url"),
+        ("/models", "it is at /v1/models; set the base_url"),
+        ("/v1/tokenize", "it is at /tokenize. "),
+        ("/v1/nothing", "there is no /v1/nothing; /docs lists what there is"),
+    ],
+)
+@pytest.mark.parametrize("method", ["GET", "POST", "DELETE", "PATCH"])
+def test_what_is_not_there_is_told_with_what_is(
+    keeper: Running, method: str, path: str, told: str
+) -> None:
+    """A wrong base_url is the first thing that goes wrong with a client, and got a bare 404."""
+    answer = keeper.call(method, path, {})
+    assert answer.status == 404 and answer.error["code"] == "unknown_url"
+    message = answer.error["message"]
+    assert told in message and message.endswith("/docs lists what there is")
+    if "base_url" in told:
+        assert f" {keeper.url}/v1. " in message
 
 
 def test_open_requests_end_in_the_grace(engine: fminfer.Engine) -> None:
@@ -200,7 +439,7 @@ def test_an_idle_server_ends_at_once(engine: fminfer.Engine) -> None:
         idle = socket.create_connection(server.address)
         started_s = time.monotonic()
         server.thread.drain(30)
-        until(lambda: not server.thread.is_alive, "it has ended")
+        until(lambda: not server.thread.is_alive(), "it has ended")
         assert time.monotonic() - started_s < 3
         idle.close()
 
@@ -224,7 +463,7 @@ def test_a_failed_engine_turns_health_red_and_ends_the_server(
             assert b"rank 1 died" in received
         until(lambda: server.fault is not None, "the engine's thread has ended")
         assert isinstance(server.fault, PipelineError)
-        until(lambda: not server.thread.is_alive, "the server has ended")
+        until(lambda: not server.thread.is_alive(), "the server has ended")
     monkeypatch.undo()
     engine.cancel(0)
     while engine.has_work:
@@ -237,10 +476,10 @@ def test_a_connection_that_sends_nothing_is_closed(
     monkeypatch.setattr("fminfer.server.connections.HEAD_S", 0.2)
     monkeypatch.setattr("fminfer.server.request_bodies.READ_S", 0.2)
     with running(engine) as server:
-        for sent in (b"", b"POST /v1/comp", b"GET /health HTTP/1.1\r\nHost: x\r\n"):
+        for sent in (b"", b"POST /v1/comp", b"GET /health HTTP/1.1\r\nHost: localhost\r\n"):
             connection = server.send_raw(sent)
             assert connection.recv(100) == b""
-        half = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
+        half = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
         received = server.send_raw(half).recv(100)
         assert received.startswith(b"HTTP/1.1 408")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +21,7 @@ import fminfer
 from fminfer.core.errors import FminferError, UsageError
 from fminfer.server.http import open_socket
 from fminfer.server.settings import ServerSettings
-from tests.server.running import running, until
+from tests.server.running import Answer, Running, running, until
 
 CERTIFICATE = """-----BEGIN CERTIFICATE-----
 MIIBfzCCASWgAwIBAgIUA1qLw3huqiE2Ys+UNubUMrEacg0wCgYIKoZIzj0EAwIw
@@ -91,22 +93,101 @@ def test_clients_that_are_slow_are_left_without_a_traceback(
     """One that had not sent its body got a 500, and each of them cost a traceback."""
     monkeypatch.setattr("fminfer.server.http.LEAVE_S", 0.5)
     with running(engine) as server:
-        half = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
+        half = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
         sending = server.send_raw(half)
         reading = socket.socket()
         reading.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         reading.connect(server.address)
         body = json.dumps(LONG | {"n": 64}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-        reading.sendall(head.encode() + body)
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+        reading.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         until(lambda: engine.num_running == 64, "it runs")
         time.sleep(0.3)
         server.thread.drain(0.2)
-        until(lambda: not server.thread.is_alive, "the server has ended")
+        until(lambda: not server.thread.is_alive(), "the server has ended")
         with suppress(ConnectionResetError):
             assert sending.recv(4096) == b"", "no answer"
         reading.close()
     assert not [record for record in caplog.records if record.exc_info]
+
+
+SHORT = {"prompt": [5] * 20, "max_tokens": 20, "ignore_eos": True}
+
+
+def ask(server: Running, body: dict[str, Any], version: str = "1.1") -> socket.socket:
+    """Send a request, and shut down the sending side."""
+    raw = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/{version}\r\nHost: localhost\r\n"
+    client = server.send_raw(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
+    client.shutdown(socket.SHUT_WR)
+    return client
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_client_that_only_listens_gets_its_answer(
+    engine: fminfer.Engine, *, is_streamed: bool
+) -> None:
+    """Whoever shut down the sending side behind a request was taken for gone."""
+    with running(engine) as server:
+        client = ask(server, SHORT | {"stream": is_streamed})
+        response = http.client.HTTPResponse(client)
+        response.begin()  # which passes over 100 Continue
+        assert response.status == 200 and response.headers["connection"] == "close"
+        found = Answer(200, dict(response.headers), response.read())
+        if is_streamed:
+            assert found.events[-1]["choices"][0]["finish_reason"] == "length"
+        else:
+            assert found.json["usage"]["completion_tokens"] == 20
+        assert client.recv(1) == b"", "the server closes then"
+        assert "keep-alive" not in response.headers
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 4}, {"stream": True}, {"n": 2, "best_of": 4}])
+@pytest.mark.parametrize("is_halved", [False, True])
+def test_a_client_that_leaves_is_noticed_soon(
+    engine: fminfer.Engine, fields: dict[str, Any], *, is_halved: bool
+) -> None:
+    """To a server, one that leaves looks like one that only listens."""
+    with running(engine) as server:
+        if is_halved:
+            client = ask(server, LONG | {"stream": False} | fields)
+        else:
+            client = server.start_post("/v1/completions", LONG | {"stream": False} | fields)
+        until(lambda: engine.num_running > 0, "it runs")
+        time.sleep(0.3 * is_halved)
+        client.close()
+        started_s = time.monotonic()
+        until(server.is_idle, "all is free")
+        assert time.monotonic() - started_s < 1.5
+
+
+def test_a_client_that_leaves_before_its_request_is_whole_is_gone(engine: fminfer.Engine) -> None:
+    with running(engine) as server:
+        half = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"
+        for sent in (b"", b"GET /v1", half):
+            client = server.send_raw(sent)
+            client.shutdown(socket.SHUT_WR)
+            assert client.recv(100) == b""
+        client = ask(server, LONG | {"stream": False}, version="1.0")
+        assert client.recv(100) == b"", "1.0 has no 100 Continue that would find out"
+        until(server.is_idle, "all is free")
+
+
+def test_answers_say_how_long_a_connection_stays_open(engine: fminfer.Engine) -> None:
+    """It was 5 s, and unsaid: clients that came back after 5 s lost one in five requests."""
+    assert ServerSettings().keep_alive_s == 75
+    with running(engine, keep_alive_s=90.5) as server:
+        for path, body in (("/v1/completions", SHORT), ("/v1/completions", b"{"), ("/no", {})):
+            assert server.post(path, body).headers["keep-alive"] == "timeout=90"
+        stream = server.post("/v1/completions", SHORT | {"stream": True})
+        assert stream.headers["keep-alive"] == "timeout=90"
+        closing = server.get("/health", {"Connection": "Close"})
+        assert "keep-alive" not in closing.headers
+        old = server.send_raw(b"GET /health HTTP/1.0\r\n\r\n")
+        assert b"Keep-Alive" not in old.recv(4096)
+    with running(engine, max_body_bytes=10) as server:
+        refused = server.post("/v1/completions", b"x" * 11)
+        assert refused.headers["connection"] == "close" and "keep-alive" not in refused.headers
 
 
 def test_pipelines_that_die_while_nothing_is_asked_end_the_server() -> None:

@@ -43,6 +43,22 @@ def test_an_unknown_name_cannot_break_or_forge_the_log(
     assert r"\x1b[31mred\nReady\t\ud800" in told and told.count("\n") == 1
 
 
+def test_the_log_ends_its_list_of_unknown_names_aloud(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Behind 300 names it fell silent for ever, as if nobody sent further ones."""
+    engine = fminfer.Engine(dtype="float32")
+    with running(engine, log_level="warning", is_quiet=False) as server:
+        server.post("/v1/completions", SHORT | {f"a{number}": 1 for number in range(299)})
+        for name in ("b1", "b1", "b2", "b3"):
+            server.post("/v1/completions", SHORT | {name: 1})
+    engine.close()
+    first, *told = capfd.readouterr().err.splitlines()
+    assert "a298" in first
+    kind = "unknown parameters are kept and not acted on"
+    assert [line.partition(kind)[2] for line in told] == [": b1", ": others, which are not named"]
+
+
 def test_a_run_goes_on_behind_a_line_with_such_a_name(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -88,7 +104,7 @@ def test_a_broken_chunk_behind_a_refusal_is_no_fault(
     engine: fminfer.Engine, caplog: pytest.LogCaptureFixture, *, is_later: bool
 ) -> None:
     """Anybody could fill the log with tracebacks, also without the key."""
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     with running(engine, api_keys=("k",)) as server, caplog.at_level(logging.ERROR):
         connection = server.send_raw(head + b"5\r\nabcde\r\n" + (b"" if is_later else b"zz\r\n"))
         if is_later:
@@ -105,7 +121,8 @@ def test_bodies_that_never_end_do_not_fill_the_memory(
     """A hundred clients that sent 15 MB each, and not the rest, held 1.5 GB for a minute."""
     monkeypatch.setattr("fminfer.server.request_bodies.MOST_AT_ONCE", 2)
     large = 2**20
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {large}\r\n\r\n".encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+    head += b"Content-Length: %d\r\n\r\n" % large
     whole = json.dumps(SHORT).encode()
     whole += b" " * (large - len(whole))
     with running(engine, max_body_bytes=large) as server:

@@ -18,7 +18,7 @@ from tests.worker.test_apart import free_port
 COMMAND = """
 import json, sys
 from fminfer.cli.app import main
-from fminfer.server import serving
+from fminfer.server import http
 
 def run_http(engine, settings, stopper, *_):
     told = []
@@ -34,7 +34,7 @@ def run_http(engine, settings, stopper, *_):
             engine.wait(0.05)
     print("stopped with", *told, flush=True)
 
-serving.run_http = run_http
+http.run_http = run_http
 main()
 """
 

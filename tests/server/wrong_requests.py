@@ -43,7 +43,9 @@ def _raw(name: str, data: bytes, *statuses: int, has_end: bool = True) -> Wrong:
 
 
 def _head(*lines: str) -> bytes:
-    return "\r\n".join(["POST /v1/completions HTTP/1.1", "Host: x", *lines, "", ""]).encode()
+    return "\r\n".join(
+        ["POST /v1/completions HTTP/1.1", "Host: localhost", *lines, "", ""]
+    ).encode()
 
 
 FIELDS = [
@@ -76,14 +78,15 @@ FIELDS = [
     _body("zeros", bytes(1000)),
 ]
 ROUTES = [
-    _raw("no such route", b"GET /nope HTTP/1.1\r\nHost: x\r\n\r\n", 404),
-    _raw("a path up", b"GET /../../etc/passwd HTTP/1.1\r\nHost: x\r\n\r\n", 404),
-    _raw("zero in the path", b"GET /%00/%ff HTTP/1.1\r\nHost: x\r\n\r\n", 400, 404),
-    _raw("wrong method", b"DELETE /v1/completions HTTP/1.1\r\nHost: x\r\n\r\n", 405),
-    _raw("unknown method", b"BREW /v1/completions HTTP/1.1\r\nHost: x\r\n\r\n", 400, 405),
+    _raw("no such route", b"GET /nope HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
+    _raw("a path up", b"GET /../../etc/passwd HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
+    _raw("zero in the path", b"GET /%00/%ff HTTP/1.1\r\nHost: localhost\r\n\r\n", 400, 404),
+    _raw("wrong method", b"DELETE /v1/completions HTTP/1.1\r\nHost: localhost\r\n\r\n", 405),
+    _raw("unknown method", b"BREW /v1/completions HTTP/1.1\r\nHost: localhost\r\n\r\n", 400, 405),
     _raw(
         "websocket",
-        b"GET /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+        b"GET /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+        b"Connection: Upgrade\r\nUpgrade: websocket\r\n"
         b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n",
         *(400, 404, 405, 426),
     ),
@@ -91,7 +94,7 @@ ROUTES = [
 PROTOCOL = [
     _raw("not HTTP", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 30, 400, CLOSED),
     _raw("a line of nothing", b"\r\n\r\n\r\n\r\n", 400, CLOSED, has_end=False),
-    _raw("HTTP 9", b"GET /nope HTTP/9.9\r\nHost: x\r\n\r\n", 400, 404, 505, CLOSED),
+    _raw("HTTP 9", b"GET /nope HTTP/9.9\r\nHost: localhost\r\n\r\n", 400, 404, 505, CLOSED),
     _raw("two lengths", _head("Content-Length: 5", "Content-Length: 7") + b"12345", 400, CLOSED),
     _raw("negative length", _head("Content-Length: -1"), 400, CLOSED),
     _raw("length is text", _head("Content-Length: five") + b"12345", 400, CLOSED),

@@ -84,6 +84,16 @@ SERVER_OPTIONS = [
         "https://example.org; * is any. May be repeated.  [default: none]",
     ),
     _option(
+        "--allow-host",
+        "--allowed-host",
+        "allowed_hosts",
+        multiple=True,
+        type=Words(),
+        help="Host that requests may be sent to beside localhost: a name, or name:port. May be "
+        "repeated; others get status 403.  [default: only localhost, if --host is of this machine "
+        "alone and no key is asked for; otherwise any]",
+    ),
+    _option(
         "--ssl-certfile",
         type=click.Path(path_type=Path),
         help="PEM file of the certificate: serve https.",
@@ -97,7 +107,8 @@ SERVER_OPTIONS = [
         type=Duration(),
         default=f"{DEFAULTS.keep_alive_s:g}",
         show_default=True,
-        help="Time that an idle connection stays open.",
+        help="Time that an idle connection stays open. A proxy or client that reuses connections "
+        "needs a shorter one.",
     ),
     _option(
         "--log-level",
