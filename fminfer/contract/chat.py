@@ -37,6 +37,7 @@ class ChatRequest:
     continues_final_message: bool
     params: SamplingParams
     fills_context: bool
+    keeps_one_call: bool = False  # an answer ends behind its first call
     warnings: tuple[RowWarning, ...] = ()
 
 
@@ -81,7 +82,9 @@ def parse_chat(
     if fields.get("messages") is None:
         raise _missing(fields)
     found, warnings = read_fields(fields, "chat", max_logprobs=max_logprobs, is_strict=is_strict)
-    tools = _read_tools(found)
+    tools = read_tools(found.get("tools"))
+    if found.get("tool_choice") == "none":
+        tools = []
     warnings += _warn_of_strict(tools)
     max_tokens = _max_tokens(found)
     most = max_new_tokens if max_tokens is None else max_tokens
@@ -97,6 +100,7 @@ def parse_chat(
         continues,
         params,
         fills_context=max_tokens is None,
+        keeps_one_call=not found.get("parallel_tool_calls", True),
         warnings=tuple(warnings),
     )
 
@@ -137,21 +141,6 @@ def _logprobs(found: Mapping[str, Any]) -> int | None:
             "top_logprobs",
         )
     return None
-
-
-def _read_tools(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the tools that the model may call."""
-    tools = read_tools(found.get("tools"))
-    if found.get("tool_choice") == "none":
-        return []
-    if tools and not found.get("parallel_tool_calls", True):
-        raise RequestError(
-            "unsupported_parameter",
-            "parallel_tool_calls is false, and nothing keeps the model from several calls. "
-            "Remove it, and take the first call",
-            "parallel_tool_calls",
-        )
-    return tools
 
 
 def _warn_of_strict(tools: list[dict[str, Any]]) -> list[RowWarning]:

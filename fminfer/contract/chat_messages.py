@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from fminfer.contract.fields import (
@@ -12,52 +11,54 @@ from fminfer.contract.fields import (
     Schema,
     allow_null,
     json_type,
+    list_of,
     object_of,
     show,
+    whole,
     wrong_type,
 )
 from fminfer.core.errors import RequestError
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-_PART = object_of({"type": {"const": "text"}, "text": TEXT}, "type", "text")
-_CONTENT: Schema = {"anyOf": [TEXT, {"type": "array", "items": _PART, "minItems": 1}]}
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+MAY_LACK_CONTENT = ("assistant", "tool", "function")  # an answer may be empty, a question may not
+_CALL_ID = "call{:05}"  # of an old call; some templates want nine letters or digits
+_PART = whole(type={"const": "text"}, text=TEXT)
+_REFUSAL = whole(type={"const": "refusal"}, refusal=TEXT)
 _ARGUMENTS: Schema = {
     "anyOf": [{"type": "object"}, NULL, TEXT],
-    "description": "An object, or a string that holds one as JSON.",
+    "description": "An object, or what the model wrote, broken or not.",
 }
 _CALLED = object_of({"name": TEXT, "arguments": _ARGUMENTS}, "name")
-_CALLS: Schema = {"type": "array", "items": object_of({"function": _CALLED}, "function")}
+_CALLS = {"tool_calls": list_of(whole(function=_CALLED)), "function_call": _CALLED}
+_PAST: Schema = {"anyOf": [TEXT, NULL, list_of({"anyOf": [_PART, _REFUSAL]})]}
+_FOUND: Schema = {"anyOf": [TEXT, NULL, list_of(_PART)]}
+_ASKED: Schema = {"anyOf": [TEXT, list_of(_PART) | {"minItems": 1}]}
 _OLD: Schema = {"function_call": NULL, "audio": NULL}
-_OTHERS: Schema = {"enum": [role for role in ROLES if role != "assistant"]}
-_ANSWERED = object_of(
-    {"role": {"const": "assistant"}, "content": allow_null(_CONTENT)}
-    | {"tool_calls": allow_null(_CALLS)}
-    | _OLD,
-    "role",
-) | {
+_USERS: Schema = {"enum": [role for role in ROLES if role not in MAY_LACK_CONTENT]}
+_TOOLS: Schema = {"enum": [role for role in MAY_LACK_CONTENT if role != "assistant"]}
+_MESSAGE: Schema = {
     "anyOf": [
-        {"properties": {"content": _CONTENT}, "required": ["content"]},
-        {
-            "properties": {"tool_calls": {"type": "array", "minItems": 1}},
-            "required": ["tool_calls"],
-        },
+        object_of({"role": _USERS, "content": _ASKED} | _OLD, "role", "content"),
+        object_of(
+            {"role": {"const": "assistant"}, "content": _PAST}
+            | {name: allow_null(each) for name, each in _CALLS.items()},
+            "role",
+        ),
+        object_of({"role": _TOOLS, "content": _FOUND} | _OLD, "role"),
     ]
 }
-_SPOKEN = object_of({"role": _OTHERS, "content": _CONTENT} | _OLD, "role", "content")
-MESSAGES: Schema = {"type": "array", "items": {"anyOf": [_SPOKEN, _ANSWERED]}, "minItems": 1}
+MESSAGES: Schema = list_of(_MESSAGE) | {"minItems": 1}
 _FUNCTION = {"name": SOME_TEXT, "description": {}, "parameters": {}, "strict": {}}
-_TOOL = object_of(
-    {"type": {"const": "function"}, "function": object_of(_FUNCTION, "name")}, "type", "function"
-)
-TOOLS: Schema = {"type": "array", "items": _TOOL}
+TOOLS = list_of(whole(type={"const": "function"}, function=object_of(_FUNCTION, "name")))
 _TEXT_ONLY = "only text is read: give a string, or parts of type text"
 
 
 def read_messages(value: object) -> list[dict[str, Any]]:
     """Return messages as they were sent, without nulls; each call has a type and arguments.
 
-    Contents are strings or lists of text parts. Arguments are objects, or strings that hold one.
-    What else a message says is for the template.
+    Contents are strings or lists of text parts. Arguments are objects, or what a model wrote,
+    which may be broken. What else a message says is for the template. The past is taken as it
+    was: older forms of calls and answers become today's.
 
     Raises:
         RequestError: what is wrong with one.
@@ -66,7 +67,7 @@ def read_messages(value: object) -> list[dict[str, Any]]:
         raise wrong_type("messages", value, "a list of messages")
     if not value:
         raise RequestError("out_of_range", "messages is an empty list; give a message", "messages")
-    return [_read_message(each, f"messages[{place}]") for place, each in enumerate(value)]
+    return [_read_message(each, place) for place, each in enumerate(value)]
 
 
 def read_tools(value: object) -> list[dict[str, Any]]:
@@ -97,58 +98,83 @@ def count_chars(messages: object) -> int:
     return num_chars
 
 
-def _read_message(value: object, name: str) -> dict[str, Any]:
+def _read_message(value: object, place: int) -> dict[str, Any]:
+    name = f"messages[{place}]"
     if not isinstance(value, dict):
         raise wrong_type(name, value, 'an object, such as {"role": "user", "content": "Hello"}')
     role = value.get("role")
     if role not in ROLES:
-        remedy = ". An answer of a function has the role tool" if role == "function" else ""
         found = show(role) if "role" in value else "absent"
         raise RequestError(
             "out_of_range",
-            f"{name}.role is {found}; it must be one of {', '.join(ROLES)}{remedy}",
+            f"{name}.role is {found}; it must be one of {', '.join(ROLES)}",
             f"{name}.role",
         )
+    message = {field: each for field, each in value.items() if each is not None}
     for field, instead in (("function_call", "tool_calls"), ("audio", "content")):
-        if value.get(field) is not None:
+        if role != "assistant" and field in message:
             raise RequestError(
                 "unsupported_parameter",
-                f"{name}.{field} is {show(value[field])}, which is not read; give {instead}",
+                f"{name}.{field} is {show(message[field])}, which is not read; give {instead}",
                 f"{name}.{field}",
             )
-    message = {field: each for field, each in value.items() if each is not None}
-    calls = (
-        _read_calls(value.get("tool_calls"), f"{name}.tool_calls") if role == "assistant" else []
-    )
+    if role == "function":  # the old form of tool, which answers the call just before it
+        message = {"tool_call_id": _CALL_ID.format(place - 1)} | message | {"role": "tool"}
+    calls = _read_past(message, place) if role == "assistant" else []
     message.pop("tool_calls", None)
     if calls:
         message["tool_calls"] = calls
-    if value.get("content") is not None:
-        message["content"] = _read_content(value["content"], f"{name}.content")
-    elif not calls:
-        found = "null" if "content" in value else "absent"
-        raise RequestError(
-            "invalid_type",
-            f"{name}.content is {found}; it must be a string or a list of text parts. Only an "
-            "assistant's message with tool_calls may go without",
-            f"{name}.content",
-        )
+    lacks_content = message.get("content") in (None, [])
+    if not (lacks_content and role in MAY_LACK_CONTENT):
+        message["content"] = _read_content(message, name)
+    elif calls:
+        message.pop("content", None)
+    else:
+        message["content"] = ""
     return message
 
 
-def _read_content(content: object, name: str) -> str | list[dict[str, Any]]:
+def _read_past(message: dict[str, Any], place: int) -> list[dict[str, Any]]:
+    """Return the calls of an assistant's message, and let its content be what was said."""
+    name, old = f"messages[{place}]", message.get("function_call")
+    calls = _read_calls(message.get("tool_calls"), f"{name}.tool_calls")
+    if old is not None and not calls:
+        if not isinstance(old, dict) or not isinstance(old.get("name"), str):
+            allowed = "an object with the name and arguments of a function"
+            raise wrong_type(f"{name}.function_call", old, allowed)
+        del message["function_call"]
+        calls = [
+            _read_call({"id": _CALL_ID.format(place), "function": old}, f"{name}.function_call")
+        ]
+    if message.get("content") in (None, []) and isinstance(message.get("refusal"), str):
+        message["content"] = message.pop("refusal")
+    return calls
+
+
+def _read_content(message: dict[str, Any], name: str) -> str | list[dict[str, Any]]:
+    content, name = message.get("content"), f"{name}.content"
     if isinstance(content, str):
         return content
+    if content is None:
+        raise RequestError(
+            "invalid_type",
+            f"{name} is null or absent; give a string or a list of text parts. Only answers, of "
+            "the roles assistant and tool, may go without",
+            name,
+        )
     if not isinstance(content, list):
         raise wrong_type(name, content, "a string or a list of text parts")
     if not content:
         raise RequestError("out_of_range", f"{name} is an empty list; give a text part", name)
-    return [_read_part(part, f"{name}[{place}]") for place, part in enumerate(content)]
+    is_past = message["role"] == "assistant"
+    return [_read_part(each, f"{name}[{i}]", is_past=is_past) for i, each in enumerate(content)]
 
 
-def _read_part(part: object, name: str) -> dict[str, Any]:
+def _read_part(part: object, name: str, *, is_past: bool) -> dict[str, Any]:
     if not isinstance(part, dict):
         raise wrong_type(name, part, 'an object, such as {"type": "text", "text": "Hello"}')
+    if is_past and part.get("type") == "refusal":
+        part = {"type": "text", "text": part.get("refusal")}
     if part.get("type") != "text":
         raise RequestError(
             "unsupported_parameter",
@@ -178,28 +204,13 @@ def _read_call(call: object, name: str) -> dict[str, Any]:
     arguments = function.get("arguments")
     if arguments in (None, ""):
         arguments = {}
-    if not isinstance(_parse(arguments) if isinstance(arguments, str) else arguments, dict):
-        raise RequestError(
-            "invalid_type",
-            f"{name}.function.arguments is {show(function['arguments'])}; it must be an object, or "
-            "a string that holds one as JSON",
-            f"{name}.function.arguments",
+    if not isinstance(arguments, str | dict):
+        raise wrong_type(
+            f"{name}.function.arguments", arguments, "an object, or a string as the model wrote it"
         )
     written = function | {"arguments": arguments}
     # The names stay in their order, in which a template may write them.
     return call | {"type": call.get("type") or "function", "function": written}
-
-
-def _parse(text: str) -> object:
-    try:
-        # orjson would make floats of integers over 64 bits.
-        return json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError):
-        return text
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
 
 
 def _check_tool(tool: object, name: str) -> None:

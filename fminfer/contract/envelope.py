@@ -27,23 +27,9 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BATCH_KEYS = frozenset({"custom_id", "method", "url", "body"})
 MAX_QUOTED_BYTES = 4096  # of a request that an error record holds verbatim
 QUOTED_BYTES = 400  # that it holds of a longer one
-_COMMA, _COLON = rb"[ \t]*,[ \t]*", rb"[ \t]*:[ \t]*"
 _PLAIN_BATCH = re.compile(  # with its members in the usual order, and nothing escaped
-    rb'\{[ \t]*"custom_id"'
-    + _COLON
-    + rb'(?P<custom_id>"[^"\\]*")'
-    + _COMMA
-    + rb'"method"'
-    + _COLON
-    + rb'"[^"\\]*"'
-    + _COMMA
-    + rb'"url"'
-    + _COLON
-    + rb'"[^"\\]*"'
-    + _COMMA
-    + rb'"body"'
-    + _COLON
-    + rb"(?P<body>\{.*\})[ \t]*\}"
+    rb'\{ "custom_id" : (?P<custom_id>"[^"\\]*") , "method" : "[^"\\]*" , "url" : "[^"\\]*" , '
+    rb'"body" : (?P<body>\{.*\}) \}'.replace(b" ", rb"[ \t]*")
 )
 
 
@@ -93,6 +79,14 @@ def open_envelope(line: Line) -> Envelope:
     return (
         _open_batch(raw, fields, line.number) if shape == "batch" else Envelope(shape, raw, fields)
     )
+
+
+def find_custom_id(line: Line, envelope: Envelope) -> bytes:
+    """Return a line's custom_id, whatever its shape; null if it has none, or is no object."""
+    if envelope.shape != "batch":
+        with contextlib.suppress(RequestError):
+            return dump(load_object(line.raw.strip()).get("custom_id"))
+    return envelope.custom_id
 
 
 def tell_shape(fields: dict[str, Any]) -> Shape | None:

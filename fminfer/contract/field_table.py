@@ -118,6 +118,12 @@ def _fields(kind: Kind, limit: Limit = "", default: object = None, **helps: str)
         yield Field(name, kind, text, limit, default=default)
 
 
+def _read_stream_options(name: str, value: Any, most: int) -> bool:
+    """Return whether the usage is to come last."""
+    usage = _OBJECT.read(name, value, most).get("include_usage")
+    return usage is not None and bool(_SWITCH.read(f"{name}.include_usage", usage, most))
+
+
 def _refused(remedy: str, neutral: list[object], *names: str, ours: str = "") -> Iterator[Field]:
     """Yield fields that nobody acts on, and the values of each that change nothing."""
     for name in names:
@@ -134,7 +140,6 @@ _ANY = as_it_is(ANYTHING)
 _SWITCH = of_type(bool, "true, false or null", SWITCH, "true, false")
 _OBJECT = of_type(dict, "an object or null", {"type": "object"}, "an object")
 _TEXT = of_type(str, "a string or null", TEXT, "a string")
-_USAGE = of_type(dict, "an object or null", object_of({"include_usage": allow_null(SWITCH)}))
 _COUNT = integer(0)
 _CHOICE = one_of("auto", "none")
 _MODEL: Schema = {"anyOf": [{"type": "string", "maxLength": MAX_NAME_CHARS}, {"not": TEXT}]}
@@ -239,7 +244,7 @@ _OF_BOTH = (
     ),
     Field(
         "stream_options",
-        _USAGE,
+        Kind(_read_stream_options, lambda most: object_of({"include_usage": allow_null(SWITCH)})),
         "`include_usage`: the last event tells the usage. In a file only {} passes.",
         fate="served",
         neutral=({},),
@@ -331,8 +336,7 @@ _OF_CHAT = (
     *_fields(
         _SWITCH,
         default=True,
-        parallel_tool_calls="false is refused together with tools: nothing keeps a model from "
-        "several calls.",
+        parallel_tool_calls="false: the message ends with its first call.",
         add_generation_prompt="Begin the assistant's message; false with continue_final_message.",
     ),
     *_fields(_SWITCH, default=False, continue_final_message="Go on with the last message."),

@@ -8,7 +8,7 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
-from fminfer.contract.envelope import MAX_QUOTED_BYTES, Envelope, quote
+from fminfer.contract.envelope import MAX_QUOTED_BYTES, Envelope, find_custom_id, quote
 from fminfer.contract.json_object import dump
 from fminfer.contract.line import Line
 from fminfer.core.errors import RequestError
@@ -41,7 +41,7 @@ class Record:
     num_cached_tokens: int = 0
     num_completion_tokens: int = 0
     repeat: int = 0  # equal requests before it, if chance has a part in it
-    names_line: bool = True  # a Batch line's error says its number, which OpenAI's does not
+    is_of_batch: bool = False  # of a server's batch, whose records all have OpenAI's form
 
     @property
     def choices(self) -> list[Choice]:
@@ -70,7 +70,7 @@ class Record:
 
         What comes from the input line stands there in its own bytes.
         """
-        if self.envelope.shape == "batch":
+        if self.envelope.shape == "batch" or self.is_of_batch:
             return self._to_batch_json()
         if self.error is not None:
             return self._to_error_json(self.error)
@@ -102,17 +102,21 @@ class Record:
         """Write the line of an OpenAI Batch output file, or of its error file."""
         line_id = make_id(self.line, self.envelope)
         request_id = make_request_id(self.key, line_id)
-        status, body = 200, self.result
+        status, body, number = 200, self.result, self.line.number
+        custom_id = find_custom_id(self.line, self.envelope)
         if self.error is not None:
             status = 500 if self.error.is_ours else 400
-            body = {"error": _describe(self.error)}
+            told = _describe(self.error)
+            if self.is_of_batch and custom_id == b"null":  # nothing else names the line
+                told["message"] = f"line {number}: {self.error.message}"
+            body = {"error": told}
         response = {"status_code": status, "request_id": request_id, "body": body}
         members = [
             b'"id":"batch_req_' + line_id.encode() + b'"',
-            b'"custom_id":' + self.envelope.custom_id,
+            b'"custom_id":' + custom_id,
             b'"response":' + dump(response),
             b'"error":null',
-            *([b'"line":%d' % self.line.number] if self.error and self.names_line else []),
+            *([b'"line":%d' % number] if self.error and not self.is_of_batch else []),
         ]
         return b"{" + b",".join(members) + b"}"
 

@@ -89,6 +89,7 @@ class Request:
     is_chat: bool = False  # answered with messages
     fills_context: bool = False  # max_tokens is at most what the context leaves of params'
     tool_parser: KnownParser | None = None  # the form of tool calls in its answer; None: text
+    keeps_one_call: bool = False  # its answer ends behind its first call
 
 
 def parse_request(

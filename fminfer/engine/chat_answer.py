@@ -7,8 +7,7 @@ from array import array
 from itertools import chain
 from typing import Any
 
-from fminfer.core.config import KnownParser
-from fminfer.engine.sequence import FinishReason, Sequence, TokenReport
+from fminfer.engine.sequence import FinishReason, Prepared, Sequence, TokenReport
 from fminfer.text.spelling import Spelling
 from fminfer.text.tool_calls import ToolCall, ToolCallReader, make_reader
 
@@ -16,14 +15,12 @@ LOWEST_LOGPROB = -9999.0  # what -inf and everything below it becomes
 
 
 class MessageReader:
-    """Tells a choice's content from its tool calls, as its text grows.
+    """Tells a choice's content from its tool calls, as its text grows."""
 
-    Args:
-        parser: of the calls; None: all is content.
-    """
-
-    def __init__(self, parser: KnownParser | None) -> None:
-        self._reader: ToolCallReader | None = None if parser is None else make_reader(parser)
+    def __init__(self, prepared: Prepared) -> None:
+        self._reader: ToolCallReader | None = None  # all is content
+        if prepared.tool_parser is not None:
+            self._reader = make_reader(prepared.tool_parser, keeps_one=prepared.keeps_one_call)
         self.num_calls = 0
 
     def read(self, text: str, *, is_over: bool) -> tuple[str, list[ToolCall]]:
@@ -50,7 +47,7 @@ class MessageReader:
 def build_chat_choice(sequence: Sequence, index: int, spelling: Spelling) -> dict[str, Any]:
     """Return a choice of a chat answer."""
     params = sequence.prompt.params
-    reader = MessageReader(sequence.prompt.owner.prepared.tool_parser)
+    reader = MessageReader(sequence.prompt.owner.prepared)
     content, calls = reader.read(sequence.text, is_over=True)
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if calls:

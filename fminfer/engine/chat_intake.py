@@ -68,6 +68,7 @@ class ChatIntake:
             is_chat=True,
             fills_context=chat.fills_context,
             tool_parser=parser,
+            keeps_one_call=parser is not None and chat.keeps_one_call,
         )
 
     def _find_parser(self) -> KnownParser | None:

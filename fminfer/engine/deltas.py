@@ -80,7 +80,7 @@ class Deltas:
     def _told_of(self, sequence: Sequence) -> _Told:
         told = self._told.get(id(sequence))
         if told is None:
-            reader = MessageReader(self._state.prepared.tool_parser)
+            reader = MessageReader(self._state.prepared)
             told = self._told[id(sequence)] = _Told(reader)
         return told
 

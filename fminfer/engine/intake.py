@@ -157,6 +157,7 @@ class Intake:
             meaning,
             kind_of(request, is_openai=is_openai),
             request.tool_parser,
+            request.keeps_one_call,
         )
 
     def note(self, *warnings: RowWarning, where: str = "") -> None:

@@ -34,20 +34,24 @@ def check_room(state: RequestState, scheduler: Scheduler, num_kv_tokens: int) ->
     Raises:
         RequestError: it could not.
     """
+    params = state.prepared.params
+    name, num = ("best_of", params.best_of) if params.best_of > params.n else ("n", params.n)
     for prompt in state.prompts:
         if len(prompt.sequences) > scheduler.max_rows:
             raise RequestError(
                 "out_of_memory",
-                f"the prompt has {len(prompt.sequences)} candidates, which run together; "
+                f"{name} is {num}, and these {len(prompt.sequences)} candidates run together; "
                 f"--max-rows allows {counted(scheduler.max_rows, 'sequence')} at once. Raise it, "
-                "or lower n or best_of",
-                "best_of",
+                f"or lower {name}",
+                name,
             )
         if prompt.num_to_feed > 0 and not scheduler.fits(prompt):
             raise RequestError(
                 "out_of_memory",
                 f"the prompt needs the KV cache of {counted(prompt.num_kv_tokens, 'token')} for "
                 f"each of its {counted(len(prompt.sequences), 'candidate')} at once; the budget is "
-                f"{num_kv_tokens} tokens. Raise --budget, or lower max_tokens, n or best_of",
+                f"{num_kv_tokens} tokens. Raise --budget, or lower max_tokens"
+                + f" or {name}"
+                * (num > 1),
                 "max_tokens",
             )

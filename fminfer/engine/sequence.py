@@ -41,6 +41,7 @@ class Prepared:
     meaning: bytes = b""  # without a seed: a digest of its prompts and all of its params
     kind: AnswerKind = "openai"
     tool_parser: KnownParser | None = None  # the form of tool calls in the text; None: it is text
+    keeps_one_call: bool = False  # what the model writes behind the first one is left out
 
 
 @dataclass(slots=True, eq=False)  # one of two equal requests is not the other

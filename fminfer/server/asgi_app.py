@@ -15,12 +15,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from fminfer.core.errors import RequestError
 from fminfer.core.version import __version__
-from fminfer.server.batches.batch_routes import batch_routes
+from fminfer.server.batches.batch_routes import batch_routes, file_routes
 from fminfer.server.batches.desk import Desk
-from fminfer.server.batches.file_routes import file_routes
 from fminfer.server.doors import Doors
-from fminfer.server.http_errors import HttpError, respond
+from fminfer.server.http_errors import HttpError, as_http, respond
 from fminfer.server.metrics import Metrics
 from fminfer.server.model_routes import model_routes
 from fminfer.server.old_routes import old_routes
@@ -131,6 +131,10 @@ def _add_errors(app: FastAPI, service: Service) -> None:
     async def on_error(request: Request, error: HttpError) -> Response:
         service.metrics.count_refused(error.status)
         return respond(error)
+
+    @app.exception_handler(RequestError)
+    async def on_refused(request: Request, error: RequestError) -> Response:
+        return await on_error(request, as_http(error))
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
-from fminfer.core.errors import FminferError, RequestError, StoppedError
+from fminfer.core.errors import FminferError, StoppedError
 from fminfer.engine.events import Delta, Event, Finished
 from fminfer.engine.sequence import Prepared
-from fminfer.server.http_errors import HttpError, as_http, shutting_down
+from fminfer.server.http_errors import HttpError, shutting_down
 from fminfer.server.metrics import Metrics, RequestTimes
 from fminfer.server.reply import Reply
 from fminfer.worker.result_cache import ResultCache
@@ -114,23 +114,21 @@ class Dispatcher:
         """Queue a request.
 
         Raises:
-            HttpError: it is wrong, or there is no room for it.
+            RequestError: what is wrong with it.
+            HttpError: there is no room for it.
         """
         asked_s = time.perf_counter()
         full = self._why_no_room()
         if full is not None and not self._may_look:
             raise full
-        try:
-            prepared, kept = await self._do_beside(
-                lambda: self._prepare_and_find(fields, is_chat=is_chat)
-            )
-            if kept is not None and self._closed is None:
-                return self._reply_at_once(asked_s, prepared, kept, is_streamed=is_streamed)
-            if (refusal := self._closed or full) is not None:
-                raise refusal
-            request_id = self._engine.add(prepared, is_streamed=is_streamed)
-        except RequestError as error:
-            raise as_http(error) from None
+        prepared, kept = await self._do_beside(
+            lambda: self._prepare_and_find(fields, is_chat=is_chat)
+        )
+        if kept is not None and self._closed is None:
+            return self._reply_at_once(asked_s, prepared, kept, is_streamed=is_streamed)
+        if (refusal := self._closed or full) is not None:
+            raise refusal
+        request_id = self._engine.add(prepared, is_streamed=is_streamed)
         # Events come by this thread, too, so none can have come yet.
         reply = self._open[request_id] = Reply(request_id, asked_s, prepared)
         return reply

@@ -12,7 +12,7 @@ from fminfer.contract.fields import TEXT, object_of, wrong_type
 from fminfer.core.errors import RequestError
 from fminfer.core.version import __version__
 from fminfer.server.answer_schemas import detokenize_schema, stats_schema, tokenize_schema
-from fminfer.server.http_errors import HttpError, as_http
+from fminfer.server.http_errors import HttpError
 from fminfer.server.openai_routes import respond_json
 from fminfer.server.schemas import (
     ERRORS,
@@ -122,7 +122,7 @@ def _detokenize(service: Service, fields: dict[str, Any]) -> dict[str, Any]:
     """Do what vLLM's /detokenize does."""
     engine, ids = service.engine, fields.get("tokens")
     if not isinstance(ids, list):
-        raise as_http(wrong_type("tokens", ids, "a list of token ids"))
+        raise wrong_type("tokens", ids, "a list of token ids")
     if not ids:
         return {"prompt": ""}
     found = _prepare_one(service, {"prompt": ids}, "tokens")
@@ -135,9 +135,9 @@ def _prepare_one(service: Service, request: dict[str, Any], name: str) -> list[i
         is_chat = "messages" in request
         prepared = service.engine.prepare(request | {"max_tokens": 0}, is_chat=is_chat)
     except RequestError as error:
-        if error.param == "prompt":
-            error = RequestError(error.code, error.message.replace("prompt", name, 1), name)
-        raise as_http(error) from None
+        if error.param != "prompt":
+            raise
+        raise RequestError(error.code, error.message.replace("prompt", name, 1), name) from None
     if len(prepared.prompts) != 1:
         raise HttpError(400, f"{name} holds several prompts; send one", param=name)
     return prepared.prompts[0].ids

@@ -10,12 +10,12 @@ from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.requests import Request
 from starlette.responses import Response
 
+from fminfer.contract.fields import wrong_type
 from fminfer.core.errors import RequestError
 from fminfer.core.quantities import counted
 from fminfer.engine.events import Finished
 from fminfer.server.answer_schemas import generation_schema, texts_schema
 from fminfer.server.event_stream import until_answered
-from fminfer.server.http_errors import HttpError, as_http
 from fminfer.server.openai_routes import respond_json
 from fminfer.server.schemas import document, generation_request_schema, latency_request_schema
 from fminfer.server.service import Service
@@ -70,23 +70,21 @@ def old_routes(service: Service) -> APIRouter:
         """Continue a text greedily, as EnergonAI's server of GPT-2 does."""
         _require_utf8(request)
         if others := sorted(request.query_params.keys() - {"max_seq_length"}):
-            raise HttpError(
-                400,
+            raise RequestError(
+                "unsupported_parameter",
                 f"{others[0]} is no parameter of this route, which takes max_seq_length; call "
                 "/v1/completions for others",
-                code="unsupported_parameter",
-                param=others[0],
+                others[0],
             )
         if not text:
-            raise HttpError(400, "there is no text behind /run/; give one", param="text")
+            raise RequestError("missing_prompt", "there is no text behind /run/; give one", "text")
         num_prompt = await _count_tokens(service, text)
         if num_prompt >= max_seq_length:
-            raise HttpError(
-                400,
+            raise RequestError(
+                "out_of_range",
                 f"max_seq_length is {max_seq_length}, and the text alone has "
                 f"{counted(num_prompt, 'token')}; raise max_seq_length, which counts both",
-                code="out_of_range",
-                param="max_seq_length",
+                "max_seq_length",
             )
         fields = {"prompt": text, "max_tokens": max_seq_length - num_prompt}
         finished = await _complete(service, request, fields | {"temperature": 0, "echo": True})
@@ -115,20 +113,16 @@ def _require_utf8(request: Request) -> None:
         unquote_to_bytes(raw).decode()
     except UnicodeDecodeError as error:
         wrong = error.object[error.start]
-        raise HttpError(
-            400,
+        raise RequestError(
+            "invalid_utf8",
             f"the path is not UTF-8: byte 0x{wrong:02x}; write each character as the %XX of its "
             "UTF-8 bytes",
-            code="invalid_utf8",
-            param="text",
+            "text",
         ) from None
 
 
 async def _count_tokens(service: Service, text: str) -> int:
-    try:
-        prepared = await service.dispatcher.prepare({"prompt": text, "max_tokens": 0})
-    except RequestError as error:
-        raise as_http(error) from None
+    prepared = await service.dispatcher.prepare({"prompt": text, "max_tokens": 0})
     return len(prepared.prompts[0].ids)
 
 
@@ -136,15 +130,14 @@ def _from_generation(fields: dict[str, Any]) -> dict[str, Any]:
     """Return the completions request that a /generation request means."""
     for name in OF_COMPLETIONS:
         if fields.get(name) is not None:
-            raise HttpError(
-                400,
+            raise RequestError(
+                "unsupported_parameter",
                 f"{name} has no place in the answer of /generation, which is one text; leave it "
                 "out, or call /v1/completions",
-                code="unsupported_parameter",
-                param=name,
+                name,
             )
     if not isinstance(fields.get("prompt"), str):
-        raise HttpError(400, "prompt must be a string here", code="invalid_type", param="prompt")
+        raise wrong_type("prompt", fields.get("prompt"), "a string")
     request = {**fields, "echo": True}
     new_tokens = request.pop("max_new_tokens", None)
     if new_tokens is None:
@@ -159,17 +152,14 @@ def _from_latency(fields: dict[str, Any]) -> dict[str, Any]:
     """Return the completions request that one of the latency server means."""
     parameters = {} if fields.get("parameters") is None else fields["parameters"]
     if not isinstance(parameters, dict):
-        raise HttpError(
-            400, "parameters must be an object", code="invalid_type", param="parameters"
-        )
+        raise wrong_type("parameters", parameters, "an object or null")
     for name in parameters:
         if name not in LATENCY:
-            raise HttpError(
-                400,
+            raise RequestError(
+                "unsupported_parameter",
                 f"parameters has {name}, and known are {', '.join(LATENCY)}; leave it out, or call "
                 "/v1/completions",
-                code="unsupported_parameter",
-                param=name,
+                name,
             )
     request: dict[str, Any] = {"prompt": fields.get("inputs"), "max_tokens": LATENCY_TOKENS}
     for name, value in parameters.items():
@@ -177,7 +167,7 @@ def _from_latency(fields: dict[str, Any]) -> dict[str, Any]:
             request[ours] = value
     do_sample = parameters.get("do_sample")
     if not isinstance(do_sample, bool | None):
-        raise HttpError(400, "do_sample must be true or false", param="do_sample")
+        raise wrong_type("do_sample", do_sample, "true, false or null")
     if do_sample is False:
         request["temperature"] = 0
     return request

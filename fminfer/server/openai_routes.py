@@ -12,7 +12,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from fminfer.contract.fields import wrong_type
+from fminfer.contract.field_table import FIELDS
 from fminfer.contract.json_object import dump
 from fminfer.engine.events import Delta, Event, Finished
 from fminfer.server.answer_schemas import (
@@ -24,7 +24,7 @@ from fminfer.server.answer_schemas import (
     model_schema,
 )
 from fminfer.server.event_stream import EventStream, until_answered
-from fminfer.server.http_errors import JSON, HttpError, as_http
+from fminfer.server.http_errors import JSON, HttpError
 from fminfer.server.schemas import chat_request_schema, completion_request_schema, document
 from fminfer.server.service import Service
 
@@ -41,18 +41,15 @@ class StreamWish:
         """Take a request's `stream` and `stream_options` out of its fields.
 
         Raises:
-            HttpError: they are wrong.
+            RequestError: they are wrong.
         """
-        stream, options = fields.pop("stream", None), fields.pop("stream_options", None)
-        if not isinstance(stream, bool | None):
-            raise as_http(wrong_type("stream", stream, "true, false or null"))
-        if not isinstance(options, dict | None):
-            raise as_http(wrong_type("stream_options", options, "an object or null"))
-        usage = (options or {}).get("include_usage")
-        if not isinstance(usage, bool | None):
-            name = "stream_options.include_usage"
-            raise as_http(wrong_type(name, usage, "true, false or null"))
-        return cls(bool(stream), bool(stream and usage))
+        found: dict[str, bool] = {}
+        for name in ("stream", "stream_options"):
+            value = fields.pop(name, None)
+            if value is not None:
+                found[name] = FIELDS["chat"][name].kind.read(name, value, 0)
+        is_streamed = found.get("stream", False)
+        return cls(is_streamed, is_streamed and found.get("stream_options", False))
 
 
 @dataclass(slots=True)

@@ -8,10 +8,9 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 
 from fminfer.contract.json_object import load_object
-from fminfer.core.errors import RequestError
 from fminfer.core.quantities import show_bytes
 from fminfer.files.line_reader import UTF8_BOM
-from fminfer.server.http_errors import HttpError, as_http
+from fminfer.server.http_errors import HttpError
 
 READ_S = 60.0  # for a whole body
 MOST_DISCARDED = 64 * 2**20  # bytes of a body beyond the limit, so that its client hears of it
@@ -35,13 +34,11 @@ class Bodies:
         """Return the JSON object that a request's body holds.
 
         Raises:
-            HttpError: the body is too large, too slow, or no JSON object.
+            HttpError: the body is too large or too slow.
+            RequestError: it is no JSON object.
         """
         body = await self._read_in_time(request)
-        try:
-            return load_object(body.removeprefix(UTF8_BOM).strip(), "the body")
-        except RequestError as error:
-            raise as_http(error) from None
+        return load_object(body.removeprefix(UTF8_BOM).strip(), "the body")
 
     async def _read_in_time(self, request: Request) -> bytes:
         try:

@@ -13,9 +13,15 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal
 
+from fminfer.text.tool_calls import load_object
+
 Message = dict[str, Any]
 Render = Callable[[list[Message]], str]
 Lacking = Literal["absent", "null", "empty"]
+# What a model wrote for arguments may hold no object. Among objects such a text stays a text, or
+# becomes the only argument of an object.
+ArgumentForm = Literal["objects", "JSON", "only objects"]
+ARGUMENT_FORMS: tuple[ArgumentForm, ...] = ("objects", "JSON", "only objects")
 
 _ID = "a1b2c3d4e"  # Mistral's templates want nine letters or digits
 # What may stand for the content that a message with calls lacks.
@@ -28,22 +34,23 @@ _LACKING: dict[Lacking, Message] = {
 
 @dataclass(slots=True, frozen=True)
 class Turn:
-    """The structure of a message: its role, and how many parts and calls it has."""
+    """The structure of a message: its role, how many parts it has, and its calls."""
 
     role: str
     num_parts: int | None  # None: no content; 0: it is a string
-    num_calls: int
+    calls: tuple[bool, ...]  # of each, whether its arguments hold an object
     is_empty: bool  # "" stands beside calls, which counts as no content
 
     @staticmethod
     def of(message: Message) -> Turn:
         """Return the turn of a message."""
-        content, num_calls = message.get("content"), len(message.get("tool_calls", ()))
-        is_empty = content == "" and num_calls > 0
+        content, sent = message.get("content"), message.get("tool_calls", ())
+        calls = tuple(_find_object(each["function"]["arguments"]) is not None for each in sent)
+        is_empty = content == "" and len(calls) > 0
         num_parts = None if content is None or is_empty else 0
         if isinstance(content, list):
             num_parts = len(content)
-        return Turn(message["role"], num_parts, num_calls, is_empty)
+        return Turn(message["role"], num_parts, calls, is_empty)
 
     def probe(self, number: int) -> Message:
         """Return a message of this structure, with texts that are easy to find in a prompt."""
@@ -52,10 +59,11 @@ class Turn:
             texts = self.texts(number)
             parts = [{"type": "text", "text": text} for text in texts]
             message["content"] = parts if self.num_parts else texts[0]
-        if self.num_calls:
-            function = {"name": "probe", "arguments": {"value": self.argument(number)}}
-            call = {"id": _ID, "type": "function", "function": function}
-            message["tool_calls"] = [call] * self.num_calls
+        if self.calls:
+            message["tool_calls"] = [
+                {"id": _ID, "type": "function", "function": {"name": "probe", "arguments": each}}
+                for each in self.arguments(number)
+            ]
         if self.role == "tool":
             message |= {"tool_call_id": _ID, "name": "probe"}
         return message
@@ -67,16 +75,17 @@ class Turn:
         """
         return [f"73019{number:05}{part:05}46285" for part in range(max(1, self.num_parts or 0))]
 
-    def argument(self, number: int) -> str:
-        """Return the text within a probe's arguments."""
-        return f"28641{number:05}90753"
+    def arguments(self, number: int) -> list[Message | str]:
+        """Return the arguments of a probe's calls: objects with a text, or a text alone."""
+        texts = f"28642{number:05}90753", f"28641{number:05}90753"
+        return [{"value": texts[1]} if holds_object else texts[0] for holds_object in self.calls]
 
 
 @dataclass(slots=True, frozen=True)
 class Forms:
     """How messages are handed to a template."""
 
-    reads_json: bool = False  # arguments of calls are strings of JSON, not objects
+    arguments: ArgumentForm = "objects"  # of calls
     lacking: Lacking = "absent"  # the content beside calls
     of_one_part: frozenset[str] = frozenset()  # roles whose strings become lists of one part
     of_parts: frozenset[str] = frozenset()  # roles whose lists stay; others' are joined
@@ -101,12 +110,25 @@ class Forms:
         return message | changed
 
     def _convert_call(self, call: Message) -> Message:
-        arguments = call["function"]["arguments"]
-        if isinstance(arguments, str) and not self.reads_json:
-            arguments = json.loads(arguments)
-        elif self.reads_json and not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
+        arguments = self.convert_arguments(call["function"]["arguments"])
         return call | {"function": call["function"] | {"arguments": arguments}}
+
+    def convert_arguments(self, sent: Message | str) -> Message | str:
+        """Return a call's arguments in these forms."""
+        if self.arguments == "JSON":
+            return sent if isinstance(sent, str) else json.dumps(sent, ensure_ascii=False)
+        found = _find_object(sent)
+        if found is None and self.arguments == "only objects":
+            return {"arguments": sent}
+        return sent if found is None else found
+
+
+def _find_object(arguments: Message | str) -> Message | None:
+    """Return the object that arguments are, or hold as JSON; None: they hold none."""
+    try:
+        return load_object(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        return None
 
 
 def find_forms(turns: Sequence[Turn], render: Render) -> Forms:
@@ -137,7 +159,7 @@ def find_forms(turns: Sequence[Turn], render: Render) -> Forms:
 def _find_losses(turns: Sequence[Turn], probe: _Probe, forms: Forms) -> Iterator[str]:
     if probe.write(forms) is None:  # refused: nothing is lost in silence
         return
-    if probe.count_turns_with_calls(forms) < sum(turn.num_calls > 0 for turn in turns):
+    if probe.count_turns_with_calls(forms) < sum(bool(turn.calls) for turn in turns):
         yield "the chat template leaves out tool calls of messages"
     if any(turn.num_parts is not None for turn in turns) and not probe.arriving(forms):
         yield "the chat template writes no text of the messages"
@@ -145,15 +167,15 @@ def _find_losses(turns: Sequence[Turn], probe: _Probe, forms: Forms) -> Iterator
 
 def _find_forms_of_calls(turns: Sequence[Turn], probe: _Probe) -> Forms:
     """Return the forms in which most turns have their calls; of equals the first one tried."""
-    num_calling = sum(turn.num_calls > 0 for turn in turns)
+    num_calling = sum(bool(turn.calls) for turn in turns)
     is_sent = any(turn.is_empty for turn in turns)
     lackings: tuple[Lacking, ...] = (
         ("empty", "absent", "null") if is_sent else ("absent", "null", "empty")
     )
     best, most = Forms(lacking=lackings[0]), -1
     for roles in (frozenset[str](), frozenset(turn.role for turn in turns)):
-        for reads_json, lacking in product((False, True), lackings):
-            forms = Forms(reads_json, lacking, of_one_part=roles)
+        for arguments, lacking in product(ARGUMENT_FORMS, lackings):
+            forms = Forms(arguments, lacking, of_one_part=roles)
             num_written = probe.count_turns_with_calls(forms)
             is_loss = lacking != lackings[0] and not num_written  # calls would be left out
             if num_written > most and not is_loss:
@@ -212,14 +234,23 @@ class _Probe:
             return -1
         count = 0
         for number, turn in enumerate(self._turns):
-            arguments = {"value": turn.argument(number)}
-            written = json.dumps(arguments) if forms.reads_json else turn.argument(number)
-            count += turn.num_calls > 0 and written in text and str(arguments) not in text
+            count += bool(turn.calls) and all(
+                _is_written(text, sent, forms) for sent in turn.arguments(number)
+            )
         return count
 
     def _writes_null(self, forms: Forms, text: str) -> bool:
         empty = self.write(replace(forms, lacking="empty"))
         return empty is not None and any(text.count(w) > empty.count(w) for w in ("None", "null"))
+
+
+def _is_written(text: str, sent: Message | str, forms: Forms) -> bool:
+    """Tell whether a probe's arguments stand in a prompt, and not as Python writes objects."""
+    given = forms.convert_arguments(sent)
+    wanted = str(sent["value"] if isinstance(sent, dict) else sent)
+    if isinstance(given, str):
+        return (given if forms.arguments == "JSON" else wanted) in text
+    return wanted in text and str(given) not in text
 
 
 def _key_of_list(number: int) -> str:

@@ -38,10 +38,10 @@ def read_call(text: str) -> ToolCall | None:
     Arguments that are a string with a JSON object in it stay as they are.
     """
     try:
-        call = _load(text)
+        call = load_object(text)
         name, arguments = call["name"], call.get("arguments", call.get("parameters"))
         if isinstance(arguments, str):
-            _load(arguments)
+            load_object(arguments)
         elif isinstance(arguments, dict):
             arguments = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         else:
@@ -54,7 +54,8 @@ def read_call(text: str) -> ToolCall | None:
     return ToolCall(name, arguments)
 
 
-def _load(text: str) -> dict[str, object]:
+def load_object(text: str) -> dict[str, object]:
+    """Return the JSON object that a text is; raise ValueError or RecursionError if it is none."""
     value = json.loads(text, parse_constant=_refuse_constant)
     if not isinstance(value, dict):
         raise ValueError("no object")
@@ -140,9 +141,11 @@ def find_parser(template: str) -> KnownParser | None:
     return None
 
 
-def make_reader(parser: KnownParser) -> ToolCallReader:
-    """Make a reader for one choice's text."""
-    return _HermesReader() if parser == "hermes" else _Llama3Reader()
+def make_reader(parser: KnownParser, *, keeps_one: bool = False) -> ToolCallReader:
+    """Make a reader for one choice's text, which ends behind its first call if that is wished."""
+    reader = _HermesReader() if parser == "hermes" else _Llama3Reader()
+    reader.keeps_one = keeps_one
+    return reader
 
 
 class ToolCallReader(ABC):
@@ -151,6 +154,8 @@ class ToolCallReader(ABC):
     White space directly around calls is dropped. What was begun and is no valid call is content,
     verbatim.
     """
+
+    keeps_one = False
 
     def __init__(self) -> None:
         self._content: list[str] = []
@@ -208,7 +213,7 @@ class ToolCallReader(ABC):
         self._calls.append(self._call)
         self._call = None
         self._held = []
-        self._read = self._read_after_call
+        self._read = (lambda text, _: len(text)) if self.keeps_one else self._read_after_call
 
     def _hold_white(self, text: str, at: int) -> int:
         end = end_of(WHITE, text, at)

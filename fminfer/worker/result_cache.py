@@ -180,7 +180,8 @@ def key_of(prepared: Prepared, terms: bytes) -> bytes:
     """
     params = prepared.params
     has_seed = params.max_tokens > 0 and not params.is_greedy
-    head = (prepared.kind, prepared.tool_parser, params.seed if has_seed else None)
+    seed = params.seed if has_seed else None
+    head = (prepared.kind, prepared.tool_parser, seed, *["one call"] * prepared.keeps_one_call)
     digest = hashlib.blake2b(terms, digest_size=32)
     digest.update(_meaning_of_params(params))
     digest.update(repr((*head, len(prepared.prompts))).encode())

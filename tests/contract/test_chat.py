@@ -96,7 +96,7 @@ def test_logprobs(fields: dict[str, Any], expected: int | None) -> None:
         ({"tool_choice": "required", "tools": [TOOL]}, "tool_choice", "Constrained decoding"),
         ({"tool_choice": {"type": "function"}}, "tool_choice", "Constrained decoding"),
         ({"tool_choice": "any"}, "tool_choice", '"auto", "none" or null'),
-        ({"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls", "first call"),
+        ({"tools": [TOOL], "parallel_tool_calls": 0}, "parallel_tool_calls", "true, false or null"),
         ({"chat_template": "{{ 1 }}"}, "chat_template", "--chat-template FILE"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "sets messages"),
         ({"chat_template_kwargs": []}, "chat_template_kwargs", "an object"),
@@ -176,6 +176,36 @@ def test_messages_stay_as_they_were_sent_without_nulls() -> None:
     assert call["function"]["arguments"] == '{"a": [1]}', "the caller's own stays as it was"
 
 
+def test_the_past_is_taken_as_it_was() -> None:
+    """An empty answer, a refusal or an older form of a call ended in 400 for all later turns."""
+    call = {"name": "f", "arguments": "{}"}
+    refusal = {"type": "refusal", "refusal": "no"}
+    for past, content in (
+        *(({"content": empty}, "") for empty in (None, [], "")),
+        ({}, ""),
+        ({"content": [refusal]}, [{"type": "text", "text": "no"}]),
+        ({"content": None, "refusal": "no"}, "no"),
+        ({"content": [], "audio": {"id": "a"}, "refusal": False}, ""),
+    ):
+        (found,) = parse({"role": "assistant"} | past).messages
+        assert found["content"] == content
+    for role in ("tool", "function"):
+        for empty in ({}, {"content": None}, {"content": []}):
+            (found,) = parse({"role": role, "tool_call_id": "c"} | empty).messages
+            assert (found["role"], found["content"]) == ("tool", "")
+    found = parse({"role": "assistant", "content": "a", "refusal": "b"}).messages[0]
+    assert (found["content"], found["refusal"]) == ("a", "b"), "the template may read both"
+    asked, answer = parse(
+        {"role": "assistant", "content": None, "function_call": call},
+        {"role": "function", "name": "f", "content": "1"},
+    ).messages
+    (written,) = asked["tool_calls"]
+    assert written["function"] == call and "function_call" not in asked and "content" not in asked
+    assert answer == {
+        **{"role": "tool", "name": "f", "content": "1", "tool_call_id": written["id"]}
+    }
+
+
 CALLS = "messages[0].tool_calls"
 
 
@@ -185,9 +215,9 @@ CALLS = "messages[0].tool_calls"
         ("Hello", "messages[0]", '{"role": "user"'),
         ({"content": "x"}, "messages[0].role", "absent"),
         ({"role": "bot", "content": "x"}, "messages[0].role", "developer"),
-        ({"role": "function", "content": "x"}, "messages[0].role", "role tool"),
         ({"role": "user"}, "messages[0].content", "absent"),
-        ({"role": "assistant", "content": None}, "messages[0].content", "null"),
+        ({"role": "user", "content": None}, "messages[0].content", "null"),
+        ({"role": "system"}, "messages[0].content", "absent"),
         ({"role": "user", "content": 5}, "messages[0].content", "a string or a list"),
         ({"role": "user", "content": []}, "messages[0].content", "empty list"),
         (
@@ -207,10 +237,18 @@ CALLS = "messages[0].tool_calls"
             "a string",
         ),
         (
-            {"role": "assistant", "content": "", "function_call": {}},
+            {"role": "user", "content": [{"type": "refusal", "refusal": "no"}]},
+            "messages[0].content[0]",
+            "only text is read",
+        ),
+        ({"role": "user", "content": "", "audio": {"id": "a"}}, "messages[0].audio", "content"),
+        (
+            {"role": "user", "content": "", "function_call": {}},
             "messages[0].function_call",
             "tool_calls",
         ),
+        ({"role": "assistant", "function_call": {}}, "messages[0].function_call", "name"),
+        ({"role": "assistant", "function_call": "f"}, "messages[0].function_call", "function"),
         ({"role": "assistant", "tool_calls": 5}, CALLS, "a list"),
         ({"role": "assistant", "tool_calls": [{"id": "a"}]}, f"{CALLS}[0]", "function"),
         (
@@ -219,14 +257,9 @@ CALLS = "messages[0].tool_calls"
             "a string",
         ),
         (
-            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]},
             f"{CALLS}[0].function.arguments",
-            "as JSON",
-        ),
-        (
-            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]},
-            f"{CALLS}[0].function.arguments",
-            "an object",
+            "a string",
         ),
     ],
 )

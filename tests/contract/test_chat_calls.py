@@ -34,6 +34,9 @@ def test_arguments_stay_as_they_were_sent() -> None:
             "name": "f",
             "arguments": {},
         }
-    for wrong in ('{"a": NaN}', '{"a": 1', "[" * 100_000, "[]", [], 0):
-        with pytest.raises(RequestError, match="holds one as JSON"):
+    for broken in ('{"a": NaN}', '{"a": 1', "[" * 100_000, "[]", "Paris"):
+        function = {"name": "f", "arguments": broken}
+        assert read({"function": function})["function"] == function
+    for wrong in ([], 0, True):
+        with pytest.raises(RequestError, match="as the model wrote it"):
             read({"function": {"name": "f", "arguments": wrong}})

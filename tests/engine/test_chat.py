@@ -108,6 +108,17 @@ def test_tool_calls_are_read_out_of_the_text() -> None:
     assert again == [choice], "ids are the same in a run that is repeated"
 
 
+def test_a_wish_for_one_call_changes_no_draw() -> None:
+    """It is granted after drawing; the ids of calls stay as well."""
+    intake = ChatBench(CALL).intake
+    asked = {"messages": HELLO, "tools": TOOLS}
+    plain, one = (
+        intake.prepare(intake.parse(asked | {"parallel_tool_calls": each}))
+        for each in (True, False)
+    )
+    assert plain.meaning and replace(one, keeps_one_call=False) == plain != one
+
+
 def test_calls_stay_text_without_tools_or_a_parser() -> None:
     text = CALL.decode()
     for limits, fields in (
@@ -139,8 +150,31 @@ def test_a_call_that_is_cut_off_is_content() -> None:
     assert choice["finish_reason"] == "length" and len(choice["message"]["tool_calls"]) == 1
 
 
+@pytest.mark.parametrize("behind", [CALL, b"And: " + CALL, CALL[:-30], b"Done.", b"<tool_", b""])
+def test_one_call_is_kept_if_no_more_are_wanted(behind: bytes) -> None:
+    """`parallel_tool_calls: false` was refused, and LlamaIndex sends it with all tools."""
+    one: dict[str, Any] = {"tools": TOOLS, "parallel_tool_calls": False}
+    script = b"I look.\n" + CALL + b"\n" + behind + b"\0"
+    (first,) = ChatBench(b"I look.\n" + CALL + b"\0").choices(tools=TOOLS)
+    assert ChatBench(script).choices(**one) == [first]
+    assert [
+        len(each["message"]["tool_calls"]) for each in ChatBench(script).choices(**one, n=2)
+    ] == [1, 1]
+    deltas = [each for each in ChatBench(script).stream(**one) if isinstance(each, Delta)]
+    assert "".join(each.text for each in deltas) == "I look."
+    assert sum(len(each.tool_calls) for each in deltas) == 1
+    assert deltas[-1].finish_reason == "tool_calls"
+    llama3 = b'{"name": "look", "parameters": {"at": "map"}}'
+    (choice,) = ChatBench(
+        llama3 + b"; " + llama3 + behind + b"\0", tool_call_parser="llama3_json"
+    ).choices(**one)
+    assert len(choice["message"]["tool_calls"]) == 1 and choice["message"]["content"] is None
+
+
 @pytest.mark.parametrize("parser", ["hermes", "llama3_json", "none"])
-@pytest.mark.parametrize("fields", [{}, {"n": 2}, {"logprobs": True, "top_logprobs": 1}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"n": 2}, {"parallel_tool_calls": False}, {"logprobs": True, "top_logprobs": 1}]
+)
 def test_joined_deltas_are_the_answer(parser: str, fields: dict[str, Any]) -> None:
     llama3 = b'{"name": "look", "parameters": {"at": "map"}}'
     odd = "Grüße 🙂 <tool".encode()
@@ -155,7 +189,9 @@ def test_random_texts_stream_as_they_are_answered() -> None:
     pieces = [b"<tool_call>", b"</tool_call>", b'{"name": "f"', b', "arguments": {}}', b" ", b"<"]
     for _ in range(60):
         script = b"".join(source.choices([*pieces, CALL, b"text", "é".encode()], k=6)) + b"\0"
-        ChatBench(script).stream(tools=TOOLS, logprobs=True, stop=["xt"])
+        for parallel in (True, False):
+            asked = {"tools": TOOLS, "logprobs": True, "stop": ["xt"]}
+            ChatBench(script).stream(parallel_tool_calls=parallel, **asked)
 
 
 def test_content_comes_early_and_calls_whole() -> None:
@@ -240,17 +276,18 @@ def test_a_giant_chat_is_refused_without_tokenizing_it(monkeypatch: pytest.Monke
 
 def test_equal_lines_share_an_answer_only_in_one_form() -> None:
     """A completion of the rendered text, and a chat with and without tools, differ in form."""
-    chat = {"messages": HELLO, "temperature": 0, "max_tokens": 80}
-    plain = {"prompt": ">", "add_special_tokens": False, "temperature": 0, "max_tokens": 80}
-    bench = ChatBench(CALL + b"\0")
+    chat = {"messages": HELLO, "temperature": 0, "max_tokens": 160}
+    plain = {"prompt": ">", "add_special_tokens": False, "temperature": 0, "max_tokens": 160}
+    bench = ChatBench(CALL + CALL + b"\0", context=300)
     runner = over_lines(bench.loop, bench.intake, joins_equal=True)
-    asked = [chat, plain, chat | {"tools": TOOLS}, chat, plain, chat | {"tools": TOOLS}]
+    tools = chat | {"tools": TOOLS}
+    asked = [chat, plain, tools, tools | {"parallel_tool_calls": False}] * 2
     lines = [Line(0, i, json.dumps(each).encode()) for i, each in enumerate(asked, 1)]
     records = sorted(runner.run(lines), key=lambda record: record.line.number)
     results = [record.result["choices"] for record in records if record.result is not None]
-    assert results[:3] == results[3:] and bench.loop.stats.num_copied_requests == 3
-    assert results[0][0]["message"]["content"] == results[1][0]["text"] == CALL.decode()
-    assert results[2][0]["finish_reason"] == "tool_calls"
+    assert results[:4] == results[4:] and bench.loop.stats.num_copied_requests == 4
+    assert results[0][0]["message"]["content"] == results[1][0]["text"] == CALL.decode() * 2
+    assert [len(each[0]["message"]["tool_calls"]) for each in results[2:4]] == [2, 1]
 
 
 def test_the_endpoint_may_be_told() -> None:

@@ -338,6 +338,7 @@ def test_nan_costs_only_its_row() -> None:
 
 
 def test_what_can_never_fit_is_an_error_of_its_row() -> None:
+    """A request with too large an n, of chat as well, was told of its best_of."""
     records = Bench(num_blocks=4).run(
         {"prompt": ">", "max_tokens": 17, "temperature": 0},
         {"prompt": ">", "max_tokens": 16, "temperature": 0},
@@ -346,6 +347,16 @@ def test_what_can_never_fit_is_an_error_of_its_row() -> None:
     codes = [record.error.code if record.error else None for record in records]
     assert codes == ["out_of_memory", None, "out_of_memory"]
     assert records[2].error is not None and "--max-rows allows 8" in records[2].error.message
+    assert records[2].error.param == "n" and "best_of" not in records[2].error.message
+    chat, drawn, memory = Bench(num_blocks=4).run(
+        {"prompt": ">", "max_tokens": 2, "n": 9, "best_of": 9},
+        {"prompt": ">", "max_tokens": 2, "n": 2, "best_of": 9},
+        {"prompt": ">", "max_tokens": 16, "n": 3},
+    )
+    assert chat.error is not None and chat.error.param == "n"
+    assert drawn.error is not None and drawn.error.param == "best_of"
+    assert drawn.error.message.startswith("best_of is 9")
+    assert memory.error is not None and memory.error.message.endswith("lower max_tokens or n")
     assert records[0].error is not None and "16 tokens" in records[0].error.message
 
 

@@ -96,7 +96,7 @@ def test_an_expired_batch_tells_which_lines_were_not_answered(server: Running) -
     assert 0 < len(texts) < 3 * NUM_LINES
     assert len(texts) + len(errors) == len(lines) == batch["request_counts"]["total"]
     assert batch["request_counts"]["failed"] == len(errors)
-    assert errors[0]["error"]["code"] == "invalid_json"
+    assert errors[0]["response"]["body"]["error"]["code"] == "invalid_json"
     for record in errors[1:]:
         assert record["error"]["code"] == "batch_expired" and record["response"] is None
     ids = [json.loads(line)["custom_id"] for line in lines[1:]]

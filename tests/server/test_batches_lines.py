@@ -42,7 +42,7 @@ def server(engine: fminfer.Engine, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def error_of(record: dict[str, Any]) -> dict[str, Any]:
     """Return the error of a line, of whatever shape it is."""
-    error: dict[str, Any] = record.get("error") or record["response"]["body"]["error"]
+    error: dict[str, Any] = record["response"]["body"]["error"]
     return error
 
 
@@ -62,21 +62,29 @@ def test_bad_lines_cost_themselves(server: Running) -> None:
         json.dumps({"prompt": "bare"}).encode(),
         json.dumps({"request": {"prompt": "wrapped"}}).encode(),
         json.dumps({name: fields[name] for name in ("method", "url", "body")}).encode(),
+        json.dumps({"custom_id": "bare", "prompt": "bare"}).encode(),
+        json.dumps({"custom_id": "lacks", "method": "POST", "url": COMPLETIONS}).encode(),
+        json.dumps({"custom_id": "two", "request": {}, "body": {}}).encode(),
     ]
     lines = [good, *bad.values(), b"", *others, batch_line("last")]
     batch = wait_for_end(server, create(server, lines))
     assert batch["status"] == "completed"
-    assert batch["request_counts"] == {"total": 12, "completed": 2, "failed": 10}
+    assert batch["request_counts"] == {"total": 15, "completed": 2, "failed": 13}
     assert set(texts_of(server, batch)) == {"good", "last"}
     errors = content(server, batch["error_file_id"])
     assert [error_of(each)["code"] for each in errors[:6]] == list(bad)
-    assert [*errors[4]] == ["id", "custom_id", "response", "error"], "as OpenAI's"
+    for each in errors:  # lines that are no Batch lines had another form
+        assert [*each] == ["id", "custom_id", "response", "error"] and each["error"] is None
+        assert each["id"].startswith("batch_req_") and each["response"]["status_code"] == 400
+    assert len({each["id"] for each in errors}) == len(errors)
+    assert error_of(errors[0])["message"].startswith("line 2: the line is not JSON")
+    assert error_of(errors[9])["message"].startswith("line 12: custom_id of line 12 is")
     told = [error_of(each)["message"] for each in errors[6:]]
     assert CHAT in told[0] and COMPLETIONS in told[0]
     assert "no request of a batch" in told[1] and "no request of a batch" in told[2]
     assert "custom_id" in told[3]
     assert [each["custom_id"] for each in errors] == [
-        *(None, None, "good", 7, "a", "b", "chat", None, None, None)
+        *(None, None, "good", 7, "a", "b", "chat", None, None, None, "bare", "lacks", "two")
     ]
 
 
@@ -185,7 +193,7 @@ def test_uploads_are_refused_and_leave_nothing(server: Running) -> None:
         (part("file", line), FORM, "a file, with a filename"),
         (part("purpose", b"batch", "a"), FORM, "not a file"),
         (part("purpose", b"x" * 2000), FORM, "1024 bytes"),
-        (part("expires_after[seconds]", b"3600"), FORM, "expires_after[seconds]"),
+        (part("expires", b"3600"), FORM, "there are file, purpose, expires_after[anchor]"),
         (part("file", line, "a") + part("file", line, "b"), FORM, "twice"),
     ):
         end = b"--a--\r\n" if headers is FORM else b""

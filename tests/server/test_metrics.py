@@ -15,7 +15,7 @@ import fminfer
 from fminfer.engine.events import Finished
 from fminfer.engine.stats import EngineStats
 from fminfer.server.batches.batch_metrics import BatchMetrics
-from fminfer.server.batches.workshop import DoneRows
+from fminfer.server.batches.batch_run import DoneRows
 from fminfer.server.metrics import Metrics, RequestTimes
 from tests.streams import events_of
 

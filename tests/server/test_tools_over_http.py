@@ -57,6 +57,10 @@ CHATS: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": "two"}], "tools": TOOLS, "n": 2, "seed": 4},
     {"messages": [{"role": "user", "content": "one"}], "tools": TOOLS, "tool_choice": "none"},
     {"messages": [{"role": "user", "content": "two"}], "tools": TOOLS, "max_tokens": 12, "seed": 3},
+    {
+        **{"messages": [{"role": "user", "content": "two"}], "tools": TOOLS, "logprobs": True},
+        **{"parallel_tool_calls": False, "seed": 4},
+    },
 ]
 
 
@@ -119,6 +123,13 @@ def test_calls_and_what_is_said_before_them(client: openai.OpenAI) -> None:
     assert len({call.id for call in calls}) == 4
     alone = client.chat.completions.create(model="demo", **CHATS[0]).choices[0]
     assert alone.message.content is None and len(alone.message.tool_calls or []) == 1
+
+
+def test_one_call_is_kept_if_no_more_are_wanted(client: openai.OpenAI) -> None:
+    (both,) = client.chat.completions.create(model="demo", **CHATS[1] | {"n": 1}).choices
+    (one,) = client.chat.completions.create(model="demo", **CHATS[4]).choices
+    assert (one.finish_reason, one.message.content) == ("tool_calls", "I look it up.")
+    assert one.message.tool_calls == (both.message.tool_calls or [])[:1]
 
 
 def test_ids_of_calls_repeat_by_their_seed(client: openai.OpenAI) -> None:

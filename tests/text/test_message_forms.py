@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from itertools import repeat
+from itertools import product, repeat
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from fminfer.core.errors import RequestError
 from fminfer.models.known_sizes import DEMO_MODEL
 from fminfer.text.chat_template import ChatTemplate
 from fminfer.text.tokenizer import Tokenizer
-from tests.text.templates_of_tests import TEMPLATES, WrittenTemplate, every
+from tests.text.templates_of_tests import TEMPLATES, WrittenTemplate, calling, every
 
 TOKENIZER = Tokenizer.load(DEMO_MODEL)
 TOOL = {
@@ -49,6 +49,10 @@ def history(*calls: dict[str, Any], said: Any = None, answer: tuple[str, ...]) -
 
 
 HELLO = say("user", " Hello,\nyou")
+# Wants turns, and content in each.
+STRICT = """{%- for m in messages -%}
+{%- if (m['role'] == 'user') != (loop.index0 % 2 == 0) -%}{{ raise_exception('?') }}{%- endif -%}
+{{ m['role'] + ': ' + m['content'] + '\n' }}{%- endfor -%}"""
 TWO = ("first ", "second")
 # Not as json.dumps writes it, with a number of more than 64 bits.
 SPACED = '{"way":  "n\\u00f6rth", "far": [12345678901234567890123, 2.50]}'
@@ -148,6 +152,64 @@ def test_a_template_gets_the_form_that_it_reads(template: WrittenTemplate) -> No
             assert render(ours, fields) == render_by_transformers(template, fields), name
     two = CHATS["system_of_parts" if "parts" in template.refuses.split() else "parts"]
     assert all(text.strip() in render(ours, two).lower() for text in TWO)
+
+
+BROKEN = ('{"way": "nor', "north", "[1]", '{"way": NaN}', "[" * 100_000)
+ASKED = {**HELLO, "content": "Hello"}
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+def test_what_a_model_wrote_for_arguments_arrives(template: WrittenTemplate) -> None:
+    """Arguments that hold no object ended in 400 for all later turns of the chat."""
+    ours = ChatTemplate(TOKENIZER, template.text)
+    for said, broken, beside in product((None, "", "I look."), BROKEN, (False, True)):
+
+        def find(arguments: str, said: Any = said, beside: bool = beside) -> str | None:
+            calls = [call('{"far": "mile"}', "call00002")] * beside + [call(arguments)]
+            try:
+                return render(ours, history(*calls, said=said, answer=("no way",)))
+            except RequestError:
+                return None
+
+        if (whole := find('{"way": "north"}')) is None:
+            continue
+        found = find(broken)
+        assert found is not None, f"{broken} is refused"
+        if "north" in whole:
+            assert broken in found or json.dumps(broken)[1:-1] in found, found[:300]
+        assert ("mile" in found) == ("mile" in whole)
+
+
+def test_broken_arguments_come_in_the_form_that_shows_them_best() -> None:
+    fields, broken = history(call(BROKEN[0]), answer=("no",)), BROKEN[0]
+
+    def find(arguments: str) -> str:
+        template = ChatTemplate(TOKENIZER, calling(arguments))
+        return render(template, fields).split("<call>look")[1].split("<tool>")[0]
+
+    read = "call.function.arguments"
+    assert find(f"{{{{- {read} if {read} is string else {read} | tojson -}}}}") == broken
+    assert find(f"{{{{- {read} | tojson -}}}}") == json.dumps(broken)
+    assert find(f"{{{{- '(' + {read} + ')' -}}}}") == f"({broken})"
+    items = (
+        "{%- for name, value in " + read + ".items() -%}{{- name ~ '=' ~ value -}}{%- endfor -%}"
+    )
+    assert find(items) == f"arguments={broken}"
+    only = "{%- if " + read + " is mapping -%}{{- " + read + " | tojson -}}{%- endif -%}"
+    assert json.loads(find(only)) == {"arguments": broken}
+
+
+def test_an_empty_answer_is_rendered_as_an_empty_one() -> None:
+    """A past answer without content ended in 400."""
+    for text in (STRICT, TEMPLATES["smolvlm"].text, TEMPLATES["strings and parts"].text):
+        ours = ChatTemplate(TOKENIZER, text)
+        empty = render(ours, {"messages": [ASKED, {"role": "assistant", "content": ""}, ASKED]})
+        for past in ({"content": None}, {"content": []}, {}, {"content": [], "tool_calls": []}):
+            past = {"role": "assistant"} | past
+            assert render(ours, {"messages": [ASKED, past, ASKED]}) == empty
+        parts = [{"type": "refusal", "refusal": "I will not."}]
+        told = {"role": "assistant", "content": parts}
+        assert "I will not." in render(ours, {"messages": [ASKED, told, ASKED]})
 
 
 def check_joined(text: str, messages: list[dict[str, Any]], **more: Any) -> None:

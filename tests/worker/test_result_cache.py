@@ -51,7 +51,7 @@ OTHER_PROMPT: dict[str, Any] = {
     **{"ids": [1, 2, 4], "text": "abd", "offsets": [0, 1, 1]},
     **{"num_cut": 1, "is_whole_text": True},
 }
-OTHER_PREPARED: dict[str, Any] = {"kind": "chat", "tool_parser": "hermes"}
+OTHER_PREPARED: dict[str, Any] = {"kind": "chat", "tool_parser": "hermes", "keeps_one_call": True}
 QUESTION = "Question: How do you go from the den to the porch?\nAnswer:"
 CHAT = {"messages": [{"role": "user", "content": "How do you go from the den to the porch?"}]}
 GREEDY: dict[str, Any] = {"prompt": QUESTION, "max_tokens": 8, "temperature": 0}

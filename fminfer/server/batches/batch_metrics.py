@@ -7,7 +7,7 @@ from typing import Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from fminfer.server.batches.workshop import DoneRows
+from fminfer.server.batches.batch_run import DoneRows
 from fminfer.server.metrics import LABELS
 
 

@@ -1,4 +1,4 @@
-"""The body of `POST /v1/batches`: its fields, and what is wrong with them."""
+"""The fields of `POST /v1/batches`, in a table as those of completions are."""
 
 from __future__ import annotations
 
@@ -8,16 +8,37 @@ from dataclasses import dataclass
 from typing import Any
 
 from fminfer.contract.envelope import CHAT, COMPLETIONS
-from fminfer.contract.fields import show
-from fminfer.server.http_errors import HttpError
+from fminfer.contract.field_table import Field
+from fminfer.contract.fields import (
+    TEXT,
+    Kind,
+    Schema,
+    integer,
+    is_integral,
+    of_type,
+    one_of,
+    out_of_range,
+    show,
+    whole,
+)
+from fminfer.core.errors import RequestError
 
 ENDPOINTS = (COMPLETIONS, CHAT)
-FIELDS = ("input_file_id", "endpoint", "completion_window", "metadata")
 EXAMPLE = {"input_file_id": "file-…", "endpoint": ENDPOINTS[0], "completion_window": "24h"}
 WINDOW_FORM = r"[1-9][0-9]{0,5}[smhd]"
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 MOST_WINDOW_S = 366 * 86400
+ANCHOR, LEAST_LIFE_S, MOST_LIFE_S = "created_at", 3600, 30 * 86400  # of files, as OpenAI's
 MOST_PAIRS, MOST_KEY_CHARS, MOST_VALUE_CHARS = 16, 64, 512  # of metadata, as OpenAI's
+METADATA: Schema = {
+    "type": "object",
+    "maxProperties": MOST_PAIRS,
+    "propertyNames": {"maxLength": MOST_KEY_CHARS},
+    "additionalProperties": {"type": "string", "maxLength": MOST_VALUE_CHARS},
+}
+ANCHORS: Schema = {"const": ANCHOR}
+SECONDS = integer(LEAST_LIFE_S, MOST_LIFE_S).schema(MOST_LIFE_S)
+LIFE: Schema = whole(anchor=ANCHORS, seconds=SECONDS) | {"additionalProperties": False}
 
 
 @dataclass(slots=True, frozen=True)
@@ -29,87 +50,98 @@ class BatchRequest:
     completion_window: str
     window_s: int
     metadata: dict[str, str] | None
+    output_expires_after_s: int | None
+
+
+def read_life(name: str, value: Any, most: int = MOST_LIFE_S) -> int:
+    """Return how long a file lives, in seconds.
+
+    Raises:
+        RequestError: what is wrong.
+    """
+    if isinstance(value, dict) and value.keys() == {"anchor", "seconds"}:
+        anchor, seconds = value["anchor"], value["seconds"]
+        if anchor == ANCHOR and is_integral(seconds) and LEAST_LIFE_S <= seconds <= most:
+            return int(seconds)
+    raise out_of_range(
+        name,
+        value,
+        f'an object with the anchor "{ANCHOR}" and the seconds from {LEAST_LIFE_S:,} to '
+        f"{MOST_LIFE_S:,}, an hour to 30 days",
+    )
+
+
+def _read_window(name: str, value: Any, most: int) -> int:
+    if isinstance(value, str) and re.fullmatch(WINDOW_FORM, value):
+        seconds = int(value[:-1]) * UNITS_S[value[-1]]
+        if seconds <= MOST_WINDOW_S:
+            return seconds
+    raise out_of_range(name, value, 'a whole duration up to 366 days, such as "24h", "90m" or "7d"')
+
+
+def _read_metadata(name: str, value: Any, most: int) -> dict[str, str]:
+    found = value
+    if isinstance(value, dict) and len(value) <= MOST_PAIRS:
+        found = {
+            key: each
+            for key, each in value.items()
+            if len(key) > MOST_KEY_CHARS
+            or not (isinstance(each, str) and len(each) <= MOST_VALUE_CHARS)
+        }
+        if not found:
+            return value
+    raise out_of_range(
+        name,
+        found,
+        f"null or an object of up to {MOST_PAIRS} strings, of up to {MOST_VALUE_CHARS} characters, "
+        f"under keys of up to {MOST_KEY_CHARS}",
+    )
+
+
+_ID = of_type(str, f"a string, such as {EXAMPLE['input_file_id']}", TEXT)
+_WINDOW = Kind(_read_window, lambda most: TEXT | {"pattern": f"^{WINDOW_FORM}$"})
+_TOO_LATE = "Lines that are not answered by then get an error: 24h, 90m, 7d; up to 366 days."
+_LIFE_HELP = "How long output and error file live. Without it, they stay."
+FIELDS = (
+    Field("input_file_id", _ID, "A file with purpose batch.", is_required=True),
+    Field("endpoint", one_of(*ENDPOINTS), "The url of its lines.", is_required=True),
+    Field("completion_window", _WINDOW, _TOO_LATE, is_required=True),
+    Field(
+        "metadata",
+        Kind(_read_metadata, lambda most: METADATA),
+        "Pairs of strings, which come back.",
+    ),
+    Field("output_expires_after", Kind(read_life, lambda most: LIFE), _LIFE_HELP),
+)
 
 
 def parse_batch(fields: Mapping[str, Any]) -> BatchRequest:
     """Check the fields of a new batch.
 
     Raises:
-        HttpError: what is wrong.
+        RequestError: what is wrong.
     """
-    for name in fields:
-        if name not in FIELDS:
-            raise _refuse(
-                f"{show(name)} is no field of a batch here; there are {', '.join(FIELDS)}. Leave "
-                "it out",
-                name[:64],
-                "unsupported_parameter",
-            )
-    for name in FIELDS[:3]:
-        if not isinstance(fields.get(name), str):
-            found = show(fields[name]) if name in fields else "absent"
-            raise _refuse(
-                f"{name} is {found}; it must be a string, such as {EXAMPLE[name]}",
-                name,
-                "invalid_type",
-            )
-    endpoint, window = fields["endpoint"], fields["completion_window"]
-    if endpoint not in ENDPOINTS:
-        allowed = " or ".join(ENDPOINTS)
-        raise _refuse(
-            f"endpoint is {show(endpoint)}; it must be {allowed}",
-            "endpoint",
+    table = {each.name: each for each in FIELDS}
+    for name in fields.keys() - table.keys():
+        raise RequestError(
             "unsupported_parameter",
+            f"{show(name)} is no field of a batch here; there are {', '.join(table)}. Leave it out",
+            name[:64],
         )
-    window_s = _seconds_of(window)
-    metadata = _check_metadata(fields.get("metadata"))
-    return BatchRequest(fields["input_file_id"], endpoint, window, window_s, metadata)
-
-
-def _seconds_of(window: str) -> int:
-    if re.fullmatch(WINDOW_FORM, window) and len(window) <= 7:
-        seconds = int(window[:-1]) * UNITS_S[window[-1]]
-        if seconds <= MOST_WINDOW_S:
-            return seconds
-    raise _refuse(
-        f"completion_window is {show(window)}; give a whole duration up to 366 days, such as "
-        '"24h", "90m" or "7d"',
-        "completion_window",
-        "out_of_range",
+    found: dict[str, Any] = {}
+    for name, each in table.items():
+        value = fields.get(name)
+        if value is not None:
+            found[name] = each.kind.read(name, value, MOST_LIFE_S)
+        elif each.is_required:
+            is_null = "null" if name in fields else "absent"
+            text = f"{name} is {is_null}; it must be a string, such as {EXAMPLE[name]}"
+            raise RequestError("invalid_type", text, name)
+    return BatchRequest(
+        found["input_file_id"],
+        found["endpoint"],
+        fields["completion_window"],
+        found["completion_window"],
+        found.get("metadata"),
+        found.get("output_expires_after"),
     )
-
-
-def _check_metadata(metadata: object) -> dict[str, str] | None:
-    if metadata is None:
-        return None
-    if not isinstance(metadata, dict):
-        raise _refuse(
-            f"metadata is {show(metadata)}; it must be an object of strings, or null",
-            "metadata",
-            "invalid_type",
-        )
-    if len(metadata) > MOST_PAIRS:
-        raise _refuse(
-            f"metadata has {len(metadata)} pairs; at most {MOST_PAIRS} are allowed",
-            "metadata",
-            "out_of_range",
-        )
-    for key, value in metadata.items():
-        if not isinstance(value, str):
-            raise _refuse(
-                f"metadata holds {show(value)} under {show(key)}; values are strings",
-                "metadata",
-                "invalid_type",
-            )
-        if len(key) > MOST_KEY_CHARS or len(value) > MOST_VALUE_CHARS:
-            raise _refuse(
-                f"metadata: {show(key)} or its value is too long; keys have up to "
-                f"{MOST_KEY_CHARS} characters, values up to {MOST_VALUE_CHARS}",
-                "metadata",
-                "out_of_range",
-            )
-    return metadata
-
-
-def _refuse(message: str, param: str, code: str) -> HttpError:
-    return HttpError(400, message, code=code, param=param)

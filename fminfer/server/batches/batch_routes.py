@@ -1,24 +1,102 @@
-"""`/v1/batches`: create, list, look at and cancel batches."""
+"""`/v1/files` and `/v1/batches`: upload, create, list, look at, fetch, cancel and delete."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import FileResponse, Response
 
 from fminfer.server.batches.batch_request import parse_batch
-from fminfer.server.batches.batch_schemas import batch_request_schema, batch_schema, list_schema
+from fminfer.server.batches.batch_schemas import (
+    UPLOAD_BODY,
+    batch_request_schema,
+    batch_schema,
+    deleted_schema,
+    describe_content,
+    file_schema,
+    list_schema,
+)
 from fminfer.server.batches.desk import Desk
-from fminfer.server.batches.listing import as_list, page_of
-from fminfer.server.batches.no_state import require
+from fminfer.server.batches.stored_batches import StoredBatch
+from fminfer.server.batches.stored_files import StoredFile
+from fminfer.server.batches.upload import take_upload
+from fminfer.server.http_errors import HttpError
 from fminfer.server.openai_routes import respond_json
 from fminfer.server.schemas import document
 from fminfer.server.service import Service
 
 PAGE, MOST_BATCHES = 20, 100  # of a page
+MOST_FILES = 10_000  # of a page
+OCTETS = "application/octet-stream"
+HEADERS = {"Content-Disposition": "attachment", "X-Content-Type-Options": "nosniff"}
+
+
+def file_routes(desk: Desk | None) -> APIRouter:
+    """Return the routes of files; None: the server keeps nothing."""
+    router = APIRouter(tags=["Files"])
+    one = file_schema()
+
+    @router.post(
+        "/v1/files",
+        **document(one, "The file.", errors=[400, 401, 404, 408, 413, 507])
+        | {"openapi_extra": UPLOAD_BODY},
+    )
+    async def upload(request: Request) -> Response:
+        """Upload a file of requests."""
+        shop = _require(desk)
+        owner = shop.owner_of(request)
+        found = await take_upload(request, shop.uploads, shop.max_upload_bytes)
+        stored = await asyncio.to_thread(shop.keep_upload, found, owner)
+        return respond_json(stored.to_object())
+
+    @router.get(
+        "/v1/files", **document(list_schema(one), "A page of files.", errors=[400, 401, 404])
+    )
+    async def list_files(
+        request: Request,
+        after: str | None = None,
+        limit: Annotated[int, Query(ge=1, le=MOST_FILES)] = MOST_FILES,
+        order: Literal["asc", "desc"] = "desc",
+        purpose: str | None = None,
+    ) -> Response:
+        """List files."""
+        shop = _require(desk)
+        files = shop.files.of(shop.owner_of(request), after)
+        files = [each for each in files if purpose in (None, each.purpose) or each.id == after]
+        return _send_page(shop, files if order == "desc" else files[::-1], after, limit)
+
+    @router.get("/v1/files/{file_id}", **document(one, "The file.", errors=[401, 404]))
+    async def get_file(request: Request, file_id: str) -> Response:
+        """Describe a file."""
+        shop = _require(desk)
+        return respond_json(shop.find_file(file_id, shop.owner_of(request)).to_object())
+
+    @router.get(
+        "/v1/files/{file_id}/content",
+        response_class=FileResponse,
+        responses=describe_content(OCTETS),
+    )
+    async def content(request: Request, file_id: str) -> Response:
+        """Return the bytes of a file."""
+        shop = _require(desk)
+        path = shop.find_bytes(file_id, shop.owner_of(request))
+        return FileResponse(path, media_type=OCTETS, headers=HEADERS)
+
+    @router.delete(
+        "/v1/files/{file_id}",
+        **document(deleted_schema(), "It is deleted.", errors=[401, 404, 409, 507]),
+    )
+    async def delete(request: Request, file_id: str) -> Response:
+        """Delete a file."""
+        shop = _require(desk)
+        await asyncio.to_thread(shop.delete_file, file_id, shop.owner_of(request))
+        return respond_json({"id": file_id, "object": "file", "deleted": True})
+
+    return router
 
 
 def batch_routes(service: Service, desk: Desk | None) -> APIRouter:
@@ -37,7 +115,7 @@ def batch_routes(service: Service, desk: Desk | None) -> APIRouter:
     )
     async def create(request: Request) -> Response:
         """Answer the requests of a file."""
-        shop = require(desk)
+        shop = _require(desk)
         wish = parse_batch(await service.read(request))
         batch = await asyncio.to_thread(shop.create_batch, wish, shop.owner_of(request))
         return respond_json(shop.describe(batch))
@@ -51,14 +129,13 @@ def batch_routes(service: Service, desk: Desk | None) -> APIRouter:
         limit: Annotated[int, Query(ge=1, le=MOST_BATCHES)] = PAGE,
     ) -> Response:
         """List batches, the newest first."""
-        shop = require(desk)
-        page, has_more = page_of(shop.batches.of(shop.owner_of(request)), after, limit)
-        return respond_json(as_list([shop.describe(each) for each in page], has_more=has_more))
+        shop = _require(desk)
+        return _send_page(shop, shop.batches.of(shop.owner_of(request)), after, limit)
 
     @router.get("/v1/batches/{batch_id}", **document(one, "The batch.", errors=[401, 404]))
     async def get_batch(request: Request, batch_id: str) -> Response:
         """Tell how a batch stands."""
-        shop = require(desk)
+        shop = _require(desk)
         return respond_json(shop.describe(shop.find_batch(batch_id, shop.owner_of(request))))
 
     @router.post(
@@ -67,9 +144,53 @@ def batch_routes(service: Service, desk: Desk | None) -> APIRouter:
     )
     async def cancel(request: Request, batch_id: str) -> Response:
         """End a batch; what is finished becomes its output."""
-        shop = require(desk)
+        shop = _require(desk)
         owner = shop.owner_of(request)
         batch = await asyncio.to_thread(shop.cancel_batch, batch_id, owner)
         return respond_json(shop.describe(batch))
 
     return router
+
+
+def _send_page(
+    shop: Desk, items: Sequence[StoredFile | StoredBatch], after: str | None, limit: int
+) -> Response:
+    """Send the items behind the one of an id, as OpenAI's API lists them.
+
+    Raises:
+        HttpError: none has that id.
+    """
+    places = dict[str | None, int]({None: 0})
+    places |= {each.id: place for place, each in enumerate(items, 1)}
+    if after not in places:
+        raise HttpError(
+            400,
+            "after is no id in this list; give the last_id of the page before, or leave it out",
+            param="after",
+        )
+    end = places[after] + limit
+    page = items[places[after] : end]
+    return respond_json(
+        {
+            "object": "list",
+            "data": [shop.describe(each) for each in page],
+            "first_id": page[0].id if page else None,
+            "last_id": page[-1].id if page else None,
+            "has_more": len(items) > end,
+        }
+    )
+
+
+def _require(desk: Desk | None) -> Desk:
+    """Return what serves files and batches.
+
+    Raises:
+        HttpError: the server was started without a folder for them.
+    """
+    if desk is None:
+        raise HttpError(
+            404,
+            "this server keeps no files and batches; start it with --state FOLDER",
+            code="no_state_folder",
+        )
+    return desk

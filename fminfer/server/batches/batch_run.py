@@ -6,7 +6,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fminfer.batch.journaled_input import JournaledInput
@@ -18,19 +18,22 @@ from fminfer.files.completed import CompletedOutput, find_completed
 from fminfer.files.journal import journal_path
 from fminfer.files.ordered_output import errors_path
 from fminfer.files.row_counts import Counts
+from fminfer.files.run_terms import RunTerms
 from fminfer.server.batches.early_end import count_kept, drop_journal, end_early
 from fminfer.server.batches.stored_batches import (
     BatchStatus,
+    BatchStore,
     Ending,
     Progress,
     StoredBatch,
     Trouble,
 )
-from fminfer.server.batches.stored_files import StoredFile
+from fminfer.server.batches.stored_files import FileStore, StoredFile
 from fminfer.server.batches.troubles import check_unchanged, trouble_of
-from fminfer.server.batches.workshop import Workshop
 from fminfer.server.http_errors import HttpError
+from fminfer.server.server_log import ServerLog
 from fminfer.server.service import ServedModel
+from fminfer.worker.engine_api import Engine
 from fminfer.worker.line_run.asked import RecordForm
 from fminfer.worker.line_run.lanes import Lane
 from fminfer.worker.line_run.runner import WINDOW
@@ -63,6 +66,27 @@ def make_check(endpoint: str, model: ServedModel) -> Callable[[Envelope], None]:
 
 
 WAIT_S = 0.2  # between looks whether the batch is to end
+
+
+@dataclass(slots=True)
+class DoneRows:
+    """Lines that batches have answered since the server began."""
+
+    completed: int = 0
+    failed: int = 0
+
+
+@dataclass(slots=True, frozen=True)
+class Workshop:
+    """What the runs of all batches share."""
+
+    engine: Engine
+    files: FileStore
+    batches: BatchStore
+    terms: RunTerms
+    model: ServedModel
+    done: DoneRows
+    log: ServerLog
 
 
 class BatchRun:
@@ -157,7 +181,7 @@ class BatchRun:
                 records = runner.step()
                 for record in records:
                     self._note_last(file.counts)
-                    if not file.add(replace(record, names_line=False)):
+                    if not file.add(replace(record, is_of_batch=True)):
                         raise FminferError("another process has taken the batch's output over")
                     self._shop.done.completed += record.error is None
                     self._shop.done.failed += record.error is not None
@@ -176,10 +200,8 @@ class BatchRun:
             UsageError: it is gone, or others have edited it.
         """
         files, batch = self._shop.files, self.batch
-        path, stored = (
-            files.input_path(batch.input_file_id),
-            files.get(batch.input_file_id, batch.owner),
-        )
+        path = files.input_path(batch.input_file_id)
+        stored = files.get_input(batch.input_file_id)
         size = path.stat().st_size if path.exists() else 0
         if stored is None or size != stored.bytes:
             was = "uploaded" if stored is None else f"uploaded with {stored.bytes:,}"
@@ -264,14 +286,15 @@ class BatchRun:
         path = errors_path(self._output) if is_errors else self._output
         if not path.exists() or (size := path.stat().st_size) == 0:
             return None
-        batch = self.batch
+        batch, now_ns, lives_s = self.batch, time.time_ns(), self.batch.output_expires_after_s
         kind = "errors" if is_errors else "output"
         self._shop.files.keep(
             StoredFile(
-                *(file_id, batch.owner, size, time.time_ns(), f"{batch.id}_{kind}.jsonl"),
+                *(file_id, batch.owner, size, now_ns, f"{batch.id}_{kind}.jsonl"),
                 purpose="batch_output",
                 batch_id=batch.id,
                 is_errors=is_errors,
+                expires_at=None if lives_s is None else now_ns // 10**9 + lives_s,
             )
         )
         return file_id

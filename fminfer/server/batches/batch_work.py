@@ -7,11 +7,11 @@ import time
 from collections import Counter
 from contextlib import suppress
 
-from fminfer.server.batches.batch_run import BatchRun
+from fminfer.core.errors import OutputError
+from fminfer.server.batches.batch_run import BatchRun, Workshop
 from fminfer.server.batches.early_end import drop_journal
 from fminfer.server.batches.stored_batches import Progress, StoredBatch
 from fminfer.server.batches.troubles import MODEL_CHANGED
-from fminfer.server.batches.workshop import Workshop
 
 MOST_AT_ONCE = 32  # batches that are answered together; others wait for one of them to end
 LOOK_S = 1.0  # between looks for what is due
@@ -70,11 +70,20 @@ class BatchWork:
         for ended in self._shop.batches.ended_ones:
             with suppress(OSError):  # it is not in the way
                 drop_journal(self._shop.batches.output_of(ended))  # a server died just before that
-        with self._news:
-            while not self._is_stopped:
-                while (batch := self._find_next()) is not None:
+        while not self._is_stopped:
+            self._drop_expired()
+            with self._news:
+                while not self._is_stopped and (batch := self._find_next()) is not None:
                     self._begin(batch)
-                self._news.wait(LOOK_S)
+                if not self._is_stopped:
+                    self._news.wait(LOOK_S)
+
+    def _drop_expired(self) -> None:
+        files = self._shop.files
+        for stored in files.expired_ones:
+            with files.lock, suppress(OutputError):  # they are hidden, and removed later
+                if self._shop.batches.find_user(stored.id) is None:
+                    files.remove(stored)
 
     def _find_next(self) -> StoredBatch | None:
         """Return the batch to begin: the oldest one that is due of the owner with the fewest."""

@@ -12,12 +12,12 @@ from fminfer.core.errors import OutputError, UsageError
 from fminfer.files.journal_head import Fingerprint
 from fminfer.files.run_terms import RunTerms
 from fminfer.server.batches.batch_request import BatchRequest
+from fminfer.server.batches.batch_run import DoneRows, Workshop
 from fminfer.server.batches.batch_work import BatchWork
 from fminfer.server.batches.state_folder import StateFolder, new_id
 from fminfer.server.batches.stored_batches import BatchStore, StoredBatch
 from fminfer.server.batches.stored_files import FileStore, StoredFile
 from fminfer.server.batches.upload import PURPOSE, Upload, no_room
-from fminfer.server.batches.workshop import DoneRows, Workshop
 from fminfer.server.http_errors import HttpError
 from fminfer.server.server_log import ServerLog
 from fminfer.server.service import ServedModel
@@ -92,9 +92,11 @@ class Desk:
         Raises:
             HttpError: the disk is full.
         """
+        now_ns, lives_s = time.time_ns(), upload.expires_after_s
         stored = StoredFile(
-            *(new_id("file-"), owner, upload.num_bytes, time.time_ns(), upload.filename),
+            *(new_id("file-"), owner, upload.num_bytes, now_ns, upload.filename),
             purpose=PURPOSE,
+            expires_at=None if lives_s is None else now_ns // 10**9 + lives_s,
         )
         try:
             self.files.take_upload(stored, upload.path)
@@ -145,24 +147,19 @@ class Desk:
         Raises:
             HttpError: there is none of this id, a batch needs it, or the disk fails.
         """
-
-        def why_kept(stored: StoredFile) -> HttpError | None:
-            batch = self.batches.find_user(stored.id)
-            if batch is None:
-                return None
-            return HttpError(
-                409,
-                f"{batch.id} is {batch.status} and still needs the file; cancel it first, or wait "
-                "until it is over",
-                code="file_in_use",
-            )
-
-        try:
-            found = self.files.delete(file_id, owner, why_kept)
-        except OutputError as error:
-            raise self._refuse(error) from error
-        if found is None:
-            raise _no_such("file", "GET /v1/files")
+        with self.files.lock:  # so that no batch begins to need it meanwhile
+            stored = self.find_file(file_id, owner)
+            if (batch := self.batches.find_user(stored.id)) is not None:
+                raise HttpError(
+                    409,
+                    f"{batch.id} is {batch.status} and still needs the file; cancel it first, or "
+                    "wait until it is over",
+                    code="file_in_use",
+                )
+            try:
+                self.files.remove(stored)
+            except OutputError as error:
+                raise self._refuse(error) from error
 
     def create_batch(self, wish: BatchRequest, owner: str) -> StoredBatch:
         """Make a batch; it begins at once, or when others have ended.
@@ -188,6 +185,7 @@ class Desk:
                 *(wish.completion_window, now_ns // 10**9 + wish.window_s, wish.metadata),
                 *(self._model.names[0], new_id("file-"), new_id("file-")),
                 made_for=self._terms.fingerprint,
+                output_expires_after_s=wish.output_expires_after_s,
             )
             try:
                 self.batches.create(batch)
@@ -234,9 +232,11 @@ class Desk:
         self.work.wake(batch)
         return batch
 
-    def describe(self, batch: StoredBatch) -> dict[str, Any]:
-        """Return OpenAI's batch object, with the newest counts."""
-        return batch.to_object(self.work.progress_of(batch))
+    def describe(self, found: StoredBatch | StoredFile) -> dict[str, Any]:
+        """Return OpenAI's object of a file, or of a batch with the newest counts."""
+        if isinstance(found, StoredFile):
+            return found.to_object()
+        return found.to_object(self.work.progress_of(found))
 
     def close(self) -> None:
         """End all runs, and let another server have the folder."""

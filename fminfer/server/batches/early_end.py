@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from pathlib import Path
 
-from fminfer.contract.envelope import open_envelope
+from fminfer.contract.envelope import find_custom_id, open_envelope
 from fminfer.contract.json_object import dump
 from fminfer.contract.line import Line
 from fminfer.contract.record import make_id
@@ -110,6 +110,6 @@ def _expired_record(line: Line) -> bytes:
     request_id = make_id(line, envelope)
     return b'{"id":"batch_req_%s","custom_id":%s,"response":null,"error":%s}' % (
         request_id.encode(),
-        envelope.custom_id,
+        find_custom_id(line, envelope),
         dump(EXPIRED),
     )

@@ -3,6 +3,7 @@
 lock            held by the server that uses the folder
 salt            of the digests by which owners are known
 uploads/        files that are still coming; what a start finds is removed, or moved to files/
+deleted         where deleted files stood in the lists of their owners
 files/          ID.json says what a file is; ID.jsonl is what a client sent
 batches/ID/     batch.json says how a batch stands; output.jsonl and its journal are its rows
 """

@@ -87,6 +87,7 @@ class StoredBatch:
     error_file_id: str | None = None
     # The model and settings of the server that made it; None: an older version's.
     made_for: Fingerprint | None = None
+    output_expires_after_s: int | None = None  # None: its output stays
 
     @property
     def is_open(self) -> bool:

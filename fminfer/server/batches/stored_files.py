@@ -6,9 +6,9 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable
+import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +26,8 @@ Purpose = Literal["batch", "batch_output"]
 PURPOSES: tuple[Purpose, ...] = ("batch", "batch_output")
 UPLOAD = re.compile("[0-9a-f]{32}")  # the name of one that is still coming
 OUTPUT = "output.jsonl"  # of a batch, in its folder
+GONE = "deleted"  # where deleted files stood in their lists
+MOST_GONE = 10_000  # of these that are kept at least: as many as a page may have
 
 
 @dataclass(slots=True, frozen=True)
@@ -40,6 +42,12 @@ class StoredFile:
     purpose: Purpose
     batch_id: str | None = None  # whose answers it holds
     is_errors: bool = False  # of these, the errors file
+    expires_at: int | None = None  # in seconds since 1970; None: it stays until it is deleted
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has expired. An open batch that needs it keeps it on the disk."""
+        return self.expires_at is not None and time.time() >= self.expires_at
 
     def to_object(self) -> dict[str, Any]:
         """Return OpenAI's file object."""
@@ -48,7 +56,7 @@ class StoredFile:
             "object": "file",
             "bytes": self.bytes,
             "created_at": self.created_ns // 10**9,
-            "expires_at": None,
+            "expires_at": self.expires_at,
             "filename": self.filename,
             "purpose": self.purpose,
             "status": "processed",
@@ -70,18 +78,33 @@ class FileStore:
         for path in folder.files.glob("file-*.json"):
             stored = _read(path)
             self._files[stored.id] = stored
+        self._gone: dict[str, StoredFile] = {}  # deleted ones, of which only the place is known
+        self._read_gone()
         self._finish_uploads()
         self._check_records()
 
     def get(self, file_id: str, owner: str) -> StoredFile | None:
         """Return an owner's file; None: there is none of this id, or it is another's."""
         stored = self._files.get(file_id)
-        return stored if stored is not None and stored.owner == owner else None
+        return stored if stored and stored.owner == owner and not stored.is_over else None
 
-    def of(self, owner: str) -> list[StoredFile]:
-        """Return an owner's files, the newest first."""
+    def get_input(self, file_id: str) -> StoredFile | None:
+        """Return a file that an open batch reads, also if it has expired."""
+        return self._files.get(file_id)
+
+    def of(self, owner: str, cursor: str | None = None) -> list[StoredFile]:
+        """Return an owner's files, the newest first.
+
+        Args:
+            cursor: the id of a file that stands in its place even if it was deleted.
+        """
         # The event loop calls it, which must not wait for a lock under which others write.
-        found = [stored for stored in list(self._files.values()) if stored.owner == owner]
+        known = [*self._files.values(), *filter(None, [self._gone.get(cursor or "")])]
+        found = [
+            stored
+            for stored in known
+            if stored.owner == owner and (stored.id == cursor or not stored.is_over)
+        ]
         return sorted(found, key=lambda stored: (stored.created_ns, stored.id), reverse=True)
 
     def path_of(self, stored: StoredFile) -> Path:
@@ -130,34 +153,50 @@ class FileStore:
             self._files[stored.id] = stored
 
     def _write(self, stored: StoredFile) -> None:
-        write_durably(self._meta_path(stored.id), json.dumps(asdict(stored)).encode() + b"\n")
+        write_durably(self._meta_path(stored.id), _to_line(stored))
 
-    def delete(
-        self, file_id: str, owner: str, why_kept: Callable[[StoredFile], Exception | None]
-    ) -> StoredFile | None:
-        """Delete an owner's file; None: there is none.
+    @property
+    def expired_ones(self) -> list[StoredFile]:
+        """The files whose time is over, and that are still on the disk."""
+        return [stored for stored in list(self._files.values()) if stored.is_over]
 
-        Args:
-            why_kept: is asked for a reason against it, which is raised.
+    def remove(self, stored: StoredFile) -> None:
+        """Remove a file; its place in its owner's list stays known.
 
         Raises:
             OutputError: the folder cannot be written.
         """
-        with self.lock:
-            stored = self.get(file_id, owner)
-            if stored is None:
-                return None
-            if (reason := why_kept(stored)) is not None:
-                raise reason
-            path, meta = self.path_of(stored), self._meta_path(stored.id)
-            with writing_state(meta):
-                if path.exists():
-                    path.unlink()
-                    sync_folder(path.parent)  # a power cut leaves no bytes without a record
-                meta.unlink(missing_ok=True)
-                sync_folder(meta.parent)
-            del self._files[file_id]
-            return stored
+        path, meta = self.path_of(stored), self._meta_path(stored.id)
+        with self.lock, writing_state(meta):
+            self._note_gone(stored)
+            if path.exists():
+                path.unlink()
+                sync_folder(path.parent)  # a power cut leaves no bytes without a record
+            meta.unlink(missing_ok=True)
+            sync_folder(meta.parent)
+            del self._files[stored.id]
+
+    def _note_gone(self, stored: StoredFile) -> None:
+        """Keep where a file stood in its list, so that a page can go on behind it."""
+        self._gone[stored.id] = place = replace(stored, bytes=0, filename="", expires_at=None)
+        if len(self._gone) > 2 * MOST_GONE:
+            self._write_gone()
+            return
+        with suppress(OSError), (self._folder.path / GONE).open("ab") as file:
+            file.write(_to_line(place))
+
+    def _write_gone(self) -> None:
+        self._gone = dict([*self._gone.items()][-MOST_GONE:])
+        with suppress(OSError):  # of a full disk, on which files must be deleted all the same
+            write_durably(self._folder.path / GONE, b"".join(map(_to_line, self._gone.values())))
+
+    def _read_gone(self) -> None:
+        path = self._folder.path / GONE
+        for line in path.read_bytes().splitlines() if path.exists() else ():
+            with suppress(ValueError, TypeError):  # a server died while it wrote the line
+                place = StoredFile(**json.loads(line))
+                self._gone[place.id] = place
+        self._write_gone()
 
     def _meta_path(self, file_id: str) -> Path:
         assert ID.fullmatch(file_id), "an id of ours"
@@ -188,6 +227,10 @@ class FileStore:
                     f"{path} has no {path.stem}.json beside it, so nobody knows whose it is; put "
                     "that back, or move the file away"
                 )
+
+
+def _to_line(stored: StoredFile) -> bytes:
+    return json.dumps(asdict(stored)).encode() + b"\n"
 
 
 def _read(path: Path) -> StoredFile:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import secrets
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from fminfer.contract.fields import show
 from fminfer.core.errors import OutputError
 from fminfer.core.quantities import show_bytes
+from fminfer.server.batches.batch_request import read_life
 from fminfer.server.batches.state_folder import PRIVATE_FILE, explain_state
 from fminfer.server.batches.stored_files import Purpose
 from fminfer.server.http_errors import HttpError
@@ -27,6 +29,7 @@ MOST_PARTS = 16
 MOST_NAME_CHARS = 255
 WRITE_BYTES = 2**20  # written at once
 PURPOSE: Purpose = "batch"
+LIFE = {f"expires_after[{name}]": name for name in ("anchor", "seconds")}  # as forms write it
 
 
 @dataclass(slots=True)
@@ -46,6 +49,7 @@ class Upload:
     path: Path
     num_bytes: int
     filename: str
+    expires_after_s: int | None = None  # None: it stays until it is deleted
 
 
 class UploadForm:
@@ -100,10 +104,10 @@ class UploadForm:
         part.name = _decode(options.get(b"name", b""))
         if b"filename" in options:
             part.filename = _decode(options[b"filename"])[:MOST_NAME_CHARS]
-        if part.name not in ("file", "purpose"):
+        if part.name not in ("file", "purpose", *LIFE):
             raise _wrong(
-                f"{show(part.name)} is no field of an upload here; send file and purpose alone. "
-                "Files stay until they are deleted",
+                f"{show(part.name)} is no field of an upload here; there are file, purpose, "
+                f"{' and '.join(LIFE)}. Leave it out",
                 part.name[:64],
                 "unsupported_parameter",
             )
@@ -176,7 +180,7 @@ async def take_upload(request: Request, folder: Path, max_bytes: int) -> Upload:
             await asyncio.to_thread(os.fsync, fd)
         finally:
             os.close(fd)
-        return Upload(path, num_bytes, form.filename or "")
+        return Upload(path, num_bytes, form.filename or "", _read_life(form.values))
     except BaseException as error:
         path.unlink(missing_ok=True)
         if isinstance(error, OSError):
@@ -261,11 +265,20 @@ def _write(fd: int, data: bytes) -> None:
 def _check_whole(form: UploadForm) -> None:
     if not form.is_complete:
         raise _wrong("the form breaks off before its last boundary; send it whole")
-    for name, is_there in (("file", form.filename is not None), ("purpose", bool(form.values))):
-        if not is_there:
+    found = {*form.values} | ({"file"} if form.filename is not None else set())
+    for name in ("file", "purpose"):
+        if name not in found:
             raise _wrong(
                 f"{name} is absent; send both, as curl -F purpose=batch -F file=@FILE does", name
             )
+
+
+def _read_life(values: dict[str, str]) -> int | None:
+    """Return how long a file lives; None: its form does not say."""
+    found: dict[str, object] = {LIFE[name]: values[name] for name in LIFE if name in values}
+    if re.fullmatch("[0-9]{1,9}", values.get("expires_after[seconds]", "")):
+        found["seconds"] = int(values["expires_after[seconds]"])
+    return read_life("expires_after", found) if found else None
 
 
 def no_room(error: OutputError) -> HttpError:

@@ -287,7 +287,7 @@ def _answer_key(request: Request, *, is_openai: bool) -> bytes | None:
         return None
     meaning = meaning_of(request.prompts, params)
     kind = kind_of(request, is_openai=is_openai)
-    form = f"{kind} {request.tool_parser} {request.fills_context}"
+    form = f"{kind} {request.tool_parser} {request.keeps_one_call} {request.fills_context}"
     return digest_id(f"{meaning.hex()} {params.seed} {form}")
 
 
