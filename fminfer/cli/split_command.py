@@ -66,9 +66,9 @@ def split(
     Parts are <output-dir>/<engine>/request_<N>.jsonl, N from 0 for each engine (or model; "default"
     for lines that name none). Letters that a folder's name should not have are written as in URLs.
     With --flat, parts are <output-dir>/request_<N>.jsonl, for files that name one engine or none.
-    Lines of a part agree in all fields except prompt, engine, model, request_type, user, custom_id,
-    id, request_id and metadata. They stay byte for byte. Wrong lines are kept too; the run reports
-    them. <output-dir>/manifest.json says which part holds which lines, for fminfer merge.
+    Lines of a part have one engine, and agree in all fields that change how tokens are drawn or
+    told. They stay byte for byte. Wrong lines are kept too; the run reports them.
+    <output-dir>/manifest.json says which part holds which lines, for fminfer merge.
 
     You can split into the same folder again: old parts are removed. If an old part has answers that
     would lose their requests, the command refuses.

@@ -185,7 +185,11 @@ _DRAWS = (
         "multiplied.",
     ),
     *_fields(biases(MAX_BIAS), logit_bias="Added to the logit; affects greedy, too."),
-    *_fields(in_order(token_ids(1)), "vocab", allowed_token_ids="No other token can be drawn."),
+    *_fields(
+        in_order(token_ids(1)),
+        "vocab",
+        allowed_token_ids="No other token is drawn, EOS neither unless it is listed.",
+    ),
     *_fields(
         in_order(strings(one=True)),
         bad_words="Their tokens, also those behind a space, are never drawn to the end.",
