@@ -265,7 +265,7 @@ def test_an_engine_that_fails_keeps_the_batch(engine: fminfer.Engine, tmp_path: 
         batch = create(server, long_lines(60, 400))
         wait_until(server, batch, lambda found: found["request_counts"]["completed"] > 2)
         is_broken.set()
-        server.thread._thread.join(20)
+        server.thread.join(20)
     broken.close()
     assert isinstance(server.fault, PipelineError)
     with running(engine, state=state) as server:

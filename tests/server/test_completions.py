@@ -113,7 +113,7 @@ def test_an_answer_has_its_own_id_time_and_the_asked_models_name(server: Running
         ({"prompt": "a " * 3000}, "prompt", "maximum context length is 1024 tokens"),
         ({"prompt": [9999]}, "prompt", "token id 9999"),
         ({"messages": [{"role": "user", "content": "a"}]}, "messages", "prompt"),
-        ({"prompt": "a", "n": 128, "best_of": 128}, "best_of", "--max-rows allows 64"),
+        ({"prompt": "a", "n": 128, "best_of": 128}, "n", "--max-rows allows 64"),
     ],
 )
 def test_wrong_requests_are_told_what_is_wrong(

@@ -20,6 +20,7 @@ CASES = [(url, place) for url, requests in URLS.items() for place in range(len(r
 EXTENSIONS = (  # what the client has no argument for
     *("ignore_eos", "min_tokens", "top_k", "return_token_ids"),
     *("continue_final_message", "add_generation_prompt"),
+    *("allowed_token_ids", "bad_words", "truncate_prompt_tokens"),
 )
 
 
