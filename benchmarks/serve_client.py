@@ -140,7 +140,7 @@ def _read_stream(exchange: Exchange, first: int) -> Answer:
         *events, left = (left + piece).replace(b"\r\n", b"\n").split(b"\n\n")
         for event in events:
             if not event.startswith(b"data:") or event == b"data: [DONE]":
-                continue  # a comment that keeps the connection alive, or the end
+                continue  # a sign of life, or the end
             fields = json.loads(event[5:])
             if "error" in fields:
                 raise ValueError(f"request {exchange.number}: {event[:500]!r}")

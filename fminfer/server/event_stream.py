@@ -16,7 +16,7 @@ from fminfer.server.reply import Reply
 
 KEEP_ALIVE_S = 10.0  # between signs of life while a request waits
 DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": waiting\n\n"
+KEEP_ALIVE = b"\n\n"  # no comment: clients that strip pieces would join it to the next event
 HEADERS = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",  # nginx then passes each event on at once

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -101,6 +102,22 @@ def test_a_file_without_lines_fails(server: Running, data: bytes) -> None:
     assert batch["status"] == "failed" and batch["failed_at"] is not None
     (error,) = batch["errors"]["data"]
     assert error["code"] == "empty_file"
+
+
+@pytest.mark.parametrize(
+    "pack", [gzip.compress, lambda data: b"[" + data.replace(b"\n", b",") + b"]"]
+)
+def test_a_packed_file_or_an_array_has_lines(
+    server: Running, pack: Callable[[bytes], bytes]
+) -> None:
+    """How many they are is known once they are read; until then they counted as none."""
+    lines = [batch_line("a"), batch_line("b")]
+    sent = try_upload(server, pack(b"\n".join(lines)))
+    answer = server.post("/v1/batches", WISH | {"input_file_id": sent.json["id"]})
+    batch = wait_for_end(server, answer.json)
+    assert batch["request_counts"] == {"total": 2, "completed": 2, "failed": 0}, batch["errors"]
+    plain = wait_for_end(server, create(server, lines))
+    assert texts_of(server, batch) == texts_of(server, plain)
 
 
 def test_models_are_checked_as_live_requests_are(

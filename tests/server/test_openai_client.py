@@ -17,6 +17,7 @@ from tests.server.test_completions import REQUESTS
 
 URLS = {"/v1/completions": REQUESTS, "/v1/chat/completions": CHATS}
 CASES = [(url, place) for url, requests in URLS.items() for place in range(len(requests))]
+SHORT: Any = {"temperature": 0, "max_tokens": 6}
 EXTENSIONS = (  # what the client has no argument for
     *("ignore_eos", "min_tokens", "top_k", "return_token_ids"),
     *("continue_final_message", "add_generation_prompt"),
@@ -102,6 +103,44 @@ def test_streams_are_those_of_a_file(
     wish = {"stream": True, "stream_options": {"include_usage": True}}
     with method(client, case)(**arguments(case), **wish) as stream:
         assert_same(joined(case, list(stream)), file_answers[case])
+
+
+def test_answers_are_of_the_clients_types(server: Running) -> None:
+    """The client checks types only if it is told to; otherwise a wrong one surprises the program.
+
+    OpenAI sends two nulls that its types leave out: an echo's first logprob, and the reason in all
+    but the last chunk of a completion.
+    """
+    url = f"{server.url}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", _strict_response_validation=True) as client:
+        for case in CASES:
+            if not URLS[case[0]][case[1]].get("echo"):
+                assert method(client, case)(**arguments(case)).choices
+            if case[0].endswith("chat/completions"):
+                wish = {"stream": True, "stream_options": {"include_usage": True}}
+                assert list(method(client, case)(**arguments(case), **wish))[-1].usage
+        assert client.models.retrieve(client.models.list().data[0].id).object == "model"
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        {"refusal": None, "annotations": [], "audio": None, "function_call": None},
+        {"tool_calls": []},
+        {"tool_calls": None, "name": "guide", "reasoning_content": "north?"},
+        {"content": [{"type": "text", "text": "east", "cache_control": {"type": "ephemeral"}}]},
+    ],
+)
+def test_what_programs_keep_in_a_message(client: openai.OpenAI, kept: dict[str, Any]) -> None:
+    """They send answers back with fields of the client's classes, or of other servers."""
+    user, said = {"role": "user", "content": "den?"}, {"role": "assistant", "content": "east"}
+
+    def ask(said: Any) -> str | None:
+        talk: Any = [user, said, user]
+        answer = client.chat.completions.create(model="demo", messages=talk, **SHORT)
+        return answer.choices[0].message.content
+
+    assert ask(said | kept) == ask(said)
 
 
 def test_many_at_once_with_asyncio(

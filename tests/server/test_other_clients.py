@@ -47,10 +47,11 @@ def file_answers() -> list[dict[str, Any]]:
     return answer_file(lines, dtype="float32")
 
 
+@pytest.mark.parametrize("provider", ["openai", "hosted_vllm"])
 def test_litellm_chat(
-    litellm: Any, to_server: dict[str, Any], file_answers: list[dict[str, Any]]
+    litellm: Any, to_server: dict[str, Any], file_answers: list[dict[str, Any]], provider: str
 ) -> None:
-    found = litellm.completion("openai/demo", **CHAT, **to_server).model_dump()
+    found = litellm.completion(f"{provider}/demo", **CHAT, **to_server).model_dump()
     expected = file_answers[0]
     for choice, other in zip(found["choices"], expected["choices"], strict=True):
         assert choice["message"]["content"] == other["message"]["content"]

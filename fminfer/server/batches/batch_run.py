@@ -144,7 +144,7 @@ class BatchRun:
         try:
             file.begin()
             self._counts = file.counts
-            if file.counts.num_rows == 0:
+            if file.num_left == 0 and not file.counts.num_rows:
                 self._fail(
                     Trouble("empty_file", "the input file has no lines; upload one that has")
                 )

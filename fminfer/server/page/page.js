@@ -69,7 +69,7 @@ async function errorOf(answer) {
   }
 }
 
-/** Yield the objects of a stream of events. Comments, which keep it alive, are passed over. */
+/** Yield the objects of a stream of events. Blank lines, which keep it alive, are passed over. */
 async function* readEvents(answer) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
