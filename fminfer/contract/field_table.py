@@ -118,10 +118,18 @@ def _fields(kind: Kind, limit: Limit = "", default: object = None, **helps: str)
         yield Field(name, kind, text, limit, default=default)
 
 
-def _read_stream_options(name: str, value: Any, most: int) -> bool:
-    """Return whether the usage is to come last."""
-    usage = _OBJECT.read(name, value, most).get("include_usage")
-    return usage is not None and bool(_SWITCH.read(f"{name}.include_usage", usage, most))
+def _read_stream_options(name: str, value: Any, most: int) -> str:
+    """Return which chunks of a stream tell the usage: "each", the "last", or "" for none."""
+    options: dict[str, Any] = _OBJECT.read(name, value, most)
+    for key, wish in options.items():
+        if key not in _STREAM_OPTIONS:
+            text = f"{name} has {show(key)}, and known are {', '.join(_STREAM_OPTIONS)}"
+            raise RequestError("unsupported_parameter", f"{text}; leave it out", name)
+        if wish is not None:
+            _SWITCH.read(f"{name}.{key}", wish, most)
+    if not options.get("include_usage"):
+        return ""
+    return "each" if options.get("continuous_usage_stats") else "last"
 
 
 def _refused(remedy: str, neutral: list[object], *names: str, ours: str = "") -> Iterator[Field]:
@@ -140,9 +148,15 @@ _ANY = as_it_is(ANYTHING)
 _SWITCH = of_type(bool, "true, false or null", SWITCH, "true, false")
 _OBJECT = of_type(dict, "an object or null", {"type": "object"}, "an object")
 _TEXT = of_type(str, "a string or null", TEXT, "a string")
+_STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 _COUNT = integer(0)
 _CHOICE = one_of("auto", "none")
 _MODEL: Schema = {"anyOf": [{"type": "string", "maxLength": MAX_NAME_CHARS}, {"not": TEXT}]}
+
+
+def _stream_options(most: int) -> Schema:
+    options = dict.fromkeys(_STREAM_OPTIONS, allow_null(SWITCH))
+    return object_of(options) | {"additionalProperties": False}
 
 
 def _prompts(most: int) -> Schema:
@@ -248,8 +262,9 @@ _OF_BOTH = (
     ),
     Field(
         "stream_options",
-        Kind(_read_stream_options, lambda most: object_of({"include_usage": allow_null(SWITCH)})),
-        "`include_usage`: the last event tells the usage. In a file only {} passes.",
+        Kind(_read_stream_options, _stream_options),
+        "`include_usage`: the last event tells the usage, and with `continuous_usage_stats` each "
+        "one. `include_obfuscation` changes nothing. In a file only {} passes.",
         fate="served",
         neutral=({},),
     ),

@@ -118,7 +118,7 @@ def one_of(*values: str) -> Kind:
 
     def read(name: str, value: Any, most: int) -> str:
         if value not in values or not isinstance(value, str):
-            raise out_of_range(name, value, f"{told} or null")
+            raise out_of_range(name, value, f"one of {told}")
         return value
 
     return Kind(read, lambda most: {"enum": list(values)}, told)

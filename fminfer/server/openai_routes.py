@@ -31,10 +31,10 @@ from fminfer.server.service import Service
 
 @dataclass(slots=True, frozen=True)
 class StreamWish:
-    """Whether an answer is to come in parts, and whether its usage comes last."""
+    """Whether an answer is to come in parts, and which of them tell its usage."""
 
     is_streamed: bool = False
-    has_usage: bool = False
+    usage: str = ""  # "each", the "last", or none
 
     @classmethod
     def take(cls, fields: dict[str, Any]) -> StreamWish:
@@ -43,13 +43,12 @@ class StreamWish:
         Raises:
             RequestError: they are wrong.
         """
-        found: dict[str, bool] = {}
+        found: dict[str, Any] = {}
         for name in ("stream", "stream_options"):
             value = fields.pop(name, None)
             if value is not None:
                 found[name] = FIELDS["chat"][name].kind.read(name, value, 0)
-        is_streamed = found.get("stream", False)
-        return cls(is_streamed, is_streamed and found.get("stream_options", False))
+        return cls(found.get("stream", False), found.get("stream_options", ""))
 
 
 @dataclass(slots=True)
@@ -58,18 +57,21 @@ class AnswerShape:
 
     Args:
         model: its name in the answer.
-        has_usage: the last chunk tells the usage.
+        usage: which chunks tell it: "each", the "last", or none.
+        num_prompt: tokens of all prompts.
         prompt_ids: of each prompt, if chunks tell token ids.
         n: choices of each prompt.
     """
 
     is_chat: bool
     model: str
-    has_usage: bool = False
+    usage: str = ""
+    num_prompt: int = 0
     prompt_ids: list[list[int]] | None = None
     n: int = 1
     id: str = field(default_factory=lambda: secrets.token_hex(16))
     created: int = field(default_factory=lambda: int(time.time()))
+    _num_drawn: int = 0
     _begun: set[int] = field(default_factory=set)  # choices that have had a chunk
 
     def whole(self, finished: Finished) -> dict[str, Any]:
@@ -80,10 +82,13 @@ class AnswerShape:
     def chunks(self, events: list[Event]) -> Iterator[dict[str, Any]]:
         """Turn events of a streamed request into chunks."""
         head = self._head("chat.completion.chunk" if self.is_chat else "text_completion")
-        if self.has_usage:
+        if self.usage:
             head["usage"] = None
         for event in events:
             if isinstance(event, Delta):
+                self._num_drawn += len(event.token_ids)
+                if self.usage == "each":
+                    head["usage"] = self._usage_so_far()
                 is_first = event.index not in self._begun
                 self._begun.add(event.index)
                 if self.is_chat and is_first:
@@ -91,8 +96,15 @@ class AnswerShape:
                     yield head | {"choices": [role | {"logprobs": None, "finish_reason": None}]}
                 choice = _choice(event, is_chat=self.is_chat)
                 yield head | {"choices": [choice | self._token_ids(event, is_first=is_first)]}
-            elif isinstance(event, Finished) and self.has_usage:
+            elif isinstance(event, Finished) and self.usage:
                 yield head | {"choices": [], "usage": event.usage}
+
+    def _usage_so_far(self) -> dict[str, int]:
+        return {
+            "prompt_tokens": self.num_prompt,
+            "completion_tokens": self._num_drawn,
+            "total_tokens": self.num_prompt + self._num_drawn,
+        }
 
     def _token_ids(self, delta: Delta, *, is_first: bool) -> dict[str, Any]:
         """Return the new ids of a choice, and before the first ones its prompt's, if asked for."""
@@ -196,7 +208,8 @@ async def _answer(service: Service, request: Request, *, is_chat: bool) -> Respo
     shape = AnswerShape(
         is_chat,
         service.model.name_for(fields),
-        wish.has_usage,
+        wish.usage,
+        sum(len(prompt.ids) for prompt in prepared.prompts),
         prompt_ids=[prompt.ids for prompt in prepared.prompts] if tells_ids else None,
         n=prepared.params.n,
     )

@@ -95,7 +95,7 @@ def test_logprobs(fields: dict[str, Any], expected: int | None) -> None:
         ({"guided_json": {}}, "guided_json", "Constrained decoding"),
         ({"tool_choice": "required", "tools": [TOOL]}, "tool_choice", "Constrained decoding"),
         ({"tool_choice": {"type": "function"}}, "tool_choice", "Constrained decoding"),
-        ({"tool_choice": "any"}, "tool_choice", '"auto", "none" or null'),
+        ({"tool_choice": "any"}, "tool_choice", 'one of "auto", "none"'),
         ({"tools": [TOOL], "parallel_tool_calls": 0}, "parallel_tool_calls", "true, false or null"),
         ({"chat_template": "{{ 1 }}"}, "chat_template", "--chat-template FILE"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "sets messages"),

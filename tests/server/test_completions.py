@@ -72,6 +72,21 @@ def test_a_streams_parts_are_the_answer(
     assert_equal({"choices": joined, "usage": last["usage"]}, file_answers[place])
 
 
+def test_each_chunk_tells_the_usage_if_asked(server: Running) -> None:
+    """guidellm asks for it, and got the usage at the end alone."""
+    wish = {"stream": True, "stream_options": {"include_usage": True}}
+    wish["stream_options"] |= {"continuous_usage_stats": True, "include_obfuscation": False}
+    sent = {"prompt": [QUESTION, "den"], "max_tokens": 5, "temperature": 0, "n": 2} | wish
+    *chunks, last = [event["usage"] for event in server.post("/v1/completions", sent).events]
+    drawn = [usage["completion_tokens"] for usage in chunks]
+    assert drawn == sorted(drawn) and drawn[0] < drawn[-1] == last["completion_tokens"]
+    for usage in chunks:
+        assert usage["prompt_tokens"] == last["prompt_tokens"]
+        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    odd = server.post("/v1/completions", sent | {"stream_options": {"nonsense": 1}})
+    assert odd.status == 400 and "nonsense" in odd.error["message"]
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_events_are_whole_for_readers_of_text_lines(server: Running, path: str) -> None:
     """U+2028, U+2029 and U+0085 stood raw in events, where httpx and `str.splitlines` cut."""
