@@ -25,17 +25,19 @@ JSON = "application/json"
 ERRORS = {
     400: "The request is wrong; the error names the field and what is allowed.",
     401: "The key is missing or wrong.",
+    403: "The host or the page's origin is not known to the server.",
     404: "There is no such model or path.",
     408: "The body did not come in time.",
     409: "It is in use, or is over; the error says which.",
     410: "It was removed from the server's disk.",
     413: "The body is too large.",
+    415: "The body is compressed.",
     429: "The queue is full; Retry-After tells when to try again.",
     500: "fminfer failed on this request.",
     503: "The server ends, or its engine has failed.",
     507: "The server's disk is full or cannot be written; nothing is kept of the request.",
 }
-OF_ANSWERS = (400, 401, 404, 408, 413, 429, 500, 503)  # with which most routes may end
+OF_ANSWERS = (400, 401, 404, 408, 413, 415, 429, 500, 503)  # with which most routes may end
 GREEDY = ("temperature", "top_p", "top_k")  # without all of them, /generation is greedy
 STREAM = (
     "With stream true: server-sent events. Each is `data: ` and a chunk, whose choices hold what "
@@ -231,6 +233,6 @@ def describe_answers(
         }
     error = {JSON: {"schema": error_schema()}}
     failed: dict[int | str, dict[str, Any]] = {
-        status: {"description": ERRORS[status], "content": error} for status in errors
+        status: {"description": ERRORS[status], "content": error} for status in (403, *errors)
     }
     return {200: {"description": meaning, "content": content}, **failed}

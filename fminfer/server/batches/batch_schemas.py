@@ -99,5 +99,5 @@ def describe_content(media_type: str) -> dict[int | str, dict[str, Any]]:
     error = {JSON: {"schema": error_schema()}}
     return {
         200: {"description": "The bytes.", "content": {media_type: {"schema": BYTES}}},
-        **{n: {"description": ERRORS[n], "content": error} for n in (401, 404, 410)},
+        **{n: {"description": ERRORS[n], "content": error} for n in (401, 403, 404, 410)},
     }
