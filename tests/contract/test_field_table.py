@@ -47,6 +47,11 @@ def test_every_field_of_openai_and_vllm_is_known(endpoint: Endpoint, names: str)
     assert not set(names.split()) - FIELDS[endpoint].keys()
 
 
+def test_both_endpoints_know_the_same_names() -> None:
+    """Wishes of chat, such as `verbosity`, were taken for unknown names in completions."""
+    assert FIELDS["completions"].keys() == FIELDS["chat"].keys()
+
+
 def test_each_field_is_told() -> None:
     for table in FIELDS.values():
         for each in table.values():
