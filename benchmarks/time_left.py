@@ -22,7 +22,7 @@ from typing import Any
 
 import click
 
-SHARES = (0.05, 0.1, 0.2, 0.5, 0.8)
+SHARES = (0.1, 0.25, 0.33, 0.5, 0.75)
 Row = dict[str, Any]
 WORDS = ("the ship", "sails over", "a wide sea", "of glass", "old men", "tell of", "lost gold")
 ASK = "Tell me in a sentence or two about {}."

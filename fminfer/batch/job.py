@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import orjson
@@ -64,7 +65,7 @@ def run_job(
     run_facts.begin()
     other_work = OtherWork(facts.num_threads, affine_cores) if facts.is_alone else None
     is_slowed = other_work.is_notable if other_work is not None else lambda: False
-    time_left = TimeLeft.of(facts, engine.config.num_ranks)
+    time_left = TimeLeft(engine.device.type, engine.config.num_ranks)
     bar = ProgressBar(inputs.num_rows, time_left, is_quiet=is_quiet, is_slowed=is_slowed)
     trace_file = None if trace is None else TraceFile(trace)
 
@@ -112,7 +113,7 @@ def _answer(
     )
     lines = _lines(inputs, runner, stopper)
     try:
-        with stopper.telling(engine.stop, lambda: bar.drawing_s(engine.running_rows)):
+        with stopper.telling(engine.stop, lambda: bar.drawing_s(engine)):
             while runner.has_work:
                 runner.read_from(lines)
                 if runner.has_work and not runner.is_busy:  # no line is there yet
@@ -165,7 +166,7 @@ def _told_stats(stats: EngineStats) -> dict[str, int]:
 
 
 def _sum_up(summary: JobSummary, inputs: RunInputs, stats: EngineStats) -> JobSummary:
-    summary.engine = stats.to_dict()
+    summary.engine = asdict(stats)
     inputs.add_to(summary)
     return summary
 

@@ -14,7 +14,7 @@ from fminfer.batch.time_left import Answering, TimeLeft
 from fminfer.core.quantities import counted
 from fminfer.core.quantities import show_dtypes as show_dtypes
 from fminfer.core.quantities import show_seconds as show_seconds
-from fminfer.engine.stats import EngineStats, RunningRows
+from fminfer.engine.stats import EngineStats
 
 BAR_EVERY_S = 0.2
 FIRST_LINE_S, LINE_EVERY_S = 5.0, 30.0  # without a terminal; the wait doubles up to the second
@@ -65,9 +65,9 @@ class ProgressBar:
         self._last_step_s = now_s
         self._num_tokens += num_fed + num_drawn
 
-    def drawing_s(self, running: RunningRows) -> float | None:
-        """Estimate how long running rows take to end; None: none runs, or it is not known yet."""
-        return self._time_left.running_s(running)
+    def drawing_s(self, engine: Answering) -> float | None:
+        """Estimate how long running rows take at most; None: none runs, or it is not known yet."""
+        return self._time_left.running_s(engine)
 
     def left_s(self, engine: Answering) -> float | None:
         """Estimate the seconds left; None: nothing is known, or not how many rows there are."""

@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 
 from fminfer.engine.events import Event
 from fminfer.engine.sequence import Prepared
-from fminfer.engine.stats import EngineStats, RunningRows
+from fminfer.engine.stats import EngineStats
 
 
 @dataclass(slots=True, frozen=True)
@@ -21,8 +21,6 @@ class Facts:
     is_alone: bool  # the pipeline has no other process
     max_rows: int  # most sequences that run at once
     num_kv_blocks: int  # the size of its KV cache
-    weight_bytes: int  # this rank's weights
-    kv_bytes_per_token: int  # this rank's part of a token
     has_kernel: bool  # attention is compiled
     why_plain: str  # why a kernel that should be used is not
     why_slower: str  # why it is slower than it could be
@@ -115,5 +113,5 @@ class EngineCore(Protocol):
         """Whether rows run, or have run and are to run again."""
 
     @property
-    def running_rows(self) -> RunningRows:
-        """What running rows have drawn, and may still draw, as far as it is known."""
+    def longest_row(self) -> int:
+        """The most tokens that a running row may still draw, as far as it is known."""

@@ -30,7 +30,7 @@ from fminfer.engine.room import check_room
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.sequence import Prepared, RequestState, Sequence
 from fminfer.engine.start import Starter
-from fminfer.engine.stats import EngineStats, RunningRows
+from fminfer.engine.stats import EngineStats
 
 
 class Pipeline(Protocol):
@@ -75,7 +75,7 @@ class EngineLoop:
         self._micro_batches = micro_batches
         self._max_steps = max_steps
         self.on_step: Callable[[StepTrace], None] | None = None  # told of every finished step
-        self.stats = EngineStats(max_rows=scheduler.max_rows, num_kv_tokens=kv_capacity)
+        self.stats = EngineStats(num_kv_tokens=kv_capacity)
         self._ids = itertools.count()
         self._added: deque[RequestState] = deque()  # by other threads, to be taken in
         self._cancelled: deque[int] = deque()
@@ -251,15 +251,11 @@ class EngineLoop:
         return is_running or bool(self._in_flight)
 
     @property
-    def running_rows(self) -> RunningRows:
-        """What running rows have drawn, and may still draw. It may be asked at any moment."""
-        rows = RunningRows()
-        for state in self._open.values():
-            for sequence in (each for prompt in state.prompts for each in prompt.sequences):
-                if sequence.block_table and not sequence.finish_reason:
-                    rows.num_drawn.append(len(sequence.tokens))
-                    rows.num_left.append(sequence.num_draws_left)
-        return rows
+    def longest_row(self) -> int:
+        """The most tokens that a running row may still draw. It may be asked at any moment."""
+        sequences = (s for state in self._open.values() for p in state.prompts for s in p.sequences)
+        running = (each for each in sequences if each.block_table and not each.finish_reason)
+        return max((each.num_draws_left for each in running), default=0)
 
     @property
     def _is_at_limit(self) -> bool:
@@ -298,8 +294,7 @@ class EngineLoop:
             self._leaving += self._scheduler.cancel(prompt)
             for sequence in prompt.sequences:
                 if sequence.finish_reason is None:
-                    drawn = len(sequence.tokens)
-                    self.stats.read.ends.end(drawn, prompt.params.max_tokens)
+                    self.stats.end(sequence.num_draws_left)
         self._leave(state)
         self._unlink_if_left(state)
 
@@ -328,7 +323,6 @@ class EngineLoop:
         assert planned.step.step_id == result.step_id, "the pipeline changed the order of steps"
         stats = self.stats
         stats.num_steps += 1
-        stats.num_keys += planned.num_keys
         stats.add_spans(result.spans)
         self._scheduler.collect(planned)
         if self.on_step is not None:
@@ -346,7 +340,7 @@ class EngineLoop:
     def _end(self, sequence: Sequence) -> None:
         self._scheduler.release(sequence)
         state = sequence.prompt.owner
-        self.stats.read.ends.end(len(sequence.tokens), sequence.prompt.params.max_tokens)
+        self.stats.end(sequence.num_draws_left)
         if state.is_finished:
             self._finish(state)
 

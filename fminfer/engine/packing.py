@@ -45,7 +45,6 @@ class PlannedStep:
     step: Step
     num_prompt_tokens: int
     num_decode_rows: int
-    num_keys: int  # tokens of KV cache that its rows read
     sequences: list[Sequence] = field(default_factory=list)
     scored_prompts: list[PromptState] = field(default_factory=list)
 
@@ -61,7 +60,6 @@ def pack(step_id: int, rows: list[PackedRow], copies: list[tuple[int, int]]) -> 
         Step(step_id, [row.row for row in rows], copies, sampling, scoring),
         num_prompt_tokens=sum(len(row.row.token_ids) for row in rows if row.is_prompt),
         num_decode_rows=sum(not row.is_prompt for row in rows),
-        num_keys=sum(row.row.position + len(row.row.token_ids) for row in rows),
     )
     first = 0
     for row in rows:

@@ -28,7 +28,7 @@ from fminfer.engine.intake import Intake, Limits
 from fminfer.engine.prompt_fit import MAX_COUNTED_CHARS
 from fminfer.engine.room import KvSize
 from fminfer.engine.sequence import Prepared
-from fminfer.engine.stats import EngineStats, RunningRows
+from fminfer.engine.stats import EngineStats
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.pipeline.group import Group
 from fminfer.text.chat_template import ChatTemplate
@@ -381,9 +381,9 @@ class Engine:
         return self._core.kv_usage
 
     @property
-    def running_rows(self) -> RunningRows:
-        """What running rows have drawn, and may still draw, as far as it is known."""
-        return self._core.running_rows
+    def longest_row(self) -> int:
+        """The most tokens that a running row may still draw, as far as it is known."""
+        return self._core.longest_row
 
     @property
     def chat_template(self) -> ChatTemplate:

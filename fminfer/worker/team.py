@@ -20,7 +20,7 @@ from fminfer.engine.counting import count_row
 from fminfer.engine.engine_core import Origin
 from fminfer.engine.events import Delta, Event
 from fminfer.engine.sequence import Prepared
-from fminfer.engine.stats import EngineStats, RunningRows
+from fminfer.engine.stats import EngineStats
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.fingerprint import digest_files, name_differences
 from fminfer.worker.team_heard import Heard
@@ -239,12 +239,9 @@ class Team:
         return any(pipeline.has_begun and pipeline.asked for pipeline in self._living)
 
     @property
-    def running_rows(self) -> RunningRows:
-        """What running rows have drawn, and may still draw, as the pipelines last said it."""
-        rows = RunningRows()
-        for pipeline in self._living:
-            rows.add(pipeline.running_rows)
-        return rows
+    def longest_row(self) -> int:
+        """The most tokens that a running row may still draw, as the pipelines last said it."""
+        return max((pipeline.longest_row for pipeline in self._living), default=0)
 
     def close(self) -> None:
         """End all pipelines: idle ones in good order, the others at once."""
@@ -345,7 +342,7 @@ class Team:
             elif isinstance(report, Told):
                 pipeline.num_begun, pipeline.has_begun = report.num_begun, report.has_begun
                 pipeline.num_begun_behind = report.num_begun_behind
-                pipeline.running_rows = report.running_rows
+                pipeline.longest_row = report.longest_row
                 pipeline.num_running, pipeline.kv_usage = report.num_running, report.kv_usage
                 if report.stats is not None:
                     self._take_stats(pipeline, report.stats)

@@ -117,9 +117,8 @@ class Member:
         is_due = now_s - self._told_s > STATS_EVERY_S or not core.has_work
         if events or is_due or stands != self._told:
             stats = core.stats if is_due else None
-            rows, num_running = core.running_rows, core.num_running
             told = Told(
-                *(events, *stands, rows, num_running, core.kv_usage, stats),
+                *(events, *stands, core.longest_row, core.num_running, core.kv_usage, stats),
                 num_begun_behind=core.num_begun_behind,
             )
             send(self._connection, told)

@@ -20,7 +20,7 @@ from fminfer.engine.engine_core import Facts
 from fminfer.engine.events import Delta, Event, Failed, Finished
 from fminfer.engine.loop import EngineLoop
 from fminfer.engine.sequence import Prepared
-from fminfer.engine.stats import EngineStats, ReadWork, RowEnds, RunningRows, StageStats
+from fminfer.engine.stats import EngineStats, ReadWork, StageStats
 from fminfer.text.encoded_prompt import EncodedPrompt
 
 # Down go what is defined first, and two words:
@@ -84,7 +84,7 @@ class Told:
     events: list[Event]
     num_begun: int  # requests so far that no longer wait
     has_begun: bool  # rows run
-    running_rows: RunningRows
+    longest_row: int  # most tokens that a running row may still draw
     num_running: int  # sequences
     kv_usage: float  # the part of its KV cache that they hold
     stats: EngineStats | None  # now and then, and when nothing is left to do
@@ -105,8 +105,7 @@ _CLASSES = {
     each.__name__: each
     for each in (
         *(Ask, Cancel, Order, Loaded, Ready, Told, Broken, Prepared, SamplingParams, EncodedPrompt),
-        *(Delta, Finished, Failed, Facts, EngineStats, StageStats, ReadWork, RowEnds),
-        RunningRows,
+        *(Delta, Finished, Failed, Facts, EngineStats, StageStats, ReadWork),
     )
 }
 

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 
 from fminfer.core.config import EngineConfig
 from fminfer.engine.engine_core import BEHIND_ALL
-from fminfer.engine.stats import EngineStats, RunningRows
+from fminfer.engine.stats import EngineStats
 from fminfer.pipeline.ranks import RankFacts
 from fminfer.worker.processes import Process, Processes
 from fminfer.worker.role import Manners, Role, Spread, Task
@@ -54,8 +54,8 @@ class TeamPipeline(ABC):
         self.num_sent = self.num_begun = 0  # requests so far
         self.num_sent_behind = self.num_begun_behind = 0  # those whose priority is `BEHIND_ALL`
         self.has_begun = False
-        self.running_rows = RunningRows()
-        self.num_running, self.kv_usage = 0, 0.0  # sequences, and the part of its KV cache
+        self.num_running = self.longest_row = 0  # sequences; most tokens that one may still draw
+        self.kv_usage = 0.0  # the part of its KV cache
         self.cost = 0  # of its requests
 
     @property

@@ -21,7 +21,7 @@ from fminfer.engine.answer import AnswerForm
 from fminfer.engine.intake import Intake, Limits
 from fminfer.engine.packing import PlannedStep, pack
 from fminfer.engine.start import Starter
-from fminfer.engine.stats import EngineStats, RunningRows
+from fminfer.engine.stats import EngineStats
 from fminfer.estimate.simulation import PretendPipeline
 from fminfer.text.tokenizer import Tokenizer
 from fminfer.worker.assembly import build_loop
@@ -36,7 +36,7 @@ def test_nothing_is_said_of_what_is_not_known(monkeypatch: pytest.MonkeyPatch) -
     """Rows without tokens ended the run with a division by zero, on a terminal only."""
     clock = Clock()
     monkeypatch.setattr("fminfer.batch.progress.time", clock)
-    bar, engine = ProgressBar(3, is_quiet=True), Told(EngineStats(), RunningRows())
+    bar, engine = ProgressBar(3, is_quiet=True), Told(EngineStats(), 0)
     assert bar.left_s(engine) is None
     engine.stats.read.num_rows = 3
     assert bar.left_s(engine) is None and ProgressBar(None, is_quiet=True).left_s(engine) is None
@@ -57,8 +57,8 @@ def test_a_bound_is_shown_as_one(
     monkeypatch.setattr("fminfer.batch.progress.LEFT_EVERY_S", 0.0)
     clock = Clock()
     monkeypatch.setattr("fminfer.batch.progress.time", clock)
-    stats = EngineStats(max_rows=8, num_prompt_tokens=8)
-    engine = Told(stats, RunningRows([10, 10], [90, 90]))
+    stats = EngineStats(num_prompt_tokens=8, num_generated_tokens=20, max_rows_running=2)
+    engine = Told(stats, 90)
     stats.read.num_rows = 2
     stats.read.add(8, 2, 100)
     bar = ProgressBar(2, is_quiet=False)
@@ -66,7 +66,7 @@ def test_a_bound_is_shown_as_one(
     stats.num_steps, clock.now_s = 9, 4.5
     bar.add_work(stats, 0, 18)
     bar.update(0, 0, engine)
-    stats.read.ends.end(10, 100)
+    stats.end(90)
     bar.update(1, 0, engine)
     bar.total_rows = None
     bar.update(1, 0, engine)
@@ -103,12 +103,12 @@ def test_what_running_rows_may_still_draw_is_counted(monkeypatch: pytest.MonkeyP
 
     class Asked(PretendPipeline):
         def collect(self) -> StepResult:
-            told.append(sum(loop.running_rows.num_left))
+            told.append(loop.longest_row)
             return super().collect()
 
     def asked_while_packing(*args: Any) -> PlannedStep:
         """Rows were in no list for a moment, and a signal then found none."""
-        while_packing.append(sum(loop.running_rows.num_left))
+        while_packing.append(loop.longest_row)
         return pack(*args)
 
     while_packing: list[int] = []
@@ -126,17 +126,21 @@ def test_what_running_rows_may_still_draw_is_counted(monkeypatch: pytest.MonkeyP
     )
     rows = [{"prompt": [9, 10, 11 + i], "max_tokens": n} for i, n in enumerate((5, 9, 30))]
     lines = (Line(0, i, json.dumps(row).encode()) for i, row in enumerate(rows, 1))
-    assert not loop.running_rows.num_left
+    assert not loop.longest_row
     assert len(list(over_lines(loop, Intake(tokenizer, limits)).run(lines))) == 3
     # While each step is computed: long rows first, two at once, the third when one has ended.
-    assert told[:10] == [39, 37, 35, 33, 31, 29, 27, 25, 23, 21 + 5] and told[-1] == 1, told
+    assert told == [*range(30, 0, -1)]
     assert while_packing == told
     bar = ProgressBar(None, is_quiet=True)
-    running = RunningRows([5, 5], [3, 7])
-    assert bar.drawing_s(running) is None, "nothing was computed yet"
-    bar.add_work(EngineStats(num_steps=5), 0, 5)
-    bar.add_work(EngineStats(num_steps=9), 0, 5)
-    assert (bar.drawing_s(running) or 0) > 0 and bar.drawing_s(RunningRows()) is None
+    engine, idle = Told(EngineStats(), 7, num_running=2), Told(EngineStats(), 0, num_running=0)
+    assert bar.drawing_s(engine) is None, "nothing was computed yet"
+    clock = Clock()
+    monkeypatch.setattr("fminfer.batch.progress.time", clock)
+    bar.add_work(EngineStats(num_steps=5), 0, 10)
+    clock.now_s += 4.0
+    bar.add_work(EngineStats(num_steps=9), 0, 8)
+    assert bar.drawing_s(engine) == pytest.approx(7.0), "as many steps, of two rows"
+    assert bar.drawing_s(idle) is None
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
@@ -144,7 +148,7 @@ def test_the_bar_fits_a_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) 
     """What stood at the end was cut off: errors, and that other work slows the run."""
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, columns))
-    stats = EngineStats(max_rows=256)
+    stats = EngineStats(max_rows_running=256)
     with os.fdopen(theirs, "w") as terminal:
         monkeypatch.setattr("sys.stderr", terminal)
         monkeypatch.setattr("fminfer.batch.progress.BAR_EVERY_S", -1.0)
@@ -153,7 +157,7 @@ def test_the_bar_fits_a_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) 
         stats.read.add(400_000, 4_000, 100)
         bar.add_work(stats, 12_345_678, 0)
         bar.add_work(stats, 0, 87_654_321)
-        bar.update(450_000, 12_345, Told(stats, RunningRows([9], [91])))
+        bar.update(450_000, 12_345, Told(stats, 91))
         bar.close()
     said = b""
     with contextlib.suppress(OSError):
@@ -172,7 +176,7 @@ def test_progress_is_honest_about_what_it_does_not_know(
 ) -> None:
     monkeypatch.setattr("fminfer.batch.progress.FIRST_LINE_S", -1.0)
     bar = ProgressBar(None, is_quiet=False)
-    bar.update(3, 0, Told(EngineStats(), RunningRows()))
+    bar.update(3, 0, Told(EngineStats(), 0))
     bar.close()
     found = capsys.readouterr().err
     assert found.startswith("3/? rows,") and found.endswith("left ?\n")
@@ -186,6 +190,6 @@ def test_progress_shows_tokens_while_no_row_has_ended(
     bar = ProgressBar(300, is_quiet=False)
     bar.add_work(EngineStats(num_steps=1), 1200, 3)
     bar.add_work(EngineStats(num_steps=2), 0, 31)
-    bar.update(0, 0, Told(EngineStats(), RunningRows()))
+    bar.update(0, 0, Told(EngineStats(), 0))
     bar.close()
     assert capsys.readouterr().err.startswith("0/300 rows, 1,234 tokens, ")

@@ -14,7 +14,7 @@ import pytest
 
 from fminfer.batch.progress import ProgressBar
 from fminfer.batch.run_summary import JobSummary
-from fminfer.engine.stats import EngineStats, RunningRows
+from fminfer.engine.stats import EngineStats
 from fminfer.machine import control_groups, other_work
 from fminfer.machine.other_work import Look, OtherWork, held_up_s
 
@@ -132,7 +132,7 @@ def test_progress_tells_of_it(
     """A run beside a busy process took six times as long, and showed "stage busy 100%"."""
     monkeypatch.setattr("fminfer.batch.progress.FIRST_LINE_S", -1.0)
     bar = ProgressBar(3, is_quiet=False, is_slowed=lambda: is_slowed)
-    bar.update(1, 0, SimpleNamespace(stats=EngineStats(), running_rows=RunningRows()))
+    bar.update(1, 0, SimpleNamespace(stats=EngineStats(), longest_row=0))
     bar.close()
     assert ("slowed by other work" in capsys.readouterr().err) == is_slowed
 
