@@ -300,7 +300,7 @@ _OF_BOTH = (
     *_refused("A server's POST /tokenize tells a chat's tokens", [False], "return_prompt_text"),
     *_refused("A run takes one by --chat-template FILE", [], "chat_template"),
     *_refused('In chat, give {"documents": …} as chat_template_kwargs', [], "documents"),
-    *_refused("In chat, give tools and tool_choice", ["none"], "function_call"),
+    *_refused("In chat, give tools and tool_choice", ["none", "auto"], "function_call"),
     *_refused("", [], "max_new_tokens", "n_predict", ours="max_tokens"),
     *_refused("", [0], "min_new_tokens", ours="min_tokens"),
     *_refused("", [1], "num_return_sequences", ours="n"),

@@ -88,7 +88,7 @@ def test_logprobs(fields: dict[str, Any], expected: int | None) -> None:
         ({"best_of": 2}, "best_of", "/v1/completions"),
         ({"stream": True}, "stream", "remove stream"),
         ({"functions": [{}]}, "functions", "tools"),
-        ({"function_call": "auto"}, "function_call", "tool_choice"),
+        ({"function_call": {"name": "f"}}, "function_call", "tool_choice"),
         ({"modalities": ["text", "audio"]}, "modalities", "Answers are text"),
         ({"audio": {"voice": "x"}}, "audio", "Answers are text"),
         ({"response_format": {"type": "json_object"}}, "response_format", "Constrained decoding"),
