@@ -30,6 +30,7 @@ from fminfer.server.server_log import ServerLog
 from fminfer.server.service import Service
 from fminfer.server.settings import ServerSettings
 
+PARTS = 4  # that paths of ours have at most
 # Paths of other APIs, by what to do instead.
 ELSEWHERE = {
     "send messages to /v1/chat/completions": "responses|messages|conversations|assistants|threads|"
@@ -166,7 +167,7 @@ def _find_remedy(request: Request, path: str) -> str:
     for remedy, pattern in ELSEWHERE.items():
         if re.fullmatch(rf"/(v\d/)?({pattern})(/.*)?", path):
             return f"{remedy}. "
-    parts = path.strip("/").split("/")
+    parts = path.rsplit("/", PARTS)[1:]  # the last ones: a path may have thousands
     tails = ["/".join(parts[start:]) for start in range(len(parts))]
     places = [place for tail in tails for place in (f"/v1/{tail}", f"/{tail}")]
     here = next((place for place in places if place in request.app.openapi()["paths"]), "")
