@@ -17,6 +17,7 @@ from tests.server.batch_calls import (
     BOUNDARY,
     batch_line,
     content,
+    create,
     get,
     long_lines,
     upload,
@@ -208,6 +209,36 @@ def test_what_a_batch_reads_is_kept_until_it_ends(
         assert (batch["status"], batch["request_counts"]["completed"]) == ("completed", 40)
         until(lambda: not [*tmp_path.glob(f"files/{file_id}*")], "it is removed from the disk")
         assert len(content(server, batch["output_file_id"])) == 40
+
+
+def test_a_file_that_its_owner_deletes_as_it_expires(
+    engine: fminfer.Engine, tmp_path: Path, clock: Clock
+) -> None:
+    """The thread that begins batches died of it, so that no batch began any more."""
+    with running(engine, state=tmp_path) as server:
+        file_id = send_for(server, HOUR).json["id"]
+        with server.desk.files.lock:  # as a DELETE that waits for the disk
+            clock.ahead_s = HOUR + 1
+            until(lambda: server.desk.files.expired_ones != [], "it is over")
+            time.sleep(0.2)  # it was seen by now
+            server.desk.files.remove(server.desk.files.expired_ones[0])
+        batch = wait_for_end(server, create(server, [batch_line("a")]))
+        assert batch["status"] == "completed" and file_id not in page(server)
+
+
+def test_a_disk_that_cannot_delete_is_not_filled(
+    engine: fminfer.Engine, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The place of an expired file was written again with each try to remove it."""
+    broken = OSError(errno.EIO, "Input/output error")
+    with running(engine, state=tmp_path) as server:
+        file_id = send_for(server, HOUR).json["id"]
+        with monkeypatch.context() as patch:
+            patch.setattr(stored_files, "sync_folder", lambda _: (_ for _ in ()).throw(broken))
+            clock.ahead_s = HOUR + 1
+            time.sleep(0.5)
+            assert len((tmp_path / "deleted").read_bytes().splitlines()) == 1
+        until(lambda: not [*tmp_path.glob(f"files/{file_id}*")], "it is removed from the disk")
 
 
 def test_outputs_expire(engine: fminfer.Engine, tmp_path: Path, clock: Clock) -> None:

@@ -161,14 +161,17 @@ class FileStore:
         return [stored for stored in list(self._files.values()) if stored.is_over]
 
     def remove(self, stored: StoredFile) -> None:
-        """Remove a file; its place in its owner's list stays known.
+        """Remove a file, if nobody has; its place in its owner's list stays known.
 
         Raises:
             OutputError: the folder cannot be written.
         """
         path, meta = self.path_of(stored), self._meta_path(stored.id)
         with self.lock, writing_state(meta):
-            self._note_gone(stored)
+            if stored.id not in self._files:  # its owner was faster than its time
+                return
+            if stored.id not in self._gone:  # a disk that fails is asked each second
+                self._note_gone(stored)
             if path.exists():
                 path.unlink()
                 sync_folder(path.parent)  # a power cut leaves no bytes without a record
