@@ -75,8 +75,7 @@ def holds_plain_lines(path: Path) -> bool:
 
 def first_bytes(path: Path) -> bytes:
     """Return the first bytes of a file that are not blank, unpacked, as far as they can be."""
-    chunks = read_chunks(path)
-    return _read_until(_without_bom(chunks), lambda chunk: bool(chunk.strip()))
+    return _pass_blank(_without_bom(read_chunks(path)))[1]
 
 
 def read_lines(
@@ -122,7 +121,7 @@ def _read_all(path: Path, source: int, digest: Digest | None) -> Iterator[Line]:
 def _numbered(path: Path, chunks: Iterator[bytes]) -> Iterator[tuple[int, bytes | CutValue, str]]:
     """Yield each value with its number and what is wrong with it, as far as other lines tell."""
     chunks = _Chunks(_without_bom(chunks))
-    head = _read_until(chunks, lambda chunk: bool(chunk.strip()))
+    num_passed, head = _pass_blank(chunks)
     if trouble := explain_bytes(head):
         raise DamagedInputError(f"these are no JSON lines: {trouble}")
     is_json = _without_compression(path).suffix == ".json"
@@ -139,7 +138,8 @@ def _numbered(path: Path, chunks: Iterator[bytes]) -> Iterator[tuple[int, bytes 
         values = split_lines(chain([head], chunks))
         # Whoever writes a pipe may wait for the answer to a line before the next.
         if not is_json and path.is_file():
-            return explain_spread(enumerate(values, start=1))
+            return explain_spread(enumerate(values, start=num_passed + 1))
+        return ((number, raw, "") for number, raw in enumerate(values, start=num_passed + 1))
     return ((number, raw, "") for number, raw in enumerate(values, start=1))
 
 
@@ -208,6 +208,20 @@ class _Chunks:
         except DamagedInputError as error:
             self._damage = error
             raise
+
+
+def _pass_blank(chunks: Iterator[bytes]) -> tuple[int, bytes]:
+    """Return how many blank lines a file begins with, but for the last, and what comes next."""
+    num_passed, head = 0, b""
+    with contextlib.suppress(DamagedInputError):  # whoever reads on meets it
+        for chunk in chunks:
+            head += chunk
+            if chunk.strip():
+                break
+            passed, newline, head = head.rpartition(b"\n")
+            num_passed += passed.count(b"\n")
+            head = newline + head[-CHUNK_BYTES:]
+    return num_passed, head
 
 
 def _read_until(chunks: Iterator[bytes], is_last: Callable[[bytes], bool]) -> bytes:

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -731,3 +732,19 @@ def test_neither_a_pipe_nor_a_library_call_is_answered_by_the_demo_model_for_ano
     assert "--model-name demo" in records[2].error.message and records[3].error is not None
     found = CliRunner().invoke(main, ["run", "-q", "-"], input=json.dumps(OTHERS[3]))
     assert found.exit_code == 3 and '"param":"engine"' in found.output
+
+
+@pytest.mark.parametrize("blank", [b"\n", b" ", b" \n\t"])
+def test_blank_lines_before_the_first_one_need_no_memory(tmp_path: Path, blank: bytes) -> None:
+    """They were gathered: a gzip file of 1 MB took 6 GB, and so a server of batches."""
+    num_blank = (4 << 20) // len(blank)
+    path = tmp_path / "a.jsonl"
+    with gzip.open(path, "wb", 1) as file:
+        file.write(blank * num_blank + b"{}\n5")
+    tracemalloc.start()
+    found = values(path)
+    _, most_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    first = num_blank * blank.count(b"\n") + 1
+    assert found == [(first, {}), (first + 1, 5)]
+    assert most_bytes < 2 << 20
