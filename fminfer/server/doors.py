@@ -21,7 +21,8 @@ ABSOLUTE = re.compile(rb"[a-z][a-z0-9+.-]*://([^/]*)", re.IGNORECASE)  # a targe
 # Static pages and the state of health, which a load balancer asks for, are open to all.
 OPEN_PATHS = frozenset({"/", "/health", "/docs", "/openapi.json", "/favicon.ico"})
 ELSEWHERE = ("cross-site", "same-site")
-WITH_SLASH = ("/run/", "/run_", "/docs/")  # where one at the end means something
+COMPUTING = ("/run/", "/run_")  # by GET
+WITH_SLASH = (*COMPUTING, "/docs/")  # where one at the end means something
 OPEN_FOLDERS = ("/page/", "/docs/")
 
 
@@ -97,13 +98,16 @@ class Doors:
         is_free = path in OPEN_PATHS or path.startswith(OPEN_FOLDERS)
         is_free = is_free and method in ("GET", "OPTIONS")
         origin = headers.get("origin")
-        if origin is None and not is_free and headers.get("sec-fetch-site") in ELSEWHERE:
+        site = headers.get("sec-fetch-site")
+        if origin is None and not is_free and site in ELSEWHERE:
             origin = "another site"  # a link or picture there, which a browser asks for without one
+        elif origin is site is None and path.startswith(COMPUTING) and _is_browser(headers):
+            origin = "a site that its browser does not name"  # as to [::ffff:127.0.0.1] and a LAN
         if origin is not None and not self._is_own(origin, headers):
             return HttpError(
                 403,
-                f"the page that calls is of {origin}, which is another origin than this server's; "
-                "start the server with --allow-origin to let it call",
+                f"the page that calls is of {origin}, not of this server; start the server with "
+                "--allow-origin to let it call",
                 code="origin_not_allowed",
             )
         coding = headers.get("content-encoding", "").strip().lower()
@@ -164,6 +168,10 @@ def _foreign_host(host: str) -> ASGIApp:
 
 def _closes(*headers: Headers) -> bool:
     return any("close" in each.get("connection", "").lower() for each in headers)
+
+
+def _is_browser(headers: Headers) -> bool:
+    return "accept-language" in headers and headers.get("user-agent", "").startswith("Mozilla/")
 
 
 def _show(scope: Scope) -> str:

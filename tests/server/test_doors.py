@@ -186,6 +186,25 @@ def test_each_of_two_requests_on_one_connection_names_its_host(keyless: Running)
     assert re.findall(rb"HTTP/1.1 (\d+)", received) == [b"200", b"403"]
 
 
+@pytest.mark.parametrize("path", ["/run/a", "/run_gpt/a", "/run/a/"])
+def test_a_picture_on_a_page_elsewhere_computes_nothing(keyless: Running, path: str) -> None:
+    """Browsers name its site to https and localhost alone, not to [::ffff:127.0.0.1] or a LAN."""
+    browser = ("User-Agent: Mozilla/5.0 (X11) Chrome/150.0", "Accept-Language: en-US,en;q=0.9")
+    powershell = ["User-Agent: Mozilla/5.0 (Windows NT; en-US) PowerShell/7.4"]
+    for method in ("GET", "HEAD"):
+        for headers, status in (
+            (browser, 403),
+            ((*browser, "Sec-Fetch-Site: cross-site"), 403),
+            ((*browser, "Sec-Fetch-Site: none"), 200),  # its user has typed the address
+            (powershell, 200),
+        ):
+            head = f"{method} {path} HTTP/1.1"
+            answer = ask_host(keyless, "[::ffff:7f00:1]:{port}", head, *headers)
+            assert answer.status == status, headers
+    for path in ("/", "/stats"):
+        assert ask_host(keyless, "localhost", f"GET {path} HTTP/1.1", *browser).status == 200
+
+
 def test_a_page_without_an_origin_of_its_own_is_not_ours(engine: fminfer.Engine) -> None:
     """An empty Host was equal to the place of an Origin that has none."""
     with running(engine, host="0.0.0.0") as server:
