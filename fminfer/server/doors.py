@@ -167,7 +167,7 @@ def _foreign_host(host: str) -> ASGIApp:
 
 
 def _closes(*headers: Headers) -> bool:
-    return any("close" in each.get("connection", "").lower() for each in headers)
+    return any("close" in told.lower() for each in headers for told in each.getlist("connection"))
 
 
 def _is_browser(headers: Headers) -> bool:

@@ -185,6 +185,9 @@ def test_answers_say_how_long_a_connection_stays_open(engine: fminfer.Engine) ->
         assert "keep-alive" not in closing.headers
         old = server.send_raw(b"GET /health HTTP/1.0\r\n\r\n")
         assert b"Keep-Alive" not in old.recv(4096)
+        twice = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: keep-alive\r\n"
+        both = server.send_raw(twice + b"Connection: close\r\n\r\n")
+        assert b"keep-alive" not in both.recv(4096).lower(), "it is closed"
     with running(engine, max_body_bytes=10) as server:
         refused = server.post("/v1/completions", b"x" * 11)
         assert refused.headers["connection"] == "close" and "keep-alive" not in refused.headers
