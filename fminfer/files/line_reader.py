@@ -121,6 +121,7 @@ def _read_all(path: Path, source: int, digest: Digest | None) -> Iterator[Line]:
 def _numbered(path: Path, chunks: Iterator[bytes]) -> Iterator[tuple[int, bytes | CutValue, str]]:
     """Yield each value with its number and what is wrong with it, as far as other lines tell."""
     chunks = _Chunks(_without_bom(chunks))
+    first = 1
     num_passed, head = _pass_blank(chunks)
     if trouble := explain_bytes(head):
         raise DamagedInputError(f"these are no JSON lines: {trouble}")
@@ -135,12 +136,11 @@ def _numbered(path: Path, chunks: Iterator[bytes]) -> Iterator[tuple[int, bytes 
     elif is_json and _is_spread(head := _read_until(chain([head], chunks), _HeadIsRead())):
         values = split_values(chain([head], chunks), is_array=False)
     else:
-        values = split_lines(chain([head], chunks))
+        values, first = split_lines(chain([head], chunks)), num_passed + 1
         # Whoever writes a pipe may wait for the answer to a line before the next.
         if not is_json and path.is_file():
-            return explain_spread(enumerate(values, start=num_passed + 1))
-        return ((number, raw, "") for number, raw in enumerate(values, start=num_passed + 1))
-    return ((number, raw, "") for number, raw in enumerate(values, start=1))
+            return explain_spread(enumerate(values, first))
+    return ((number, raw, "") for number, raw in enumerate(values, first))
 
 
 def _is_spread(head: bytes) -> bool:

@@ -101,7 +101,8 @@ class Doors:
         site = headers.get("sec-fetch-site")
         if origin is None and not is_free and site in ELSEWHERE:
             origin = "another site"  # a link or picture there, which a browser asks for without one
-        elif origin is site is None and path.startswith(COMPUTING) and _is_browser(headers):
+        is_browser = "accept-language" in headers and "Mozilla/" in headers.get("user-agent", "")
+        if origin is site is None and is_browser and path.startswith(COMPUTING):
             origin = "a site that its browser does not name"  # as to [::ffff:127.0.0.1] and a LAN
         if origin is not None and not self._is_own(origin, headers):
             return HttpError(
@@ -168,10 +169,6 @@ def _foreign_host(host: str) -> ASGIApp:
 
 def _closes(*headers: Headers) -> bool:
     return any("close" in told.lower() for each in headers for told in each.getlist("connection"))
-
-
-def _is_browser(headers: Headers) -> bool:
-    return "accept-language" in headers and headers.get("user-agent", "").startswith("Mozilla/")
 
 
 def _show(scope: Scope) -> str:
