@@ -71,7 +71,7 @@ class InputFile:
                 f"{self.path} was changed while it was being answered. Run the same command again: "
                 "it keeps the answers to lines that are still there (--restart answers all anew)"
             )
-        self.is_read = True
+        self.num_rows, self.is_read = self.num_read, True
 
     def has_all(self, num_answered: int, last_answered: int) -> bool:
         """Return whether so many answers are all that it needs; while it is read, nobody knows.

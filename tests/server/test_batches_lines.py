@@ -21,6 +21,7 @@ from tests.server.batch_calls import (
     try_upload,
     upload,
     wait_for_end,
+    wait_until,
 )
 from tests.server.running import Running, running
 
@@ -96,9 +97,14 @@ def test_a_batch_of_bad_lines_alone_is_completed(server: Running) -> None:
     assert len(content(server, batch["error_file_id"])) == 100
 
 
-@pytest.mark.parametrize("data", [b"", b"\n\n  \n"])
+@pytest.mark.parametrize(
+    "data", [b"", b"\n\n  \n", b"[]", gzip.compress(b"\n"), gzip.compress(b"")]
+)
 def test_a_file_without_lines_fails(server: Running, data: bytes) -> None:
-    batch = wait_for_end(server, create(server, [data]))
+    """One that was packed or an array was completed, with no line and no file."""
+    sent = try_upload(server, data)
+    answer = server.post("/v1/batches", WISH | {"input_file_id": sent.json["id"]})
+    batch = wait_for_end(server, answer.json)
     assert batch["status"] == "failed" and batch["failed_at"] is not None
     (error,) = batch["errors"]["data"]
     assert error["code"] == "empty_file"
@@ -118,6 +124,24 @@ def test_a_packed_file_or_an_array_has_lines(
     assert batch["request_counts"] == {"total": 2, "completed": 2, "failed": 0}, batch["errors"]
     plain = wait_for_end(server, create(server, lines))
     assert texts_of(server, batch) == texts_of(server, plain)
+
+
+def test_a_packed_file_is_not_finalizing_before_its_end(server: Running) -> None:
+    """Once all lines read so far had their record it was, and could not be cancelled any more."""
+    equal = [batch_line(f"{n}", prompt="a", temperature=0, max_tokens=1) for n in range(200)]
+    lines = equal + [
+        json.dumps(json.loads(each) | {"custom_id": f"l{n}"}).encode()
+        for n, each in enumerate(long_lines(200))
+    ]
+    sent = try_upload(server, gzip.compress(b"\n".join(lines)))
+    answer = server.post("/v1/batches", WISH | {"input_file_id": sent.json["id"]})
+    batch = wait_until(
+        server, answer.json, lambda found: found["request_counts"]["completed"] >= 200
+    )
+    assert batch["status"] == "in_progress", batch["request_counts"]
+    assert server.post(f"/v1/batches/{batch['id']}/cancel", None).status == 200
+    batch = wait_for_end(server, batch)
+    assert batch["status"] == "cancelled" and batch["request_counts"]["completed"] < 400
 
 
 def test_models_are_checked_as_live_requests_are(

@@ -65,6 +65,7 @@ def make_check(endpoint: str, model: ServedModel) -> Callable[[Envelope], None]:
     return check
 
 
+EMPTY = Trouble("empty_file", "the input file has no lines; upload one that has")
 WAIT_S = 0.2  # between looks whether the batch is to end
 
 
@@ -145,9 +146,7 @@ class BatchRun:
             file.begin()
             self._counts = file.counts
             if file.num_left == 0 and not file.counts.num_rows:
-                self._fail(
-                    Trouble("empty_file", "the input file has no lines; upload one that has")
-                )
+                self._fail(EMPTY)
                 return
             self._move("in_progress", self._counts, only_from=("validating",))
             self._tell("goes on" if file.counts.done.num_rows else "begins", _progress(file.counts))
@@ -180,7 +179,7 @@ class BatchRun:
                 runner.read_from(lines)
                 records = runner.step()
                 for record in records:
-                    self._note_last(file.counts)
+                    self._note_last(file)
                     if not file.add(replace(record, is_of_batch=True)):
                         raise FminferError("another process has taken the batch's output over")
                     self._shop.done.completed += record.error is None
@@ -221,9 +220,10 @@ class BatchRun:
             return "cancelled"
         return "expired" if time.time() >= batch.expires_at else None
 
-    def _note_last(self, counts: Counts) -> None:
+    def _note_last(self, file: JournaledInput) -> None:
         """Enter the last status but one with the last record, which finishes the output."""
-        if counts.done.num_rows + 1 == counts.num_rows:
+        counts = file.counts
+        if file.num_left is not None and counts.done.num_rows + 1 == counts.num_rows:
             self._move("finalizing", counts, only_from=("in_progress",))
 
     def _move(
@@ -239,6 +239,9 @@ class BatchRun:
 
     def _complete(self, completed: CompletedOutput) -> None:
         """Publish an output that is there."""
+        if not completed.num_rows:
+            self._fail(EMPTY)
+            return
         self._publish("completed", _progress_of(completed))
 
     def _end(self, ending: Ending) -> None:
