@@ -84,7 +84,7 @@ def open_envelope(line: Line) -> Envelope:
 def find_custom_id(line: Line, envelope: Envelope) -> bytes:
     """Return a line's custom_id, whatever its shape; null if it has none, or is no object."""
     if envelope.shape != "batch":
-        with contextlib.suppress(RequestError):
+        with contextlib.suppress(RequestError, RecursionError):  # of brackets in brackets
             return dump(load_object(line.raw.strip()).get("custom_id"))
     return envelope.custom_id
 

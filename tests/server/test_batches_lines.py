@@ -144,6 +144,17 @@ def test_a_packed_file_is_not_finalizing_before_its_end(server: Running) -> None
     assert batch["status"] == "cancelled" and batch["request_counts"]["completed"] < 400
 
 
+def test_brackets_in_brackets_cost_their_line(server: Running) -> None:
+    """The custom_id of a line that is refused was written again, and the batch paused for ever."""
+    deep = b"[" * 1000 + b"]" * 1000
+    batch = wait_for_end(
+        server, create(server, [b'{"custom_id":%s,"prompt":"a"}' % deep, batch_line("a")])
+    )
+    assert batch["request_counts"] == {"total": 2, "completed": 1, "failed": 1}, batch["errors"]
+    (error,) = content(server, batch["error_file_id"])
+    assert error["custom_id"] is None and error_of(error)["message"].startswith("line 1: ")
+
+
 def test_models_are_checked_as_live_requests_are(
     engine: fminfer.Engine, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
