@@ -172,6 +172,5 @@ def _template_args(found: Mapping[str, Any]) -> dict[str, Any]:
             "remove it there",
             "chat_template_kwargs",
         )
-    return (
-        {"reasoning_effort": effort} if (effort := found.get("reasoning_effort")) else {}
-    ) | args
+    effort = found.get("reasoning_effort")
+    return args if effort is None else {"reasoning_effort": effort} | args

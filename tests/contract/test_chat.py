@@ -152,6 +152,8 @@ def test_a_message_is_begun_or_continued() -> None:
 def test_template_args() -> None:
     chat = parse(chat_template_kwargs={"enable_thinking": False}, reasoning_effort="low")
     assert chat.template_args == {"enable_thinking": False, "reasoning_effort": "low"}
+    assert parse(reasoning_effort="").template_args == {"reasoning_effort": ""}, "it is no null"
+    assert parse(reasoning_effort=None).template_args == {}
 
 
 def test_messages_stay_as_they_were_sent_without_nulls() -> None:
