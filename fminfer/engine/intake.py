@@ -239,7 +239,9 @@ class Intake:
         self._check_ids(params.stop_token_ids, "stop_token_ids", hint)
         self._check_ids([token_id for token_id, _ in params.logit_bias], "logit_bias", hint)
         self._check_ids(params.allowed_token_ids, "allowed_token_ids", hint)
-        words = [self._tokenizer.spell(check_text(word, "bad_words")) for word in params.bad_words]
+        for word in params.bad_words:
+            check_text(word, "bad_words")
+        words = self._tokenizer.spell_all(params.bad_words)
         if not all(words):
             raise out_of_range("bad_words", [*params.bad_words], "strings that have tokens")
         self._check_ids(chain(*chain(*words)), "bad_words", MORE_TOKENS)

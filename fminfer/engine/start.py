@@ -77,5 +77,5 @@ def find_bans(params: SamplingParams, tokenizer: Tokenizer, eos_ids: frozenset[i
     """Return what a request's sequences cannot draw, EOS also under `ignore_eos`; None: nothing."""
     if not (params.min_tokens or params.allowed_token_ids or params.bad_words):
         return None
-    words = [*chain(*map(tokenizer.spell, params.bad_words))]
+    words = [*chain(*tokenizer.spell_all(params.bad_words))]
     return Bans(params, eos_ids.union(find_stops(params, tokenizer)), words)

@@ -150,6 +150,11 @@ class Tokenizer:
         assert self._backend is not None
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
+    @lru_cache(16)  # noqa: B019 as above; a request asks thrice, and for more than `spell` keeps
+    def spell_all(self, words: tuple[str, ...]) -> tuple[frozenset[tuple[int, ...]], ...]:
+        """Return `spell` of each word."""
+        return tuple(map(self.spell, words))
+
     @lru_cache(4096)  # noqa: B019 as above
     def spell(self, word: str) -> frozenset[tuple[int, ...]]:
         """Return the ids of a word at the start of a text, and of one behind a space."""

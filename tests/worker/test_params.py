@@ -357,6 +357,22 @@ def test_a_prompt_that_spells_bos_is_told_that_it_gets_two(special_tokenizer: To
         strict.parse({"prompt": ["two", "<s> two"]})
 
 
+def test_many_bad_words_are_tokenized_once(
+    engine: fminfer.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over 4,096 words left the cache before they were asked for again: 3 s for each request."""
+    asked = {"bad_words": [f"word {number}" for number in range(5000)], "max_tokens": 1}
+    told: Counter[str] = Counter()
+    tokenize = Tokenizer._ids
+    monkeypatch.setattr(
+        Tokenizer,
+        "_ids",
+        lambda own, text, added: told.update([text]) or tokenize(own, text, added),
+    )
+    choices(engine, asked, asked | {"max_tokens": 2})
+    assert len(told) == 10_000 and set(told.values()) == {1}
+
+
 def test_bad_words_without_a_token_are_refused(special_tokenizer: Tokenizer) -> None:
     """Texts without a token became BOS, and so BOS would have been banned."""
     intake = Intake(special_tokenizer, Limits(100, 5, 5))
