@@ -121,8 +121,7 @@ def _read_all(path: Path, source: int, digest: Digest | None) -> Iterator[Line]:
 def _numbered(path: Path, chunks: Iterator[bytes]) -> Iterator[tuple[int, bytes | CutValue, str]]:
     """Yield each value with its number and what is wrong with it, as far as other lines tell."""
     chunks = _Chunks(_without_bom(chunks))
-    first = 1
-    num_passed, head = _pass_blank(chunks)
+    first, head = _pass_blank(chunks)
     if trouble := explain_bytes(head):
         raise DamagedInputError(f"these are no JSON lines: {trouble}")
     is_json = _without_compression(path).suffix == ".json"
@@ -132,11 +131,11 @@ def _numbered(path: Path, chunks: Iterator[bytes]) -> Iterator[tuple[int, bytes 
         is_array = path.is_file() and opens_array(head, is_whole=not more)
         head += more
     if is_array:
-        values = split_values(chain([head.lstrip()[1:]], chunks), is_array=True)
+        values, first = split_values(chain([head.lstrip()[1:]], chunks), is_array=True), 1
     elif is_json and _is_spread(head := _read_until(chain([head], chunks), _HeadIsRead())):
-        values = split_values(chain([head], chunks), is_array=False)
+        values, first = split_values(chain([head], chunks), is_array=False), 1
     else:
-        values, first = split_lines(chain([head], chunks)), num_passed + 1
+        values = split_lines(chain([head], chunks))
         # Whoever writes a pipe may wait for the answer to a line before the next.
         if not is_json and path.is_file():
             return explain_spread(enumerate(values, first))
@@ -211,17 +210,17 @@ class _Chunks:
 
 
 def _pass_blank(chunks: Iterator[bytes]) -> tuple[int, bytes]:
-    """Return how many blank lines a file begins with, but for the last, and what comes next."""
-    num_passed, head = 0, b""
+    """Pass over a file's first blank lines but the last; return that one's number and bytes."""
+    number, head = 1, b""
     with contextlib.suppress(DamagedInputError):  # whoever reads on meets it
         for chunk in chunks:
             head += chunk
             if chunk.strip():
                 break
             passed, newline, head = head.rpartition(b"\n")
-            num_passed += passed.count(b"\n")
+            number += passed.count(b"\n")
             head = newline + head[-CHUNK_BYTES:]
-    return num_passed, head
+    return number, head
 
 
 def _read_until(chunks: Iterator[bytes], is_last: Callable[[bytes], bool]) -> bytes:

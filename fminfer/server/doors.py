@@ -21,8 +21,7 @@ ABSOLUTE = re.compile(rb"[a-z][a-z0-9+.-]*://([^/]*)", re.IGNORECASE)  # a targe
 # Static pages and the state of health, which a load balancer asks for, are open to all.
 OPEN_PATHS = frozenset({"/", "/health", "/docs", "/openapi.json", "/favicon.ico"})
 ELSEWHERE = ("cross-site", "same-site")
-COMPUTING = ("/run/", "/run_")  # by GET
-WITH_SLASH = (*COMPUTING, "/docs/")  # where one at the end means something
+WITH_SLASH = ("/run/", "/run_", "/docs/")  # where one at the end means something
 OPEN_FOLDERS = ("/page/", "/docs/")
 
 
@@ -98,11 +97,10 @@ class Doors:
         is_free = path in OPEN_PATHS or path.startswith(OPEN_FOLDERS)
         is_free = is_free and method in ("GET", "OPTIONS")
         origin = headers.get("origin")
-        site = headers.get("sec-fetch-site")
-        if origin is None and not is_free and site in ELSEWHERE:
+        if origin is None and not is_free and headers.get("sec-fetch-site") in ELSEWHERE:
             origin = "another site"  # a link or picture there, which a browser asks for without one
         is_browser = "accept-language" in headers and "Mozilla/" in headers.get("user-agent", "")
-        if origin is site is None and is_browser and path.startswith(COMPUTING):
+        if origin is None and is_browser and "sec-fetch-site" not in headers and path[:4] == "/run":
             origin = "a site that its browser does not name"  # as to [::ffff:127.0.0.1] and a LAN
         if origin is not None and not self._is_own(origin, headers):
             return HttpError(
