@@ -65,7 +65,7 @@ class SamplingRows:
     num_top_logprobs: int = 0  # the most any row asks for
     # Bits of the tokens that may be drawn, in words of 64; the last bit is of all ids behind, too.
     masks: list[bytes] = field(default_factory=list)  # each once; none: all rows may draw all
-    mask_of: list[int] = field(default_factory=list)  # the place of each row's
+    mask_of: list[int] = field(default_factory=list)  # the place of each row's; -1: it has none
 
 
 @dataclass(slots=True)

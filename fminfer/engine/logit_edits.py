@@ -61,7 +61,7 @@ class Bans:
         if allowed and all(token_id in held for token_id in allowed):
             raise RequestError(
                 "out_of_range",
-                f"min_tokens and bad_words hold back all of allowed_token_ids for generated token "
+                f"min_tokens or bad_words hold back all of allowed_token_ids for generated token "
                 f"{num_drawn}. Allow further tokens, lower min_tokens, or take out bad_words",
                 "allowed_token_ids",
             )

@@ -85,7 +85,8 @@ def _add_samples(sampling: SamplingRows, sequences: list[Sequence]) -> None:
     sampling.noise = [0] * len(params)
     sampling.num_edits = [0] * len(params)
     sampling.num_banned = [0] * len(params)
-    masks, mask_of = {ALL: 0}, [0] * len(params)
+    masks: dict[bytes, int] = {}
+    mask_of = [-1] * len(params)
     for place, (sequence, each) in enumerate(zip(sequences, params, strict=True)):
         num_drawn = len(sequence.tokens)
         if not each.is_greedy:
@@ -97,8 +98,9 @@ def _add_samples(sampling: SamplingRows, sequences: list[Sequence]) -> None:
             banned = sequence.banned_ids
             sampling.banned_ids += banned
             sampling.num_banned[place] = len(banned)
-            mask_of[place] = masks.setdefault(sequence.prompt.bans.mask, len(masks))
-    if len(masks) > 1:
+            if (mask := sequence.prompt.bans.mask) != ALL:
+                mask_of[place] = masks.setdefault(mask, len(masks))
+    if masks:
         sampling.masks, sampling.mask_of = list(masks), mask_of
 
 

@@ -15,6 +15,7 @@ from fminfer.text.tokenizer import Tokenizer
 
 MAX_COUNTED_CHARS = 2**16  # a prompt up to this length is tokenized whatever the context
 MAX_CUT_CHARS = 2**22  # longest prompt that --on-too-long cuts; its tokens take about a gigabyte
+MAX_OWN_CUT_CHARS = 2**20  # that a request cuts itself: any client of a server may ask for it
 
 
 @dataclass(slots=True, frozen=True)
@@ -46,11 +47,12 @@ class PromptFit:
             return
         if self.on_too_long == "error" and self.params.truncate_prompt_tokens is None:
             raise self._too_long(least, about="at least ")
-        if len(prompt) > MAX_CUT_CHARS:
+        most = MAX_OWN_CUT_CHARS if self.on_too_long == "error" else MAX_CUT_CHARS
+        if len(prompt) > most:
             raise RequestError(
                 "context_length_exceeded",
                 f"the prompt has {len(prompt):,} characters; prompts are cut that have at most "
-                f"{MAX_CUT_CHARS:,}, because all of them must be tokenized. Shorten the prompt",
+                f"{most:,}, because all of them must be tokenized. Shorten the prompt",
                 self.source,
             )
 

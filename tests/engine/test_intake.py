@@ -106,7 +106,8 @@ def test_a_request_cuts_its_own_prompt(demo: Tokenizer) -> None:
 
 
 def test_a_giant_prompt_is_not_truncated(demo: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_fit, "MAX_CUT_CHARS", 2**16)
+    """Any client could have four million characters tokenized, which held up all others."""
+    monkeypatch.setattr(prompt_fit, "MAX_OWN_CUT_CHARS", 2**16)
     monkeypatch.setattr(demo, "encode", None)
     with pytest.raises(RequestError, match="at most 65,536"):
         truncated(demo, truncate_prompt_tokens=9)

@@ -287,6 +287,10 @@ def test_an_output_that_was_changed_is_not_sent(server: Running, tmp_path: Path)
     assert server.get(route).body == whole
     path.unlink()
     assert server.get(route).error["code"] == "file_removed"
+    with pytest.MonkeyPatch.context() as patch:  # it goes between the look and the opening
+        patch.setattr(server.desk, "find_bytes", lambda file_id, owner: path)
+        answer = server.get(route)
+    assert (answer.status, answer.error["code"]) == (410, "file_removed")
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])

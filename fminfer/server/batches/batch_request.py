@@ -122,7 +122,7 @@ def parse_batch(fields: Mapping[str, Any]) -> BatchRequest:
         RequestError: what is wrong.
     """
     table = {each.name: each for each in FIELDS}
-    for name in fields.keys() - table.keys():
+    for name in sorted(fields.keys() - table.keys()):
         raise RequestError(
             "unsupported_parameter",
             f"{show(name)} is no field of a batch here; there are {', '.join(table)}. Leave it out",

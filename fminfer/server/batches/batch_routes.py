@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from fminfer.server.batches.batch_request import parse_batch
 from fminfer.server.batches.batch_schemas import (
@@ -33,6 +34,17 @@ PAGE, MOST_BATCHES = 20, 100  # of a page
 MOST_FILES = 10_000  # of a page
 OCTETS = "application/octet-stream"
 HEADERS = {"Content-Disposition": "attachment", "X-Content-Type-Options": "nosniff"}
+
+
+class _Download(FileResponse):
+    """Sends a file, which its owner may delete between the look and the opening."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        except RuntimeError as error:  # starlette's, before anything is sent
+            message = "the file was removed while it was asked for"
+            raise HttpError(410, message, code="file_removed") from error
 
 
 def file_routes(desk: Desk | None) -> APIRouter:
@@ -84,7 +96,7 @@ def file_routes(desk: Desk | None) -> APIRouter:
         """Return the bytes of a file."""
         shop = _require(desk)
         path = shop.find_bytes(file_id, shop.owner_of(request))
-        return FileResponse(path, media_type=OCTETS, headers=HEADERS)
+        return _Download(path, media_type=OCTETS, headers=HEADERS)
 
     @router.delete(
         "/v1/files/{file_id}",
