@@ -90,7 +90,11 @@ def also(kind: Kind, told: str, *values: tuple[object, object]) -> Kind:
         for one, meant in values:
             if is_same(value, one):
                 return meant
-        return kind.read(name, value, most)
+        try:
+            return kind.read(name, value, most)
+        except RequestError as error:
+            others = ", ".join(json.dumps(one) for one, _ in values)
+            raise RequestError(error.code, f"{error.message}, or {others}", name) from None
 
     more: Schema = {"enum": [one for one, _ in values]}
     return Kind(read, lambda most: {"anyOf": [kind.schema(most), more]}, told)
@@ -256,10 +260,10 @@ def is_integral(value: object) -> bool:
 
 
 def wrong_type(name: str, value: object, allowed: str) -> RequestError:
+    kind = json_type(value)
+    what = "" if value is None else f", {'an' if kind == 'object' else 'a'} {kind}"
     return RequestError(
-        "invalid_type",
-        f"{name} is {show(value)}, a {json_type(value)}; it must be {allowed}",
-        name,
+        "invalid_type", f"{name} is {show(value)}{what}; it must be {allowed}", name
     )
 
 

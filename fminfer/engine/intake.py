@@ -31,6 +31,7 @@ SHORTER = RowWarning(
     "has no room for more, or a line for more logprobs. Raise --budget, or give max_tokens"
 )
 
+MAX_BAD_WORDS = 16_384  # a second of tokenizing
 MORE_TOKENS = "The tokenizer has more tokens than the model has rows"
 
 
@@ -239,6 +240,8 @@ class Intake:
         self._check_ids(params.stop_token_ids, "stop_token_ids", hint)
         self._check_ids([token_id for token_id, _ in params.logit_bias], "logit_bias", hint)
         self._check_ids(params.allowed_token_ids, "allowed_token_ids", hint)
+        if len(params.bad_words) > MAX_BAD_WORDS:
+            raise out_of_range("bad_words", [*params.bad_words], f"at most {MAX_BAD_WORDS:,} words")
         for word in params.bad_words:
             check_text(word, "bad_words")
         words = self._tokenizer.spell_all(params.bad_words)

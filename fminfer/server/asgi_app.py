@@ -98,7 +98,7 @@ def make_app(service: Service, settings: ServerSettings, desk: Desk | None = Non
     app.openapi = lambda: document  # type: ignore[method-assign]
     app.add_middleware(Faults, metrics=service.metrics, log=service.log)
     log = service.log.debug if service.log.tells("debug") else None
-    app.add_middleware(Doors, settings=settings, log=log)
+    app.add_middleware(Doors, settings=settings, log=log, count=service.metrics.count_refused)
     return app
 
 

@@ -13,9 +13,12 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from fminfer.contract.json_object import dump
 from fminfer.core.errors import UsageError
+from fminfer.server.http_errors import JSON, HttpError, describe
 
 HEAD_S = 30.0  # for the head of a request, after the time that an idle connection has
+CLOSE = [(b"connection", b"close")]
 PROBE_S = 0.1, 10.0  # first and longest pause between looks for a client that may have left
 UNREAD_S = 60.0  # that a client may leave what it was sent unread
 
@@ -52,8 +55,7 @@ class Connection(H11Protocol):
             return False
         if self.scheme == "https" or self.scope["http_version"] != "1.1":
             return False
-        headers = [*self.scope["headers"], (b"connection", b"close")]
-        self.scope["headers"] = headers  # and so in the response
+        self.scope["headers"] = [*self.scope["headers"], *CLOSE]  # and so in the response
         cycle.keep_alive = False
         self._wait(PROBE_S[0], self._probe, PROBE_S[0])
         return True
@@ -61,9 +63,11 @@ class Connection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP; behind an answer that was sent already, only close."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            super().send_400_response(msg)
-        else:
-            self.transport.close()
+            error = HttpError(400, f"this is no HTTP request: {sys.exc_info()[1] or msg}")
+            head = h11.Response(status_code=400, headers=[(b"content-type", JSON.encode()), *CLOSE])
+            for event in (head, h11.Data(dump(describe(error))), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event))
+        self.transport.close()
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True  # its route can send nothing any more
             self.cycle.message_event.set()

@@ -20,6 +20,7 @@ REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 ABSOLUTE = re.compile(rb"[a-z][a-z0-9+.-]*://([^/]*)", re.IGNORECASE)  # a target with its host
 # Static pages and the state of health, which a load balancer asks for, are open to all.
 OPEN_PATHS = frozenset({"/", "/health", "/docs", "/openapi.json", "/favicon.ico"})
+HOST = re.compile(r"(?i)^[a-z][a-z0-9+.-]*://[^/]*")  # of such a target, as text
 ELSEWHERE = ("cross-site", "same-site")
 WITH_SLASH = ("/run/", "/run_", "/docs/")  # where one at the end means something
 OPEN_FOLDERS = ("/page/", "/docs/")
@@ -30,13 +31,18 @@ class Doors:
 
     Args:
         log: is told of each response as it begins; None: nobody is.
+        count: is told the status of each refusal.
     """
 
     def __init__(
-        self, app: ASGIApp, *, settings: ServerSettings, log: Callable[[str], None] | None = None
+        self,
+        app: ASGIApp,
+        *,
+        settings: ServerSettings,
+        count: Callable[[int], None],
+        log: Callable[[str], None] | None = None,
     ) -> None:
-        self._app = app
-        self._log = log
+        self._app, self._log, self._count = app, log, count
         self._hosts = settings.hosts
         self._keep_alive = f"timeout={int(settings.keep_alive_s)}"
         self._keys = [key.encode() for key in settings.api_keys]
@@ -65,6 +71,7 @@ class Doors:
             if message["type"] == "http.response.start":
                 response = MutableHeaders(scope=message)
                 response["x-request-id"] = request_id
+                response["X-Content-Type-Options"] = "nosniff"
                 if scope["http_version"] == "1.1" and not _closes(Headers(scope=scope), response):
                     response["Keep-Alive"] = self._keep_alive
                 if self._log is not None:
@@ -75,6 +82,8 @@ class Doors:
         if (target := ABSOLUTE.match(scope["raw_path"])) is not None:
             hosts.append(target[1].decode("latin-1"))  # HTTP takes this one, and proxies may differ
         foreign = [host for host in hosts if not self._is_known(host)]
+        if foreign:
+            self._count(403)
         app = _foreign_host(foreign[0]) if foreign else self._inner
         await app(_as_routed(scope), receive, send_named)
 
@@ -89,6 +98,8 @@ class Doors:
 
     async def _guard(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = self._refusal(scope, Headers(scope=scope))
+        if error is not None:
+            self._count(error.status)
         await (self._app if error is None else respond(error))(scope, receive, send)
 
     def _refusal(self, scope: Scope, headers: Headers) -> HttpError | None:
@@ -147,7 +158,7 @@ class Doors:
 
 def _as_routed(scope: Scope) -> Scope:
     """Return a request as routes are written: by GET, whose body a HEAD does not get, and no /."""
-    path = scope["path"]
+    path = HOST.sub("", scope["path"]) or "/"
     if path != "/" and not path.startswith(WITH_SLASH):
         path = path.removesuffix("/")
     method = "GET" if scope["method"] == "HEAD" else scope["method"]

@@ -115,6 +115,26 @@ def test_a_broken_chunk_behind_a_refusal_is_no_fault(
     assert not caplog.records
 
 
+@pytest.mark.parametrize(
+    ("head", "why"),
+    [
+        ("GET / HTTP/1.1", "Missing mandatory Host: header"),
+        ("GET / HTTP/1.1\r\nHost: a\r\nHost: a", "Found multiple Host: headers"),
+        ("GET /\xe4 HTTP/1.1\r\nHost: a", "illegal request line"),
+        ("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: +1", "bad Content-Length"),
+        ("HEAD / HTTP/1.1", "Missing mandatory Host: header"),
+        ("POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nz", "illegal"),
+    ],
+)
+def test_what_is_no_http_is_told_why(server: Running, head: str, why: str) -> None:
+    """It got a line of plain text, which said nothing, and clients of the API read JSON."""
+    response = http.client.HTTPResponse(server.send_raw(f"{head}\r\n\r\n".encode("latin-1")))
+    response.begin()
+    error = json.loads(response.read())["error"]
+    assert response.status == 400 and why in error["message"]
+    assert error["type"] == "invalid_request_error" and response.headers["connection"] == "close"
+
+
 def test_bodies_that_never_end_do_not_fill_the_memory(
     engine: fminfer.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,7 +33,7 @@ from fminfer.server.service import Service
 PAGE, MOST_BATCHES = 20, 100  # of a page
 MOST_FILES = 10_000  # of a page
 OCTETS = "application/octet-stream"
-HEADERS = {"Content-Disposition": "attachment", "X-Content-Type-Options": "nosniff"}
+HEADERS = {"Content-Disposition": "attachment"}
 
 
 class _Download(FileResponse):
