@@ -123,8 +123,8 @@ def _read_stream_options(name: str, value: Any, most: int) -> str:
     options: dict[str, Any] = _OBJECT.read(name, value, most)
     for key, wish in options.items():
         if key not in _STREAM_OPTIONS:
-            text = f"{name} has {show(key)}, and known are {', '.join(_STREAM_OPTIONS)}"
-            raise RequestError("unsupported_parameter", f"{text}; leave it out", name)
+            text = f"{name} has {show(key)}; it may have {', '.join(_STREAM_OPTIONS)}"
+            raise RequestError("unsupported_parameter", f"{text}. Leave {show(key)} out", name)
         if wish is not None:
             _SWITCH.read(f"{name}.{key}", wish, most)
     if not options.get("include_usage"):

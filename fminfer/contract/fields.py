@@ -1,6 +1,6 @@
 """Kinds of values that a request's fields have: how one is read, and its JSON Schema.
 
-Every refusal names the field, what was found and what is allowed. It knows no field by name.
+Every refusal names the field, what was found and what is allowed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads a request's fields by the table: no wish is ignored in silence, and none is unknown to it.
+"""Reads a request's fields by the table, and refuses or names those that nobody acts on.
 
 null always means the default.
 """
@@ -92,6 +92,6 @@ def _refuse(each: Field, value: object, *, is_greedy: bool) -> None:
     elif each.help:
         remedy += f". {each.help}"
     if each.ours:
-        text = f"{each.name} is {show(value)}; the name of that is {each.ours} here. Rename it"
+        text = f"{each.name} is {show(value)}; fminfer calls that {each.ours}. Rename it"
         remedy = ""
     raise RequestError("unsupported_parameter", text + remedy, each.name)
