@@ -28,7 +28,7 @@ class Answering(Protocol):
 
 
 class TimeLeft:
-    """Learns what steps take, and tells how long those that are left take.
+    """Learns the rate of the last minute, and tells how long what is left takes.
 
     Args:
         device_type: cpu or cuda.

@@ -107,17 +107,18 @@ class Doors:
         path, method = scope["path"], scope["method"]
         is_free = path in OPEN_PATHS or path.startswith(OPEN_FOLDERS)
         is_free = is_free and method in ("GET", "OPTIONS")
+        remedy = "start the server with --allow-origin to let it call"
         origin = headers.get("origin")
         if origin is None and not is_free and headers.get("sec-fetch-site") in ELSEWHERE:
             origin = "another site"  # a link or picture there, which a browser asks for without one
         is_browser = "accept-language" in headers and "Mozilla/" in headers.get("user-agent", "")
         if origin is None and is_browser and "sec-fetch-site" not in headers and path[:4] == "/run":
             origin = "a site that its browser does not name"  # as to [::ffff:127.0.0.1] and a LAN
+            remedy = "call by localhost, 127.0.0.1 or https, to which browsers name it"
         if origin is not None and not self._is_own(origin, headers):
             return HttpError(
                 403,
-                f"the page that calls is of {origin}, not of this server; start the server with "
-                "--allow-origin to let it call",
+                f"the page that calls is of {origin}, not of this server; {remedy}",
                 code="origin_not_allowed",
             )
         coding = headers.get("content-encoding", "").strip().lower()

@@ -100,7 +100,7 @@ def _read_metadata(name: str, value: Any, most: int) -> dict[str, str]:
 
 _ID = of_type(str, f"a string, such as {EXAMPLE['input_file_id']}", TEXT)
 _WINDOW = Kind(_read_window, lambda most: TEXT | {"pattern": f"^{WINDOW_FORM}$"})
-_TOO_LATE = "Lines that are not answered by then get an error: 24h, 90m, 7d; up to 366 days."
+_TOO_LATE = "24h, 90m, 7d, up to 366 days. A line that is not answered by then gets an error."
 _LIFE_HELP = "How long output and error file live. Without it, they stay."
 FIELDS = (
     Field("input_file_id", _ID, "A file with purpose batch.", is_required=True),
