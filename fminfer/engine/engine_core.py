@@ -21,6 +21,8 @@ class Facts:
     is_alone: bool  # the pipeline has no other process
     max_rows: int  # most sequences that run at once
     num_kv_blocks: int  # the size of its KV cache
+    weight_bytes: int  # this rank's weights
+    kv_bytes_per_token: int  # this rank's part of a token
     has_kernel: bool  # attention is compiled
     why_plain: str  # why a kernel that should be used is not
     why_slower: str  # why it is slower than it could be

@@ -164,6 +164,8 @@ class OnePipeline:
             is_alone=group is None,
             max_rows=sizes.max_rows,
             num_kv_blocks=num_blocks,
+            weight_bytes=loaded.weight_bytes,
+            kv_bytes_per_token=loaded.kv_bytes_per_token,
             has_kernel=stage.has_kernel,
             why_plain=loaded.why_plain,
             why_slower=why_slow or loaded.why_slower,
