@@ -36,6 +36,7 @@ def check_room(state: RequestState, scheduler: Scheduler, num_kv_tokens: int) ->
     """
     params = state.prepared.params
     name, num = ("best_of", params.best_of) if params.best_of > params.n else ("n", params.n)
+    lower = f"max_tokens or {name}" if num > 1 else "max_tokens"
     for prompt in state.prompts:
         if len(prompt.sequences) > scheduler.max_rows:
             raise RequestError(
@@ -50,8 +51,6 @@ def check_room(state: RequestState, scheduler: Scheduler, num_kv_tokens: int) ->
                 "out_of_memory",
                 f"the prompt needs the KV cache of {counted(prompt.num_kv_tokens, 'token')} for "
                 f"each of its {counted(len(prompt.sequences), 'candidate')} at once; the budget is "
-                f"{num_kv_tokens} tokens. Raise --budget, or lower max_tokens"
-                + f" or {name}"
-                * (num > 1),
+                f"{num_kv_tokens} tokens. Raise --budget, or lower {lower}",
                 "max_tokens",
             )

@@ -10,7 +10,6 @@ batches/ID/     batch.json says how a batch stands; output.jsonl and its journal
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import hashlib
@@ -22,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fminfer.core.errors import OutputError, UsageError
-from fminfer.files.disk import HAS_NO_LOCKS, sync_folder
+from fminfer.files.disk import HAS_NO_LOCKS, replacing
 
 ID = re.compile(r"(?:file-|batch_)[0-9a-f]{32}")
 LOCK, SALT, NEW_SALT = "lock", "salt", "salt.new"
@@ -150,19 +149,8 @@ def write_durably(path: Path, data: bytes) -> None:
     Raises:
         OSError: it is as it was.
     """
-    new = path.with_name(f"{path.name}.new")
-    try:
-        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, PRIVATE_FILE)
-        with open(fd, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            new.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
+    with replacing(path, mode=PRIVATE_FILE) as file:
+        file.write(data)
 
 
 @contextmanager
