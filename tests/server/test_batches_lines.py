@@ -98,7 +98,9 @@ def test_a_batch_of_bad_lines_alone_is_completed(server: Running) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"\n\n  \n", b"[]", gzip.compress(b"\n"), gzip.compress(b"")]
+    "data",
+    [b"", b"\n\n  \n", b"[]", gzip.compress(b"\n"), gzip.compress(b"")],
+    ids=["empty", "blank", "array", "packed-blank", "packed-empty"],  # gzip's bytes hold the time
 )
 def test_a_file_without_lines_fails(server: Running, data: bytes) -> None:
     """One that was packed or an array was completed, with no line and no file."""
