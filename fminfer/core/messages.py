@@ -6,6 +6,7 @@ Plain Python values and arrays only, so that they can cross a process and be rea
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -48,6 +49,43 @@ class EditColumns:
         self.minus.extend(other.minus)
 
 
+INVERTED = bytes(range(255, -1, -1))
+MAX_FEW = 256  # allowed tokens, whose ids are listed
+
+
+@dataclass(slots=True, frozen=True)
+class Mask:
+    """The tokens that may be drawn next."""
+
+    # Bit i % 8 of byte i // 8 is of token i; the last bit is of all ids behind, too. Words of 64.
+    bits: bytes
+    few: tuple[int, ...] | None  # the ids in order where they are at most MAX_FEW, else None
+
+
+def make_mask(bits: bytes) -> Mask:
+    """Return the mask of these bits, which fill words of 64."""
+    assert bits and len(bits) % 8 == 0, "a mask is whole words of 64 bits"
+    if bits[-1] > 127 or int.from_bytes(bits).bit_count() > MAX_FEW:
+        return Mask(bits, None)
+    import numpy as np  # not needed to start
+
+    is_allowed = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little").view(np.bool_)
+    return Mask(bits, tuple(np.flatnonzero(is_allowed).tolist()))
+
+
+def pack_ids(ids: Iterable[int], num_bytes: int) -> bytes:
+    """Return the bits of these tokens, as a mask has them."""
+    bits = bytearray(num_bytes)
+    for token_id in ids:
+        bits[token_id >> 3] |= 1 << (token_id & 7)
+    return bytes(bits)
+
+
+def invert(bits: bytes) -> bytes:
+    """Return the bits of all other tokens."""
+    return bits.translate(INVERTED)
+
+
 @dataclass(slots=True)
 class SamplingRows:
     """Columns, one entry a token to draw."""
@@ -63,8 +101,7 @@ class SamplingRows:
     banned_ids: list[int] = field(default_factory=list)  # of all rows, row after row
     num_banned: list[int] = field(default_factory=list)
     num_top_logprobs: int = 0  # the most any row asks for
-    # Bits of the tokens that may be drawn, in words of 64; the last bit is of all ids behind, too.
-    masks: list[bytes] = field(default_factory=list)  # each once; none: all rows may draw all
+    masks: list[Mask] = field(default_factory=list)  # each once; none: all rows may draw all
     mask_of: list[int] = field(default_factory=list)  # the place of each row's; -1: it has none
 
 

@@ -10,9 +10,7 @@ from functools import cached_property
 
 from fminfer.contract.request import SamplingParams
 from fminfer.core.errors import RequestError
-from fminfer.core.messages import EditColumns
-
-ALL = b"\xff" * 8  # the mask of all tokens
+from fminfer.core.messages import EditColumns, Mask, invert, make_mask, pack_ids
 
 
 class Bans:
@@ -35,15 +33,14 @@ class Bans:
         self.reach = max(map(len, words), default=1)  # newest tokens that `find` looks at
 
     @cached_property
-    def mask(self) -> bytes:
-        """The tokens that may ever be drawn, as `SamplingRows` has them."""
+    def mask(self) -> Mask | None:
+        """The tokens that may ever be drawn; None: all."""
         has_list = bool(self._params.allowed_token_ids)
         listed = set(self._params.allowed_token_ids) - self._never if has_list else self._never
-        size = (max(listed, default=-1) + 1) // 64 * 64 + 64
-        digits = bytearray((b"0" if has_list else b"1") * size)  # a number's: the last is of id 0
-        for token_id in listed:
-            digits[~token_id] = ord("1" if has_list else "0")
-        return int(digits, 2).to_bytes(size // 8, "little")
+        if not (has_list or listed):
+            return None
+        bits = pack_ids(listed, (max(listed, default=-1) + 1) // 64 * 8 + 8)
+        return make_mask(bits if has_list else invert(bits))
 
     def find(self, num_drawn: int, newest: list[int]) -> set[int]:
         """Return the tokens, beside those that are never drawn, that cannot be drawn next."""

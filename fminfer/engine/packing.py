@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from fminfer.core.messages import SamplingRows, ScoringRows, Step, StepRow
-from fminfer.engine.logit_edits import ALL
 from fminfer.engine.noise import step_noise
 from fminfer.engine.sequence import PromptState, Sequence
 
@@ -85,7 +84,7 @@ def _add_samples(sampling: SamplingRows, sequences: list[Sequence]) -> None:
     sampling.noise = [0] * len(params)
     sampling.num_edits = [0] * len(params)
     sampling.num_banned = [0] * len(params)
-    masks: dict[bytes, int] = {}
+    masks: dict[bytes, int] = {}  # by their bits: an object of bytes is hashed once
     mask_of = [-1] * len(params)
     for place, (sequence, each) in enumerate(zip(sequences, params, strict=True)):
         num_drawn = len(sequence.tokens)
@@ -98,10 +97,11 @@ def _add_samples(sampling: SamplingRows, sequences: list[Sequence]) -> None:
             banned = sequence.banned_ids
             sampling.banned_ids += banned
             sampling.num_banned[place] = len(banned)
-            if (mask := sequence.prompt.bans.mask) != ALL:
-                mask_of[place] = masks.setdefault(mask, len(masks))
+            if (mask := sequence.prompt.bans.mask) is not None:
+                mask_of[place] = masks.setdefault(mask.bits, len(masks))
+                sampling.masks += [mask] * (len(masks) - len(sampling.masks))
     if masks:
-        sampling.masks, sampling.mask_of = list(masks), mask_of
+        sampling.mask_of = mask_of
 
 
 def _add_scores(scoring: ScoringRows, prompt: PromptState, row: StepRow, first: int) -> int:

@@ -15,6 +15,7 @@ import torch
 from fminfer.compute.attention.kv_cache import KvCache
 from fminfer.compute.attention.paged_attention import AttentionKernel
 from fminfer.compute.sampling.head_kernel import HeadKernel
+from fminfer.compute.sampling.masks import make_masks
 from fminfer.compute.sampling.sampler import (
     Drawer,
     Draws,
@@ -295,13 +296,11 @@ def _edit_tensors(rows: SamplingRows, device: torch.device, vocab: int) -> Logit
     def row_of(counts: list[int]) -> torch.Tensor:
         return torch.repeat_interleave(torch.tensor(counts)).to(device)
 
-    def column(values: array[int] | array[float] | bytearray, dtype: torch.dtype) -> torch.Tensor:
+    def column(values: array[int] | array[float], dtype: torch.dtype) -> torch.Tensor:
         empty = torch.empty(0, dtype=dtype)
         return (torch.frombuffer(values, dtype=dtype) if values else empty).to(device)
 
-    edits, size = rows.edits, -(-vocab // 8)
-    ends = [b"\xff" if mask[-1] > 127 else b"\0" for mask in rows.masks]
-    masks = [mask[:size].ljust(size, end) for mask, end in zip(rows.masks, ends, strict=True)]
+    edits = rows.edits
     return LogitEditTensors(
         row_of(rows.num_edits),
         column(edits.token_id, torch.int64),
@@ -312,8 +311,7 @@ def _edit_tensors(rows: SamplingRows, device: torch.device, vocab: int) -> Logit
         torch.tensor(rows.banned_ids, dtype=torch.int64, device=device),
         rows.num_edits,
         rows.num_banned,
-        column(bytearray().join(masks), torch.uint8).view(-1, size) if masks else None,
-        rows.mask_of,
+        make_masks(rows.masks, rows.mask_of, vocab, device) if rows.masks else None,
     )
 
 

@@ -6,13 +6,14 @@ A step is JSON; a result is columns of 64-bit numbers, because its logprobs may 
 from __future__ import annotations
 
 from array import array
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
 import numpy as np
 import orjson
 
 from fminfer.core.messages import (
     EditColumns,
+    Mask,
     SamplingRows,
     ScoringRows,
     StageSpan,
@@ -20,20 +21,25 @@ from fminfer.core.messages import (
     StepResult,
     StepRow,
     TokenLogprobs,
+    invert,
+    make_mask,
+    pack_ids,
 )
 
 
 def encode_step(step: Step) -> bytes:
     """Return a step as JSON."""
-    return orjson.dumps(step, default=_plain)
+    masks = [_encode_mask(mask) for mask in step.sampling.masks]
+    rest = replace(step, sampling=replace(step.sampling, masks=[]))
+    return orjson.dumps((rest, masks), default=_plain)
 
 
 def decode_step(data: bytes) -> Step:
     """Return the step of `encode_step`."""
-    fields = orjson.loads(data)
+    fields, masks = orjson.loads(data)
     sampling = fields["sampling"]
     edits = sampling.pop("edits")
-    masks = [array("q", words).tobytes() for words in sampling.pop("masks")]
+    sampling["masks"] = [_decode_mask(*mask) for mask in masks]
     columns = EditColumns(
         array("q", edits["token_id"]),
         array("f", edits["bias"]),
@@ -44,9 +50,27 @@ def decode_step(data: bytes) -> Step:
         fields["step_id"],
         [StepRow(**row) for row in fields["rows"]],
         [(source, target) for source, target in fields["block_copies"]],
-        SamplingRows(edits=columns, masks=masks, **sampling),
+        SamplingRows(edits=columns, **sampling),
         ScoringRows(**fields["scoring"]),
     )
+
+
+def _encode_mask(mask: Mask) -> orjson.Fragment:
+    """Return the shortest of: the allowed ids, the banned ones, and words of bits."""
+    size = len(mask.bits)
+    forms = [orjson.dumps(("words", size, array("q", mask.bits).tolist()))]
+    if mask.few is not None:
+        forms.append(orjson.dumps(("allowed", size, mask.few)))
+    if banned := make_mask(invert(mask.bits)).few:
+        forms.append(orjson.dumps(("banned", size, banned)))
+    return orjson.Fragment(min((len(form), form) for form in forms)[1])
+
+
+def _decode_mask(form: str, size: int, numbers: list[int]) -> Mask:
+    if form == "words":
+        return make_mask(array("q", numbers).tobytes())
+    bits = pack_ids(numbers, size)
+    return Mask(bits, tuple(numbers)) if form == "allowed" else make_mask(invert(bits))
 
 
 def encode_result(step_id: int, sampled: TokenLogprobs, scored: TokenLogprobs) -> bytes:
@@ -80,8 +104,6 @@ def decode_spans(data: bytes) -> list[StageSpan]:
 
 
 def _plain(value: object) -> list[int] | list[float]:
-    if isinstance(value, bytes):  # a mask; its words are mostly 0 or -1
-        return array("q", value).tolist()
     assert isinstance(value, array), f"a step holds a {type(value).__name__}"
     return value.tolist()
 

@@ -5,8 +5,8 @@ The seeds are fixed, so a right sampler always passes; a wrong one is far over t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 import fminfer
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.sampling.draw_kernel import DrawKernel
+from fminfer.compute.sampling.masks import make_masks
 from fminfer.compute.sampling.sampler import (
     Drawer,
     LogitEditTensors,
@@ -26,6 +27,7 @@ from fminfer.compute.sampling.sampler import (
     token_bits,
 )
 from fminfer.contract.request import SamplingParams
+from fminfer.core.messages import Mask, make_mask, pack_ids
 from fminfer.engine.noise import draw_key, noise_key, step_noise
 from fminfer.models.part_tensors import load_tensors
 from tests.conftest import built_library
@@ -45,6 +47,7 @@ class Setting:
     repetition: float = 1.0  # of each fourth
     minus: float = 0.0  # of each fifth: penalties of frequency and presence
     only: int = 1  # each so manieth may be drawn
+    has_few: bool = True  # their ids are listed
 
 
 SETTINGS = [
@@ -78,9 +81,17 @@ SETTINGS = [
     Setting(temperature=0.6, minus=-0.8, top_k=15),
     Setting(bias=0.7, repetition=1.2, minus=0.4),
     Setting(1.2, 25, 0.95, 0.01, bias=-1.0, repetition=1.3, minus=0.5),
-    Setting(only=7),
-    Setting(temperature=0.8, bias=2.0, top_k=40, top_p=0.9, only=2),
-    Setting(temperature=1.5, min_p=0.1, repetition=1.4, only=11),
+    *[
+        replace(setting, has_few=has_few)
+        for has_few in (True, False)
+        for setting in (
+            Setting(only=7),
+            Setting(temperature=0.6, only=2),
+            Setting(temperature=0.8, bias=2.0, top_k=40, top_p=0.9, only=2),
+            Setting(temperature=1.5, min_p=0.1, repetition=1.4, only=11),
+            Setting(temperature=1.3, top_p=0.8, only=3),
+        )
+    ],
 ]
 
 
@@ -136,6 +147,12 @@ def key_of(
     return noise_key(key, index, candidate)
 
 
+def mask_of(ids: Iterable[int], *, has_few: bool = True) -> Mask:
+    """Return the mask of these tokens, as one of few where it may be one."""
+    mask = make_mask(pack_ids(ids, 512))
+    return mask if has_few else replace(mask, few=None)
+
+
 def rows_of(settings: list[Setting], noise: list[int]) -> SamplingTensors:
     return SamplingTensors(
         temperature=torch.tensor([s.temperature for s in settings]),
@@ -162,12 +179,12 @@ def edits_of(settings: list[Setting]) -> LogitEditTensors:
         *(torch.empty(0, dtype=torch.int64) for _ in range(2)),
         [VOCAB] * len(settings),
         [0] * len(settings),
-        torch.from_numpy(
-            np.packbits(
-                [np.arange(VOCAB) % s.only == 0 for s in settings], axis=-1, bitorder="little"
-            )
+        make_masks(
+            [mask_of(range(0, VOCAB, s.only), has_few=s.has_few) for s in settings],
+            range(len(settings)),
+            VOCAB,
+            torch.device("cpu"),
         ),
-        range(len(settings)),
     )
 
 

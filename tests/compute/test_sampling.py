@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from array import array
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
 
@@ -11,6 +13,7 @@ import torch
 
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.sampling.draw_kernel import DrawKernel, ScoreKernel
+from fminfer.compute.sampling.masks import MaskTensors
 from fminfer.compute.sampling.sampler import (
     Drawer,
     LogitEditTensors,
@@ -21,9 +24,7 @@ from fminfer.compute.sampling.sampler import (
     sample,
     score,
 )
-from fminfer.contract.request import SamplingParams
-from fminfer.core.messages import SamplingRows
-from fminfer.engine.logit_edits import ALL, Bans
+from fminfer.core.messages import EditColumns, SamplingRows, invert, make_mask, pack_ids
 from fminfer.engine.noise import step_noise
 from fminfer.models.stage import _edit_tensors
 from tests.conftest import built_library
@@ -395,38 +396,126 @@ def test_a_part_of_a_steps_edits_reads_nothing_from_the_device() -> None:
     """Each part waited for the GPU up to 14 times. A "meta" tensor fails on any read."""
     entries = [torch.empty(5, device="meta") for _ in range(5)]
     banned = [torch.empty(3, device="meta") for _ in range(2)]
-    masks = torch.empty(2, 9, device="meta")
-    whole = LogitEditTensors(*entries, *banned, [1, 0, 3, 1], [0, 2, 0, 1], masks, [0, 0, 1, 0])
+    masks = MaskTensors(*(torch.empty(4, 9, device="meta") for _ in range(4)))
+    whole = LogitEditTensors(*entries, *banned, [1, 0, 3, 1], [0, 2, 0, 1], masks)
     part = whole.part(slice(1, 3))
-    assert part.mask_of == [0, 1]
+    assert part.masks is not None and len(part.masks.mask_of) == 2
     assert [len(part.ids), len(part.banned_ids)] == [3, 2]
     assert (part.num_edits, part.num_banned) == ([0, 3], [2, 0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_mask_leaves_what_its_bits_say(dtype: torch.dtype) -> None:
-    """Of all parts of a step's rows; behind a mask's end, what its last bit says."""
-    vocab = 150
-    logits = torch.randn(5, vocab, generator=torch.Generator().manual_seed(2)).to(dtype)
-    few = Bans(SamplingParams(allowed_token_ids=(3, 63, 64, 149)), frozenset(), [])
-    low = Bans(SamplingParams(allowed_token_ids=(3, 63)), frozenset(), [])
-    but = Bans(SamplingParams(), frozenset(), [(7,), (63,), (8, 9)])
-    all_but = Bans(SamplingParams(), frozenset(), [(token_id,) for token_id in range(149)])
-    allowed = [{3, 63, 64, 149}, {3, 63}, set(range(vocab)) - {7, 63}, {149}, set(range(vocab))]
-    rows = SamplingRows(masks=[each.mask for each in (few, low, but, all_but)] + [ALL])
-    rows.mask_of = [*range(5)]
-    rows.num_edits = rows.num_banned = [0] * 5
+def masked(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """Put -inf by hand where a row's mask has no bit."""
+    left = logits.float().clone()
+    for place, mask in enumerate(rows.masks):
+        number = int.from_bytes(mask.bits, "little", signed=True)  # its sign stands for all behind
+        banned = [token_id for token_id in range(logits.shape[-1]) if not number >> token_id & 1]
+        own = [row for row, other in enumerate(rows.mask_of) if other == place]
+        left[torch.tensor(own)[:, None], torch.tensor(banned)] = float("-inf")
+    return left
+
+
+def edits_of(rows: SamplingRows, vocab: int) -> LogitEditTensors:
     edits = _edit_tensors(rows, torch.device("cpu"), vocab)
     assert edits is not None
-    expected = logits.float()
-    for row, ids in enumerate(allowed):
-        expected[row, [each for each in range(vocab) if each not in ids]] = float("-inf")
-    assert torch.equal(edits.apply(logits), expected)
-    assert torch.equal(edits.part(slice(1, 3)).apply(logits[1:3]), expected[1:3])
-    greedy = sample(logits, how([(0.0, 1.0, 0, 5)] * 5), 2, edits)
-    assert torch.equal(greedy.ids, expected.argmax(-1))
-    raw = logits.float().log_softmax(-1).gather(-1, greedy.ids[:, None])[:, 0]
-    assert torch.allclose(greedy.logprobs, raw, atol=1e-5), "logprobs are of the raw logits"
+    return edits
+
+
+VARIED_VOCAB = 700
+
+
+def varied(count: int) -> tuple[SamplingRows, SamplingTensors]:
+    """Return masks of few tokens, of bits and none, beside every way to draw and some edits."""
+    few, bits = (make_mask(pack_ids(range(3, 700, step), 88)) for step in (100, 2))
+    one, last = (make_mask(pack_ids([each], 88)) for each in (5, 699))
+    but = make_mask(invert(pack_ids([1, 2, 650], 88)))
+    low = make_mask(invert(pack_ids(range(320), 48)))
+    assert [each.few is None for each in (few, one, last, bits, but, low)] == [False] * 3 + [
+        True
+    ] * 3
+    rows = SamplingRows(masks=[few, bits, one, last, but, low])
+    rows.mask_of = [i % 7 - 1 for i in range(count)]
+    rows.num_edits, rows.num_banned = [0] * count, [0] * count
+    for row in range(0, count, 3):
+        for token_id in (3, 103, 7, 9):
+            rows.edits.add(token_id)
+        rows.edits.bias[-4:] = array("f", [2.0, 0.5, 4.0, -3.0])
+        rows.edits.factor[-3], rows.edits.minus[-2] = 1.3, 0.7
+        rows.num_edits[row] = 4
+    for row in range(1, count, 5):
+        rows.banned_ids += [203, 11]
+        rows.num_banned[row] = 2
+    number = torch.arange(count)
+    rows_how = how([(0.3 + i % 11 / 8, 1.0, 0, i) for i in range(count)])
+    rows_how.temperature[number % 6 == 0] = 0
+    rows_how.top_p[number % 8 == 1] = 0.8
+    rows_how.top_k[number % 8 == 2] = 2
+    rows_how.top_k[number % 8 == 3] = 40
+    rows_how.top_k[number % 16 == 4] = 1
+    rows_how.min_p[number % 8 == 5] = 0.1
+    return rows, rows_how
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masked_draws_are_those_of_what_the_masks_leave(drawer: Drawer, dtype: torch.dtype) -> None:
+    """After penalties and bias, before temperature; behind a mask's end, what its last bit says."""
+    count, vocab = 840, VARIED_VOCAB
+    rows, rows_how = varied(count)
+    logits = (3 * torch.randn(count, vocab, generator=torch.Generator().manual_seed(2))).to(dtype)
+    edits = edits_of(rows, vocab)
+    draws = sample(logits, rows_how, 2, edits, drawer=drawer)
+    left = masked(edits.apply(logits), rows)
+    expected = sample(left, rows_how, 0)
+    assert torch.equal(draws.ids, expected.ids)
+    raw = logits.float().log_softmax(-1).gather(-1, draws.ids[:, None])[:, 0]
+    assert torch.allclose(draws.logprobs, raw, atol=1e-5), "logprobs are of the raw logits"
+    for part in (slice(0, 7), slice(7, 8), slice(100, 230), slice(800, 840)):
+        own = sample(logits[part], rows_how.rows(part), 2, edits.part(part), drawer=drawer)
+        assert torch.equal(own.ids, draws.ids[part])
+    # A promise: a token that is drawn without the mask is drawn with it, where it is allowed.
+    free = replace(edits, masks=None)
+    without = sample(logits, rows_how, 0, free, drawer=drawer).ids
+    is_allowed = left.gather(-1, without[:, None])[:, 0].isfinite()
+    is_kept = is_allowed & ~(rows_how.is_random & rows_how.is_filtered)
+    assert count / 6 < int(is_kept.sum()) < count / 2, "the test looks at nothing"
+    assert torch.equal(draws.ids[is_kept], without[is_kept])
+
+
+def test_masked_rows_of_any_logits_draw_what_is_allowed(drawer: Drawer) -> None:
+    """Also where all that is allowed is -inf: then it was token 0, allowed or not."""
+    count, vocab = 840, VARIED_VOCAB
+    rows, rows_how = varied(count)
+    rows.edits, rows.num_edits = EditColumns(), [0] * count
+    rows.banned_ids, rows.num_banned = [], [0] * count
+    generator = torch.Generator().manual_seed(4)
+    normal = torch.randn(count, vocab, generator=generator)
+    odd = torch.rand(count, vocab, generator=generator)
+    for value in (float("nan"), float("inf"), float("-inf")):
+        for share in (0.002, 0.5, 1.0):
+            logits = torch.where(odd < share, value, normal)
+            ids = sample(logits, rows_how, 1, edits_of(rows, vocab), drawer=drawer).ids
+            left = masked(torch.zeros(count, vocab), rows)
+            assert torch.equal(left.gather(-1, ids[:, None]), torch.zeros(count, 1))
+    all_low = torch.full((count, vocab), float("-inf"))
+    ids = sample(all_low, rows_how, 1, edits_of(rows, vocab), drawer=drawer).ids.tolist()
+    firsts = [3, 3, 5, 699, 0, 320, 0]  # the last is of rows without a mask
+    assert ids == [firsts[place] for place in rows.mask_of]
+
+
+def test_masks_copy_no_logits_where_their_rows_draw_what_is_allowed() -> None:
+    """Any mask copied the logits of all rows of its step, 16 ms of a step's 40."""
+    logits = torch.zeros(3, VOCAB)
+    logits[:, 7] = 9.0
+    rows = SamplingRows(masks=[make_mask(pack_ids([3, 7], 8))], mask_of=[0, -1, 0])
+    rows.num_edits = rows.num_banned = [0] * 3
+    edits = edits_of(rows, VOCAB)
+    assert edits.apply(logits) is logits
+
+    def refuse(*_given: object) -> torch.Tensor:
+        raise AssertionError("nothing is drawn again")
+
+    greedy = how([(0.0, 1.0, 0, 5)] * 3)
+    assert sample(logits, greedy, 0, edits, drawer=refuse).ids.tolist() == [7, 7, 7]
 
 
 def test_a_row_of_nan_leaves_its_neighbours_alone() -> None:

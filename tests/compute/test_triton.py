@@ -31,6 +31,7 @@ from fminfer.compute.kernel_choice import (
 from fminfer.compute.layers import triton_layers
 from fminfer.compute.layers.bodies import part_pairs
 from fminfer.compute.layers.triton_layers import TritonLayers
+from fminfer.compute.sampling.masks import make_masks
 from fminfer.compute.sampling.sampler import LogitEditTensors, SamplingTensors, draw, sample
 from fminfer.compute.sampling.triton_draws import TOKENS, race_pairs, triton_race
 from fminfer.compute.spec import Model
@@ -46,6 +47,7 @@ from tests.compute.test_attention import (
     check_rows_that_share,
     make_kernel,
 )
+from tests.compute.test_distribution import mask_of
 from tests.conftest import (
     IS_ALL,
     make_model,
@@ -233,15 +235,12 @@ def test_draws_are_those_of_the_cpu() -> None:
         assert torch.equal(found, draw(logits, how, rows)), vocab
 
 
-MASK_OF = [0, 1, 1, 0, 1, 0]
-
-
 @interpreted
 def test_masked_rows_draw_as_on_the_cpu() -> None:
     vocab, count = TOKENS + 3, 6
     logits = torch.randn(count, vocab) * 3
-    bits = torch.randint(0, 256, (2, -(-vocab // 8)), dtype=torch.uint8)
-    bits[1, 1:] = 0
+    bits, few = mask_of(range(0, vocab, 3)), mask_of([5, 700, vocab - 1])
+    places = [0, 1, 1, 0, 1, -1]
     found = []
     for device in (torch.device("cpu"), DEVICE):
         rows, ids = (torch.tensor([2, 4], device=device) for _ in range(2))
@@ -249,8 +248,7 @@ def test_masked_rows_draw_as_on_the_cpu() -> None:
         counts = [0, 0, 1, 0, 1, 0]
         edits = LogitEditTensors(
             *(rows, ids, bias, factor, minus, rows, ids, counts, counts),
-            masks=bits.to(device),
-            mask_of=MASK_OF,
+            masks=make_masks([bits, few], places, vocab, device),
         )
         how = SamplingTensors(
             torch.tensor([0.0, 1.0, 1.0, 0.7, 1.0, 1.0], device=device),
@@ -263,8 +261,8 @@ def test_masked_rows_draw_as_on_the_cpu() -> None:
         draws = sample(logits.to(device), how, 1, edits, drawer=drawer)
         found.append((draws.ids.cpu(), draws.logprobs.cpu()))
     assert torch.equal(found[0][0], found[1][0]) and torch.allclose(found[0][1], found[1][1])
-    for mask, token_id in zip(MASK_OF, found[0][0].tolist(), strict=True):
-        assert int(bits[mask, token_id >> 3]) >> (token_id & 7) & 1
+    for place, token_id in zip(places, found[0][0].tolist(), strict=True):
+        assert place < 0 or (bits, few)[place].bits[token_id >> 3] >> (token_id & 7) & 1
 
 
 @interpreted

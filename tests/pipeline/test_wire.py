@@ -14,6 +14,9 @@ from fminfer.core.messages import (
     Step,
     StepRow,
     TokenLogprobs,
+    invert,
+    make_mask,
+    pack_ids,
 )
 from fminfer.pipeline.step_bytes import (
     decode_result,
@@ -31,13 +34,37 @@ def test_a_step() -> None:
     edits = EditColumns(array("q", [7]), array("f", [0.1]), array("f", [1.2]), array("f", [0.3]))
     sampling = SamplingRows(
         [1, 2], [0.0, 0.7], [1.0, 0.9], [0, 40], [0.0, 0.05], [0, -(2**63)], edits, [0, 1],
-        [5, 6], [2, 0], 3, [b"\xff" * 8, bytes(range(120, 136))], [1, 0],
+        [5, 6], [2, 0], 3, [make_mask(b"\xff" * 8), make_mask(bytes(range(120, 136)))], [1, 0],
     )  # fmt: skip
     rows = [StepRow([4, 5], 0, [1, 2]), StepRow([9], 31, [3])]
     step = Step(12, rows, [(1, 4)], sampling, ScoringRows([0], [5], 2))
     assert decode_step(encode_step(step)) == step
     empty = Step(13, [StepRow([1], 0, [0])], [], SamplingRows(), ScoringRows())
     assert decode_step(encode_step(empty)) == empty
+
+
+@pytest.mark.parametrize(
+    ("form", "bits", "max_bytes"),
+    [
+        (b"allowed", pack_ids([3, 40_000, 49_151 - 64], 6144), 60),
+        (b"allowed", pack_ids(range(0, 49_000, 200), 6144), 1500),
+        (b"banned", invert(pack_ids([0, 40_000, 49_150], 6144)), 60),
+        (b"words", pack_ids(range(0, 49_000, 9), 6144), 16_000),
+        (b"words", b"\xff" * 6144, 3100),
+        (b"words", pack_ids(range(60), 8), 60),  # few, but a word is shorter
+        (b"allowed", pack_ids([63], 16), 30),
+        (b"words", pack_ids([63], 8), 60),  # and all behind
+    ],
+)
+def test_a_mask_goes_in_its_shortest_form(form: bytes, bits: bytes, max_bytes: int) -> None:
+    """All went as words: 2 KB for three tokens that may be drawn."""
+    mask = make_mask(bits)
+    step = Step(1, [], [], SamplingRows(masks=[mask], mask_of=[0]), ScoringRows())
+    data = encode_step(step)
+    assert decode_step(data) == step
+    nothing = Step(1, [], [], SamplingRows(mask_of=[0]), ScoringRows())
+    assert b'"' + form + b'"' in data
+    assert len(data) - len(encode_step(nothing)) <= max_bytes
 
 
 def test_a_result_with_numbers_that_json_has_not() -> None:

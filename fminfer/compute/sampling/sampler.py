@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+
+from fminfer.compute.sampling.masks import MaskTensors
 
 # Factors and shifts of lowbias32, found by search for a mixer of 32 bits that has little bias:
 # Wellons 2018, https://nullprogram.com/blog/2018/07/31/. As signed numbers, which torch has.
 FIRST, SECOND = 0x7FEB352D, 0x846CA68B - 2**32
 
 
-def token_bits(noise: torch.Tensor, vocab: int) -> torch.Tensor:
-    """Return 32 random bits for each row and token id, (rows, vocab) int32.
+def token_bits(noise: torch.Tensor, tokens: int | torch.Tensor) -> torch.Tensor:
+    """Return 32 random bits for each row and token id, (rows, tokens) int32.
 
     Two rounds of a mixer: one with the lower half of a row's noise, one with the upper half. It
     needs only 32-bit products, shifts and xor, which all processors have for vectors. One round
@@ -25,23 +28,27 @@ def token_bits(noise: torch.Tensor, vocab: int) -> torch.Tensor:
 
     Args:
         noise: (rows,) int64, 64 random bits each.
+        tokens: how many there are, or (rows, tokens) ids.
     """
-    ids = torch.arange(vocab, dtype=torch.int32, device=noise.device)
+    if isinstance(tokens, int):
+        tokens = torch.arange(tokens, device=noise.device)
+    ids = tokens.to(torch.int32)
     lower = (noise << 32 >> 32).to(torch.int32)[:, None]
     upper = (noise >> 32).to(torch.int32)[:, None]
     return _mix(_mix(ids ^ lower).bitwise_xor_(upper))
 
 
-def gumbel(noise: torch.Tensor, vocab: int) -> torch.Tensor:
-    """Return noise of the standard Gumbel distribution, (rows, vocab) float64.
+def gumbel(noise: torch.Tensor, tokens: int | torch.Tensor) -> torch.Tensor:
+    """Return noise of the standard Gumbel distribution, (rows, tokens) float64.
 
     Float64 holds all 32 bits. The few that win have uniform numbers near 0, and need them.
 
     Args:
         noise: (rows,) int64, 64 random bits each.
+        tokens: how many there are, or (rows, tokens) ids.
     """
     # 1 - u, where u is (bits + 0.5) / 2^32. Flipped like this, signed bits are 2^31 - 1 - unsigned.
-    flipped = token_bits(noise, vocab).bitwise_xor_(0x7FFFFFFF)
+    flipped = token_bits(noise, tokens).bitwise_xor_(0x7FFFFFFF)
     rest = flipped.double().add_(2.0**31 + 0.5).mul_(2.0**-32)
     return rest.log_().neg_().log_().neg_()
 
@@ -135,6 +142,14 @@ class SamplingTensors:
             self.noise[rows],
         )
 
+    @property
+    def is_random(self) -> torch.Tensor:  # (rows,) bool; others are greedy
+        return (self.temperature > 0) & (self.top_p > 0) & (self.top_k != 1)
+
+    @property
+    def is_filtered(self) -> torch.Tensor:  # (rows,) bool
+        return (self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)
+
 
 # Of (rows, vocab) scaled logits, and of the rows' noise: the tokens that win, int64.
 Racer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -159,8 +174,7 @@ class LogitEditTensors:
     # Entries of each row, and its banned ids. The host has them, so that a part waits for no GPU.
     num_edits: Sequence[int]
     num_banned: Sequence[int]
-    masks: torch.Tensor | None = None  # (masks, vocab / 8) uint8: bits of tokens to draw from
-    mask_of: Sequence[int] = ()  # the place of each row's; -1: it has none
+    masks: MaskTensors | None = None
 
     def part(self, part: slice) -> LogitEditTensors:
         """Return the entries of some rows, counted from the part's first row."""
@@ -178,38 +192,35 @@ class LogitEditTensors:
             self.banned_ids[banned],
             self.num_edits[part],
             self.num_banned[part],
-            self.masks,
-            self.mask_of[part],
+            None if self.masks is None else self.masks.part(part),
         )
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:  # (rows, vocab)
-        """Return changed logits; the given ones stay, their logprobs are reported.
+        """Return changed logits, without masks; the given ones stay, their logprobs are reported.
 
         The repetition penalty is that of Keskar et al. 2019 (CTRL): a logit above 0 is divided by
         it, another is multiplied.
         """
-        if not (len(self.ids) or len(self.banned_ids) or self.masks is not None):
+        if not (len(self.ids) or len(self.banned_ids)):
             return logits
         changed = logits.to(torch.float32, copy=True)
         biased = changed[self.rows, self.ids] + self.bias
         scaled = torch.where(biased > 0, biased / self.factor, biased * self.factor)
         changed[self.rows, self.ids] = scaled - self.minus
         changed[self.banned_rows, self.banned_ids] = float("-inf")
-        masked = [row for row, place in enumerate(self.mask_of) if place >= 0]
-        if self.masks is None or not masked:
-            return changed
-        # What each byte of a mask leaves of 8 logits. `masked_fill_` takes four times as long.
-        ids = torch.arange(256, device=logits.device)
-        highest = torch.where(ids[:, None] >> ids[:8] & 1 > 0, float("inf"), float("-inf"))
-        highest = highest.index_select(0, self.masks.flatten().int()).view(len(self.masks), -1)
-        places = [self.mask_of[row] for row in masked]
-        changed[masked] = changed[masked].minimum(highest[places, : logits.shape[-1]])
         return changed
 
 
-def race(scaled: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """Return the ids of the highest sums of scaled logit and noise, in plain torch."""
-    return gumbel(noise, scaled.shape[-1]).add_(scaled).argmax(-1)
+def race(
+    scaled: torch.Tensor, noise: torch.Tensor, ids: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the places of the highest sums of scaled logit and noise, in plain torch.
+
+    Args:
+        ids: (rows, tokens), whose logits these are; None: all tokens', places are ids.
+    """
+    tokens = scaled.shape[-1] if ids is None else ids
+    return gumbel(noise, tokens).add_(scaled).argmax(-1)
 
 
 def draw(
@@ -303,13 +314,47 @@ def sample(
     """
     ranking = _rank(logits, num_top, ranker)
     edited = logits if edits is None else edits.apply(logits)
+    masks = None if edits is None else edits.masks
     # The likeliest token; ties go to the lowest id.
     ids = ranking.first.clone() if edited is logits else edited.argmax(-1)
-    is_random = (how.temperature > 0) & (how.top_p > 0) & (how.top_k != 1)
-    drawn_rows = is_random.nonzero()[:, 0]
+    # Noise is by token id, so a draw without the mask is the masked one wherever it is allowed.
+    # Filters count what the mask leaves, so rows that have both draw with it at once.
+    is_drawn = how.is_random
+    if masks is not None:
+        is_drawn = is_drawn & ~(masks.has_mask & how.is_filtered)
+    drawn_rows = is_drawn.nonzero()[:, 0]
     if len(drawn_rows):
         ids[drawn_rows] = drawer(edited, how, drawn_rows)
+    if masks is not None:
+        is_out = (how.is_random & ~is_drawn) | ~masks.allow(ids)
+        _draw_masked(edited, how, masks, is_out, ids, drawer)
     return _report(logits, ids, num_top, ranking)
+
+
+def _draw_masked(
+    logits: torch.Tensor,  # (rows, vocab)
+    how: SamplingTensors,
+    masks: MaskTensors,
+    is_out: torch.Tensor,  # (rows,) bool: these rows are drawn
+    ids: torch.Tensor,  # (rows,) int64, which are changed
+    drawer: Drawer,
+) -> None:
+    """Draw some rows with their masks."""
+    kinds = torch.where(is_out, 1 + how.is_random.int() + 2 * masks.has_few.int(), 0).tolist()
+    for kind in sorted({*kinds} - {0}):
+        places = [row for row, other in enumerate(kinds) if other == kind]
+        rows = torch.tensor(places, device=logits.device)
+        own, draw_own = masks.part(rows), drawer
+        if kind > 2:
+            left, few = own.gather(logits, rows)
+            draw_own = partial(draw, racer=partial(race, ids=few))
+        else:
+            left = own.keep(logits, rows)
+        every = torch.arange(len(rows), device=logits.device)
+        found = left.argmax(-1) if kind % 2 else draw_own(left, how.rows(rows), every)
+        if kind > 2:
+            found = few.gather(-1, found[:, None])[:, 0]
+        ids[rows] = own.settle(found)
 
 
 def score(logits: torch.Tensor, ids: torch.Tensor, num_top: int, ranker: Ranker = rank) -> Draws:
