@@ -29,7 +29,7 @@ from fminfer.worker.line_run.runner import LOOKAHEAD, WINDOW, LineRunner
 TOLD_STATS = (
     *("num_steps", "num_prompt_tokens", "num_generated_tokens", "num_again_tokens"),
     *("num_cached_tokens", "num_counted_tokens", "num_counted_cached", "num_counted_shareable"),
-    *("num_copied_requests", "num_put_back", "max_rows_running", "num_kv_tokens"),
+    *("num_copied_requests", "num_put_back", "num_cut_off", "max_rows_running", "num_kv_tokens"),
 )
 WAIT_S = 0.02  # wait for a line when there is nothing else to do
 

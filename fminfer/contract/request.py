@@ -15,7 +15,7 @@ from fminfer.contract.fields import out_of_range
 from fminfer.contract.prompts import check_choices, read_prompts
 from fminfer.contract.read_fields import read_fields
 from fminfer.contract.row_warnings import RowWarning
-from fminfer.core.config import KnownParser
+from fminfer.core.config import Constraint, KnownParser
 from fminfer.core.errors import RequestError
 
 
@@ -45,6 +45,7 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()  # in order, each once
     truncate_prompt_tokens: int | None = None  # -1: what the context leaves
     truncation_side: str = "left"  # or "right"
+    constraint: Constraint | None = None  # what the text must be
     seed: int | None = None  # None: the run's seed, and equal lines differ
     add_special_tokens: bool = True
     skip_special_tokens: bool = True

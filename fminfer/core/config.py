@@ -29,6 +29,17 @@ OnTooLong = Literal["error", "truncate-left", "truncate-right"]
 GenerationDefaults = Literal["openai", "model"]
 KnownParser = Literal["hermes", "llama3_json"]
 ToolCallParser = Literal["auto", "hermes", "llama3_json", "none"]
+ConstraintKind = Literal["json", "regex", "choice", "grammar"]
+
+
+@dataclass(slots=True, frozen=True)
+class Constraint:
+    """What the text of an answer must be."""
+
+    kind: ConstraintKind
+    # A JSON Schema with its keys in order; a regex; a JSON list of strings; Lark or GBNF.
+    text: str
+    whitespace: str = ""  # a regex of what may stand between JSON tokens; "": ours; "none": nothing
 
 
 Value = TypeVar("Value")

@@ -51,8 +51,9 @@ class ChatIntake:
                 "the chat template writes nothing for these messages; give others",
                 "messages",
             )
-        parser = self._find_parser() if chat.tools else None
-        warnings = (*chat.warnings, *self._warn(chat, parser))
+        has_calls = bool(chat.tools) and chat.params.constraint is None
+        parser = self._find_parser() if has_calls else None
+        warnings = (*chat.warnings, *self._warn(chat, parser, has_calls=has_calls))
         if warnings and is_strict:
             raise RequestError(
                 "unsupported_parameter",
@@ -78,11 +79,13 @@ class ChatIntake:
             return self.tool_call_parser
         return find_parser(self.template.find_text(has_tools=True) or "")
 
-    def _warn(self, chat: ChatRequest, parser: KnownParser | None) -> list[RowWarning]:
+    def _warn(
+        self, chat: ChatRequest, parser: KnownParser | None, *, has_calls: bool
+    ) -> list[RowWarning]:
         """Return what the request asks for and the template, or the run, has no means for."""
         found = []
         text = self.template.find_text(has_tools=bool(chat.tools)) or ""
-        if chat.tools and parser is None and self.tool_call_parser == "auto":
+        if has_calls and parser is None and self.tool_call_parser == "auto":
             kind = "the form of this model's tool calls is not known, so that they stay text"
             found.append(RowWarning(f"{kind}; --tool-call-parser names one"))
         if chat.tools and "tools" not in text:

@@ -24,6 +24,7 @@ from fminfer.engine.sequence import AnswerKind, Prepared
 from fminfer.engine.start import find_bans
 from fminfer.text.chat_template import ChatTemplate
 from fminfer.text.encoded_prompt import EncodedPrompt
+from fminfer.text.grammars import find_grammars
 from fminfer.text.tokenizer import Tokenizer
 
 SHORTER = RowWarning(
@@ -89,12 +90,32 @@ class Intake:
         is_chat = is_chat_request(fields) if is_chat is None else is_chat
         request = self._parse_chat(fields, clock) if is_chat else self._parse_completion(fields)
         self._check_params(request.params)
-        warnings = tuple(self._warn_of_spelling(request))
+        warnings = (
+            *self._check_constraint(request.params),
+            *self._warn_of_spelling(request),
+        )
         if warnings and self.limits.is_strict:
             raise RequestError(
                 "unsupported_parameter", f"{warnings[0]}; change that, or run without --strict"
             )
         return replace(request, warnings=request.warnings + warnings) if warnings else request
+
+    def _check_constraint(self, params: SamplingParams) -> Iterator[RowWarning]:
+        """Compile a request's constraint; tell if its shortest answer would be cut off.
+
+        Raises:
+            RequestError: it cannot be had.
+        """
+        limits = self.limits
+        if params.constraint is None:
+            return
+        grammars = find_grammars(self._tokenizer, limits.vocab_size, limits.eos_ids)
+        shortest = grammars.find(params.constraint).shortest
+        if params.max_tokens < shortest:
+            yield RowWarning(
+                "max_tokens is below what the shortest constrained answer takes, so that answers "
+                "are cut off"
+            )
 
     def _warn_of_spelling(self, request: Request) -> Iterator[RowWarning]:
         """Tell of special tokens that a request spells, and that do what nobody expects."""

@@ -42,6 +42,16 @@ class Bans:
         bits = pack_ids(listed, (max(listed, default=-1) + 1) // 64 * 8 + 8)
         return make_mask(bits if has_list else invert(bits))
 
+    def narrow(self, mask: Mask, banned: set[int]) -> Mask:
+        """Return a mask of all of the model's tokens without those that are banned."""
+        size = len(mask.bits)
+        bits = int.from_bytes(mask.bits, "little")
+        if self.mask is not None:
+            end = b"\xff" if self.mask.bits[-1] > 127 else b"\0"
+            bits &= int.from_bytes(self.mask.bits[:size].ljust(size, end), "little")
+        bits &= ~int.from_bytes(pack_ids(banned, size), "little")
+        return make_mask(bits.to_bytes(size, "little"))
+
     def find(self, num_drawn: int, newest: list[int]) -> set[int]:
         """Return the tokens, beside those that are never drawn, that cannot be drawn next."""
         banned = set(self._held_ids) if num_drawn < self._params.min_tokens else set()

@@ -329,9 +329,10 @@ class EngineLoop:
             counts = planned.num_prompt_tokens, planned.num_decode_rows
             self.on_step(StepTrace(result.step_id, *counts, result.spans, planned.step))
         stats.num_prompt_tokens += planned.num_prompt_tokens
-        stats.num_generated_tokens += len(planned.sequences)
         for sequence in take_result(planned, result, self._scheduler):
             self._end(sequence)
+        num_forced = sum(max(0, sequence.num_unfed - 1) for sequence in planned.sequences)
+        stats.num_generated_tokens += len(planned.sequences) + num_forced
         for sequence in [s for s in self._leaving if not self._scheduler.has_in_flight(s)]:
             self._leaving.remove(sequence)
             self._scheduler.release(sequence)
@@ -341,6 +342,7 @@ class EngineLoop:
         self._scheduler.release(sequence)
         state = sequence.prompt.owner
         self.stats.end(sequence.num_draws_left)
+        self.stats.num_cut_off += sequence.is_cut_off
         if state.is_finished:
             self._finish(state)
 

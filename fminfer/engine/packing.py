@@ -93,13 +93,15 @@ def _add_samples(sampling: SamplingRows, sequences: list[Sequence]) -> None:
         if sequence.edits is not None:
             sampling.edits.extend(sequence.edits.columns)
             sampling.num_edits[place] = len(sequence.edits.columns.token_id)
-        if sequence.prompt.bans is not None:
-            banned = sequence.banned_ids
+        mask, bans = sequence.mask, sequence.prompt.bans
+        if mask is None and bans is not None:
+            banned, mask = sequence.banned_ids, bans.mask
             sampling.banned_ids += banned
             sampling.num_banned[place] = len(banned)
-            if (mask := sequence.prompt.bans.mask) is not None:
-                mask_of[place] = masks.setdefault(mask.bits, len(masks))
-                sampling.masks += [mask] * (len(masks) - len(sampling.masks))
+        if mask is not None:
+            mask_of[place] = masks.setdefault(mask.bits, len(masks))
+            if mask_of[place] == len(sampling.masks):
+                sampling.masks.append(mask)
     if masks:
         sampling.mask_of = mask_of
 

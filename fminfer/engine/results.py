@@ -63,15 +63,41 @@ def _take_token(
         sequence.finish_reason = "stop"
     else:
         advance(sequence, report)
-    if sequence.finish_reason is None and prompt.bans is not None:
         try:
-            prompt.bans.check(len(sequence.tokens), sequence.banned_ids)
+            _go_on(sequence, scheduler.max_unfed)
         except RequestError as error:
             state.error, sequence.finish_reason = error, "stop"
     if sequence.finish_reason is None:
         scheduler.resume(sequence)
     else:
         yield sequence
+
+
+def _go_on(sequence: Sequence, max_unfed: int) -> None:
+    """Find what a sequence may draw next; tokens without an alternative are drawn at once.
+
+    Those are fed together with the next one. Where logprobs are told, or choose among candidates,
+    the model must see each.
+
+    Raises:
+        RequestError: nothing is left.
+    """
+    params, bans, matcher = sequence.prompt.params, sequence.prompt.bans, sequence.matcher
+    if matcher is None:
+        if bans is not None and sequence.finish_reason is None:
+            bans.check(len(sequence.tokens), sequence.banned_ids)
+        return
+    needs_logprobs = params.logprobs is not None or params.best_of > params.n
+    while sequence.finish_reason is None:
+        matcher.take(sequence.tokens[-1].token_id)
+        sequence.find_mask()
+        few = sequence.mask.few if sequence.mask is not None else None
+        if few is None or len(few) > 1 or needs_logprobs or sequence.num_unfed >= max_unfed:
+            return
+        advance(sequence, TokenReport(few[0], 0.0, []))
+    if sequence.finish_reason == "length":
+        matcher.take(sequence.tokens[-1].token_id)
+        sequence.is_cut_off = not matcher.is_complete
 
 
 def _take_shared_scores(prompt: PromptState) -> None:
@@ -119,6 +145,7 @@ def advance(sequence: Sequence, token: TokenReport) -> None:
     detokenizer = sequence.detokenizer
     assert detokenizer is not None, "a sequence that generates nothing drew a token"
     sequence.tokens.append(token)
+    sequence.num_unfed += 1
     if sequence.edits is not None:
         sequence.edits.count(token.token_id)
     if token.token_id in sequence.prompt.end_ids and len(sequence.tokens) > params.min_tokens:

@@ -25,6 +25,7 @@ from fminfer.engine.step_shape import StepShape, StepsInFlight
 from fminfer.engine.waiting import WaitingLine
 
 MAX_LOOKS = 64  # waiting prompts that are looked at before a step
+MAX_UNFED = 32  # tokens of a row that drew some without an alternative
 MAX_LEFT_OUT = 8  # steps in a row that leave out the rows behind all others
 
 
@@ -99,6 +100,11 @@ class Scheduler:
         """Whether a row that ran waits to run again."""
         return self._waiting.has_preempted
 
+    @property
+    def max_unfed(self) -> int:
+        """The most tokens that a running row may have the next step feed."""
+        return min(MAX_UNFED, self._shape.chunk_size)
+
     def fits(self, prompt: PromptState) -> bool:
         """Return whether the cache could hold the prompt if it were alone."""
         return self._kv.fits(prompt)
@@ -168,9 +174,11 @@ class Scheduler:
         leaves_behind = has_behind and not is_their_turn and (is_ahead or feeds_others)
         num_drawing = self._in_flight.num_drawing
         is_decoding = num_drawing > 0 or len(self._ready) > 0
-        singles = self._decode_rows(num_drawing, leaves_behind=leaves_behind)
-        room = self._shape.max_tokens(len(singles), is_decoding=is_decoding) - len(singles)
-        chunks: list[PackedRow] = []
+        decoded = self._decode_rows(num_drawing, leaves_behind=leaves_behind)
+        chunks = [each for each in decoded if len(each.row.token_ids) > 1]
+        singles = [each for each in decoded if len(each.row.token_ids) == 1]
+        num_tokens = sum(len(each.row.token_ids) for each in decoded)
+        room = self._shape.max_tokens(num_tokens, is_decoding=is_decoding) - num_tokens
         while self._prefilling and room > 0:
             if leaves_behind and self._prefilling.first_priority == BEHIND_ALL:
                 break
@@ -318,6 +326,7 @@ class Scheduler:
         elif prompt in self._prefilling:
             self._prefilling.remove(prompt)
         self._kv.give_back(sequence)
+        sequence.num_unfed = 0
         prompt.again = prompt.ids + [token.token_id for token in sequence.tokens]
         self._waiting.put_first(prompt)
 
@@ -338,7 +347,8 @@ class Scheduler:
         num_decoding = self._in_flight.num_decoding
         count = self._shape.num_decode_rows(len(ready), num_drawing, num_decoding)
         rows: list[PackedRow] = []
-        while ready and len(rows) < count:
+        room = self._shape.chunk_size
+        while ready and len(rows) < count and ready[0].num_unfed <= room:
             sequence = ready.popleft()
             if leaves_behind:
                 if sequence not in self._ready:  # an earlier one needed its blocks
@@ -348,6 +358,9 @@ class Scheduler:
             has_room = position < len(sequence.block_table) * self._block_size
             if not (has_room or self._grow(sequence)):
                 continue
-            row = StepRow([sequence.tokens[-1].token_id], position, sequence.block_table)
+            ids = [token.token_id for token in sequence.tokens[-sequence.num_unfed :]]
+            sequence.num_unfed = 0
+            room -= len(ids)
+            row = StepRow(ids, position + 1 - len(ids), sequence.block_table)
             rows.append(PackedRow(row, is_prompt=False, sequences=[sequence]))
         return rows

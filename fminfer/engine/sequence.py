@@ -8,10 +8,12 @@ from typing import Literal
 from fminfer.contract.request import SamplingParams
 from fminfer.core.config import KnownParser
 from fminfer.core.errors import RequestError
+from fminfer.core.messages import Mask
 from fminfer.core.timing import RowTimes
 from fminfer.engine.logit_edits import Bans, LogitEdits
 from fminfer.text.detokenizer import Detokenizer
 from fminfer.text.encoded_prompt import EncodedPrompt
+from fminfer.text.grammars import Matcher
 
 FinishReason = Literal["stop", "length", "tool_calls"]  # the last one in chat answers only
 # Of an answer: of shapes A and B, of OpenAI's completions, or of chat.
@@ -192,7 +194,11 @@ class Sequence:
     tokens: list[TokenReport] = field(default_factory=list)
     text: str = ""
     num_cut: int = 0  # tokens at the end that start behind a stop string's cut
+    num_unfed: int = 0  # tokens at the end that the model has not seen: the newest, forced ones
     edits: LogitEdits | None = None  # None if its logits are left as they are
+    matcher: Matcher | None = None  # where it stands in its grammar; None: it has no constraint
+    mask: Mask | None = None  # with a matcher, what it may draw next, all bans counted
+    is_cut_off: bool = False  # it ended by its length, and its grammar allows no end there
     ended_by_token: bool = False  # EOS or one of stop_token_ids
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or stop token id
@@ -210,6 +216,24 @@ class Sequence:
             return set()
         newest = [token.token_id for token in self.tokens[-bans.reach :]]
         return bans.find(len(self.tokens), newest)
+
+    def find_mask(self) -> None:
+        """Find what it may draw next by its grammar and its request's bans.
+
+        Raises:
+            RequestError: nothing is left.
+        """
+        assert self.matcher is not None, "it has no grammar"
+        mask = self.matcher.mask
+        if self.prompt.bans is not None:
+            mask = self.prompt.bans.narrow(mask, self.banned_ids)
+        if mask.few == ():
+            raise RequestError(
+                "out_of_range",
+                f"the constraint leaves no token for generated token {len(self.tokens)} that "
+                "min_tokens, allowed_token_ids and bad_words allow. Change those or the constraint",
+            )
+        self.mask = mask
 
     @property
     def num_draws_left(self) -> int:

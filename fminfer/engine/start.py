@@ -11,6 +11,7 @@ from fminfer.engine.logit_edits import Bans, LogitEdits
 from fminfer.engine.noise import draw_key, noise_key
 from fminfer.engine.sequence import Prepared, PromptState, RequestState, Sequence
 from fminfer.text.detokenizer import Detokenizer
+from fminfer.text.grammars import find_grammars
 from fminfer.text.tokenizer import Tokenizer
 
 
@@ -21,14 +22,20 @@ class Starter:
     Args:
         eos_ids: tokens that end a sequence.
         seed: for requests without one of their own.
+        vocab_size: of the model; grammars need it.
     """
 
     tokenizer: Tokenizer
     eos_ids: frozenset[int]
     seed: int
+    vocab_size: int = 0
 
     def start(self, request_id: int, prepared: Prepared) -> RequestState:
-        """Return the state of a request of which nothing is computed yet."""
+        """Return the state of a request of which nothing is computed yet.
+
+        Raises:
+            RequestError: its constraint cannot be had, or leaves nothing to draw.
+        """
         state = RequestState(request_id, prepared, added_s=time.perf_counter())
         params = prepared.params
         seed = self.seed if params.seed is None else params.seed
@@ -40,7 +47,16 @@ class Starter:
         bans = find_bans(params, self.tokenizer, self.eos_ids)
         for prompt in state.prompts:
             prompt.bans = bans
+            self._constrain(prompt)
         return state
+
+    def _constrain(self, prompt: PromptState) -> None:
+        if (constraint := prompt.params.constraint) is None:
+            return
+        grammar = find_grammars(self.tokenizer, self.vocab_size, self.eos_ids).find(constraint)
+        for sequence in prompt.sequences:
+            sequence.matcher = grammar.start()
+            sequence.find_mask()
 
     def _start(self, state: RequestState, index: int, key: bytes) -> PromptState:
         params, encoded = state.prepared.params, state.prepared.prompts[index]

@@ -58,6 +58,7 @@ class EngineStats:
     num_ended: int = 0  # sequences
     num_stopped: int = 0  # those of them that ended before max_tokens
     num_undrawn: int = 0  # tokens by which they did
+    num_cut_off: int = 0  # those that ended at max_tokens where their grammar allows no end
     num_put_back: int = 0  # preempted rows, which were fed again
     num_apart: int = 0  # rows that gave nan, and were fed again without the prefix cache
     num_again_tokens: int = 0  # the part of num_prompt_tokens that was fed for both

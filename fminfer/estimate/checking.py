@@ -111,7 +111,9 @@ class Check:
     def _build_loop(self) -> EngineLoop:
         return build_loop(
             self._config,
-            Starter(self._tokenizer, self._limits.eos_ids, self._config.seed),
+            Starter(
+                self._tokenizer, self._limits.eos_ids, self._config.seed, self._limits.vocab_size
+            ),
             PretendPipeline(self._config.block_size),
             AnswerForm(self._tokenizer, self._config.token_format),
             sizes=self._sizes,

@@ -126,7 +126,8 @@ class _LongestRows(Starter):
     """Starts requests so that nothing but max_tokens ends them."""
 
     def start(self, request_id: int, prepared: Prepared) -> RequestState:
-        params = replace(prepared.params, min_tokens=prepared.params.max_tokens)
+        most = prepared.params.max_tokens
+        params = replace(prepared.params, min_tokens=most, constraint=None)
         state = super().start(request_id, replace(prepared, params=params))
         for prompt in state.prompts:
             prompt.end_ids, prompt.bans = frozenset(), None

@@ -173,7 +173,7 @@ class OnePipeline:
         eos_ids = find_ends(checkpoint, tokenizer)
         self.core = build_loop(
             config,
-            Starter(tokenizer, eos_ids, config.seed),
+            Starter(tokenizer, eos_ids, config.seed, checkpoint.config.vocab_size),
             self.stages,
             AnswerForm(tokenizer, config.token_format),
             sizes=sizes,

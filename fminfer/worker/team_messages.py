@@ -15,6 +15,7 @@ from typing import Any, Literal
 import orjson
 
 from fminfer.contract.request import SamplingParams
+from fminfer.core.config import Constraint
 from fminfer.core.errors import RequestError
 from fminfer.engine.engine_core import Facts
 from fminfer.engine.events import Delta, Event, Failed, Finished
@@ -105,7 +106,7 @@ _CLASSES = {
     each.__name__: each
     for each in (
         *(Ask, Cancel, Order, Loaded, Ready, Told, Broken, Prepared, SamplingParams, EncodedPrompt),
-        *(Delta, Finished, Failed, Facts, EngineStats, StageStats, ReadWork),
+        *(Constraint, Delta, Finished, Failed, Facts, EngineStats, StageStats, ReadWork),
     )
 }
 

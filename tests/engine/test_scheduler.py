@@ -142,6 +142,7 @@ class Driver:
     def take(self, sequence: Sequence, token_id: int) -> None:
         sequence.prompt.take_shared_scores()
         sequence.tokens.append(TokenReport(token_id, 0.0, []))
+        sequence.num_unfed += 1
         is_last = len(sequence.tokens) == sequence.prompt.params.max_tokens
         if is_last or token_id in sequence.prompt.end_ids:
             self.end(sequence)

@@ -1,0 +1,100 @@
+"""Compiles grammars in a process of its own, which the kernel ends if one takes too long.
+
+llguidance limits what a grammar may cost, but not the time: a number that must be a multiple of
+123,456,789 keeps it busy for hours, and a thread cannot be stopped. This file imports llguidance
+alone, so that the process is there in a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from typing import Any
+
+SECONDS = 2.0  # of computing; the largest of 1,000 schemas from practice takes 0.3
+BYTES = 2 << 30  # of memory
+EOS = 256
+
+
+class GrammarTrial:
+    """The process that tries grammars. Any thread may call it; calls wait for each other."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def find_fault(self, grammar: str) -> str:
+        """Return what is wrong with a grammar of llguidance; "": nothing."""
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self._process = _start()
+            process, data = self._process, grammar.encode()
+            assert process.stdin is not None and process.stdout is not None, "both are pipes"
+            try:
+                process.stdin.write(b"%d\n%b" % (len(data), data))
+                process.stdin.flush()
+                told = process.stdout.readline()
+            except OSError:
+                told = b""
+            if not told:
+                self._process = None
+                process.kill()
+                process.communicate()
+                return (
+                    f"it takes more than {SECONDS:g} s, or {BYTES >> 30} GB of memory, to compile"
+                )
+            return told.decode().strip()
+
+
+def _start() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, __file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C is for the run
+    )
+
+
+class _Bytes:
+    """A tokenizer of the 256 bytes, as llguidance's `TokenizerWrapper` takes one."""
+
+    eos_token_id = EOS
+    bos_token_id = None
+    special_token_ids = (EOS,)
+
+    def __init__(self) -> None:
+        self.tokens = [bytes([byte]) for byte in range(EOS)] + [b"<eos>"]
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return list(text if isinstance(text, bytes) else text.encode())
+
+
+def _serve() -> None:
+    from llguidance import LLMatcher, LLTokenizer
+    from llguidance._tokenizer import TokenizerWrapper
+
+    resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
+    tokenizer = LLTokenizer(TokenizerWrapper(_Bytes()), n_vocab=EOS + 1)
+    while size := sys.stdin.buffer.readline():
+        grammar = sys.stdin.buffer.read(int(size)).decode()
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # its signal ends the process
+        fault = _try(LLMatcher, tokenizer, grammar)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.buffer.write(" ".join(fault.split()).encode() + b"\n")
+        sys.stdout.buffer.flush()
+
+
+def _try(matcher_class: Any, tokenizer: Any, grammar: str) -> str:
+    matcher = matcher_class(tokenizer, grammar, log_level=0)
+    if not matcher.is_error() and not any(matcher.compute_bitmask()):
+        return matcher.get_error() or "nothing matches it"
+    return str(matcher.get_error())
+
+
+if __name__ == "__main__":
+    del sys.path[0]  # this folder, whose names are not for others to import
+    _serve()

@@ -1,0 +1,389 @@
+"""Grammars of constrained answers, compiled: which tokens may come next.
+
+llguidance compiles them and finds the masks. Another library could take its place: the rest of
+the program knows `Grammar` and `Matcher` only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import threading
+from collections import OrderedDict
+from functools import cached_property, lru_cache
+from typing import Any, Protocol
+
+from fminfer.core.config import Constraint
+from fminfer.core.errors import RequestError
+from fminfer.core.messages import Mask, make_mask
+from fminfer.text.grammar_trial import GrammarTrial
+from fminfer.text.tokenizer import Tokenizer
+
+MAX_KEPT = 256  # grammars
+MAX_NODES = 2048  # masks that are kept, of all grammars: each has a bit for every token
+# Between tokens of JSON. Small models go on and on with white space that nothing bounds.
+WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,20}"
+# What a tokenizer must give back byte by byte. Many tokenizers change capital letters.
+PROBE = '{"a": [1, "b c"], "é": "x\\n-2.5"}'
+
+
+class Matcher(Protocol):
+    """Where one sequence stands in its grammar."""
+
+    @property
+    def mask(self) -> Mask:
+        """The tokens that may come next, EOS where the answer is complete.
+
+        Raises:
+            RequestError: the grammar is too complex here.
+        """
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the answer may end here."""
+
+    def take(self, token_id: int) -> None:
+        """Go on behind a token that the mask allowed; never EOS."""
+
+
+class _Node:
+    """A place that several sequences reach by the same tokens."""
+
+    def __init__(self, mask: Mask) -> None:
+        self.mask = mask
+        self.next: dict[int, _Node] = {}
+
+
+class Grammar:
+    """A grammar over the tokens of a model.
+
+    Args:
+        root: a matcher of llguidance at the start; each sequence gets a copy.
+        grammars: count the masks that are kept.
+        shortest: the tokens of the shortest answer, as far as it is known, EOS too.
+    """
+
+    def __init__(self, root: Any, grammars: Grammars, shortest: int) -> None:
+        self.root, self.grammars = root, grammars
+        self.shortest = shortest
+        self.num_nodes = 1
+        self.first = _Node(grammars.mask_of(root))
+
+    def start(self) -> Matcher:
+        """Return a matcher at the beginning."""
+        return _Walk(self)
+
+
+class _Walk:
+    """Follows kept masks as long as there are any; then it asks llguidance, token by token."""
+
+    def __init__(self, grammar: Grammar) -> None:
+        self._grammar = grammar
+        self._node: _Node | None = grammar.first
+        self._mask: Mask | None = grammar.first.mask
+        self._own: Any = None  # a matcher of llguidance
+        self._untold: list[int] = []  # tokens that it has not got yet
+
+    @property
+    def mask(self) -> Mask:
+        if self._mask is None:
+            self._mask = self._grammar.grammars.mask_of(self._matcher())
+        return self._mask
+
+    @property
+    def is_complete(self) -> bool:
+        return bool(self._matcher().is_accepting())
+
+    def take(self, token_id: int) -> None:
+        self._untold.append(token_id)
+        node, grammar = self._node, self._grammar
+        if node is None:
+            self._mask = None
+            return
+        self._node = node.next.get(token_id)
+        self._mask = self._node.mask if self._node else None
+        if self._node is None and grammar.grammars.has_room(grammar):
+            self._node = node.next[token_id] = _Node(self.mask)
+
+    def _matcher(self) -> Any:
+        if self._own is None:
+            self._own = self._grammar.root.deep_copy()
+        if self._untold:
+            self._own.consume_tokens(self._untold)
+            self._untold = []
+        if self._own.is_error():  # its mask would be EOS alone, and JSON would end in silence
+            raise _refuse_here(self._own.get_error())
+        return self._own
+
+
+def _refuse_here(text: str) -> RequestError:
+    return RequestError(
+        "unsupported_parameter",
+        f"the constraint is too complex for the answer that was begun: {text[:200]}. Make it "
+        "simpler",
+    )
+
+
+class Vocabulary:
+    """The bytes of a model's tokens, as llguidance's `TokenizerWrapper` takes them.
+
+    Raises:
+        RequestError: texts are not their tokens' bytes, one after another.
+    """
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
+        if not tokenizer.has_words or not eos_ids:
+            lacks = "EOS, which ends such answers" if tokenizer.has_words else "tokenizer"
+            raise RequestError(
+                "unsupported_parameter",
+                f"the answer is constrained, and this run has no {lacks}; ask without a constraint",
+            )
+        self._tokenizer = tokenizer
+        self.eos_token_id = min(eos_ids)
+        self.special_token_ids = sorted(tokenizer.special_ids | eos_ids)
+        self.tokens = [
+            tokenizer.token_bytes(token_id)
+            if tokenizer.has_text(token_id, skip_special_tokens=False)
+            else b""
+            for token_id in range(vocab_size)
+        ]
+        special = set(self.special_token_ids)
+        self._ids = {token: i for i, token in enumerate(self.tokens) if i not in special}
+        self._longest = max(map(len, self._ids))
+        if not self._spells(tokenizer.encode(PROBE, add_special_tokens=False).ids, PROBE.encode()):
+            raise RequestError(
+                "unsupported_parameter",
+                "the answer is constrained, and the texts of this model's tokenizer are not its "
+                "tokens' bytes, as in WordPiece; ask without a constraint",
+            )
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        """Return the tokens that a model would write for a text in the middle of another."""
+        data = text if isinstance(text, bytes) else text.encode()
+        for before in ("", "="):  # some tokenizers put a space before a text
+            ids = self._tokenizer.encode(before + data.decode(), add_special_tokens=False).ids
+            ids = ids[len(before) :]
+            if self._spells(ids, data):
+                return ids
+        return self._cut(data)
+
+    def _spells(self, ids: list[int], data: bytes) -> bool:
+        """Tell whether ids spell a text; only the probe may have a space before it."""
+        if any(token_id >= len(self.tokens) for token_id in ids):
+            return False
+        spelled = b"".join(self.tokens[token_id] for token_id in ids)
+        return spelled == data or (data == PROBE.encode() and spelled == b" " + data)
+
+    def _cut(self, data: bytes) -> list[int]:
+        """Take the longest token each time, as far as there are tokens."""
+        ids: list[int] = []
+        while data:
+            sizes = range(min(len(data), self._longest), 0, -1)
+            size = next((size for size in sizes if data[:size] in self._ids), 0)
+            if not size:
+                break
+            ids.append(self._ids[data[:size]])
+            data = data[size:]
+        return ids
+
+
+class Grammars:
+    """Compiles constraints for one model, and keeps what it compiled. Any thread may call it.
+
+    Args:
+        vocab_size: rows of the model's head; ids without a token are never drawn.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
+        self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, eos_ids
+        self._lock = threading.Lock()
+        self._found: OrderedDict[Constraint, Grammar | RequestError] = OrderedDict()
+        self._num_nodes = 0
+        self._trial = GrammarTrial()
+
+    def find(self, constraint: Constraint) -> Grammar:
+        """Return the grammar of a constraint, compiled now or before.
+
+        Raises:
+            RequestError: there is none; it names what cannot be had.
+        """
+        with self._lock:
+            found = self._found.get(constraint)
+            if found is not None:
+                self._found.move_to_end(constraint)
+        if found is None:
+            try:
+                found = self._compile(constraint)
+            except RequestError as error:
+                found = error
+            self._keep(constraint, found)
+        if isinstance(found, RequestError):
+            raise RequestError(found.code, found.message, found.param)
+        return found
+
+    def has_room(self, grammar: Grammar) -> bool:
+        """Tell whether one more mask can be kept, and count it."""
+        with self._lock:
+            if self._num_nodes >= MAX_NODES:
+                return False
+            self._num_nodes += 1
+            grammar.num_nodes += 1
+            return True
+
+    def mask_of(self, matcher: Any) -> Mask:
+        """Return the mask of a matcher of llguidance.
+
+        Raises:
+            RequestError: it cannot go on.
+        """
+        bits = ctypes.create_string_buffer((self._vocab_size + 63) // 64 * 8)
+        num_words = (self._vocab_size + 31) // 32  # llguidance's are of 32 bits
+        matcher.unsafe_compute_mask_ptr(ctypes.addressof(bits), num_words * 4)
+        if matcher.is_error():
+            raise _refuse_here(matcher.get_error())
+        return make_mask(bits.raw)
+
+    def _keep(self, constraint: Constraint, found: Grammar | RequestError) -> None:
+        with self._lock:
+            self._found[constraint] = found
+            self._num_nodes += isinstance(found, Grammar)
+            while len(self._found) > MAX_KEPT:
+                _, gone = self._found.popitem(last=False)
+                self._num_nodes -= gone.num_nodes if isinstance(gone, Grammar) else 0
+
+    def _compile(self, constraint: Constraint) -> Grammar:
+        from llguidance import LLMatcher, LLParserLimits  # loaded where a request asks for it
+
+        words, vocabulary = self._vocabularies
+        try:
+            text = _write(constraint)
+            fault = self._trial.find_fault(text)
+        except Exception as error:  # a converter's, of a grammar that it cannot read
+            fault = str(error)
+        if not fault:
+            limits = LLParserLimits(verbose_errors=False)
+            root = LLMatcher(vocabulary, text, log_level=0, limits=limits)
+            if not root.is_error():
+                grammar = Grammar(root, self, _count_shortest(constraint, words, root))
+                if grammar.first.mask.few != ():
+                    return grammar
+            fault = root.get_error() or "no token of this model can begin an answer"
+        raise _refuse(constraint, fault)
+
+    @cached_property
+    def _vocabularies(self) -> tuple[Vocabulary, Any]:
+        """The bytes of the model's tokens, and llguidance's index of them."""
+        from llguidance import LLTokenizer
+        from llguidance._tokenizer import TokenizerWrapper
+
+        words = Vocabulary(self._tokenizer, self._vocab_size, self._eos_ids)
+        made = LLTokenizer(
+            TokenizerWrapper(words), n_vocab=self._vocab_size, eos_token=sorted(self._eos_ids)
+        )
+        return words, made
+
+
+@lru_cache(4)
+def find_grammars(tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> Grammars:
+    """Return the one place where the grammars of a model are compiled and kept."""
+    return Grammars(tokenizer, vocab_size, eos_ids)
+
+
+def _write(constraint: Constraint) -> str:
+    """Return a constraint in llguidance's own form.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    text = constraint.text
+    if constraint.kind == "json":
+        # These count more than what a schema says of itself in "x-guidance".
+        options: Any = {"lenient": False, "coerce_one_of": False}
+        options |= {"item_separator": ",", "key_separator": ":"}
+        options["whitespace_flexible"] = constraint.whitespace != "none"
+        if options["whitespace_flexible"]:
+            options["whitespace_pattern"] = constraint.whitespace or WHITE_SPACE
+        return LLMatcher.grammar_from_json_schema(text, overrides=options)
+    if constraint.kind == "regex":
+        return LLMatcher.grammar_from_regex(text)
+    if constraint.kind == "choice":
+        words = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(words))
+    return LLMatcher.grammar_from_lark(any_to_lark(text))
+
+
+def _refuse(constraint: Constraint, fault: str) -> RequestError:
+    """Return the error of a constraint that cannot be had."""
+    names = {"json": "the JSON schema", "choice": "the choices"}
+    name = names.get(constraint.kind, f"the {constraint.kind}")
+    fault = " ".join(fault.replace("<non-verbose/>", "").split())[:300]
+    if fault.startswith("Unimplemented keys: "):
+        keys = fault.removeprefix("Unimplemented keys: ").strip("[]")
+        fault = f"it has {keys}, to which answers cannot be held. Leave that out"
+    return RequestError(
+        "unsupported_parameter", f"{name} that answers are to follow cannot be had: {fault}"
+    )
+
+
+def _count_shortest(constraint: Constraint, words: Vocabulary, root: Any) -> int:
+    """Return how many tokens the shortest answer takes; 0: that is not known."""
+    texts: list[str] = []
+    if constraint.kind == "choice":
+        texts = json.loads(constraint.text)
+    elif constraint.kind == "json":
+        schema = json.loads(constraint.text)
+        texts = [found] if (found := _shorten(schema, schema, 0)) is not None else []
+    counts = []
+    for ids in map(words, texts):
+        matcher = root.deep_copy()
+        if matcher.consume_tokens(ids) and matcher.is_accepting():
+            counts.append(len(ids))
+    return min(counts, default=0)
+
+
+def _shorten(schema: Any, root: Any, depth: int) -> str | None:
+    """Return a short text that a JSON Schema allows, as far as that is easy to see."""
+    if depth > 32 or not isinstance(schema, dict):
+        return None
+    if "$ref" in schema:
+        target = root
+        for part in str(schema["$ref"]).removeprefix("#").split("/")[1:]:
+            target = target.get(part) if isinstance(target, dict) else None
+        return _shorten(target, root, depth + 1)
+    values = [schema["const"]] if "const" in schema else schema.get("enum", [])
+    found: list[str | None] = [_compact(value) for value in values]
+    for each in schema.get("anyOf", schema.get("oneOf", [])):
+        found.append(_shorten(each, root, depth + 1))
+    if not found:
+        kinds: Any = schema.get("type", "integer")
+        for kind in kinds if isinstance(kinds, list) else [kinds]:
+            found.append(_shorten_kind(kind, schema, root, depth))
+    return min((text for text in found if text is not None), key=len, default=None)
+
+
+def _shorten_kind(kind: str, schema: dict[str, Any], root: Any, depth: int) -> str | None:
+    if kind == "object":
+        properties, names = schema.get("properties", {}), schema.get("required", [])
+        ordered = sorted(names, key=[*properties, *names].index)
+        parts = [_shorten(properties.get(name, {}), root, depth + 1) for name in ordered]
+        if None in parts:
+            return None
+        return (
+            "{" + ",".join(f"{_compact(n)}:{p}" for n, p in zip(ordered, parts, strict=True)) + "}"
+        )
+    if kind == "array":
+        item = _shorten(schema.get("items", {}), root, depth + 1)
+        num_items = schema.get("minItems", 0)
+        return None if item is None and num_items else f"[{','.join([item or ''] * num_items)}]"
+    if kind == "string":
+        return _compact("a" * schema.get("minLength", 0))
+    return {"integer": "0", "number": "0", "boolean": "true", "null": "null"}.get(kind)
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
