@@ -7,6 +7,7 @@ alone, so that the process is there in a tenth of a second.
 
 from __future__ import annotations
 
+import json
 import resource
 import signal
 import subprocess
@@ -26,15 +27,19 @@ class GrammarTrial:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def find_fault(self, grammar: str) -> str:
-        """Return what is wrong with a grammar of llguidance; "": nothing."""
+    def compile(self, text: str, *, is_free: bool) -> tuple[str, str]:
+        """Return a grammar in llguidance's own form, and what is wrong with it; "": nothing.
+
+        Args:
+            is_free: it is in Lark or GBNF, and not in that form yet.
+        """
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._process = _start()
-            process, data = self._process, grammar.encode()
+            process = self._process
             assert process.stdin is not None and process.stdout is not None, "both are pipes"
             try:
-                process.stdin.write(b"%d\n%b" % (len(data), data))
+                process.stdin.write(json.dumps([text, is_free]).encode() + b"\n")
                 process.stdin.flush()
                 told = process.stdout.readline()
             except OSError:
@@ -43,10 +48,10 @@ class GrammarTrial:
                 self._process = None
                 process.kill()
                 process.communicate()
-                return (
-                    f"it takes more than {SECONDS:g} s, or {BYTES >> 30} GB of memory, to compile"
-                )
-            return told.decode().strip()
+                limits = f"{SECONDS:g} s, or {BYTES >> 30} GB of memory"
+                return "", f"it takes more than {limits} to compile"
+            grammar, fault = json.loads(told)
+            return grammar, fault
 
 
 def _start() -> subprocess.Popen[bytes]:
@@ -76,20 +81,24 @@ class _Bytes:
 def _serve() -> None:
     from llguidance import LLMatcher, LLTokenizer
     from llguidance._tokenizer import TokenizerWrapper
+    from llguidance.gbnf_to_lark import any_to_lark
 
     resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
     tokenizer = LLTokenizer(TokenizerWrapper(_Bytes()), n_vocab=EOS + 1)
-    while size := sys.stdin.buffer.readline():
-        grammar = sys.stdin.buffer.read(int(size)).decode()
+    for line in sys.stdin.buffer:
+        text, is_free = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, SECONDS)  # its signal ends the process
-        fault = _try(LLMatcher, tokenizer, grammar)
+        try:
+            grammar = LLMatcher.grammar_from_lark(any_to_lark(text)) if is_free else text
+            fault = _try(LLMatcher(tokenizer, grammar, log_level=0))
+        except Exception as error:  # the converter's, of a grammar that it cannot read
+            grammar, fault = "", str(error) or type(error).__name__
         signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.buffer.write(" ".join(fault.split()).encode() + b"\n")
+        sys.stdout.buffer.write(json.dumps([grammar, fault]).encode() + b"\n")
         sys.stdout.buffer.flush()
 
 
-def _try(matcher_class: Any, tokenizer: Any, grammar: str) -> str:
-    matcher = matcher_class(tokenizer, grammar, log_level=0)
+def _try(matcher: Any) -> str:
     if not matcher.is_error() and not any(matcher.compute_bitmask()):
         return matcher.get_error() or "nothing matches it"
     return str(matcher.get_error())

@@ -20,6 +20,8 @@ from fminfer.text.grammar_trial import GrammarTrial
 from fminfer.text.tokenizer import Tokenizer
 
 MAX_KEPT = 256  # grammars
+MAX_DEPTH = 64
+MAX_SHORTEST = 20_000  # characters of a shortest answer that is looked for
 MAX_NODES = 2048  # masks that are kept, of all grammars: each has a bit for every token
 # Between tokens of JSON. Small models go on and on with white space that nothing bounds.
 WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,20}"
@@ -259,8 +261,8 @@ class Grammars:
         words, vocabulary = self._vocabularies
         try:
             text = _write(constraint)
-            fault = self._trial.find_fault(text)
-        except Exception as error:  # a converter's, of a grammar that it cannot read
+            text, fault = self._trial.compile(text, is_free=constraint.kind == "grammar")
+        except ValueError as error:
             fault = str(error)
         if not fault:
             limits = LLParserLimits(verbose_errors=False)
@@ -292,13 +294,12 @@ def find_grammars(tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]
 
 
 def _write(constraint: Constraint) -> str:
-    """Return a constraint in llguidance's own form.
+    """Return a constraint in llguidance's own form; Lark and GBNF as they are.
 
     Raises:
         ValueError: it cannot be read.
     """
     from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import any_to_lark
 
     text = constraint.text
     if constraint.kind == "json":
@@ -314,7 +315,7 @@ def _write(constraint: Constraint) -> str:
     if constraint.kind == "choice":
         words = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
         return LLMatcher.grammar_from_lark("start: " + " | ".join(words))
-    return LLMatcher.grammar_from_lark(any_to_lark(text))
+    return text
 
 
 def _refuse(constraint: Constraint, fault: str) -> RequestError:
@@ -337,7 +338,7 @@ def _count_shortest(constraint: Constraint, words: Vocabulary, root: Any) -> int
         texts = json.loads(constraint.text)
     elif constraint.kind == "json":
         schema = json.loads(constraint.text)
-        texts = [found] if (found := _shorten(schema, schema, 0)) is not None else []
+        texts = [found] if (found := _Shortest(schema).find(schema)) is not None else []
     counts = []
     for ids in map(words, texts):
         matcher = root.deep_copy()
@@ -346,43 +347,62 @@ def _count_shortest(constraint: Constraint, words: Vocabulary, root: Any) -> int
     return min(counts, default=0)
 
 
-def _shorten(schema: Any, root: Any, depth: int) -> str | None:
-    """Return a short text that a JSON Schema allows, as far as that is easy to see."""
-    if depth > 32 or not isinstance(schema, dict):
-        return None
-    if "$ref" in schema:
-        target = root
-        for part in str(schema["$ref"]).removeprefix("#").split("/")[1:]:
-            target = target.get(part) if isinstance(target, dict) else None
-        return _shorten(target, root, depth + 1)
-    values = [schema["const"]] if "const" in schema else schema.get("enum", [])
-    found: list[str | None] = [_compact(value) for value in values]
-    for each in schema.get("anyOf", schema.get("oneOf", [])):
-        found.append(_shorten(each, root, depth + 1))
-    if not found:
-        kinds: Any = schema.get("type", "integer")
-        for kind in kinds if isinstance(kinds, list) else [kinds]:
-            found.append(_shorten_kind(kind, schema, root, depth))
-    return min((text for text in found if text is not None), key=len, default=None)
+class _Shortest:
+    """Finds a short text that a JSON Schema allows, as far as that is easy to see.
 
+    Args:
+        root: the whole schema, for its references.
+    """
 
-def _shorten_kind(kind: str, schema: dict[str, Any], root: Any, depth: int) -> str | None:
-    if kind == "object":
-        properties, names = schema.get("properties", {}), schema.get("required", [])
-        ordered = sorted(names, key=[*properties, *names].index)
-        parts = [_shorten(properties.get(name, {}), root, depth + 1) for name in ordered]
-        if None in parts:
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._left = 5000  # looks at parts of it: references can make it endless
+        self._depth = 0
+
+    def find(self, schema: Any) -> str | None:
+        """Return a text; None: it is not easy to see, or long."""
+        self._left -= 1
+        if self._left < 0 or self._depth > MAX_DEPTH or not isinstance(schema, dict):
             return None
-        return (
-            "{" + ",".join(f"{_compact(n)}:{p}" for n, p in zip(ordered, parts, strict=True)) + "}"
-        )
-    if kind == "array":
-        item = _shorten(schema.get("items", {}), root, depth + 1)
-        num_items = schema.get("minItems", 0)
-        return None if item is None and num_items else f"[{','.join([item or ''] * num_items)}]"
-    if kind == "string":
-        return _compact("a" * schema.get("minLength", 0))
-    return {"integer": "0", "number": "0", "boolean": "true", "null": "null"}.get(kind)
+        self._depth += 1
+        found = self._find_inside(schema)
+        self._depth -= 1
+        return found
+
+    def _find_inside(self, schema: dict[str, Any]) -> str | None:
+        if "$ref" in schema:
+            return self._find_referred(str(schema["$ref"]))
+        values = [schema["const"]] if "const" in schema else schema.get("enum", [])
+        others: Any = schema.get("anyOf") or schema.get("oneOf") or []
+        found = [*map(_compact, values), *map(self.find, others)]
+        if not found:
+            kinds: Any = schema.get("type", "integer")
+            kinds = kinds if isinstance(kinds, list) else [kinds]
+            found = [self._find_of_kind(kind, schema) for kind in kinds]
+        short = [text for text in found if text is not None and len(text) < MAX_SHORTEST]
+        return min(short, key=len, default=None)
+
+    def _find_referred(self, reference: str) -> str | None:
+        target = self._root
+        for part in reference.split("/")[1:]:
+            target = target.get(part) if isinstance(target, dict) else None
+        return self.find(target)
+
+    def _find_of_kind(self, kind: str, schema: dict[str, Any]) -> str | None:
+        if kind == "object":
+            properties, names = schema.get("properties", {}), schema.get("required", [])
+            ordered = sorted(names, key=[*properties, *names].index)
+            values = [self.find(properties.get(name, {})) for name in ordered]
+            pairs = zip(ordered, values, strict=True)
+            parts = [f"{_compact(name)}:{value}" for name, value in pairs]
+            return None if None in values else "{" + ",".join(parts) + "}"
+        if kind == "array":
+            num_items = min(schema.get("minItems", 0), MAX_SHORTEST)
+            item = self.find(schema.get("items", {})) if num_items else ""
+            return None if item is None else f"[{','.join([item] * num_items)}]"
+        if kind == "string":
+            return _compact("a" * min(schema.get("minLength", 0), MAX_SHORTEST))
+        return {"integer": "0", "number": "0", "boolean": "true", "null": "null"}.get(kind)
 
 
 def _compact(value: Any) -> str:
