@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fminfer.contract.chat_messages import read_messages, read_tools
+from fminfer.contract.constraint import find_constraint
 from fminfer.contract.fields import INT64, is_integral
 from fminfer.contract.prompts import check_choices
 from fminfer.contract.read_fields import read_fields
@@ -86,6 +87,8 @@ def parse_chat(
     if found.get("tool_choice") == "none":
         tools = []
     warnings += _warn_of_strict(tools)
+    if tools and find_constraint(found) is not None:
+        warnings.append(RowWarning("tools cannot be called by an answer that is constrained"))
     max_tokens = _max_tokens(found)
     most = max_new_tokens if max_tokens is None else max_tokens
     found |= {"best_of": found.get("n", DEFAULTS.n), "logprobs": _logprobs(found)}

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fminfer.contract.chat_messages import MESSAGES, TOOLS
+from fminfer.contract.constraint import HELPS, KINDS
 from fminfer.contract.fields import (
     ANYTHING,
     INT64,
@@ -50,7 +51,6 @@ MAX_CANDIDATES = 128  # n and best_of
 MAX_BIAS = 100  # of logit_bias, on either side of 0
 MAX_REPETITION = 1000  # beyond it, or one over it, float32 logits lose their order
 MAX_NAME_CHARS = 256  # of a model's name: each chunk of a stream repeats it
-NO_CONSTRAINT = "Constrained decoding is not there yet: ask in the prompt for the form you want"
 
 
 @dataclass(slots=True, frozen=True)
@@ -105,8 +105,8 @@ def _read_tool_choice(name: str, value: Any, most: int) -> str:
     if value == "required" or isinstance(value, dict):
         raise RequestError(
             "unsupported_parameter",
-            f"{name} is {show(value)}, which forces a call. {NO_CONSTRAINT}, and set {name} to "
-            '"auto" or "none"',
+            f"{name} is {show(value)}, which forces a call, and this version cannot do that. Set "
+            'it to "auto" or "none", or ask for JSON by response_format',
             name,
         )
     return str(_CHOICE.read(name, value, most))
@@ -217,6 +217,7 @@ _RECORDED = (
     *_recorded("prompt_cache_options", "session_id", "priority", "cache_salt", "cache_prompt"),
     *_recorded("guided_decoding_backend", "stream_interval", "return_mm_kwargs"),
 )
+_CONSTRAINTS = tuple(Field(name, kind, HELPS[name]) for name, kind in KINDS.items())
 _OF_BOTH = (
     *_DRAWS,
     *_RECORDED,
@@ -268,10 +269,8 @@ _OF_BOTH = (
         fate="served",
         neutral=({},),
     ),
-    *_refused(NO_CONSTRAINT, [{"type": "text"}], "response_format"),
-    *_refused(NO_CONSTRAINT, [""], "guided_json", "guided_regex", "guided_choice", "grammar"),
-    *_refused(NO_CONSTRAINT, [""], "guided_grammar", "guided_whitespace_pattern", "json_schema"),
-    *_refused(NO_CONSTRAINT, [""], "structured_outputs", "structural_tag"),
+    *_CONSTRAINTS,
+    *_refused("structured_outputs takes json, regex, choice or grammar", [""], "structural_tag"),
     *_refused('In completions, "echo": true with logprobs gives them', [], "prompt_logprobs"),
     *_refused("logprobs tells the likeliest tokens", [], "logprob_token_ids"),
     *_refused("return_token_ids adds the ids", [False], "return_tokens_as_token_ids"),
@@ -397,4 +396,5 @@ FIELDS: dict[Endpoint, dict[str, Field]] = {
 }
 DRAW_FIELDS = tuple(each.name for each in _DRAWS)
 # What may differ between requests of one part of `split`: it changes no draw.
-FIELDS_OF_LINES = frozenset(each.name for each in (_PROMPT, _MESSAGES, _TOOLS, *_RECORDED))
+_OF_LINES = (_PROMPT, _MESSAGES, _TOOLS, *_CONSTRAINTS, *_RECORDED)
+FIELDS_OF_LINES = frozenset(each.name for each in _OF_LINES)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fminfer.contract.constraint import find_constraint
 from fminfer.contract.fields import out_of_range
 from fminfer.contract.prompts import check_choices, read_prompts
 from fminfer.contract.read_fields import read_fields
@@ -138,7 +139,8 @@ def make_params(
         max_tokens: the request's.
 
     Raises:
-        RequestError: `min_tokens` exceeds it, or a side is to be cut by no length.
+        RequestError: `min_tokens` exceeds it, a side is to be cut by no length, or there are two
+            constraints.
     """
     min_tokens = found.get("min_tokens", DEFAULTS.min_tokens)
     if min_tokens > max_tokens:
@@ -151,4 +153,5 @@ def make_params(
     if found.get("truncation_side") == "right" and "truncate_prompt_tokens" not in found:
         raise out_of_range("truncation_side", "right", "null without truncate_prompt_tokens")
     own = {name: found[name] for name in found.keys() & _PARAMS}
-    return replace(defaults, **own | {"max_tokens": max_tokens})
+    own |= {"max_tokens": max_tokens, "constraint": find_constraint(found)}
+    return replace(defaults, **own)

@@ -23,8 +23,9 @@ MAX_KEPT = 256  # grammars
 MAX_DEPTH = 64
 MAX_SHORTEST = 20_000  # characters of a shortest answer that is looked for
 MAX_NODES = 2048  # masks that are kept, of all grammars: each has a bit for every token
-# Between tokens of JSON. Small models go on and on with white space that nothing bounds.
-WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,20}"
+# Between tokens of JSON: a space, or a line break and its indent. Small models go on and on with
+# white space that nothing bounds.
+WHITE_SPACE = r"\x20|\r?\n[\x20\t]{0,20}"
 # What a tokenizer must give back byte by byte. Many tokenizers change capital letters.
 PROBE = '{"a": [1, "b c"], "é": "x\\n-2.5"}'
 
