@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from fminfer.contract.request import SamplingParams
 from fminfer.core.errors import UsageError
+from fminfer.core.messages import Mask, SamplingRows, invert, make_mask, pack_ids
 from fminfer.core.quantities import show_seconds
 from fminfer.core.timing import RowClock
 from fminfer.engine.blocks import BlockPool
+from fminfer.engine.logit_edits import Bans
 from fminfer.engine.noise import draw_key, meaning_of, noise_key, step_noise
+from fminfer.engine.packing import _add_samples
+from fminfer.engine.sequence import Sequence
 from fminfer.engine.stop_strings import find_stop
 from fminfer.files.input_folders import find_inputs
 from fminfer.files.line_reader import read_lines
@@ -49,6 +54,43 @@ def test_find_stop(
     text: str, stops: tuple[str, ...], num_new: int, expected: tuple[int, str] | None
 ) -> None:
     assert find_stop(text, stops, num_new) == expected
+
+
+@pytest.mark.parametrize(
+    "allowed, never, bits, few",
+    [
+        ((3, 63, 64, 149), (), pack_ids([3, 63, 64, 149], 24), (3, 63, 64, 149)),
+        ((3, 63), (), pack_ids([3, 63], 16), (3, 63)),  # its last bit is of no token's behind
+        ((3, 9, 64), (9,), pack_ids([3, 64], 16), (3, 64)),
+        ((), (7, 63), invert(pack_ids([7, 63], 16)), None),
+        (tuple(range(300)), (), pack_ids(range(300), 40), None),
+        (tuple(range(256)), (), pack_ids(range(256), 40), tuple(range(256))),
+    ],
+)
+def test_bans_are_a_mask(
+    allowed: tuple[int, ...], never: tuple[int, ...], bits: bytes, few: tuple[int, ...] | None
+) -> None:
+    """A banned first token of a longer word is none of it."""
+    words = [*((token_id,) for token_id in never), (8, 9)]
+    bans = Bans(SamplingParams(allowed_token_ids=allowed), frozenset([5]), words)
+    assert bans.mask == Mask(bits, few) == make_mask(bits)
+
+
+def test_rows_that_may_draw_the_same_share_a_mask() -> None:
+    params = SamplingParams(temperature=0)
+
+    def row(*never: int) -> Sequence:
+        bans = Bans(params, frozenset(), [(token_id,) for token_id in never])
+        prompt = SimpleNamespace(params=params, bans=bans)
+        return cast(Sequence, SimpleNamespace(prompt=prompt, tokens=[], edits=None, banned_ids=[]))
+
+    sampling = SamplingRows()
+    _add_samples(sampling, [row(3), row(), row(4, 5), row(3), row(5, 4)])
+    assert sampling.mask_of == [0, -1, 1, 0, 1]
+    assert sampling.masks == [make_mask(invert(pack_ids(ids, 8))) for ids in ([3], [4, 5])]
+    none = SamplingRows()
+    _add_samples(none, [row(), row()])
+    assert (none.masks, none.mask_of) == ([], [])
 
 
 def test_row_times_add_up_to_the_wall_time() -> None:

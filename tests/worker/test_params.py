@@ -16,6 +16,7 @@ import transformers
 import fminfer
 from fminfer.core.errors import RequestError
 from fminfer.engine.intake import Intake, Limits
+from fminfer.models.stage import MAX_LOGITS
 from fminfer.text.tokenizer import Tokenizer
 
 PROMPT = [5, 17, 80, 33, 200, 17, 17]
@@ -96,6 +97,21 @@ def test_bans_are_as_defined_and_rows_keep_their_own(
             assert choice["logprobs"]["token_logprobs"] == pytest.approx(logprobs, abs=1e-4)
     texts = {tuple(choice["token_ids"]) for choice in found}
     assert len(texts) > len(BANNING), f"bans change too little of {plain}"
+
+
+def test_bans_hold_in_each_part_of_a_step(
+    llama_checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the logits of a step's rows do not fit at once, each row keeps its own mask."""
+    monkeypatch.setitem(MAX_LOGITS, "cpu", 3 * 300)  # three rows
+    requests = [options for banning in BANNING for options in ({}, banning)]
+    own = fminfer.Engine(str(llama_checkpoint[0]), dtype="float32")
+    try:
+        found = choices(own, *requests)
+    finally:
+        own.close()
+    for request, choice in zip(requests, found, strict=True):
+        assert choice["token_ids"] == slow_greedy(llama_checkpoint[1], request)[0], request
 
 
 def test_no_draw_completes_a_bad_word(engine: fminfer.Engine) -> None:

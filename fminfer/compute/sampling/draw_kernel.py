@@ -97,7 +97,10 @@ VOCAB = 3000
 
 
 def draw_pairs(drawer: Drawer) -> Iterator[Pair]:
-    """Draw with a kernel and in plain torch, once by each filter and without any."""
+    """Draw with a kernel and in plain torch, once by each filter and without any.
+
+    Then again from what masks leave: a token or two of each row, the first and last among them.
+    """
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn((8, VOCAB), generator=generator)
     how = SamplingTensors(
@@ -109,6 +112,10 @@ def draw_pairs(drawer: Drawer) -> Iterator[Pair]:
     )
     rows = torch.tensor([0, 1, 2, 3, 4, 5, 6])
     yield drawer(logits, how, rows), draw(logits, how, rows)
+    for ids in ([0], [VOCAB - 1], [0, VOCAB - 1], [7, 1501]):
+        left = torch.full_like(logits, float("-inf"))
+        left[:, ids] = logits[:, ids]
+        yield drawer(left, how, rows), draw(left, how, rows)
 
 
 def rank_pairs(ranker: Ranker) -> Iterator[Pair]:
