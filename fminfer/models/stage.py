@@ -10,6 +10,7 @@ import time
 from array import array
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from fminfer.compute.attention.kv_cache import KvCache
@@ -294,7 +295,7 @@ def _edit_tensors(rows: SamplingRows, device: torch.device, vocab: int) -> Logit
         return None
 
     def row_of(counts: list[int]) -> torch.Tensor:
-        return torch.repeat_interleave(torch.tensor(counts)).to(device)
+        return torch.from_numpy(np.repeat(np.arange(len(counts)), counts)).to(device)
 
     def column(values: array[int] | array[float], dtype: torch.dtype) -> torch.Tensor:
         empty = torch.empty(0, dtype=dtype)

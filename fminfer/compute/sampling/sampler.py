@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from fminfer.compute.sampling.masks import MaskTensors
+from fminfer.compute.sampling.masks import MaskTensors, likeliest
 
 # Factors and shifts of lowbias32, found by search for a mixer of 32 bits that has little bias:
 # Wellons 2018, https://nullprogram.com/blog/2018/07/31/. As signed numbers, which torch has.
@@ -316,7 +316,7 @@ def sample(
     edited = logits if edits is None else edits.apply(logits)
     masks = None if edits is None else edits.masks
     # The likeliest token; ties go to the lowest id.
-    ids = ranking.first.clone() if edited is logits else edited.argmax(-1)
+    ids = ranking.first.clone() if edited is logits else likeliest(edited)
     # Noise is by token id, so a draw without the mask is the masked one wherever it is allowed.
     # Filters count what the mask leaves, so rows that have both draw with it at once.
     is_drawn = how.is_random
@@ -351,7 +351,7 @@ def _draw_masked(
         else:
             left = own.keep(logits, rows)
         every = torch.arange(len(rows), device=logits.device)
-        found = left.argmax(-1) if kind % 2 else draw_own(left, how.rows(rows), every)
+        found = likeliest(left) if kind % 2 else draw_own(left, how.rows(rows), every)
         if kind > 2:
             found = few.gather(-1, found[:, None])[:, 0]
         ids[rows] = own.settle(found)
