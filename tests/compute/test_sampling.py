@@ -427,13 +427,13 @@ VARIED_VOCAB = 700
 def varied(count: int) -> tuple[SamplingRows, SamplingTensors]:
     """Return masks of few tokens, of bits and none, beside every way to draw and some edits."""
     few, bits = (make_mask(pack_ids(range(3, 700, step), 88)) for step in (100, 2))
-    one, last = (make_mask(pack_ids([each], 88)) for each in (5, 699))
+    two, last = (make_mask(pack_ids(each, 88)) for each in ([5, 300], [699]))
     but = make_mask(invert(pack_ids([1, 2, 650], 88)))
     low = make_mask(invert(pack_ids(range(320), 48)))
-    assert [each.few is None for each in (few, one, last, bits, but, low)] == [False] * 3 + [
+    assert [each.few is None for each in (few, two, last, bits, but, low)] == [False] * 3 + [
         True
     ] * 3
-    rows = SamplingRows(masks=[few, bits, one, last, but, low])
+    rows = SamplingRows(masks=[few, bits, two, last, but, low])
     rows.mask_of = [i % 7 - 1 for i in range(count)]
     rows.num_edits, rows.num_banned = [0] * count, [0] * count
     for row in range(0, count, 3):
