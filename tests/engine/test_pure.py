@@ -82,7 +82,10 @@ def test_rows_that_may_draw_the_same_share_a_mask() -> None:
     def row(*never: int) -> Sequence:
         bans = Bans(params, frozenset(), [(token_id,) for token_id in never])
         prompt = SimpleNamespace(params=params, bans=bans)
-        return cast(Sequence, SimpleNamespace(prompt=prompt, tokens=[], edits=None, banned_ids=[]))
+        return cast(
+            Sequence,
+            SimpleNamespace(prompt=prompt, tokens=[], edits=None, banned_ids=[], mask=None),
+        )
 
     sampling = SamplingRows()
     _add_samples(sampling, [row(3), row(), row(4, 5), row(3), row(5, 4)])
