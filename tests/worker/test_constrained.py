@@ -1,0 +1,213 @@
+"""Constrained answers of a whole engine: they parse, and draw what they would draw anyway."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+
+import fminfer
+from fminfer.core.config import Constraint
+from fminfer.text import grammars
+
+Options = dict[str, Any]
+PERSON: Options = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "long tag", "é"]}, "maxItems": 3},
+        "home": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/place"}]},
+    },
+    "required": ["name", "age", "tags", "home"],
+    "additionalProperties": False,
+    "$defs": {
+        "place": {
+            "type": "object",
+            "properties": {"zip_code": {"type": "string", "pattern": "^[0-9]{5}$"}},
+            "required": ["zip_code"],
+            "additionalProperties": False,
+        }
+    },
+}
+AS_PERSON: Options = {"response_format": {"type": "json_schema", "json_schema": {"schema": PERSON}}}
+BAN_EOS = {"0": -100}
+LABELS = ["positive", "negative", "neutral", "I do not know"]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[fminfer.Engine]:
+    with fminfer.Engine(dtype="float32") as engine:
+        yield engine
+
+
+def choices(engine: fminfer.Engine, *requests: Options) -> list[Options]:
+    """Return all choices of some requests, in order."""
+    base = {"prompt": "Say it:", "max_tokens": 300, "return_token_ids": True}
+    records = sorted(engine.run([base | r for r in requests]), key=lambda r: r.line.number)
+    assert not any(record.error for record in records), [record.error for record in records]
+    return [each for record in records for each in record.to_dict()["result"]["choices"]]
+
+
+def refused(engine: fminfer.Engine, **request: Any) -> str:
+    """Return the text of a request's error."""
+    (record,) = engine.run([{"prompt": "Say it:"} | request])
+    assert record.error is not None
+    return record.error.message
+
+
+def outputs(**ways: Any) -> Options:
+    return {"structured_outputs": ways}
+
+
+@pytest.mark.parametrize(
+    "filters", [{}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.05}, {"frequency_penalty": 1}]
+)
+def test_answers_that_end_by_themselves_parse(engine: fminfer.Engine, filters: Options) -> None:
+    asked = [AS_PERSON | filters | {"seed": seed, "temperature": 1.3} for seed in range(12)]
+    found = choices(engine, *asked)
+    whole = [each for each in found if each["finish_reason"] == "stop"]
+    assert len(whole) >= 10
+    for each in whole:
+        value = json.loads(each["text"])
+        jsonschema.validate(value, PERSON)
+        assert list(value) == list(PERSON["properties"]), "the order of the schema"
+
+
+def test_choices_regexes_and_grammars_hold(engine: fminfer.Engine) -> None:
+    found = choices(
+        engine,
+        outputs(choice=LABELS) | {"n": 8, "seed": 1},
+        outputs(choice=LABELS) | {"temperature": 0},
+        outputs(regex=r"[A-Z][a-z]{2,9} [0-9]{3}") | {"seed": 3},
+        outputs(grammar='root ::= "<" [a-c]+ ">"') | {"seed": 4},
+        outputs(grammar='start: "(" /[0-9]+/ ")"') | {"seed": 5},
+        outputs(json_object=True, disable_any_whitespace=True) | {"seed": 6, "max_tokens": 600},
+    )
+    assert all(each["finish_reason"] == "stop" for each in found[:-1])
+    labels, texts = [each["text"] for each in found[:9]], [each["text"] for each in found[9:]]
+    assert set(labels) <= set(LABELS) and len(set(labels)) > 1
+    shapes = (r"[A-Z][a-z]{2,9} [0-9]{3}", r"<[a-c]+>", r"\([0-9]+\)", r"\{.*")
+    for shape, text in zip(shapes, texts, strict=True):
+        assert re.fullmatch(shape, text, re.DOTALL), text
+
+
+@pytest.mark.parametrize("draws", [{"temperature": 0}, {"seed": 5}, {"seed": 6, "temperature": 2}])
+def test_an_allowed_token_is_the_unconstrained_draw(engine: fminfer.Engine, draws: Options) -> None:
+    """Noise is by token id, so a constraint changes a draw only where its token is not allowed."""
+    (free,) = choices(engine, draws | {"max_tokens": 40})
+    missing = re.escape(free["text"][len(free["text"]) // 2])
+    regex = f"[^{missing}]*"
+    (bound,) = choices(engine, draws | outputs(regex=regex) | {"logprobs": 0})
+    ids, bound_ids = free["token_ids"], bound["token_ids"]
+    end = next(
+        place for place, pair in enumerate(zip(ids, bound_ids, strict=False)) if len(set(pair)) > 1
+    )
+    limits = engine.limits
+    compiled = grammars.find_grammars(engine.tokenizer, limits.vocab_size, limits.eos_ids)
+    matcher = compiled.find(Constraint("regex", regex)).start()
+    for token_id in ids[:end]:
+        matcher.take(token_id)
+    bits, other = matcher.mask.bits, ids[end]
+    assert not bits[other // 8] >> other % 8 & 1, "it was allowed, and another was drawn"
+
+
+def test_logprobs_are_those_of_raw_logits(engine: fminfer.Engine) -> None:
+    """They are the ones that scoring the same tokens gives."""
+    asked = AS_PERSON | {"seed": 2, "logprobs": 2, "prompt": "A:"}
+    (found,) = choices(engine, asked)
+    ids = found["prompt_token_ids"] + found["token_ids"]
+    (scored,) = choices(engine, {"prompt": ids, "echo": True, "max_tokens": 0, "logprobs": 2})
+    told = found["logprobs"]["token_logprobs"]
+    again = scored["logprobs"]["token_logprobs"][len(found["prompt_token_ids"]) :]
+    assert told == pytest.approx(again[: len(told)], abs=1e-4)
+
+
+def test_tokens_without_an_alternative_take_no_step(engine: fminfer.Engine) -> None:
+    """They are the same as where each is drawn, count as all do, and EOS is among them."""
+    asked = [AS_PERSON | {"seed": seed, "max_tokens": 120} for seed in range(4)]
+    before = engine.stats.num_steps, engine.stats.num_generated_tokens
+    quick = choices(engine, *asked)
+    between = engine.stats.num_steps, engine.stats.num_generated_tokens
+    slow = choices(engine, *(each | {"logprobs": 0} for each in asked))
+    after = engine.stats.num_steps, engine.stats.num_generated_tokens
+    assert [each["token_ids"] for each in quick] == [each["token_ids"] for each in slow]
+    assert [each["text"] for each in quick] == [each["text"] for each in slow]
+    assert between[0] - before[0] < 0.7 * (after[0] - between[0])
+    assert between[1] - before[1] == after[1] - between[1]
+    eos = min(engine.limits.eos_ids)
+    assert all(e["token_ids"][-1] == eos for e in quick if e["finish_reason"] == "stop")
+
+
+@pytest.mark.parametrize("most", range(1, 30, 4))
+def test_forced_tokens_stop_at_max_tokens(engine: fminfer.Engine, most: int) -> None:
+    asked = outputs(regex="begin the long words that are always the same(!|\\?)") | {
+        "max_tokens": most
+    }
+    (found,) = choices(engine, asked)
+    assert found["finish_reason"] == "length" and len(found["token_ids"]) == most
+
+
+def test_rows_cut_off_inside_their_schema_are_counted(engine: fminfer.Engine) -> None:
+    """One that is complete at its last token is not among them."""
+    before = engine.stats.num_cut_off
+    choices(engine, AS_PERSON | {"max_tokens": 9}, outputs(choice=LABELS) | {"max_tokens": 1})
+    choices(engine, outputs(regex="[ab]+") | {"max_tokens": 3, "logit_bias": BAN_EOS})
+    assert engine.stats.num_cut_off == before + 2
+
+
+def test_bans_count_beside_a_constraint(engine: fminfer.Engine) -> None:
+    """min_tokens, bad_words and allowed_token_ids narrow what it leaves, down to nothing."""
+    (found,) = choices(engine, outputs(regex="[ab]{2,40}") | {"bad_words": ["b"], "min_tokens": 9})
+    assert set(found["text"]) == {"a"} and len(found["token_ids"]) >= 9
+    text = refused(engine, **outputs(choice=["yes", "no"]), min_tokens=9)
+    assert "the constraint leaves no token for generated token" in text and "min_tokens" in text
+    ids = engine.tokenizer.encode("z").ids
+    assert "generated token 0" in refused(engine, **outputs(regex="[ab]+"), allowed_token_ids=ids)
+
+
+def test_rows_that_lose_their_blocks_go_on_where_they_were() -> None:
+    """Their state is kept; tokens that no step has fed yet are fed with all others."""
+    short = [{"max_tokens": 150} | outputs(choice=["a"])] * 9  # so that few tokens are expected
+    asked = [AS_PERSON | {"seed": seed, "max_tokens": 150} for seed in range(12)]
+    with fminfer.Engine(dtype="float32", budget=400, block_size=16, prefix_cache=False) as engine:
+        choices(engine, *short)
+        scarce = choices(engine, *asked)
+        assert engine.stats.num_put_back > 0
+    with fminfer.Engine(dtype="float32", chunk_size=4) as engine:
+        assert choices(engine, *asked) == scarce
+
+
+HOSTILE: list[Options] = [
+    outputs(json={"type": "integer", "multipleOf": 123456789}),
+    outputs(json={"allOf": [{"type": "string", "pattern": f"a.*{n}"} for n in range(100)]}),
+    outputs(json={"enum": [f"value {n}" for n in range(20_000)]}),
+    outputs(json={"enum": ["x" * (4 << 20)]}),
+    outputs(json=json.loads('{"items":' * 100 + "{}" + "}" * 100)),
+    outputs(json={"not": {}}),
+    outputs(json={"allOf": [{"const": 1}, {"const": 2}]}),
+    outputs(regex="(a?){3000}a{3000}" + "b?" * 3000 + "b" * 3000),
+    outputs(regex="(" * 2000 + ")" * 2000),
+    outputs(grammar="root ::= r0\n" + "".join(f'r{n} ::= "a" r{n + 1}\n' for n in range(8000))),
+    outputs(grammar="root ::= " + "(" * 9000 + '"a"' + ")" * 9000),
+    outputs(grammar="start: start"),
+    outputs(choice=["\ud800"]),
+    outputs(json={"$ref": "#/$defs/none"}),
+    outputs(json={"type": "string", "format": "no-such-format"}),
+]
+
+
+def test_hostile_constraints_cost_their_own_lines(engine: fminfer.Engine) -> None:
+    """llguidance took hours for the first: nothing of it limits the time."""
+    start = time.monotonic()
+    asked = [HOSTILE[n % len(HOSTILE)] | {"prompt": "x", "max_tokens": 2} for n in range(200)]
+    records = [*engine.run([*asked, {"prompt": "x", "max_tokens": 2}])]
+    assert time.monotonic() - start < 60
+    good = [record for record in records if record.error is None]
+    assert len(records) == 201 and [each.line.number for each in good] == [201]
+    assert all(r.error.code != "internal_error" for r in records if r.error is not None)
