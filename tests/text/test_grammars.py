@@ -1,0 +1,268 @@
+"""Grammars over the tokens of several kinds of tokenizers, and over real schemas."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from tokenizers import Tokenizer as BackendTokenizer
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from fminfer.core.config import Constraint
+from fminfer.core.errors import RequestError
+from fminfer.text import grammars
+from fminfer.text.grammar_trial import GrammarTrial
+from fminfer.text.grammars import Grammar, Grammars, Vocabulary
+from fminfer.text.tokenizer import NoTokenizer, Tokenizer
+from tests.text.test_tokenizer import byte_level, sentencepiece_tokenizer
+
+__all__ = ["sentencepiece_tokenizer"]  # a fixture
+DATA = Path(__file__).parents[3] / "shared" / "data"  # schemas of others, where they are at hand
+CORPUS = [
+    '{"name": "Ada", "long name": [1, 2.5, null]} and some words in a row of words. Größe\n'
+] * 40
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "long name": {"enum": [1, 2.5, None, "Größe 北"]}},
+    "required": ["name", "long name"],
+    "additionalProperties": False,
+}
+
+
+def as_json(schema: Any, whitespace: str = "") -> Constraint:
+    return Constraint("json", json.dumps(schema, ensure_ascii=False), whitespace)
+
+
+def trained(kind: str) -> Tokenizer:
+    """Train a tokenizer whose pieces are no bytes: with Metaspace, or WordPiece's ##."""
+    special = ["<unk>", "<eos>"]
+    if kind == "unigram":
+        backend = BackendTokenizer(models.Unigram())
+        backend.pre_tokenizer = pre_tokenizers.Metaspace()
+        backend.decoder = decoders.Metaspace()
+        trainer: Any = trainers.UnigramTrainer(
+            vocab_size=120, special_tokens=special, unk_token="<unk>", show_progress=False
+        )
+    else:
+        backend = BackendTokenizer(models.WordPiece(unk_token="<unk>"))
+        backend.pre_tokenizer = pre_tokenizers.Whitespace()
+        backend.decoder = decoders.WordPiece()
+        trainer = trainers.WordPieceTrainer(
+            vocab_size=120, special_tokens=special, show_progress=False
+        )
+    backend.train_from_iterator(CORPUS, trainer)
+    hf = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<eos>", unk_token="<unk>"
+    )
+    return Tokenizer(hf)
+
+
+def compile_for(tokenizer: Tokenizer, constraint: Constraint, num_more: int = 5) -> Grammar:
+    """Compile for a model that has more rows than the tokenizer has tokens."""
+    assert tokenizer.backend is not None and tokenizer.eos_id is not None
+    vocab_size = tokenizer.backend.get_vocab_size() + num_more
+    return Grammars(tokenizer, vocab_size, frozenset({tokenizer.eos_id})).find(constraint)
+
+
+def ids_of(grammar: Grammar, text: str) -> list[int]:
+    vocabulary: Vocabulary = grammar.grammars._vocabularies[0]
+    return vocabulary(text)
+
+
+def follow(grammar: Grammar, ids: list[int]) -> bool:
+    """Tell whether each token is allowed, and then the end; look at every mask on the way."""
+    matcher = grammar.start()
+    for token_id in ids:
+        bits = matcher.mask.bits
+        if not bits[token_id // 8] >> token_id % 8 & 1:
+            return False
+        matcher.take(token_id)
+    return matcher.is_complete
+
+
+@pytest.fixture(params=["byte_level", "sentencepiece", "unigram"])
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    if request.param == "sentencepiece":
+        found: Tokenizer = request.getfixturevalue("sentencepiece_tokenizer")
+        return found
+    return byte_level() if request.param == "byte_level" else trained("unigram")
+
+
+def test_answers_of_all_kinds_of_tokenizers(tokenizer: Tokenizer) -> None:
+    """What is allowed is what is said in the end, spaces and characters of several bytes too."""
+    grammar = compile_for(tokenizer, as_json(SCHEMA))
+    for value in (1, 2.5, None):
+        text = json.dumps({"name": "a row of words", "long name": value})
+        ids = ids_of(grammar, text)
+        assert follow(grammar, ids), text
+        before = tokenizer.encode("and").ids
+        shown = tokenizer.decode([*before, *ids]).removeprefix(tokenizer.decode(before))
+        assert shown == text
+    assert not follow(grammar, ids_of(grammar, '{"name": "a", "long name": 3}'))
+    assert not follow(grammar, ids_of(grammar, '{"long name": 1, "name": "a"}')), "another order"
+
+
+def test_what_is_no_text_is_never_allowed(tokenizer: Tokenizer) -> None:
+    """Special tokens, and rows of the head that no token belongs to; EOS at an end only."""
+    grammar = compile_for(tokenizer, Constraint("regex", "(.|\\n)+"))
+    assert tokenizer.backend is not None and tokenizer.eos_id is not None
+    matcher = grammar.start()
+    size = tokenizer.backend.get_vocab_size()
+    for is_first in (True, False):
+        bits = matcher.mask.bits
+        allowed = {i for i in range(len(bits) * 8) if bits[i // 8] >> i % 8 & 1}
+        assert len(allowed) > 30 and max(allowed) < size
+        assert allowed & tokenizer.special_ids == (set() if is_first else {tokenizer.eos_id})
+        matcher.take(ids_of(grammar, "a")[0])
+
+
+def test_tokenizers_and_models_that_cannot_be_constrained_are_told() -> None:
+    with pytest.raises(RequestError, match="not its tokens' bytes, as in WordPiece"):
+        compile_for(trained("wordpiece"), Constraint("regex", "a"))
+    with pytest.raises(RequestError, match="this run has no tokenizer"):
+        Grammars(NoTokenizer(), 300, frozenset({0})).find(Constraint("regex", "a"))
+    with pytest.raises(RequestError, match="this run has no EOS"):
+        Grammars(byte_level(), 300, frozenset()).find(Constraint("regex", "a"))
+
+
+@pytest.mark.parametrize(
+    ("constraint", "told"),
+    [
+        (as_json({"not": {}}), 'it has "not", to which answers cannot be held'),
+        (as_json({"items": {"uniqueItems": True}}), '"uniqueItems"'),
+        (as_json({"not": {}, "x-guidance": {"lenient": True}}), '"not"'),
+        (as_json({"oneOf": [{"minimum": 1}, {"maximum": 3}]}), "oneOf"),
+        (as_json({"type": "what"}), "Invalid type: what"),
+        (as_json({"allOf": [{"const": 1}, {"const": 2}]}), "Unsatisfiable"),
+        (as_json({}, whitespace="("), "the JSON schema .* unclosed group"),
+        (Constraint("regex", "("), "the regex .* unclosed group"),
+        (Constraint("regex", "(?=a)b"), "look-around"),
+        (Constraint("regex", r"[^\x00-\x{10FFFF}]"), "the regex"),
+        (Constraint("grammar", "root ::= other"), "'other' not found"),
+        (Constraint("grammar", "start: other"), "the grammar .* other"),
+        (Constraint("grammar", "nonsense"), "the grammar"),
+    ],
+)
+def test_what_cannot_be_had_is_named(constraint: Constraint, told: str) -> None:
+    with pytest.raises(RequestError, match=told):
+        compile_for(byte_level(), constraint)
+
+
+def test_white_space_is_bounded_and_can_be_chosen() -> None:
+    """Small models go on with it for ever; "x-guidance" in a schema changes nothing."""
+    schema = SCHEMA | {"x-guidance": {"whitespace_flexible": True, "item_separator": ";"}}
+    grammar = compile_for(byte_level(), as_json(schema))
+    spaced = '{%s"name": "a", "long name": 1}'
+    for space, is_allowed in ((" ", True), ("\n" + " " * 20, True), ("  ", False), ("\n\n", False)):
+        assert follow(grammar, ids_of(grammar, spaced % space)) is is_allowed
+    assert not follow(grammar, ids_of(grammar, " " + spaced % " "))
+    assert not follow(grammar, ids_of(grammar, '{"name": "a"; "long name": 1}'))
+    none = compile_for(byte_level(), as_json(SCHEMA, "none"))
+    assert follow(none, ids_of(none, '{"name":"a","long name":1}'))
+    assert not follow(none, ids_of(none, '{"name": "a","long name":1}'))
+    own = compile_for(byte_level(), as_json(SCHEMA, r"\t{3}"))
+    assert follow(own, ids_of(own, '{\t\t\t"name":"a","long name":1}'))
+
+
+@pytest.mark.parametrize(
+    ("constraint", "text"),
+    [
+        (as_json(SCHEMA), '{"name":"","long name":1}'),
+        (as_json({"type": "array", "items": {"$ref": "#/d"}, "minItems": 2, "d": {"const": "ab"}}), '["ab","ab"]'),
+        (as_json({"anyOf": [{"type": "string", "minLength": 9}, {"type": ["null", "boolean"]}]}), "null"),
+        (Constraint("choice", '["a long one", "short"]'), "short"),
+        (as_json({"$ref": "#"}), None),
+        (as_json({"type": "string", "minLength": 10**9}), None),
+        (Constraint("regex", "abc"), None),
+    ],
+)  # fmt: skip
+def test_the_shortest_answer(constraint: Constraint, text: str | None) -> None:
+    """It is a bound for a warning: 0 where it is not known."""
+    try:
+        grammar = compile_for(byte_level(), constraint)
+    except RequestError:
+        assert text is None
+        return
+    assert grammar.shortest == (len(ids_of(grammar, text)) if text else 0)
+
+
+def test_sequences_share_masks_until_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "MAX_NODES", 6)
+    grammar = compile_for(byte_level(), as_json(SCHEMA))
+    ids = ids_of(grammar, '{"name": "a longer text", "long name": null}')
+    first, second = grammar.start(), grammar.start()
+    for place, token_id in enumerate(ids):
+        assert first.mask == second.mask
+        assert (first.mask is second.mask) is (place < 6)
+        first.take(token_id)
+        second.take(token_id)
+    assert first.is_complete and second.is_complete
+
+
+def test_grammars_that_are_not_used_any_more_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The masks that are kept are counted for all grammars together."""
+    monkeypatch.setattr(grammars, "MAX_KEPT", 3)
+    grammar = compile_for(byte_level(), Constraint("regex", "[ab]+"))
+    ids = ids_of(grammar, "ab")
+    assert follow(grammar, ids)
+    for number in range(5):
+        grammar.grammars.find(Constraint("regex", f"[ab]+{number}"))
+        with pytest.raises(RequestError):
+            grammar.grammars.find(Constraint("regex", f"({number}"))
+    assert len(grammar.grammars._found) == 3
+    kept = [each for each in grammar.grammars._found.values() if isinstance(each, Grammar)]
+    assert grammar.grammars._num_nodes == sum(each.num_nodes for each in kept)
+
+
+def test_a_grammar_that_takes_for_ever_ends_its_process_alone() -> None:
+    """llguidance has no limit of time: this one took hours. The next ones go on in a new one."""
+    trial = GrammarTrial()
+    find: Callable[[str], str] = lambda text: trial.compile(text, is_free=True)[1]  # noqa: E731
+    assert find('start: "a"') == ""
+    start = time.monotonic()
+    slow = 'start: %json {"type": "integer", "multipleOf": 123456789}'
+    assert find(slow) == "it takes more than 2 s, or 2 GB of memory to compile"
+    assert time.monotonic() - start < 30
+    assert find('start: "a"') == ""
+    assert "not found" in find("root ::= b")
+
+
+def read_suite(name: str) -> Iterator[dict[str, Any]]:
+    with gzip.open(DATA / f"{name}.jsonl.gz") as file:
+        yield from map(json.loads, file)
+
+
+@pytest.mark.skipif(not DATA.exists(), reason="the schemas of others are not at hand")
+@pytest.mark.parametrize(
+    ("name", "compiled", "lost"), [("maskbench", 918, 3), ("json_schema_suite", 168, 22)]
+)
+def test_real_schemas(name: str, compiled: int, lost: int) -> None:
+    """Nothing that is accepted is invalid; few valid instances are lost, by order and space."""
+    tokenizer = byte_level()
+    places = Grammars(tokenizer, 310, frozenset({tokenizer.eos_id or 0}))
+    num_compiled = num_lost = 0
+    for each in read_suite(name):
+        try:
+            grammar = places.find(as_json(each["schema"]))
+        except RequestError as error:
+            assert "cannot be had" in error.message
+            continue
+        num_compiled += 1
+        places._num_nodes = grammars.MAX_NODES  # keep no masks: only ends are asked for
+        for test in each["tests"]:
+            matcher = grammar.start()
+            for token_id in ids_of(grammar, json.dumps(test["data"], ensure_ascii=False)):
+                matcher.take(token_id)
+            try:
+                is_accepted = matcher.is_complete
+            except RequestError:
+                is_accepted = False
+            assert test["valid"] or not is_accepted, (each["name"], test["data"])
+            num_lost += test["valid"] and not is_accepted
+    assert num_compiled >= compiled and num_lost <= lost
