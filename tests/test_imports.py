@@ -36,6 +36,7 @@ LATE = {
     "numpy": "takes 0.1 s, and only `fminfer split` needs it",
     "tqdm": "takes a third of the start of commands that show no bar",
     "fsspec": "is an extra, for URLs",
+    "llguidance": "takes 0.1 s, and only constrained answers need it",
     "tomllib": "takes 3 ms, and only --config needs it",
     "tomli": "the same",
     "importlib.metadata": "takes time, and is needed once transformers is imported",

@@ -16,12 +16,12 @@ from typing import Any, Protocol
 from fminfer.core.config import Constraint
 from fminfer.core.errors import RequestError
 from fminfer.core.messages import Mask, make_mask
+from fminfer.text.exclusive_branches import Branches
 from fminfer.text.grammar_trial import GrammarTrial
+from fminfer.text.shortest_answer import find_shortest
 from fminfer.text.tokenizer import Tokenizer
 
 MAX_KEPT = 256  # grammars
-MAX_DEPTH = 64
-MAX_SHORTEST = 20_000  # characters of a shortest answer that is looked for
 MAX_NODES = 2048  # masks that are kept, of all grammars: each has a bit for every token
 # Between tokens of JSON: a space, or a line break and its indent. Small models go on and on with
 # white space that nothing bounds.
@@ -260,7 +260,7 @@ class Grammars:
     def _compile(self, constraint: Constraint) -> Grammar:
         from llguidance import LLMatcher, LLParserLimits  # loaded where a request asks for it
 
-        words, vocabulary = self._vocabularies
+        words, index = self.vocabulary, self._index
         try:
             text = _write(constraint)
             text, fault = self._trial.compile(text, is_free=constraint.kind == "grammar")
@@ -268,7 +268,7 @@ class Grammars:
             fault = str(error)
         if not fault:
             limits = LLParserLimits(verbose_errors=False)
-            root = LLMatcher(vocabulary, text, log_level=0, limits=limits)
+            root = LLMatcher(index, text, log_level=0, limits=limits)
             if not root.is_error():
                 grammar = Grammar(root, self, _count_shortest(constraint, words, root))
                 if grammar.first.mask.few != ():
@@ -277,16 +277,19 @@ class Grammars:
         raise _refuse(constraint, fault)
 
     @cached_property
-    def _vocabularies(self) -> tuple[Vocabulary, Any]:
-        """The bytes of the model's tokens, and llguidance's index of them."""
+    def vocabulary(self) -> Vocabulary:
+        """The bytes of the model's tokens."""
+        return Vocabulary(self._tokenizer, self._vocab_size, self._eos_ids)
+
+    @cached_property
+    def _index(self) -> Any:
+        """llguidance's index of them."""
         from llguidance import LLTokenizer
         from llguidance._tokenizer import TokenizerWrapper
 
-        words = Vocabulary(self._tokenizer, self._vocab_size, self._eos_ids)
-        made = LLTokenizer(
-            TokenizerWrapper(words), n_vocab=self._vocab_size, eos_token=sorted(self._eos_ids)
-        )
-        return words, made
+        ends = sorted(self._eos_ids)
+        wrapper = TokenizerWrapper(self.vocabulary)
+        return LLTokenizer(wrapper, n_vocab=self._vocab_size, eos_token=ends)
 
 
 @lru_cache(4)
@@ -311,7 +314,9 @@ def _write(constraint: Constraint) -> str:
         options["whitespace_flexible"] = constraint.whitespace != "none"
         if options["whitespace_flexible"]:
             options["whitespace_pattern"] = constraint.whitespace or WHITE_SPACE
-        return LLMatcher.grammar_from_json_schema(text, overrides=options)
+        schema = json.loads(text)
+        schema = Branches(schema).join(schema)
+        return LLMatcher.grammar_from_json_schema(schema, overrides=options)
     if constraint.kind == "regex":
         return LLMatcher.grammar_from_regex(text)
     if constraint.kind == "choice":
@@ -340,72 +345,10 @@ def _count_shortest(constraint: Constraint, words: Vocabulary, root: Any) -> int
         texts = json.loads(constraint.text)
     elif constraint.kind == "json":
         schema = json.loads(constraint.text)
-        texts = [found] if (found := _Shortest(schema).find(schema)) is not None else []
+        texts = [found] if (found := find_shortest(schema)) is not None else []
     counts = []
     for ids in map(words, texts):
         matcher = root.deep_copy()
         if matcher.consume_tokens(ids) and matcher.is_accepting():
             counts.append(len(ids))
     return min(counts, default=0)
-
-
-class _Shortest:
-    """Finds a short text that a JSON Schema allows, as far as that is easy to see.
-
-    Args:
-        root: the whole schema, for its references.
-    """
-
-    def __init__(self, root: Any) -> None:
-        self._root = root
-        self._left = 5000  # looks at parts of it: references can make it endless
-        self._depth = 0
-
-    def find(self, schema: Any) -> str | None:
-        """Return a text; None: it is not easy to see, or long."""
-        self._left -= 1
-        if self._left < 0 or self._depth > MAX_DEPTH or not isinstance(schema, dict):
-            return None
-        self._depth += 1
-        found = self._find_inside(schema)
-        self._depth -= 1
-        return found
-
-    def _find_inside(self, schema: dict[str, Any]) -> str | None:
-        if "$ref" in schema:
-            return self._find_referred(str(schema["$ref"]))
-        values = [schema["const"]] if "const" in schema else schema.get("enum", [])
-        others: Any = schema.get("anyOf") or schema.get("oneOf") or []
-        found = [*map(_compact, values), *map(self.find, others)]
-        if not found:
-            kinds: Any = schema.get("type", "integer")
-            kinds = kinds if isinstance(kinds, list) else [kinds]
-            found = [self._find_of_kind(kind, schema) for kind in kinds]
-        short = [text for text in found if text is not None and len(text) < MAX_SHORTEST]
-        return min(short, key=len, default=None)
-
-    def _find_referred(self, reference: str) -> str | None:
-        target = self._root
-        for part in reference.split("/")[1:]:
-            target = target.get(part) if isinstance(target, dict) else None
-        return self.find(target)
-
-    def _find_of_kind(self, kind: str, schema: dict[str, Any]) -> str | None:
-        if kind == "object":
-            properties, names = schema.get("properties", {}), schema.get("required", [])
-            ordered = sorted(names, key=[*properties, *names].index)
-            values = [self.find(properties.get(name, {})) for name in ordered]
-            pairs = zip(ordered, values, strict=True)
-            parts = [f"{_compact(name)}:{value}" for name, value in pairs]
-            return None if None in values else "{" + ",".join(parts) + "}"
-        if kind == "array":
-            num_items = min(schema.get("minItems", 0), MAX_SHORTEST)
-            item = self.find(schema.get("items", {})) if num_items else ""
-            return None if item is None else f"[{','.join([item] * num_items)}]"
-        if kind == "string":
-            return _compact("a" * min(schema.get("minLength", 0), MAX_SHORTEST))
-        return {"integer": "0", "number": "0", "boolean": "true", "null": "null"}.get(kind)
-
-
-def _compact(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

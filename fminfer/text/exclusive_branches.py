@@ -1,0 +1,118 @@
+"""`oneOf` of a JSON Schema as `anyOf`, where its branches exclude each other.
+
+llguidance holds answers to `anyOf`, and takes `oneOf` only in the simplest cases. Unions with a
+discriminator, as pydantic writes them, are proven here: nothing fits two of their branches.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import combinations
+from typing import Any
+
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SINGLE = ("items", "additionalProperties", "additionalItems")
+_TYPES = frozenset({"object", "array", "string", "number", "boolean", "null"})
+
+
+class Branches:
+    """Rewrites one schema.
+
+    Args:
+        root: the whole schema, for its references.
+    """
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+
+    def join(self, schema: Any) -> Any:
+        """Return a schema that the same texts fit, with fewer `oneOf`."""
+        if not isinstance(schema, dict):
+            return schema
+        found = dict(schema)
+        for key in schema.keys() & {*_MAPS}:
+            if isinstance(schema[key], dict):
+                found[key] = {name: self.join(each) for name, each in schema[key].items()}
+        for key in schema.keys() & {*_LISTS}:
+            if isinstance(schema[key], list):
+                found[key] = [self.join(each) for each in schema[key]]
+        for key in schema.keys() & {*_SINGLE}:
+            found[key] = self.join(schema[key])
+        branches = schema.get("oneOf")
+        if isinstance(branches, list) and "anyOf" not in schema and self._exclude(branches):
+            return {"anyOf" if key == "oneOf" else key: value for key, value in found.items()}
+        return found
+
+    def _exclude(self, branches: list[Any]) -> bool:
+        """Tell whether nothing fits two of some schemas, as far as that is easy to see."""
+        whole = [self._resolve(each) for each in branches]
+        return len(whole) <= 100 and all(
+            self._are_apart(one, other) for one, other in combinations(whole, 2)
+        )
+
+    def _are_apart(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
+        values, others = _values_of(one), _values_of(other)
+        if values is not None and others is not None:
+            return values.isdisjoint(others)
+        if _types_of(one).isdisjoint(_types_of(other)):
+            return True
+        if _types_of(one) | _types_of(other) != {"object"}:
+            return False
+        required = {*_names(one)} & {*_names(other)}
+        pairs = (
+            (self._value_names(one, name), self._value_names(other, name)) for name in required
+        )
+        return any(a is not None and b is not None and a.isdisjoint(b) for a, b in pairs)
+
+    def _value_names(self, schema: dict[str, Any], name: str) -> frozenset[str] | None:
+        properties = schema.get("properties")
+        found = properties.get(name) if isinstance(properties, dict) else None
+        return _values_of(self._resolve(found))
+
+    def _resolve(self, schema: Any) -> dict[str, Any]:
+        """Follow references that stand alone; {}: to nothing."""
+        for _ in range(10):
+            if not isinstance(schema, dict) or "$ref" not in schema:
+                break
+            target, reference = self._root, str(schema["$ref"])
+            if not reference.startswith("#"):
+                return {}
+            for part in reference.split("/")[1:]:
+                target = target.get(part) if isinstance(target, dict) else None
+            schema = target
+        return schema if isinstance(schema, dict) else {}
+
+
+def _names(schema: dict[str, Any]) -> list[str]:
+    found = schema.get("required", [])
+    return [each for each in found if isinstance(each, str)] if isinstance(found, list) else []
+
+
+def _types_of(schema: dict[str, Any]) -> frozenset[str]:
+    """Return the types that may fit; integers are numbers."""
+    if (values := _values_of(schema)) is not None:
+        names = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
+        return frozenset(names.get(type(json.loads(value)), "number") for value in values)
+    kinds = schema.get("type", [*_TYPES])
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    return frozenset("number" if kind == "integer" else str(kind) for kind in kinds)
+
+
+def _values_of(schema: dict[str, Any]) -> frozenset[str] | None:
+    """Return the only values that may fit, as JSON; None: there may be others."""
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not isinstance(values, list):
+        return None
+    # Equal numbers are written alike: 1.0 is 1.
+    return frozenset(json.dumps(_plain(value), sort_keys=True) for value in values)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    return value
