@@ -305,6 +305,8 @@ _OF_BOTH = (
     *_refused("", [1], "num_return_sequences", ours="n"),
     *_refused("", [[]], "stop_sequences", ours="stop"),
     *_refused("", [1], "repeat_penalty", ours="repetition_penalty"),
+    *_refused("", [""], "regex", ours="guided_regex"),
+    *_refused("", [""], "ebnf", ours="guided_grammar"),
 )
 _IN_CHAT = "It belongs to chat: give messages in place of prompt"
 _OF_COMPLETIONS = (

@@ -118,7 +118,7 @@ def test_a_chat_is_the_completion_of_its_rendered_prompt(server: Running) -> Non
         (ASKED | {"logprobs": 3}, "logprobs", '"top_logprobs": 3'),
         (ASKED | {"top_logprobs": 3}, "top_logprobs", '"logprobs": true'),
         (ASKED | {"tool_choice": "required"}, "tool_choice", "forces a call"),
-        (ASKED | {"response_format": {"type": "json_object"}}, "response_format", "Constrained"),
+        (ASKED | {"response_format": {"type": "regex"}}, "response_format", "structured_outputs"),
         (ASKED | {"max_tokens": 5000}, "max_tokens", "maximum context length is 1024 tokens"),
         (
             {"messages": [{"role": "user", "content": "a " * 3000}]},

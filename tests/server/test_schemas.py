@@ -135,7 +135,9 @@ def test_what_the_schema_allows_is_accepted_and_nothing_else(
         if name in ("continue_final_message", "messages", "prompt") and is_chat:
             sent["add_generation_prompt"] = None
         error = refusal(engine, sent, is_chat=is_chat)
-        if valid.is_valid(sent) is not (error is None):
+        # Whether a schema or a grammar can be had shows only when it is compiled.
+        is_read = error is None or "that answers are to follow cannot be had" in error.message
+        if valid.is_valid(sent) is not is_read:
             wrong.append(f"{name}: {value!r}: {error}")
     assert not wrong, "\n".join(wrong)
 

@@ -17,7 +17,7 @@ import fminfer
 from fminfer.contract.line import Line
 from fminfer.contract.record import Record
 from fminfer.contract.request import SamplingParams
-from fminfer.core.config import EngineConfig
+from fminfer.core.config import Constraint, EngineConfig
 from fminfer.engine.events import Finished
 from fminfer.engine.sequence import Prepared
 from fminfer.files.cache_place import CachePlace
@@ -45,6 +45,7 @@ OTHER: dict[str, Any] = {
     **{"skip_special_tokens": False, "return_token_ids": True},
     **{"allowed_token_ids": (5,), "bad_words": ("a",)},
     **{"truncate_prompt_tokens": 5, "truncation_side": "right"},
+    **{"constraint": Constraint("regex", "a+")},
 }
 PROMPT = EncodedPrompt([1, 2, 3], "abc", [0, 1, 2])
 OTHER_PROMPT: dict[str, Any] = {
