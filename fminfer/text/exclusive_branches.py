@@ -28,7 +28,7 @@ class Branches:
 
     def join(self, schema: Any) -> Any:
         """Return a schema that the same texts fit, with fewer `oneOf`."""
-        if not isinstance(schema, dict):
+        if not isinstance(schema, dict) or self._has_own_place(schema):
             return schema
         found = dict(schema)
         for key in schema.keys() & {*_MAPS}:
@@ -41,8 +41,13 @@ class Branches:
             found[key] = self.join(schema[key])
         branches = schema.get("oneOf")
         if isinstance(branches, list) and "anyOf" not in schema and self._exclude(branches):
+            found.pop("discriminator", None)  # for which llguidance would look into each branch
             return {"anyOf" if key == "oneOf" else key: value for key, value in found.items()}
         return found
+
+    def _has_own_place(self, schema: dict[str, Any]) -> bool:
+        """Tell whether references inside a schema are not those of the whole one."""
+        return schema is not self._root and "$id" in schema
 
     def _exclude(self, branches: list[Any]) -> bool:
         """Tell whether nothing fits two of some schemas, as far as that is easy to see."""
@@ -81,7 +86,9 @@ class Branches:
             for part in reference.split("/")[1:]:
                 target = target.get(part) if isinstance(target, dict) else None
             schema = target
-        return schema if isinstance(schema, dict) else {}
+        if not isinstance(schema, dict) or "$ref" in schema or self._has_own_place(schema):
+            return {}
+        return schema
 
 
 def _names(schema: dict[str, Any]) -> list[str]:

@@ -300,3 +300,16 @@ def test_one_of_branches_that_exclude_each_other(branches: list[Any], is_joined:
     found = Branches(schema).join(schema)["$defs"]["more"]["anyOf"][0]
     assert list(found["items"]) == ["anyOf" if is_joined else "oneOf", "title"]
     assert found["const"] == {"oneOf": [1]}, "a value, not a schema"
+
+
+def test_one_of_in_places_of_their_own_stays() -> None:
+    """References are looked up in the whole schema, and `$id` makes them mean others."""
+    union = {"oneOf": [kinds("a"), kinds("b")], "discriminator": {"propertyName": "kind"}}
+    assert list(Branches(union | {"$id": "x"}).join(union | {"$id": "x"})) == [
+        "oneOf",
+        "discriminator",
+        "$id",
+    ]
+    assert list(Branches(union).join(union)) == ["anyOf"]
+    circle = {"$defs": {"c": {"$ref": "#/$defs/c"}}, "oneOf": [{"$ref": "#/$defs/c"}, kinds("a")]}
+    assert "oneOf" in Branches(circle).join(circle)
