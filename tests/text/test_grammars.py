@@ -142,6 +142,11 @@ def test_tokenizers_and_models_that_cannot_be_constrained_are_told() -> None:
         (as_json({"oneOf": [{"minimum": 1}, {"maximum": 3}]}), "oneOf"),
         (as_json({"type": "what"}), "Invalid type: what"),
         (as_json({"allOf": [{"const": 1}, {"const": 2}]}), "Unsatisfiable"),
+        (as_json({"enum": [1, 2**53 + 1]}), "9007199254740993 under \"enum\" is beyond 2\\^53"),
+        (as_json({"const": {"id": -(2**64)}}), "-18446744073709551616 under"),
+        (as_json({"const": 2.0**64}), "18446744073709551616.0|1.8446744073709552e\\+19"),
+        (as_json({"items": {"minimum": 2**53 + 1}}), 'under "minimum" is beyond 2\\^53'),
+        (as_json({"minProperties": 2}), '"minProperties" is above 1 where keys are free'),
         (as_json({}, whitespace="("), "the JSON schema .* unclosed group"),
         (Constraint("regex", "("), "the regex .* unclosed group"),
         (Constraint("regex", "(?=a)b"), "look-around"),
@@ -154,6 +159,28 @@ def test_tokenizers_and_models_that_cannot_be_constrained_are_told() -> None:
 def test_what_cannot_be_had_is_named(constraint: Constraint, told: str) -> None:
     with pytest.raises(RequestError, match=told):
         compile_for(byte_level(), constraint)
+
+
+def test_keys_are_spelled_in_one_way() -> None:
+    """llguidance takes "\\u0061" for a key beside "a": twice in an object, or with another type."""
+    schema = {"properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "string"}}
+    grammar = compile_for(byte_level(), as_json(schema))
+    assert follow(grammar, ids_of(grammar, r'{"a":1,"b\n\"":"\n"}'))
+    for text in (r'{"\u0061":"x"}', r'{"a":1,"\u0061":"x"}', r'{"b":"","b\u0061":""}'):
+        assert not follow(grammar, ids_of(grammar, text)), text
+    grammar = compile_for(byte_level(), as_json({"enum": ["\0", "a\\u00"]}))
+    assert follow(grammar, ids_of(grammar, r'"\u0000"')), "it can be spelled in no other way"
+
+
+def test_numbers_are_exact() -> None:
+    """Those that float64 rounds were rounded in silence: an enum's 64-bit id became another."""
+    for schema, within, beyond in (
+        ({"const": 2**60, "default": 2**53 + 1}, 2**60, 2**60 + 24),
+        ({"type": "integer", "maximum": 2**63 - 1}, 2**63 - 1, 2**63),
+    ):
+        grammar = compile_for(byte_level(), as_json(schema))
+        assert follow(grammar, ids_of(grammar, str(within)))
+        assert not follow(grammar, ids_of(grammar, str(beyond)))
 
 
 def test_white_space_is_bounded_and_can_be_chosen() -> None:
