@@ -32,6 +32,9 @@ class GrammarTrial:
 
         Args:
             is_free: it is in Lark or GBNF, and not in that form yet.
+
+        Raises:
+            RuntimeError: the process cannot run here.
         """
         with self._lock:
             if self._process is None or self._process.poll() is not None:
@@ -44,10 +47,17 @@ class GrammarTrial:
                 told = process.stdout.readline()
             except OSError:
                 told = b""
-            if not told:
+            except BaseException:  # Ctrl-C: its answer would be taken for the next one's
                 self._process = None
                 process.kill()
+                raise
+            if not told:
+                self._process = None
                 process.communicate()
+                if process.returncode >= 0:  # no signal of the kernel ended it
+                    raise RuntimeError(
+                        f"grammars cannot be tried: {sys.executable} does not import llguidance"
+                    )
                 limits = f"{SECONDS:g} s, or {BYTES >> 30} GB of memory"
                 return "", f"it takes more than {limits} to compile"
             grammar, fault = json.loads(told)
@@ -83,7 +93,10 @@ def _serve() -> None:
     from llguidance._tokenizer import TokenizerWrapper
     from llguidance.gbnf_to_lark import any_to_lark
 
-    resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    most = BYTES if hard == resource.RLIM_INFINITY else min(BYTES, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # a process that ignores it hands that on
     tokenizer = LLTokenizer(TokenizerWrapper(_Bytes()), n_vocab=EOS + 1)
     for line in sys.stdin.buffer:
         text, is_free = json.loads(line)
@@ -105,5 +118,6 @@ def _try(matcher: Any) -> str:
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # this folder, whose names are not for others to import
+    here = __file__.rpartition("/")[0]  # whose names are not for others to import
+    sys.path = [each for each in sys.path if each != here]
     _serve()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from fminfer.core.config import Constraint
 from fminfer.core.errors import RequestError
-from fminfer.text import grammars
+from fminfer.text import grammar_trial, grammars
 from fminfer.text.exclusive_branches import Branches
 from fminfer.text.grammar_trial import GrammarTrial
 from fminfer.text.grammars import Grammar, Grammars, Vocabulary
@@ -142,7 +145,7 @@ def test_tokenizers_and_models_that_cannot_be_constrained_are_told() -> None:
         (as_json({"oneOf": [{"minimum": 1}, {"maximum": 3}]}), "oneOf"),
         (as_json({"type": "what"}), "Invalid type: what"),
         (as_json({"allOf": [{"const": 1}, {"const": 2}]}), "Unsatisfiable"),
-        (as_json({"enum": [1, 2**53 + 1]}), "9007199254740993 under \"enum\" is beyond 2\\^53"),
+        (as_json({"enum": [1, 2**53 + 1]}), '9007199254740993 under "enum" is beyond 2\\^53'),
         (as_json({"const": {"id": -(2**64)}}), "-18446744073709551616 under"),
         (as_json({"const": 2.0**64}), "18446744073709551616.0|1.8446744073709552e\\+19"),
         (as_json({"items": {"minimum": 2**53 + 1}}), 'under "minimum" is beyond 2\\^53'),
@@ -260,6 +263,50 @@ def test_a_grammar_that_takes_for_ever_ends_its_process_alone() -> None:
     assert time.monotonic() - start < 30
     assert find('start: "a"') == ""
     assert "not found" in find("root ::= b")
+
+
+def test_an_interrupted_trial_leaves_no_answer_for_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ctrl-C in a notebook: the next constraint got the grammar of the one before."""
+    trial = GrammarTrial()
+    assert trial.compile('root ::= "a"', is_free=True)[1] == ""
+    process = trial._process
+    assert process is not None and process.stdout is not None
+
+    def interrupt() -> bytes:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(process, "stdout", types.SimpleNamespace(readline=interrupt))
+        trial.compile('root ::= "b"', is_free=True)
+    assert '"c"' in trial.compile('root ::= "c"', is_free=True)[0]
+    process.communicate()
+
+
+def test_a_trial_has_its_limits_whatever_it_is_started_from() -> None:
+    """Where SIGPROF was ignored nothing ended it; under `ulimit -v` it refused all grammars."""
+    code = """if True:
+        import resource, signal
+        from fminfer.text.grammar_trial import GrammarTrial
+        signal.signal(signal.SIGPROF, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+        trial = GrammarTrial()
+        for number in (7, 123456789):
+            schema = '{"type": "integer", "multipleOf": %d}' % number
+            print(trial.compile("start: %json " + schema, is_free=True)[1])
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True
+    )
+    assert done.stdout.splitlines() == ["", "it takes more than 2 s, or 2 GB of memory to compile"]
+
+
+def test_a_trial_without_llguidance_blames_no_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It said that each grammar takes more than 2 s, at once."""
+    monkeypatch.setattr(grammar_trial, "__file__", "/no/such/file.py")
+    with pytest.raises(RuntimeError, match="does not import llguidance"):
+        GrammarTrial().compile('start: "a"', is_free=True)
 
 
 def read_suite(name: str) -> Iterator[dict[str, Any]]:
