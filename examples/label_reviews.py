@@ -5,7 +5,7 @@ python examples/label_reviews.py ask vaderSentiment-0.5.zip > reviews.jsonl
 fminfer run reviews.jsonl --model-name MODEL --output answers.jsonl
 python examples/label_reviews.py count answers.jsonl
 
-`ask` has the model write the label. `ask --options` makes it a question of multiple choice: each
+`ask` has the model write one of the labels, and nothing else. `ask --options` makes it a question of multiple choice: each
 review is a request for every label, which asks for logprobs and draws nothing; the likelier label
 counts.
 
@@ -66,7 +66,9 @@ def ask(package: Path, *, has_options: bool) -> Iterator[dict[str, Any]]:
     for number, label, review in read_reviews(package):
         prompt = INSTRUCTION.format(review=review)
         if not has_options:
-            fields = {"prompt": prompt, "max_tokens": 2, "temperature": 0, "stop": "\n"}
+            # A space stands before each label, as in the examples above.
+            choice = {"choice": [f" {option}" for option in LABELS]}
+            fields = {"prompt": prompt, "temperature": 0, "structured_outputs": choice}
             yield {"request": fields, "label": label}
             continue
         for option in LABELS:

@@ -142,10 +142,19 @@ def test_the_example_asks_for_labels_of_clear_reviews(tmp_path: Path) -> None:
     plain = list(ask(tmp_path / "package.zip", has_options=False))
     assert [each["label"] for each in plain] == ["negative", "positive"]
     assert plain[1]["request"]["prompt"] == INSTRUCTION.replace("{review}", "Great {lid}!")
+    choice = {"choice": [" negative", " positive"]}
+    assert all(each["request"]["structured_outputs"] == choice for each in plain)
     options = list(ask(tmp_path / "package.zip", has_options=True))
     assert [each["option"] for each in options] == ["negative", "positive"] * 2
     assert options[3]["request"]["prompt"] == plain[1]["request"]["prompt"] + " positive"
     assert [each["review"] for each in options] == ["1_1", "1_1", "1_3", "1_3"]
+
+
+def test_the_example_shows_the_line_that_it_makes(tmp_path: Path) -> None:
+    save_reviews(tmp_path / "package.zip")
+    line = json.dumps(next(ask(tmp_path / "package.zip", has_options=False)))
+    (shown,) = [row for row in blocks("json") if "Is the review" in row]
+    assert re.sub(r'(negative\?).*?", ', r'\1…", ', line, count=1) == shown.strip()
 
 
 def test_the_example_counts_what_the_model_has_written() -> None:

@@ -284,7 +284,7 @@ WISHES = {
 
 @pytest.mark.parametrize("name", sorted(WISHES))
 def test_a_wish_of_other_tools_is_refused_on_both_endpoints(name: str) -> None:
-    """Completions answered guided_choice and others as if they were not there."""
+    """Completions answered them as if they were not there."""
     wish = {name: {"choice": ["yes", "no"]}}
     error = refused({"prompt": "x"} | wish)
     assert (error.code, error.param) == ("unsupported_parameter", name)
