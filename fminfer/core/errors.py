@@ -12,6 +12,7 @@ FminferError                 the run cannot go on; the message says what to do
 ├── StoppedError             the run was told to stop; the same command goes on from there
 ├── StepLimitError           as many micro-batches have run as were allowed
 ├── DamagedInputError        the rest of an input file cannot be read; what came before it can
+├── UncompiledError          a request's grammar has to be compiled first, which may take seconds
 └── RequestError             one input line is wrong; it costs that line only
 """
 
@@ -109,6 +110,10 @@ class DamagedInputError(FminferError):
     def __init__(self, message: str, rest: bytes = b"") -> None:
         super().__init__(message)
         self.rest = rest
+
+
+class UncompiledError(FminferError):
+    """A request's grammar is not compiled, and whoever prepares it does not wait for that."""
 
 
 class RequestError(FminferError):

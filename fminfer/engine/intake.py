@@ -15,7 +15,7 @@ from fminfer.contract.prompts import check_entries, check_text
 from fminfer.contract.request import DEFAULTS, Request, SamplingParams, parse_request
 from fminfer.contract.row_warnings import RowWarning, WarningCounts, cut_name
 from fminfer.core.config import OnTooLong, ToolCallParser
-from fminfer.core.errors import RequestError
+from fminfer.core.errors import RequestError, UncompiledError
 from fminfer.engine.chat_intake import ChatIntake
 from fminfer.engine.noise import meaning_of
 from fminfer.engine.prompt_fit import PromptFit
@@ -76,22 +76,29 @@ class Intake:
         return self._tokenizer.has_words and template.find_text(has_tools=False) is not None
 
     def parse(
-        self, fields: Mapping[str, Any], *, is_chat: bool | None = None, clock: str = ""
+        self,
+        fields: Mapping[str, Any],
+        *,
+        is_chat: bool | None = None,
+        clock: str = "",
+        compiles: bool = True,
     ) -> Request:
         """Check a request as far as that goes without its tokens; render the template of a chat.
 
         Args:
             is_chat: whether it was sent to the chat endpoint; None: its fields tell.
             clock: the time that a template reads, in ISO format; "": now.
+            compiles: whether to wait until a new constraint is compiled.
 
         Raises:
             RequestError: what is wrong with it.
+            UncompiledError: it has a constraint that would have to be waited for.
         """
         is_chat = is_chat_request(fields) if is_chat is None else is_chat
         request = self._parse_chat(fields, clock) if is_chat else self._parse_completion(fields)
         self._check_params(request.params)
         warnings = (
-            *self._check_constraint(request.params),
+            *self._check_constraint(request.params, compiles=compiles),
             *self._warn_of_spelling(request),
         )
         if warnings and self.limits.is_strict:
@@ -100,7 +107,7 @@ class Intake:
             )
         return replace(request, warnings=request.warnings + warnings) if warnings else request
 
-    def _check_constraint(self, params: SamplingParams) -> Iterator[RowWarning]:
+    def _check_constraint(self, params: SamplingParams, *, compiles: bool) -> Iterator[RowWarning]:
         """Compile a request's constraint; tell if its shortest answer would be cut off.
 
         Raises:
@@ -110,6 +117,8 @@ class Intake:
         if params.constraint is None:
             return
         grammars = find_grammars(self._tokenizer, limits.vocab_size, limits.eos_ids)
+        if not compiles and not grammars.has(params.constraint):
+            raise UncompiledError("the constraint is not compiled yet")
         shortest = grammars.find(params.constraint).shortest
         if params.max_tokens < shortest:
             yield RowWarning(

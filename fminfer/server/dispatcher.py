@@ -10,9 +10,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from fminfer.core.errors import FminferError, StoppedError
+from fminfer.core.errors import FminferError, StoppedError, UncompiledError
 from fminfer.engine.events import Delta, Event, Finished
 from fminfer.engine.sequence import Prepared
 from fminfer.server.http_errors import HttpError, shutting_down
@@ -33,7 +34,9 @@ class DispatchedEngine(Protocol):
     @property
     def num_waiting(self) -> int: ...
 
-    def prepare(self, request: Mapping[str, Any], *, is_chat: bool | None = None) -> Prepared: ...
+    def prepare(
+        self, request: Mapping[str, Any], *, is_chat: bool | None = None, compiles: bool = True
+    ) -> Prepared: ...
 
     def add(self, request: Prepared, *, priority: int = 0, is_streamed: bool = False) -> int: ...
 
@@ -67,6 +70,8 @@ class Dispatcher:
         self._open: dict[int, Reply] = {}  # of the event loop's thread only
         self._num_preparing = 0
         self._prepares = ThreadPoolExecutor(TOKENIZERS, "tokenizing")
+        self._num_compiling = 0
+        self._compiles = ThreadPoolExecutor(1, "compiling")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_failure: Callable[[], None] = lambda: None
         self._is_over = threading.Event()
@@ -87,7 +92,7 @@ class Dispatcher:
     @property
     def num_open(self) -> int:
         """Requests without an answer."""
-        return len(self._open) + self._num_preparing
+        return len(self._open) + self._num_preparing + self._num_compiling
 
     @property
     def replies(self) -> list[Reply]:
@@ -121,9 +126,11 @@ class Dispatcher:
         full = self._why_no_room()
         if full is not None and not self._may_look:
             raise full
-        prepared, kept = await self._do_beside(
-            lambda: self._prepare_and_find(fields, is_chat=is_chat)
-        )
+        prepare = partial(self._prepare_and_find, fields, is_chat=is_chat)
+        try:
+            prepared, kept = await self._do_beside(partial(prepare, compiles=False))
+        except UncompiledError:
+            prepared, kept = await self._compile(prepare)
         if kept is not None and self._closed is None:
             return self._reply_at_once(asked_s, prepared, kept, is_streamed=is_streamed)
         if (refusal := self._closed or full) is not None:
@@ -161,6 +168,20 @@ class Dispatcher:
         finally:
             self._num_preparing -= 1
 
+    async def _compile(self, work: Callable[[], Result]) -> Result:
+        """Prepare a request with a new constraint, which may take seconds; others do not wait.
+
+        Raises:
+            HttpError: a queue of such requests is full.
+        """
+        if 0 < self._queue_size <= self._num_compiling:
+            raise self._full(f"{self._num_compiling} requests wait for new constraints", 2)
+        self._num_compiling += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._compiles, work)
+        finally:
+            self._num_compiling -= 1
+
     def leave(self, reply: Reply) -> None:
         """Forget a request; if it has no answer yet, the engine frees what it holds."""
         if self._open.pop(reply.id, None) is not None:
@@ -185,10 +206,13 @@ class Dispatcher:
         if self._closed is not None or not self._queue_size or waiting < self._queue_size:
             return self._closed
         retry_s = min(MOST_RETRY_S, max(1, round(self.queue_s)))
+        return self._full(f"{waiting} prompts wait", retry_s)
+
+    def _full(self, text: str, retry_s: int) -> HttpError:
+        size = f"--queue-size {self._queue_size}"
         return HttpError(
             429,
-            f"{waiting} prompts wait, and the queue is full (--queue-size "
-            f"{self._queue_size}). Try again in {retry_s} s",
+            f"{text}, and the queue is full ({size}). Try again in {retry_s} s",
             code="queue_full",
             headers={"Retry-After": str(retry_s)},
         )
@@ -260,10 +284,10 @@ class Dispatcher:
     # In any thread:
 
     def _prepare_and_find(
-        self, fields: Mapping[str, Any], *, is_chat: bool
+        self, fields: Mapping[str, Any], *, is_chat: bool, compiles: bool = True
     ) -> tuple[Prepared, Finished | None]:
         """Prepare a request, and find its answer if the cache has it, which may take a while."""
-        prepared = self._engine.prepare(fields, is_chat=is_chat)
+        prepared = self._engine.prepare(fields, is_chat=is_chat, compiles=compiles)
         if self._cache is None:
             return prepared, None
         return prepared, self._cache.find(prepared, takes_chance=True)
@@ -271,7 +295,8 @@ class Dispatcher:
     def end(self) -> None:
         """Have `run` return."""
         self._is_over.set()
-        self._prepares.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._prepares, self._compiles):
+            threads.shutdown(wait=False, cancel_futures=True)
 
 
 def events_of(answer: Finished, *, is_streamed: bool) -> list[Event]:

@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from fminfer.contract.constraint import KINDS
 from fminfer.contract.fields import TEXT, object_of, wrong_type
 from fminfer.core.errors import RequestError
 from fminfer.core.version import __version__
@@ -133,7 +134,8 @@ def _prepare_one(service: Service, request: dict[str, Any], name: str) -> list[i
     """Return the ids of a request's only prompt."""
     try:
         is_chat = "messages" in request
-        prepared = service.engine.prepare(request | {"max_tokens": 0}, is_chat=is_chat)
+        asked = {name: value for name, value in request.items() if name not in KINDS}
+        prepared = service.engine.prepare(asked | {"max_tokens": 0}, is_chat=is_chat)
     except RequestError as error:
         if error.param != "prompt":
             raise

@@ -128,7 +128,7 @@ class _Walk:
 def _refuse_here(text: str) -> RequestError:
     return RequestError(
         "unsupported_parameter",
-        f"the constraint is too complex for the answer that was begun: {text[:200]}. Make it "
+        f"the constraint is too complex for the answer that was begun: {_tidy(text)}. Make it "
         "simpler",
     )
 
@@ -232,6 +232,11 @@ class Grammars:
         if isinstance(found, RequestError):
             raise RequestError(found.code, found.message, found.param)
         return found
+
+    def has(self, constraint: Constraint) -> bool:
+        """Tell whether `find` knows a constraint already."""
+        with self._lock:
+            return constraint in self._found
 
     def has_room(self, grammar: Grammar) -> bool:
         """Tell whether one more mask can be kept, and count it."""
@@ -373,13 +378,17 @@ def _refuse(constraint: Constraint, fault: str) -> RequestError:
     """Return the error of a constraint that cannot be had."""
     names = {"json": "the JSON schema", "choice": "the choices"}
     name = names.get(constraint.kind, f"the {constraint.kind}")
-    fault = " ".join(fault.replace("<non-verbose/>", "").split())[:300]
+    fault = _tidy(fault)
     if fault.startswith("Unimplemented keys: "):
         keys = fault.removeprefix("Unimplemented keys: ").strip("[]")
         fault = f"it has {keys}, to which answers cannot be held. Leave that out"
     return RequestError(
         "unsupported_parameter", f"{name} that answers are to follow cannot be had: {fault}"
     )
+
+
+def _tidy(fault: str) -> str:
+    return " ".join(fault.replace("<non-verbose/>", "").split())[:300]
 
 
 def _count_shortest(constraint: Constraint, words: Vocabulary, root: Any) -> int:

@@ -214,7 +214,9 @@ class Engine:
             request = self.prepare(request, is_chat=is_chat)
         return self._core.add(request, priority=priority, is_streamed=is_streamed)
 
-    def prepare(self, request: Mapping[str, Any], *, is_chat: bool | None = None) -> Prepared:
+    def prepare(
+        self, request: Mapping[str, Any], *, is_chat: bool | None = None, compiles: bool = True
+    ) -> Prepared:
         """Check and tokenize a request, to be added later. Any thread may call it.
 
         `add` does this too. A long prompt takes a while, which an event loop must not wait for.
@@ -222,11 +224,13 @@ class Engine:
         Args:
             request: the fields of a completions or chat request.
             is_chat: whether it is one of chat; None: it is if it has messages and no prompt.
+            compiles: whether to wait until a new constraint is compiled.
 
         Raises:
             RequestError: what is wrong with it.
+            UncompiledError: it has a constraint that would have to be waited for.
         """
-        parsed = self._intake.parse(request, is_chat=is_chat)
+        parsed = self._intake.parse(request, is_chat=is_chat, compiles=compiles)
         prepared = self._intake.prepare(parsed, repeat=secrets.randbits(REPEAT_BITS))
         self._intake.note(*parsed.warnings)
         return prepared
