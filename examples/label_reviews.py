@@ -5,9 +5,12 @@ python examples/label_reviews.py ask vaderSentiment-0.5.zip > reviews.jsonl
 fminfer run reviews.jsonl --model-name MODEL --output answers.jsonl
 python examples/label_reviews.py count answers.jsonl
 
-`ask` has the model write one of the labels, and nothing else. `ask --options` makes it a question of
-multiple choice: each review is a request for every label, which asks for logprobs and draws
+`ask` has the model write one of the labels, and nothing else. `ask --options` makes it a question
+of multiple choice: each review is a request for every label, which asks for logprobs and draws
 nothing; the likelier label counts.
+
+The reviews are sentences about products, each rated by people from -4 to 4 (Hutto & Gilbert, VADER,
+2014; MIT licence). Those that are clear are used: a mean rating of 1 or more, or of -1 or less.
 """
 
 from __future__ import annotations

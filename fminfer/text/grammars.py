@@ -382,6 +382,8 @@ def _refuse(constraint: Constraint, fault: str) -> RequestError:
     if fault.startswith("Unimplemented keys: "):
         keys = fault.removeprefix("Unimplemented keys: ").strip("[]")
         fault = f"it has {keys}, to which answers cannot be held. Leave that out"
+    if fault.startswith("oneOf constraints are not supported"):
+        fault = "it has oneOf whose branches may fit one value at once. Write anyOf"
     return RequestError(
         "unsupported_parameter", f"{name} that answers are to follow cannot be had: {fault}"
     )

@@ -125,9 +125,9 @@ def test_bad_lines_are_named_with_what_to_do(answered: tuple[Path, str]) -> None
 
 def test_stats(answered: tuple[Path, str]) -> None:
     stats = json.loads((answered[0] / "stats.json").read_text())
-    assert stats["num_rows"] == 41 and stats["num_errors"] == 10
+    assert stats["num_rows"] == 45 and stats["num_errors"] == 10
     assert stats["completion_tokens"] > 50 and stats["start_to_ready_s"] > 0
-    assert len(stats["outputs"]) == 11
+    assert len(stats["outputs"]) == 12
 
 
 def test_five_sets_of_hyperparameters_in_one_file(tmp_path: Path) -> None:

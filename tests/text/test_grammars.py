@@ -142,7 +142,7 @@ def test_tokenizers_and_models_that_cannot_be_constrained_are_told() -> None:
         (as_json({"not": {}}), 'it has "not", to which answers cannot be held'),
         (as_json({"items": {"uniqueItems": True}}), '"uniqueItems"'),
         (as_json({"not": {}, "x-guidance": {"lenient": True}}), '"not"'),
-        (as_json({"oneOf": [{"minimum": 1}, {"maximum": 3}]}), "oneOf"),
+        (as_json({"oneOf": [{"minimum": 1}, {"maximum": 3}]}), "oneOf whose branches may fit"),
         (as_json({"type": "what"}), "Invalid type: what"),
         (as_json({"allOf": [{"const": 1}, {"const": 2}]}), "Unsatisfiable"),
         (as_json({"enum": [1, 2**53 + 1]}), '9007199254740993 under "enum" is beyond 2\\^53'),
