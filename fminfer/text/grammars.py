@@ -69,13 +69,13 @@ class Grammar:
     Args:
         root: a matcher of llguidance at the start; each sequence gets a copy.
         grammars: count the masks that are kept.
-        shortest: the tokens of the shortest answer, as far as it is known, EOS too.
+        shortest: the tokens of the shortest answer, without EOS; 0: not known.
     """
 
     def __init__(self, root: Any, grammars: Grammars, shortest: int) -> None:
         self.root, self.grammars = root, grammars
         self.shortest = shortest
-        self.num_nodes = 1
+        self.num_nodes, self.is_kept = 1, False
         self.first = _Node(grammars.mask_of(root))
 
     def start(self) -> Matcher:
@@ -241,7 +241,7 @@ class Grammars:
     def has_room(self, grammar: Grammar) -> bool:
         """Tell whether one more mask can be kept, and count it."""
         with self._lock:
-            if self._num_nodes >= MAX_NODES:
+            if not grammar.is_kept or self._num_nodes >= MAX_NODES:
                 return False
             self._num_nodes += 1
             grammar.num_nodes += 1
@@ -262,11 +262,14 @@ class Grammars:
 
     def _keep(self, constraint: Constraint, found: Grammar | RequestError) -> None:
         with self._lock:
+            left = [self._found.pop(constraint, None)]  # another thread's
             self._found[constraint] = found
-            self._num_nodes += isinstance(found, Grammar)
-            while len(self._found) > MAX_KEPT:
-                _, gone = self._found.popitem(last=False)
-                self._num_nodes -= gone.num_nodes if isinstance(gone, Grammar) else 0
+            if len(self._found) > MAX_KEPT:
+                left.append(self._found.popitem(last=False)[1])
+            for each in (found, *left):
+                if isinstance(each, Grammar):
+                    each.is_kept = each is found
+                    self._num_nodes += each.num_nodes if each.is_kept else -each.num_nodes
 
     def _compile(self, constraint: Constraint) -> Grammar:
         from llguidance import LLMatcher, LLParserLimits  # loaded where a request asks for it

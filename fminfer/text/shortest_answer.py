@@ -61,15 +61,19 @@ class _Shortest:
     def _find_of_kind(self, kind: str, schema: dict[str, Any]) -> str | None:
         if kind == "object":
             properties, names = schema.get("properties", {}), schema.get("required", [])
-            ordered = sorted(names, key=[*properties, *names].index)
-            values = [self.find(properties.get(name, {})) for name in ordered]
-            pairs = zip(ordered, values, strict=True)
-            parts = [f"{_compact(name)}:{value}" for name, value in pairs]
-            return None if None in values else "{" + ",".join(parts) + "}"
+            wanted, parts = dict.fromkeys(names), ""
+            for name in filter(wanted.__contains__, dict.fromkeys([*properties, *names])):
+                value = self.find(properties.get(name, {}))
+                if value is None or len(parts) > MAX_SHORTEST:
+                    return None
+                parts += f",{_compact(name)}:{value}"
+            return "{" + parts[1:] + "}"
         if kind == "array":
             num_items = min(schema.get("minItems", 0), MAX_SHORTEST)
             item = self.find(schema.get("items", {})) if num_items else ""
-            return None if item is None else f"[{','.join([item] * num_items)}]"
+            if item is None or num_items * len(item) > MAX_SHORTEST:
+                return None
+            return f"[{','.join([item] * num_items)}]"
         if kind == "string":
             return _compact("a" * min(schema.get("minLength", 0), MAX_SHORTEST))
         return {"integer": "0", "number": "0", "boolean": "true", "null": "null"}.get(kind)

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+import tracemalloc
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -250,6 +251,32 @@ def test_grammars_that_are_not_used_any_more_leave(monkeypatch: pytest.MonkeyPat
     assert len(grammar.grammars._found) == 3
     kept = [each for each in grammar.grammars._found.values() if isinstance(each, Grammar)]
     assert grammar.grammars._num_nodes == sum(each.num_nodes for each in kept)
+
+
+def test_a_shortest_answer_is_never_built_at_length() -> None:
+    """20,000 items of 15,000 characters took 600 MB; each name was looked up among all others."""
+    long, many = {"const": "x" * 15_000}, {f"{n}": {"$ref": "#/d"} for n in range(4000)}
+    items = {"type": "array", "minItems": 20_000, "items": {"$ref": "#/d"}}
+    for schema in (items, {"type": "object", "properties": many, "required": [*many]}):
+        tracemalloc.start()
+        assert grammars._Shortest(schema | {"d": long}).find(schema) is None
+        assert tracemalloc.get_traced_memory()[1] < 10 << 20
+        tracemalloc.stop()
+
+
+def test_masks_of_grammars_that_left_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that go on with such a grammar filled the place of all others; so did two threads."""
+    monkeypatch.setattr(grammars, "MAX_KEPT", 2)
+    grammar = compile_for(byte_level(), Constraint("regex", "[ab]+"))
+    places, matcher = grammar.grammars, grammar.start()
+    for number in range(3):
+        places._keep(Constraint("regex", "c"), places._compile(Constraint("regex", "c")))
+        places.find(Constraint("regex", f"[ab]+{number}"))
+    for token_id in ids_of(grammar, "abab"):
+        matcher.take(token_id)
+        assert matcher.mask == grammar.first.mask or matcher.is_complete
+    kept = [each for each in places._found.values() if isinstance(each, Grammar)]
+    assert places._num_nodes == sum(each.num_nodes for each in kept)
 
 
 def test_a_grammar_that_takes_for_ever_ends_its_process_alone() -> None:
