@@ -10,6 +10,7 @@ from typing import Any
 
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 
+from fminfer.contract.constraint import KINDS as CONSTRAINTS
 from fminfer.core.errors import UsageError
 
 # generation_kwargs that are fields of a completions request, by the same name
@@ -17,6 +18,7 @@ PASSED_ON = frozenset(
     {
         *("top_p", "top_k", "min_p", "seed"),
         *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+        *CONSTRAINTS,
     }
 )
 

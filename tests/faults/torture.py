@@ -35,6 +35,9 @@ def write_rows(path: Path) -> None:
         for number in range(NUM_ROWS):
             row: dict[str, Any] = {"prompt": f"room {number % 5}", "max_tokens": 8 + number % 40}
             row |= {"ignore_eos": True, "temperature": 0.9 if number % 2 else 0}
+            if number % 7 == 3:
+                rooms = {"type": "array", "items": {"enum": ["den", "attic"]}, "minItems": 9}
+                row |= {"ignore_eos": False, "guided_json": rooms}
             file.write(json.dumps(row) + "\n")
         file.write('{"prompt": 5}\n\nno json\n')
 

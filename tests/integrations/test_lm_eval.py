@@ -186,6 +186,24 @@ def test_sampled_texts_follow_their_kwargs(demo: FminferLM) -> None:
     assert texts[0] == texts[1]
 
 
+def test_texts_are_held_to_what_a_task_asks_for(demo: FminferLM) -> None:
+    """Tasks could not ask for it: their texts were refused, whatever lm-eval calls the field."""
+    array = {"type": "array", "items": {"enum": ["east", "west"]}, "minItems": 1, "maxItems": 3}
+    form = {"type": "json_schema", "json_schema": {"name": "ways", "schema": array}}
+    kwargs = {"until": [], "max_gen_toks": 40, "do_sample": True, "temperature": 1.5}
+    ways = [{"guided_choice": ["up", "down"]}, {"structured_outputs": {"regex": "[a-c]{5}"}}]
+    ways += [{"response_format": form, "guided_whitespace_pattern": "none"}]
+    labels, letters, lists = (
+        demo.generate_until(
+            instances("generate_until", [("north", kwargs | way)] * 4), disable_tqdm=True
+        )
+        for way in ways
+    )
+    assert set(labels) <= {"up", "down"}
+    assert all(len(text) == 5 and set(text) <= set("abc") for text in letters)
+    assert all(set(json.loads(text)) <= {"east", "west"} for text in lists)
+
+
 @pytest.mark.parametrize(
     ("gen_kwargs", "message"),
     [

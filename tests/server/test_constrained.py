@@ -23,6 +23,7 @@ from tests.server.reciting import save_reciting
 from tests.server.running import Running, running, until
 
 TALK: list[Any] = [{"role": "user", "content": "How do you go from the den to the porch?"}]
+GO: dict[str, Any] = {"prompt": "go"}
 MULTIPLE = {"type": "integer", "multipleOf": 123_456_789}  # compiles for hours
 
 
@@ -195,7 +196,7 @@ def test_others_do_not_wait_for_a_constraint_that_takes_long(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two such took both threads that tokenize; requests behind 30 of them waited half a minute."""
-    label = {"prompt": "go", "guided_choice": ["north", "east"]}
+    label = GO | {"guided_choice": ["north", "east"]}
     assert server.post("/v1/completions", label).status == 200
     go_on, compile_now, begun = threading.Event(), GrammarTrial.compile, []
 
@@ -214,9 +215,9 @@ def test_others_do_not_wait_for_a_constraint_that_takes_long(
         ]
         try:
             until(lambda: bool(begun), "one is compiled")
-            assert server.post("/v1/completions", {"prompt": "go", "max_tokens": 1}).status == 200
+            assert server.post("/v1/completions", GO).status == 200
             assert server.post("/v1/completions", label).status == 200, "its grammar is there"
-            tokenized = server.post("/tokenize", {"prompt": "go", "guided_regex": "unread"})
+            tokenized = server.post("/tokenize", GO | {"guided_regex": "unread"})
             assert tokenized.status == 200 and len(begun) == 1
         finally:
             go_on.set()

@@ -31,6 +31,8 @@ ROWS: list[dict[str, Any]] = [
     {"prompt": "Question: How do you go", "max_tokens": 12, "temperature": t, "logprobs": 1}
     for t in (0, 1, 1)
 ]
+WAYS = {"type": "array", "items": {"enum": ["north", "east"]}, "minItems": 2, "maxItems": 4}
+ROWS += [row | {"max_tokens": 90, "guided_json": WAYS, "seed": 2} for row in ROWS[:2]]
 LONG = {"prompt": "north", "max_tokens": 400, "ignore_eos": True}
 
 
@@ -59,7 +61,7 @@ def test_two_ranks_answer_as_one(no_rank_is_left: None) -> None:
     """One engine after another, for torch has one group of ranks in a process."""
     with closing(fminfer.Engine(dtype="float32")) as engine:
         expected = answers(engine)
-    assert len(expected) == 3
+    assert len(expected) == 5 and all(2 <= len(json.loads(text)) <= 4 for text in expected[3:])
     for _ in range(2):
         with closing(fminfer.Engine(dtype="float32", world_size=2)) as engine:
             assert len(own_ranks()) == 1

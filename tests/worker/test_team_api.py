@@ -23,6 +23,7 @@ QUESTION = {
     "return_token_ids": True,
     "logit_bias": {"0": -100},  # the end
 }
+WAYS = {"type": "array", "items": {"enum": ["north", "east"]}, "minItems": 2, "maxItems": 4}
 REQUESTS: list[dict[str, Any]] = [
     QUESTION | fields
     for number in range(6)
@@ -32,6 +33,7 @@ REQUESTS: list[dict[str, Any]] = [
         {"max_tokens": 8, "seed": number, "n": 2, "best_of": 3},
         {"max_tokens": 30, "temperature": 0, "n": 2, "stop": ["the room", "garden"]},
         {"max_tokens": 0, "echo": True, "logprobs": 1},
+        {"max_tokens": 40, "seed": number, "n": 2, "logprobs": 1, "guided_json": WAYS},
     )
 ]
 LONG = QUESTION | {"max_tokens": 400}
