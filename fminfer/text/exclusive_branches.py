@@ -51,29 +51,23 @@ class Branches:
 
     def _exclude(self, branches: list[Any]) -> bool:
         """Tell whether nothing fits two of some schemas, as far as that is easy to see."""
-        whole = [self._resolve(each) for each in branches]
-        return len(whole) <= 100 and all(
-            self._are_apart(one, other) for one, other in combinations(whole, 2)
-        )
+        pairs = combinations(branches, 2)
+        return len(branches) <= 100 and all(self._are_apart(one, other) for one, other in pairs)
 
-    def _are_apart(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
+    def _are_apart(self, first: Any, second: Any, depth: int = 0) -> bool:
+        one, other = self._resolve(first), self._resolve(second)
         values, others = _values_of(one), _values_of(other)
         if values is not None and others is not None:
             return values.isdisjoint(others)
         if _types_of(one).isdisjoint(_types_of(other)):
             return True
-        if _types_of(one) | _types_of(other) != {"object"}:
+        if _types_of(one) | _types_of(other) != {"object"} or depth > 2:
+            return False
+        ones, seconds = (each.get("properties") for each in (one, other))
+        if not isinstance(ones, dict) or not isinstance(seconds, dict):
             return False
         required = {*_names(one)} & {*_names(other)}
-        pairs = (
-            (self._value_names(one, name), self._value_names(other, name)) for name in required
-        )
-        return any(a is not None and b is not None and a.isdisjoint(b) for a, b in pairs)
-
-    def _value_names(self, schema: dict[str, Any], name: str) -> frozenset[str] | None:
-        properties = schema.get("properties")
-        found = properties.get(name) if isinstance(properties, dict) else None
-        return _values_of(self._resolve(found))
+        return any(self._are_apart(ones.get(n), seconds.get(n), depth + 1) for n in required)
 
     def _resolve(self, schema: Any) -> dict[str, Any]:
         """Follow references that stand alone; {}: to nothing."""

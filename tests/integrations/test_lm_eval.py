@@ -192,7 +192,7 @@ def test_texts_are_held_to_what_a_task_asks_for(demo: FminferLM) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "ways", "schema": array}}
     kwargs = {"until": [], "max_gen_toks": 40, "do_sample": True, "temperature": 1.5}
     ways = [{"guided_choice": ["up", "down"]}, {"structured_outputs": {"regex": "[a-c]{5}"}}]
-    ways += [{"response_format": form, "guided_whitespace_pattern": "none"}]
+    ways += [{"response_format": form, "guided_whitespace_pattern": " ?"}]
     labels, letters, lists = (
         demo.generate_until(
             instances("generate_until", [("north", kwargs | way)] * 4), disable_tqdm=True

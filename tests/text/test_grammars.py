@@ -24,6 +24,7 @@ from fminfer.text import grammar_trial, grammars
 from fminfer.text.exclusive_branches import Branches
 from fminfer.text.grammar_trial import GrammarTrial
 from fminfer.text.grammars import Grammar, Grammars, Vocabulary
+from fminfer.text.shortest_answer import find_shortest
 from fminfer.text.tokenizer import NoTokenizer, Tokenizer
 from tests.text.test_tokenizer import byte_level, sentencepiece_tokenizer
 
@@ -259,7 +260,7 @@ def test_a_shortest_answer_is_never_built_at_length() -> None:
     items = {"type": "array", "minItems": 20_000, "items": {"$ref": "#/d"}}
     for schema in (items, {"type": "object", "properties": many, "required": [*many]}):
         tracemalloc.start()
-        assert grammars._Shortest(schema | {"d": long}).find(schema) is None
+        assert find_shortest(schema | {"d": long}) is None
         assert tracemalloc.get_traced_memory()[1] < 10 << 20
         tracemalloc.stop()
 
