@@ -190,8 +190,16 @@ def test_texts_are_held_to_what_a_task_asks_for(demo: FminferLM) -> None:
     """Tasks could not ask for it: their texts were refused, whatever lm-eval calls the field."""
     array = {"type": "array", "items": {"enum": ["east", "west"]}, "minItems": 1, "maxItems": 3}
     form = {"type": "json_schema", "json_schema": {"name": "ways", "schema": array}}
-    kwargs = {"until": [], "max_gen_toks": 40, "do_sample": True, "temperature": 1.5}
-    ways = [{"guided_choice": ["up", "down"]}, {"structured_outputs": {"regex": "[a-c]{5}"}}]
+    kwargs: dict[str, Any] = {
+        "until": [],
+        "max_gen_toks": 40,
+        "do_sample": True,
+        "temperature": 1.5,
+    }
+    ways: list[dict[str, Any]] = [
+        {"guided_choice": ["up", "down"]},
+        {"structured_outputs": {"regex": "[a-c]{5}"}},
+    ]
     ways += [{"response_format": form, "guided_whitespace_pattern": " ?"}]
     labels, letters, lists = (
         demo.generate_until(

@@ -179,7 +179,9 @@ def test_a_batch(client: openai.OpenAI, tmp_path: Path) -> None:
     lines = [batch_line(name, CHAT, **ASKED, response_format=f) for name, f in forms.items()]
     path.write_bytes(b"\n".join(lines))
     file = client.files.create(file=path.open("rb"), purpose="batch")
-    batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+    batch = client.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+    )
     until(lambda: client.batches.retrieve(batch.id).status == "completed", "it is over")
     batch = client.batches.retrieve(batch.id)
     assert batch.output_file_id and batch.error_file_id
