@@ -23,6 +23,7 @@ from fminfer.text.shortest_answer import find_shortest
 from fminfer.text.tokenizer import Tokenizer
 
 MAX_KEPT = 256  # grammars
+MAX_TRIED = 200  # choices, the shortest, that are looked at for the shortest in tokens
 MAX_NODES = 2048  # masks that are kept, of all grammars: each has a bit for every token
 # Between tokens of JSON: a space, or a line break and its indent. Small models go on and on with
 # white space that nothing bounds.
@@ -400,13 +401,12 @@ def _count_shortest(constraint: Constraint, words: Vocabulary, root: Any) -> int
     """Return how many tokens the shortest answer takes; 0: that is not known."""
     texts: list[str] = []
     if constraint.kind == "choice":
-        texts = json.loads(constraint.text)
+        texts = sorted(json.loads(constraint.text), key=len)[:MAX_TRIED]
     elif constraint.kind == "json":
         schema = json.loads(constraint.text)
         texts = [found] if (found := find_shortest(schema)) is not None else []
-    counts = []
-    for ids in map(words, texts):
+    for ids in sorted(map(words, texts), key=len):
         matcher = root.deep_copy()
         if matcher.consume_tokens(ids) and matcher.is_accepting():
-            counts.append(len(ids))
-    return min(counts, default=0)
+            return len(ids)
+    return 0

@@ -265,6 +265,15 @@ def test_a_shortest_answer_is_never_built_at_length() -> None:
         tracemalloc.stop()
 
 
+def test_thousands_of_choices_are_compiled_at_once() -> None:
+    """Each of them was tried on the grammar: that took seconds, in which nothing else ran."""
+    choices = [f"a choice, number {number}" for number in range(5000)] + ["b"]
+    compile_for(byte_level(), Constraint("choice", '["a"]'))
+    start = time.thread_time()
+    grammar = compile_for(byte_level(), Constraint("choice", json.dumps(choices)))
+    assert grammar.shortest == 1 and time.thread_time() - start < 1.2
+
+
 def test_masks_of_grammars_that_left_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that go on with such a grammar filled the place of all others; so did two threads."""
     monkeypatch.setattr(grammars, "MAX_KEPT", 2)
