@@ -126,10 +126,12 @@ def _model_names(config: EngineConfig, name: str) -> frozenset[str] | None:
 
 
 def find_ends(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the ids that end a sequence: the config's, or else the tokenizer's."""
-    if checkpoint.eos_ids or tokenizer.eos_id is None:
-        return checkpoint.eos_ids
-    return frozenset({tokenizer.eos_id})
+    """Return the ids that end a sequence: the config's, or else the tokenizer's.
+
+    Some configs name ids that the head has no row for; nothing draws these.
+    """
+    ids = checkpoint.eos_ids or {tokenizer.eos_id} - {None}
+    return frozenset(each for each in ids if each in range(checkpoint.config.vocab_size))
 
 
 def _find_defaults(

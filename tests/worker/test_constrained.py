@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -13,6 +15,7 @@ import pytest
 
 import fminfer
 from fminfer.core.config import Constraint
+from fminfer.models.known_sizes import DEMO_MODEL
 from fminfer.text import grammars
 
 Options = dict[str, Any]
@@ -181,6 +184,18 @@ def test_rows_that_lose_their_blocks_go_on_where_they_were() -> None:
         assert engine.stats.num_put_back > 0
     with fminfer.Engine(dtype="float32", chunk_size=4) as engine:
         assert choices(engine, *asked) == scarce
+
+
+def test_ends_that_the_head_has_no_row_for_end_nothing(tmp_path: Path) -> None:
+    """A line with min_tokens ended the run by an IndexError; one with a constraint failed."""
+    shutil.copytree(DEMO_MODEL, tmp_path / "model")
+    for name in ("config.json", "generation_config.json"):
+        path = tmp_path / "model" / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [0, 500_000]}))
+    with fminfer.Engine(str(tmp_path / "model"), dtype="float32") as engine:
+        asked = [{"min_tokens": 2}, outputs(choice=["a"]), outputs(regex="a{9}") | {"min_tokens": 2}]
+        *_, last = choices(engine, *asked)
+    assert last["text"] == "a" * 9
 
 
 HOSTILE: list[Options] = [
