@@ -10,6 +10,7 @@ from typing import Any
 
 from fminfer.contract.chat import is_chat as is_chat_request
 from fminfer.contract.chat import overwrite, parse_chat
+from fminfer.contract.constraint import KINDS as CONSTRAINTS
 from fminfer.contract.fields import INT64, out_of_range
 from fminfer.contract.prompts import check_entries, check_text
 from fminfer.contract.request import DEFAULTS, Request, SamplingParams, parse_request
@@ -98,7 +99,7 @@ class Intake:
         request = self._parse_chat(fields, clock) if is_chat else self._parse_completion(fields)
         self._check_params(request.params)
         warnings = (
-            *self._check_constraint(request.params, compiles=compiles),
+            *self._check_constraint(request.params, fields, compiles=compiles),
             *self._warn_of_spelling(request),
         )
         if warnings and self.limits.is_strict:
@@ -107,7 +108,9 @@ class Intake:
             )
         return replace(request, warnings=request.warnings + warnings) if warnings else request
 
-    def _check_constraint(self, params: SamplingParams, *, compiles: bool) -> Iterator[RowWarning]:
+    def _check_constraint(
+        self, params: SamplingParams, fields: Mapping[str, Any], *, compiles: bool
+    ) -> Iterator[RowWarning]:
         """Compile a request's constraint; tell if its shortest answer would be cut off.
 
         Raises:
@@ -119,7 +122,11 @@ class Intake:
         grammars = find_grammars(self._tokenizer, limits.vocab_size, limits.eos_ids)
         if not compiles and not grammars.has(params.constraint):
             raise UncompiledError("the constraint is not compiled yet")
-        shortest = grammars.find(params.constraint).shortest
+        try:
+            shortest = grammars.find(params.constraint).shortest
+        except RequestError as error:
+            name = next((name for name in CONSTRAINTS if fields.get(name)), None)
+            raise RequestError(error.code, error.message, name) from None
         if params.max_tokens < shortest:
             yield RowWarning(
                 "max_tokens is below what the shortest constrained answer takes, so that answers "

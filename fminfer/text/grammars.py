@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import re
 import threading
 from collections import OrderedDict
 from functools import cached_property, lru_cache
@@ -17,24 +16,15 @@ from typing import Any, Protocol
 from fminfer.core.config import Constraint
 from fminfer.core.errors import RequestError
 from fminfer.core.messages import Mask, make_mask
-from fminfer.text.exclusive_branches import Branches
+from fminfer.text.grammar_forms import refuse, tidy, write_grammar
 from fminfer.text.grammar_trial import GrammarTrial
 from fminfer.text.shortest_answer import find_shortest
 from fminfer.text.tokenizer import Tokenizer
+from fminfer.text.vocabulary import Vocabulary
 
 MAX_KEPT = 256  # grammars
 MAX_TRIED = 200  # choices, the shortest, that are looked at for the shortest in tokens
 MAX_NODES = 2048  # masks that are kept, of all grammars: each has a bit for every token
-# Between tokens of JSON: a space, or a line break and its indent. Small models go on and on with
-# white space that nothing bounds.
-WHITE_SPACE = r"\x20|\r?\n[\x20\t]{0,20}"
-# llguidance lets keys spell any character as \u, and so takes "\u0061" for another key than "a".
-ESCAPES = '"\\bfnrt'
-CONTROL = re.compile(r"(?<!\\)(\\\\)*\\u00[01]")  # in JSON; only \u spells these
-MOST_EXACT = 2**53  # llguidance rounds larger numbers, as float64 does
-UPPER, LOWER = ("maximum", "exclusiveMaximum"), ("minimum", "exclusiveMinimum")
-# Its tokens, those for what is unknown left out, must be the bytes of what they say.
-PROBE = '{"a": [1, "b c"], "é": "x\\n-2.5"}'
 
 
 class Matcher(Protocol):
@@ -129,75 +119,9 @@ class _Walk:
 def _refuse_here(text: str) -> RequestError:
     return RequestError(
         "unsupported_parameter",
-        f"the constraint is too complex for the answer that was begun: {_tidy(text)}. Make it "
+        f"the constraint is too complex for the answer that was begun: {tidy(text)}. Make it "
         "simpler",
     )
-
-
-class Vocabulary:
-    """The bytes of a model's tokens, as llguidance's `TokenizerWrapper` takes them.
-
-    Raises:
-        RequestError: texts are not their tokens' bytes, one after another.
-    """
-
-    bos_token_id = None
-
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
-        if not tokenizer.has_words or not eos_ids:
-            lacks = "EOS, which ends such answers" if tokenizer.has_words else "tokenizer"
-            raise RequestError(
-                "unsupported_parameter",
-                f"the answer is constrained, and this run has no {lacks}; ask without a constraint",
-            )
-        self._tokenizer = tokenizer
-        self.eos_token_id = min(eos_ids)
-        self.special_token_ids = sorted(tokenizer.special_ids | eos_ids)
-        self.tokens = [
-            tokenizer.token_bytes(token_id)
-            if tokenizer.has_text(token_id, skip_special_tokens=False)
-            else b""
-            for token_id in range(vocab_size)
-        ]
-        special = set(self.special_token_ids)
-        self._ids = {token: i for i, token in enumerate(self.tokens) if i not in special}
-        self._longest = max(map(len, self._ids))
-        ids = [each for each in tokenizer.encode(PROBE).ids if each in self._ids.values()]
-        text = tokenizer.decode(ids).lstrip(" ")  # some put a space before a text, and take it off
-        if b"".join(self.tokens[each] for each in ids).lstrip(b" ") != text.encode():
-            raise RequestError(
-                "unsupported_parameter",
-                "the answer is constrained, and the texts of this model's tokenizer are not its "
-                "tokens' bytes, as in WordPiece; ask without a constraint",
-            )
-
-    def __call__(self, text: bytes | str) -> list[int]:
-        """Return the tokens that a model would write for a text in the middle of another."""
-        data = text if isinstance(text, bytes) else text.encode()
-        for before in ("", "="):  # some tokenizers put a space before a text
-            ids = self._tokenizer.encode(before + data.decode(), add_special_tokens=False).ids
-            ids = ids[len(before) :]
-            if self._spells(ids, data):
-                return ids
-        return self._cut(data)
-
-    def _spells(self, ids: list[int], data: bytes) -> bool:
-        """Tell whether ids spell a text."""
-        if any(token_id >= len(self.tokens) for token_id in ids):
-            return False
-        return b"".join(self.tokens[token_id] for token_id in ids) == data
-
-    def _cut(self, data: bytes) -> list[int]:
-        """Take the longest token each time, as far as there are tokens."""
-        ids: list[int] = []
-        while data:
-            sizes = range(min(len(data), self._longest), 0, -1)
-            size = next((size for size in sizes if data[:size] in self._ids), 0)
-            if not size:
-                break
-            ids.append(self._ids[data[:size]])
-            data = data[size:]
-        return ids
 
 
 class Grammars:
@@ -277,19 +201,21 @@ class Grammars:
 
         words, index = self.vocabulary, self._index
         try:
-            text = _write(constraint)
+            text = write_grammar(constraint)
             text, fault = self._trial.compile(text, is_free=constraint.kind == "grammar")
         except ValueError as error:
             fault = str(error)
         if not fault:
             limits = LLParserLimits(verbose_errors=False)
             root = LLMatcher(index, text, log_level=0, limits=limits)
-            if not root.is_error():
+            try:
                 grammar = Grammar(root, self, _count_shortest(constraint, words, root))
                 if grammar.first.mask.few != ():
                     return grammar
-            fault = root.get_error() or "no token of this model can begin an answer"
-        raise _refuse(constraint, fault)
+                fault = "no token of this model can begin an answer"
+            except RequestError:  # its first mask
+                fault = root.get_error()
+        raise refuse(constraint, fault)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -311,90 +237,6 @@ class Grammars:
 def find_grammars(tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> Grammars:
     """Return the one place where the grammars of a model are compiled and kept."""
     return Grammars(tokenizer, vocab_size, eos_ids)
-
-
-def _write(constraint: Constraint) -> str:
-    """Return a constraint in llguidance's own form; Lark and GBNF as they are.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
-    from llguidance import LLMatcher
-
-    text = constraint.text
-    if constraint.kind == "json":
-        _refuse_inexact(json.loads(text), "")
-        # These count more than what a schema says of itself in "x-guidance".
-        options: Any = {"lenient": False, "coerce_one_of": False}
-        options |= {"item_separator": ",", "key_separator": ":"}
-        if not CONTROL.search(text):
-            options["json_allowed_escapes"] = ESCAPES
-        options["whitespace_flexible"] = constraint.whitespace != "none"
-        if options["whitespace_flexible"]:
-            options["whitespace_pattern"] = constraint.whitespace or WHITE_SPACE
-        schema = json.loads(text)
-        schema = Branches(schema).join(schema)
-        return LLMatcher.grammar_from_json_schema(schema, overrides=options)
-    if constraint.kind == "regex":
-        return LLMatcher.grammar_from_regex(text)
-    if constraint.kind == "choice":
-        words = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(words))
-    return text
-
-
-def _refuse_inexact(value: Any, key: str) -> None:
-    """Refuse what llguidance takes and does not hold answers to, in what stands under a key.
-
-    Raises:
-        ValueError: what is wrong.
-    """
-    if isinstance(value, dict):
-        least, is_open = value.get("minProperties"), value.get("additionalProperties") is not False
-        if isinstance(least, int) and least > 1 and (is_open or "patternProperties" in value):
-            raise ValueError(
-                '"minProperties" is above 1 where keys are free, and an answer could repeat one. '
-                'Set "additionalProperties" to false'
-            )
-        for name, inner in value.items():
-            _refuse_inexact(inner, name)
-    elif isinstance(value, list):
-        for inner in value:
-            _refuse_inexact(inner, key)
-    elif isinstance(value, int | float) and abs(value) > MOST_EXACT and not _is_held(value, key):
-        raise ValueError(
-            f"{value} under {json.dumps(key)} is beyond 2^53, and would be rounded. Take a string "
-            "for it, or a smaller number"
-        )
-
-
-def _is_held(number: float, key: str) -> bool:
-    """Tell whether rounding lets nothing through; a bound may become narrower."""
-    if isinstance(number, float) or key == "default":
-        return key in (*UPPER, *LOWER, "default")
-    rounded = int(float(min(max(number, -(2**63)), 2**63)))
-    if key in UPPER:
-        return rounded <= number or number == 2**63 - 1  # which has no next one in 64 bits
-    return rounded >= number if key in LOWER else rounded == number
-
-
-def _refuse(constraint: Constraint, fault: str) -> RequestError:
-    """Return the error of a constraint that cannot be had."""
-    names = {"json": "the JSON schema", "choice": "the choices"}
-    name = names.get(constraint.kind, f"the {constraint.kind}")
-    fault = _tidy(fault)
-    if fault.startswith("Unimplemented keys: "):
-        keys = fault.removeprefix("Unimplemented keys: ").strip("[]")
-        fault = f"it has {keys}, to which answers cannot be held. Leave that out"
-    if fault.startswith("oneOf constraints are not supported"):
-        fault = "it has oneOf whose branches may fit one value at once. Write anyOf"
-    return RequestError(
-        "unsupported_parameter", f"{name} that answers are to follow cannot be had: {fault}"
-    )
-
-
-def _tidy(fault: str) -> str:
-    return " ".join(fault.replace("<non-verbose/>", "").split())[:300]
 
 
 def _count_shortest(constraint: Constraint, words: Vocabulary, root: Any) -> int:

@@ -23,9 +23,10 @@ from fminfer.core.errors import RequestError
 from fminfer.text import grammar_trial, grammars
 from fminfer.text.exclusive_branches import Branches
 from fminfer.text.grammar_trial import GrammarTrial
-from fminfer.text.grammars import Grammar, Grammars, Vocabulary
+from fminfer.text.grammars import Grammar, Grammars
 from fminfer.text.shortest_answer import find_shortest
 from fminfer.text.tokenizer import NoTokenizer, Tokenizer
+from fminfer.text.vocabulary import Vocabulary
 from tests.text.test_tokenizer import byte_level, sentencepiece_tokenizer
 
 __all__ = ["sentencepiece_tokenizer"]  # a fixture

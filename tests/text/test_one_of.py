@@ -10,8 +10,8 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance._tokenizer import TokenizerWrapper
 
 from fminfer.core.config import Constraint
+from fminfer.text.grammar_forms import write_grammar
 from fminfer.text.grammar_trial import _Bytes
-from fminfer.text.grammars import _write
 
 
 def branch(kind: Any, **others: Any) -> dict[str, Any]:
@@ -30,7 +30,8 @@ def matcher_of(schema: Any) -> Any:
     """Return a matcher over bytes."""
     words = LLTokenizer(TokenizerWrapper(_Bytes()), n_vocab=257)
     text = json.dumps(schema)
-    return LLMatcher(words, _write(Constraint("json", text, whitespace="none")), log_level=0)
+    grammar = write_grammar(Constraint("json", text, whitespace="none"))
+    return LLMatcher(words, grammar, log_level=0)
 
 
 LEAF = branch("leaf")

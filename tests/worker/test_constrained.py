@@ -193,7 +193,11 @@ def test_ends_that_the_head_has_no_row_for_end_nothing(tmp_path: Path) -> None:
         path = tmp_path / "model" / name
         path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [0, 500_000]}))
     with fminfer.Engine(str(tmp_path / "model"), dtype="float32") as engine:
-        asked = [{"min_tokens": 2}, outputs(choice=["a"]), outputs(regex="a{9}") | {"min_tokens": 2}]
+        asked = [
+            {"min_tokens": 2},
+            outputs(choice=["a"]),
+            outputs(regex="a{9}") | {"min_tokens": 2},
+        ]
         *_, last = choices(engine, *asked)
     assert last["text"] == "a" * 9
 
