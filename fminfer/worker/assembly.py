@@ -130,8 +130,10 @@ def find_ends(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[int]:
 
     Some configs name ids that the head has no row for; nothing draws these.
     """
-    ids = checkpoint.eos_ids or {tokenizer.eos_id} - {None}
-    return frozenset(each for each in ids if each in range(checkpoint.config.vocab_size))
+    ids = checkpoint.eos_ids
+    if not ids and tokenizer.eos_id is not None:
+        ids = frozenset({tokenizer.eos_id})
+    return frozenset(each for each in ids if 0 <= each < checkpoint.config.vocab_size)
 
 
 def _find_defaults(
