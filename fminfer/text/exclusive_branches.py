@@ -75,7 +75,8 @@ class Branches:
             if not isinstance(schema, dict) or "$ref" not in schema:
                 break
             target, reference = self._root, str(schema["$ref"])
-            if not reference.startswith("#"):
+            # An `$anchor`, or a name that is written in another way: llguidance knows these.
+            if not f"{reference}/".startswith("#/") or {*"%~"} & {*reference}:
                 return {}
             for part in reference.split("/")[1:]:
                 target = target.get(part) if isinstance(target, dict) else None

@@ -47,6 +47,10 @@ def write_grammar(constraint: Constraint) -> str:
     if constraint.kind == "choice":
         words = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
         return LLMatcher.grammar_from_lark("start: " + " | ".join(words))
+    if (found := re.search(r"\btemperature\s*=|\"lenient\"", text)) is not None:
+        raise ValueError(
+            f"it has {found[0]}, which has no effect here or hides keywords. Remove it"
+        )
     return text
 
 

@@ -160,6 +160,8 @@ def test_tokenizers_and_models_that_cannot_be_constrained_are_told() -> None:
         (Constraint("grammar", "root ::= other"), "'other' not found"),
         (Constraint("grammar", "start: other"), "the grammar .* other"),
         (Constraint("grammar", "nonsense"), "the grammar"),
+        (Constraint("grammar", "start: x\nx[temperature=0.1]: /.*/"), "temperature=, which has no"),
+        (Constraint("grammar", 'start: %json {"x-guidance": {"lenient": true}}'), '"lenient"'),
     ],
 )
 def test_what_cannot_be_had_is_named(constraint: Constraint, told: str) -> None:
@@ -423,5 +425,10 @@ def test_one_of_in_places_of_their_own_stays() -> None:
         "$id",
     ]
     assert list(Branches(union).join(union)) == ["anyOf"]
+    for name in ("foo", "/$defs/a%62", "/$defs/a~1b"):
+        both = [{"$ref": f"#{name}"}, {"type": "integer", "minimum": 1}]
+        most = {"$anchor": "foo", "type": "integer", "maximum": 5}
+        places = {"oneOf": both, "type": "null", "$defs": {"a/b": most, "ab": most}}
+        assert "oneOf" in Branches(places).join(places), "3 fits both"
     circle = {"$defs": {"c": {"$ref": "#/$defs/c"}}, "oneOf": [{"$ref": "#/$defs/c"}, kinds("a")]}
     assert "oneOf" in Branches(circle).join(circle)
