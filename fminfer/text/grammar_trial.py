@@ -34,7 +34,7 @@ class GrammarTrial:
             is_free: it is in Lark or GBNF, and not in that form yet.
 
         Raises:
-            RuntimeError: the process cannot run here.
+            OSError: the process cannot run here.
         """
         with self._lock:
             if self._process is None or self._process.poll() is not None:
@@ -55,8 +55,9 @@ class GrammarTrial:
                 self._process = None
                 process.communicate()
                 if process.returncode >= 0:  # no signal of the kernel ended it
-                    raise RuntimeError(
-                        f"grammars cannot be tried: {sys.executable} does not import llguidance"
+                    raise OSError(
+                        f"grammars cannot be tried: {sys.executable} does not import llguidance. "
+                        "Install it there"
                     )
                 limits = f"{SECONDS:g} s, or {BYTES >> 30} GB of memory"
                 return "", f"it takes more than {limits} to compile"
