@@ -17,6 +17,7 @@ from fminfer.core.errors import (
     RequestError,
     StepLimitError,
     StoppedError,
+    UncompiledError,
     UsageError,
 )
 from fminfer.core.version import __version__
@@ -35,6 +36,7 @@ __all__ = [
     "RequestError",
     "StepLimitError",
     "StoppedError",
+    "UncompiledError",
     "UsageError",
     "__version__",
 ]

@@ -180,7 +180,8 @@ class JobSummary:
             lines.insert(1, f"cache     {kept} had an answer in {self.result_cache}")
         if self.engine["num_cut_off"]:
             answers = counted(self.engine["num_cut_off"], "answer")
-            lines.insert(1, f"cut off   {answers} inside their schema, by max_tokens: raise it")
+            text = "by max_tokens, before what was asked for was complete: raise it"
+            lines.insert(1, f"cut off   {answers} {text}")
         if self.engine["num_put_back"] or self.engine["num_apart"]:
             lines.insert(1, self._again_line())
         if self.engine["num_cached_tokens"]:

@@ -203,7 +203,13 @@ def test_one_is_not_many() -> None:
     assert [counted(number, "failed row") for number in (0, 1, 1234)] == [
         *("0 failed rows", "1 failed row", "1,234 failed rows")
     ]
-    stats = {"num_put_back": 1, "num_apart": 0, "num_again_tokens": 1, "num_cached_tokens": 0}
+    stats = {
+        "num_put_back": 1,
+        "num_cut_off": 1,
+        "num_apart": 0,
+        "num_again_tokens": 1,
+        "num_cached_tokens": 0,
+    }
     stats |= {"num_copied_requests": 1, "num_prompt_tokens": 3, "num_generated_tokens": 2}
     summary = JobSummary("m", "float32", [], [], device="cpu", num_threads=1, limit=1)
     summary.engine = stats | {"stages": []}
@@ -214,6 +220,7 @@ def test_one_is_not_many() -> None:
         *(
             "1 thread)",
             "1 row lost their KV cache",
+            "1 answer by max_tokens",
             "again: 1 token\n",
             "1 request had",
             "1 file\n",
