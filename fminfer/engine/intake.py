@@ -13,8 +13,9 @@ from fminfer.contract.chat import overwrite, parse_chat
 from fminfer.contract.constraint import KINDS as CONSTRAINTS
 from fminfer.contract.fields import INT64, out_of_range
 from fminfer.contract.prompts import check_entries, check_text
+from fminfer.contract.read_fields import guess
 from fminfer.contract.request import DEFAULTS, Request, SamplingParams, parse_request
-from fminfer.contract.row_warnings import RowWarning, WarningCounts, cut_name
+from fminfer.contract.row_warnings import MAX_NAMES, RowWarning, WarningCounts, cut_name
 from fminfer.core.config import OnTooLong, ToolCallParser
 from fminfer.core.errors import RequestError, UncompiledError
 from fminfer.engine.chat_intake import ChatIntake
@@ -25,6 +26,7 @@ from fminfer.engine.sequence import AnswerKind, Prepared
 from fminfer.engine.start import find_bans
 from fminfer.text.chat_template import ChatTemplate
 from fminfer.text.encoded_prompt import EncodedPrompt
+from fminfer.text.exclusive_branches import KNOWN_KEYS
 from fminfer.text.grammars import find_grammars
 from fminfer.text.tokenizer import Tokenizer
 
@@ -111,7 +113,7 @@ class Intake:
     def _check_constraint(
         self, params: SamplingParams, fields: Mapping[str, Any], *, compiles: bool
     ) -> Iterator[RowWarning]:
-        """Compile a request's constraint; tell if its shortest answer would be cut off.
+        """Compile a request's constraint; tell of what it ignores and cuts off.
 
         Raises:
             RequestError: it cannot be had.
@@ -123,11 +125,14 @@ class Intake:
         if not compiles and not grammars.has(params.constraint):
             raise UncompiledError("the constraint is not compiled yet")
         try:
-            shortest = grammars.find(params.constraint).shortest
+            grammar = grammars.find(params.constraint)
         except RequestError as error:
             name = next((name for name in CONSTRAINTS if fields.get(name)), None)
             raise RequestError(error.code, error.message, name) from None
-        if params.max_tokens < shortest:
+        if names := grammar.unknown[:MAX_NAMES]:
+            told = tuple(cut_name(name) + guess(name, KNOWN_KEYS) for name in names)
+            yield RowWarning("unknown keywords of JSON schemas have no effect", told)
+        if params.max_tokens < grammar.shortest:
             yield RowWarning(
                 "max_tokens is below what the shortest constrained answer takes, so that answers "
                 "are cut off"

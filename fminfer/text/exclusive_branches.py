@@ -16,6 +16,32 @@ _SINGLE = ("items", "additionalProperties", "additionalItems")
 _TYPES = frozenset({"object", "array", "string", "number", "boolean", "null"})
 
 
+KNOWN_KEYS = frozenset(
+    {*_MAPS, *_LISTS, *_SINGLE, "type", "enum", "const", "required", "minItems", "maxItems"}
+    | {"minLength", "maxLength", "pattern", "format", "minimum", "maximum", "multipleOf"}
+    | {"exclusiveMinimum", "exclusiveMaximum", "minProperties", "maxProperties", "not", "if"}
+    | {"then", "else", "$ref", "$schema", "$id", "id", "$comment", "$anchor", "title", "default"}
+    | {"description", "examples", "deprecated", "readOnly", "writeOnly", "discriminator"}
+    | {"contentEncoding", "contentMediaType", "x-guidance"}
+)
+
+
+def find_unknown(schema: Any) -> set[str]:
+    """Return the keywords of a schema that mean nothing, such as misspelled ones."""
+    found: set[str] = set()
+    left = [schema]
+    while left:
+        each = left.pop()
+        if not isinstance(each, dict):
+            continue
+        found |= each.keys() - KNOWN_KEYS
+        left += [each.get(key) for key in _SINGLE]
+        for key in (*_LISTS, *_MAPS):
+            inner = each.get(key)
+            left += inner.values() if isinstance(inner, dict) else inner or []
+    return found
+
+
 class Branches:
     """Rewrites one schema.
 

@@ -26,7 +26,7 @@ def write_grammar(constraint: Constraint) -> str:
     Raises:
         ValueError: it cannot be read.
     """
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, regex_to_lark
 
     text = constraint.text
     if constraint.kind == "json":
@@ -42,11 +42,12 @@ def write_grammar(constraint: Constraint) -> str:
         schema = json.loads(text)
         schema = Branches(schema).join(schema)
         return LLMatcher.grammar_from_json_schema(schema, overrides=options)
-    if constraint.kind == "regex":
-        return LLMatcher.grammar_from_regex(text)
+    if constraint.kind == "regex":  # with \d and \w as in JSON Schema: of ASCII
+        return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(text, 'dw')}/")
     if constraint.kind == "choice":
         words = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(words))
+        # One token of the grammar: of thousands of rules, too many would be open at once.
+        return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(words))
     if (found := re.search(r"\btemperature\s*=|\"lenient\"", text)) is not None:
         raise ValueError(
             f"it has {found[0]}, which has no effect here or hides keywords. Remove it"

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from fminfer.core.config import Constraint
 from fminfer.core.errors import RequestError
 from fminfer.core.messages import Mask, make_mask
+from fminfer.text.exclusive_branches import find_unknown
 from fminfer.text.grammar_forms import refuse, tidy, write_grammar
 from fminfer.text.grammar_trial import GrammarTrial
 from fminfer.text.shortest_answer import find_shortest
@@ -23,6 +24,7 @@ from fminfer.text.tokenizer import Tokenizer
 from fminfer.text.vocabulary import Vocabulary
 
 MAX_KEPT = 256  # grammars
+MAX_OPEN = 10_000  # places of a grammar where an answer may stand at once
 MAX_TRIED = 200  # choices, the shortest, that are looked at for the shortest in tokens
 MAX_NODES = 2048  # masks that are kept, of all grammars: each has a bit for every token
 
@@ -66,6 +68,7 @@ class Grammar:
     def __init__(self, root: Any, grammars: Grammars, shortest: int) -> None:
         self.root, self.grammars = root, grammars
         self.shortest = shortest
+        self.unknown: tuple[str, ...] = ()  # keywords of a schema that mean nothing
         self.num_nodes, self.is_kept = 1, False
         self.first = _Node(grammars.mask_of(root))
 
@@ -206,10 +209,12 @@ class Grammars:
         except ValueError as error:
             fault = str(error)
         if not fault:
-            limits = LLParserLimits(verbose_errors=False)
+            limits = LLParserLimits(max_items_in_row=MAX_OPEN, verbose_errors=False)
             root = LLMatcher(index, text, log_level=0, limits=limits)
             try:
                 grammar = Grammar(root, self, _count_shortest(constraint, words, root))
+                if constraint.kind == "json":
+                    grammar.unknown = tuple(sorted(find_unknown(json.loads(constraint.text))))
                 if grammar.first.mask.few != ():
                     return grammar
                 fault = "no token of this model can begin an answer"

@@ -202,6 +202,29 @@ def test_ends_that_the_head_has_no_row_for_end_nothing(tmp_path: Path) -> None:
     assert last["text"] == "a" * 9
 
 
+def test_misspelled_keywords_of_a_schema_are_told(engine: fminfer.Engine) -> None:
+    """`requried` and `maxLenght` had no effect, and nobody heard of it."""
+    inner = {"type": "string", "maxLenght": 3, "title": "A"}
+    schema = {"type": "object", "properties": {"minumum": inner}, "requried": ["minumum"]}
+    choices(engine, outputs(json=schema) | {"max_tokens": 3})
+    (told,) = [text for text in engine.warnings if "unknown keywords of JSON schemas" in text]
+    assert "maxLenght (did you mean maxLength?), requried (did you mean required?)" in told
+    assert "minumum" not in told, "a property's name"
+
+
+def test_thousands_of_choices_are_followed(engine: fminfer.Engine) -> None:
+    """Above 2,000, each row ended with an error of the library."""
+    (found,) = choices(engine, outputs(choice=[f"label {n:05}" for n in range(10_000)]))
+    assert re.fullmatch(r"label 0[0-9]{4}", found["text"]) and found["finish_reason"] == "stop"
+
+
+def test_classes_of_regexes_are_of_ascii(engine: fminfer.Engine) -> None:
+    r"""`\d` drew digits of all scripts, which programs cannot read."""
+    asked = [outputs(regex=r"\d{9}\w{9}") | {"seed": n, "temperature": 2} for n in range(4)]
+    for each in choices(engine, *asked):
+        assert re.fullmatch(r"[0-9]{9}[0-9A-Za-z_]{9}", each["text"])
+
+
 HOSTILE: list[Options] = [
     outputs(json={"type": "integer", "multipleOf": 123456789}),
     outputs(json={"allOf": [{"type": "string", "pattern": f"a.*{n}"} for n in range(100)]}),
