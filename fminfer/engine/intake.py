@@ -26,8 +26,8 @@ from fminfer.engine.sequence import AnswerKind, Prepared
 from fminfer.engine.start import find_bans
 from fminfer.text.chat_template import ChatTemplate
 from fminfer.text.encoded_prompt import EncodedPrompt
-from fminfer.text.exclusive_branches import KNOWN_KEYS
 from fminfer.text.grammars import find_grammars
+from fminfer.text.json_schemas import KNOWN_KEYS
 from fminfer.text.tokenizer import Tokenizer
 
 SHORTER = RowWarning(

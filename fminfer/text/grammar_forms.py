@@ -8,7 +8,7 @@ from typing import Any
 
 from fminfer.core.config import Constraint
 from fminfer.core.errors import RequestError
-from fminfer.text.exclusive_branches import Branches
+from fminfer.text.json_schemas import Branches
 
 # Between tokens of JSON: a space, or a line break and its indent. Small models go on and on with
 # white space that nothing bounds.
@@ -16,7 +16,11 @@ WHITE_SPACE = r"\x20|\r?\n[\x20\t]{0,20}"
 # llguidance lets keys spell any character as \u, and so takes "\u0061" for another key than "a".
 ESCAPES = '"\\bfnrt'
 CONTROL = re.compile(r"(?<!\\)(\\\\)*\\u00[01]")  # in JSON; only \u spells these
+# Of Lark; GBNF has neither.
+IGNORED_HEAT = re.compile(r'^\s*[?!]?\w+\[[^]"\n]*\btemperature\s*=[^]"\n]*\]\s*:', re.MULTILINE)
+HIDDEN_KEYS = re.compile(r'%json.*"lenient"\s*:', re.DOTALL)
 MOST_EXACT = 2**53  # llguidance rounds larger numbers, as float64 does
+NO_RULES = ("default", "examples")
 UPPER, LOWER = ("maximum", "exclusiveMaximum"), ("minimum", "exclusiveMinimum")
 
 
@@ -40,18 +44,18 @@ def write_grammar(constraint: Constraint) -> str:
         if options["whitespace_flexible"]:
             options["whitespace_pattern"] = constraint.whitespace or WHITE_SPACE
         schema = json.loads(text)
-        schema = Branches(schema).join(schema)
-        return LLMatcher.grammar_from_json_schema(schema, overrides=options)
+        text = json.dumps(Branches(schema).join(schema), ensure_ascii=False)
+        return LLMatcher.grammar_from_json_schema(text, overrides=options)
     if constraint.kind == "regex":  # with \d and \w as in JSON Schema: of ASCII
         return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(text, 'dw')}/")
     if constraint.kind == "choice":
         words = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
         # One token of the grammar: of thousands of rules, too many would be open at once.
         return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(words))
-    if (found := re.search(r"\btemperature\s*=|\"lenient\"", text)) is not None:
-        raise ValueError(
-            f"it has {found[0]}, which has no effect here or hides keywords. Remove it"
-        )
+    if IGNORED_HEAT.search(text):
+        raise ValueError("the temperature of a rule has no effect here. Give the request's")
+    if HIDDEN_KEYS.search(text):
+        raise ValueError("lenient in its JSON hides keywords. Leave it out")
     return text
 
 
@@ -66,7 +70,7 @@ def _refuse_inexact(value: Any, key: str) -> None:
         if isinstance(least, int) and least > 1 and (is_open or "patternProperties" in value):
             raise ValueError(
                 '"minProperties" is above 1 where keys are free, and an answer could repeat one. '
-                'Set "additionalProperties" to false'
+                'Set "additionalProperties" to false, without "patternProperties"'
             )
         for name, inner in value.items():
             _refuse_inexact(inner, name)
@@ -82,8 +86,8 @@ def _refuse_inexact(value: Any, key: str) -> None:
 
 def _is_held(number: float, key: str) -> bool:
     """Tell whether rounding lets nothing through; a bound may become narrower."""
-    if isinstance(number, float) or key == "default":
-        return key in (*UPPER, *LOWER, "default")
+    if isinstance(number, float) or key in NO_RULES:
+        return key in (*UPPER, *LOWER, *NO_RULES)
     rounded = int(float(min(max(number, -(2**63)), 2**63)))
     if key in UPPER:
         return rounded <= number or number == 2**63 - 1  # which has no next one in 64 bits

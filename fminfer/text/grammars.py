@@ -16,10 +16,9 @@ from typing import Any, Protocol
 from fminfer.core.config import Constraint
 from fminfer.core.errors import RequestError
 from fminfer.core.messages import Mask, make_mask
-from fminfer.text.exclusive_branches import find_unknown
 from fminfer.text.grammar_forms import refuse, tidy, write_grammar
 from fminfer.text.grammar_trial import GrammarTrial
-from fminfer.text.shortest_answer import find_shortest
+from fminfer.text.json_schemas import find_shortest, find_unknown
 from fminfer.text.tokenizer import Tokenizer
 from fminfer.text.vocabulary import Vocabulary
 

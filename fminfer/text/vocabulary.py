@@ -37,7 +37,8 @@ class Vocabulary:
         special = set(self.special_token_ids)
         self._ids = {token: i for i, token in enumerate(self.tokens) if i not in special}
         self._longest = max(map(len, self._ids))
-        ids = [each for each in tokenizer.encode(PROBE).ids if each in self._ids.values()]
+        usable = {*self._ids.values()}
+        ids = [each for each in tokenizer.encode(PROBE).ids if each in usable]
         text = tokenizer.decode(ids).lstrip(" ")  # some put a space before a text, and take it off
         if b"".join(self.tokens[each] for each in ids).lstrip(b" ") != text.encode():
             raise RequestError(

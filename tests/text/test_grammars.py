@@ -21,10 +21,9 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from fminfer.core.config import Constraint
 from fminfer.core.errors import RequestError
 from fminfer.text import grammar_trial, grammars
-from fminfer.text.exclusive_branches import Branches
 from fminfer.text.grammar_trial import GrammarTrial
 from fminfer.text.grammars import Grammar, Grammars
-from fminfer.text.shortest_answer import find_shortest
+from fminfer.text.json_schemas import Branches, find_shortest
 from fminfer.text.tokenizer import NoTokenizer, Tokenizer
 from fminfer.text.vocabulary import Vocabulary
 from tests.text.test_tokenizer import byte_level, sentencepiece_tokenizer
@@ -160,8 +159,14 @@ def test_tokenizers_and_models_that_cannot_be_constrained_are_told() -> None:
         (Constraint("grammar", "root ::= other"), "'other' not found"),
         (Constraint("grammar", "start: other"), "the grammar .* other"),
         (Constraint("grammar", "nonsense"), "the grammar"),
-        (Constraint("grammar", "start: x\nx[temperature=0.1]: /.*/"), "temperature=, which has no"),
-        (Constraint("grammar", 'start: %json {"x-guidance": {"lenient": true}}'), '"lenient"'),
+        (
+            Constraint("grammar", "start: x\nx[temperature=0.1]: /.*/"),
+            "temperature of a rule",
+        ),
+        (
+            Constraint("grammar", 'start: %json {"x-guidance": {"lenient": true}}'),
+            "lenient in",
+        ),
     ],
 )
 def test_what_cannot_be_had_is_named(constraint: Constraint, told: str) -> None:
@@ -414,6 +419,22 @@ def test_one_of_branches_that_exclude_each_other(branches: list[Any], is_joined:
     found = Branches(schema).join(schema)["$defs"]["more"]["anyOf"][0]
     assert list(found["items"]) == ["anyOf" if is_joined else "oneOf", "title"]
     assert found["const"] == {"oneOf": [1]}, "a value, not a schema"
+
+
+@pytest.mark.parametrize(
+    "text", ['root ::= "temperature = " [0-9]+', 'start: "lenient" | "temperature="', "start: /a/"]
+)
+def test_words_of_a_grammar_are_no_options(text: str) -> None:
+    """A literal `"lenient"` was taken for an option, and the grammar refused."""
+    assert compile_for(byte_level(), Constraint("grammar", text)).first.mask.few
+
+
+@pytest.mark.parametrize("odd", [5, True, 2.0, None, "x", {"title": "x"}, [7]])
+@pytest.mark.parametrize("key", ["definitions", "additionalItems", "examples"])
+def test_odd_values_that_llguidance_passes_over(key: str, odd: Any) -> None:
+    """`"definitions": 5` was an internal error, and `examples` beyond 2^53 were refused."""
+    schema = {"type": "object", "default": 2**70, "examples": [2**70], key: odd}
+    assert compile_for(byte_level(), as_json(schema)).unknown == ()
 
 
 def test_one_of_in_places_of_their_own_stays() -> None:

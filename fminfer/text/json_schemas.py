@@ -1,4 +1,4 @@
-"""`oneOf` of a JSON Schema as `anyOf`, where its branches exclude each other.
+"""What is read from JSON Schemas beside llguidance: unions, unknown keywords, a shortest text.
 
 llguidance holds answers to `anyOf`, and takes `oneOf` only in the simplest cases. Unions with a
 discriminator, as pydantic writes them, are proven here: nothing fits two of their branches.
@@ -14,6 +14,8 @@ _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties", "additionalItems")
 _TYPES = frozenset({"object", "array", "string", "number", "boolean", "null"})
+MAX_DEPTH = 64
+MAX_SHORTEST = 20_000  # characters
 
 
 KNOWN_KEYS = frozenset(
@@ -38,7 +40,8 @@ def find_unknown(schema: Any) -> set[str]:
         left += [each.get(key) for key in _SINGLE]
         for key in (*_LISTS, *_MAPS):
             inner = each.get(key)
-            left += inner.values() if isinstance(inner, dict) else inner or []
+            inner = [*inner.values()] if isinstance(inner, dict) else inner
+            left += inner if isinstance(inner, list) else []
     return found
 
 
@@ -100,13 +103,11 @@ class Branches:
         for _ in range(10):
             if not isinstance(schema, dict) or "$ref" not in schema:
                 break
-            target, reference = self._root, str(schema["$ref"])
+            reference = str(schema["$ref"])
             # An `$anchor`, or a name that is written in another way: llguidance knows these.
             if not f"{reference}/".startswith("#/") or {*"%~"} & {*reference}:
                 return {}
-            for part in reference.split("/")[1:]:
-                target = target.get(part) if isinstance(target, dict) else None
-            schema = target
+            schema = _look_up(reference, self._root)
         if not isinstance(schema, dict) or "$ref" in schema or self._has_own_place(schema):
             return {}
         return schema
@@ -144,3 +145,75 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _plain(each) for name, each in value.items()}
     return value
+
+
+def find_shortest(schema: Any) -> str | None:
+    """Return a short text that a schema allows; None: that is not easy to see."""
+    return _Shortest(schema).find(schema)
+
+
+class _Shortest:
+    """Finds a short text for parts of a schema.
+
+    Args:
+        root: the whole schema, for its references.
+    """
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._left = 5000  # looks at parts of it: references can make it endless
+        self._depth = 0
+
+    def find(self, schema: Any) -> str | None:
+        """Return a text; None: it is not easy to see, or long."""
+        self._left -= 1
+        if self._left < 0 or self._depth > MAX_DEPTH or not isinstance(schema, dict):
+            return None
+        self._depth += 1
+        found = self._find_inside(schema)
+        self._depth -= 1
+        return found
+
+    def _find_inside(self, schema: dict[str, Any]) -> str | None:
+        if "$ref" in schema:
+            return self.find(_look_up(str(schema["$ref"]), self._root))
+        values = [schema["const"]] if "const" in schema else schema.get("enum", [])
+        others: Any = schema.get("anyOf") or schema.get("oneOf") or []
+        found = [*map(_compact, values), *map(self.find, others)]
+        if not found:
+            kinds: Any = schema.get("type", "integer")
+            kinds = kinds if isinstance(kinds, list) else [kinds]
+            found = [self._find_of_kind(kind, schema) for kind in kinds]
+        short = [text for text in found if text is not None and len(text) < MAX_SHORTEST]
+        return min(short, key=len, default=None)
+
+    def _find_of_kind(self, kind: str, schema: dict[str, Any]) -> str | None:
+        if kind == "object":
+            properties, names = schema.get("properties", {}), schema.get("required", [])
+            wanted, parts = dict.fromkeys(names), ""
+            for name in filter(wanted.__contains__, dict.fromkeys([*properties, *names])):
+                value = self.find(properties.get(name, {}))
+                if value is None or len(parts) > MAX_SHORTEST:
+                    return None
+                parts += f",{_compact(name)}:{value}"
+            return "{" + parts[1:] + "}"
+        if kind == "array":
+            num_items = min(schema.get("minItems", 0), MAX_SHORTEST)
+            item = self.find(schema.get("items", {})) if num_items else ""
+            if item is None or num_items * len(item) > MAX_SHORTEST:
+                return None
+            return f"[{','.join([item] * num_items)}]"
+        if kind == "string":
+            return _compact("a" * min(schema.get("minLength", 0), MAX_SHORTEST))
+        return {"integer": "0", "number": "0", "boolean": "true", "null": "null"}.get(kind)
+
+
+def _look_up(reference: str, root: Any) -> Any:
+    """Return what stands at a reference into a schema; None: nothing."""
+    for part in reference.split("/")[1:]:
+        root = root.get(part) if isinstance(root, dict) else None
+    return root
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
