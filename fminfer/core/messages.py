@@ -65,7 +65,7 @@ class Mask:
 def make_mask(bits: bytes) -> Mask:
     """Return the mask of these bits, which fill words of 64."""
     assert bits and len(bits) % 8 == 0, "a mask is whole words of 64 bits"
-    if bits[-1] > 127 or int.from_bytes(bits).bit_count() > MAX_FEW:
+    if bits[-1] > 127 or int.from_bytes(bits, "little").bit_count() > MAX_FEW:
         return Mask(bits, None)
     import numpy as np  # not needed to start
 
