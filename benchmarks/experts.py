@@ -46,7 +46,7 @@ def build(model: Any, held: Any, dtype: Any, *, in_one_call: bool) -> Any:
     from fminfer.models.part_tensors import PartTensors
     from fminfer.models.tensor_shapes import layer_shapes
     from fminfer.models.transformer import Transformer
-    from fminfer.worker import loading
+    from fminfer.runtime.build import loading
 
     cpu, library = torch.device("cpu"), find_library("require", torch.device("cpu"))
     parts, _ = find_layers("require", library, dtype=dtype, device=cpu)

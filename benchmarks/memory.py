@@ -20,18 +20,18 @@ from pathlib import Path
 
 import click
 
-from fminfer.batch.job import run_job
-from fminfer.batch.named_files import open_files
-from fminfer.batch.run_summary import JobSummary
 from fminfer.core.config import EngineConfig, StepSizes
 from fminfer.core.messages import StageSpan, Step, StepResult, StepTrace, TokenLogprobs
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.engine_core import Facts
 from fminfer.engine.start import Starter
+from fminfer.job.file_job import run_job
+from fminfer.job.named_files import open_files
+from fminfer.job.run_summary import JobSummary
 from fminfer.models.checkpoint import Checkpoint
+from fminfer.runtime.build.assembly import build_loop
+from fminfer.runtime.engine_api import Engine
 from fminfer.text.tokenizer import Tokenizer
-from fminfer.worker.assembly import build_loop
-from fminfer.worker.engine_api import Engine
 
 TOKEN_ID = 65
 

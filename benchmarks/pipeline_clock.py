@@ -28,10 +28,10 @@ from fminfer.engine.intake import Intake, Limits
 from fminfer.engine.loop import EngineLoop
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.start import Starter
+from fminfer.runtime.lines.asked import RecordForm
+from fminfer.runtime.lines.line_intake import LineIntake
+from fminfer.runtime.lines.runner import LineRunner
 from fminfer.text.tokenizer import Tokenizer
-from fminfer.worker.line_run.asked import RecordForm
-from fminfer.worker.line_run.line_intake import LineIntake
-from fminfer.worker.line_run.runner import LineRunner
 
 DEFAULTS = EngineConfig()
 MAX_CONTEXT = 1 << 20  # longer than any row that is simulated

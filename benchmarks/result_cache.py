@@ -25,7 +25,7 @@ from fminfer.engine.events import Finished
 from fminfer.engine.sequence import Prepared
 from fminfer.files.answer_store import FILE
 from fminfer.files.cache_place import CachePlace
-from fminfer.worker.result_cache import ResultCache, open_result_cache
+from fminfer.runtime.result_cache import ResultCache, open_result_cache
 
 KINDS: dict[str, tuple[dict[str, Any], int]] = {  # with the part of --rows that is tried
     "a text of 20 tokens": ({"max_tokens": 20}, 1),

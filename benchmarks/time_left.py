@@ -95,9 +95,9 @@ WORKLOADS: dict[str, tuple[Callable[[random.Random, int], list[Row]], list[str],
 
 def run_command(arguments: list[str], note: Path | None) -> None:
     """Run the command here, and note what its bar knows at each update."""
-    from fminfer.batch import job
-    from fminfer.batch.progress import ProgressBar
     from fminfer.cli import app
+    from fminfer.job import file_job
+    from fminfer.job.progress import ProgressBar
 
     class WatchedBar(ProgressBar):
         def __init__(self, *args: Any, **how: Any) -> None:

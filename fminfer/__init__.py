@@ -51,7 +51,7 @@ def __getattr__(name: str) -> Any:
         from fminfer.machine.processor import cap_libraries
 
         cap_libraries()
-        from fminfer.worker.engine_api import Engine
+        from fminfer.runtime.engine_api import Engine
 
         return Engine
     if name in ("Delta", "Failed", "Finished"):

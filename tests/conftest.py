@@ -303,9 +303,9 @@ def run_files(engine: Any, inputs: list[Path], outputs: list[Path], **terms: Any
     Args:
         terms: as `open_files` takes them.
     """
-    from fminfer.batch.job import run_job
-    from fminfer.batch.named_files import open_files
-    from fminfer.batch.run_summary import JobSummary
+    from fminfer.job.file_job import run_job
+    from fminfer.job.named_files import open_files
+    from fminfer.job.run_summary import JobSummary
 
     terms = {"restart": False} | terms
     files = open_files(inputs, outputs, {}, model=engine.model_name, **terms)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from fminfer.batch.journaled_input import JournaledInput
 from fminfer.contract.line import Line
 from fminfer.contract.record import Record
 from fminfer.engine.answer import AnswerForm
@@ -17,10 +16,11 @@ from fminfer.engine.intake import Intake, Limits
 from fminfer.engine.loop import EngineLoop, Pipeline
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.start import Starter
+from fminfer.job.journaled_input import JournaledInput
+from fminfer.runtime.lines.asked import RecordForm
+from fminfer.runtime.lines.line_intake import LineIntake
+from fminfer.runtime.lines.runner import LOOKAHEAD, LineRunner
 from fminfer.text.tokenizer import Tokenizer
-from fminfer.worker.line_run.asked import RecordForm
-from fminfer.worker.line_run.line_intake import LineIntake
-from fminfer.worker.line_run.runner import LOOKAHEAD, LineRunner
 
 
 class LineBench:

@@ -1,4 +1,4 @@
-"""The house: packages stand on nine layers, and import from lower ones only (docs/structure.md)."""
+"""The house: packages stand on ten layers, and import from lower ones only (docs/structure.md)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ import pytest
 LAYERS = """
 cli
 server cluster integrations
-batch split
+job split
 estimate
-worker
+runtime
+plan
 engine pipeline models files
 compute
 contract text machine
@@ -43,12 +44,13 @@ LATE = {
 }
 # The same of our own modules: (package that imports, what it imports).
 OWN_LATE = {
-    ("fminfer", "fminfer.worker"): "Engine brings torch; the errors and the version do not",
+    ("fminfer", "fminfer.runtime"): "Engine brings torch; the errors and the version do not",
     ("fminfer", "fminfer.machine.processor"): "which must come before torch",
     ("fminfer", "fminfer.engine"): "the same",
     ("cli", "fminfer.estimate"): "brings torch, and `fminfer --help` needs 0.3 s",
-    ("cli", "fminfer.batch"): "the same",
-    ("cli", "fminfer.worker"): "the same",
+    ("cli", "fminfer.job"): "the same",
+    ("cli", "fminfer.runtime"): "the same",
+    ("cli", "fminfer.plan"): "the same",
     ("cli", "fminfer.server"): "the same",
     ("cli", "fminfer.split"): "only its own commands need it",
     ("cli", "fminfer.files"): "only `fminfer merge` needs it",

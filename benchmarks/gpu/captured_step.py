@@ -18,7 +18,7 @@ from fminfer.compute.attention.kv_cache import KvCache
 from fminfer.core.messages import StepRow
 from fminfer.models.head import Head
 from fminfer.models.layer_step import LayerStep
-from fminfer.worker.loading import LoadedPart
+from fminfer.runtime.build.loading import LoadedPart
 
 BLOCK = 32
 TURNS = {"cuda": 20, "cpu": 2}

@@ -34,7 +34,7 @@ CARRY = (
 )
 OWN = (
     "fminfer.cli.app",
-    "fminfer.worker.engine_api",
+    "fminfer.runtime.engine_api",
     "fminfer.cli.check_command",
     "fminfer.compute.attention.triton_attention",
     "fminfer.compute.layers.triton_layers",

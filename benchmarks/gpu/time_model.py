@@ -28,11 +28,11 @@ from fminfer.core.messages import StepTrace
 from fminfer.core.partition import Part
 from fminfer.models.checkpoint import Checkpoint, open_checkpoint
 from fminfer.models.part_tensors import load_tensors
+from fminfer.plan.footprint import measure_footprints
+from fminfer.plan.opening import open_model
+from fminfer.runtime.build.loading import LoadedPart, load_part
+from fminfer.runtime.build.one_pipeline import OnePipeline
 from fminfer.text.tokenizer import Tokenizer
-from fminfer.worker.footprint import measure_footprints
-from fminfer.worker.loading import LoadedPart, load_part
-from fminfer.worker.one_pipeline import OnePipeline
-from fminfer.worker.opening import open_model
 
 LLAMA_8B: dict[str, Any] = {
     "model_type": "llama",

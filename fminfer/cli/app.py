@@ -13,10 +13,6 @@ from typing import Any
 
 import click
 
-from fminfer.batch.hyperparameters import Hyperparameters
-from fminfer.batch.progress import TimeBar
-from fminfer.batch.run_paths import JobPaths, refuse_other_models
-from fminfer.batch.synthetic import NUM_BATCHES, Synthetic
 from fminfer.cli.check_command import check
 from fminfer.cli.config_file import ConfiguredCommand, tell_notices
 from fminfer.cli.ending import Ending, tell
@@ -44,11 +40,15 @@ from fminfer.core.version import __version__
 from fminfer.estimate.cost_model import COSTS
 from fminfer.files.cache_place import find_place
 from fminfer.files.storage import Location, RemoteFolders, default_work_dir
+from fminfer.job.hyperparameters import Hyperparameters
+from fminfer.job.progress import TimeBar
+from fminfer.job.run_paths import JobPaths, refuse_other_models
+from fminfer.job.synthetic import NUM_BATCHES, Synthetic
 from fminfer.machine.processor import cap_libraries
 from fminfer.machine.start_up import importing, prepare_torch
 from fminfer.machine.stopper import Stopper, check_times
 from fminfer.pipeline.ranks import RankConfig
-from fminfer.worker.role import Role, find_role
+from fminfer.runtime.launch.role import Role, find_role
 
 _HYPERPARAMETERS = fields(Hyperparameters)
 
@@ -299,8 +299,8 @@ def _run(job: JobPaths, config: EngineConfig, role: Role, stopper: Stopper, endi
     refuse_other_models(config, plan.inputs if plan else [])
     children = start_children(config, role, stopper, ending)
     with importing_engine(config, role):
-        from fminfer.batch.run_context import RunContext
-        from fminfer.batch.run_process import run_process
+        from fminfer.job.run_context import RunContext
+        from fminfer.job.run_process import run_process
 
     run = RunContext(
         *(config, role, children, stopper, ending.at_once, elapsed_s),

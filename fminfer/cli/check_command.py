@@ -11,7 +11,6 @@ from typing import Any, BinaryIO
 
 import click
 
-from fminfer.batch.run_paths import refuse_other_models
 from fminfer.cli.config_file import ConfiguredCommand, tell_notices
 from fminfer.cli.exit_status import EXIT_FAILED, EXIT_SOME_ERRORS
 from fminfer.cli.options.value_types import PathOrUrl
@@ -20,6 +19,7 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.files.input_folders import describe_empty, describe_left_out, find_inputs
 from fminfer.files.storage import Location, RemoteFolders, default_work_dir
+from fminfer.job.run_paths import refuse_other_models
 from fminfer.machine.library_imports import import_transformers
 from fminfer.pipeline.ranks import RankConfig
 
@@ -75,7 +75,7 @@ def check(
     refuse_other_models(config, inputs)
     import_transformers()
     from fminfer.estimate.checking import Check  # imports torch
-    from fminfer.worker.forecast import Layout
+    from fminfer.plan.forecast import Layout
 
     layout = Layout(ranks.size or 1, data_group_size, device_bytes)
     with tempfile.TemporaryFile() as spool:

@@ -13,7 +13,7 @@ from fminfer.cli.exit_status import status_of, status_of_kind
 from fminfer.compute.kernels.kernel_build import abandon_build
 from fminfer.core.errors import FminferError, StoppedError, printable
 from fminfer.files.urls import hide_secrets
-from fminfer.worker.processes import Processes
+from fminfer.runtime.launch.processes import Processes
 
 
 def tell(error: BaseException, *, is_verbose: bool = False) -> int:

@@ -16,8 +16,8 @@ from fminfer.machine.start_up import importing, prepare_torch
 from fminfer.machine.stopper import Stopper
 from fminfer.models.layer_count import check_split
 from fminfer.models.stored.weight_folder import find_weight_files
-from fminfer.worker.processes import Processes
-from fminfer.worker.role import Role
+from fminfer.runtime.launch.processes import Processes
+from fminfer.runtime.launch.role import Role
 
 STARTED_S = time.perf_counter()
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd")

@@ -31,9 +31,9 @@ def report(outputs: tuple[Path, ...], out: Path | None) -> None:
     gives all of its outputs, or those of the folders below it, such as a split's. An input stands
     for its output. The page names what a run has not kept, such as the times of Batch lines.
     """
-    from fminfer.batch.report.report_file import write_report
-    from fminfer.batch.report.report_place import check_place
-    from fminfer.batch.report.told_outputs import find_outputs
+    from fminfer.job.report.report_file import write_report
+    from fminfer.job.report.report_place import check_place
+    from fminfer.job.report.told_outputs import find_outputs
 
     found = find_outputs(outputs)
     if out is None:

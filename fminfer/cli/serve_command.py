@@ -19,8 +19,8 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.machine.stopper import Stopper
 from fminfer.pipeline.ranks import RankConfig
+from fminfer.runtime.launch.role import Role, find_role
 from fminfer.server.settings import ServerSettings
-from fminfer.worker.role import Role, find_role
 
 # What the extra brings, as it is imported.
 EXTRA = ("fastapi", "uvicorn", "prometheus_client", "python_multipart", "swagger_ui_bundle")

@@ -14,8 +14,8 @@ from fminfer.cli.ending import Ending
 from fminfer.cli.process_start import start_kernels
 from fminfer.machine.start_up import importing, prepare_torch
 from fminfer.machine.stopper import Stopper
-from fminfer.worker.processes import MEANT_FOR_FIRST, Processes, end_after, end_parent
-from fminfer.worker.role import Task, rank_names
+from fminfer.runtime.launch.processes import MEANT_FOR_FIRST, Processes, end_after, end_parent
+from fminfer.runtime.launch.role import Task, rank_names
 
 END_S = 5.0  # for the process that started this one to end, once the run has failed
 
@@ -50,7 +50,7 @@ def _serve(ending: Ending, stopper: Stopper, parent: int) -> None:
     assert ending.children is not None
     prepare_torch()
     with importing():
-        from fminfer.worker.part_process import do_task
+        from fminfer.runtime.part_process import do_task
 
     line = sys.stdin.readline()
     if not line:  # there is nothing to do, or whoever would say it is gone

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import click
 
-from fminfer.batch.overview import STATES, FileState, Overview, look_over
 from fminfer.core.errors import RETRYABLE
 from fminfer.core.quantities import counted, show_seconds
+from fminfer.job.overview import STATES, FileState, Overview, look_over
 
 MOST_LISTED = 20
 

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import click
 
-from fminfer.batch.run_paths import refuse_other_models
 from fminfer.cli.config_file import ConfiguredCommand
 from fminfer.cli.exit_status import EXIT_STOPPED
 from fminfer.cli.options.option_groups import (
@@ -32,6 +31,7 @@ from fminfer.core.errors import UsageError
 from fminfer.core.quantities import counted
 from fminfer.files.input_folders import describe_left_out, find_inputs
 from fminfer.files.output_paths import plan_outputs
+from fminfer.job.run_paths import refuse_other_models
 
 DEFAULT_MAX_QUEUED, DEFAULT_MAX_REQUEUES = 300, 20
 _input_option, _job_option = in_group(INPUT_OUTPUT), in_group(JOBS)

@@ -15,7 +15,7 @@ import torch
 
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import FminferError, UsageError
-from fminfer.worker.engine_api import Engine
+from fminfer.runtime.engine_api import Engine
 
 
 @dataclass(slots=True, frozen=True)

@@ -21,9 +21,9 @@ from fminfer.core.quantities import counted
 from fminfer.estimate.cost_model import CostModel, Sample, StepWork, fit
 from fminfer.estimate.cost_store import find_costs_path, keep_costs
 from fminfer.machine.user_cache import why_no_cache
-from fminfer.worker.engine_api import Engine
-from fminfer.worker.footprint import held_dtype
-from fminfer.worker.opening import open_model
+from fminfer.plan.footprint import held_dtype
+from fminfer.plan.opening import open_model
+from fminfer.runtime.engine_api import Engine
 
 MIN_ROUNDS, MAX_ROUNDS = 2, 50
 ENOUGH_S = 20.0  # rounds are repeated for so long

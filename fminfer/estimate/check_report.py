@@ -7,7 +7,7 @@ from typing import Any
 
 from fminfer.core.quantities import counted, show_bytes, show_dtypes, show_seconds
 from fminfer.estimate.line_checks import LineCounts
-from fminfer.worker.forecast import Forecast
+from fminfer.plan.forecast import Forecast
 
 MAX_SHOWN = 1000  # characters of the first prompt
 

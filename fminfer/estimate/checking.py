@@ -31,13 +31,13 @@ from fminfer.machine.device import choose_kv_dtype
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.known_sizes import folder_of
 from fminfer.models.weight_headers import check_tensors
+from fminfer.plan.forecast import Layout, make_forecast, name_of
+from fminfer.plan.kv_size import most_kv_tokens
+from fminfer.plan.opening import open_model
+from fminfer.runtime.build.assembly import build_loop, find_limits, load_tokenizer
+from fminfer.runtime.lines.line_intake import LineIntake
+from fminfer.runtime.lines.runner import LOOKAHEAD, WINDOW
 from fminfer.text.tokenizer import Tokenizer
-from fminfer.worker.assembly import build_loop, find_limits, load_tokenizer
-from fminfer.worker.forecast import Layout, make_forecast, name_of
-from fminfer.worker.kv_size import most_kv_tokens
-from fminfer.worker.line_run.line_intake import LineIntake
-from fminfer.worker.line_run.runner import LOOKAHEAD, WINDOW
-from fminfer.worker.opening import open_model
 
 
 class Check:

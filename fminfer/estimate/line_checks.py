@@ -14,9 +14,9 @@ from fminfer.core.errors import RequestError
 from fminfer.engine.loop import EngineLoop
 from fminfer.engine.prefix import SharedTokens
 from fminfer.engine.sequence import PromptState, RequestState
-from fminfer.worker.line_run.asked import Asked
-from fminfer.worker.line_run.equal_requests import EqualRequests
-from fminfer.worker.line_run.line_intake import LineIntake
+from fminfer.runtime.lines.asked import Asked
+from fminfer.runtime.lines.equal_requests import EqualRequests
+from fminfer.runtime.lines.line_intake import LineIntake
 
 # What is kept of the beginning, to find its steps: some seconds of simulation.
 SAMPLE_TOKENS = 200_000  # prompt tokens, and tokens to be drawn

@@ -19,12 +19,12 @@ from fminfer.engine.sequence import Prepared, RequestState
 from fminfer.engine.start import Starter
 from fminfer.engine.stats import EngineStats
 from fminfer.estimate.cost_model import COSTS, SPREAD_COSTS, StepWork
+from fminfer.runtime.build.assembly import build_loop
+from fminfer.runtime.lines.asked import RecordForm
+from fminfer.runtime.lines.line_intake import LineIntake
+from fminfer.runtime.lines.runner import LineRunner
 from fminfer.text.detokenizer import Detokenizer
 from fminfer.text.tokenizer import Tokenizer
-from fminfer.worker.assembly import build_loop
-from fminfer.worker.line_run.asked import RecordForm
-from fminfer.worker.line_run.line_intake import LineIntake
-from fminfer.worker.line_run.runner import LineRunner
 
 DRAWN_ID = 0  # any
 

@@ -30,8 +30,8 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.errors import FminferError, UsageError
 from fminfer.integrations.lm_eval_chat import ChatRenderer
 from fminfer.integrations.lm_eval_generation import Generation, plan_generation
-from fminfer.worker.engine_api import Engine
-from fminfer.worker.engine_options import refuse_old_names
+from fminfer.runtime.engine_api import Engine
+from fminfer.runtime.engine_options import refuse_old_names
 
 
 def check_length(asked: int | None, context_length: int) -> int:

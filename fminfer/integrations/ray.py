@@ -38,10 +38,10 @@ from fminfer.files.line_reader import read_lines as read_file
 from fminfer.files.ordered_output import ORDERED, errors_path
 from fminfer.files.pieces import CutValue, cut_if_long
 from fminfer.files.streams import STDIN
-from fminfer.worker.engine_api import Engine
-from fminfer.worker.engine_options import make_config
-from fminfer.worker.line_run.line_intake import EqualLines
-from fminfer.worker.line_run.runner import WINDOW
+from fminfer.runtime.engine_api import Engine
+from fminfer.runtime.engine_options import make_config
+from fminfer.runtime.lines.line_intake import EqualLines
+from fminfer.runtime.lines.runner import WINDOW
 
 ROW = "fminfer_row"  # a column on the way to the actors: a number that no other row has
 log = logging.getLogger(__name__)

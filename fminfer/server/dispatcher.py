@@ -16,10 +16,10 @@ from typing import Any, Protocol, TypeVar
 from fminfer.core.errors import FminferError, StoppedError, UncompiledError
 from fminfer.engine.events import Delta, Event, Finished
 from fminfer.engine.sequence import Prepared
+from fminfer.runtime.result_cache import ResultCache
 from fminfer.server.http_errors import HttpError, shutting_down
 from fminfer.server.metrics import Metrics, RequestTimes
 from fminfer.server.reply import Reply
-from fminfer.worker.result_cache import ResultCache
 
 IDLE_S = 0.2  # after which an idle engine looks whether it is to end
 TOKENIZERS = 2  # requests that are tokenized at once

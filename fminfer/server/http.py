@@ -13,14 +13,18 @@ from dataclasses import dataclass
 import click
 import uvicorn
 
-from fminfer.batch.process_roles import lead_or_join
-from fminfer.batch.run_context import ProcessContext
-from fminfer.batch.run_engine import MakeEngine, say, start_engine
 from fminfer.core.errors import FminferError, UsageError
 from fminfer.core.quantities import counted, show_dtypes
+from fminfer.job.process_roles import lead_or_join
+from fminfer.job.run_context import ProcessContext
+from fminfer.job.run_engine import MakeEngine, say, start_engine
 from fminfer.machine.stopper import Stopper
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.fingerprint import fingerprint_of
+from fminfer.plan.forecast import name_held_dtype
+from fminfer.runtime.engine_api import Engine
+from fminfer.runtime.part_process import Opening
+from fminfer.runtime.result_cache import ResultCache, open_result_cache
 from fminfer.server.asgi_app import make_app
 from fminfer.server.batches.batch_metrics import BatchMetrics
 from fminfer.server.batches.desk import Desk, ServerState
@@ -33,10 +37,6 @@ from fminfer.server.request_bodies import Bodies
 from fminfer.server.server_log import ServerLog
 from fminfer.server.service import ServedModel, Service, Throughput
 from fminfer.server.settings import ServerSettings
-from fminfer.worker.engine_api import Engine
-from fminfer.worker.forecast import name_held_dtype
-from fminfer.worker.part_process import Opening
-from fminfer.worker.result_cache import ResultCache, open_result_cache
 
 LEAVE_S = 2.0  # for the last bytes, once the grace is over
 REPORT_S = 10  # between lines that say what goes on

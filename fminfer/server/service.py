@@ -13,12 +13,12 @@ from starlette.requests import Request
 from fminfer.contract.field_table import MAX_NAME_CHARS
 from fminfer.contract.fields import show
 from fminfer.engine.stats import EngineStats
+from fminfer.runtime.engine_api import Engine
 from fminfer.server.dispatcher import Dispatcher
 from fminfer.server.http_errors import HttpError
 from fminfer.server.metrics import Metrics
 from fminfer.server.request_bodies import Bodies
 from fminfer.server.server_log import ServerLog
-from fminfer.worker.engine_api import Engine
 
 WINDOW_S = 5.0  # of the means of tokens a second
 

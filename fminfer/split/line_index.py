@@ -18,9 +18,9 @@ from fminfer.core.errors import DamagedInputError
 from fminfer.files.line_reader import UTF8_BOM, holds_plain_lines, read_lines, split_lines
 from fminfer.files.pieces import CutValue
 from fminfer.files.streams import read_chunks
+from fminfer.runtime.lines.line_intake import EqualLines, digest_id
+from fminfer.runtime.lines.seen_counts import SeenCounts
 from fminfer.split.grouping import Groups, find_length
-from fminfer.worker.line_run.line_intake import EqualLines, digest_id
-from fminfer.worker.line_run.seen_counts import SeenCounts
 
 BLANK = -1  # instead of a group
 MAX_NAMED = 5  # lines in a message

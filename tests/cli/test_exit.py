@@ -38,9 +38,8 @@ def test_a_run_that_is_open_at_exit_does_not_hang_or_crash(last: str, status: in
 
 def test_a_rank_ends_after_who_started_it() -> None:
     """Also while it imports, when nothing else watches."""
-    rank = (
-        "import os, time; from fminfer.worker.processes import end_after; end_after(os.getppid()); "
-    )
+    rank = "import os, time; from fminfer.runtime.launch.processes import end_after; "
+    rank += "end_after(os.getppid()); "
     rank += "print(os.getpid(), flush=True); time.sleep(100)"
     launcher = "import subprocess as s, sys; r = s.Popen([sys.executable, '-c', sys.argv[1]], "
     launcher += "stdout=s.PIPE, text=True); print(r.stdout.readline())"

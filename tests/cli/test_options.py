@@ -19,9 +19,9 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.models.fingerprint import fingerprint_of
 from fminfer.pipeline.ranks import RankConfig
+from fminfer.plan.opening import open_model
+from fminfer.runtime.engine_options import make_config
 from fminfer.server.settings import ServerSettings
-from fminfer.worker.engine_options import make_config
-from fminfer.worker.opening import open_model
 
 GROUPED = {name: each for name, each in main.commands.items() if isinstance(each, GroupedCommand)}
 MANY = 8  # options from which a flat list is hard to read
@@ -193,7 +193,7 @@ def test_a_budget_without_memory_is_refused_before_weights_are_read(
     def load(*_: object) -> None:
         raise AssertionError("weights are read")
 
-    monkeypatch.setattr("fminfer.worker.one_pipeline.load_part", load)
+    monkeypatch.setattr("fminfer.runtime.build.one_pipeline.load_part", load)
     with pytest.raises(UsageError, match=r"a KV cache of .* give a smaller --budget"):
         fminfer.Engine(device="cpu", budget=10**12)
 

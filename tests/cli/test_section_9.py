@@ -255,4 +255,4 @@ def test_one_very_long_line(engine: fminfer.Engine) -> None:
 
 
 # A NaN row that leaves its neighbours alone needs damaged weights:
-# tests/worker/test_engine.py::test_nan_weights_cost_each_row_an_error_and_not_the_run
+# tests/runtime/test_engine.py::test_nan_weights_cost_each_row_an_error_and_not_the_run

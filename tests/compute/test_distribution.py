@@ -279,7 +279,7 @@ def test_draws_through_the_engine_are_unrelated(
         tensors.exit["head.weight"] = torch.zeros_like(tensors.exit["head.weight"])
         return tensors
 
-    monkeypatch.setattr("fminfer.worker.loading.load_tensors", load_flat)
+    monkeypatch.setattr("fminfer.runtime.build.loading.load_tensors", load_flat)
     folder, model = llama_checkpoint
     engine = fminfer.Engine(str(folder), dtype="float32", kernels="off")
     vocab = model.config.vocab_size

@@ -21,7 +21,7 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.layer import MoeOf
-from fminfer.worker.footprint import measure_footprints
+from fminfer.plan.footprint import measure_footprints
 from tests.conftest import built_library, make_model
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")

@@ -40,7 +40,7 @@ from fminfer.core.errors import UsageError
 from fminfer.core.messages import StepRow
 from fminfer.engine.noise import step_noise
 from fminfer.models.checkpoint import open_random
-from fminfer.worker import loading
+from fminfer.runtime.build import loading
 from tests.compute.test_attention import (
     check_every_kind_of_row,
     check_odd_values,

@@ -17,11 +17,11 @@ from fminfer.engine.events import Delta, Event, Finished
 from fminfer.engine.intake import Intake, Limits
 from fminfer.engine.room import KvSize
 from fminfer.models.known_sizes import DEMO_MODEL
+from fminfer.runtime.lines import line_intake
+from fminfer.runtime.lines.asked import Asked
+from fminfer.runtime.lines.line_intake import FILLS, LineIntake
+from fminfer.runtime.team.team_heard import Heard
 from fminfer.text.tokenizer import Tokenizer
-from fminfer.worker.line_run import line_intake
-from fminfer.worker.line_run.asked import Asked
-from fminfer.worker.line_run.line_intake import FILLS, LineIntake
-from fminfer.worker.team_heard import Heard
 from tests.engine.test_contract import Bench
 from tests.line_bench import over_lines
 from tests.streams import check_stream, events_of, of_request

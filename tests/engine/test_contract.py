@@ -22,7 +22,7 @@ from fminfer.engine.prefix import PrefixCache
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.sequence import Prepared, RequestState
 from fminfer.engine.start import Starter
-from fminfer.worker.line_run.runner import LOOKAHEAD
+from fminfer.runtime.lines.runner import LOOKAHEAD
 from tests.line_bench import LineBench
 
 EOS = 0

@@ -13,9 +13,9 @@ import pytest
 from fminfer.contract.line import Line
 from fminfer.core.errors import StoppedError
 from fminfer.engine.order import plan_order
-from fminfer.worker.line_run.asked import Asked
-from fminfer.worker.line_run.line_intake import LineIntake
-from fminfer.worker.line_run.runner import LOOKAHEAD, WINDOW, _in_order
+from fminfer.runtime.lines.asked import Asked
+from fminfer.runtime.lines.line_intake import LineIntake
+from fminfer.runtime.lines.runner import LOOKAHEAD, WINDOW, _in_order
 from tests.engine.test_contract import Bench
 
 

@@ -12,8 +12,8 @@ from fminfer.engine.blocks import BlockPool
 from fminfer.engine.events import Delta, Event
 from fminfer.engine.intake import Limits
 from fminfer.engine.scheduler import Scheduler
+from fminfer.runtime.team.team_heard import Heard
 from fminfer.text.tokenizer import Tokenizer
-from fminfer.worker.team_heard import Heard
 from tests.conftest import num_examples
 from tests.engine import test_prefix
 from tests.engine.test_contract import Bench, ScriptedPipeline

@@ -27,9 +27,9 @@ from fminfer.estimate.cost_model import COSTS, SPREAD_COSTS, CostModel, StepWork
 from fminfer.estimate.cost_store import find_costs_path, keep_costs, load_costs
 from fminfer.files.line_reader import read_lines
 from fminfer.models.known_sizes import DEMO_MODEL
+from fminfer.plan.opening import open_model
+from fminfer.runtime.lines.runner import WINDOW
 from fminfer.text.tokenizer import Tokenizer
-from fminfer.worker.line_run.runner import WINDOW
-from fminfer.worker.opening import open_model
 from tests.conftest import num_examples
 
 QUERIES = Path(__file__).parent.parent.parent / "examples" / "queries"
@@ -273,7 +273,7 @@ def test_layers_are_spread_over_processes(tmp_path: Path) -> None:
 
 def test_the_weights_are_those_of_an_engine() -> None:
     from fminfer.machine.device import choose_device, choose_dtype
-    from fminfer.worker.footprint import HOLE_BYTES, measure_footprints
+    from fminfer.plan.footprint import HOLE_BYTES, measure_footprints
 
     config = EngineConfig(random_init="llama-160m", dtype="float16")  # not packed: no holes
     device = choose_device("cpu")
@@ -311,7 +311,7 @@ def test_calibrated_costs_are_used_for_that_work_only(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calibration, "ENOUGH_S", 0.0)
-    monkeypatch.setattr("fminfer.batch.progress.FIRST_LINE_S", 0.0)
+    monkeypatch.setattr("fminfer.job.progress.FIRST_LINE_S", 0.0)
     monkeypatch.setattr(calibration, "WHOLE_RUNS", calibration.WHOLE_RUNS[-1:])
     monkeypatch.setattr(calibration, "TRIALS", calibration.TRIALS[:3] + calibration.TRIALS[-2:])
     found = CliRunner().invoke(main, ["bench", "--calibrate", *FLAGS])

@@ -27,10 +27,10 @@ def _is_here() -> bool:  # asked late: a rank may be a fork of the one that impo
 
 
 if kind and "-m" in sys.orig_argv:
-    import fminfer.worker.loading
+    import fminfer.runtime.build.loading
     from fminfer.models.stage import Stage
 
-    load_tensors, forward = fminfer.worker.loading.load_tensors, Stage.forward
+    load_tensors, forward = fminfer.runtime.build.loading.load_tensors, Stage.forward
 
     def load_or_fail(*args, **options):
         if phase == "load" and _is_here():
@@ -46,5 +46,5 @@ if kind and "-m" in sys.orig_argv:
             _fail()
         return forward(self, step, hidden)
 
-    fminfer.worker.loading.load_tensors = load_or_fail
+    fminfer.runtime.build.loading.load_tensors = load_or_fail
     Stage.forward = forward_or_fail

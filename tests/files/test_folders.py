@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from fminfer.batch.overview import UNLIKE, look_over
-from fminfer.batch.run_paths import JobPaths
 from fminfer.cli.app import main
 from fminfer.core.errors import UsageError
 from fminfer.files.input_folders import find_inputs, find_left_out
 from fminfer.files.output_paths import plan_each
 from fminfer.files.status_file import status_path
 from fminfer.files.storage import RemoteFolders
+from fminfer.job.overview import UNLIKE, look_over
+from fminfer.job.run_paths import JobPaths
 from fminfer.split.merging import merge_parts
 from fminfer.split.splitting import SplitOptions, split_file
 from tests.shards.answer_shards import answer_all, share
@@ -60,7 +60,7 @@ def test_a_run_over_a_folder_ends_with_its_last_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It looked at the folder every two seconds, and idled until the next look."""
-    monkeypatch.setattr("fminfer.batch.shared_folder.SCAN_EVERY_S", 1e9)
+    monkeypatch.setattr("fminfer.job.shared_folder.SCAN_EVERY_S", 1e9)
     (tmp_path / "a.jsonl").write_text(LINE)
     files = share(tmp_path)
     assert files.look()

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from fminfer.batch.overview import look_over
 from fminfer.cli.app import main
 from fminfer.core.errors import UsageError
 from fminfer.files.claims import Claims
 from fminfer.files.input_folders import describe_left_out, find_inputs
 from fminfer.files.output_paths import plan_each
 from fminfer.files.storage import RemoteFolders
+from fminfer.job.overview import look_over
 from tests.shards.answer_shards import answer_all, share
 
 LINE = '{"prompt": "x", "max_tokens": 1, "temperature": 0}\n'

@@ -31,11 +31,11 @@ from fminfer.engine.intake import Intake, Limits
 from fminfer.files.journal import Journal, journal_path
 from fminfer.files.journal_rows import Row
 from fminfer.files.line_reader import read_lines
+from fminfer.runtime.lines.asked import Asked
+from fminfer.runtime.lines.line_intake import LineIntake
 from fminfer.split.manifest import MANIFEST, read_manifest, read_paths
 from fminfer.split.splitting import SplitOptions, split_file
 from fminfer.text.tokenizer import Tokenizer
-from fminfer.worker.line_run.asked import Asked
-from fminfer.worker.line_run.line_intake import LineIntake
 from tests.fuzz.scripts import check_scripts
 
 HERE = Path(__file__).parent

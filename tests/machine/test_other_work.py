@@ -12,9 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from fminfer.batch.progress import ProgressBar
-from fminfer.batch.run_summary import JobSummary
 from fminfer.engine.stats import EngineStats
+from fminfer.job.progress import ProgressBar
+from fminfer.job.run_summary import JobSummary
 from fminfer.machine import control_groups, other_work
 from fminfer.machine.other_work import Look, OtherWork, held_up_s
 
@@ -130,7 +130,7 @@ def test_progress_tells_of_it(
     is_slowed: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A run beside a busy process took six times as long, and showed "stage busy 100%"."""
-    monkeypatch.setattr("fminfer.batch.progress.FIRST_LINE_S", -1.0)
+    monkeypatch.setattr("fminfer.job.progress.FIRST_LINE_S", -1.0)
     bar = ProgressBar(3, is_quiet=False, is_slowed=lambda: is_slowed)
     bar.update(1, 0, SimpleNamespace(stats=EngineStats(), longest_row=0))
     bar.close()

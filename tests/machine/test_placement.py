@@ -30,10 +30,10 @@ from fminfer.models.checkpoint import open_random
 from fminfer.pipeline import ring
 from fminfer.pipeline.group import _choose_interface
 from fminfer.pipeline.transport import HiddenForm
-from fminfer.worker.forecast import Layout, make_forecast
-from fminfer.worker.loading import connect_neighbours
-from fminfer.worker.one_pipeline import _build_pipeline, build_stage, count_blocks
-from fminfer.worker.step_memory import GPU_RESERVE, auto_budget, step_bytes
+from fminfer.plan.forecast import Layout, make_forecast
+from fminfer.plan.step_memory import GPU_RESERVE, auto_budget, step_bytes
+from fminfer.runtime.build.loading import connect_neighbours
+from fminfer.runtime.build.one_pipeline import _build_pipeline, build_stage, count_blocks
 
 
 def test_ranks_take_the_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def test_each_engine_looks_at_its_own_card(monkeypatch: pytest.MonkeyPatch) -> N
 
     for module in ("forecast", "one_pipeline"):
         monkeypatch.setattr(f"fminfer.worker.{module}.free_bytes", free)
-    monkeypatch.setattr("fminfer.worker.one_pipeline.memory_name", lambda *given: "a card")
+    monkeypatch.setattr("fminfer.runtime.build.one_pipeline.memory_name", lambda *given: "a card")
     checkpoint = open_random("llama-160m")
     config = EngineConfig(num_engines=8, engine_number=5)
     found = make_forecast(config, checkpoint, Layout())
@@ -162,7 +162,7 @@ def test_a_gpu_compiles_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -
     for kind in ("cpu", "cuda"):
         stage = SimpleNamespace(warm_up=lambda kind=kind: warmed.append(kind))
         monkeypatch.setattr(
-            "fminfer.worker.one_pipeline._build_stage", lambda *given, stage=stage: stage
+            "fminfer.runtime.build.one_pipeline._build_stage", lambda *given, stage=stage: stage
         )
         loaded: Any = SimpleNamespace(device=torch.device(kind))
         assert build_stage(EngineConfig(), loaded, 9) is stage

@@ -21,8 +21,8 @@ from fminfer.models.fingerprint import fingerprint_of
 from fminfer.models.hub import fetch_weights
 from fminfer.models.known_sizes import DEMO_MODEL
 from fminfer.models.weight_headers import check_tensors
+from fminfer.plan.opening import open_model
 from fminfer.text.tokenizer import Tokenizer
-from fminfer.worker.opening import open_model
 from tests.models.test_elsewhere import Hub
 
 ADAPTER = {"peft_type": "LORA", "base_model_name_or_path": "meta-llama/Llama-3.1-8B"}

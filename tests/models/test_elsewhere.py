@@ -24,7 +24,7 @@ from fminfer.models.known_sizes import ALIASES, SIZES, size_fields
 from fminfer.models.layer_count import check_split
 from fminfer.models.tensor_shapes import part_shapes
 from fminfer.models.weight_headers import check_tensors
-from fminfer.worker.opening import open_model
+from fminfer.plan.opening import open_model
 from tests.conftest import save_byte_tokenizer
 
 ROW: dict[str, Any] = {"prompt": "north", "max_tokens": 5, "temperature": 0, "logprobs": 1}

@@ -23,7 +23,7 @@ from fminfer.models.part_tensors import PartTensors, load_tensors
 from fminfer.models.stored.tensor_table import TensorFiles
 from fminfer.models.stored.weight_folder import find_weight_files, weight_files
 from fminfer.models.weight_headers import check_tensors, stored_dtype
-from fminfer.worker.opening import open_model
+from fminfer.plan.opening import open_model
 from tests.conftest import make_model, save_byte_tokenizer, some_families
 from tests.forked import run_forked
 from tests.forms import FORMS, TOPS, Files, Tensors, save

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from fminfer.runtime.engine_api import Engine
 from fminfer.server.batches.desk import Desk, ServerState
 from fminfer.server.batches.state_folder import StateFolder
 from fminfer.server.http import HttpThread, open_socket
 from fminfer.server.settings import ServerSettings
-from fminfer.worker.engine_api import Engine
 
 WAIT_S = 20.0
 

@@ -16,8 +16,8 @@ import fminfer
 from fminfer.files.answer_store import FILE
 from fminfer.files.cache_place import CachePlace
 from fminfer.models.fingerprint import fingerprint_of
-from fminfer.worker.opening import open_model
-from fminfer.worker.result_cache import open_result_cache
+from fminfer.plan.opening import open_model
+from fminfer.runtime.result_cache import open_result_cache
 from tests.server.answers import join, join_chat
 from tests.server.reciting import save_reciting
 from tests.server.running import Answer, Running, running, until

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.worker.test_apart import free_port
+from tests.runtime.test_apart import free_port
 
 # The command, with a server that answers one request, tells the answer, and waits.
 COMMAND = """

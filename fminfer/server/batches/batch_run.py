@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fminfer.batch.journaled_input import JournaledInput
 from fminfer.contract.envelope import CHAT, COMPLETIONS, Envelope
 from fminfer.core.errors import FminferError, RequestError, StoppedError, UsageError, printable
 from fminfer.core.quantities import counted
@@ -19,6 +18,11 @@ from fminfer.files.journal import journal_path
 from fminfer.files.ordered_output import errors_path
 from fminfer.files.row_counts import Counts
 from fminfer.files.run_terms import RunTerms
+from fminfer.job.journaled_input import JournaledInput
+from fminfer.runtime.engine_api import Engine
+from fminfer.runtime.lines.asked import RecordForm
+from fminfer.runtime.lines.lanes import Lane
+from fminfer.runtime.lines.runner import WINDOW
 from fminfer.server.batches.early_end import count_kept, drop_journal, end_early
 from fminfer.server.batches.stored_batches import (
     BatchStatus,
@@ -33,10 +37,6 @@ from fminfer.server.batches.troubles import check_unchanged, trouble_of
 from fminfer.server.http_errors import HttpError
 from fminfer.server.server_log import ServerLog
 from fminfer.server.service import ServedModel
-from fminfer.worker.engine_api import Engine
-from fminfer.worker.line_run.asked import RecordForm
-from fminfer.worker.line_run.lanes import Lane
-from fminfer.worker.line_run.runner import WINDOW
 
 
 def make_check(endpoint: str, model: ServedModel) -> Callable[[Envelope], None]:

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from fminfer.core.errors import OutputError, UsageError
 from fminfer.files.journal_head import Fingerprint
 from fminfer.files.run_terms import RunTerms
+from fminfer.runtime.engine_api import Engine
 from fminfer.server.batches.batch_request import BatchRequest
 from fminfer.server.batches.batch_run import DoneRows, Workshop
 from fminfer.server.batches.batch_work import BatchWork
@@ -21,7 +22,6 @@ from fminfer.server.batches.upload import PURPOSE, Upload, no_room
 from fminfer.server.http_errors import HttpError
 from fminfer.server.server_log import ServerLog
 from fminfer.server.service import ServedModel
-from fminfer.worker.engine_api import Engine
 
 SERVED_NAME = "the served model's name"  # in the fingerprint: it stands in records
 

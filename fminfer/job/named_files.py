@@ -1,0 +1,217 @@
+"""Inputs that one run answers alone, one after another."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from fminfer.contract.line import Line
+from fminfer.contract.record import Record
+from fminfer.core.errors import InUseError, OutputError, UsageError
+from fminfer.files.carrying_over import CarriedOver
+from fminfer.files.journal_head import Fingerprint
+from fminfer.files.line_reader import count_rows, read_lines
+from fminfer.files.output_paths import STDOUT
+from fminfer.files.row_counts import Tally
+from fminfer.files.run_facts import RunFacts
+from fminfer.files.run_terms import CountLines, RunTerms
+from fminfer.job.journaled_input import JournaledInput
+from fminfer.job.progress import write_beside_bar
+from fminfer.job.run_inputs import RunInput, add_files, sum_saved
+from fminfer.job.run_summary import JobSummary
+
+
+class OrderedStream:
+    """Takes records in any order; holds those that are ready before their turn.
+
+    Args:
+        write_error: takes the line of a request that could not be answered.
+    """
+
+    def __init__(self, answers: BinaryIO, write_error: Callable[[bytes], None]) -> None:
+        self._answers = answers
+        self._write_error = write_error
+        self._order: deque[tuple[int, int]] = deque()  # (source, number) of what is not out yet
+        self._ready: dict[tuple[int, int], tuple[bytes, bool]] = {}
+
+    def expect(self, source: int, number: int) -> None:
+        """Announce a record; they come out in the order in which they are announced."""
+        self._order.append((source, number))
+
+    def append(self, source: int, number: int, line: bytes, *, is_error: bool) -> None:
+        """Take the record of line `number` of an input, and write what is next in order.
+
+        Raises:
+            BrokenPipeError: the reader is gone.
+            OutputError: it cannot be written for another reason.
+        """
+        self._ready[source, number] = line, is_error
+        while self._order and self._order[0] in self._ready:
+            line, is_error = self._ready.pop(self._order.popleft())
+            if is_error:
+                self._write_error(line)
+            else:
+                self._write(line + b"\n")
+
+    def _write(self, line: bytes) -> None:
+        try:
+            self._answers.write(line)
+            self._answers.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise OutputError(
+                f"stdout cannot be written: {error.strerror or error}. What was written is not "
+                "gone on with; give --output FILE, which is"
+            ) from error
+
+
+class StreamedInput:
+    """An input whose answers go to stdout: in order, as soon as those before them are out.
+
+    No run goes on where another ended, and no other run can take it over.
+    """
+
+    output = STDOUT
+    kept = Tally()
+    num_damaged_rows = num_tried_rows = 0
+    num_saved_rows = None
+    carried = CarriedOver()
+    is_lost = False
+
+    def __init__(
+        self, path: Path, source: int, stream: OrderedStream, limit: int | None = None
+    ) -> None:
+        self.path, self.source = path, source
+        self._limit = limit
+        self.num_left = count_rows(path, limit)
+        self._num_read = self._num_done = 0
+        self._is_read = False
+        self._stream = stream
+
+    @property
+    def is_finished(self) -> bool:
+        return self._is_read and self._num_done == self._num_read
+
+    @property
+    def is_settled(self) -> bool:
+        return self.is_finished
+
+    def lines(self, pass_over: Callable[[Line], None]) -> Iterator[Line]:
+        """Read it; no line is passed over."""
+        for line in read_lines(self.path, self.source, limit=self._limit):
+            self._stream.expect(self.source, line.number)
+            self._num_read += 1
+            yield line
+        self._is_read = True
+
+    def add(self, record: Record) -> bool:
+        """Write a record when it is its turn."""
+        is_error = record.error is not None
+        self._stream.append(self.source, record.line.number, record.to_json(), is_error=is_error)
+        self._num_done += 1
+        return True
+
+    def see_completed(self) -> None:
+        """No other run completes it."""
+
+    def abandon(self, error: BaseException) -> None:
+        """Stop without finishing."""
+
+
+@dataclass(slots=True, frozen=True)
+class NamedFiles:
+    """The inputs of a run that answers all of them itself, one after another."""
+
+    files: list[RunInput]
+    num_rows: int | None  # left to answer; None: not known before the end of the inputs
+
+    @property
+    def is_finished(self) -> bool:
+        return all(file.is_settled for file in self.files)
+
+    @property
+    def num_saved_rows(self) -> int | None:
+        return sum_saved(self.files)
+
+    def turns(self) -> Iterator[RunInput]:
+        return iter(self.files)
+
+    def give_up(self, file: RunInput, error: UsageError) -> None:
+        """End the run: whoever named a file wants it answered."""
+        raise error
+
+    def check_kept(self) -> None:
+        """Check that no other run has taken over an output and answers it.
+
+        Raises:
+            InUseError: one is.
+        """
+        for file in self.files:
+            if file.is_lost and not file.is_finished:
+                file.see_completed()
+        lost = [str(file.path) for file in self.files if file.is_lost and not file.is_finished]
+        if lost:
+            raise InUseError(
+                f"another run has taken over {', '.join(lost)}, since this one slept or did not "
+                "reach the disk for a minute; what it had finished is kept. Run the same command "
+                "again when the other has ended"
+            )
+
+    def abandon(self, error: BaseException) -> None:
+        for file in self.files:
+            file.abandon(error)
+
+    def add_to(self, summary: JobSummary) -> None:
+        add_files(self.files, sum((file.kept for file in self.files), Tally()), summary)
+
+
+def open_files(
+    inputs: list[Path],
+    outputs: list[Path],
+    fingerprint: Fingerprint,
+    *,
+    model: str,
+    restart: bool,
+    limit: int | None = None,
+    count_lines: CountLines | None = None,
+    facts: RunFacts | None = None,
+    tell: Callable[[str], None] = lambda text: None,
+) -> NamedFiles:
+    """Open each input with the rows of earlier runs; write nothing if anything is wrong.
+
+    Args:
+        fingerprint: of the run: what must be the same for rows to be kept.
+        model: its name, for people.
+        restart: keep no rows.
+        limit: of each input, answer the first so many lines.
+        count_lines: begins to count a file's lines; None: no answers to an earlier form of a file
+            are taken.
+        facts: of the run, for the status files.
+        tell: told how far it is where taking earlier answers takes long.
+
+    Raises:
+        UsageError: an output is another run's.
+    """
+    stream = OrderedStream(sys.stdout.buffer, write_beside_bar)
+    facts = facts or RunFacts()
+    terms = RunTerms(
+        *(model, fingerprint, restart, limit), count_lines=count_lines, facts=facts, tell=tell
+    )
+    files: list[RunInput] = []
+    journaled = []
+    for source, (path, output) in enumerate(zip(inputs, outputs, strict=True)):
+        if output == STDOUT:
+            files.append(StreamedInput(path, source, stream, limit))
+        else:
+            file = JournaledInput(path, source, output, terms)
+            journaled.append(file)
+            files.append(file)
+    for file in journaled:
+        file.begin()
+    left = [each.num_left for each in files]
+    return NamedFiles(files, None if None in left else sum(n or 0 for n in left))

@@ -1,0 +1,212 @@
+"""Shows the progress of a run on stderr: a bar on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from fminfer.core.quantities import counted
+from fminfer.core.quantities import show_dtypes as show_dtypes
+from fminfer.core.quantities import show_seconds as show_seconds
+from fminfer.engine.stats import EngineStats
+from fminfer.job.time_left import Answering, TimeLeft
+
+BAR_EVERY_S = 0.2
+FIRST_LINE_S, LINE_EVERY_S = 5.0, 30.0  # without a terminal; the wait doubles up to the second
+LEFT_EVERY_S = 2.0  # how often the time left is worked out
+UNKNOWN = "left ?"
+LEAST_BAR = 3  # columns
+USUAL_COLUMNS, USUAL_LINES = 80, 24  # for a terminal that does not report its size
+BAR_OF_UNKNOWN = "{desc}: {n_fmt}/? rows{postfix}"
+BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} rows{postfix}"
+
+
+class ProgressBar:
+    """Shows rows, tokens, tokens/s and the time left.
+
+    Args:
+        total_rows: None if it is not known before the input's end. It may change.
+        time_left: of the engine; None: one that knows nothing yet.
+        is_slowed: tells whether other work slows the run.
+    """
+
+    def __init__(
+        self,
+        total_rows: int | None,
+        time_left: TimeLeft | None = None,
+        *,
+        is_quiet: bool,
+        is_slowed: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.total_rows = total_rows
+        self._is_slowed = is_slowed
+        self._is_terminal = sys.stderr.isatty()
+        self._is_quiet = is_quiet
+        self._last_step_s = self._last_line_s = time.perf_counter()
+        self._every_s = BAR_EVERY_S if self._is_terminal else FIRST_LINE_S
+        self._time_left = time_left or TimeLeft()
+        self._num_rows = self._num_tokens = 0
+        self._elapsed_s = 0.0
+        self._left, self._left_at_s = UNKNOWN, -math.inf
+        hide = is_quiet or not self._is_terminal
+        form = BAR_OF_UNKNOWN if total_rows is None else BAR
+        self._bar = _make_bar(total=total_rows, desc="fminfer", bar_format=form, disable=hide)
+
+    def add_work(self, stats: EngineStats, num_fed: int, num_drawn: int) -> None:
+        """Take note of steps that have just ended, and are counted in the statistics."""
+        now_s = time.perf_counter()
+        self._time_left.add(now_s - self._last_step_s, stats, num_fed, num_drawn)
+        self._elapsed_s += now_s - self._last_step_s
+        self._last_step_s = now_s
+        self._num_tokens += num_fed + num_drawn
+
+    def drawing_s(self, engine: Answering) -> float | None:
+        """Estimate how long running rows take at most; None: none runs, or it is not known yet."""
+        return self._time_left.running_s(engine)
+
+    def left_s(self, engine: Answering) -> float | None:
+        """Estimate the seconds left; None: nothing is known, or not how many rows there are."""
+        return None if self.total_rows is None else self._time_left.all_s(engine, self.total_rows)
+
+    def update(self, num_rows: int, num_errors: int, engine: Answering) -> None:
+        """Show the newest counts, if it is time to.
+
+        Args:
+            num_rows: finished, `num_errors` of them in error.
+        """
+        self._num_rows = num_rows
+        now_s = time.perf_counter()
+        if self._is_quiet or now_s - self._last_line_s <= self._every_s:
+            return
+        self._last_line_s = now_s
+        if not self._is_terminal:
+            self._every_s = min(2 * self._every_s, LINE_EVERY_S)
+        if self._left == UNKNOWN or now_s - self._left_at_s >= LEFT_EVERY_S:
+            self._left, self._left_at_s = self._tell_left(engine), now_s
+        total = "?" if self.total_rows is None else self.total_rows
+        rows = f"{num_rows}/{total} rows"
+        texts = self._texts(num_errors)
+        if self._is_terminal:
+            room = _num_columns() - len(f"fminfer: 100%|| {rows}, ") - LEAST_BAR
+            text = next((each for each in texts if len(each) <= room), texts[-1])
+            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.total = self.total_rows
+            self._bar.update(num_rows - self._bar.n)
+            self._bar.refresh()
+        else:
+            print(f"{rows}, {texts[0]}", file=sys.stderr, flush=True)
+
+    def _tell_left(self, engine: Answering) -> str:
+        left_s = self.left_s(engine)
+        if left_s is None or self.total_rows is None:
+            return UNKNOWN
+        is_most = self._time_left.is_most(engine, self.total_rows)
+        return f"left {'<' if is_most else '~'}{show_seconds(left_s)}"
+
+    def _texts(self, num_errors: int) -> list[str]:
+        """Return what stands behind the rows, and shorter forms of it for narrow terminals."""
+        # Rows may take long to end; tokens show that they go on.
+        tokens_per_s = self._num_tokens / self._elapsed_s if self._elapsed_s > 0 else 0.0
+        tokens, speed = f"{self._num_tokens:,} tokens", f"{tokens_per_s:,.0f} tok/s"
+        most = [self._left, *([counted(num_errors, "error")] if num_errors else [])]
+        slowed = ["slowed by other work"] if self._is_slowed() else []
+        brief = [*most, *(["slowed"] if slowed else [])]
+        forms = [
+            [tokens, speed, *most, *slowed],
+            [speed, *most, *slowed],
+            [speed, *brief],
+            brief,
+            most,
+            most[:1],
+        ]
+        return [", ".join(form) for form in forms]
+
+    def close(self) -> None:
+        self._bar.update(self._num_rows - self._bar.n)
+        self._bar.close()
+
+
+class TimeBar:
+    """Shows how much of an expected time is over; the expectation may change."""
+
+    def __init__(self, name: str) -> None:
+        self._is_terminal = sys.stderr.isatty()
+        self._last_line_s = -math.inf
+        form = "{desc}: {percentage:3.0f}%|{bar}|{postfix}"
+        self._bar = _make_bar(
+            desc=name, bar_format=form, disable=not self._is_terminal, leave=False
+        )
+        self._name = name
+
+    def update(self, what: str, elapsed_s: float, in_all_s: float) -> None:
+        """Show what is done now, and the time left.
+
+        Args:
+            in_all_s: 0: not known yet.
+        """
+        left = f"left {show_seconds(max(0.0, in_all_s - elapsed_s))}" if in_all_s else "left ?"
+        if self._is_terminal:
+            self._bar.total = max(in_all_s, elapsed_s, 1.0)
+            self._bar.set_postfix_str(f"{left}, {what}", refresh=False)
+            self._bar.update(elapsed_s - self._bar.n)
+            self._bar.refresh()
+        elif elapsed_s - self._last_line_s > FIRST_LINE_S:
+            self._last_line_s = elapsed_s
+            print(f"{self._name}: {left}, {what}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def write_beside_bar(line: bytes) -> None:
+    """Write a line to stderr without disturbing a bar that is shown there."""
+    from tqdm import tqdm
+
+    with tqdm.external_write_mode(file=sys.stderr):
+        sys.stderr.buffer.write(line + b"\n")
+        sys.stderr.buffer.flush()
+
+
+class LoadingBar:
+    """Shows the weights coming in, on a terminal."""
+
+    def __init__(self, *, is_quiet: bool) -> None:
+        hide = is_quiet or not sys.stderr.isatty()
+        self._bar = _make_bar(
+            total=0, desc="weights", unit="B", unit_scale=True, disable=hide, leave=False, delay=0.5
+        )
+
+    def __call__(self, done_bytes: int, total_bytes: int) -> None:
+        self._bar.total = total_bytes
+        self._bar.update(done_bytes - self._bar.n)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def _make_bar(**how: Any) -> Any:
+    """Return a tqdm bar; its library takes a third of the start of commands that show none."""
+    from tqdm import tqdm
+
+    # Where a terminal reports no columns, or no lines, tqdm would show no bar.
+    size: dict[str, Any] = {"dynamic_ncols": True}
+    if not all(_terminal_size()):
+        size = {"ncols": _num_columns(), "nrows": USUAL_LINES}
+    return tqdm(**how, **size)
+
+
+def _num_columns() -> int:
+    """Return the width of the terminal, which may change."""
+    return _terminal_size().columns or USUAL_COLUMNS
+
+
+def _terminal_size() -> os.terminal_size:
+    """Return the size of the terminal; 0: it is not known."""
+    with suppress(OSError, ValueError):
+        return os.get_terminal_size(sys.stderr.fileno())
+    return os.terminal_size((0, 0))

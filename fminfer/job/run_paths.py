@@ -1,0 +1,175 @@
+"""What a run reads and writes, as the command line names it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from fminfer.contract.envelope import open_envelope, refuse_other_model
+from fminfer.core.config import EngineConfig
+from fminfer.core.errors import RequestError, UsageError
+from fminfer.files.cache_place import CachePlace
+from fminfer.files.input_folders import describe_left_out, find_inputs, find_lost, folders_read
+from fminfer.files.line_reader import read_lines
+from fminfer.files.output_paths import STDOUT, Plan, plan_each, require_parent, whose_file
+from fminfer.files.storage import Location, RemoteFolders
+from fminfer.job.report.report_place import check_place
+from fminfer.job.synthetic import Synthetic
+from fminfer.models.known_sizes import DEMO_NAMES
+
+MOST_LOOKED_AT = 100  # files, and lines of each, for one that names a model
+
+
+@dataclass(slots=True, frozen=True)
+class JobPaths:
+    """What to answer, where to, and how much to say."""
+
+    paths: list[Location]
+    output: Location | None
+    restart: bool
+    stats: Path | None
+    trace: Path | None
+    is_quiet: bool
+    remote: RemoteFolders
+    is_watching: bool = False
+    prompt: str | None = None  # a text to answer, in the place of files
+    prompt_fields: dict[str, Any] = field(default_factory=dict)  # of its request
+    is_raw: bool = False  # it is completed, and not asked as a chat
+    limit: int | None = None  # of each input, the first so many requests are answered
+    synthetic: Synthetic | None = None  # the requests to make up, in the place of inputs
+    result_cache: CachePlace | None = None  # for answers that other runs may take
+    report: Path | None = None  # the HTML page to write at the end
+    keeps_output: bool = True  # otherwise what is written is of no use after the run
+
+    @property
+    def is_shared(self) -> bool:
+        """Return whether other runs may answer some of the files: those of a folder."""
+        return self.output != STDOUT and bool(self._folders)
+
+    @property
+    def _folders(self) -> list[Path]:
+        return [path for path in self.paths if isinstance(path, Path) and path.is_dir()]
+
+    def find_inputs(self) -> list[Path]:
+        """List the input files.
+
+        Raises:
+            UsageError: there are none.
+        """
+        local = [file for path in self.paths for file in self.remote.fetch(path)]
+        inputs = find_inputs(local, may_be_empty=self.is_watching)
+        if not inputs and not self.is_watching:
+            raise UsageError(
+                "no input; give a .jsonl file, as in: fminfer run requests.jsonl. For a synthetic "
+                "run give --batch-size or --input-seq-length"
+            )
+        return inputs
+
+    def plan(self) -> Plan:
+        """Return the inputs and the output of each, once it is sure that they can be written.
+
+        Where other runs share the work, an input that cannot be answered costs only itself.
+
+        Raises:
+            UsageError: no input, an output that is an input, a folder that is not there, or a file
+                in the place of the report.
+        """
+        if self.prompt is not None:
+            return self._no_files()
+        inputs = [] if self.synthetic is not None else self.find_inputs()
+        if self.synthetic is not None and self.result_cache is not None:
+            raise UsageError(
+                "--result-cache with made-up requests would time answers that are only looked up; "
+                "leave it out"
+            )
+        plan = plan_each(inputs, self.remote.place(self.output))
+        for folder in self._folders:
+            for each in folders_read(folder):
+                plan.refused.update(find_lost(each))
+        others_go_on = self.is_shared and (bool(plan.inputs) or self.is_watching)
+        if plan.refused and not others_go_on:
+            raise UsageError(next(iter(plan.refused.values())))
+        self.remote.prepare(plan.outputs, restart=self.restart)
+        files = {"--stats": self.stats, "--trace": self.trace, "--report": self.report}
+        for flag, path in files.items():
+            if path is None:
+                continue
+            require_parent(flag, path)
+            if path.is_dir():
+                raise UsageError(f"{flag} {path} is a folder; give the name of a file")
+            if whose := whose_file(path, plan):
+                raise UsageError(f"{flag} {path} {whose}; give another name")
+        if self.report is not None:
+            check_place(self.report, "--report")
+        if self.report is not None and STDOUT in plan.outputs:
+            raise UsageError(
+                f"--report {self.report} is made from the answers, and those on stdout are not "
+                "kept; give --output FILE"
+            )
+        if self.is_watching and not self.is_shared:
+            raise UsageError("--watch needs a folder to watch, and an --output that is none of -")
+        if self.is_watching and any(isinstance(path, str) for path in (*self.paths, self.output)):
+            raise UsageError("--watch works with local files and folders only, not with URLs")
+        if self.is_watching and self.output is not None and str(self.output).endswith(".jsonl"):
+            raise UsageError(f"--output {self.output} is one file; --watch needs a folder for many")
+        if self.limit is not None and self.limit < 1:
+            raise UsageError(f"--limit is {self.limit}; it must be at least 1")
+        return plan
+
+    def describe_left_out(self) -> list[str]:
+        """Name the folders' files that are left out, a text for each reason."""
+        return describe_left_out(self._folders)
+
+    def _no_files(self) -> Plan:
+        """Return the plan of a prompt's answer, which is printed."""
+        others = {
+            "the files": bool(self.paths),
+            "--output": self.output is not None,
+            "--watch": self.is_watching,
+            "--limit": self.limit is not None,
+            "--stats": self.stats is not None,
+            "--trace": self.trace is not None,
+            "--report": self.report is not None,
+        }
+        if given := [name for name, is_given in others.items() if is_given]:
+            raise UsageError(
+                f"--prompt answers one text and prints the answer; leave out {', '.join(given)}"
+            )
+        return Plan([], [])
+
+    def with_input(self, path: Path) -> JobPaths:
+        """Return the job with the requests that were made up; without --output none is kept."""
+        keeps_output = self.output is not None
+        output = self.output if keeps_output else path.with_name("answers.jsonl")
+        return replace(self, paths=[path], output=output, synthetic=None, keeps_output=keeps_output)
+
+
+def refuse_other_models(config: EngineConfig, inputs: Iterable[Path]) -> None:
+    """Refuse a run without --model-name if the first model that its lines name is not the demo's.
+
+    The flag was forgotten, so nothing is begun. A later line of another model costs only itself.
+
+    Raises:
+        UsageError: there is such a line.
+    """
+    for path in islice(inputs, MOST_LOOKED_AT if config.is_unnamed_demo else 0):
+        try:
+            if path.is_file() and _names_the_demo(path):  # a pipe can be read only once
+                return
+        except RequestError as error:
+            raise UsageError(f"{path}: {error.message}") from None
+
+
+def _names_the_demo(path: Path) -> bool:
+    with suppress(UsageError, OSError):  # of a file that cannot be read: the run says so
+        for line in read_lines(path, 0, limit=MOST_LOOKED_AT):
+            asked = open_envelope(line).fields.items()
+            fields = {name: value for name, value in asked if isinstance(value, str)}
+            refuse_other_model(fields, DEMO_NAMES)
+            if fields.get("model") or fields.get("engine"):
+                return True
+    return False

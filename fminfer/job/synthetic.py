@@ -1,0 +1,102 @@
+"""A synthetic run: requests of random tokens, as many and as long as the command line says."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fminfer.contract.request import parse_request
+from fminfer.core.errors import RequestError, UsageError
+from fminfer.core.quantities import counted
+from fminfer.job.hyperparameters import Hyperparameters
+
+# What a user of the ancestor, which ran five batches, leaves out.
+PROMPT_TOKENS, NEW_TOKENS, BATCH_SIZE, NUM_BATCHES = 128, 32, 8, 5
+MOST_PROMPT_TOKENS = 20_000_000  # of all requests together: some 130 MB
+
+
+@dataclass(slots=True, frozen=True)
+class Synthetic:
+    """Which requests are made up.
+
+    Raises:
+        UsageError: too many.
+    """
+
+    flags: Hyperparameters
+    num_batches: int = NUM_BATCHES
+
+    def __post_init__(self) -> None:
+        if self.num_requests * self.prompt_tokens > MOST_PROMPT_TOKENS:
+            raise UsageError(
+                f"{self.num_batches:,} batches of {self.batch_size:,} prompts of "
+                f"{self.prompt_tokens:,} tokens are too many to be made up: at most "
+                f"{MOST_PROMPT_TOKENS:,} tokens are. Without input, --num-iters counts batches"
+            )
+
+    @property
+    def batch_size(self) -> int:
+        """Return the requests that run at once."""
+        return self.flags.batch_size or BATCH_SIZE
+
+    @property
+    def num_requests(self) -> int:
+        return self.num_batches * self.batch_size
+
+    @property
+    def num_rows(self) -> int:
+        """Return the sequences that run at once: one for a greedy request, as all are equal."""
+        flags = self.flags
+        num_candidates = max(flags.num_completions or 1, flags.best_of or 1)
+        return self.batch_size * (num_candidates if flags.temperature else 1)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.flags.input_seq_length or PROMPT_TOKENS
+
+    def describe(self, wall_s: float) -> str:
+        """Say what ran, and how fast: a batch's share of the seconds."""
+        new_tokens = self._fields["max_tokens"]
+        return (
+            f"{counted(self.num_batches, 'batch', 'batches')} of "
+            f"{counted(self.batch_size, 'request')}, each a prompt of "
+            f"{self.prompt_tokens:,} random tokens and {new_tokens:,} new ones; "
+            f"{wall_s / self.num_batches:.2f} s a batch"
+        )
+
+    def write(
+        self, path: Path, *, vocab_size: int, context_length: int, max_logprobs: int, seed: int
+    ) -> None:
+        """Write the requests as lines; the same ones for the same seed.
+
+        Raises:
+            UsageError: hyperparameters that no request may have, or more tokens than fit.
+        """
+        self._check(context_length, max_logprobs)
+        ids = random.Random(seed)
+        with path.open("w") as file:
+            for _ in range(self.num_requests):
+                prompt = [ids.randrange(vocab_size) for _ in range(self.prompt_tokens)]
+                file.write(json.dumps({"prompt": prompt} | self._fields) + "\n")
+
+    @property
+    def _fields(self) -> dict[str, Any]:
+        defaults = {"max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
+        return defaults | self.flags.request_fields
+
+    def _check(self, context_length: int, max_logprobs: int) -> None:
+        request = {"prompt": [0]} | self._fields
+        try:
+            parse_request(request, max_logprobs=max_logprobs)
+        except RequestError as error:
+            raise UsageError(f"a synthetic run of such requests cannot be: {error}") from error
+        num_tokens = self.prompt_tokens + request["max_tokens"]
+        if num_tokens > context_length:
+            raise UsageError(
+                f"--input-seq-length {self.prompt_tokens} and --generate-seq-length "
+                f"{request['max_tokens']} are {num_tokens} tokens, and this model's context is "
+                f"{context_length}; give shorter ones"
+            )

@@ -1,0 +1,197 @@
+"""Puts together what an engine needs beside weights: tokenizer, limits, a loop over a pipeline.
+
+`worker` gives it the pipeline that computes, `fminfer check` one that pretends to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+from fminfer.contract.field_table import FIELDS
+from fminfer.contract.fields import INT64, integer
+from fminfer.contract.request import DEFAULTS, SamplingParams
+from fminfer.core.config import EngineConfig, StepSizes
+from fminfer.core.errors import CheckpointError, RequestError, UsageError
+from fminfer.engine.answer import AnswerForm
+from fminfer.engine.blocks import BlockPool
+from fminfer.engine.intake import Intake, Limits
+from fminfer.engine.loop import EngineLoop, Pipeline
+from fminfer.engine.prefix import PrefixCache
+from fminfer.engine.scheduler import Scheduler
+from fminfer.engine.start import Starter
+from fminfer.models.checkpoint import GENERATION, Checkpoint
+from fminfer.models.known_sizes import DEMO_NAMES
+from fminfer.text.template_file import read_template
+from fminfer.text.tokenizer import NoTokenizer, Tokenizer
+from fminfer.runtime.lines.line_intake import LineIntake
+
+# Of the fields that decide draws, those for which a model may have defaults.
+OF_MODELS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def find_limits(config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer) -> Limits:
+    """Return what a model and the options of a run allow a request."""
+    return Limits(
+        checkpoint.context_length,
+        checkpoint.config.vocab_size,
+        config.max_logprobs,
+        find_ends(checkpoint, tokenizer),
+        config.on_too_long,
+        config.strict,
+        _model_names(config, checkpoint.name),
+        config.request_args,
+        *_find_defaults(config, checkpoint),
+        chat_template=_read_template(config),
+        tool_call_parser=config.tool_call_parser,
+    )
+
+
+def build_loop(
+    config: EngineConfig,
+    starter: Starter,
+    pipeline: Pipeline,
+    form: AnswerForm,
+    *,
+    sizes: StepSizes,
+    num_blocks: int,
+    num_stages: int,
+) -> EngineLoop:
+    """Put a loop together.
+
+    Args:
+        num_blocks: the size of the KV cache.
+        num_stages: of the pipeline.
+    """
+    micro_batches = config.micro_batches or num_stages + 1
+    pool = BlockPool(num_blocks, config.block_size)
+    scheduler = Scheduler(
+        pool,
+        chunk_size=sizes.chunk_size,
+        max_rows=sizes.max_rows,
+        micro_batches=micro_batches,
+        num_stages=num_stages,
+        cache=PrefixCache(pool) if config.prefix_cache else None,
+    )
+    return EngineLoop(
+        starter,
+        scheduler,
+        pipeline,
+        form,
+        micro_batches=micro_batches,
+        kv_capacity=num_blocks * config.block_size,
+        max_steps=config.max_steps,
+    )
+
+
+def load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer:
+    """Load the tokenizer of a run; random weights have one of bytes, and a run may have none.
+
+    Raises:
+        CheckpointError: there is none, or it is another model's.
+    """
+    if config.skip_tokenizer_init:
+        return NoTokenizer()
+    num_rows = checkpoint.config.vocab_size
+    if (folder := checkpoint.tokenizer_folder) is not None:
+        tokenizer = Tokenizer.load(folder, checkpoint.config)
+        if tokenizer.num_trained > num_rows:
+            raise CheckpointError(
+                f"the tokenizer in {folder} has {tokenizer.num_trained} tokens, not "
+                f"counting added ones, and the model {num_rows}: it is another model's. Name the "
+                "folder of the model's own by --tokenizer"
+            )
+        return tokenizer
+    if num_rows < 256:
+        raise CheckpointError(
+            f"{checkpoint.name} has a vocabulary of {num_rows}; random weights "
+            "are used with a tokenizer of bytes, which needs at least 256"
+        )
+    return Tokenizer(None)
+
+
+def _model_names(config: EngineConfig, name: str) -> frozenset[str] | None:
+    """Return what a line may call the model: as the run was told, or the last part of that.
+
+    None: it may say anything.
+    """
+    if name == DEMO_NAMES[0] and (config.check_model or config.is_unnamed_demo):
+        return frozenset(DEMO_NAMES)
+    if not config.check_model:
+        return None
+    asked = config.model or config.random_init or name
+    return frozenset({asked, Path(asked).name})
+
+
+def find_ends(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the ids that end a sequence: the config's, or else the tokenizer's.
+
+    Some configs name ids that the head has no row for; nothing draws these.
+    """
+    ids = checkpoint.eos_ids
+    if not ids and tokenizer.eos_id is not None:
+        ids = frozenset({tokenizer.eos_id})
+    return frozenset(each for each in ids if 0 <= each < checkpoint.config.vocab_size)
+
+
+def _find_defaults(
+    config: EngineConfig, checkpoint: Checkpoint
+) -> tuple[SamplingParams, int | None]:
+    """Return what params mean that a request leaves out, and the most tokens of such a chat.
+
+    Raises:
+        CheckpointError: the model has no such defaults, or impossible ones.
+    """
+    if config.generation_config == "openai":
+        return DEFAULTS, None
+    if checkpoint.generation_folder is None:
+        raise CheckpointError(
+            f"--generation-config model, and {checkpoint.name} has no {GENERATION}; leave the flag "
+            "out"
+        )
+    kinds = {name: FIELDS["completions"][name].kind for name in OF_MODELS}
+    kinds["max_new_tokens"] = integer(1)
+    said = {name: checkpoint.generation_fields.get(name) for name in kinds}
+    try:
+        found = {
+            name: kinds[name].read(name, value, INT64 - 1)
+            for name, value in said.items()
+            if value is not None
+        }
+        most = found.pop("max_new_tokens", None)
+        return replace(DEFAULTS, **found), most
+    except RequestError as error:
+        raise CheckpointError(
+            f"{checkpoint.generation_folder / GENERATION}: {error.message}. Mend it, or leave out "
+            "--generation-config model"
+        ) from error
+
+
+def _read_template(config: EngineConfig) -> str | None:
+    """Return the chat template that a run was given.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    if config.chat_template is None:
+        return None
+    try:
+        return read_template(Path(config.chat_template))
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"--chat-template {config.chat_template} cannot be read: {error}. Give a file with a "
+            "Jinja template"
+        ) from error
+
+
+def line_counting(config: EngineConfig, checkpoint: Checkpoint) -> Callable[[], LineIntake]:
+    """Return a function that begins to count a file's lines; its first call loads the tokenizer."""
+
+    @cache
+    def load() -> Intake:
+        tokenizer = load_tokenizer(config, checkpoint)
+        return Intake(tokenizer, find_limits(config, checkpoint, tokenizer))
+
+    return lambda: LineIntake(load())

@@ -1,0 +1,511 @@
+"""`Engine`: the public Python API, on which the command line stands too."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from typing_extensions import Self, Unpack
+
+from fminfer.contract.chat import overwrite
+from fminfer.contract.envelope import Envelope
+from fminfer.contract.line import Line
+from fminfer.contract.record import Record
+from fminfer.contract.request import DEFAULTS, RAW_TOKENS
+from fminfer.core.config import EngineConfig
+from fminfer.core.errors import UsageError
+from fminfer.core.messages import StepTrace
+from fminfer.engine.engine_core import EngineCore, Facts
+from fminfer.engine.events import Event
+from fminfer.engine.intake import Intake, Limits
+from fminfer.engine.prompt_fit import MAX_COUNTED_CHARS
+from fminfer.engine.room import KvSize
+from fminfer.engine.sequence import Prepared
+from fminfer.engine.stats import EngineStats
+from fminfer.models.checkpoint import Checkpoint
+from fminfer.pipeline.group import Group
+from fminfer.plan.forecast import Layout, require_room_for_all
+from fminfer.plan.opening import open_model
+from fminfer.runtime.build.assembly import find_limits, load_tokenizer
+from fminfer.runtime.build.one_pipeline import OnePipeline
+from fminfer.runtime.engine_options import EngineOptions, make_config, shows_options
+from fminfer.runtime.launch.leading import start_own_ranks
+from fminfer.runtime.launch.processes import Processes
+from fminfer.runtime.launch.role import Manners, Spread, pipeline_names
+from fminfer.runtime.lines.asked import RecordForm
+from fminfer.runtime.lines.lanes import Lane, Lanes
+from fminfer.runtime.lines.line_intake import LineIntake, NameLine
+from fminfer.runtime.lines.runner import LOOKAHEAD, LineRunner
+from fminfer.runtime.result_cache import ResultCache
+from fminfer.runtime.team.team_core import Team
+from fminfer.runtime.team.team_process import start_pipelines
+from fminfer.text.chat_template import ChatTemplate
+from fminfer.text.tokenizer import Tokenizer
+
+log = logging.getLogger("fminfer")
+REPEAT_BITS = 64  # of the random number by which requests without a seed differ
+
+
+class Computing(Protocol):
+    """The processes that compute for an engine: one pipeline, or several."""
+
+    @property
+    def core(self) -> EngineCore: ...
+
+    @property
+    def facts(self) -> Facts: ...
+
+    @property
+    def gpu_memory(self) -> dict[str, int]: ...
+
+    def follow(
+        self, on_work: Callable[[int, int], None], on_step: Callable[[StepTrace], None] | None
+    ) -> None: ...
+
+    def close(self) -> None: ...
+
+
+Compute = Callable[[EngineConfig, Checkpoint, Tokenizer], Computing]
+
+
+class Engine:
+    """Answers completions and chat requests with one model.
+
+        with fminfer.Engine("path/to/model") as engine:
+            for answer in engine.run(["What is the capital of France?"]):
+                print(answer.text)
+
+    or requests one by one, with their tokens as they come:
+
+        engine.add({"prompt": "Hello", "max_tokens": 5}, is_streamed=True)
+        while engine.has_work:
+            for event in engine.step():
+                print(event)
+
+    Args:
+        model: a folder, a hub id, or a whole `EngineConfig`; None is the demo model, which answers
+            no line that names another, and "demo" is the same model for any line.
+        model_name: the same, by the name that it has on the command line.
+        on_progress: called with (bytes read, bytes in all) while weights load.
+        group: the ranks among which this process is rank 0, if they are started already.
+        checkpoint: the model, if it is opened already.
+        compute: starts what computes; None: the processes of which the options speak.
+        options: fields of `EngineConfig`, which `__init__` lists. Given with a config, they take
+            the place of its own.
+
+    With `world_size` the model's layers are spread over so many processes on this machine; with
+    `data_group_size` these are so many pipelines, which answer together. They are started here, and
+    end with the engine or with this process.
+
+    Raises:
+        CheckpointError: the model cannot be loaded.
+        PipelineError: a rank failed, or the ranks were started with different options.
+        UsageError: an option that cannot be.
+        OutOfMemoryError: memory for the smallest step cannot be had.
+    """
+
+    @shows_options
+    def __init__(
+        self,
+        model: str | EngineConfig | None = None,
+        *,
+        model_name: str | None = None,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
+        group: Group | None = None,
+        checkpoint: Checkpoint | None = None,
+        compute: Compute | None = None,
+        **options: Unpack[EngineOptions],
+    ) -> None:
+        started = time.perf_counter()
+        if model is not None and model_name not in (None, model):
+            raise UsageError(f"model is {model!r} and model_name {model_name!r}; give one of them")
+        self.config = config = make_config(model_name if model is None else model, **options)
+        checkpoint = (checkpoint or open_model(config)).with_weights()
+        self.model_name = checkpoint.name
+        self.tokenizer = load_tokenizer(config, checkpoint)
+        self.context_length = checkpoint.context_length  # most tokens of prompt and completion
+        self.vocab_size: int = checkpoint.config.vocab_size
+        if compute is not None:
+            self._computing: Computing = compute(config, checkpoint, self.tokenizer)
+        elif config.data_group_size > 1:
+            self._computing = _start_team(config, checkpoint)
+        else:
+            self._computing = _load_pipeline(config, checkpoint, self.tokenizer, group, on_progress)
+        self._core = self._computing.core
+        self.lanes = Lanes(self._core)  # of runs behind all other requests
+        limits = find_limits(config, checkpoint, self.tokenizer)
+        kv_size = KvSize(self.facts.num_kv_blocks, config.block_size)
+        self._intake = Intake(self.tokenizer, replace(limits, kv_size=kv_size))
+        self.result_cache: ResultCache | None = None  # for runs; whoever sets it closes it
+        self._is_closed = False
+        self._runner: LineRunner | None = None  # of the run that goes on
+        self._left: deque[Event] = deque()  # of added requests, that a run met and did not need
+        self.load_s = time.perf_counter() - started
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def make_request(self, text: str, *, is_raw: bool = False, **fields: Any) -> dict[str, Any]:
+        """Return the request that a text by itself stands for.
+
+        It is the user's message of a chat, if the model has a chat template. It is the prompt of a
+        plain completion if the model has none, or if `echo` or `best_of` are given, which chats do
+        not have. A completion draws up to RAW_TOKENS tokens, a chat what the context leaves: the
+        likeliest ones, unless fields ask for draws.
+
+        Args:
+            is_raw: complete it in any case.
+            fields: of the request, by their names in completions.
+        """
+        if not {"temperature", "top_p", "top_k", "n", "best_of"} & {*fields}:
+            fields["temperature"] = 0
+        is_of_chat = self.config.chat_template is not None or not {"echo", "best_of"} & {*fields}
+        if not is_raw and self.has_chat_template and is_of_chat:
+            return overwrite({"messages": [{"role": "user", "content": text}]}, fields)
+        most = fields.get("best_of") or fields.get("n") or 1
+        return {"prompt": text, "max_tokens": self._most_raw_tokens(text, most)} | fields
+
+    def _most_raw_tokens(self, text: str, num_sequences: int) -> int:
+        """Return how many tokens a completion of a text may have, if it does not say."""
+        limits = self.limits
+        if not self.tokenizer.has_words or len(text) > MAX_COUNTED_CHARS:
+            return DEFAULTS.max_tokens
+        num_tokens = len(self.tokenizer.encode(text.encode(errors="replace").decode()).ids)
+        room = limits.context_length - num_tokens
+        if limits.kv_size is not None:
+            room = min(room, limits.kv_size.most_draws(num_tokens, num_sequences))
+        return min(RAW_TOKENS, room) if room > 0 else DEFAULTS.max_tokens
+
+    def add(
+        self,
+        request: Mapping[str, Any] | Prepared,
+        *,
+        priority: int = 0,
+        is_streamed: bool = False,
+        is_chat: bool | None = None,
+    ) -> int:
+        """Queue a request; return the id by which events name it. Any thread may call it.
+
+        Requests without a seed of their own draw differently, also those that say the same, and
+        also in another process.
+
+        Args:
+            request: the fields of a completions or chat request, or what `prepare` made of them.
+            priority: higher ones are admitted first, and may preempt rows of lower ones.
+            is_streamed: return its tokens as they come.
+            is_chat: whether it is one of chat; None: it is if it has messages and no prompt.
+
+        Raises:
+            RequestError: what is wrong with it.
+            UsageError: the engine is closed.
+        """
+        if self._is_closed:
+            raise UsageError("the engine is closed; make a new one")
+        if not isinstance(request, Prepared):
+            request = self.prepare(request, is_chat=is_chat)
+        return self._core.add(request, priority=priority, is_streamed=is_streamed)
+
+    def prepare(
+        self, request: Mapping[str, Any], *, is_chat: bool | None = None, compiles: bool = True
+    ) -> Prepared:
+        """Check and tokenize a request, to be added later. Any thread may call it.
+
+        `add` does this too. A long prompt takes a while, which an event loop must not wait for.
+
+        Args:
+            request: the fields of a completions or chat request.
+            is_chat: whether it is one of chat; None: it is if it has messages and no prompt.
+            compiles: whether to wait until a new constraint is compiled.
+
+        Raises:
+            RequestError: what is wrong with it.
+            UncompiledError: it has a constraint that would have to be waited for.
+        """
+        parsed = self._intake.parse(request, is_chat=is_chat, compiles=compiles)
+        prepared = self._intake.prepare(parsed, repeat=secrets.randbits(REPEAT_BITS))
+        self._intake.note(*parsed.warnings)
+        return prepared
+
+    def cancel(self, request_id: int) -> None:
+        """Forget a request, in any state. Any thread may call it."""
+        self._core.cancel(request_id)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for work, at most until the timeout; return whether there is any."""
+        self.lanes.feed()
+        return bool(self._left) or self._core.wait(timeout_s)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether requests are without an answer."""
+        return bool(self._left) or self._core.has_work
+
+    def step(self) -> list[Event]:
+        """Compute a step and return its events. Always call it from the same thread.
+
+        A `Delta` is new text of a streamed request, `Finished` an answer, `Failed` an error.
+
+        Raises:
+            PipelineError: a rank failed; all requests are dropped.
+        """
+        self.lanes.feed()
+        left = [self._left.popleft() for _ in range(len(self._left))]
+        try:
+            return self.lanes.take(left or self._core.step())
+        except BaseException as error:
+            self.lanes.fail(error)
+            raise
+
+    def start_run(
+        self, read_ahead: int = LOOKAHEAD, name_line: NameLine | None = None
+    ) -> LineRunner:
+        """Start a run over lines: add them to what is returned, and step that.
+
+        Args:
+            read_ahead: lines that may be read before there is room for them.
+            name_line: says with what a line's warning is told; None: its number.
+
+        Raises:
+            UsageError: an earlier run is not finished.
+        """
+        if read_ahead < 1:
+            raise UsageError(f"read_ahead is {read_ahead}; it must be at least 1")
+        if self._runner is not None and self._runner.is_busy:
+            raise UsageError("the engine is in the middle of a run; finish or close that one first")
+        self._intake.warnings.clear()
+        self._runner = LineRunner(
+            self._core,
+            LineIntake(self._intake, name_line=name_line),
+            RecordForm(self.model_name, int(time.time())),
+            read_ahead=read_ahead,
+            joins_equal=self.config.prefix_cache,
+            is_only_run=self.config.is_only_run,
+            cache=self.result_cache,
+            on_others=self._left.extend,
+        )
+        return self._runner
+
+    def start_run_behind(
+        self,
+        form: RecordForm,
+        check: Callable[[Envelope], None],
+        read_ahead: int = LOOKAHEAD,
+        name_line: NameLine | None = None,
+    ) -> tuple[LineRunner, Lane]:
+        """Start a run over lines behind all other requests, in a thread of the caller's own.
+
+        There may be several. Whoever answers the other requests calls `step` in its own thread.
+        Step the run as one of `start_run`; while it has nothing to tell, wait on the lane.
+
+        Args:
+            form: of the records.
+            check: raises a RequestError for a line that does not belong into this run, in place
+                of the check of its model.
+            read_ahead, name_line: as for `start_run`.
+        """
+        lane = self.lanes.open()
+        runner = LineRunner(
+            lane,
+            LineIntake(self._intake, check, name_line),
+            form,
+            read_ahead=read_ahead,
+            joins_equal=self.config.prefix_cache,
+            cache=self.result_cache,
+        )
+        return runner, lane
+
+    def run(
+        self, requests: Iterable[str | Mapping[str, Any] | Line], read_ahead: int = LOOKAHEAD
+    ) -> Generator[Record, None, None]:
+        """Answer requests, and read them when there is room for them.
+
+        Args:
+            requests: texts, each as `make_request` takes it; dicts with the fields of a completions
+                or chat request; or input lines.
+            read_ahead: prompts to read before there is room for them. More allow a better order.
+                The iterable is asked for the next request while others are computed. Use `add` if
+                the next one depends on an answer.
+
+        Yields:
+            one Record for each request, in the order in which they finish: its `text`, or all
+            `choices`; `record.line.number` counts requests from 1. A wrong request gives a record
+            with `error` set. Closing the generator ends the run early. Events of requests that were
+            added meanwhile are left for `step`.
+
+        Raises:
+            UsageError: an earlier run is not finished, or `requests` is one text or request.
+        """
+        if isinstance(requests, str | Mapping):
+            raise UsageError("requests is one request; give a list, such as [request]")
+        yield from self.start_run(read_ahead).run(self._as_lines(requests))
+
+    def _as_lines(self, requests: Iterable[str | Mapping[str, Any] | Line]) -> Iterator[Line]:
+        for number, request in enumerate(requests, start=1):
+            request = self.make_request(request) if isinstance(request, str) else request
+            yield request if isinstance(request, Line) else _as_line(number, request)
+
+    def stop(self, grace_s: float) -> None:
+        """End the run in good order: no more lines, and rows that run have so long to end.
+
+        The run then raises StoppedError. It may be called from a signal handler.
+        """
+        if self._runner is not None:
+            self._runner.stop(grace_s)
+
+    @property
+    def stats(self) -> EngineStats:
+        """What was counted since the engine was made."""
+        return self._core.stats
+
+    @property
+    def num_waiting(self) -> int:
+        """Prompts that have not begun; of several pipelines: requests. Any thread may ask.
+
+        Those of runs behind all others do not count.
+        """
+        return max(0, self._core.num_waiting - self._core.num_waiting_behind)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold KV cache. Any thread may ask."""
+        return self._core.num_running
+
+    @property
+    def kv_usage(self) -> float:
+        """The part of the KV cache that sequences hold, from 0 to 1. Any thread may ask."""
+        return self._core.kv_usage
+
+    @property
+    def longest_row(self) -> int:
+        """The most tokens that a running row may still draw, as far as it is known."""
+        return self._core.longest_row
+
+    @property
+    def chat_template(self) -> ChatTemplate:
+        """What renders the messages of chat requests."""
+        return self._intake.chat_template
+
+    @property
+    def facts(self) -> Facts:
+        """Facts about the processes that compute."""
+        return self._computing.facts
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.facts.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and hidden states."""
+        dtype: torch.dtype = getattr(torch, self.facts.dtype)
+        return dtype
+
+    @property
+    def pipeline(self) -> OnePipeline:
+        """The pipeline that computes.
+
+        Raises:
+            UsageError: there are several, in processes of their own.
+        """
+        if isinstance(self._computing, OnePipeline):
+            return self._computing
+        raise UsageError("several pipelines compute for this engine")
+
+    @property
+    def gpu_memory(self) -> dict[str, int]:
+        """Bytes of this process's GPU: the forecast, and the peak so far; {} on a CPU."""
+        return self._computing.gpu_memory
+
+    @property
+    def limits(self) -> Limits:
+        """What the model and the options allow a request."""
+        return self._intake.limits
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether chat requests can be answered."""
+        return self._intake.has_chat_template
+
+    @property
+    def warnings(self) -> dict[str, int]:
+        """Warnings about requests that were answered, and how often each occurred."""
+        return self._intake.warnings.to_dict()
+
+    def tell_warnings(self, tell: Callable[[str], None]) -> None:
+        """Call a function with each warning when it first occurs."""
+        self._intake.on_warning = tell
+
+    def follow(
+        self,
+        on_work: Callable[[int, int], None] = lambda num_fed, num_drawn: None,
+        on_step: Callable[[StepTrace], None] | None = None,
+    ) -> None:
+        """Call functions as work is computed.
+
+        Args:
+            on_work: told how many tokens were fed, and how many drawn.
+            on_step: told of every step that is finished, if one pipeline computes.
+        """
+        self._computing.follow(on_work, on_step)
+
+    def close(self) -> None:
+        """End what computes. The engine cannot be used afterwards."""
+        self._is_closed = True
+        self._computing.close()
+
+
+def _load_pipeline(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer,
+    group: Group | None,
+    on_progress: Callable[[int, int], None],
+) -> OnePipeline:
+    """Load the model here, and in the processes of other ranks, which this may have to start."""
+    own = start_own_ranks(config) if group is None and config.num_stages > 1 else None
+    try:
+        return OnePipeline(
+            config, checkpoint, tokenizer, on_progress=on_progress, group=group or own
+        )
+    except BaseException:
+        if own is not None:
+            own.abandon()
+        raise
+
+
+def _start_team(config: EngineConfig, checkpoint: Checkpoint) -> Team:
+    """Start several pipelines, in somebody's program."""
+    spread = Spread(config.num_stages, config.data_group_size)
+    require_room_for_all(config, checkpoint, Layout(spread.num_stages, spread.num_pipelines))
+    names = pipeline_names(spread.num_pipelines)
+    members = Processes(names, num_ranks=spread.num_stages - 1, has_line=True)
+    try:
+        return Team(
+            checkpoint, lambda: start_pipelines(members, config, spread, Manners()), log.warning
+        )
+    except BaseException:
+        members.end()
+        raise
+
+
+def _as_line(number: int, request: object) -> Line:
+    """Return a request as an input line. A wrong one fails alone."""
+    if not isinstance(request, Mapping):
+        fault = f"request {number} is a {type(request).__name__}; give a dict or a text"
+        return Line(0, number, repr(request).encode(), fault=fault)
+    try:
+        raw = json.dumps(dict(request)).encode()  # nan stays nan, and is refused by name
+    except (TypeError, ValueError, RecursionError) as error:
+        fault = f"request {number} is no JSON: {error}"
+        return Line(0, number, repr(request).encode(), fault=fault)
+    return Line(0, number, raw)

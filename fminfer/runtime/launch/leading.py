@@ -1,0 +1,39 @@
+"""Makes this process rank 0 of a pipeline whose other ranks it starts."""
+
+from __future__ import annotations
+
+from fminfer.core.config import EngineConfig
+from fminfer.models.layer_count import check_split
+from fminfer.pipeline.group import Group, require_no_group
+from fminfer.pipeline.meeting import End
+from fminfer.runtime.launch.processes import Processes, start_ranks
+from fminfer.runtime.launch.role import Manners, Spread
+
+
+def lead_ranks(
+    config: EngineConfig, ranks: Processes, spread: Spread, manners: Manners, end: End | None
+) -> Group:
+    """Be rank 0 of processes that this one has started.
+
+    Args:
+        end: ends this process at once; None: it is not ours to end.
+    """
+    return Group(
+        ranks.become_ranks(config, spread, manners),
+        join_timeout_s=spread.join_timeout_s,
+        rank_timeout_s=spread.rank_timeout_s,
+        end=end,
+        children=ranks,
+    )
+
+
+def start_own_ranks(config: EngineConfig) -> Group:
+    """Start the other ranks of an engine, in somebody's program."""
+    require_no_group()
+    check_split(config, config.num_stages)
+    ranks = start_ranks(config.num_stages)
+    try:
+        return lead_ranks(config, ranks, Spread(config.num_stages), Manners(), None)
+    except BaseException:
+        ranks.end()
+        raise

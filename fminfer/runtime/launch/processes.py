@@ -1,0 +1,220 @@
+"""Starts the other processes of a run on this machine, watches them, and ends them.
+
+Each is `python -m fminfer`, never the program that made the engine. It starts early, imports what
+it needs, and then waits on its stdin for its task.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from fminfer.core.config import EngineConfig
+from fminfer.machine.stopper import WARNINGS
+from fminfer.pipeline.ranks import RankFacts
+from fminfer.runtime.launch.role import Manners, Role, Spread, Task, rank_names
+
+COMMAND = [sys.executable, "-m", "fminfer", "serve-part"]
+# Terminals and schedulers send these to all processes: only the run's own is to hear them.
+MEANT_FOR_FIRST = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, *WARNINGS)
+LOOPBACK = "127.0.0.1"
+POLL_S = 0.05
+OUTLIVE_S = 5.0  # time for a process to end by itself once its parent is dead
+
+
+class Process:
+    """A process of the run that this one has started.
+
+    Args:
+        name: what its words begin with.
+        num_ranks: that it is to start itself.
+        has_line: give it a connection, whose end here is `line`.
+    """
+
+    def __init__(self, name: str, *, num_ranks: int = 0, has_line: bool = False) -> None:
+        self.name = name
+        self.line: socket.socket | None = None
+        self.descriptor = -1  # of the other end, in that process
+        theirs: socket.socket | None = None
+        if has_line:
+            self.line, theirs = socket.socketpair()
+            self.descriptor = theirs.fileno()
+        self._process = _start([*COMMAND, name, "--ranks", str(num_ranks)], self.descriptor)
+        if theirs is not None:
+            theirs.close()
+
+    def give(self, task: Task) -> None:
+        """Send it its task; a dead process is noticed elsewhere."""
+        assert self._process.stdin is not None
+        with suppress(OSError):
+            self._process.stdin.write(task.to_json().encode() + b"\n")
+            self._process.stdin.flush()
+
+    @property
+    def status(self) -> int | None:
+        """Its exit status, below 0 the signal that ended it; None: it runs."""
+        return self._process.poll()
+
+    def end(self, wait_s: float = 0.0) -> None:
+        """Wait until it has ended by itself, at most until the timeout; then kill it."""
+        try:
+            self._process.wait(wait_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            self._process.wait()
+        assert self._process.stdin is not None
+        with suppress(OSError):
+            self._process.stdin.close()
+
+    def kill(self) -> None:
+        """End it at once, also if it is stopped."""
+        self._process.kill()
+
+
+class Processes:
+    """The other ranks of a pipeline whose rank 0 is this process, or the members of a team.
+
+    Args:
+        names: of each.
+        num_ranks: that each starts itself.
+    """
+
+    def __init__(self, names: Sequence[str], *, num_ranks: int = 0, has_line: bool = False) -> None:
+        self.all: list[Process] = []
+        self._is_over = False
+        try:
+            for name in names:
+                self.all.append(Process(name, num_ranks=num_ranks, has_line=has_line))
+        except BaseException:
+            self.end()
+            raise
+
+    def become_ranks(self, config: EngineConfig, spread: Spread, manners: Manners) -> RankFacts:
+        """Give each its rank; return rank 0's place, with a socket that is open already."""
+        listener = socket.create_server((LOOPBACK, 0), backlog=1024)
+        facts = RankFacts(
+            0,
+            len(self.all) + 1,
+            LOOPBACK,
+            listener.getsockname()[1],
+            holds_store=True,
+            listen_fd=listener.detach(),
+            source="the engine",
+            is_one_machine=True,
+            secret=secrets.token_hex(32),
+        )
+        for rank, process in enumerate(self.all, start=1):
+            its = replace(facts, rank=rank, holds_store=False, listen_fd=None, parent=os.getpid())
+            process.give(Task(Role("rank", spread, its), config, manners))
+        return facts
+
+    def why_ended(self) -> str:
+        """Say which process has ended without being told to, and how; "": none."""
+        ended = [process for process in self.all if process.status is not None]
+        if self._is_over or not ended:
+            return ""
+        first = min(ended, key=lambda process: process.status or 0)  # who was killed died first
+        return _how_ended(first.name, first.status or 0)
+
+    def why_killed(self, wait_s: float) -> str:
+        """Say which process a signal has ended within this time; "": none."""
+        until_s = time.monotonic() + wait_s
+        while not self._is_over:
+            for process in self.all:
+                if (process.status or 0) < 0:
+                    return _how_ended(process.name, process.status or 0)
+            if time.monotonic() > until_s:
+                break
+            time.sleep(POLL_S)
+        return ""
+
+    def end(self, wait_s: float = 0.0) -> None:
+        """End all processes; each has this time to end by itself."""
+        self._is_over = True
+        until_s = time.monotonic() + wait_s
+        for process in self.all:
+            process.end(max(0.0, until_s - time.monotonic()))
+
+    def kill(self) -> None:
+        """End all at once, and wait for none."""
+        self._is_over = True
+        for process in self.all:
+            process.kill()
+
+
+def start_ranks(num_stages: int) -> Processes:
+    """Start the ranks of a pipeline but for rank 0, which is this process."""
+    return Processes(rank_names(num_stages))
+
+
+def end_after(parent: int) -> None:
+    """End this process soon after the one that started it, in any state.
+
+    While rows run it notices by itself and says so; imports and a stuck file system do not.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        time.sleep(OUTLIVE_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+def end_parent(parent: int, wait_s: float) -> None:
+    """Wait until the process that started this one has ended, and then end it.
+
+    It may be stopped, or stuck, and then nothing else would end the run.
+    """
+    until_s = time.monotonic() + wait_s
+    while os.getppid() == parent:
+        if time.monotonic() > until_s:
+            with suppress(OSError):
+                os.kill(parent, signal.SIGKILL)
+            return
+        time.sleep(POLL_S)
+
+
+def _how_ended(name: str, status: int) -> str:
+    if status >= 0:
+        return f"{name} ended by itself, with exit status {status}; see what it said"
+    why = " (the system does so when memory runs out)" if status == -signal.SIGKILL else ""
+    return f"{name} was ended by {signal.Signals(-status).name}{why}"
+
+
+def _start(command: list[str], descriptor: int) -> subprocess.Popen[bytes]:
+    """Start a process whose output goes to this one's stderr."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, MEANT_FOR_FIRST)  # which it inherits
+    try:
+        return subprocess.Popen(
+            command,
+            env=_environ(),
+            stdin=subprocess.PIPE,
+            stdout=2,
+            stderr=2,
+            pass_fds=() if descriptor < 0 else (descriptor,),
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _environ() -> dict[str, str]:
+    """Return the variables of a process that is to find the same fminfer as this one."""
+    environ = {"TORCH_CPP_LOG_LEVEL": "ERROR"} | os.environ
+    home = str(Path(__file__).parents[3])  # the folder in which the package lies
+    if not home.startswith(sys.prefix):  # perhaps this process was told only while it ran
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, (environ.get("PYTHONPATH"), home)))
+    if sys.path[0] not in ("", os.getcwd()):  # `python -m` must not look there if we did not
+        environ["PYTHONSAFEPATH"] = "1"
+    return environ

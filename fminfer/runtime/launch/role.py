@@ -1,0 +1,122 @@
+"""What a process is in a run. It is decided here, once, and handed to all the rest.
+
+alone      the run's only process
+starter    the run's own process; it starts the others on this machine
+apart      one of ranks that a cluster's launcher, or a user, has started
+rank       started by rank 0 of its pipeline, whose later layers it computes
+member     started by the run's own process, as rank 0 of one of several pipelines
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Literal
+
+from typing_extensions import Self
+
+from fminfer.core.config import EngineConfig
+from fminfer.pipeline.ranks import RankConfig, RankFacts, find_facts
+from fminfer.runtime.launch.place import Place
+
+Kind = Literal["alone", "starter", "apart", "rank", "member"]
+DEFAULTS = RankConfig()
+
+
+@dataclass(slots=True, frozen=True)
+class Spread:
+    """Over how many processes a run is spread, and how long these wait for each other."""
+
+    num_stages: int = 1  # of a pipeline
+    num_pipelines: int = 1
+    join_timeout_s: float = DEFAULTS.join_timeout_s
+    rank_timeout_s: float = DEFAULTS.rank_timeout_s
+
+
+@dataclass(slots=True, frozen=True)
+class Role:
+    """One process's part in a run."""
+
+    kind: Kind
+    spread: Spread = field(default_factory=Spread)
+    facts: RankFacts | None = None  # its place among ranks that meet; None: it meets none
+    place: Place | None = None  # of a member: its way to the run, and its share of the machine
+
+    @property
+    def is_first(self) -> bool:
+        """Return whether this process speaks to the user; ranks without a number may all do so."""
+        return self.kind in ("alone", "starter") or (self.kind == "apart" and not self._rank)
+
+    @property
+    def _rank(self) -> int | None:
+        return None if self.facts is None else self.facts.rank
+
+    @property
+    def children(self) -> list[str]:
+        """Name the processes that this one starts as soon as it can."""
+        if self.kind not in ("starter", "member"):
+            return []
+        if self.kind == "starter" and self.spread.num_pipelines > 1:
+            return pipeline_names(self.spread.num_pipelines)
+        return [] if self.facts is not None else rank_names(self.spread.num_stages)
+
+
+def find_role(ranks: RankConfig, environ: Mapping[str, str]) -> Role:
+    """Decide what a process of the command is.
+
+    Raises:
+        UsageError: half of what a rank needs, or flags that a launcher's variables contradict.
+    """
+    facts, groups = find_facts(ranks, environ), ranks.data_group_size
+    num_stages = ranks.size or 1 if facts is None else facts.world_size // groups
+    spread = Spread(num_stages, groups, ranks.join_timeout_s, ranks.rank_timeout_s)
+    if facts is not None:
+        return Role("apart", spread, facts)
+    return Role("alone" if num_stages * groups == 1 else "starter", spread)
+
+
+def rank_names(num_stages: int) -> list[str]:
+    """Name the ranks of a pipeline that its rank 0 starts."""
+    return [f"rank {rank}" for rank in range(1, num_stages)]
+
+
+def pipeline_names(count: int) -> list[str]:
+    """Name the pipelines of a run."""
+    return [f"pipeline {number}" for number in range(count)]
+
+
+@dataclass(slots=True, frozen=True)
+class Manners:
+    """How the processes of a run behave that others of it have started."""
+
+    grace_s: float = 0.0
+    is_verbose: bool = False
+    # Whoever started it ends when the run fails. Otherwise that is somebody's program, and goes on.
+    is_of_command: bool = False
+
+
+@dataclass(slots=True, frozen=True)
+class Task:
+    """What a process is told by the one that started it."""
+
+    role: Role
+    config: EngineConfig
+    manners: Manners
+
+    def to_json(self) -> str:
+        """Return it as one line."""
+        return json.dumps(asdict(self), default=str)
+
+    @classmethod
+    def from_json(cls, line: str) -> Self:
+        """Read such a line."""
+        told = json.loads(line)
+        role = told["role"]
+        facts = None if role["facts"] is None else RankFacts(**role["facts"])
+        place = None if role["place"] is None else Place(**role["place"])
+        return cls(
+            Role(role["kind"], Spread(**role["spread"]), facts, place),
+            EngineConfig.from_fields(told["config"]),
+            Manners(**told["manners"]),
+        )

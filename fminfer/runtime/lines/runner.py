@@ -1,0 +1,315 @@
+"""A run over lines: reads ahead, puts lines in order, and answers equal ones once."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Protocol
+
+from fminfer.contract.line import Line
+from fminfer.contract.record import Record
+from fminfer.core.errors import StoppedError, row_error
+from fminfer.engine.engine_core import Origin
+from fminfer.engine.events import Delta, Event, Failed
+from fminfer.engine.order import plan_order
+from fminfer.engine.sequence import Prepared
+from fminfer.runtime.lines.asked import Answer, Asked, RecordForm, answer_of
+from fminfer.runtime.lines.equal_requests import EqualRequests
+from fminfer.runtime.lines.line_intake import LineIntake
+from fminfer.runtime.result_cache import ResultCache
+
+
+class LineCore(Protocol):
+    """The part of `EngineCore` that a `LineRunner` calls."""
+
+    def add(self, prepared: Prepared, *, is_counted: bool = False) -> int:
+        """Queue a request; return the id by which events name it."""
+
+    def cancel(self, request_id: int) -> None:
+        """Forget a request."""
+
+    def step(self) -> list[Event]:
+        """Return the next events."""
+
+    def start_run(self) -> None:
+        """Begin a run; no longer drain."""
+
+    def drain(self, until_s: float) -> None:
+        """Let no more requests begin; those whose rows run go on."""
+
+    def expect_no_more(self) -> None:
+        """Note that no more requests come."""
+
+    def check_idle(self) -> None:
+        """Prove the books once nothing is left to do."""
+
+    def count_row(self, prepared: Prepared | None, origin: Origin = "computed") -> None:
+        """Count a line that was read, for progress."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Prompts that have not begun."""
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether computing goes on while the caller does other things."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether rows run, or have run and are to run again."""
+
+
+LOOKAHEAD = 64  # lines to read between steps, and the default number of waiting prompts
+WINDOW = 1024  # prompts that a run over files reads ahead, to put them in order
+MAX_WINDOW_TOKENS = 500_000  # of all their ids, some 20 MB
+MIN_WAITING = 32  # when fewer prompts wait, those that were read join them
+
+
+class LineRunner:
+    """Answers lines with an engine: `add` lines while it wants some, and `step`.
+
+    Args:
+        form: of the records.
+        read_ahead: prompts that are read before there is room for them, to be put in order.
+        joins_equal: compute equal requests once.
+        is_only_run: prefixes need not be kept for another run of the engine.
+        cache: has answers of other runs; several runners may share it.
+        on_others: told by `step` of events of requests that others have added to the engine.
+    """
+
+    def __init__(
+        self,
+        core: LineCore,
+        intake: LineIntake,
+        form: RecordForm,
+        *,
+        read_ahead: int = LOOKAHEAD,
+        joins_equal: bool = True,
+        is_only_run: bool = False,
+        cache: ResultCache | None = None,
+        on_others: Callable[[list[Event]], None] = lambda events: None,
+    ) -> None:
+        self._core = core
+        self._intake = intake
+        self._form = form
+        self._read_ahead = read_ahead
+        self._equal = EqualRequests() if joins_equal else None
+        self._is_only_run = is_only_run
+        self._cache = cache
+        self._on_others = on_others
+        self._window: list[Asked] = []  # read, and not yet with the engine
+        self._num_window_prompts = self._num_window_tokens = 0
+        self._asked: dict[int, Asked] = {}  # with the engine
+        self._done: deque[Record] = deque()
+        self._has_all = False
+        self._stop_at_s = math.inf
+        core.start_run()
+
+    def run(self, lines: Iterable[Line]) -> Generator[Record, None, None]:
+        """Yield one record a line, as they finish. Lines are read as room for them appears.
+
+        Raises:
+            StoppedError: `stop` was called, and lines are left.
+        """
+        source = iter(lines)
+        try:
+            while True:
+                self.read_from(source)
+                yield from self.step()
+                if not self.has_work:
+                    return
+        finally:
+            self.close()
+
+    def read_from(self, lines: Iterator[Line | None]) -> None:
+        """Add lines as long as more are wanted; None: none is there at the moment."""
+        # While nothing is computed, nothing waits for the reading.
+        num_most = LOOKAHEAD if self._core.is_computing else max(LOOKAHEAD, self._read_ahead)
+        for _ in range(num_most):
+            if not self.wants_more:
+                return
+            try:
+                line = next(lines)
+            except StopIteration:
+                self.end_input()
+                return
+            if line is None:
+                return
+            self.add(line)
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether another line should be read now."""
+        return not (
+            self._has_all
+            or self._is_stopping
+            or self._num_ahead >= self._window_size
+            or self._num_window_tokens >= MAX_WINDOW_TOKENS
+            or len(self._done) >= LOOKAHEAD  # lines that need no step: hand them out first
+            or (self._equal is not None and self._equal.is_full)
+        )
+
+    @property
+    def has_window(self) -> bool:
+        """Whether lines wait for the engine to have room for them."""
+        return bool(self._window)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a line that was added has no record yet."""
+        return bool(self._window or self._asked or self._done)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether lines are left, or may still come."""
+        return self.is_busy or not self._has_all
+
+    def add(self, line: Line) -> None:
+        """Take the next line."""
+        asked = self._intake.open(line)
+        if isinstance(asked, Record):
+            self._core.count_row(None)
+            self._done.append(asked)
+            return
+        leader = None if self._equal is None else self._equal.follow(asked)
+        if leader is not None:
+            self._core.count_row(asked.prepared, origin="copied")
+            if leader.answer is not None:
+                self._done.append(self._form.build(asked, answer_of(asked, leader)))
+            return
+        kept = None if self._cache is None else self._cache.find(asked.prepared)
+        if kept is not None:
+            self._core.count_row(asked.prepared, origin="kept")
+            self._finish(asked, kept)
+            return
+        self._core.count_row(asked.prepared)
+        self._window.append(asked)
+        self._num_window_prompts += asked.num_prompts
+        self._num_window_tokens += asked.num_prompt_tokens
+
+    def pass_over(self, line: Line) -> None:
+        """Take note of a line of this run that is not to be answered again."""
+        self._intake.pass_over(line)
+
+    def end_input(self) -> None:
+        """Take note that no more lines come."""
+        self._has_all = True
+
+    def stop(self, grace_s: float) -> None:
+        """Take no more lines in; rows that run may go on so long. It may be called at any moment.
+
+        `step` then raises StoppedError, unless every line is answered.
+        """
+        self._stop_at_s = min(self._stop_at_s, time.perf_counter() + grace_s)
+
+    def step(self) -> list[Record]:
+        """Let the engine go on a little; return the records that are there now.
+
+        Raises:
+            StoppedError: it was to stop, and lines are left.
+            FminferError: the engine cannot go on.
+        """
+        self.hand_over()
+        events = self._core.step() if self._core.has_work else []
+        self._on_others([event for event in events if event.request_id not in self._asked])
+        records = self.take(events)
+        if not self.has_work:
+            self._core.check_idle()
+        return records
+
+    def hand_over(self) -> None:
+        """Give the engine lines, if few wait there."""
+        if self._is_stopping:
+            self._core.drain(self._stop_at_s)
+            return
+        is_whole = self._has_all or not self.wants_more
+        num_few = LOOKAHEAD if is_whole else MIN_WAITING
+        if self._window and self._core.num_waiting < num_few:
+            window, self._window = self._window, []
+            self._num_window_prompts = self._num_window_tokens = 0
+            for asked in _in_order(window):
+                self._give(asked)
+        if self._is_only_run and self._has_all and not self._window:
+            self._core.expect_no_more()
+
+    def take(self, events: list[Event]) -> list[Record]:
+        """Return the records that are there now.
+
+        Events of requests that it did not add are passed over: who shares the engine takes them.
+
+        Raises:
+            StoppedError: as `step`.
+        """
+        for event in events:
+            if not isinstance(event, Delta) and event.request_id in self._asked:
+                asked = self._asked.pop(event.request_id)
+                if self._cache is not None and not isinstance(event, Failed):
+                    self._cache.keep(asked.prepared, event)
+                self._finish(asked, event)
+        records = [*self._done]
+        self._done.clear()
+        self._check_stopped(has_news=bool(records))
+        return records
+
+    def close(self) -> None:
+        """Cancel what has no record yet."""
+        for request_id in self._asked:
+            self._core.cancel(request_id)
+        self._asked.clear()
+        self._window.clear()
+        self._done.clear()
+        if self._is_stopping:
+            self._core.start_run()  # requests that others add may begin again
+
+    @property
+    def _is_stopping(self) -> bool:
+        return self._stop_at_s < math.inf
+
+    @property
+    def _num_ahead(self) -> int:
+        return self._core.num_waiting + self._num_window_prompts
+
+    @property
+    def _window_size(self) -> int:
+        """Return how many prompts are read ahead: few once another file was opened."""
+        if self._window and self._window[0].line.source != self._window[-1].line.source:
+            return min(LOOKAHEAD, self._read_ahead)
+        return self._read_ahead
+
+    def _give(self, asked: Asked) -> None:
+        asked.added_s = time.perf_counter()
+        try:
+            self._asked[self._core.add(asked.prepared, is_counted=True)] = asked
+        except Exception as error:  # it can never run here
+            self._finish(asked, Failed(-1, row_error(error, f"line {asked.line.number}")))
+
+    def _finish(self, asked: Asked, answer: Answer) -> None:
+        asked.answer = answer
+        self._done.append(self._form.build(asked, answer))
+        if self._equal is not None:
+            for follower in self._equal.finish(asked):
+                self._done.append(self._form.build(follower, answer_of(follower, asked)))
+
+    def _check_stopped(self, *, has_news: bool) -> None:
+        if not (self._is_stopping and self.has_work) or has_news:
+            return
+        is_late = time.perf_counter() > self._stop_at_s
+        if is_late or not self._core.has_begun:
+            raise StoppedError("stopped as told, and rows are left")
+
+
+def _in_order(window: list[Asked]) -> list[Asked]:
+    """Order lines; files keep their order, so that they are done one after another."""
+    ordered: list[Asked] = []
+    first = 0
+    for place in range(1, len(window) + 1):
+        if place == len(window) or window[place].line.source != window[first].line.source:
+            ordered += plan_order(window[first:place])
+            first = place
+    return ordered

@@ -1,0 +1,1 @@
+"""Several pipelines as one engine."""

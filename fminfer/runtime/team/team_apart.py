@@ -1,0 +1,185 @@
+"""Ranks of several pipelines that were started apart: they meet once, then each takes its part.
+
+Rank r is stage r % S of pipeline r // S, where S is how many stages a pipeline has. Rank 0 runs the
+job and starts its own stage as a process; the first rank of each other pipeline has a line to it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing.connection import Connection
+
+from fminfer.core.config import EngineConfig
+from fminfer.core.errors import FminferError, PipelineError, UsageError
+from fminfer.pipeline.addresses import end_when_silent
+from fminfer.pipeline.meeting import STOP_POLL_S, End, Meeting
+from fminfer.pipeline.ranks import RankFacts
+from fminfer.pipeline.watch import Fault
+from fminfer.runtime.launch.place import Place
+from fminfer.runtime.launch.processes import Processes
+from fminfer.runtime.launch.role import Manners, Spread
+from fminfer.runtime.team.team_process import DistantPipeline, TeamPipeline, start_pipeline
+
+HEAR_S = 5.0  # time for the other ranks to hear that there is nothing to do
+
+
+class Apart(Meeting):
+    """The meeting of all ranks, and this one's part.
+
+    Args:
+        facts: its place among all ranks.
+        spread: the pipelines to which they belong, in their order.
+        end: ends this process at once.
+
+    Raises:
+        PipelineError: a rank did not come.
+    """
+
+    def __init__(
+        self,
+        facts: RankFacts,
+        spread: Spread,
+        *,
+        prepare: Callable[[int], None],
+        end: End,
+    ) -> None:
+        super().__init__(
+            facts,
+            join_timeout_s=spread.join_timeout_s,
+            rank_timeout_s=spread.rank_timeout_s,
+            prepare=prepare,
+            end=end,
+        )
+        self._spread, self._num_stages = spread, spread.num_stages
+        self._number, self._stage = divmod(self.rank, self._num_stages)
+        self._is_over = False  # each pipeline goes its own way, or none is needed
+        # Of this pipeline's own meeting, which is in the same store.
+        self._facts = RankFacts(
+            self._stage,
+            self._num_stages,
+            self._place.host,
+            self._place.port,
+            source=facts.source,
+            secret=self._place.secret,
+            prefix=f"{self.pipeline_name}/",
+        )
+
+    @property
+    def pipeline_name(self) -> str:
+        """Return what messages call this rank's pipeline, whose ranks they count from 0."""
+        return f"pipeline {self._number}"
+
+    def part(self, config: EngineConfig, fingerprint: dict[str, str]) -> EngineConfig:
+        """Return the options of this rank's pipeline, once all ranks have the same run.
+
+        Args:
+            fingerprint: what answers depend on.
+        """
+        theirs = self.gather("fingerprint", fingerprint)[0]
+        try:
+            self._compare(fingerprint, theirs)
+            numbers = self._pipelines_here()
+        except FminferError as error:
+            self.die(self.watch.report(Fault.of(error)))
+        self.gather("agreed", True)
+        self.forget()
+        index = numbers.index(self._number)
+        return replace(config, num_engines=len(numbers), engine_number=index)
+
+    @contextmanager
+    def leading(self) -> Iterator[None]:
+        """Tell the other ranks how rank 0's work ends if it starts no pipeline."""
+        try:
+            yield
+        except Exception as error:
+            if not self._is_over:
+                self.warn(error)
+            raise
+        if not self._is_over:
+            self._end_meeting(is_needed=False)
+            others = [f"heard/{rank}" for rank in range(1, self.world_size)]
+            until_s = time.monotonic() + HEAR_S
+            while not self._store.check(others) and time.monotonic() < until_s:
+                time.sleep(STOP_POLL_S)
+
+    def await_start(self) -> bool:
+        """Wait until rank 0 starts the pipelines; return False if it has nothing to do.
+
+        Until then all ranks watch over each other; what goes wrong with one ends all.
+        """
+        is_needed = self._store.get("start") == b"1"
+        self.watch.stop()
+        self._set("heard", True)
+        return is_needed
+
+    def _end_meeting(self, *, is_needed: bool) -> None:
+        """From now on each pipeline watches over its own ranks: one that dies costs no other."""
+        self._is_over = True
+        self._store.set("start", str(int(is_needed)))
+        self.watch.stop()
+
+    def start_pipelines(self, config: EngineConfig, manners: Manners) -> list[TeamPipeline]:
+        """Start rank 0's own stage, and wait for the lines of the other pipelines.
+
+        Raises:
+            PipelineError: one did not come.
+        """
+        self._end_meeting(is_needed=True)
+        member = Processes([self.pipeline_name], has_line=True).all[0]
+        facts = replace(self._facts, parent=os.getpid()) if self._num_stages > 1 else None
+        first = start_pipeline(0, member, config, self._spread, manners, facts)
+        try:
+            return [first, *map(self._await_line, range(1, self._spread.num_pipelines))]
+        except BaseException:
+            first.close()
+            first.end(0)
+            raise
+
+    def take_stage(self) -> tuple[RankFacts | None, Place | None]:
+        """Return another rank's place in its pipeline, and its line to rank 0 if it has one."""
+        facts = self._facts if self._num_stages > 1 else None
+        if self._stage > 0:
+            return facts, None
+        peer = self._place.connect().become_line(self._number)
+        end_when_silent(peer, self._spread.rank_timeout_s, is_always_read=False)
+        return facts, Place(peer.detach())
+
+    def _compare(self, mine: dict[str, str], theirs: dict[str, str]) -> None:
+        names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
+        if names:
+            name = names[0]
+            raise PipelineError(
+                f"{name} is {mine.get(name)} on rank {self.rank} and {theirs.get(name)} on rank 0; "
+                "start every rank with the same model and options"
+            )
+
+    def _pipelines_here(self) -> list[int]:
+        """Return the pipelines that have ranks on this machine, which they share evenly."""
+        counts = Counter(rank // self._num_stages for rank in self.local_ranks)
+        if len(set(counts.values())) > 1:
+            told = ", ".join(f"pipeline {n} has {count}" for n, count in sorted(counts.items()))
+            raise UsageError(
+                f"of the ranks on {self._where['host']}, {told}; start as many of each there, for "
+                f"they share its cores and GPUs evenly (rank r is of pipeline r // "
+                f"{self._num_stages})"
+            )
+        return sorted(counts)
+
+    def _await_line(self, number: int) -> DistantPipeline:
+        assert self._place.holder is not None
+        until_s = time.monotonic() + self._spread.join_timeout_s
+        while number not in self._place.holder.lines:
+            if time.monotonic() > until_s:
+                raise PipelineError(
+                    f"rank {number * self._num_stages}, the first of pipeline {number}, did not "
+                    f"connect within {self._spread.join_timeout_s:g} s (--join-timeout)"
+                )
+            time.sleep(STOP_POLL_S)
+        peer = self._place.holder.lines.pop(number)
+        end_when_silent(peer, self._spread.rank_timeout_s, is_always_read=True)
+        return DistantPipeline(number, Connection(peer.detach()))

@@ -1,0 +1,415 @@
+"""Several pipelines for one engine: each takes requests as it gets free; a dead one loses none."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from multiprocessing.connection import wait
+
+from fminfer.core.errors import FminferError, PipelineError, UsageError, error_of
+from fminfer.core.messages import StepTrace
+from fminfer.core.quantities import counted
+from fminfer.engine.counting import count_row
+from fminfer.engine.engine_core import Origin
+from fminfer.engine.events import Delta, Event
+from fminfer.engine.sequence import Prepared
+from fminfer.engine.stats import EngineStats
+from fminfer.models.checkpoint import Checkpoint
+from fminfer.models.fingerprint import digest_files, name_differences
+from fminfer.runtime.team.team_heard import Heard
+from fminfer.runtime.team.team_messages import (
+    END,
+    GO_ON,
+    Ask,
+    Broken,
+    Cancel,
+    Loaded,
+    Order,
+    Ready,
+    Report,
+    Told,
+    receive,
+)
+from fminfer.runtime.team.team_process import Asking, TeamPipeline
+
+MOST_WAITING = 80  # requests that wait in one pipeline
+ASKED_AT_ONCE = 4  # neighbours, which may share a prefix, go to the same pipeline
+END_S = 4.0  # time for pipelines to end by themselves
+
+
+class Team:
+    """Several pipelines that answer together.
+
+    `add`, `cancel` and `wait` may be called from any thread, the rest from one.
+
+    Args:
+        start: starts the pipelines.
+        say: tells the user of a pipeline that died.
+
+    Raises:
+        FminferError: no pipeline can be started.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        start: Callable[[], list[TeamPipeline]],
+        say: Callable[[str], None],
+    ) -> None:
+        self._say = say
+        self._on_work: Callable[[int, int], None] = lambda num_fed, num_drawn: None
+        self._ids = itertools.count()
+        self._added: deque[Asking] = deque()  # by other threads
+        self._cancelled: deque[int] = deque()
+        self._waiting: deque[Asking] = deque()  # for a pipeline
+        self._news = threading.Condition()
+        self._is_closed = False
+        self._wake_out, self._wake_in = os.pipe()
+        os.set_blocking(self._wake_in, False)
+        self._own = EngineStats()  # rows, which pipelines do not see
+        self._is_draining = False
+        self._until_s: float | None = None  # when a step is over at the latest
+        self._expects_more = True
+        self._file_digests = digest_files(checkpoint)
+        self._pipelines = start()
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+        all_facts = [p.ready.facts for p in self._pipelines if p.ready is not None]
+        self.facts = replace(
+            all_facts[0],
+            is_alone=False,
+            num_kv_blocks=min(facts.num_kv_blocks for facts in all_facts),
+            why_plain=next((facts.why_plain for facts in all_facts if facts.why_plain), ""),
+            why_slower=next((facts.why_slower for facts in all_facts if facts.why_slower), ""),
+        )
+
+    @property
+    def core(self) -> Team:
+        return self
+
+    @property
+    def gpu_memory(self) -> dict[str, int]:
+        """Nothing: each pipeline has GPUs of its own."""
+        return {}
+
+    def follow(
+        self, on_work: Callable[[int, int], None], on_step: Callable[[StepTrace], None] | None
+    ) -> None:
+        """Call a function now and then with the numbers of tokens that were fed and drawn."""
+        self._on_work = on_work
+
+    @property
+    def stats(self) -> EngineStats:
+        """What all pipelines have counted, as they last said it."""
+        total = EngineStats()
+        for pipeline in self._pipelines:
+            total.add(pipeline.stats)
+        total.add(self._own)
+        return total
+
+    def add(
+        self,
+        prepared: Prepared,
+        *,
+        priority: int = 0,
+        is_streamed: bool = False,
+        is_counted: bool = False,
+    ) -> int:
+        """Queue a request; return the id by which events name it."""
+        request_id = next(self._ids)
+        ask = Ask(request_id, prepared, priority, is_streamed, is_counted)
+        self._added.append(Asking(ask))
+        self._wake()
+        return request_id
+
+    def cancel(self, request_id: int) -> None:
+        """Forget a request."""
+        self._cancelled.append(request_id)
+        self._wake()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for work, at most until the timeout; return whether there is any.
+
+        What pipelines say unasked is work, too: that of one that died is its end.
+        """
+        with self._news:
+            self._news.wait_for(lambda: self.has_work or self._is_closed, timeout_s)
+        if self.has_work or self._is_closed:
+            return self.has_work
+        living = [pipeline.connection for pipeline in self._living]
+        return not living or bool(wait(living, 0))
+
+    def step(self) -> list[Event]:
+        """Send waiting requests to pipelines, and return the next events.
+
+        Raises:
+            PipelineError: no pipeline is left. All requests are dropped.
+            UsageError: the engine was closed.
+        """
+        self._take_in()
+        self._hand_out()
+        try:
+            self._check_any_lives()
+        except FminferError:
+            self._waiting.clear()
+            for pipeline in self._pipelines:
+                pipeline.asked.clear()
+            raise
+        timeout_s = None if self.is_computing else 0.0  # nobody would say anything
+        if self.is_computing and self._until_s is not None:
+            timeout_s = max(0.0, self._until_s - time.perf_counter())
+        return list(self._listen(timeout_s))
+
+    def start_run(self) -> None:
+        """Count the steps of a run anew; no longer drain."""
+        self._is_draining, self._until_s, self._expects_more = False, None, True
+        self._order(Order("start_run"))
+
+    def drain(self, until_s: float = math.inf) -> None:
+        """Let no more requests begin; those whose rows run go on. `step` returns by then."""
+        if not self._is_draining:
+            self._is_draining = True
+            self._order(Order("drain"))
+        self._until_s = until_s if until_s < math.inf else None
+
+    def expect_no_more(self) -> None:
+        """Note that no more requests come: prefixes that none of them shares can be evicted."""
+        self._take_in()
+        if self._expects_more and not self._waiting:
+            self._expects_more = False
+            self._order(Order("expect_no_more"))
+
+    def check_idle(self) -> None:
+        """Nothing: the books are the pipelines'."""
+
+    def count_row(self, prepared: Prepared | None, origin: Origin = "computed") -> None:
+        """Count a line that was read, for progress."""
+        count_row(self._own, prepared, origin)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        if self._added or self._cancelled:
+            return True
+        if self._is_draining:
+            return self.has_begun
+        return bool(self._waiting) or self.is_computing
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have not begun."""
+        at_pipelines = sum(pipeline.num_waiting for pipeline in self._living)
+        return len(self._added) + len(self._waiting) + at_pipelines
+
+    @property
+    def num_waiting_behind(self) -> int:
+        """Those of them whose priority is `BEHIND_ALL`."""
+        here = sum(asking.is_behind for asking in (*tuple(self._added), *tuple(self._waiting)))
+        return here + sum(pipeline.num_waiting_behind for pipeline in self._living)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold KV cache, as the pipelines last said it."""
+        return sum(pipeline.num_running for pipeline in self._living)
+
+    @property
+    def kv_usage(self) -> float:
+        """The mean part of their KV caches that sequences hold, as the pipelines last said it."""
+        living = self._living
+        return sum(pipeline.kv_usage for pipeline in living) / max(1, len(living))
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether a pipeline has requests."""
+        return any(pipeline.asked for pipeline in self._living)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether rows run, as the pipelines last said it."""
+        return any(pipeline.has_begun and pipeline.asked for pipeline in self._living)
+
+    @property
+    def longest_row(self) -> int:
+        """The most tokens that a running row may still draw, as the pipelines last said it."""
+        return max((pipeline.longest_row for pipeline in self._living), default=0)
+
+    def close(self) -> None:
+        """End all pipelines: idle ones in good order, the others at once."""
+        for pipeline in self._pipelines:
+            if pipeline.asked or pipeline.ready is None:
+                pipeline.close()
+            else:
+                pipeline.tell(END)
+        deadline_s = time.monotonic() + END_S
+        for pipeline in self._pipelines:
+            pipeline.end(max(0.0, deadline_s - time.monotonic()))
+            pipeline.close()
+        with self._news:  # nobody writes to what another file's number may be soon
+            is_closed, self._is_closed = self._is_closed, True
+            self._news.notify_all()
+        if not is_closed:
+            os.close(self._wake_out)
+            os.close(self._wake_in)
+
+    @property
+    def _living(self) -> list[TeamPipeline]:
+        return [pipeline for pipeline in self._pipelines if pipeline.is_alive]
+
+    def _wake(self) -> None:
+        """End a `wait`, or a `step` that listens."""
+        with self._news:
+            self._news.notify_all()
+            if not self._is_closed:
+                with contextlib.suppress(BlockingIOError):  # it is full
+                    os.write(self._wake_in, b".")
+
+    def _order(self, order: Order) -> None:
+        for pipeline in self._living:
+            pipeline.tell(order)
+
+    def _start(self) -> None:
+        """Wait until every pipeline has loaded, then until each has its KV cache."""
+        waiting = {pipeline.number for pipeline in self._pipelines}
+        while waiting:
+            self._check_any_lives()
+            for pipeline, report in self._reports(None):
+                if isinstance(report, Loaded):
+                    waiting.discard(pipeline.number)
+                    pipeline.loaded = report
+            waiting &= {pipeline.number for pipeline in self._living}
+        self._compare_weights()
+        for pipeline in self._living:
+            pipeline.tell(GO_ON)
+        while any(pipeline.ready is None for pipeline in self._living):
+            list(self._listen(None))
+        self._check_any_lives()
+
+    def _compare_weights(self) -> None:
+        """Check that every pipeline has read the same weights: the folder may have changed."""
+        for pipeline in self._living:
+            digests = {} if pipeline.loaded is None else pipeline.loaded.file_digests
+            if differences := name_differences(digests, self._file_digests):
+                raise PipelineError(
+                    f"the weights of pipeline {pipeline.number} are not those with which the run "
+                    f"began: {differences} differ; leave the model's folder as it is while a run "
+                    "starts"
+                )
+
+    def _take_in(self) -> None:
+        """Queue what was added, the higher priorities first, and forget what was cancelled."""
+        num_cancelled = len(self._cancelled)  # counted first: all of these were added by now
+        while self._added:
+            asking = self._added.popleft()
+            place = len(self._waiting)
+            while place and self._waiting[place - 1].ask.priority < asking.ask.priority:
+                place -= 1
+            self._waiting.insert(place, asking)
+        for _ in range(num_cancelled):
+            request_id = self._cancelled.popleft()
+            kept = [each for each in self._waiting if each.ask.request_id != request_id]
+            self._waiting = deque(kept)
+            for pipeline in self._living:
+                if request_id in pipeline.asked:
+                    pipeline.leave(request_id)
+                    pipeline.tell(Cancel(request_id))
+
+    def _hand_out(self) -> None:
+        """Give waiting requests to pipelines that have room."""
+        while self._waiting and not self._is_draining:
+            urgent = self._waiting[0].ask.priority > 0
+            free = [p for p in self._living if urgent or p.num_waiting < MOST_WAITING]
+            if not free:
+                return
+            pipeline = min(free, key=lambda pipeline: pipeline.cost)
+            for _ in range(min(ASKED_AT_ONCE, len(self._waiting))):
+                pipeline.ask(self._waiting.popleft())
+
+    def _listen(self, timeout_s: float | None) -> Iterator[Event]:
+        """Process reports of the pipelines; yield their events."""
+        for pipeline, report in self._reports(timeout_s):
+            if isinstance(report, Ready):
+                pipeline.ready = report
+            elif isinstance(report, Told):
+                pipeline.num_begun, pipeline.has_begun = report.num_begun, report.has_begun
+                pipeline.num_begun_behind = report.num_begun_behind
+                pipeline.longest_row = report.longest_row
+                pipeline.num_running, pipeline.kv_usage = report.num_running, report.kv_usage
+                if report.stats is not None:
+                    self._take_stats(pipeline, report.stats)
+                for event in report.events:
+                    yield from self._take_event(pipeline, event)
+
+    def _take_event(self, pipeline: TeamPipeline, event: Event) -> Iterator[Event]:
+        asking = pipeline.asked.get(event.request_id)
+        if asking is None:  # it was cancelled
+            return
+        if not isinstance(event, Delta):
+            pipeline.leave(event.request_id)
+            yield event
+        elif (new := asking.told.setdefault(event.index, Heard()).take(event)) is not None:
+            yield new
+
+    def _take_stats(self, pipeline: TeamPipeline, stats: EngineStats) -> None:
+        before, pipeline.stats = pipeline.stats, stats
+        num_fed = stats.num_prompt_tokens - before.num_prompt_tokens
+        self._on_work(num_fed, stats.num_generated_tokens - before.num_generated_tokens)
+
+    def _reports(self, timeout_s: float | None) -> Iterator[tuple[TeamPipeline, Report]]:
+        """Yield reports of the pipelines, and bury the dead ones."""
+        living = self._living
+        ready = wait([self._wake_out, *(each.connection for each in living)], timeout_s)
+        if self._wake_out in ready:
+            os.read(self._wake_out, 4096)
+        for pipeline in living:
+            if pipeline.connection not in ready:
+                continue
+            try:
+                report: Report = receive(pipeline.connection)
+            except (EOFError, OSError):
+                self._bury(pipeline)
+                continue
+            if isinstance(report, Broken):
+                pipeline.failure = report
+            else:
+                yield pipeline, report
+
+    def _bury(self, pipeline: TeamPipeline) -> None:
+        """Give a dead pipeline's requests to the others."""
+        pipeline.is_alive = False
+        left = sorted(pipeline.asked.values(), key=lambda asking: asking.ask.request_id)
+        pipeline.asked.clear()
+        for asking in left:
+            for heard in asking.told.values():
+                heard.begin_anew()
+        left_first = sorted([*left, *self._waiting], key=lambda asking: -asking.ask.priority)
+        self._waiting = deque(left_first)
+        why = "ended" if pipeline.failure is None else f"failed: {pipeline.failure.text}"
+        others = "; no other is left."
+        if self._living:
+            others = "; the others go on" + (
+                f", and answer its {counted(len(left), 'row')}." * bool(left) or "."
+            )
+        self._say(f"Pipeline {pipeline.number} {why}{others}")
+
+    def _check_any_lives(self) -> None:
+        if self._is_closed:
+            raise UsageError("the engine is closed; make a new one")
+        if self._living:
+            return
+        failures = [p.failure for p in self._pipelines if p.failure is not None]
+        if not failures:
+            raise PipelineError(
+                "every pipeline has ended (the system kills processes when memory runs out). "
+                "Finished rows are kept"
+            )
+        raise error_of(failures[0].kind, failures[0].text)

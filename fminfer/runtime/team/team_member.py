@@ -1,0 +1,165 @@
+"""One of several pipelines that answer one input: it gets requests, and sends events."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections import deque
+from multiprocessing.connection import Connection
+
+from fminfer.core.config import EngineConfig
+from fminfer.core.errors import FminferError, row_error
+from fminfer.engine.engine_core import BEHIND_ALL
+from fminfer.engine.events import Event, Failed
+from fminfer.models.checkpoint import Checkpoint
+from fminfer.pipeline.group import Group
+from fminfer.plan.opening import open_model
+from fminfer.runtime.build.assembly import load_tokenizer
+from fminfer.runtime.build.one_pipeline import OnePipeline
+from fminfer.runtime.launch.place import Place
+from fminfer.runtime.team.team_messages import (
+    END,
+    GO_ON,
+    Ask,
+    Broken,
+    Cancel,
+    Loaded,
+    Order,
+    Ready,
+    Told,
+    receive,
+    send,
+)
+
+STATS_EVERY_S = 0.5
+
+
+def serve_pipeline(
+    config: EngineConfig, group: Group | None, place: Place, checkpoint: Checkpoint | None = None
+) -> None:
+    """Answer the run's requests until it says that there are no more.
+
+    Args:
+        group: the ranks of this pipeline, of which this process is the first.
+        checkpoint: the model, if it was opened before.
+
+    Raises:
+        FminferError: the pipeline cannot go on; the run has been told.
+    """
+    connection = place.connect()
+    try:
+        Member(config, group, connection, checkpoint).serve()
+    except (EOFError, ConnectionError, TimeoutError):
+        os._exit(1)  # the run is gone, or the network to it
+    except Exception as error:
+        told = FminferError(f"{type(error).__name__}: {error}")
+        if isinstance(error, FminferError):
+            told = error
+        send(connection, Broken(str(told), told.kind))
+        raise
+
+
+class Member:
+    """Keeps an engine busy with what comes over a connection."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        group: Group | None,
+        connection: Connection,
+        checkpoint: Checkpoint | None,
+    ) -> None:
+        self._connection = connection
+        # What was asked and can never run, and whether its priority is `BEHIND_ALL`.
+        self._refused: deque[tuple[Failed, bool]] = deque()
+        self._orders: deque[Order] = deque()
+        self._has_ended = False
+        self._failure: Exception | None = None  # of the listener
+        self._told_s = 0.0
+        self._told = (0, False)  # what was said of how it stands
+
+        def wait_for_others(file_digests: dict[str, str]) -> None:
+            send(connection, Loaded(file_digests))
+            assert receive(connection) == GO_ON
+
+        checkpoint = (checkpoint or open_model(config)).with_weights()
+        tokenizer = load_tokenizer(config, checkpoint)
+        self._computing = OnePipeline(
+            config, checkpoint, tokenizer, group=group, on_loaded=wait_for_others
+        )
+        self._core = self._computing.core
+
+    def serve(self) -> None:
+        """Answer until no more is asked."""
+        computing, core = self._computing, self._core
+        threading.Thread(target=self._listen, name="listener", daemon=True).start()
+        send(self._connection, Ready(computing.facts))
+        while not self._has_ended:
+            core.wait()
+            if self._failure is not None:
+                raise self._failure
+            while self._orders:
+                self._orders.popleft().obey(core)
+            self._tell(core.step() if core.has_work else [])
+        computing.close()
+
+    def _tell(self, events: list[Event]) -> None:
+        """Send events, and now and then counts."""
+        core, now_s = self._core, time.monotonic()
+        while self._refused:
+            failed, is_behind = self._refused.popleft()
+            events.append(failed)
+            core.stats.num_begun += 1  # it waits no longer
+            core.num_begun_behind += is_behind
+        stands = core.stats.num_begun, core.has_begun
+        is_due = now_s - self._told_s > STATS_EVERY_S or not core.has_work
+        if events or is_due or stands != self._told:
+            stats = core.stats if is_due else None
+            told = Told(
+                *(events, *stands, core.longest_row, core.num_running, core.kv_usage, stats),
+                num_begun_behind=core.num_begun_behind,
+            )
+            send(self._connection, told)
+            self._told = stands
+            self._told_s = now_s if is_due else self._told_s
+
+    def _listen(self) -> None:
+        """Receive the run's messages; the run may also hang up."""
+        core = self._core
+        while True:
+            try:
+                said = receive(self._connection)
+            except (EOFError, OSError):
+                sys.stderr.flush()
+                os._exit(1)
+            try:
+                self._hear(said)
+            except Exception as error:  # the main thread says so, and ends
+                self._failure = error
+            core.wake()
+
+    def _hear(self, said: object) -> None:
+        """Take note of what the run has said."""
+        if isinstance(said, Ask):
+            self._take(said)
+        elif isinstance(said, Cancel):
+            self._core.cancel(said.request_id)
+        elif isinstance(said, Order):
+            self._orders.append(said)
+        elif said == END:
+            self._has_ended = True
+
+    def _take(self, ask: Ask) -> None:
+        try:
+            self._core.add(
+                ask.prepared,
+                priority=ask.priority,
+                is_streamed=ask.is_streamed,
+                is_counted=ask.is_counted,
+                request_id=ask.request_id,
+            )
+        except Exception as error:
+            failed = Failed(ask.request_id, row_error(error, "a request"))
+            self._refused.append((failed, ask.priority == BEHIND_ALL))

@@ -1,0 +1,236 @@
+"""The report in a browser: how it is to read, and that nothing of a text is run or loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fminfer.files.output_paths import answers_path
+from tests.browser import CHROMIUM, Browser, open_browser
+from tests.job.report_outputs import (
+    FLAGS,
+    call,
+    make_report,
+    mixed_lines,
+    plain_answer,
+    scored_answer,
+    write_lines,
+)
+from tests.server.test_page_looks import CONTRAST
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+ITEMS = "[...document.querySelectorAll('.row')]"
+SEEN = f"{ITEMS}.filter(e => e.checkVisibility())"
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a report over lines of all kinds, errors and hostile texts among them."""
+    source = write_lines(tmp_path_factory.mktemp("looks") / "in.jsonl", mixed_lines())
+    assert call("run", "-q", *FLAGS, source).exit_code == 3
+    path = source.with_name("report.html")
+    make_report(answers_path(source), path=path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with open_browser() as browser:
+        browser.call("Network.enable")
+        yield browser
+
+
+@pytest.fixture(autouse=True)
+def opened(browser: Browser, page: Path) -> Iterator[None]:
+    """Open it anew; afterwards nothing may have been complained of."""
+    browser.log.clear()
+    browser.look(1280, 900)
+    browser.open("about:blank")
+    browser.open(page.as_uri())
+    yield
+    assert browser.log == []
+    loaded = browser.run("performance.getEntriesByType('resource').map(e => e.name)")
+    assert [name for name in loaded if not name.startswith("data:")] == [], "it needs no network"
+
+
+def choose(browser: Browser, field: str, value: str) -> None:
+    """Give a field of the filter a value."""
+    browser.run(f"$('{field}').value = {json.dumps(value)}")
+    browser.run(f"$('{field}').dispatchEvent(new Event('input'))")
+
+
+def open_all(browser: Browser) -> None:
+    browser.run(f"{ITEMS}.forEach(e => e.open = true)")
+    browser.wait(f"{ITEMS}.every(e => e.querySelector('.body'))")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_it_is_readable(browser: Browser, width: int, scheme: str) -> None:
+    """Nothing is wider than the window, and each text has the contrast of WCAG's level AA."""
+    browser.look(width, 844, scheme)
+    open_all(browser)
+    browser.run("document.querySelectorAll('.chart details').forEach(e => e.open = true)")
+    assert browser.run("document.documentElement.scrollWidth") == width
+    of_html = CONTRAST.replace('"body *"', '"body *:not(svg, svg *, script)"')
+    contrasts = browser.run(of_html)
+    assert len(contrasts) > 300
+    assert [each for each in contrasts if each[0] < 4.5] == []
+
+
+@pytest.mark.parametrize("width", [390, 1024, 1280])
+def test_nothing_is_torn_apart(browser: Browser, width: int) -> None:
+    """Neither cards from their row nor a word; charts that stand alone are as wide as others."""
+    browser.look(width, 900)
+    lines = browser.run(
+        "[...document.querySelectorAll('.shares th')].map(e => {"
+        " const range = document.createRange(), text = e.firstChild;"
+        " const start = text.data.indexOf('max_tokens'); if (start < 0) return 0;"
+        " range.setStart(text, start); range.setEnd(text, start + 10);"
+        " return range.getClientRects().length; })"
+    )
+    assert 1 in lines and max(lines) == 1
+    if width < 600:
+        charts = "[...document.querySelectorAll('.chart')].map(e => e.offsetWidth)"
+        assert len(set(browser.run(charts))) == 1
+
+
+def test_tables_tear_no_word_on_a_phone(browser: Browser) -> None:
+    """Errors' codes and heads of columns were broken anywhere; a code breaks after a low line."""
+    browser.look(390, 844)
+    words = "[...document.querySelectorAll('.errors :is(thead th, code)')]"
+    lines = browser.run(
+        f"{words}.flatMap(e => [...e.childNodes]).filter(e => e.data).map(e => {{"
+        " const range = document.createRange(); range.selectNode(e);"
+        " return range.getClientRects().length; })"
+    )
+    assert len(lines) > 5 and max(lines) == 1
+
+
+def test_cards_line_up(browser: Browser) -> None:
+    """Each row of cards had gaps of its own, and a title moved one card down from its neighbour."""
+    places = ".tiles div:nth-child(4)", ".params", ".answers .chart:nth-child(5)"
+    edges = [browser.run(f"document.querySelector('{each}').offsetLeft") for each in places]
+    assert len(set(edges)) == 1, edges
+    for edge in ("top", "bottom"):
+        of_each = f"e => e.getBoundingClientRect().{edge}"
+        assert (
+            len(set(browser.run(f"[...document.querySelectorAll('.asked > *')].map({of_each})")))
+            == 1
+        )
+
+
+def test_a_table_that_goes_on_says_so(browser: Browser) -> None:
+    """On a phone it was cut at the right without a sign."""
+    browser.look(390, 844)
+    table = "document.querySelector('.slowest')"
+    browser.run(f"{table}.scrollIntoView()")
+    assert browser.run(f"{table}.scrollWidth - {table}.clientWidth") > 50
+    x, y = browser.run(
+        f"(b => [b.right - 3, b.top + scrollY + 4])({table}.getBoundingClientRect())"
+    )
+    bright = sum(browser.pixel(x, y))
+    browser.run(f"{table}.scrollLeft = 1e6")
+    assert sum(browser.pixel(x, y)) > bright + 150, "the shade goes where the table ends"
+
+
+def test_a_scored_prompt_has_its_score(browser: Browser, tmp_path: Path) -> None:
+    """It was called an answer of 0 tokens."""
+    output = tmp_path / "out.jsonl"
+    output.write_bytes(scored_answer("a b c"))
+    path = output.with_name("report.html")
+    make_report(output, path=path)
+    browser.open(path.as_uri())
+    browser.wait("document.querySelector('.body')")
+    titles = browser.run("[...document.querySelectorAll('h4')].map(e => e.textContent)")
+    score = "2 logprobs: sum -3.500, mean -1.750 (17.4 % a token)"
+    assert titles == [f"Prompt · no token drawn · {score}"]
+    assert browser.run("document.querySelector('.said').textContent") == "a b c"
+    told = browser.run("document.querySelector('.figures').textContent")
+    assert told.split() == ["mean", "logprob", "-1.750"]
+    assert "not known" not in browser.run("document.querySelector('.body').textContent")
+
+
+def test_no_text_is_run(browser: Browser) -> None:
+    open_all(browser)
+    title = browser.run("document.title")
+    assert title == "output_in.jsonl · fminfer report"
+    assert browser.run("document.images.length") == 0
+    assert browser.run("document.scripts.length") == 2
+    shown = browser.run("document.querySelector('#list').textContent")
+    assert "<img src=x onerror=" in shown and "‹U+202E›evil" in shown
+
+
+def test_rows_are_found(browser: Browser) -> None:
+    total = browser.run(f"{SEEN}.length")
+    assert total == 57 and browser.run("document.querySelector('#count').textContent") == "57 rows"
+    browser.type("#search", "from the PANTRY")
+    browser.wait(f"{SEEN}.length === 6")
+    assert browser.run("document.querySelector('#count').textContent") == "6 of 57 rows"
+    choose(browser, "search", "")
+    choose(browser, "why", "error")
+    assert browser.run(f"{SEEN}.every(e => e.matches('.is-error'))")
+    assert browser.run(f"{SEEN}.length") == 6
+    choose(browser, "why", "")
+    choose(browser, "order", "completion_tokens")
+    tokens = browser.run(f"{SEEN}.map(e => parseInt(e.querySelector('.figures').textContent))")
+    counts = [count for count in tokens if count is not None]
+    assert counts == sorted(counts, reverse=True) and counts[0] > 11
+
+
+def test_a_link_opens_its_row(browser: Browser) -> None:
+    browser.type("#search", "no such text")
+    browser.wait(f"{SEEN}.length === 0")
+    browser.click(".slowest a")
+    browser.wait("document.activeElement.matches('.row[open] > summary')")
+    target = browser.run("document.querySelector('.slowest a').getAttribute('href').slice(1)")
+    assert browser.run("document.activeElement.parentElement.id") == target
+    assert browser.run("document.querySelector('#search').value") == ""
+
+
+def test_tokens_show_what_else_could_have_come(browser: Browser) -> None:
+    """With the mouse and by keys; a part that was given says how likely it was, too."""
+    browser.type("#search", "from the den")
+    browser.wait(f"{SEEN}.length === 6")
+    browser.run(f"{SEEN}.forEach(e => e.open = true)")
+    browser.wait(f"{SEEN}[0].querySelectorAll('.token').length > 1")
+    browser.run(f"{SEEN}[0].querySelector('.token[tabindex=\"0\"]').focus()")
+    browser.wait("!document.querySelector('#hint').hidden")
+    assert browser.run("document.querySelectorAll('#hint .chosen').length") == 1
+    first = browser.run("document.activeElement.textContent")
+    browser.press("ArrowRight", 39)
+    assert browser.run("document.activeElement.previousElementSibling.textContent") == first
+    browser.press("Escape", 27)
+    assert browser.run("document.querySelector('#hint').hidden")
+    browser.click(".row[open] .token.given[tabindex]", only_point=True)
+    browser.wait("!document.querySelector('#hint').hidden")
+    lines = browser.run("[...document.querySelectorAll('#hint span')].map(e => e.textContent)")
+    assert len(lines) >= 2 and all(line.endswith("%") for line in lines)
+
+
+def test_the_end_of_a_long_prompt_is_in_view(browser: Browser, tmp_path: Path) -> None:
+    """Under echo, the box of the answer shows where the answer begins."""
+    output, prompt = tmp_path / "out.jsonl", "an example\n" * 60 + "the question"
+    output.write_bytes(plain_answer(1, f"{prompt} and its answer", prompt=prompt, echo=True))
+    path = output.with_name("report.html")
+    make_report(output, path=path)
+    browser.open(path.as_uri())
+    browser.wait("document.querySelectorAll('.said').length === 2")
+    boxes = "[...document.querySelectorAll('.said')]"
+    left = browser.run(f"{boxes}.map(e => e.scrollHeight - e.clientHeight - e.scrollTop)")
+    assert browser.run(f"{boxes}.every(e => e.scrollTop > 500)") and max(left) <= 1
+    signs = "[...document.querySelectorAll('h4')].map(e => e.textContent.split(' · ').at(-1))"
+    assert browser.run(signs) == ["scroll up for its beginning"] * 2
+
+
+def test_each_field_and_chart_has_a_name(browser: Browser) -> None:
+    fields = "[...document.querySelectorAll('input, select')]"
+    assert browser.run(f"{fields}.length") == 3
+    assert browser.run(f"{fields}.filter(e => !e.labels.length).length") == 0
+    charts = "[...document.querySelectorAll('svg:not([aria-hidden]):not(svg svg)')]"
+    assert browser.run(f"{charts}.length") >= 7
+    assert browser.run(f"{charts}.every(e => e.role === 'img' || e.getAttribute('role') === 'img')")
+    assert browser.run(f"{charts}.every(e => e.getAttribute('aria-label').length > 20)")

@@ -1,0 +1,230 @@
+"""The parts of a run's inputs, each alone: who may write, what was read, what is counted, told."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from fminfer.core.errors import InUseError, StoppedError, UsageError
+from fminfer.core.quantities import counted
+from fminfer.files.claims import Claims, look_at
+from fminfer.files.completed import find_completed, require_completed
+from fminfer.files.hold import Hold
+from fminfer.files.input_file import InputFile
+from fminfer.files.output_paths import STDOUT, plan_outputs
+from fminfer.files.row_counts import Counts, Tally
+from fminfer.files.status_file import StatusFile, read_status
+from fminfer.job.named_files import NamedFiles, open_files
+from fminfer.job.run_inputs import RunInputs
+from fminfer.job.run_summary import JobSummary
+from fminfer.job.shared_folder import SharedFiles
+from tests.shards.answer_shards import share
+from tests.split_lines import answer_part
+
+FINGERPRINT = {"the input": "3 bytes", "--seed": "1"}
+
+
+def test_a_hold_is_one_runs_until_it_is_given_back(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    mine, theirs = Hold(output, Claims()), Hold(output, Claims())
+    mine.take()
+    mine.take()
+    assert mine.holds() and len(look_at(output)) == 1
+    for ask in (theirs.check_free, theirs.take):
+        with pytest.raises(InUseError, match="another run's to answer"):
+            ask()
+    mine.release()
+    theirs.check_free()
+    assert theirs.holds(), "there is no claim that could be lost"
+    theirs.take()
+    theirs.lose()
+    assert theirs.is_lost and not mine.is_lost and look_at(output) == []
+
+
+def test_a_hold_for_a_moment_leaves_the_claim_as_it_was(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    hold = Hold(output, Claims())
+    with pytest.raises(ZeroDivisionError), hold.taken():
+        assert hold.claim is not None
+        raise ZeroDivisionError
+    assert hold.claim is None and look_at(output) == []
+    hold.take()
+    with hold.taken():
+        pass
+    assert hold.claim is not None and len(look_at(output)) == 1
+
+
+def test_an_input_file_knows_whether_it_was_edited(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"1\n2\n")
+    file = InputFile(path, 0, None)
+    assert not file.look_again()
+    os.utime(path, (1, 1))
+    assert not file.look_again(), "its bytes are the same"
+    path.write_bytes(b"3\n4\n5\n")
+    assert file.look_again() and not file.look_again()
+    assert [line.raw for line in file.lines()] == [b"3", b"4", b"5"] and file.is_read
+    file = InputFile(path, 0, None)
+    path.write_bytes(b"6\n")
+    with pytest.raises(UsageError, match=r"a\.jsonl was changed while it was being answered"):
+        list(file.lines())
+    assert not file.is_read
+
+
+@pytest.mark.parametrize(
+    "limit, says", [(None, "3 lines of .* now it has 2"), (2, "first 2 lines")]
+)
+def test_an_input_file_knows_when_all_is_answered(
+    tmp_path: Path, limit: int | None, says: str
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"1\n2\n" if limit is None else b"1\n2\n3\n")
+    file = InputFile(path, 0, limit)
+    assert not file.has_all(2, 2), "it was not read yet"
+    assert len(list(file.lines())) == 2
+    assert not file.has_all(1, 1) and file.has_all(2, 2)
+    with pytest.raises(UsageError, match=says):
+        file.has_all(3, 3)
+
+
+def test_counts_tell_own_rows_from_those_of_others() -> None:
+    counts = Counts(num_rows=9)
+    counts.start_from(2, 1, [6, 0, 4])
+    counts.add(is_error=False, tokens=(3, 1, 2))
+    counts.add(is_error=True, tokens=(0, 0, 0))
+    assert (counts.done, counts.kept, counts.own) == (Tally(5, 2), Tally(3, 1), Tally(2, 1))
+    assert (counts.input_tokens, counts.cached_tokens, counts.output_tokens) == (9, 1, 6)
+    counts.see_completed(9, 7, 2)
+    assert (counts.done, counts.kept, counts.own) == (Tally(9, 2), Tally(7, 1), Tally(2, 1))
+
+
+@pytest.mark.parametrize(
+    "error, status, says",
+    [
+        (StoppedError("Out of time.", "out_of_time"), "expired", None),
+        (KeyboardInterrupt(), "cancelled", None),
+        (ValueError("it burns"), "failed", "ValueError: it burns"),
+    ],
+)
+def test_a_status_says_why_a_run_ended(
+    tmp_path: Path, error: BaseException, status: str, says: str | None
+) -> None:
+    output = tmp_path / "out.jsonl"
+    StatusFile(Path("in.jsonl"), output, "m", {}, Counts()).break_off(error)
+    found = read_status(output)
+    assert found is not None and found["status"] == status and found[f"{status}_at"]
+    assert (found["errors"] and found["errors"]["data"][0]["message"]) == says
+
+
+def test_what_is_complete_says_which_run_made_it(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    with pytest.raises(UsageError, match="nothing tells which run wrote it"):
+        require_completed(output, Path("in.jsonl"), FINGERPRINT)
+    counts = Counts(3)
+    counts.start_from(2, 1, (0, 0, 0))
+    status = StatusFile(Path("in.jsonl"), output, "m", FINGERPRINT, counts, limit=3)
+    status.input_changed_ns = 7
+    status.move("in_progress")
+    assert find_completed(output) is None
+    status.move("completed")
+    found = require_completed(output, Path("in.jsonl"), FINGERPRINT)
+    assert (found.num_rows, found.done, found.limit) == (3, Tally(3, 1), 3)
+    assert found.is_of_input_changed_at(7) and not found.is_of_input_changed_at(8)
+    assert [found.leaves_rows(limit, 0.0) for limit in (2, 3, 4, None)] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    found.check_settings({"--seed": "1"})
+    for check, of in ((found.check_settings, {"--seed": "2"}), (found.check_fingerprint, {})):
+        with pytest.raises(UsageError, match="--seed was 1"):
+            check(of)
+    with pytest.raises(UsageError, match="not known before it is read"):
+        require_completed(output, Path("-"), FINGERPRINT | {"the input": "a pipe"})
+
+
+@pytest.mark.parametrize("kind", ["named", "shared"])
+def test_named_and_shared_files_are_inputs_of_one_kind(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "x"}\n')
+    output = tmp_path / "output_a.jsonl"
+    inputs: RunInputs
+    if kind == "named":
+        inputs = open_files([path], [output], {}, model="none", restart=False)
+    else:
+        inputs = shared = share(tmp_path)
+        assert shared.look()
+    assert type(inputs) is (NamedFiles if kind == "named" else SharedFiles)
+    assert inputs.num_rows == 1 and not inputs.is_finished
+    file = next(each for each in inputs.turns() if each is not None)
+    assert list(inputs.files) == [file] and inputs.num_saved_rows == 0
+    error = UsageError("it was edited")
+    if kind == "named":
+        with pytest.raises(UsageError, match="it was edited"):
+            inputs.give_up(file, error)
+    else:
+        inputs.give_up(file, error)
+    inputs.abandon(error)
+    assert not look_at(output) and file.is_settled
+    answer_part(path)
+    summary = JobSummary("m", "d", [path], [output])
+    again = share(tmp_path) if kind == "shared" else inputs
+    if isinstance(again, SharedFiles):
+        again.look()
+    again.check_kept()
+    again.add_to(summary)
+    assert summary.num_kept_rows == 1 and summary.num_rows == 0
+
+
+def test_of_a_stream_the_next_run_keeps_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "x"}\n')
+    files = open_files([path], [STDOUT], {}, model="none", restart=False)
+    assert files.num_saved_rows is None and files.num_rows == 1 and not files.is_finished
+
+
+def test_devices_and_pipes_are_no_place_for_answers(tmp_path: Path) -> None:
+    """`--output /dev/null` said that /dev/null/output_a.jsonl is not a folder."""
+    pipe = tmp_path / "pipe.jsonl"
+    os.mkfifo(pipe)
+    for name in ("/dev/null", "/dev/stdout", "/dev/fd/1", str(pipe)):
+        with pytest.raises(UsageError, match=r"no regular file.*--output - for stdout"):
+            plan_outputs([tmp_path / "a.jsonl"], Path(name))
+    assert plan_outputs([tmp_path / "a.jsonl"], tmp_path) == [tmp_path / "output_a.jsonl"]
+    if Path("/dev/shm").is_dir():
+        plan_outputs([tmp_path / "a.jsonl"], Path("/dev/shm"))
+
+
+def test_one_is_not_many() -> None:
+    """Summaries said `1 rows`."""
+    assert [counted(number, "failed row") for number in (0, 1, 1234)] == [
+        *("0 failed rows", "1 failed row", "1,234 failed rows")
+    ]
+    stats = {
+        "num_put_back": 1,
+        "num_cut_off": 1,
+        "num_apart": 0,
+        "num_again_tokens": 1,
+        "num_cached_tokens": 0,
+    }
+    stats |= {"num_copied_requests": 1, "num_prompt_tokens": 3, "num_generated_tokens": 2}
+    summary = JobSummary("m", "float32", [], [], device="cpu", num_threads=1, limit=1)
+    summary.engine = stats | {"stages": []}
+    summary.num_damaged_rows = summary.num_files_elsewhere = 1
+    summary.errors_by_code, summary.warnings = {"out_of_memory": 1}, {"it is odd": 1}
+    text = summary.to_text()
+    for words in (
+        *(
+            "1 thread)",
+            "1 row lost their KV cache",
+            "1 answer by max_tokens",
+            "again: 1 token\n",
+            "1 request had",
+            "1 file\n",
+        ),
+        *("1 failed row again", "it is odd (1 row)", "first 1 request of", "1 row of earlier runs"),
+    ):
+        assert words in text, (words, text)

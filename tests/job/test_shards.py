@@ -1,0 +1,553 @@
+"""Several runs over one folder: no file is answered twice, and none is lost."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import fminfer
+from fminfer.contract.envelope import open_envelope
+from fminfer.contract.record import Record
+from fminfer.core.errors import InUseError, RequestError, StoppedError, UsageError
+from fminfer.files import claims
+from fminfer.files import claims as claims_module
+from fminfer.files.claims import BEAT_S, STALE_S, TRUSTED_S, Claims, look_at, remove_dead
+from fminfer.files.output_paths import Plan, plan_outputs
+from fminfer.files.row_counts import Tally
+from fminfer.files.status_file import read_status
+from fminfer.job import shared_folder
+from fminfer.job.file_job import run_job
+from fminfer.job.journaled_input import JournaledInput
+from fminfer.job.named_files import open_files
+from fminfer.job.run_summary import JobSummary
+from fminfer.job.shared_folder import SharedFiles, share_files
+from tests.shards import answer_shards
+from tests.shards.answer_shards import share
+
+SCRIPT = Path(answer_shards.__file__)
+NUM_ROUNDS = int(os.environ.get("FMINFER_SHARD_ROUNDS", "2"))
+NUM_RUNS, NUM_SHARDS, NUM_LINES = 8, 50, 20
+
+
+def write_shards(folder: Path, num: int, num_lines: int = 3) -> list[Path]:
+    folder.mkdir(exist_ok=True)
+    paths = [folder / f"request_{i}.jsonl" for i in range(num)]
+    for i, path in enumerate(paths):
+        line = '{"prompt":"shard %d","max_tokens":2,"temperature":0,"user":"%d"}\n'
+        path.write_text("".join(line % (i, n) for n in range(num_lines)))
+    return paths
+
+
+def answer(file: JournaledInput) -> None:
+    for line in file.lines(lambda line: None):
+        file.add(Record(line, open_envelope(line), result={"said": line.number}))
+
+
+def open_first(folder: Path) -> JournaledInput:
+    return next(file for file in share(folder).turns() if file is not None)
+
+
+@pytest.mark.parametrize("number", range(NUM_ROUNDS))
+def test_runs_that_are_killed_at_random(tmp_path: Path, number: int) -> None:
+    """Eight runs over 50 files, killed and started again; each row is answered and written once."""
+    chance = random.Random(number)
+    paths = write_shards(tmp_path / "in", NUM_SHARDS, NUM_LINES)
+    outputs = [path.with_name(f"output_{path.name}") for path in paths]
+    logs: list[Path] = []
+
+    def start() -> subprocess.Popen[bytes]:
+        logs.append(tmp_path / f"{len(logs)}.log")
+        command = [sys.executable, str(SCRIPT), str(tmp_path / "in"), str(logs[-1])]
+        return subprocess.Popen(command, cwd=SCRIPT.parent.parent.parent)
+
+    runs = [start() for _ in range(NUM_RUNS)]
+    num_killed = 0
+    deadline = time.monotonic() + 300
+    while not all(output.exists() for output in outputs):
+        assert time.monotonic() < deadline
+        time.sleep(chance.uniform(0, 0.3))
+        place = chance.randrange(NUM_RUNS)
+        if runs[place].poll() is None and num_killed < 3 * NUM_RUNS:
+            runs[place].kill()
+            num_killed += 1
+        if runs[place].wait() in (0, -9):
+            runs[place] = start()
+    assert {run.wait() for run in runs} <= {0, -9}
+    assert num_killed >= 4
+    for path, output in zip(paths, outputs, strict=True):
+        said = [json.loads(line)["result"]["said"] for line in output.read_bytes().splitlines()]
+        assert said == [*range(1, NUM_LINES + 1)], path
+    noted = Counter(line for log in logs if log.exists() for line in log.read_text().splitlines())
+    assert [line for line, count in noted.items() if count > 1] == []
+    # A row whose run was killed before it noted it is in the file all the same.
+    assert NUM_SHARDS * NUM_LINES - num_killed <= len(noted) <= NUM_SHARDS * NUM_LINES
+    assert not share(tmp_path / "in").look(), "which also removes dead claims of complete files"
+    left = [path.name for path in (tmp_path / "in").iterdir() if ".claim" in path.name]
+    left += [path.name for path in (tmp_path / "in").iterdir() if path.name.endswith(".journal")]
+    assert left == []
+
+
+def test_a_claim_is_one_processs(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    mine, theirs = Claims(), Claims()
+    claim = mine.take(output)
+    assert claim is not None and claim.holds()
+    assert theirs.take(output) is None
+    assert theirs.take(tmp_path / "other.jsonl") is not None
+    claim.release()
+    assert not look_at(output)
+    again = theirs.take(output)
+    assert again is not None and again.holds()
+
+
+def test_a_dead_processs_claim_is_taken_over(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    code = "import sys; from pathlib import Path; from fminfer.files.claims import Claims\n"
+    code += "assert Claims().take(Path(sys.argv[1])); print('ready', flush=True); input()"
+    command = [sys.executable, "-c", code, str(output)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+    assert Claims().take(output) is None
+    process.kill()
+    process.wait()
+    (found,) = look_at(output)
+    assert found.is_dead and found.owner is not None and found.owner.pid == process.pid
+    taken = Claims().take(output)
+    assert taken is not None and [claim.number for claim in look_at(output)] == [1, 2]
+    remove_dead(output)
+    assert [claim.path for claim in look_at(output)] == [taken.path] and taken.holds()
+
+
+def test_another_machines_claim_is_judged_by_its_age(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out.jsonl"
+    first = Claims().take(output)
+    assert first is not None
+    monkeypatch.setattr(claims, "_machine", lambda: "another")
+    os.utime(first.path, (time.time() - STALE_S + 5,) * 2)
+    assert Claims().take(output) is None
+    os.utime(first.path, (time.time() - STALE_S - 5,) * 2)
+    second = Claims().take(output)
+    assert second is not None and second.holds()
+    # The first slept; it wakes, and finds out before it writes.
+    first._beat_s -= TRUSTED_S + 1
+    assert not first.holds()
+    second.beat()
+    assert second.holds()
+    first.release()
+    second.beat()
+    assert second.holds() and second.path.exists()
+
+
+def test_a_number_that_is_used_again_is_another_claim(tmp_path: Path) -> None:
+    """Whoever slept while its claim was taken over, given back and taken anew has lost it."""
+    output = tmp_path / "out.jsonl"
+    first = Claims().take(output)
+    assert first is not None
+    first.path.unlink()
+    second = Claims().take(output)
+    assert second is not None and second.path == first.path
+    first.beat()
+    assert not first.holds()
+    first.release()
+    second.beat()
+    assert second.holds()
+
+
+def test_a_process_of_this_machine_that_sleeps_keeps_its_claim(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    claim = Claims().take(output)
+    assert claim is not None
+    os.utime(claim.path, (time.time() - 2 * STALE_S,) * 2)
+    assert Claims().take(output) is None
+
+
+def test_a_process_that_is_not_shown_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where /proc shows a user only what is theirs, others' processes are not dead."""
+    output = tmp_path / "out.jsonl"
+    assert Claims().take(output) is not None
+    monkeypatch.setattr(claims, "_start", lambda pid: None)
+    assert Claims().take(output) is None
+
+
+def test_a_claim_that_is_beaten_stays_young(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims_module, "BEAT_S", 0.05)
+    claim = Claims().take(tmp_path / "out.jsonl")
+    assert claim is not None
+    os.utime(claim.path, (time.time() - 1000,) * 2)
+    deadline = time.monotonic() + 20
+    while look_at(tmp_path / "out.jsonl")[0].age_s > BEAT_S:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_two_that_saw_the_same_dead_claim(tmp_path: Path) -> None:
+    """One was slow: meanwhile the other took over, gave back, and a third has it anew."""
+    output = tmp_path / "out.jsonl"
+    third = Claims().take(output)  # number 1 again
+    assert third is not None
+    slow = third.path.with_name("2")
+    slow.write_text("")
+    os.utime(slow, (time.time() - 2 * STALE_S,) * 2)
+    assert Claims().take(output) is None, "the third lives"
+    assert third.path.exists()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"host": 1}', '{"pid": {}}', "nan", "[" * 9999])
+def test_a_claim_that_says_nothing(tmp_path: Path, text: str) -> None:
+    output = tmp_path / "out.jsonl"
+    path = tmp_path / "out.jsonl.claim" / "7"
+    path.parent.mkdir()
+    path.write_text(text)
+    assert Claims().take(output) is None, "it may be being written"
+    os.utime(path, (time.time() - 2 * STALE_S,) * 2)
+    assert Claims().take(output) is not None
+
+
+def test_rows_that_come_after_a_take_over_are_not_written(tmp_path: Path) -> None:
+    write_shards(tmp_path / "in", 1)
+    first = open_first(tmp_path / "in")
+    lines = list(first.lines(lambda line: None))
+    first.add(Record(lines[0], open_envelope(lines[0]), result={"said": 1}))
+    assert first.hold.claim is not None and first.journal is not None
+    sleeper = first.hold.claim.path
+    os.utime(sleeper, (time.time() - 2 * STALE_S,) * 2)
+    os.close(first.journal._fd)  # and its lock, as where there are none
+    first.journal._fd = os.open(os.devnull, os.O_RDWR)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(claims, "_machine", lambda: "another")
+        second = open_first(tmp_path / "in")
+        answer(second)
+    before = second.output.read_bytes()
+    first.hold.claim._beat_s -= 2 * TRUSTED_S
+    for line in lines[1:]:
+        first.add(Record(line, open_envelope(line), result={"said": "late"}))
+    assert first.is_lost and first.is_settled and not first.is_finished
+    assert second.is_finished and second.output.read_bytes() == before
+    assert b"late" not in before and before.count(b"\n") == 3
+    assert second.kept.num_rows == 1
+    status = read_status(second.output)
+    assert status is not None and status["status"] == "completed"
+
+
+def lose(file: JournaledInput) -> None:
+    """Let another machine take a file over from a run that sleeps."""
+    assert file.hold.claim is not None
+    file.hold.claim.path.unlink()
+    file.hold.claim.beat()
+    assert not file.hold.claim.holds()
+
+
+def test_a_file_that_was_lost_is_taken_again_when_it_comes_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its run must not end with 0 as if it were answered."""
+    monkeypatch.setattr(shared_folder, "SCAN_EVERY_S", 0.01)
+    write_shards(tmp_path / "in", 1)
+    mine = share(tmp_path / "in")
+    assert mine.look()
+    turns = mine.turns()
+    first = open_next(turns)
+    lines = list(first.lines(lambda line: None))
+    lose(first)
+    record = Record(lines[0], open_envelope(lines[0]), result={"said": 1})
+    assert not first.add(record) and first.is_lost
+    again = open_next(turns)
+    assert again.path == first.path and again is not first
+    answer(again)
+    assert list(turns) == [] and mine.is_finished and again.is_finished
+
+
+def test_each_file_that_was_lost_is_taken_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was lost just when another was refused was missed: its rows stayed unanswered."""
+    monkeypatch.setattr(shared_folder, "SCAN_EVERY_S", 0.01)
+    paths = write_shards(tmp_path / "in", 2)
+    mine = share(tmp_path / "in")
+    assert mine.look()
+    turns = mine.turns()
+    one, two = open_next(turns), open_next(turns)
+    lines = [list(file.lines(lambda line: None)) for file in (one, two)]
+    lose(one)
+    one.add(Record(lines[0][0], open_envelope(lines[0][0]), result={"said": 1}))
+    again = open_next(turns)
+    assert again.path == paths[0]
+    mine.give_up(again, UsageError("it was changed"))
+    lose(two)
+    two.add(Record(lines[1][0], open_envelope(lines[1][0]), result={"said": 1}))
+    assert open_next(turns).path == paths[1]
+
+
+def take_over(file: JournaledInput, *, fails: bool = False) -> JournaledInput:
+    """Let a run on another machine take a file over from one that sleeps, and answer it."""
+    lose(file)
+    if file.journal is not None:  # which has no lock, as on a file system without them
+        fcntl.flock(file.journal._fd, fcntl.LOCK_UN)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(claims, "_machine", lambda: "another")
+        other = open_first(file.path.parent)
+        for line in other.lines(lambda line: None):
+            error = RequestError("out_of_range", "no") if fails else None
+            result = None if fails else {"said": line.number}
+            other.add(Record(line, open_envelope(line), result=result, error=error))
+    assert other.is_finished
+    return other
+
+
+@pytest.mark.parametrize("error", [InUseError("another run's"), UsageError("it was changed")])
+def test_what_another_run_has_finished_is_not_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: UsageError
+) -> None:
+    """A file that could not be opened at its turn was told as refused, though it was complete."""
+    monkeypatch.setattr(shared_folder, "SCAN_EVERY_S", 0.01)
+    write_shards(tmp_path / "in", 1)
+    mine = share(tmp_path / "in")
+    assert mine.look()
+    turns = mine.turns()
+    file = open_next(turns)
+    mine.give_up(file, error)
+    assert bool(mine.refused) == (type(error) is UsageError), "one in use may come free"
+    answer(open_first(tmp_path / "in"))
+    assert list(turns) == [] and mine.is_finished
+    assert mine.refused == {} and mine.kept == Tally(3, 0)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_named_file_that_another_run_has_completed_is_done(tmp_path: Path, fails: bool) -> None:
+    """It was told as taken over and to be run again, with status 2, though it was complete."""
+    (path,) = write_shards(tmp_path / "in", 1)
+    output = plan_outputs([path], None)[0]
+    files = open_files([path], [output], {}, model="none", restart=False)
+    (file,) = files.files
+    assert isinstance(file, JournaledInput)
+    lines = list(file.lines(lambda line: None))
+    assert file.add(Record(lines[0], open_envelope(lines[0]), result={"said": 1}))
+    take_over(file, fails=fails)
+    assert not file.add(Record(lines[1], open_envelope(lines[1]), result={"said": "late"}))
+    files.check_kept()
+    summary = run_job(None, files, JobSummary("m", "d", [path], [output]), is_quiet=True)
+    assert summary.has_errors == fails and summary.num_kept_rows == 2
+    assert f"{output} was completed by another run" in summary.to_text()
+    assert b"late" not in output.read_bytes()
+
+
+def sum_up(inputs: SharedFiles, num_rows: int) -> JobSummary:
+    """Return the summary of a run that has answered so many rows."""
+    summary = JobSummary("m", "d", [], [], num_rows=num_rows)
+    inputs.add_to(summary)
+    return summary
+
+
+def test_rows_of_a_file_that_another_run_has_completed_are_counted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run that lost it counted them as its own, and again as those of the other run."""
+    monkeypatch.setattr(shared_folder, "SCAN_EVERY_S", 0.01)
+    write_shards(tmp_path / "in", 2, 5)
+    mine = share(tmp_path / "in")
+    assert mine.look()
+    turns = mine.turns()
+    file = open_next(turns)
+    lines = list(file.lines(lambda line: None))
+    for line in lines[:2]:
+        assert file.add(Record(line, open_envelope(line), result={"said": 1}))
+    take_over(file)
+    assert not file.add(Record(lines[2], open_envelope(lines[2]), result={"said": "late"}))
+    for other in turns:
+        if other is not None:
+            answer(other)
+    summary = sum_up(mine, 2 + 5)
+    assert (summary.num_rows, summary.num_kept_rows) == (7, 3)
+    assert mine.num_saved_rows is not None and mine.num_rows == 7
+
+
+def test_rows_of_a_file_that_is_taken_again_are_counted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a run had answered before it lost the file counted as kept when it had it again."""
+    monkeypatch.setattr(shared_folder, "SCAN_EVERY_S", 0.01)
+    write_shards(tmp_path / "in", 1, 5)
+    mine = share(tmp_path / "in")
+    assert mine.look()
+    turns = mine.turns()
+    file = open_next(turns)
+    lines = list(file.lines(lambda line: None))
+    for line in lines[:2]:
+        assert file.add(Record(line, open_envelope(line), result={"said": 1}))
+    lose(file)
+    assert not file.add(Record(lines[2], open_envelope(lines[2]), result={"said": "late"}))
+    other = open_first(tmp_path / "in")  # it answers one, and ends
+    line = next(other.lines(lambda line: None))
+    assert line.number == 3 and other.add(Record(line, open_envelope(line), result={"said": 1}))
+    other.abandon(StoppedError("Interrupted."))
+    again = open_next(turns)
+    answer(again)
+    assert list(turns) == [] and mine.num_saved_rows == 5 and mine.num_rows == 4
+    file.num_damaged_rows = again.num_damaged_rows = file.num_tried_rows = 1
+    summary = sum_up(mine, 2 + 2)
+    assert (summary.num_rows, summary.num_kept_rows) == (4, 1)
+    assert summary.num_damaged_rows == summary.num_tried_rows == 1, "the same, found twice"
+
+
+def test_a_named_file_that_was_lost_is_told(tmp_path: Path) -> None:
+    (path,) = write_shards(tmp_path / "in", 1)
+    output = plan_outputs([path], None)[0]
+    files = open_files([path], [output], {}, model="m", restart=False)
+    (file,) = files.files
+    assert isinstance(file, JournaledInput)
+    lines = list(file.lines(lambda line: None))
+    lose(file)
+    file.add(Record(lines[0], open_envelope(lines[0]), result={"said": 1}))
+    with pytest.raises(InUseError, match="taken over"):
+        files.check_kept()
+
+
+def test_what_others_answer_is_left_to_them(tmp_path: Path) -> None:
+    paths = write_shards(tmp_path / "in", 3)
+    theirs = Claims()
+    claim = theirs.take(paths[1].with_name("output_request_1.jsonl"))
+    assert claim is not None
+    mine = share(tmp_path / "in")
+    assert mine.look()
+    opened = []
+    for file in mine.turns():
+        if file is not None:
+            opened.append(file.path)
+            answer(file)
+    assert opened == [paths[0], paths[2]] and mine.num_elsewhere == 1 and mine.is_finished
+    claim.release()
+    assert share(tmp_path / "in").look()
+
+
+def test_a_file_of_another_model_is_refused_and_the_others_answered(tmp_path: Path) -> None:
+    """What is wrong with a file before the model is loaded ends the run; later it costs itself."""
+    paths = write_shards(tmp_path / "in", 3)
+    for file in share(tmp_path / "in").turns():
+        if file is not None:
+            answer(file)
+    paths[1].write_text('{"prompt":"changed"}\n')
+    os.utime(paths[1], (time.time() + 100,) * 2)
+    mine = share(tmp_path / "in")
+    assert mine.look()
+    assert [file for file in mine.turns() if file is not None] == []
+    assert list(mine.refused) == [str(paths[1])]
+    assert "the input was" in mine.refused[str(paths[1])]
+
+
+def test_a_changed_file_with_an_old_date_is_not_taken_for_answered(tmp_path: Path) -> None:
+    """As rsync -a and cp -p make them."""
+    paths = write_shards(tmp_path / "in", 2)
+    for file in share(tmp_path / "in").turns():
+        if file is not None:
+            answer(file)
+    with paths[1].open("a") as more:
+        more.write('{"prompt":"more"}\n')
+    os.utime(paths[1], (time.time() - 3600,) * 2)
+    mine = share(tmp_path / "in")
+    assert mine.look() and [file for file in mine.turns() if file is not None] == []
+    assert list(mine.refused) == [str(paths[1])]
+
+
+def test_a_complete_file_that_was_edited_is_refused(tmp_path: Path) -> None:
+    write_shards(tmp_path / "in", 3)
+    for file in share(tmp_path / "in").turns():
+        if file is not None:
+            answer(file)
+    edited = next((tmp_path / "in").rglob("output_request_1.jsonl"))
+    edited.write_bytes(b"")
+    with pytest.raises(UsageError, match=rf"{edited.name} is not as it was written"):
+        share(tmp_path / "in").look()
+    edited.unlink()
+    assert share(tmp_path / "in").look(), "its input is answered again"
+
+
+def test_errors_of_complete_files_are_counted(tmp_path: Path) -> None:
+    write_shards(tmp_path / "in", 1)
+    file = open_first(tmp_path / "in")
+    for line in file.lines(lambda line: None):
+        file.add(Record(line, open_envelope(line), error=RequestError("out_of_range", "no")))
+    again = share(tmp_path / "in")
+    assert not again.look() and again.kept == Tally(3, 3)
+
+
+def test_a_file_that_goes_ends_nothing(tmp_path: Path) -> None:
+    paths = write_shards(tmp_path / "in", 3)
+    mine = share(tmp_path / "in")
+    assert mine.look()
+    turns = mine.turns()
+    answer(open_next(turns))
+    paths[1].unlink()
+    file = open_next(turns)
+    assert file.path == paths[2]
+    answer(file)
+    assert list(turns) == [] and mine.is_finished
+    assert not list((tmp_path / "in").glob("output_request_1*"))
+
+
+def open_next(turns: Iterator[JournaledInput | None]) -> JournaledInput:
+    return next(file for file in turns if file is not None)
+
+
+def test_watching_takes_files_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_folder, "SCAN_EVERY_S", 0.01)
+    (tmp_path / "in").mkdir()
+    mine = share(tmp_path / "in", is_watching=True)
+    turns = mine.turns()
+    assert mine.look() and next(turns) is None
+    paths = write_shards(tmp_path / "in", 2)
+    assert next(turns) is None, "they may not be whole yet"
+    time.sleep(0.02)
+    os.utime(paths[1], (time.time() - 10,) * 2)
+    file = next(turns)
+    while file is None:
+        file = next(turns)
+    assert file.path == paths[1]
+    answer(file)
+    assert next(turns) is None and not mine.is_finished
+
+
+def test_a_run_with_an_engine(tmp_path: Path) -> None:
+    """Another run has a file; when its process is dead, the file is taken over and resumed."""
+    engine = fminfer.Engine(dtype="float32", budget=2048)
+    paths = write_shards(tmp_path / "in", 4, 5)
+    outputs = plan_outputs(paths, None)
+    other = Claims().take(outputs[2])
+    assert other is not None
+
+    def run() -> JobSummary:
+        inputs = share_files(
+            lambda: Plan(paths, outputs), {}, model="m", restart=False, is_watching=False
+        )
+        inputs.look()
+        return run_job(engine, inputs, JobSummary("m", "d", paths, outputs), is_quiet=True)
+
+    summary = run()
+    assert summary.num_rows == 15 and summary.num_files_elsewhere == 1
+    assert summary.outputs == [outputs[0], outputs[1], outputs[3]]
+    assert "other runs are answering 1 file\n" in summary.to_text()
+    other.release()
+    summary = run()
+    assert summary.num_rows == 5 and summary.outputs == [outputs[2]]
+    assert all(output.read_bytes().count(b"\n") == 5 for output in outputs)
+
+
+def test_an_interrupted_run_gives_its_claims_back(tmp_path: Path) -> None:
+    write_shards(tmp_path / "in", 2)
+    file = open_first(tmp_path / "in")
+    assert look_at(file.output)
+    file.abandon(StoppedError("Interrupted."))
+    assert not look_at(file.output)

@@ -1,0 +1,279 @@
+"""One forecast of memory: `check` plans with it for any machine, and a run refuses by it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file, save_file
+
+import fminfer
+from fminfer.cli.app import main
+from fminfer.compute.spec import Mlp
+from fminfer.core.config import EngineConfig
+from fminfer.core.errors import UsageError
+from fminfer.machine import control_groups, host_memory
+from fminfer.models.checkpoint import Checkpoint, open_checkpoint
+from fminfer.pipeline.group import Group
+from fminfer.plan import footprint, forecast
+from fminfer.plan.footprint import RUN_BYTES, measure_footprints
+from fminfer.plan.forecast import Layout, make_forecast, require_room, require_room_for_all
+from fminfer.plan.opening import open_model
+from fminfer.plan.step_memory import auto_budget
+from tests.conftest import make_model
+
+CPU = torch.device("cpu")
+SMALL = EngineConfig(random_init="llama-160m", dtype="float32", kernels="off", device="cpu")
+GIB = 1 << 30
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "a.jsonl"
+    lines = [{"prompt": "a", "max_tokens": 9}, {"prompt": 5}, {"prompt": "b", "max_tokens": 1000}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture(scope="module")
+def checkpoint() -> Checkpoint:
+    return open_model(SMALL)
+
+
+@pytest.fixture
+def halves(llama_checkpoint: tuple[Path, Any], tmp_path: Path) -> Checkpoint:
+    """Weights in float16, and a config that does not say so."""
+    folder, _ = llama_checkpoint
+    fields = json.loads((folder / "config.json").read_text())
+    kept = {name: value for name, value in fields.items() if "dtype" not in name}
+    (tmp_path / "config.json").write_text(json.dumps(kept))
+    tensors = load_file(folder / "model.safetensors")
+    file = tmp_path / "model.safetensors"
+    save_file({name: tensor.half() for name, tensor in tensors.items()}, file)
+    return open_model(EngineConfig(model=str(tmp_path), skip_tokenizer_init=True))
+
+
+def let_be_free(monkeypatch: pytest.MonkeyPatch, num_bytes: int, swap: int = 0) -> None:
+    """Have so much memory for a run, beside what this process has."""
+    monkeypatch.setattr(forecast, "free_bytes", lambda _: num_bytes)
+    monkeypatch.setattr(forecast, "free_swap_bytes", lambda: swap)
+
+
+def check(*arguments: object) -> Result:
+    flags = ["--dtype", "float32", "--kernels", "off"]
+    return CliRunner().invoke(main, ["check", *flags, *map(str, arguments)])
+
+
+def test_a_model_that_does_not_fit_gets_a_table_and_its_lines_are_checked(
+    rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each line was told to raise --budget: nothing said that the weights do not fit."""
+    let_be_free(monkeypatch, GIB // 4)
+    found = check(rows, "--random-init", "llama-160m", "--device", "cpu")
+    assert found.exit_code == 1 and "out_of_memory" not in found.output
+    assert "2 right, 1 wrong (1 invalid_type)" in found.output
+    assert "KV cache  none fits: random llama-160m does not fit" in found.output
+    assert "--dtype bfloat16, which takes half" in found.output
+    table = [line.split() for line in found.output.splitlines() if "MiB" in line and "0" in line]
+    assert table[0][:2] == ["0", "12"], found.output
+    report = json.loads(check(rows, "--random-init", "llama-160m", "--json").stdout)
+    assert report["memory"]["kv_tokens"] == 0 and "free" in report["memory"]["shortage"]
+
+
+def test_another_machine_is_planned_for(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    let_be_free(monkeypatch, 1)  # here, which does not matter
+    flags = ["--random-init", "bloom-7b1", "--world-size", "8", "--data-group-size", "2"]
+    found = check(rows, *flags, "--device-memory", "16G", "--json")
+    assert found.exit_code == 3, found.output
+    report = json.loads(found.stdout)
+    memory = report["memory"]
+    assert [report["device"], memory["room"], memory["num_pipelines"]] == ["cuda", 16 * GIB, 2]
+    assert [each["rank"] for each in memory["processes"]] == [0, 1, 2, 3]
+    most = max(memory["processes"], key=lambda each: cast(int, each["total"]))
+    assert most["total"] <= 16.1 * GIB  # the cache is rounded up to blocks
+    assert memory["kv_tokens"] % 32 == 0 and memory["kv_tokens"] > 1000
+    assert "steps are timed on the machine" in report["work"]["why_not"]
+    flags[3] = "2"
+    found = check(rows, *flags, "--device-memory", "16G")
+    assert found.exit_code == 1
+    assert "Spread it over more: --world-size 6 or above with --data-group-size 2" in found.output
+    says = re.search(r"take (.*) GiB \((.*) GiB for weights in .*, the rest for", found.output)
+    assert says is not None and 7e9 * 2 < float(says[2]) * GIB < float(says[1]) * GIB
+    flags[3] = "6"
+    assert check(rows, *flags, "--device-memory", "16G").exit_code == 3, "as it was told"
+    assert check(rows, "--data-group-size", "3", "--world-size", "4").exit_code == 2
+    assert "is no size" in check(rows, "--device-memory", "80").output
+
+
+def test_a_run_refuses_with_the_figures_before_it_reads_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such a run met the system's killer after it had read for minutes."""
+    let_be_free(monkeypatch, GIB // 4)
+    monkeypatch.setattr(
+        "fminfer.runtime.build.one_pipeline.load_part", lambda *_: pytest.fail("weights are read")
+    )
+    with pytest.raises(UsageError, match=r"would take .*iB.* weights in float32.* are free"):
+        fminfer.Engine(**asdict(SMALL))
+
+
+def test_what_fits_is_not_refused(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    (found,) = measure_footprints(SMALL, checkpoint, 1, CPU, torch.float32)
+    least = 162_417_408 * 4 + 32 * found.kv_token + RUN_BYTES + (1 << 20)  # our own grows a bit
+    let_be_free(monkeypatch, least)
+    assert require_room(SMALL, checkpoint) == ""
+    let_be_free(monkeypatch, least // 2, swap=least)  # it goes on in swap
+    assert require_room(SMALL, checkpoint) == ""
+    let_be_free(monkeypatch, least - (40 << 20))
+    with pytest.raises(UsageError):
+        require_room(SMALL, checkpoint)
+
+
+def joined_bytes(checkpoint: Checkpoint) -> int:
+    """Return what a llama's products of q, k and v, and of gate and up, take in 16 bits."""
+    (layer, *_), hidden = checkpoint.model.layers, checkpoint.model.hidden_size
+    assert isinstance(layer.mlp, Mlp)
+    outputs = sum(layer.attention.qkv_sizes) + 2 * layer.mlp.size
+    return 2 * outputs * hidden * len(checkpoint.model.layers)
+
+
+def test_the_tables_of_positions_are_foreseen(checkpoint: Checkpoint) -> None:
+    """Of a context of a million tokens they take 0.5 GB, and nothing counted them."""
+    (found,) = measure_footprints(SMALL, checkpoint, 1, torch.device("cuda"), torch.float32)
+    long = replace(checkpoint, max_model_len=100_000)
+    (longer,) = measure_footprints(SMALL, long, 1, torch.device("cuda"), torch.float32)
+    more = 100_000 - checkpoint.context_length
+    assert longer.libraries - found.libraries == 2 * 4 * 32 * more
+
+
+def test_a_head_is_used_where_it_is_mapped(tmp_path: Path) -> None:
+    """One in float32 was packed, and had a second copy beside a tied embedding."""
+    make_model("gpt2").save_pretrained(tmp_path)
+    config = EngineConfig(model=str(tmp_path), dtype="float32", device="cpu")
+    found = open_checkpoint(str(tmp_path))
+    (tied,) = measure_footprints(config, found, 1, CPU, torch.float32)
+    untied = replace(found, config=copy.copy(found.config))
+    untied.config.tie_word_embeddings = False
+    (other,) = measure_footprints(config, untied, 1, CPU, torch.float32)
+    head = 4 * found.model.vocab_size * found.model.embed_size
+    assert other.held_weights == tied.held_weights > 0
+    assert other.mapped - tied.mapped == other.weights - tied.weights == head
+
+
+def test_mapped_files_can_be_dropped(halves: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that are used where their file is mapped never fill memory, but may be slow.
+
+    They counted as held where the config does not say the dtype that they have. Those of q, k and v
+    and of gate and up are joined, which makes copies: they counted as mapped.
+    """
+    config = EngineConfig(model=halves.name, dtype="float16", device="cpu")
+    (found,) = measure_footprints(config, halves, 1, CPU, torch.float16)
+    assert found.held_weights == joined_bytes(halves) < found.weights
+    own = "own_bytes"  # of this process, which has run other tests: it may be above 1 GiB
+    monkeypatch.setattr(forecast, own, lambda: 0)
+    monkeypatch.setattr(footprint, own, lambda: 0)
+    let_be_free(monkeypatch, found.weights - 1, swap=GIB)
+    assert found.reads_files
+    assert "read from the disk again at each step" in require_room(config, halves)
+    let_be_free(monkeypatch, found.weights, swap=GIB)
+    assert require_room(config, halves) == ""
+
+
+def test_what_latent_attention_moves_is_held(tmp_path: Path) -> None:
+    """Of `kv_up` a layer makes two tensors of its own; it counted as mapped."""
+    make_model("youtu").half().save_pretrained(tmp_path)
+    found = open_checkpoint(str(tmp_path))
+    config = EngineConfig(model=found.name, dtype="float16", device="cpu")
+    (of_run,) = measure_footprints(config, found, 1, CPU, torch.float16)
+    layer, hidden = found.model.layers[0], found.model.hidden_size
+    how, mlp = layer.attention, cast("Mlp", layer.mlp)
+    assert how.latent is not None
+    kv_up = how.heads * (how.latent.key_dim + how.latent.value_dim) * how.latent.rank
+    joined = 2 * mlp.size * hidden
+    assert of_run.held_weights == 2 * len(found.model.layers) * (joined + kv_up)
+
+
+def test_mapped_files_leave_room_for_the_cache(
+    halves: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`check` called lines out_of_memory that a run answers: it measures what is free once it has
+    loaded, and the system counts mapped files as free."""
+    config = EngineConfig(model=halves.name, dtype="float16", device="cpu")
+    monkeypatch.setattr(forecast, "own_bytes", lambda: 0)
+    monkeypatch.setattr(footprint, "own_bytes", lambda: 0)
+    (found,) = measure_footprints(config, halves, 1, CPU, torch.float16)
+    assert found.mapped == found.weights - joined_bytes(halves) > 0
+    free = found.weights - (1 << 10) + RUN_BYTES
+    let_be_free(monkeypatch, free)
+    num_tokens = make_forecast(config, halves, Layout()).num_kv_tokens
+    left = free - found.libraries - found.held_weights
+    of_run = auto_budget(found.kv_token, 1 << 30, left, found.work, "cpu")
+    assert num_tokens == -(-of_run // 32) * 32 > 32
+
+
+@dataclass
+class FakeGroup:
+    """Ranks of one machine that take the same, with so much memory free."""
+
+    rank: int
+    world_size: int = 2
+    local_size: int = 2
+    told: list[Any] = field(default_factory=list)
+
+    @property
+    def local_rank(self) -> int:
+        return self.rank
+
+    def gather(self, name: str, value: Any) -> list[Any]:
+        self.told.append(value)
+        return [value] * self.world_size
+
+
+def test_ranks_of_one_machine_share_its_memory(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = FakeGroup(0)
+    let_be_free(monkeypatch, GIB)
+    require_room(SMALL, checkpoint, cast(Group, group))
+    need = group.told[0]["need"]
+    assert 100e6 < need < 162_417_408 * 4
+    let_be_free(monkeypatch, 2 * need)
+    assert require_room(SMALL, checkpoint, cast(Group, group)) == ""
+    let_be_free(monkeypatch, 2 * need - 1)
+    with pytest.raises(UsageError, match="ranks 0, 1 together would take"):
+        require_room(SMALL, checkpoint, cast(Group, group))
+    let_be_free(monkeypatch, 1)
+    slept: list[float] = []
+    monkeypatch.setattr("time.sleep", slept.append)
+    with pytest.raises(UsageError):
+        require_room(SMALL, checkpoint, cast(Group, FakeGroup(1)))
+    assert slept == [forecast.END_S], "rank 0 speaks for all"
+
+
+def test_pipelines_of_one_machine_share_its_memory(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipeline alone would fit: two of them were started and met the system's killer."""
+    one = make_forecast(SMALL, checkpoint, Layout())
+    each = one.footprints[0].held_weights + one.footprints[0].libraries
+    let_be_free(monkeypatch, 2 * each)  # and what this process has
+    require_room_for_all(SMALL, checkpoint, Layout(1, 2))
+    let_be_free(monkeypatch, int(1.2 * each))
+    require_room_for_all(SMALL, checkpoint, Layout(1, 1))
+    with pytest.raises(UsageError, match="2 pipelines of it would take"):
+        require_room_for_all(SMALL, checkpoint, Layout(1, 2))
+
+
+def test_swap_that_is_free_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_groups, "SYSTEM", tmp_path)
+    assert host_memory.free_swap_bytes() == 0, "no Linux"
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemAvailable: 9 kB\nSwapFree:  12 kB\n")
+    assert host_memory.free_swap_bytes() == 12 << 10

@@ -1,0 +1,90 @@
+"""Processes that share a run have the same weights, or none of them answers a row."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fminfer.core.config import EngineConfig
+from fminfer.core.errors import PipelineError
+from fminfer.models.fingerprint import digest_files, name_differences
+from fminfer.plan.opening import open_model
+from fminfer.runtime.build.loading import load_part
+from fminfer.runtime.team.team_core import Team
+from fminfer.runtime.team.team_messages import Loaded
+
+
+class OneOfTwo:
+    """Rank 1 of two on one machine; rank 0 has said what it is given."""
+
+    rank, world_size, local_rank, local_size = 1, 2, 1, 2
+
+    def __init__(self, said: dict[str, Any]) -> None:
+        self._said = said
+
+    def gather(self, name: str, value: object = None) -> list[Any]:
+        return [self._said.get(name, value), value]
+
+
+@pytest.fixture(scope="module")
+def folders(llama_checkpoint: tuple[Path, Any], tmp_path_factory: Any) -> tuple[Path, Path]:
+    """Give two folders in two shards each, whose second shards differ in one tensor."""
+    tensors = load_file(llama_checkpoint[0] / "model.safetensors")
+    names = sorted(tensors)
+    homes = {name: f"model-{place % 2}.safetensors" for place, name in enumerate(names)}
+    changed = next(name for name in names if homes[name] == "model-1.safetensors")
+    pair = []
+    for change in (0.0, 0.1):
+        folder: Path = tmp_path_factory.mktemp("copy")
+        (folder / "config.json").write_bytes((llama_checkpoint[0] / "config.json").read_bytes())
+        for file in sorted(set(homes.values())):
+            part = {name: tensors[name] for name in names if homes[name] == file}
+            if changed in part:
+                part[changed] = part[changed] + change
+            save_file(part, folder / file, metadata={"format": "pt"})
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": homes}))
+        pair.append(folder)
+    return pair[0], pair[1]
+
+
+def load_as_rank_1(folder: Path, of_rank_0: Path) -> Any:
+    config = EngineConfig(model=str(folder), dtype="float32", kernels="off")
+    digests = digest_files(open_model(EngineConfig(model=str(of_rank_0))))
+    num_threads = torch.get_num_threads()
+    try:
+        return load_part(config, open_model(config), OneOfTwo({"weights": digests}))  # type: ignore[arg-type]
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def test_a_rank_with_other_weights_is_refused(folders: tuple[Path, Path]) -> None:
+    """Configs and options were compared only: the two halves of two models answered in silence."""
+    with pytest.raises(PipelineError, match=r"of rank 1 are not those of rank 0: model-1\."):
+        load_as_rank_1(folders[1], of_rank_0=folders[0])
+
+
+def test_a_rank_with_a_copy_of_the_weights_is_not(folders: tuple[Path, Path]) -> None:
+    assert load_as_rank_1(folders[0], of_rank_0=folders[0]).part.stage == 1
+
+
+def test_a_pipeline_with_other_weights_is_refused(folders: tuple[Path, Path]) -> None:
+    mine, theirs = (digest_files(open_model(EngineConfig(model=str(f)))) for f in folders)
+    pipelines = [SimpleNamespace(number=n, loaded=Loaded(d)) for n, d in [(0, mine), (1, theirs)]]
+    team: Any = SimpleNamespace(_living=pipelines, _file_digests=mine)
+    with pytest.raises(PipelineError, match=r"pipeline 1 are not those .*: model-1\."):
+        Team._compare_weights(team)
+    pipelines.pop()
+    Team._compare_weights(team)
+
+
+def test_differences_are_named_and_not_all_of_them() -> None:
+    assert name_differences({"a": "1", "b": "2"}, {"b": "2", "a": "1"}) == ""
+    assert name_differences({"a": "1", "b": "2"}, {"a": "1"}) == "b"
+    many = {f"{n}": "" for n in range(9)}
+    assert name_differences(many, {}) == "0, 1, 2 and 6 more"

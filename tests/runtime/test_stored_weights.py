@@ -1,0 +1,236 @@
+"""Weights stay bfloat16, as they are stored, while the CPU computes in float32.
+
+The numbers are those of the same weights in float32, and memory holds half.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import fminfer
+from fminfer.cli.app import main
+from fminfer.compute.kernels.kernel_build import find_compiler
+from fminfer.compute.linear import product_kernel
+from fminfer.compute.linear.product_kernel import PackedProduct, ProductKernel
+from fminfer.compute.linear.products import PackedProducts, Products
+from fminfer.compute.sampling.head_kernel import HeadKernel
+from fminfer.core.config import EngineConfig
+from fminfer.core.partition import Part, split_layers
+from fminfer.models.checkpoint import open_checkpoint
+from fminfer.models.part_tensors import PartTensors, load_tensors
+from fminfer.models.tensor_shapes import is_of_product
+from fminfer.plan import footprint
+from fminfer.plan.footprint import measure_footprints
+from fminfer.plan.forecast import Layout, make_forecast
+from tests.conftest import built_library, make_model, save_byte_tokenizer
+from tests.models.test_transformer import logits_of, one_stage
+
+CPU = torch.device("cpu")
+NAMES = ["llama", "llama-biases", "bloom", "opt-350m", "gpt2", "gpt2-untied", "mixtral"]
+NAMES += ["qwen3_moe", "gemma2"]
+needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Give a checkpoint of bfloat16, and one of the same values in float32."""
+    return save_both(request.param, tmp_path_factory.mktemp("stored"))
+
+
+def save_both(name: str, folder: Path) -> list[Path]:
+    model = make_model(name).bfloat16()
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):
+        found.append(folder / str(dtype))
+        model.to(dtype).save_pretrained(found[-1])
+        save_byte_tokenizer(found[-1])
+    return found
+
+
+def load(folder: Path, part: Part | None = None, *, keeps: bool = True) -> PartTensors:
+    return load_tensors(
+        open_checkpoint(str(folder)),
+        part or one_stage()[0],
+        dtype=torch.float32,
+        device=CPU,
+        seed=0,
+        keeps_bfloat16=keeps,
+    )
+
+
+@needs_compiler
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_logits_are_those_of_float32(folders: list[Path], num_stages: int) -> None:
+    """Bit for bit: only where a weight is widened is another."""
+    head = HeadKernel(built_library())
+    parts = split_layers(3, num_stages, head_cost=0.0)
+    kept, widened = (
+        logits_of(folder, parts, keeps_bfloat16=True, head_kernel=head) for folder in folders
+    )
+    for ours, expected in zip(kept, widened, strict=True):
+        assert torch.equal(ours, expected)
+
+
+@needs_compiler
+def test_answers_are_those_of_float32(folders: list[Path]) -> None:
+    """With all that a run uses, bit for bit."""
+    rows: list[dict[str, Any]] = [
+        {"prompt": [3 + (7 * i + n) % 200 for i in range(9 + n)], "max_tokens": 6}
+        | {"temperature": 0, "logprobs": 2, "echo": True}
+        for n in range(3)
+    ]
+    found = []
+    for folder in folders:
+        engine = fminfer.Engine(str(folder), dtype="float32", budget=1024)
+        records = sorted(engine.run(rows), key=lambda record: record.line.number)
+        assert not any(record.error for record in records) and not engine.facts.why_plain
+        engine.close()
+        choices = [record.to_dict()["result"]["choices"][0] for record in records]
+        found.append([choice["logprobs"] for choice in choices])
+    for ours, expected in zip(*found, strict=True):
+        assert ours["tokens"] == expected["tokens"]
+        assert ours["token_logprobs"] == expected["token_logprobs"]
+
+
+def test_what_is_multiplied_or_looked_up_stays_as_it_is_stored(folders: list[Path]) -> None:
+    stored, cast = load(folders[0]), load(folders[0], keeps=False)
+    stays = {"embed", "head", "qkv", "out", "up", "down", "experts.up", "experts.down"}
+    tensors = [stored.entry, *stored.layers, stored.exit]
+    for mine, other in zip(tensors, [cast.entry, *cast.layers, cast.exit], strict=True):
+        for name, tensor in mine.items():
+            module, _, leaf = name.rpartition(".")
+            is_kept = leaf == "weight" and module in stays
+            assert tensor.dtype == (torch.bfloat16 if is_kept else torch.float32), name
+            assert torch.equal(tensor.float(), other[name])
+    assert 0.5 <= stored.num_bytes / cast.num_bytes < 0.6
+    assert load(folders[1]).num_bytes == cast.num_bytes, "stored in float32"
+
+
+def test_progress_counts_what_is_held(tmp_path: Path) -> None:
+    folder, _ = save_both("llama", tmp_path)
+    seen: list[tuple[int, int]] = []
+    found = load_tensors(
+        open_checkpoint(str(folder)),
+        one_stage()[0],
+        dtype=torch.float32,
+        device=CPU,
+        seed=0,
+        keeps_bfloat16=True,
+        on_progress=lambda done, total: seen.append((done, total)),
+    )
+    groups = [*found.layers, found.entry, found.exit]
+    tensors = {id(tensor): tensor for group in groups for tensor in group.values()}
+    assert found.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
+    assert seen[-1] == (found.num_bytes, found.num_bytes)
+
+
+def test_a_head_that_is_stored_twice_is_kept_once(tmp_path: Path) -> None:
+    folder, _ = save_both("llama-biases", tmp_path)
+    found = load(folder)
+    assert found.exit["head.weight"] is found.entry["embed.weight"]
+
+
+@needs_compiler
+def test_the_forecast_is_of_what_is_held(tmp_path: Path) -> None:
+    folder, _ = save_both("llama", tmp_path)
+    checkpoint, held = open_checkpoint(str(folder)), {}
+    for kernels in ("auto", "off"):
+        config = EngineConfig(
+            model=str(folder), dtype="float32", device="cpu", kernels=kernels, budget=1024
+        )
+        (found,) = measure_footprints(config, checkpoint, 1, CPU, torch.float32)
+        forecast = make_forecast(config, checkpoint, Layout())
+        of_weights = torch.bfloat16 if kernels == "auto" else torch.float32
+        assert (forecast.dtype, forecast.held_in) == (torch.float32, of_weights)
+        engine = fminfer.Engine(config)
+        held[kernels] = engine.facts.weight_bytes
+        engine.close()
+        assert found.weights >= held[kernels] >= found.held_weights
+    assert 0.5 <= held["auto"] / held["off"] < 0.55
+
+
+@needs_compiler
+def test_the_forecast_counts_mapped_files_beside_packed_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system keeps what it has mapped of a file until it needs the memory."""
+    monkeypatch.setattr(footprint, "HOLE_BYTES", {})
+    folder, _ = save_both("llama", tmp_path)
+    tensors = load(folder)
+    layers = list(tensors.layers)
+    packed = sum(t.nbytes for each in layers for n, t in each.items() if is_of_product(n))
+    mapped = sum(each[name].nbytes for each in layers for name in ("out.weight", "down.weight"))
+    config = EngineConfig(model=str(folder), dtype="float32", device="cpu", budget=1024)
+    checkpoint = open_checkpoint(str(folder))
+    (found,) = measure_footprints(config, checkpoint, 1, CPU, torch.float32)
+    # What is joined is copied, and its part of the file is left to others.
+    assert packed > mapped > 0 and found.weights == tensors.num_bytes + mapped
+    assert found.held_weights < found.weights - mapped
+
+
+@needs_compiler
+@pytest.mark.parametrize("kernels", ["auto", "off"])
+def test_a_run_says_how_weights_are_held(kernels: str, tmp_path: Path) -> None:
+    folder, _ = save_both("llama", tmp_path)
+    rows = tmp_path / "a.jsonl"
+    rows.write_text('{"prompt": "a", "max_tokens": 2}\n')
+    flags = [str(rows), "--model-name", str(folder), "--dtype", "float32", "--budget", "1024"]
+    for command in ("check", "run"):
+        found = CliRunner().invoke(main, [command, *flags, "--kernels", kernels])
+        says = "float32 with bfloat16 weights" if kernels == "auto" else "(float32 on cpu"
+        assert found.exit_code == 0 and says in found.output, found.output
+
+
+@pytest.mark.parametrize("flags", [[], ["--data-group-size", "2"]])
+def test_a_run_whose_kernels_could_not_be_built_says_what_it_holds(
+    flags: list[str], tmp_path: Path
+) -> None:
+    """It said "with bfloat16 weights", as was foreseen before the build failed."""
+    folder, _ = save_both("llama", tmp_path)
+    compiler = tmp_path / "compiler"
+    compiler.write_text('#!/bin/sh\ntest "$1" = --version\n')
+    compiler.chmod(0o755)
+    rows = tmp_path / "a.jsonl"
+    rows.write_text('{"prompt": "a", "max_tokens": 2}\n')
+    command = [sys.executable, "-m", "fminfer", "run", str(rows), "--model-name", str(folder)]
+    command += ["--dtype", "float32", "--device", "cpu", "--budget", "1024", *flags]
+    environ = os.environ | {"CXX": str(compiler)}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "the compiler failed" in done.stderr, done.stderr
+    assert "(float32 on cpu" in done.stdout + done.stderr.partition("Ready")[2]
+
+
+def test_weights_of_another_type_than_rows_are_widened() -> None:
+    weight, bias, x = torch.randn(70, 40).bfloat16(), torch.randn(70), torch.randn(5, 40)
+    expected = torch.nn.functional.linear(x, weight.float(), bias)
+    for is_fast in (False, True):  # a processor with units for bfloat16 packed it, for such rows
+        packed = PackedProducts(is_fast_in_bfloat16=is_fast, kernel=None, dtype=torch.float32)
+        for products in (packed, Products()):
+            torch.testing.assert_close(products.make(weight, bias)(x), expected)
+
+
+@needs_compiler
+@pytest.mark.parametrize("has_tiles", [False, True])
+def test_the_kernel_packs_them_as_they_are(
+    has_tiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On every processor: oneDNN's products of tiles have no rows of float32."""
+    monkeypatch.setattr(product_kernel, "has_unit", lambda name: has_tiles)
+    kernel = ProductKernel(built_library())
+    packed = PackedProducts(is_fast_in_bfloat16=has_tiles, kernel=kernel, dtype=torch.float32)
+    weight, bias, x = torch.randn(70, 40).bfloat16(), torch.randn(70), torch.randn(5, 40)
+    product = packed.make(weight, bias)
+    assert isinstance(product, PackedProduct) and product.packed.dtype == torch.bfloat16
+    assert torch.equal(product(x), packed.make(weight.float(), bias)(x))
+    odd = torch.randn(70, 33).bfloat16()  # inputs that it does not serve
+    x = torch.randn(5, 33)
+    torch.testing.assert_close(packed.make(odd, bias)(x), x @ odd.float().t() + bias)
+    assert not packed.why_plain
