@@ -13,7 +13,6 @@ A table comes first, one JSON line last.
 from __future__ import annotations
 
 import json
-import math
 import os
 import statistics
 
@@ -44,7 +43,7 @@ def build(model: Any, held: Any, dtype: Any, *, in_one_call: bool) -> Any:
 
     from fminfer.compute.kernel_choice import find_layers, find_library
     from fminfer.models.part_tensors import PartTensors
-    from fminfer.models.tensor_shapes import layer_shapes
+    from fminfer.models.tensor_specs import layer_specs
     from fminfer.models.transformer import Transformer
     from fminfer.runtime.build import loading
 
@@ -58,10 +57,10 @@ def build(model: Any, held: Any, dtype: Any, *, in_one_call: bool) -> Any:
     generator = torch.Generator().manual_seed(0)
     for how in model.layers:
         tensors = {}
-        for name, shape in layer_shapes(how, WIDTH).items():
-            is_norm = "norm" in name or "before" in name
-            tensor = torch.empty(shape).normal_(0, 0.02, generator=generator)
-            tensors[name] = torch.ones(shape, dtype=dtype) if is_norm else tensor.to(held)
+        for name, spec in layer_specs(how, WIDTH).items():
+            tensor = torch.empty(spec.shape).normal_(0, 0.02, generator=generator)
+            is_norm = spec.use == "norm"
+            tensors[name] = torch.ones(spec.shape, dtype=dtype) if is_norm else tensor.to(held)
         tensors["router.weight"] = tensors["router.weight"].to(dtype)
         layers.append(tensors)
     join = None if whole is None else whole.join
@@ -118,7 +117,7 @@ def main(held: str, dtype: str, names: tuple[str, ...], layers: int, turns: int)
     from transformers import AutoConfig
 
     from fminfer.models.families.table import architecture_of
-    from fminfer.models.tensor_shapes import layer_shapes
+    from fminfer.models.tensor_specs import layer_specs
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     results = []
@@ -129,7 +128,7 @@ def main(held: str, dtype: str, names: tuple[str, ...], layers: int, turns: int)
     for name in names:
         config = AutoConfig.for_model(name, num_hidden_layers=layers, **SHAPE | MODELS[name])
         model = architecture_of(config).model
-        sizes = [math.prod(s) for how in model.layers for s in layer_shapes(how, WIDTH).values()]
+        sizes = [s.size for how in model.layers for s in layer_specs(how, WIDTH).values()]
         print(f"{name}: {sum(sizes) / 1e6:.0f} million parameters")
         sides = [
             build(model, of_weights, of_rows, in_one_call=in_one_call)

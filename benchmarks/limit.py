@@ -18,7 +18,7 @@ import torch
 
 from fminfer.compute.spec import Model, Moe
 from fminfer.models.checkpoint import open_checkpoint
-from fminfer.models.tensor_shapes import exit_shapes, layer_shapes
+from fminfer.models.tensor_specs import exit_specs, layer_specs
 
 # Tokens, in and out: one that suits two cores and a small model, one that fills a GPU.
 GEMM = {"cpu": (512, 768, 3072), "cuda": (8192, 4096, 14336)}
@@ -84,13 +84,13 @@ def count_weights(model: Model) -> tuple[int, int, int]:
     """Return how many weights a model's layers have, a token meets there, and its head has."""
     layers = active = 0
     for layer in model.layers:
-        for shape in layer_shapes(layer, model.hidden_size).values():
-            if len(shape) > 1:
-                layers += math.prod(shape)
-                is_expert = len(shape) == 3 and isinstance(layer.mlp, Moe)
-                share = layer.mlp.top_k / shape[0] if is_expert else 1
-                active += round(math.prod(shape) * share)
-    return layers, active, math.prod(exit_shapes(model)["head.weight"])
+        for spec in layer_specs(layer, model.hidden_size).values():
+            if len(spec.shape) > 1:
+                layers += spec.size
+                is_expert = len(spec.shape) == 3 and isinstance(layer.mlp, Moe)
+                share = layer.mlp.top_k / spec.shape[0] if is_expert else 1
+                active += round(spec.size * share)
+    return layers, active, exit_specs(model)["head.weight"].size
 
 
 def count_distinct(prompts: list[list[int]]) -> int:

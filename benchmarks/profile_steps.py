@@ -39,7 +39,7 @@ from fminfer.compute.attention import kv_cache
 from fminfer.compute.attention.kernel_attention import KernelAttention
 from fminfer.compute.attention.paged_attention import PagedAttention
 from fminfer.models.layer_structs import Spent
-from fminfer.models.tensor_shapes import layer_shapes
+from fminfer.models.tensor_specs import layer_specs
 from fminfer.models.whole_layers import WholeLayer
 
 PLANNING: list[tuple[Any, str]] = [(kv_cache, "plan_attention"), (KernelAttention, "plan")]
@@ -82,7 +82,8 @@ def clock_stage(engine: fminfer.Engine, clock: Clock) -> None:
             continue
         for part in (layer.attention, layer.mlp):
             for name, product in getattr(part, "products", {}).items():
-                shape = layer_shapes(layer.how, stage._network.model.hidden_size)[f"{name}.weight"]
+                specs = layer_specs(layer.how, stage._network.model.hidden_size)
+                shape = specs[f"{name}.weight"].shape
                 part.products[name] = count_flops(clock, shape, clock.wrap("products", product))
     stage._head = CountedHead(stage._head, clock)
     PagedAttention.__call__ = clock.wrap("attention", PagedAttention.__call__)  # type: ignore

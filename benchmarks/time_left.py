@@ -118,7 +118,7 @@ def run_command(arguments: list[str], note: Path | None) -> None:
                 took_s = time.perf_counter() - self.started_s
                 note.write_text(json.dumps({"took_s": took_s, "said": self.said}))
 
-    job.ProgressBar = WatchedBar  # type: ignore[misc]
+    file_job.ProgressBar = WatchedBar  # type: ignore[misc]
     app.main(["run", "-q", *arguments])
 
 

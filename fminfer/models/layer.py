@@ -13,7 +13,7 @@ from fminfer.compute.layers.experts import Mix, PlainExperts
 from fminfer.compute.spec import Attention, Layer, Mlp, Moe
 from fminfer.models.layer_bodies import Bodies, Function
 from fminfer.models.layer_step import LayerStep
-from fminfer.models.tensor_shapes import Tensors
+from fminfer.models.tensor_specs import Tensors
 
 
 def route(

@@ -12,7 +12,7 @@ from fminfer.compute.layers.bodies import NormBody, Parts
 from fminfer.compute.layers.experts import KernelExperts
 from fminfer.compute.linear.products import Products
 from fminfer.compute.spec import Norm, Rope
-from fminfer.models.tensor_shapes import Tensors
+from fminfer.models.tensor_specs import Tensors
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 

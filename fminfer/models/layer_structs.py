@@ -10,7 +10,7 @@ from fminfer.compute import spec
 from fminfer.compute.layers.bodies import GATES, PLAIN
 from fminfer.compute.linear.product_kernel import TYPES, PackedProduct
 from fminfer.models.layer import LayerOf
-from fminfer.models.tensor_shapes import Tensors
+from fminfer.models.tensor_specs import Tensors
 
 NO_WINDOW = 2**31 - 1
 

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from fminfer.compute.spec import Layer, Mlp, Moe
+from fminfer.compute.weights import TensorSpec
 from fminfer.core.errors import CheckpointError
 from fminfer.models.families.tensor_names import Architecture, Layout, Source, source_of
-from fminfer.models.tensor_shapes import Shapes, entry_shapes, exit_shapes, layer_shapes
+from fminfer.models.tensor_specs import TensorSpecs, entry_specs, exit_specs, layer_specs
 
 Shape = tuple[int, ...]
 # Old checkpoints hold causal masks and tables of positions, which nothing reads.
@@ -41,9 +42,13 @@ class Piece:
 class Origin:
     """The stored tensors that one of ours is made of."""
 
-    shape: Shape
+    spec: TensorSpec
     pieces: tuple[Piece, ...]
     layout: Layout | None
+
+    @property
+    def shape(self) -> Shape:
+        return self.spec.shape
 
     @property
     def is_one_piece(self) -> bool:
@@ -89,12 +94,12 @@ def find_origins(
     search = _Search(architecture, stored, name)
     model = architecture.model
     layers = tuple(search.find_layer(layer, number) for number, layer in enumerate(model.layers))
-    outside = exit_shapes(model)
+    outside = exit_specs(model)
     has_own_head = search.has(architecture.outer["head"])
     if is_tied and not has_own_head:
         del outside["head.weight"]
     found = ModelOrigins(
-        search.find_outside(entry_shapes(model)),
+        search.find_outside(entry_specs(model)),
         layers,
         search.find_outside(outside),
         has_own_head or not is_tied,
@@ -117,12 +122,12 @@ class _Search:
         self._misshapen: list[str] = []
 
     def find_layer(self, layer: Layer, number: int) -> Origins:
-        shapes = layer_shapes(layer, self._architecture.model.hidden_size)
+        specs = layer_specs(layer, self._architecture.model.hidden_size)
         prefix = self._architecture.prefix.format(number)
-        return self._find(shapes, self._architecture.inner, prefix, layer)
+        return self._find(specs, self._architecture.inner, prefix, layer)
 
-    def find_outside(self, shapes: Shapes) -> Origins:
-        return self._find(shapes, self._architecture.outer, "", None)
+    def find_outside(self, specs: TensorSpecs) -> Origins:
+        return self._find(specs, self._architecture.outer, "", None)
 
     def has(self, source: Source) -> bool:
         """Tell whether the checkpoint has the weight of a module outside layers."""
@@ -159,10 +164,11 @@ class _Search:
             )
 
     def _find(
-        self, shapes: Shapes, where: Mapping[str, Source], prefix: str, layer: Layer | None
+        self, specs: TensorSpecs, where: Mapping[str, Source], prefix: str, layer: Layer | None
     ) -> Origins:
         origins: Origins = {}
-        for ours, shape in shapes.items():
+        for ours, spec in specs.items():
+            shape = spec.shape
             module, _, leaf = ours.rpartition(".")
             source = source_of(ours, where)
             whole = self._resolve(*(prefix + each for each in source.whole.split("|")))
@@ -175,7 +181,7 @@ class _Search:
                 pieces = tuple(self._pieces(source, form, shape, module, layer))
             for piece in pieces:
                 self._take(piece, source.layout)
-            origins[ours] = Origin(shape, pieces, source.layout)
+            origins[ours] = Origin(spec, pieces, source.layout)
         return origins
 
     def _pieces(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,19 +9,18 @@ from dataclasses import dataclass
 import torch
 
 from fminfer.compute.spec import Attention, Model
+from fminfer.compute.weights import TensorSpec
 from fminfer.core.partition import Part
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.origins import ModelOrigins, Origin, Origins
 from fminfer.models.stored.read_ahead import Waiting, reading_ahead
 from fminfer.models.stored.tensor_table import TensorFiles
-from fminfer.models.tensor_shapes import (
-    Shapes,
+from fminfer.models.tensor_specs import (
     Tensors,
-    entry_shapes,
-    exit_shapes,
-    is_precise,
-    layer_shapes,
-    may_stay_stored,
+    TensorSpecs,
+    entry_specs,
+    exit_specs,
+    layer_specs,
 )
 from fminfer.models.weight_headers import find_stored, open_files
 
@@ -55,7 +53,7 @@ class TensorReader:
         return {name: self.read(name, origin, attention) for name, origin in origins.items()}
 
     def read(self, name: str, origin: Origin, attention: Attention | None) -> torch.Tensor:
-        dtype = self._dtype_of(name, origin)
+        dtype = self._dtype_of(origin)
         stored = tensor = self._join(origin, dtype)
         if origin.layout is not None:
             assert attention is not None, "only a layer's tensors are laid out otherwise"
@@ -83,22 +81,22 @@ class TensorReader:
             origin.is_one_piece
             and origin.layout is None
             and self._device.type == "cpu"
-            and self._files.dtypes[stored] == self._dtype_of(name, origin)
+            and self._files.dtypes[stored] == self._dtype_of(origin)
             and self._files.is_in_place(stored)
         )
 
     def count_bytes(self, origins: Origins) -> int:
         """Return what tensors will take in memory."""
         return sum(
-            torch.Size(origin.shape).numel() * self._dtype_of(name, origin).itemsize
+            torch.Size(origin.shape).numel() * self._dtype_of(origin).itemsize
             for name, origin in origins.items()
         )
 
-    def _dtype_of(self, name: str, origin: Origin) -> torch.dtype:
+    def _dtype_of(self, origin: Origin) -> torch.dtype:
         """Return the type of a tensor in memory."""
-        if is_precise(name):
+        if origin.spec.is_precise:
             return torch.float32
-        stays = self._keeps_bfloat16 and may_stay_stored(name)
+        stays = self._keeps_bfloat16 and origin.spec.is_widened
         if stays and all(self._files.dtypes[p.stored] == torch.bfloat16 for p in origin.pieces):
             return torch.bfloat16
         return self._dtype
@@ -209,16 +207,16 @@ def _draw(
     spread = float(getattr(checkpoint.config, "initializer_range", 0.02))
     of_norms = 1.0 - (model.final_norm.offset if model.final_norm else 0.0)
     draw = RandomTensors(seed, spread, of_norms, dtype, device).draw
-    shapes = {
-        number: layer_shapes(model.layers[number], model.hidden_size)
+    specs = {
+        number: layer_specs(model.layers[number], model.hidden_size)
         for number in range(part.first, part.last)
     }
-    layers = (draw(own, f"layer {number} ") for number, own in shapes.items())
-    sizes = [math.prod(shape) for own in shapes.values() for shape in own.values()]
-    entry = draw(entry_shapes(model), "") if part.is_first else {}
-    outside = draw(exit_shapes(model), "") if part.is_last else {}
+    layers = (draw(own, f"layer {number} ") for number, own in specs.items())
+    sizes = [spec.size for own in specs.values() for spec in own.values()]
+    entry = draw(entry_specs(model), "") if part.is_first else {}
+    outside = draw(exit_specs(model), "") if part.is_last else {}
     if part.is_last and checkpoint.config.tie_word_embeddings:
-        of_embed = {"embed.weight": entry_shapes(model)["embed.weight"]}
+        of_embed = {"embed.weight": entry_specs(model)["embed.weight"]}
         outside["head.weight"] = (entry or draw(of_embed, ""))["embed.weight"]
     num_bytes = sum(sizes) * dtype.itemsize + _count_bytes(entry, outside)
     return PartTensors(layers, entry, outside, dtype, num_bytes)
@@ -239,18 +237,19 @@ class RandomTensors:
     dtype: torch.dtype
     device: torch.device
 
-    def draw(self, shapes: Shapes, where: str) -> Tensors:
-        """Draw tensors of these shapes. Each has a seed of its own, by its name and `where`."""
-        return {name: self._one(name, shape, where) for name, shape in shapes.items()}
+    def draw(self, specs: TensorSpecs, where: str) -> Tensors:
+        """Draw tensors of these specs. Each has a seed of its own, by its name and `where`."""
+        return {name: self._one(spec, f"{where}{name}") for name, spec in specs.items()}
 
-    def _one(self, name: str, shape: tuple[int, ...], where: str) -> torch.Tensor:
+    def _one(self, spec: TensorSpec, name: str) -> torch.Tensor:
         """Draw one tensor. Norms multiply by 1, biases are 0, the rest is normal."""
-        dtype, device = torch.float32 if is_precise(name) else self.dtype, self.device
-        if name.endswith(".bias"):
+        dtype, device = torch.float32 if spec.is_precise else self.dtype, self.device
+        shape = spec.shape
+        if spec.use in ("bias", "choice"):
             return torch.zeros(shape, dtype=dtype, device=device)
-        if "norm" in name or name.startswith(("before_", "after_", "sum_")):
+        if spec.use == "norm":
             return torch.full(shape, self.of_norms, dtype=dtype, device=device)
-        key = f"{self.seed} {where}{name}"
+        key = f"{self.seed} {name}"
         generator = torch.Generator(device).manual_seed(zlib.crc32(key.encode()))
         tensor = torch.empty(shape, dtype=dtype, device=device)
         return tensor.normal_(0, self.spread, generator=generator)

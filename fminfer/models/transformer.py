@@ -16,7 +16,7 @@ from fminfer.models.layer import LayerOf, normed_sum
 from fminfer.models.layer_bodies import Bodies
 from fminfer.models.layer_step import LayerStep
 from fminfer.models.part_tensors import PartTensors
-from fminfer.models.tensor_shapes import Tensors
+from fminfer.models.tensor_specs import Tensors
 
 Join = Callable[[LayerOf, Tensors], LayerOf]
 

@@ -30,7 +30,7 @@ from fminfer.core.messages import StepRow
 from fminfer.models.layer import LayerOf
 from fminfer.models.layer_step import LayerStep
 from fminfer.models.layer_structs import LayerStruct, Spent, describe_layer, tensors_of_norms
-from fminfer.models.tensor_shapes import Tensors
+from fminfer.models.tensor_specs import Tensors
 
 # Of the largest number that the parts give.
 MAX_ERROR: Limits = {torch.float32: 1e-4, torch.bfloat16: 0.02}

@@ -5,7 +5,6 @@ The spec gives the shapes of one part's tensors; no weight is read.
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +19,9 @@ from fminfer.core.partition import Part
 from fminfer.machine.device import choose_kv_dtype, is_fast_in_bfloat16
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.families.tensor_names import Architecture, source_of
-from fminfer.models.tensor_shapes import (
-    is_moved,
-    is_of_product,
-    is_precise,
-    may_stay_stored,
-    part_shapes,
+from fminfer.models.tensor_specs import (
+    TensorSpecs,
+    part_specs,
 )
 from fminfer.models.weight_headers import stored_dtype, weight_dtype
 from fminfer.plan.kv_size import kv_token_bytes
@@ -103,32 +99,32 @@ def measure_footprint(
     dtype: torch.dtype,
 ) -> Footprint:
     """Return what the process of one part takes."""
-    shapes = part_shapes(checkpoint.model, part)
+    specs = part_specs(checkpoint.model, part)
     on_cpu = device.type == "cpu"
     is_tied = bool(checkpoint.config.tie_word_embeddings)
     if is_tied and part.is_first:  # the embedding is the head
-        shapes.pop("head.weight", None)
+        specs.pop("head.weight", None)
     held_in = held_dtype(config, checkpoint, device, dtype)
-    dtypes = {name: held_in if may_stay_stored(name) else dtype for name in shapes}
-    dtypes |= dict.fromkeys(filter(is_precise, shapes), torch.float32)
-    sizes = {name: math.prod(shape) * dtypes[name].itemsize for name, shape in shapes.items()}
+    dtypes = {name: held_in if spec.is_widened else dtype for name, spec in specs.items()}
+    dtypes |= {name: torch.float32 for name, spec in specs.items() if spec.is_precise}
+    sizes = {name: spec.size * dtypes[name].itemsize for name, spec in specs.items()}
     # Of files in this very dtype the system keeps what was read, for it is mapped and not copied.
     has_files = on_cpu and checkpoint.folder is not None
     stored = stored_dtype(checkpoint) if has_files else None
-    packed: dict[str, tuple[int, ...]] = {}
+    packed: TensorSpecs = {}
     if on_cpu and _packs(config, held_in, dtype, device):
-        packed = {name: shape for name, shape in shapes.items() if is_of_product(name)}
+        packed = {name: spec for name, spec in specs.items() if spec.use == "product"}
     weights = sum(sizes.values())
     # Joined tensors are copies, which packing replaces; what they were joined of leaves memory.
-    whole = {n for n in shapes if _is_mapped(checkpoint.architecture, n)}
+    whole = {n for n in specs if _is_mapped(checkpoint.architecture, n)}
     mapped = sum(sizes[name] for name in whole if dtypes[name] == stored)
-    copied = {name for name in whole if name in packed or is_moved(name)}
+    copied = {name for name in whole if name in packed or specs[name].use == "moved"}
     weights += sum(sizes[name] for name in copied if dtypes[name] == stored)
     held = weights - mapped
     tables = _table_bytes(checkpoint, part)
     weights += len(packed) * HOLE_BYTES.get(held_in, 0)
     if not _has_kernels(config, held_in):
-        num_products = sum(shape[0] for shape in packed.values() if len(shape) == 3)
+        num_products = sum(spec.shape[0] for spec in packed.values() if len(spec.shape) == 3)
         weights += num_products * EXPERT_HOLE_BYTES.get(held_in, 0)
     return Footprint(
         part.stage,

@@ -8,7 +8,7 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.core.partition import Part, split_layers
 from fminfer.models.checkpoint import Checkpoint, open_checkpoint, open_random
-from fminfer.models.tensor_shapes import head_cost
+from fminfer.models.tensor_specs import head_cost
 
 
 def open_model(config: EngineConfig, *, has_weights: bool = True) -> Checkpoint:

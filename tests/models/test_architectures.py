@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from fminfer.core.partition import split_layers
 from fminfer.models.checkpoint import open_checkpoint, text_part
 from fminfer.models.families.table import architecture_of
 from fminfer.models.part_tensors import PartTensors, load_tensors
-from fminfer.models.tensor_shapes import entry_shapes, exit_shapes, layer_shapes
+from fminfer.models.tensor_specs import entry_specs, exit_specs, layer_specs
 from tests.conftest import make_model
 from tests.published_configs import PUBLISHED
 
@@ -31,11 +30,11 @@ def config_of(fields: dict[str, Any]) -> Any:
 
 def count_parameters(config: Any) -> int:
     model = architecture_of(config).model
-    shapes = [layer_shapes(layer, model.hidden_size) for layer in model.layers]
-    outside = entry_shapes(model) | exit_shapes(model)
+    specs = [layer_specs(layer, model.hidden_size) for layer in model.layers]
+    outside = entry_specs(model) | exit_specs(model)
     if text_part(config).tie_word_embeddings:
         del outside["head.weight"]
-    return sum(math.prod(shape) for each in (*shapes, outside) for shape in each.values())
+    return sum(spec.size for each in (*specs, outside) for spec in each.values())
 
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))

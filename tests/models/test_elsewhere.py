@@ -22,7 +22,7 @@ from fminfer.core.partition import Part
 from fminfer.models.fingerprint import fingerprint_of
 from fminfer.models.known_sizes import ALIASES, SIZES, size_fields
 from fminfer.models.layer_count import check_split
-from fminfer.models.tensor_shapes import part_shapes
+from fminfer.models.tensor_specs import part_specs
 from fminfer.models.weight_headers import check_tensors
 from fminfer.plan.opening import open_model
 from tests.conftest import save_byte_tokenizer
@@ -248,15 +248,10 @@ PARAMETERS = {
 def test_sizes_are_those_that_their_names_say(size: str) -> None:
     checkpoint = open_model(EngineConfig(random_init=size))
     model = checkpoint.model
-    shapes = part_shapes(model, Part(0, 1, 0, len(model.layers)))
+    specs = part_specs(model, Part(0, 1, 0, len(model.layers)))
     if checkpoint.config.tie_word_embeddings:
-        del shapes["head.weight"]
-    total = 0
-    for shape in shapes.values():
-        number = 1
-        for each in shape:
-            number *= each
-        total += number
+        del specs["head.weight"]
+    total = sum(spec.size for spec in specs.values())
     assert total / 1e9 == pytest.approx(PARAMETERS[size], rel=0.005)
 
 

@@ -22,7 +22,7 @@ from fminfer.models.layer_bodies import Bodies
 from fminfer.models.part_tensors import load_tensors
 from fminfer.models.stored import read_ahead
 from fminfer.models.stored.read_ahead import Waiting, reading_ahead
-from fminfer.models.tensor_shapes import Tensors
+from fminfer.models.tensor_specs import Tensors
 from fminfer.models.transformer import Transformer
 from tests.models.test_transformer import one_stage
 

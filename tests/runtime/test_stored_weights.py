@@ -26,7 +26,7 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.partition import Part, split_layers
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.part_tensors import PartTensors, load_tensors
-from fminfer.models.tensor_shapes import is_of_product
+from fminfer.models.tensor_specs import layer_specs
 from fminfer.plan import footprint
 from fminfer.plan.footprint import measure_footprints
 from fminfer.plan.forecast import Layout, make_forecast
@@ -166,7 +166,9 @@ def test_the_forecast_counts_mapped_files_beside_packed_weights(
     folder, _ = save_both("llama", tmp_path)
     tensors = load(folder)
     layers = list(tensors.layers)
-    packed = sum(t.nbytes for each in layers for n, t in each.items() if is_of_product(n))
+    model = open_checkpoint(str(folder)).model
+    specs = layer_specs(model.layers[0], model.hidden_size)
+    packed = sum(t.nbytes for each in layers for n, t in each.items() if specs[n].use == "product")
     mapped = sum(each[name].nbytes for each in layers for name in ("out.weight", "down.weight"))
     config = EngineConfig(model=str(folder), dtype="float32", device="cpu", budget=1024)
     checkpoint = open_checkpoint(str(folder))

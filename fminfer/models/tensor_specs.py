@@ -1,88 +1,61 @@
-"""Lists every tensor of a spec by our name for it, with its shape.
+"""Lists every tensor of a spec by our name for it: what it is for, and its shape.
 
 Loading, random weights, forecasts of memory and the cost of the head use this list.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import torch
 
 from fminfer.compute.spec import ACTIVATION_SHAPES, Attention, Latent, Layer, Mlp, Model, Moe, Norm
+from fminfer.compute.weights import TensorSpec, Use
 from fminfer.core.partition import Part
 
-Shapes = dict[str, tuple[int, ...]]
+TensorSpecs = dict[str, TensorSpec]
 Tensors = dict[str, torch.Tensor]  # by the same names
 # The share of tokens that run the head: generated tokens do, most prompt tokens do not.
 HEAD_SHARE = 0.5
-# Of a layer, or of each of its experts.
-PRODUCTS = frozenset({"qkv", "out", "up", "down", "q", "q_down", "q_up", "kv_down"})
+Specs = Iterator[tuple[str, TensorSpec]]
 
 
-def layer_shapes(layer: Layer, hidden_size: int) -> Shapes:
+def layer_specs(layer: Layer, hidden_size: int) -> TensorSpecs:
     """Return the tensors of a layer. Products are (outputs, inputs), of experts (experts, …)."""
     return dict(_of_layer(layer, hidden_size))
 
 
-def entry_shapes(model: Model) -> Shapes:
+def entry_specs(model: Model) -> TensorSpecs:
     """Return the tensors before the first layer, which the first stage holds."""
     return dict(_of_entry(model))
 
 
-def exit_shapes(model: Model) -> Shapes:
+def exit_specs(model: Model) -> TensorSpecs:
     """Return the tensors after the last layer, which the last stage holds."""
     return dict(_of_exit(model))
 
 
-def part_shapes(model: Model, part: Part) -> Shapes:
+def part_specs(model: Model, part: Part) -> TensorSpecs:
     """Return the tensors of one stage. Names of a layer's tensors begin with its number."""
-    shapes: Shapes = entry_shapes(model) if part.is_first else {}
+    specs: TensorSpecs = entry_specs(model) if part.is_first else {}
     for number in range(part.first, part.last):
-        own = layer_shapes(model.layers[number], model.hidden_size)
-        shapes |= {f"{number}.{name}": shape for name, shape in own.items()}
-    return shapes | (exit_shapes(model) if part.is_last else {})
-
-
-def is_of_product(name: str) -> bool:
-    """Tell whether a tensor is the weight of one of a layer's products, by its name in a part."""
-    return _weighs(name) in PRODUCTS
-
-
-def may_stay_stored(name: str) -> bool:
-    """Tell whether a tensor is widened where it is used: a product's, the head's, embeddings."""
-    return _weighs(name) in PRODUCTS | {"head", "embed"}
-
-
-def is_moved(name: str) -> bool:
-    """Tell whether a tensor becomes others when its layer is made: the `kv_up` of a latent."""
-    return _weighs(name) == "kv_up"
-
-
-def is_precise(name: str) -> bool:
-    """Tell whether a tensor is float32 in any dtype: a small one that decides between experts."""
-    return name.endswith(("choice.bias", "router.weight"))
-
-
-def _weighs(name: str) -> str:
-    """Return what a tensor is the weight of, without its layer; "": it is none."""
-    module, _, leaf = name.rpartition(".")
-    return module.rpartition(".")[2] if leaf == "weight" else ""
+        own = layer_specs(model.layers[number], model.hidden_size)
+        specs |= {f"{number}.{name}": spec for name, spec in own.items()}
+    return specs | (exit_specs(model) if part.is_last else {})
 
 
 def head_cost(model: Model) -> float:
     """Return the cost of the head on the last stage, in units of a layer."""
-    sizes = [_size(layer_shapes(layer, model.hidden_size)) for layer in model.layers]
-    head = math.prod(exit_shapes(model)["head.weight"])
+    sizes = [_size(layer_specs(layer, model.hidden_size)) for layer in model.layers]
+    head = exit_specs(model)["head.weight"].size
     return HEAD_SHARE * head * len(sizes) / sum(sizes)
 
 
-def _size(shapes: Shapes) -> int:
-    return sum(map(math.prod, shapes.values()))
+def _size(specs: TensorSpecs) -> int:
+    return sum(spec.size for spec in specs.values())
 
 
-def _of_layer(layer: Layer, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _of_layer(layer: Layer, hidden: int) -> Specs:
     attention = layer.attention
     for side, pair in (("before", layer.before), ("after", layer.after), ("sum", layer.of_sum)):
         for part, norm in zip(("attention", "mlp"), pair, strict=True):
@@ -94,26 +67,24 @@ def _of_layer(layer: Layer, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]
         for name, heads in (("q_norm", attention.heads), ("k_norm", attention.kv_heads)):
             yield from _of_norm(name, attention.qk_norm, _qk_norm_shape(attention, heads))
     if attention.has_sinks:
-        yield "sinks.weight", (attention.heads,)
+        yield "sinks.weight", TensorSpec((attention.heads,), "other")
     yield from _of_product("out", hidden, attention.out_inputs, attention.has_out_bias)
     if isinstance(layer.mlp, Moe):
         moe, expert = layer.mlp, layer.mlp.expert
-        yield from _of_product("router", moe.num_experts, hidden, moe.has_router_bias)
+        yield from _of_product("router", moe.num_experts, hidden, moe.has_router_bias, "router")
         if moe.has_choice_bias:
-            yield "choice.bias", (moe.num_experts,)
-        for name, shape in _of_mlp(expert, hidden):
-            yield f"experts.{name}", (moe.num_experts, *shape)
-        for name, shape in () if moe.shared is None else _of_mlp(moe.shared, hidden):
-            yield f"shared.{name}", shape
+            yield "choice.bias", TensorSpec((moe.num_experts,), "choice")
+        for name, one in _of_mlp(expert, hidden):
+            yield f"experts.{name}", TensorSpec((moe.num_experts, *one.shape), one.use)
+        for name, one in () if moe.shared is None else _of_mlp(moe.shared, hidden):
+            yield f"shared.{name}", one
         if moe.has_shared_gate:
-            yield "shared_gate.weight", (1, hidden)
+            yield "shared_gate.weight", TensorSpec((1, hidden), "other")
     else:
         yield from _of_mlp(layer.mlp, hidden)
 
 
-def _of_latent(
-    how: Attention, latent: Latent, hidden: int
-) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _of_latent(how: Attention, latent: Latent, hidden: int) -> Specs:
     of_queries, has_bias = how.heads * (latent.key_dim + latent.turned_dim), how.has_qkv_bias
     if latent.query_rank is None:
         yield from _of_product("q", of_queries, hidden, False)
@@ -124,47 +95,45 @@ def _of_latent(
     yield from _of_product("kv_down", latent.rank + latent.turned_dim, hidden, has_bias)
     yield from _of_norm("kv_norm", latent.norm, (latent.rank,))
     of_heads = how.heads * (latent.key_dim + latent.value_dim)
-    yield from _of_product("kv_up", of_heads, latent.rank, False)
+    yield from _of_product("kv_up", of_heads, latent.rank, False, "moved")
 
 
-def _of_entry(model: Model) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield "embed.weight", (model.vocab_size, model.embed_size)
+def _of_entry(model: Model) -> Specs:
+    yield "embed.weight", TensorSpec((model.vocab_size, model.embed_size), "embedding")
     if model.embed_size != model.hidden_size:
-        yield "project_in.weight", (model.hidden_size, model.embed_size)
+        yield "project_in.weight", TensorSpec((model.hidden_size, model.embed_size), "other")
     if model.num_positions and not model.has_sinusoids:
-        yield "positions.weight", (model.num_positions, model.hidden_size)
+        yield "positions.weight", TensorSpec((model.num_positions, model.hidden_size), "other")
     yield from _of_norm("embed_norm", model.embed_norm, (model.hidden_size,))
 
 
-def _of_exit(model: Model) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _of_exit(model: Model) -> Specs:
     yield from _of_norm("final_norm", model.final_norm, (model.hidden_size,))
     if model.embed_size != model.hidden_size:
-        yield "project_out.weight", (model.embed_size, model.hidden_size)
-    yield from _of_product("head", model.vocab_size, model.embed_size, model.has_head_bias)
+        yield "project_out.weight", TensorSpec((model.embed_size, model.hidden_size), "other")
+    yield from _of_product("head", model.vocab_size, model.embed_size, model.has_head_bias, "head")
 
 
-def _of_mlp(mlp: Mlp, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _of_mlp(mlp: Mlp, hidden: int) -> Specs:
     yield from _of_product("up", mlp.up_size, hidden, mlp.has_bias)
     yield from _of_product("down", hidden, mlp.size, mlp.has_bias)
     for name, shape in ACTIVATION_SHAPES.get(mlp.activation, {}).items():
-        yield f"{mlp.activation}.{name}", shape
+        yield f"{mlp.activation}.{name}", TensorSpec(shape, "other")
 
 
 def _of_product(
-    name: str, outputs: int, inputs: int, has_bias: bool
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield f"{name}.weight", (outputs, inputs)
+    name: str, outputs: int, inputs: int, has_bias: bool, use: Use = "product"
+) -> Specs:
+    yield f"{name}.weight", TensorSpec((outputs, inputs), use)
     if has_bias:
-        yield f"{name}.bias", (outputs,)
+        yield f"{name}.bias", TensorSpec((outputs,), "bias")
 
 
-def _of_norm(
-    name: str, norm: Norm | None, shape: tuple[int, ...]
-) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _of_norm(name: str, norm: Norm | None, shape: tuple[int, ...]) -> Specs:
     if norm is not None and norm.has_weight:
-        yield f"{name}.weight", shape
+        yield f"{name}.weight", TensorSpec(shape, "norm")
     if norm is not None and norm.has_bias:
-        yield f"{name}.bias", shape
+        yield f"{name}.bias", TensorSpec(shape, "bias")
 
 
 def _qk_norm_shape(attention: Attention, heads: int) -> tuple[int, ...]:
