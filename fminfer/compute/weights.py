@@ -43,7 +43,9 @@ class Format(Protocol):
     that take it say so by `serves`. All others get it dequantized.
     """
 
-    name: str  # as people call it: "bfloat16", "int8"
+    @property
+    def name(self) -> str:
+        """What people call it: "bfloat16", "int8"."""
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         """Return what a weight of a shape takes."""
