@@ -9,5 +9,5 @@ import importlib
 from fminfer.machine.library_imports import import_transformers
 
 import_transformers()
-for name in ("cli.app", "batch.run_process", "server.http", "worker.part_process"):
+for name in ("cli.app", "job.run_process", "server.http", "runtime.process_roles"):
     importlib.import_module(f"fminfer.{name}")

@@ -299,7 +299,7 @@ def _run(job: JobPaths, config: EngineConfig, role: Role, stopper: Stopper, endi
     refuse_other_models(config, plan.inputs if plan else [])
     children = start_children(config, role, stopper, ending)
     with importing_engine(config, role):
-        from fminfer.job.run_context import RunContext
+        from fminfer.job.run_paths import RunContext
         from fminfer.job.run_process import run_process
 
     run = RunContext(

@@ -50,7 +50,7 @@ def _serve(ending: Ending, stopper: Stopper, parent: int) -> None:
     assert ending.children is not None
     prepare_torch()
     with importing():
-        from fminfer.runtime.part_process import do_task
+        from fminfer.runtime.process_roles import do_task
 
     line = sys.stdin.readline()
     if not line:  # there is nothing to do, or whoever would say it is gone

@@ -23,10 +23,8 @@ from fminfer.files.run_terms import CountLines
 from fminfer.job.file_job import run_job
 from fminfer.job.named_files import open_files
 from fminfer.job.report_at_end import name_settings, reporting, write_at_end
-from fminfer.job.run_context import RunContext
-from fminfer.job.run_engine import MakeEngine, say, start_engine
 from fminfer.job.run_inputs import RunInputs
-from fminfer.job.run_paths import JobPaths
+from fminfer.job.run_paths import JobPaths, RunContext
 from fminfer.job.run_summary import JobSummary
 from fminfer.job.shared_folder import share_files
 from fminfer.machine.processor import chosen_name
@@ -38,6 +36,7 @@ from fminfer.runtime.build.assembly import line_counting
 from fminfer.runtime.engine_api import Engine
 from fminfer.runtime.lines.line_intake import FILLS
 from fminfer.runtime.result_cache import open_result_cache
+from fminfer.runtime.start_engine import MakeEngine, say, start_engine
 
 CHAT_TOKENS = 1024  # of the answer to --prompt, if it does not say
 

@@ -20,9 +20,9 @@ from fminfer.files.row_counts import Tally
 from fminfer.files.run_facts import RunFacts
 from fminfer.files.run_terms import CountLines, RunTerms
 from fminfer.job.journaled_input import JournaledInput
-from fminfer.job.progress import write_beside_bar
 from fminfer.job.run_inputs import RunInput, add_files, sum_saved
 from fminfer.job.run_summary import JobSummary
+from fminfer.runtime.bars import write_beside_bar
 
 
 class OrderedStream:

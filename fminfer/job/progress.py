@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Any
 
 from fminfer.core.quantities import counted
 from fminfer.core.quantities import show_dtypes as show_dtypes
 from fminfer.core.quantities import show_seconds as show_seconds
 from fminfer.engine.stats import EngineStats
 from fminfer.job.time_left import Answering, TimeLeft
+from fminfer.runtime.bars import make_bar, num_columns
 
 BAR_EVERY_S = 0.2
 FIRST_LINE_S, LINE_EVERY_S = 5.0, 30.0  # without a terminal; the wait doubles up to the second
 LEFT_EVERY_S = 2.0  # how often the time left is worked out
 UNKNOWN = "left ?"
 LEAST_BAR = 3  # columns
-USUAL_COLUMNS, USUAL_LINES = 80, 24  # for a terminal that does not report its size
 BAR_OF_UNKNOWN = "{desc}: {n_fmt}/? rows{postfix}"
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} rows{postfix}"
 
@@ -55,7 +52,7 @@ class ProgressBar:
         self._left, self._left_at_s = UNKNOWN, -math.inf
         hide = is_quiet or not self._is_terminal
         form = BAR_OF_UNKNOWN if total_rows is None else BAR
-        self._bar = _make_bar(total=total_rows, desc="fminfer", bar_format=form, disable=hide)
+        self._bar = make_bar(total=total_rows, desc="fminfer", bar_format=form, disable=hide)
 
     def add_work(self, stats: EngineStats, num_fed: int, num_drawn: int) -> None:
         """Take note of steps that have just ended, and are counted in the statistics."""
@@ -92,7 +89,7 @@ class ProgressBar:
         rows = f"{num_rows}/{total} rows"
         texts = self._texts(num_errors)
         if self._is_terminal:
-            room = _num_columns() - len(f"fminfer: 100%|| {rows}, ") - LEAST_BAR
+            room = num_columns() - len(f"fminfer: 100%|| {rows}, ") - LEAST_BAR
             text = next((each for each in texts if len(each) <= room), texts[-1])
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.total = self.total_rows
@@ -138,9 +135,7 @@ class TimeBar:
         self._is_terminal = sys.stderr.isatty()
         self._last_line_s = -math.inf
         form = "{desc}: {percentage:3.0f}%|{bar}|{postfix}"
-        self._bar = _make_bar(
-            desc=name, bar_format=form, disable=not self._is_terminal, leave=False
-        )
+        self._bar = make_bar(desc=name, bar_format=form, disable=not self._is_terminal, leave=False)
         self._name = name
 
     def update(self, what: str, elapsed_s: float, in_all_s: float) -> None:
@@ -161,52 +156,3 @@ class TimeBar:
 
     def close(self) -> None:
         self._bar.close()
-
-
-def write_beside_bar(line: bytes) -> None:
-    """Write a line to stderr without disturbing a bar that is shown there."""
-    from tqdm import tqdm
-
-    with tqdm.external_write_mode(file=sys.stderr):
-        sys.stderr.buffer.write(line + b"\n")
-        sys.stderr.buffer.flush()
-
-
-class LoadingBar:
-    """Shows the weights coming in, on a terminal."""
-
-    def __init__(self, *, is_quiet: bool) -> None:
-        hide = is_quiet or not sys.stderr.isatty()
-        self._bar = _make_bar(
-            total=0, desc="weights", unit="B", unit_scale=True, disable=hide, leave=False, delay=0.5
-        )
-
-    def __call__(self, done_bytes: int, total_bytes: int) -> None:
-        self._bar.total = total_bytes
-        self._bar.update(done_bytes - self._bar.n)
-
-    def close(self) -> None:
-        self._bar.close()
-
-
-def _make_bar(**how: Any) -> Any:
-    """Return a tqdm bar; its library takes a third of the start of commands that show none."""
-    from tqdm import tqdm
-
-    # Where a terminal reports no columns, or no lines, tqdm would show no bar.
-    size: dict[str, Any] = {"dynamic_ncols": True}
-    if not all(_terminal_size()):
-        size = {"ncols": _num_columns(), "nrows": USUAL_LINES}
-    return tqdm(**how, **size)
-
-
-def _num_columns() -> int:
-    """Return the width of the terminal, which may change."""
-    return _terminal_size().columns or USUAL_COLUMNS
-
-
-def _terminal_size() -> os.terminal_size:
-    """Return the size of the terminal; 0: it is not known."""
-    with suppress(OSError, ValueError):
-        return os.get_terminal_size(sys.stderr.fileno())
-    return os.terminal_size((0, 0))

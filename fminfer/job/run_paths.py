@@ -20,6 +20,7 @@ from fminfer.files.storage import Location, RemoteFolders
 from fminfer.job.report.report_place import check_place
 from fminfer.job.synthetic import Synthetic
 from fminfer.models.known_sizes import DEMO_NAMES
+from fminfer.runtime.launch.processes import ProcessContext
 
 MOST_LOOKED_AT = 100  # files, and lines of each, for one that names a model
 
@@ -173,3 +174,11 @@ def _names_the_demo(path: Path) -> bool:
             if fields.get("model") or fields.get("engine"):
                 return True
     return False
+
+
+@dataclass(slots=True, frozen=True)
+class RunContext(ProcessContext):
+    """A run of the command in one of its processes."""
+
+    job: JobPaths
+    plan: Plan | None  # inputs and outputs; None: rank 0 finds them itself, once it is known

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from fminfer.files.output_paths import Plan
 from fminfer.job.answering import answer
-from fminfer.job.process_roles import lead_or_join
-from fminfer.job.run_context import RunContext
-from fminfer.job.run_engine import MakeEngine
-from fminfer.job.run_paths import refuse_other_models
+from fminfer.job.run_paths import RunContext, refuse_other_models
 from fminfer.job.run_summary import JobSummary
 from fminfer.models.checkpoint import Checkpoint
-from fminfer.runtime.part_process import Opening
+from fminfer.runtime.process_roles import Opening, lead_or_join
+from fminfer.runtime.start_engine import MakeEngine
 
 
 def run_process(run: RunContext) -> JobSummary | None:

@@ -15,16 +15,15 @@ import uvicorn
 
 from fminfer.core.errors import FminferError, UsageError
 from fminfer.core.quantities import counted, show_dtypes
-from fminfer.job.process_roles import lead_or_join
-from fminfer.job.run_context import ProcessContext
-from fminfer.job.run_engine import MakeEngine, say, start_engine
 from fminfer.machine.stopper import Stopper
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.fingerprint import fingerprint_of
 from fminfer.plan.forecast import name_held_dtype
 from fminfer.runtime.engine_api import Engine
-from fminfer.runtime.part_process import Opening
+from fminfer.runtime.launch.processes import ProcessContext
+from fminfer.runtime.process_roles import Opening, lead_or_join
 from fminfer.runtime.result_cache import ResultCache, open_result_cache
+from fminfer.runtime.start_engine import MakeEngine, say, start_engine
 from fminfer.server.asgi_app import make_app
 from fminfer.server.batches.batch_metrics import BatchMetrics
 from fminfer.server.batches.desk import Desk, ServerState

@@ -22,8 +22,8 @@ from fminfer.compute.kernels import kernel_build
 from fminfer.compute.kernels.kernel_build import KernelBuild, find_compiler
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
-from fminfer.job.run_engine import start_engine
 from fminfer.runtime.engine_api import Engine
+from fminfer.runtime.start_engine import start_engine
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")

@@ -20,7 +20,7 @@ from fminfer.models.known_sizes import DEMO_MODEL
 from fminfer.runtime.lines import line_intake
 from fminfer.runtime.lines.asked import Asked
 from fminfer.runtime.lines.line_intake import FILLS, LineIntake
-from fminfer.runtime.team.team_heard import Heard
+from fminfer.runtime.team.team_process import Heard
 from fminfer.text.tokenizer import Tokenizer
 from tests.engine.test_contract import Bench
 from tests.line_bench import over_lines

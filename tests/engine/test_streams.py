@@ -12,7 +12,7 @@ from fminfer.engine.blocks import BlockPool
 from fminfer.engine.events import Delta, Event
 from fminfer.engine.intake import Limits
 from fminfer.engine.scheduler import Scheduler
-from fminfer.runtime.team.team_heard import Heard
+from fminfer.runtime.team.team_process import Heard
 from fminfer.text.tokenizer import Tokenizer
 from tests.conftest import num_examples
 from tests.engine import test_prefix

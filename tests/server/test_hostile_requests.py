@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import fminfer
-from fminfer.job.run_engine import say
+from fminfer.runtime.start_engine import say
 from tests.server.running import Running, running, until
 
 SHORT = {"prompt": [5] * 20, "max_tokens": 2, "ignore_eos": True}

@@ -14,13 +14,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fminfer.core.config import EngineConfig
-from fminfer.machine.stopper import WARNINGS
+from fminfer.machine.stopper import WARNINGS, Stopper
 from fminfer.pipeline.ranks import RankFacts
 from fminfer.runtime.launch.role import Manners, Role, Spread, Task, rank_names
 
@@ -218,3 +218,22 @@ def _environ() -> dict[str, str]:
     if sys.path[0] not in ("", os.getcwd()):  # `python -m` must not look there if we did not
         environ["PYTHONSAFEPATH"] = "1"
     return environ
+
+
+@dataclass(slots=True, frozen=True)
+class ProcessContext:
+    """One of the processes of a command that has an engine."""
+
+    config: EngineConfig
+    role: Role
+    children: Processes  # what this process has started
+    stopper: Stopper  # hears that the command is to stop
+    end: Callable[[str], None]  # ends this process at once; it is told the kind of an error
+    elapsed_s: Callable[[], float]  # since the command started
+    is_quiet: bool
+    is_verbose: bool
+
+    @property
+    def manners(self) -> Manners:
+        """How the processes that this one has started should behave."""
+        return Manners(self.stopper.grace_s, self.is_verbose, is_of_command=True)

@@ -12,13 +12,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
 from typing import Literal
 
 from typing_extensions import Self
 
 from fminfer.core.config import EngineConfig
 from fminfer.pipeline.ranks import RankConfig, RankFacts, find_facts
-from fminfer.runtime.launch.place import Place
 
 Kind = Literal["alone", "starter", "apart", "rank", "member"]
 DEFAULTS = RankConfig()
@@ -35,13 +35,24 @@ class Spread:
 
 
 @dataclass(slots=True, frozen=True)
+class RunLink:
+    """The way of one of several pipelines to the run itself."""
+
+    descriptor: int
+
+    def connect(self) -> Connection:
+        """Return the way to the run, to which only one process of the pipeline speaks."""
+        return Connection(self.descriptor)
+
+
+@dataclass(slots=True, frozen=True)
 class Role:
     """One process's part in a run."""
 
     kind: Kind
     spread: Spread = field(default_factory=Spread)
     facts: RankFacts | None = None  # its place among ranks that meet; None: it meets none
-    place: Place | None = None  # of a member: its way to the run, and its share of the machine
+    link: RunLink | None = None  # of a member: its way to the run, and its share of the machine
 
     @property
     def is_first(self) -> bool:
@@ -114,9 +125,9 @@ class Task:
         told = json.loads(line)
         role = told["role"]
         facts = None if role["facts"] is None else RankFacts(**role["facts"])
-        place = None if role["place"] is None else Place(**role["place"])
+        link = None if role["link"] is None else RunLink(**role["link"])
         return cls(
-            Role(role["kind"], Spread(**role["spread"]), facts, place),
+            Role(role["kind"], Spread(**role["spread"]), facts, link),
             EngineConfig.from_fields(told["config"]),
             Manners(**told["manners"]),
         )

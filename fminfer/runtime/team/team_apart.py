@@ -20,9 +20,8 @@ from fminfer.pipeline.addresses import end_when_silent
 from fminfer.pipeline.meeting import STOP_POLL_S, End, Meeting
 from fminfer.pipeline.ranks import RankFacts
 from fminfer.pipeline.watch import Fault
-from fminfer.runtime.launch.place import Place
 from fminfer.runtime.launch.processes import Processes
-from fminfer.runtime.launch.role import Manners, Spread
+from fminfer.runtime.launch.role import Manners, RunLink, Spread
 from fminfer.runtime.team.team_process import DistantPipeline, TeamPipeline, start_pipeline
 
 HEAR_S = 5.0  # time for the other ranks to hear that there is nothing to do
@@ -140,14 +139,14 @@ class Apart(Meeting):
             first.end(0)
             raise
 
-    def take_stage(self) -> tuple[RankFacts | None, Place | None]:
+    def take_stage(self) -> tuple[RankFacts | None, RunLink | None]:
         """Return another rank's place in its pipeline, and its line to rank 0 if it has one."""
         facts = self._facts if self._num_stages > 1 else None
         if self._stage > 0:
             return facts, None
         peer = self._place.connect().become_line(self._number)
         end_when_silent(peer, self._spread.rank_timeout_s, is_always_read=False)
-        return facts, Place(peer.detach())
+        return facts, RunLink(peer.detach())
 
     def _compare(self, mine: dict[str, str], theirs: dict[str, str]) -> None:
         names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]

@@ -23,7 +23,6 @@ from fminfer.engine.sequence import Prepared
 from fminfer.engine.stats import EngineStats
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.fingerprint import digest_files, name_differences
-from fminfer.runtime.team.team_heard import Heard
 from fminfer.runtime.team.team_messages import (
     END,
     GO_ON,
@@ -37,7 +36,7 @@ from fminfer.runtime.team.team_messages import (
     Told,
     receive,
 )
-from fminfer.runtime.team.team_process import Asking, TeamPipeline
+from fminfer.runtime.team.team_process import Asking, Heard, TeamPipeline
 
 MOST_WAITING = 80  # requests that wait in one pipeline
 ASKED_AT_ONCE = 4  # neighbours, which may share a prefix, go to the same pipeline

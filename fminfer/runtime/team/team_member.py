@@ -18,7 +18,7 @@ from fminfer.pipeline.group import Group
 from fminfer.plan.opening import open_model
 from fminfer.runtime.build.assembly import load_tokenizer
 from fminfer.runtime.build.one_pipeline import OnePipeline
-from fminfer.runtime.launch.place import Place
+from fminfer.runtime.launch.role import RunLink
 from fminfer.runtime.team.team_messages import (
     END,
     GO_ON,
@@ -37,7 +37,7 @@ STATS_EVERY_S = 0.5
 
 
 def serve_pipeline(
-    config: EngineConfig, group: Group | None, place: Place, checkpoint: Checkpoint | None = None
+    config: EngineConfig, group: Group | None, link: RunLink, checkpoint: Checkpoint | None = None
 ) -> None:
     """Answer the run's requests until it says that there are no more.
 
@@ -48,7 +48,7 @@ def serve_pipeline(
     Raises:
         FminferError: the pipeline cannot go on; the run has been told.
     """
-    connection = place.connect()
+    connection = link.connect()
     try:
         Member(config, group, connection, checkpoint).serve()
     except (EOFError, ConnectionError, TimeoutError):

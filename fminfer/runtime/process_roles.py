@@ -1,4 +1,7 @@
-"""What a process of the command does by its role: it leads an engine, or is a rank of one."""
+"""What a process of the command does by its role: it leads an engine, or is a rank of one.
+
+Ranks beside rank 0, and the members of a team, do not speak to the user.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,21 @@ from typing import TypeVar
 
 import transformers
 
+from fminfer.core.config import EngineConfig
 from fminfer.core.errors import FminferError
-from fminfer.job.progress import LoadingBar
-from fminfer.job.run_context import ProcessContext
-from fminfer.job.run_engine import MakeEngine, engine_of_several, own_engine
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.fingerprint import fingerprint_of
+from fminfer.pipeline.group import Group
+from fminfer.pipeline.meeting import End
 from fminfer.pipeline.ranks import RankFacts
 from fminfer.plan.opening import open_model
+from fminfer.runtime.bars import LoadingBar
 from fminfer.runtime.build.one_pipeline import serve_rank
 from fminfer.runtime.engine_api import Engine
-from fminfer.runtime.part_process import Opening, be_a_stage, meet
+from fminfer.runtime.launch.leading import lead_ranks
+from fminfer.runtime.launch.processes import ProcessContext, Processes
+from fminfer.runtime.launch.role import RunLink, Spread, Task
+from fminfer.runtime.start_engine import MakeEngine, engine_of_several, own_engine
 from fminfer.runtime.team.team_apart import Apart
 from fminfer.runtime.team.team_member import serve_pipeline
 
@@ -87,13 +94,13 @@ def _be_one_of_several(
     process.stopper.leave_to_rank_0()
     if not apart.await_start():
         return None
-    stage, place = apart.take_stage()
+    stage, link = apart.take_stage()
     if stage is None:
-        assert place is not None, "its pipeline has no other rank"
-        serve_pipeline(config, None, place, checkpoint)
+        assert link is not None, "its pipeline has no other rank"
+        serve_pipeline(config, None, link, checkpoint)
         return None
     try:
-        be_a_stage(config, stage, spread, place, process.end, checkpoint)
+        be_a_stage(config, stage, spread, link, process.end, checkpoint)
     except FminferError as error:
         error.args = (f"{apart.pipeline_name}: {error}",)
         raise
@@ -109,3 +116,78 @@ def _naming_rank_0() -> Iterator[None]:
         raise
     except Exception as error:
         raise RuntimeError(f"rank 0 failed: {error}") from error
+
+
+def do_task(task: Task, ranks: Processes, end: End) -> None:
+    """Do the task that the starting process has sent.
+
+    Args:
+        ranks: that this process has started for its own pipeline.
+        end: ends this process at once.
+
+    Raises:
+        FminferError: it cannot go on.
+    """
+    role, config = task.role, task.config
+    if role.facts is not None:
+        be_a_stage(config, role.facts, role.spread, role.link, end)
+        return
+    assert role.link is not None, "a member has a way to the run"
+    group = None
+    if ranks.all:
+        group = lead_ranks(config, ranks, role.spread, task.manners, end)
+    serve_pipeline(config, group, role.link)
+
+
+def be_a_stage(
+    config: EngineConfig,
+    facts: RankFacts,
+    spread: Spread,
+    link: RunLink | None,
+    end: End,
+    checkpoint: Checkpoint | None = None,
+) -> None:
+    """Meet the other ranks of a pipeline, and compute one of its stages.
+
+    Args:
+        link: of rank 0 of one of several pipelines; None: this is another rank.
+        checkpoint: the model, if it is opened already.
+
+    Raises:
+        FminferError: it cannot go on; the other ranks have been told.
+    """
+    opening = Opening(config, checkpoint)
+    group = meet(facts, spread, opening, end)
+    if link is None:
+        serve_rank(group, config, opening.checkpoint)
+        return
+    with group.telling():
+        serve_pipeline(config, group, link, opening.checkpoint)
+
+
+def meet(facts: RankFacts, spread: Spread, prepare: Opening, end: End) -> Group:
+    """Meet the other ranks of a pipeline, all of them started apart or by rank 0."""
+    return Group(
+        facts,
+        join_timeout_s=spread.join_timeout_s,
+        rank_timeout_s=spread.rank_timeout_s,
+        prepare=prepare,
+        end=end,
+    )
+
+
+class Opening:
+    """Opens the model before a rank waits for others: mistakes in it are told at once."""
+
+    def __init__(self, config: EngineConfig, checkpoint: Checkpoint | None = None) -> None:
+        self._config, self._checkpoint = config, checkpoint
+
+    def __call__(self, rank: int) -> None:
+        """Find the model; the weights of one at the hub may be fetched later."""
+        self._checkpoint = self._checkpoint or open_model(self._config, has_weights=False)
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The model, once the others are met."""
+        assert self._checkpoint is not None, "no rank meets others before it has opened the model"
+        return self._checkpoint

@@ -9,13 +9,13 @@ import click
 from fminfer.compute.kernels.kernel_build import is_building
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import printable
-from fminfer.job.progress import LoadingBar, write_beside_bar
-from fminfer.job.run_context import ProcessContext
 from fminfer.machine.user_cache import why_no_cache
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.plan.forecast import Layout, require_room_for_all
+from fminfer.runtime.bars import LoadingBar, write_beside_bar
 from fminfer.runtime.engine_api import Engine
 from fminfer.runtime.launch.leading import lead_ranks
+from fminfer.runtime.launch.processes import ProcessContext
 from fminfer.runtime.team.team_core import Team
 from fminfer.runtime.team.team_process import TeamPipeline, start_pipelines
 
