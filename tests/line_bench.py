@@ -12,7 +12,7 @@ import pytest
 from fminfer.contract.line import Line
 from fminfer.contract.record import Record
 from fminfer.engine.answer import AnswerForm
-from fminfer.engine.intake import Intake, Limits
+from fminfer.engine.intake import Intake, RequestLimits
 from fminfer.engine.loop import EngineLoop, Pipeline
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.start import Starter
@@ -28,7 +28,7 @@ class LineBench:
 
     def __init__(
         self,
-        limits: Limits,
+        limits: RequestLimits,
         scheduler: Scheduler,
         pipeline: Pipeline,
         *,

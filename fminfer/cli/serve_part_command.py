@@ -56,10 +56,10 @@ def _serve(ending: Ending, stopper: Stopper, parent: int) -> None:
     if not line:  # there is nothing to do, or whoever would say it is gone
         return
     task = Task.from_json(line)
-    stopper.grace_s, ending.is_verbose = task.manners.grace_s, task.manners.is_verbose
-    if not task.manners.is_of_command:  # a program may hear SIGTERM and go on
+    stopper.grace_s, ending.is_verbose = task.child_options.grace_s, task.child_options.is_verbose
+    if not task.child_options.is_of_command:  # a program may hear SIGTERM and go on
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if not task.manners.is_verbose:
+    if not task.child_options.is_verbose:
         import transformers
 
         transformers.logging.set_verbosity_error()
@@ -67,7 +67,7 @@ def _serve(ending: Ending, stopper: Stopper, parent: int) -> None:
 
     def end(kind: str) -> None:
         sys.stderr.flush()
-        if task.manners.is_of_command:
+        if task.child_options.is_of_command:
             end_parent(parent, END_S)
         ending.at_once(kind)
 

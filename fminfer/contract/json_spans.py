@@ -20,19 +20,19 @@ _LINE_BREAK = re.compile(rb"[\r\n][ \t\r\n]*")
 
 
 @dataclass(slots=True, frozen=True)
-class Member:
+class JsonMember:
     """A key with its quotes, and its value, as they were written."""
 
     key: bytes
     value: bytes
 
 
-def find_members(raw: bytes) -> dict[str, Member]:
+def find_members(raw: bytes) -> dict[str, JsonMember]:
     """Return an object's members by name.
 
     Of a name that comes twice the last value counts and the first place, as `json.loads` does it.
     """
-    members: dict[str, Member] = {}
+    members: dict[str, JsonMember] = {}
     place = _skip_space(raw, raw.index(b"{") + 1)
     while raw[place] != ord("}"):
         plain = _PLAIN_KEY.match(raw, place)
@@ -47,7 +47,7 @@ def find_members(raw: bytes) -> dict[str, Member]:
             start = _skip_space(raw, colon + 1)
             name = json.loads(key.decode())
         end = _value_end(raw, start)
-        members[name] = Member(key, raw[start:end])
+        members[name] = JsonMember(key, raw[start:end])
         place = _skip_space(raw, end)
     return members
 

@@ -40,7 +40,7 @@ MORE_TOKENS = "The tokenizer has more tokens than the model has rows"
 
 
 @dataclass(slots=True, frozen=True)
-class Limits:
+class RequestLimits:
     """What a model and a run allow, and what they take where a request does not say."""
 
     context_length: int
@@ -61,7 +61,7 @@ class Limits:
 class Intake:
     """Prepares requests, one by one, on any thread."""
 
-    def __init__(self, tokenizer: Tokenizer, limits: Limits) -> None:
+    def __init__(self, tokenizer: Tokenizer, limits: RequestLimits) -> None:
         self._tokenizer = tokenizer
         self.limits = limits
         self.warnings = WarningCounts()

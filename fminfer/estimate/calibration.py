@@ -69,7 +69,7 @@ WHOLE_RUNS = (
     Trial(12, 200, 0),  # scores
     Trial(1, 60, 30),  # one row alone
 )
-OnProgress = Callable[[str, float, float], None]
+ShowProgress = Callable[[str, float, float], None]
 
 
 @dataclass(slots=True, frozen=True)
@@ -81,7 +81,7 @@ class Calibration:
     path: Path
 
 
-def calibrate(config: EngineConfig, on_progress: OnProgress) -> Calibration:
+def calibrate(config: EngineConfig, on_progress: ShowProgress) -> Calibration:
     """Load the model, time its steps, and keep what they cost.
 
     Args:
@@ -115,7 +115,7 @@ def calibrate(config: EngineConfig, on_progress: OnProgress) -> Calibration:
 class _Measurement:
     """Runs trials, and tells how long that will go on."""
 
-    def __init__(self, engine: Engine, on_progress: OnProgress) -> None:
+    def __init__(self, engine: Engine, on_progress: ShowProgress) -> None:
         self._engine, self._on_progress = engine, on_progress
         self._ids = random.Random(1)
         self._trials, self._whole_runs = (

@@ -17,7 +17,7 @@ from fminfer.compute.kernel_choice import find_library
 from fminfer.contract.record import Record
 from fminfer.core.config import EngineConfig
 from fminfer.engine.answer import AnswerForm
-from fminfer.engine.intake import Intake, Limits
+from fminfer.engine.intake import Intake, RequestLimits
 from fminfer.engine.loop import EngineLoop
 from fminfer.engine.room import KvSize
 from fminfer.engine.start import Starter
@@ -57,7 +57,7 @@ class Check:
         if folder_of(config.model) is not None:  # else the hub still has them
             check_tensors(self._checkpoint, has_weights=has_weights)
         self._tokenizer: Tokenizer = load_tokenizer(config, self._checkpoint)
-        self._limits: Limits = find_limits(config, self._checkpoint, self._tokenizer)
+        self._limits: RequestLimits = find_limits(config, self._checkpoint, self._tokenizer)
         self._forecast = forecast = make_forecast(config, self._checkpoint, layout)
         self._sizes = config.step_sizes(forecast.device.type, layout.num_stages)
         # Without room no line is judged by it: the forecast says what is wrong.

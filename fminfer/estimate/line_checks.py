@@ -14,7 +14,7 @@ from fminfer.core.errors import RequestError
 from fminfer.engine.loop import EngineLoop
 from fminfer.engine.prefix import SharedTokens
 from fminfer.engine.sequence import PromptState, RequestState
-from fminfer.runtime.lines.asked import Asked
+from fminfer.runtime.lines.asked import LineRequest
 from fminfer.runtime.lines.equal_requests import EqualRequests
 from fminfer.runtime.lines.line_intake import LineIntake
 
@@ -132,7 +132,7 @@ class LineChecker:
                 counts.tokens_to_draw += to_draw
                 self._count_shared(prompt)
 
-    def _is_equal(self, asked: Asked) -> bool:
+    def _is_equal(self, asked: LineRequest) -> bool:
         if self._equal is None:
             return False
         is_equal = self._equal.follow(asked) is not None

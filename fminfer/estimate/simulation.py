@@ -14,7 +14,7 @@ from fminfer.contract.line import Line
 from fminfer.core.config import EngineConfig, StepSizes
 from fminfer.core.messages import Step, StepResult, StepRow, TokenLogprobs
 from fminfer.engine.answer import AnswerForm
-from fminfer.engine.intake import Intake, Limits
+from fminfer.engine.intake import Intake, RequestLimits
 from fminfer.engine.sequence import Prepared, RequestState
 from fminfer.engine.start import Starter
 from fminfer.engine.stats import EngineStats
@@ -163,7 +163,7 @@ def simulate(
     lines: Iterator[Line],
     config: EngineConfig,
     tokenizer: Tokenizer,
-    limits: Limits,
+    limits: RequestLimits,
     *,
     sizes: StepSizes,
     num_blocks: int,

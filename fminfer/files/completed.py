@@ -21,7 +21,7 @@ from fminfer.files.journal_head import (
 )
 from fminfer.files.ordered_output import Seals
 from fminfer.files.reopening import has_retryable
-from fminfer.files.row_counts import Tally
+from fminfer.files.row_counts import RowCounts
 from fminfer.files.status_file import has_ended_before, limit_of, read_status, seals_of
 from fminfer.files.streams import A_PIPE, changed_ns, digest_of
 
@@ -46,8 +46,8 @@ class CompletedOutput:
         return int(self.status["request_counts"]["failed"])
 
     @property
-    def done(self) -> Tally:
-        return Tally(self.num_completed + self.num_failed, self.num_failed)
+    def done(self) -> RowCounts:
+        return RowCounts(self.num_completed + self.num_failed, self.num_failed)
 
     @property
     def limit(self) -> int | None:

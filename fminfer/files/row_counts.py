@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True, frozen=True)
-class Tally:
+class RowCounts:
     """Rows that have their record, and how many of these are errors."""
 
     num_rows: int = 0
     num_errors: int = 0
 
-    def __add__(self, other: Tally) -> Tally:
-        return Tally(self.num_rows + other.num_rows, self.num_errors + other.num_errors)
+    def __add__(self, other: RowCounts) -> RowCounts:
+        return RowCounts(self.num_rows + other.num_rows, self.num_errors + other.num_errors)
 
-    def without(self, other: Tally) -> Tally:
+    def without(self, other: RowCounts) -> RowCounts:
         """Take away rows that are counted elsewhere."""
-        return Tally(
+        return RowCounts(
             max(0, self.num_rows - other.num_rows), max(0, self.num_errors - other.num_errors)
         )
 
@@ -33,14 +33,14 @@ class Counts:
     input_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
-    kept: Tally = Tally()  # of those, answered or refused by other runs
+    kept: RowCounts = RowCounts()  # of those, answered or refused by other runs
 
     @property
-    def done(self) -> Tally:
-        return Tally(self.num_completed + self.num_failed, self.num_failed)
+    def done(self) -> RowCounts:
+        return RowCounts(self.num_completed + self.num_failed, self.num_failed)
 
     @property
-    def own(self) -> Tally:
+    def own(self) -> RowCounts:
         """Count what this run has done itself."""
         return self.done.without(self.kept)
 

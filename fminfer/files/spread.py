@@ -11,7 +11,7 @@ from fminfer.core.errors import DamagedInputError
 from fminfer.files.pieces import CutValue
 
 Numbered = tuple[int, bytes | CutValue]  # a line's number, and its bytes
-Piece = tuple[int, bytes]
+NumberedPiece = tuple[int, bytes]
 MAX_LINES, MAX_BYTES, MAX_TRIALS = 1000, 2**20, 32  # of what may be one object
 # A whole string, which is to be left alone, or a comma before a closing bracket.
 _STRING_OR_COMMA = re.compile(rb'"(?:[^"\\]|\\.)*"|,(?=\s*[}\]])')
@@ -65,9 +65,9 @@ def _may_begin(raw: bytes) -> bool:
     return raw.lstrip().startswith(b"{") and not raw.rstrip().endswith(b"}")
 
 
-def _gather(first: bytes, ahead: _Ahead) -> list[Piece]:
+def _gather(first: bytes, ahead: _Ahead) -> list[NumberedPiece]:
     """Take the lines that may belong to the object that begins in the first."""
-    pieces: list[Piece] = []
+    pieces: list[NumberedPiece] = []
     num_bytes = 0
     while len(pieces) < MAX_LINES and (line := ahead.take()) is not None:
         number, raw = line
@@ -85,7 +85,7 @@ def _begins_another(raw: bytes, first: bytes) -> bool:
     return left.startswith(b"{") and len(raw) - len(left) <= len(first) - len(first.lstrip())
 
 
-def _find_object(pieces: list[Piece], ahead: _Ahead) -> tuple[list[Piece], str]:
+def _find_object(pieces: list[NumberedPiece], ahead: _Ahead) -> tuple[list[NumberedPiece], str]:
     """Return the pieces of the object and what is wrong; the others are put back.
 
     Without an object the first piece is returned alone, and nothing is known of it.
@@ -100,7 +100,7 @@ def _find_object(pieces: list[Piece], ahead: _Ahead) -> tuple[list[Piece], str]:
     return pieces[:1], ""
 
 
-def _explain(pieces: list[Piece]) -> str:
+def _explain(pieces: list[NumberedPiece]) -> str:
     """Say what is wrong with an object, or nothing if the pieces are none."""
     text = b"\n".join(raw for _, raw in pieces)
     places: list[int] = []

@@ -113,7 +113,7 @@ LM_EVAL_DEVICE = "cuda:0"  # what lm-eval's command passes if the user says noth
 
 log = logging.getLogger(__name__)
 
-Pair = tuple[tuple[str, str] | None, list[int], list[int]]  # cache key, context, continuation
+ScoredPair = tuple[tuple[str, str] | None, list[int], list[int]]  # cache key, context, continuation
 
 
 @register_model("fminfer")
@@ -202,7 +202,7 @@ class FminferLM(TemplateLM):
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
         """Return each text's whole log-likelihood, over windows of at most max_length tokens."""
-        pairs: list[Pair] = []
+        pairs: list[ScoredPair] = []
         owners: list[int] = []  # the request of each window
         for place, request in enumerate(requests):
             for window in self._windows(request.args[0]):
@@ -226,7 +226,7 @@ class FminferLM(TemplateLM):
         return map(make_disjoint_window, rolling)
 
     def _loglikelihood_tokens(
-        self, requests: list[Pair], disable_tqdm: bool = False, **kwargs: Any
+        self, requests: list[ScoredPair], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
         """Score continuations; lm-eval's `loglikelihood` tokenizes and calls this."""
         prompts = [self._scored_ids(*pair) for pair in requests]

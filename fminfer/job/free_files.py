@@ -13,7 +13,7 @@ from fminfer.files.hold import Hold
 from fminfer.files.journal import journal_path
 from fminfer.files.line_reader import count_rows
 from fminfer.files.output_paths import Plan
-from fminfer.files.row_counts import Tally
+from fminfer.files.row_counts import RowCounts
 from fminfer.files.run_terms import RunTerms
 from fminfer.files.streams import changed_ns
 
@@ -33,7 +33,7 @@ class FreeFiles:
     """
 
     def __init__(self, find: Callable[[], Plan], terms: RunTerms, *, is_watching: bool) -> None:
-        self.complete: dict[Path, Tally] = {}  # rows of files that other runs have completed
+        self.complete: dict[Path, RowCounts] = {}  # rows of files that other runs have completed
         self.num_elsewhere = 0  # at the last look, those that other runs answer
         self.num_rows: dict[Path, int | None] = {}  # of each that is free
         self._find, self._terms, self._is_watching = find, terms, is_watching

@@ -26,7 +26,7 @@ from fminfer.files.journal_head import CLOCK, INPUT
 from fminfer.files.journal_rows import Row
 from fminfer.files.ordered_output import put_in_order
 from fminfer.files.reopening import reopen
-from fminfer.files.row_counts import Counts, Tally
+from fminfer.files.row_counts import Counts, RowCounts
 from fminfer.files.run_facts import RunHistory, runs_in
 from fminfer.files.run_terms import RunTerms
 from fminfer.files.status_file import StatusFile, read_status
@@ -102,12 +102,12 @@ class JournaledInput:
         return self._counts
 
     @property
-    def kept(self) -> Tally:
+    def kept(self) -> RowCounts:
         """Rows of other runs."""
         return self._counts.kept
 
     @property
-    def own(self) -> Tally:
+    def own(self) -> RowCounts:
         """Rows that this run answered, or could not answer."""
         return self._counts.own
 

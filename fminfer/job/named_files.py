@@ -16,7 +16,7 @@ from fminfer.files.carrying_over import CarriedOver
 from fminfer.files.journal_head import Fingerprint
 from fminfer.files.line_reader import count_rows, read_lines
 from fminfer.files.output_paths import STDOUT
-from fminfer.files.row_counts import Tally
+from fminfer.files.row_counts import RowCounts
 from fminfer.files.run_facts import RunFacts
 from fminfer.files.run_terms import CountLines, RunTerms
 from fminfer.job.journaled_input import JournaledInput
@@ -77,7 +77,7 @@ class StreamedInput:
     """
 
     output = STDOUT
-    kept = Tally()
+    kept = RowCounts()
     num_damaged_rows = num_tried_rows = 0
     num_saved_rows = None
     carried = CarriedOver()
@@ -167,7 +167,7 @@ class NamedFiles:
             file.abandon(error)
 
     def add_to(self, summary: JobSummary) -> None:
-        add_files(self.files, sum((file.kept for file in self.files), Tally()), summary)
+        add_files(self.files, sum((file.kept for file in self.files), RowCounts()), summary)
 
 
 def open_files(

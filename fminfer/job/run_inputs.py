@@ -10,7 +10,7 @@ from fminfer.contract.line import Line
 from fminfer.contract.record import Record
 from fminfer.core.errors import UsageError
 from fminfer.files.carrying_over import CarriedOver
-from fminfer.files.row_counts import Tally
+from fminfer.files.row_counts import RowCounts
 from fminfer.job.run_summary import JobSummary
 
 
@@ -28,7 +28,7 @@ class RunInput(Protocol):
         """Lines that this run has to answer, or has answered; None: not known before the end."""
 
     @property
-    def kept(self) -> Tally:
+    def kept(self) -> RowCounts:
         """Rows of other runs that stand in the output."""
 
     @property
@@ -121,7 +121,7 @@ def sum_saved(files: Sequence[RunInput]) -> int | None:
     return sum(saved) if saved else None
 
 
-def add_files(files: Sequence[RunInput], kept: Tally, summary: JobSummary) -> None:
+def add_files(files: Sequence[RunInput], kept: RowCounts, summary: JobSummary) -> None:
     """Add to a summary what it counts file by file, and the rows of other runs.
 
     What a run finds in a file counts once, also if it lost that file and took it again.

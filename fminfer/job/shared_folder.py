@@ -10,7 +10,7 @@ from fminfer.core.errors import InUseError, UsageError
 from fminfer.files.disk import told
 from fminfer.files.journal_head import Fingerprint
 from fminfer.files.output_paths import Plan
-from fminfer.files.row_counts import Tally
+from fminfer.files.row_counts import RowCounts
 from fminfer.files.run_facts import RunFacts
 from fminfer.files.run_terms import CountLines, RunTerms
 from fminfer.job.free_files import FreeFiles
@@ -51,17 +51,17 @@ class SharedFiles:
         return self._free.num_elsewhere + self._num_beaten
 
     @property
-    def kept(self) -> Tally:
+    def kept(self) -> RowCounts:
         """Rows of other runs: each once, also of a file that changed hands."""
-        kept, own = dict(self._free.complete), dict.fromkeys(self._free.complete, Tally())
+        kept, own = dict(self._free.complete), dict.fromkeys(self._free.complete, RowCounts())
         for file in self.files:
-            before = own.get(file.path, Tally())
+            before = own.get(file.path, RowCounts())
             own[file.path] = before + file.own
             if file.path not in self._free.complete:
                 kept[file.path] = file.kept.without(before)
         for path in self._free.complete:
             kept[path] = kept[path].without(own[path])
-        return sum(kept.values(), Tally())
+        return sum(kept.values(), RowCounts())
 
     @property
     def num_saved_rows(self) -> int | None:

@@ -27,7 +27,7 @@ from fminfer.pipeline.step_bytes import (
     encode_spans,
     encode_step,
 )
-from fminfer.pipeline.transport import HiddenForm, Message, receive, send, use_own_stream
+from fminfer.pipeline.transport import HiddenForm, RankMessage, receive, send, use_own_stream
 
 CLOSE_TIMEOUT_S = 10.0  # time for the stop message to go round
 
@@ -65,11 +65,11 @@ class _Sender:
 
     def __init__(self, rank: int, form: HiddenForm, on_error: Callable[[BaseException], None]):
         self._rank, self._form, self._on_error = rank, form, on_error
-        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[RankMessage] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=f"to-rank-{rank}", daemon=True)
         self._thread.start()
 
-    def put(self, message: Message) -> None:
+    def put(self, message: RankMessage) -> None:
         self._messages.put(message)
 
     def join(self) -> None:
@@ -91,7 +91,9 @@ class _Sender:
 class _Receiver:
     """Hands on what one rank sends, on a thread of its own."""
 
-    def __init__(self, rank: int, form: HiddenForm, use: Callable[[Message | BaseException], None]):
+    def __init__(
+        self, rank: int, form: HiddenForm, use: Callable[[RankMessage | BaseException], None]
+    ):
         self._rank, self._form, self._use = rank, form, use
         self._thread = threading.Thread(target=self._work, name=f"from-rank-{rank}", daemon=True)
         self._thread.start()
@@ -127,7 +129,9 @@ class _Computer:
     def __init__(self, stage: StageWork, part: Part) -> None:
         self._stage, self._part = stage, part
 
-    def run(self, step: Step, body: bytes, spans: bytes, hidden: torch.Tensor | None) -> Message:
+    def run(
+        self, step: Step, body: bytes, spans: bytes, hidden: torch.Tensor | None
+    ) -> RankMessage:
         """Compute a step.
 
         Args:
@@ -140,9 +144,9 @@ class _Computer:
         if self._part.is_last:
             sampled, scored = self._stage.finish(step, hidden)
             is_awaited = bool(sampled.ids or scored.ids)
-            out = Message("result", encode_result(step.step_id, sampled, scored))
+            out = RankMessage("result", encode_result(step.step_id, sampled, scored))
         else:
-            out = Message("step", body, hidden=hidden)
+            out = RankMessage("step", body, hidden=hidden)
             if hidden.is_cuda:  # other threads' streams take it, and the span ends with the work
                 torch.cuda.current_stream(hidden.device).record_event().synchronize()
         sent_bytes = out.num_bytes + len(spans)
@@ -163,7 +167,7 @@ def serve(stage: StageWork, part: Part, form: HiddenForm, on_stop: Callable[[], 
     Raises:
         PipelineError: a neighbour is gone, or sends what does not fit.
     """
-    inbox: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
+    inbox: queue.SimpleQueue[RankMessage | BaseException] = queue.SimpleQueue()
     receiver = _Receiver(part.stage - 1, form, inbox.put)
     sender = _Sender((part.stage + 1) % part.num_stages, form, inbox.put)
     computer = _Computer(stage, part)
@@ -238,15 +242,15 @@ class RingPipeline(QueuedPipeline):
             while (step := self._steps.get()) is not None:
                 if isinstance(step, Mark):
                     self._marks.put(step)
-                    self._sender.put(Message("mark"))
+                    self._sender.put(RankMessage("mark"))
                 else:
                     self._sender.put(self._computer.run(step, encode_step(step), b"", None))
         except BaseException as error:
             self.fail(error)
         else:
-            self._sender.put(Message("stop"))
+            self._sender.put(RankMessage("stop"))
 
-    def _take(self, message: Message | BaseException) -> None:
+    def _take(self, message: RankMessage | BaseException) -> None:
         if isinstance(message, BaseException):
             self.fail(message)
         elif message.kind == "result":

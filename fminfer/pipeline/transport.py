@@ -23,7 +23,7 @@ HEADER_FIELDS = 7  # magic, kind, span bytes, body bytes, tokens, hidden size, d
 
 
 @dataclass(slots=True)
-class Message:
+class RankMessage:
     """What one rank tells the next."""
 
     kind: Kind
@@ -58,7 +58,7 @@ def use_own_stream(form: HiddenForm) -> AbstractContextManager[object]:
     return torch.cuda.stream(torch.cuda.Stream(form.device))  # type: ignore[no-untyped-call]
 
 
-def send(message: Message, rank: int, form: HiddenForm) -> None:
+def send(message: RankMessage, rank: int, form: HiddenForm) -> None:
     """Send a message; it returns when the memory may be used again."""
     hidden = message.hidden
     tokens, size, dtype = 0, 0, 0
@@ -79,7 +79,7 @@ def send(message: Message, rank: int, form: HiddenForm) -> None:
         _await_stream(form)
 
 
-def receive(rank: int, form: HiddenForm) -> Message:
+def receive(rank: int, form: HiddenForm) -> RankMessage:
     """Wait for a rank's next message.
 
     Raises:
@@ -94,7 +94,7 @@ def receive(rank: int, form: HiddenForm) -> Message:
     hidden = None
     if tokens:
         hidden = _receive_hidden(rank, form, (tokens, size), DTYPES[dtype])
-    return Message(KINDS[kind], body, spans, hidden)
+    return RankMessage(KINDS[kind], body, spans, hidden)
 
 
 def _receive_bytes(count: int, rank: int) -> bytes:

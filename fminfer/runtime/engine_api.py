@@ -24,7 +24,7 @@ from fminfer.core.errors import UsageError
 from fminfer.core.messages import StepTrace
 from fminfer.engine.engine_core import EngineCore, Facts
 from fminfer.engine.events import Event
-from fminfer.engine.intake import Intake, Limits
+from fminfer.engine.intake import Intake, RequestLimits
 from fminfer.engine.prompt_fit import MAX_COUNTED_CHARS
 from fminfer.engine.room import KvSize
 from fminfer.engine.sequence import Prepared
@@ -38,7 +38,7 @@ from fminfer.runtime.build.one_pipeline import OnePipeline
 from fminfer.runtime.engine_options import EngineOptions, make_config, shows_options
 from fminfer.runtime.launch.leading import start_own_ranks
 from fminfer.runtime.launch.processes import Processes
-from fminfer.runtime.launch.role import Manners, Spread, pipeline_names
+from fminfer.runtime.launch.role import ChildOptions, Spread, pipeline_names
 from fminfer.runtime.lines.asked import RecordForm
 from fminfer.runtime.lines.lanes import Lane, Lanes
 from fminfer.runtime.lines.line_intake import LineIntake, NameLine
@@ -427,7 +427,7 @@ class Engine:
         return self._computing.gpu_memory
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> RequestLimits:
         """What the model and the options allow a request."""
         return self._intake.limits
 
@@ -491,7 +491,9 @@ def _start_team(config: EngineConfig, checkpoint: Checkpoint) -> Team:
     members = Processes(names, num_ranks=spread.num_stages - 1, has_line=True)
     try:
         return Team(
-            checkpoint, lambda: start_pipelines(members, config, spread, Manners()), log.warning
+            checkpoint,
+            lambda: start_pipelines(members, config, spread, ChildOptions()),
+            log.warning,
         )
     except BaseException:
         members.end()

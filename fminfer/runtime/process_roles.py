@@ -86,7 +86,7 @@ def _be_one_of_several(
 
         def make_engine(checkpoint: Checkpoint, loading: LoadingBar) -> Engine:
             return engine_of_several(
-                config, checkpoint, lambda: apart.start_pipelines(config, process.manners)
+                config, checkpoint, lambda: apart.start_pipelines(config, process.child_options)
             )
 
         with apart.leading():
@@ -135,7 +135,7 @@ def do_task(task: Task, ranks: Processes, end: End) -> None:
     assert role.link is not None, "a member has a way to the run"
     group = None
     if ranks.all:
-        group = lead_ranks(config, ranks, role.spread, task.manners, end)
+        group = lead_ranks(config, ranks, role.spread, task.child_options, end)
     serve_pipeline(config, group, role.link)
 
 

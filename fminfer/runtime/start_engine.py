@@ -32,11 +32,13 @@ def own_engine(run: ProcessContext) -> MakeEngine:
                 config, checkpoint, Layout(spread.num_stages, spread.num_pipelines)
             )
             return engine_of_several(
-                config, checkpoint, lambda: start_pipelines(children, config, spread, run.manners)
+                config,
+                checkpoint,
+                lambda: start_pipelines(children, config, spread, run.child_options),
             )
         group = None
         if children.all:
-            group = lead_ranks(config, children, spread, run.manners, run.end)
+            group = lead_ranks(config, children, spread, run.child_options, run.end)
         return Engine(config, on_progress=loading, group=group, checkpoint=checkpoint)
 
     return make

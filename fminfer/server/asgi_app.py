@@ -18,8 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from fminfer.core.errors import RequestError
 from fminfer.core.version import __version__
 from fminfer.server.batches.batch_routes import batch_routes, file_routes
-from fminfer.server.batches.desk import Desk
-from fminfer.server.doors import Doors
+from fminfer.server.batches.desk import BatchService
+from fminfer.server.doors import AccessCheck
 from fminfer.server.http_errors import HttpError, as_http, respond
 from fminfer.server.metrics import Metrics
 from fminfer.server.model_routes import model_routes
@@ -74,7 +74,9 @@ class Faults:
             await answer(scope, receive, send)
 
 
-def make_app(service: Service, settings: ServerSettings, desk: Desk | None = None) -> FastAPI:
+def make_app(
+    service: Service, settings: ServerSettings, desk: BatchService | None = None
+) -> FastAPI:
     """Return the application that serves an engine.
 
     Args:
@@ -98,7 +100,7 @@ def make_app(service: Service, settings: ServerSettings, desk: Desk | None = Non
     app.openapi = lambda: document  # type: ignore[method-assign]
     app.add_middleware(Faults, metrics=service.metrics, log=service.log)
     log = service.log.debug if service.log.tells("debug") else None
-    app.add_middleware(Doors, settings=settings, log=log, count=service.metrics.count_refused)
+    app.add_middleware(AccessCheck, settings=settings, log=log, count=service.metrics.count_refused)
     return app
 
 

@@ -26,7 +26,7 @@ WITH_SLASH = ("/run/", "/run_", "/docs/")  # where one at the end means somethin
 OPEN_FOLDERS = ("/page/", "/docs/")
 
 
-class Doors:
+class AccessCheck:
     """ASGI middleware: names each request, and refuses foreign hosts, sites and keys.
 
     Args:

@@ -26,13 +26,13 @@ from fminfer.runtime.result_cache import ResultCache, open_result_cache
 from fminfer.runtime.start_engine import MakeEngine, say, start_engine
 from fminfer.server.asgi_app import make_app
 from fminfer.server.batches.batch_metrics import BatchMetrics
-from fminfer.server.batches.desk import Desk, ServerState
+from fminfer.server.batches.desk import BatchService, ServerState
 from fminfer.server.batches.state_folder import StateFolder
 from fminfer.server.connections import Connection, check_certificate, listen
 from fminfer.server.dispatcher import Dispatcher
 from fminfer.server.http_errors import shutting_down
 from fminfer.server.metrics import Metrics
-from fminfer.server.request_bodies import Bodies
+from fminfer.server.request_bodies import BodyReader
 from fminfer.server.server_log import ServerLog
 from fminfer.server.service import ServedModel, Service, Throughput
 from fminfer.server.settings import ServerSettings
@@ -293,8 +293,8 @@ class HttpThread(threading.Thread):
             num_told = num_tokens
 
 
-def _make_desk(state: ServerState, service: Service, settings: ServerSettings) -> Desk:
-    desk = Desk(
+def _make_desk(state: ServerState, service: Service, settings: ServerSettings) -> BatchService:
+    desk = BatchService(
         *(state, service.engine, service.model),
         service.log,
         max_upload_bytes=settings.max_upload_bytes,
@@ -324,6 +324,6 @@ def _make_service(engine: Engine, settings: ServerSettings) -> Service:
         model,
         metrics,
         Throughput(lambda: engine.stats),
-        Bodies(settings.max_body_bytes),
+        BodyReader(settings.max_body_bytes),
         log,
     )

@@ -18,7 +18,7 @@ SMALL_BYTES = 2**16  # of each body, for which there is always room
 MOST_AT_ONCE = 16  # bodies of the largest size that may be coming
 
 
-class Bodies:
+class BodyReader:
     """Reads bodies in an event loop.
 
     Args:

@@ -18,7 +18,7 @@ from fminfer.contract.fields import (
     list_of_ids,
     object_of,
 )
-from fminfer.engine.intake import Limits
+from fminfer.engine.intake import RequestLimits
 from fminfer.server.answer_schemas import error_schema
 
 JSON = "application/json"
@@ -50,7 +50,7 @@ _PROMPT = Field("prompt", as_it_is(TEXT), "The text to go on with.", is_required
 _SWITCH = as_it_is(SWITCH)
 
 
-def describe_field(each: Field, limits: Limits | None) -> Schema:
+def describe_field(each: Field, limits: RequestLimits | None) -> Schema:
     """Return the JSON Schema of a field, with its help and its default.
 
     Args:
@@ -78,7 +78,7 @@ def describe_field(each: Field, limits: Limits | None) -> Schema:
 def describe_fields(
     meaning: str,
     fields: Iterable[Field],
-    limits: Limits | None,
+    limits: RequestLimits | None,
     example: dict[str, Any],
     *,
     is_strict: bool = False,
@@ -95,14 +95,14 @@ def describe_fields(
     ) | {"description": meaning, "additionalProperties": not is_strict, "examples": [example]}
 
 
-def completion_request_schema(limits: Limits) -> Schema:
+def completion_request_schema(limits: RequestLimits) -> Schema:
     """Return the schema of a request to `/v1/completions`."""
     example = {"prompt": "Question: How do you go", "max_tokens": 8, "temperature": 0}
     fields = FIELDS["completions"].values()
     return describe_fields("Complete prompts.", fields, limits, example, is_strict=limits.is_strict)
 
 
-def chat_request_schema(limits: Limits) -> Schema:
+def chat_request_schema(limits: RequestLimits) -> Schema:
     """Return the schema of a request to `/v1/chat/completions`."""
     example = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
     return describe_fields(
@@ -114,7 +114,9 @@ def chat_request_schema(limits: Limits) -> Schema:
     )
 
 
-def generation_request_schema(limits: Limits, new_tokens: int, refused: Iterable[str]) -> Schema:
+def generation_request_schema(
+    limits: RequestLimits, new_tokens: int, refused: Iterable[str]
+) -> Schema:
     """Return the schema of a request to `/generation`.
 
     Args:
@@ -142,7 +144,7 @@ def generation_request_schema(limits: Limits, new_tokens: int, refused: Iterable
 
 
 def latency_request_schema(
-    limits: Limits, new_tokens: int, names: Mapping[str, str | None]
+    limits: RequestLimits, new_tokens: int, names: Mapping[str, str | None]
 ) -> Schema:
     """Return the schema of a request to `POST /`.
 
@@ -165,7 +167,7 @@ def latency_request_schema(
     }
 
 
-def tokenize_request_schema(limits: Limits) -> Schema:
+def tokenize_request_schema(limits: RequestLimits) -> Schema:
     """Return the schema of a request to `/tokenize`: of a prompt, or of a chat."""
     known = FIELDS["chat"]
     words = Field("return_token_strs", _SWITCH, "Add the spelling of each token.", default=False)
@@ -182,7 +184,7 @@ def tokenize_request_schema(limits: Limits) -> Schema:
     }
 
 
-def detokenize_request_schema(limits: Limits) -> Schema:
+def detokenize_request_schema(limits: RequestLimits) -> Schema:
     """Return the schema of a request to `/detokenize`."""
     ids = as_it_is(list_of_ids(limits.vocab_size - 1))
     tokens = Field("tokens", ids, "Ids of the model's tokens.", is_required=True)

@@ -17,7 +17,7 @@ from fminfer.runtime.engine_api import Engine
 from fminfer.server.dispatcher import Dispatcher
 from fminfer.server.http_errors import HttpError
 from fminfer.server.metrics import Metrics
-from fminfer.server.request_bodies import Bodies
+from fminfer.server.request_bodies import BodyReader
 from fminfer.server.server_log import ServerLog
 
 WINDOW_S = 5.0  # of the means of tokens a second
@@ -125,7 +125,7 @@ class Service:
     model: ServedModel
     metrics: Metrics
     throughput: Throughput
-    bodies: Bodies
+    bodies: BodyReader
     log: ServerLog
 
     async def read(self, request: Request) -> dict[str, Any]:

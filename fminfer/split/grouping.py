@@ -23,7 +23,7 @@ MAX_DEPTH = 100  # of a hyperparameter; those that mean something have 1
 
 
 @dataclass(slots=True)
-class Group:
+class RequestGroup:
     """Requests of one engine with the same hyperparameters, in their plainest form.
 
     Requests of chat and others have groups of their own.
@@ -49,7 +49,7 @@ class Groups:
     """Groups in the order in which they are first seen."""
 
     def __init__(self) -> None:
-        self.seen: list[Group] = []
+        self.seen: list[RequestGroup] = []
         self._by_key: dict[tuple[str | None, bool, bytes], int] = {}
         self._by_spelling: dict[
             tuple[bool, bytes], int
@@ -69,7 +69,7 @@ class Groups:
         return number
 
     def _find(self, fields: dict[str, Any]) -> int:
-        group = Group(find_engine(fields), find_hyperparameters(fields), is_chat(fields))
+        group = RequestGroup(find_engine(fields), find_hyperparameters(fields), is_chat(fields))
         key = (group.engine, group.is_chat, dump(group.hyperparameters))
         number = self._by_key.setdefault(key, len(self.seen))
         if number == len(self.seen):
@@ -124,7 +124,7 @@ def find_length(fields: dict[str, Any]) -> int:
     return min(length, MAX_LENGTH)
 
 
-def find_most_varied(groups: list[Group]) -> tuple[str, int]:
+def find_most_varied(groups: list[RequestGroup]) -> tuple[str, int]:
     """Return the hyperparameter with the most values over all groups, and how many those are."""
     values: dict[str, set[bytes]] = {}
     for group in groups:

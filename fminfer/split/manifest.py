@@ -38,7 +38,7 @@ _HEAD_END, _END = b'"parts":[', b'],"check":'
 
 
 @dataclass(slots=True, frozen=True)
-class Part:
+class SplitPart:
     """One file of a split. `lines` are the numbers of its lines in the source, in its own order."""
 
     path: str  # below the folder, with slashes
@@ -69,7 +69,7 @@ class Manifest:
     digest: str
     options: dict[str, int]
     num_lines: int
-    parts: list[Part] = field(default_factory=list)
+    parts: list[SplitPart] = field(default_factory=list)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -172,7 +172,7 @@ class _Reader:
                 check.update(line)
         self._refuse("it breaks off here")
 
-    def part(self, entry: Any) -> Part:
+    def part(self, entry: Any) -> SplitPart:
         """Check what stands for a part."""
         names = ("path", "engine", "hyperparameters", "num_rows", "digest", "lines")
         if not isinstance(entry, dict) or any(name not in entry for name in names):
@@ -192,7 +192,7 @@ class _Reader:
         path = self.part_path(entry["path"])
         engine, hyperparameters = entry["engine"], entry["hyperparameters"]
         numbers, counts = array("q", lines), array("I", equal)
-        return Part(path, engine, hyperparameters, entry["digest"], numbers, counts)
+        return SplitPart(path, engine, hyperparameters, entry["digest"], numbers, counts)
 
     def part_path(self, path: Any) -> str:
         """Check a part's path: it leads to a part, in this folder."""
@@ -201,7 +201,7 @@ class _Reader:
             self._refuse("a path must be that of a part, such as gpt-j/request_0.jsonl")
         return str(path)
 
-    def check_parts(self, head: dict[str, Any], parts: list[Part]) -> None:
+    def check_parts(self, head: dict[str, Any], parts: list[SplitPart]) -> None:
         """See that each part and each line comes once, and that none is missing."""
         if len({part.path for part in parts}) < len(parts):
             self._refuse("two parts have the same path")

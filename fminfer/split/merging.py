@@ -30,7 +30,7 @@ from fminfer.files.ordered_output import ORDERED, errors_path
 from fminfer.files.output_paths import NO_OUTPUT, answers_path, require_parent
 from fminfer.files.status_file import read_status, status_path
 from fminfer.files.streams import digest_of
-from fminfer.split.manifest import Manifest, Part, read_manifest
+from fminfer.split.manifest import Manifest, SplitPart, read_manifest
 
 _LINE = re.compile(rb'(\A\{\s*"line"\s*:\s*|"error":null,"line":)(\d{1,18})(?=\s*[,}])')
 _BATCH = re.compile(rb'\{"id":"batch_req_([0-9a-f]{32})"')
@@ -45,7 +45,7 @@ class AnsweredRow:
     is_error: bool
 
 
-def find_gap(folder: Path, part: Part) -> str:
+def find_gap(folder: Path, part: SplitPart) -> str:
     """Say why a part has no answers yet; an empty text if it has."""
     answers = answers_path(folder / part.path)
     status, has_journal = read_status(answers), journal_path(answers).exists()
@@ -56,7 +56,7 @@ def find_gap(folder: Path, part: Part) -> str:
     return "" if status.get("status") == "completed" else "not finished"
 
 
-def read_answers(folder: Path, part: Part) -> Iterator[AnsweredRow]:
+def read_answers(folder: Path, part: SplitPart) -> Iterator[AnsweredRow]:
     """Yield all records of a part that was answered, its errors first.
 
     Errors get the numbers that their lines have in the source.
@@ -88,7 +88,7 @@ def read_answers(folder: Path, part: Part) -> Iterator[AnsweredRow]:
         )
 
 
-def _check_digest(answers: Path, part: Part) -> None:
+def _check_digest(answers: Path, part: SplitPart) -> None:
     metadata = (read_status(answers) or {}).get("metadata")
     found = metadata.get("the input") if isinstance(metadata, dict) else None
     if found is not None and found != part.digest:
@@ -99,7 +99,7 @@ def _check_digest(answers: Path, part: Part) -> None:
         )
 
 
-def _read_errors(path: Path, part: Part) -> Iterator[tuple[int, bytes]]:
+def _read_errors(path: Path, part: SplitPart) -> Iterator[tuple[int, bytes]]:
     """Yield each error's row and its record; they stand in the order of the rows."""
     errors = errors_path(answers_path(path))
     if not errors.exists():
@@ -123,7 +123,7 @@ def _read_errors(path: Path, part: Part) -> Iterator[tuple[int, bytes]]:
         yield row, _LINE.sub(rb"\g<1>%d" % part.lines[row], record, count=1)
 
 
-def _read_ids(path: Path, part: Part) -> Iterator[tuple[int, bytes]]:
+def _read_ids(path: Path, part: SplitPart) -> Iterator[tuple[int, bytes]]:
     """Yield each row of a part with the id that its record has in an OpenAI Batch file."""
     if digest_of(path) != part.digest:
         raise FminferError(
@@ -231,9 +231,9 @@ def _refuse_gaps(folder: Path, manifest: Manifest) -> None:
     )
 
 
-def _name_commands(folder: Path, parts: list[Part]) -> list[str]:
+def _name_commands(folder: Path, parts: list[SplitPart]) -> list[str]:
     """Return the command for each engine's parts; its model is for people to fill in."""
-    by_folder: dict[Path, list[Part]] = {}
+    by_folder: dict[Path, list[SplitPart]] = {}
     for part in parts:
         by_folder.setdefault((folder / part.path).parent, []).append(part)
     commands = []
@@ -246,7 +246,7 @@ def _name_commands(folder: Path, parts: list[Part]) -> list[str]:
     return [*commands, f"  … and of {more:,} more folders"] if more > 0 else commands
 
 
-def show_ranges(parts: list[Part]) -> str:
+def show_ranges(parts: list[SplitPart]) -> str:
     """Return the line numbers of parts for people: `1-4, 7, 9-12`."""
     numbers = np.sort(np.concatenate([np.frombuffer(part.lines, np.int64) for part in parts]))
     breaks = np.flatnonzero(np.diff(numbers) != 1)
@@ -260,7 +260,7 @@ def show_ranges(parts: list[Part]) -> str:
     return ", ".join(ranges) + (f" and {counted(more, 'more place')}" if more > 0 else "")
 
 
-def _measure(folder: Path, parts: list[Part]) -> Places:
+def _measure(folder: Path, parts: list[SplitPart]) -> Places:
     """Return the size of each record, part after part; those of errors are negative."""
     every = np.zeros(sum(len(part.lines) for part in parts), np.int64)
     wrong = []
@@ -281,7 +281,7 @@ def _measure(folder: Path, parts: list[Part]) -> Places:
     return every
 
 
-def _place(parts: list[Part], sizes: Places) -> Places:
+def _place(parts: list[SplitPart], sizes: Places) -> Places:
     """Return where each record begins in its file: behind those of all lines before its own."""
     empty = np.zeros(0, np.int64)
     numbers = np.concatenate([empty, *(np.frombuffer(part.lines, np.int64) for part in parts)])
@@ -294,7 +294,9 @@ def _place(parts: list[Part], sizes: Places) -> Places:
     return places
 
 
-def _write(folder: Path, parts: list[Part], sizes: Places, places: Places, output: Path) -> None:
+def _write(
+    folder: Path, parts: list[SplitPart], sizes: Places, places: Places, output: Path
+) -> None:
     """Write both files under other names, and give them theirs when they are complete."""
     finals = [output, errors_path(output)] if (sizes < 0).any() else [output]
     drafts = [beside(path, ORDERED) for path in finals]
@@ -319,7 +321,7 @@ def _write(folder: Path, parts: list[Part], sizes: Places, places: Places, outpu
 
 
 def _sized(
-    folder: Path, parts: list[Part], sizes: Places, places: Places
+    folder: Path, parts: list[SplitPart], sizes: Places, places: Places
 ) -> Iterator[tuple[int, int, bytes]]:
     """Yield each record with its place and the size that it had before."""
     first = 0

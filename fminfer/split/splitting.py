@@ -28,11 +28,11 @@ from fminfer.files.split_folders import MANIFEST, PART_NAME
 from fminfer.files.status_file import status_path
 from fminfer.files.streams import A_PIPE, digest_of
 from fminfer.split.engine_folders import folder_name
-from fminfer.split.grouping import Group, Groups, find_most_varied
+from fminfer.split.grouping import Groups, RequestGroup, find_most_varied
 from fminfer.split.line_index import BLANK, LineIndex, read_index
 from fminfer.split.manifest import (
     Manifest,
-    Part,
+    SplitPart,
     read_paths,
     write_manifest,
     write_unfinished,
@@ -48,7 +48,7 @@ class SplitSummary:
 
     folder: Path
     manifest: Manifest
-    groups: list[Group]
+    groups: list[RequestGroup]
     num_bad: int  # lines that hold no request
     doubles: list[str]  # custom_ids that an earlier line has, each with its line
 
@@ -172,8 +172,8 @@ def _staging_in(folder: Path) -> Iterator[Path]:
 
 
 def _stage_parts(
-    index: LineIndex, groups: list[Group], options: SplitOptions, staging: Path
-) -> Iterator[Part]:
+    index: LineIndex, groups: list[RequestGroup], options: SplitOptions, staging: Path
+) -> Iterator[SplitPart]:
     """Write one part after the other, group by group."""
     order, num_equal = _order(index), index.num_equal
     counts: Counter[str] = Counter()  # of parts, by folder
@@ -192,7 +192,7 @@ def _stage_parts(
                 digest = digest_of(staging / path)
                 equal = array("I", (num_equal[row] for row in rows.tolist()))
                 equal = equal if any(equal) else array("I")
-                yield Part(path, group.engine, group.hyperparameters, digest, lines, equal)
+                yield SplitPart(path, group.engine, group.hyperparameters, digest, lines, equal)
             first = last
 
 
@@ -248,7 +248,7 @@ def _refuse_unknown(folder: Path, old: set[str]) -> None:
         )
 
 
-def _refuse_answered(folder: Path, parts: list[Part], old: set[str]) -> None:
+def _refuse_answered(folder: Path, parts: list[SplitPart], old: set[str]) -> None:
     """Refuse to change parts that were answered, even in part.
 
     Raises:

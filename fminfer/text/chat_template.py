@@ -15,7 +15,7 @@ from typing import Any
 from jinja2 import TemplateSyntaxError
 
 from fminfer.core.errors import RequestError, UsageError
-from fminfer.text.message_forms import Forms, Message, Turn, find_forms
+from fminfer.text.message_forms import ChatMessage, Forms, Turn, find_forms
 from fminfer.text.tokenizer import Tokenizer
 
 _DEVELOPER = re.compile("""['"]developer['"]""")  # the role, not a word of the template's text
@@ -123,14 +123,14 @@ class ChatTemplate:
         return rendered
 
     def find_losses(
-        self, messages: list[Message], tools: list[Message], args: dict[str, Any]
+        self, messages: list[ChatMessage], tools: list[ChatMessage], args: dict[str, Any]
     ) -> tuple[str, ...]:
         """Return what of messages their prompt lacks, each a sentence for people."""
         text = self.find_text(has_tools=bool(tools)) or ""
         return self._find_forms(text, _with_known_roles(text, messages), tools, args).losses
 
     def _find_forms(
-        self, text: str, messages: list[Message], tools: list[Message], args: dict[str, Any]
+        self, text: str, messages: list[ChatMessage], tools: list[ChatMessage], args: dict[str, Any]
     ) -> Forms:
         """Return the forms in which the template reads messages of this structure."""
         turns = tuple(map(Turn.of, messages))
@@ -145,7 +145,9 @@ class ChatTemplate:
         self._forms[key] = found
         return found
 
-    def _apply(self, text: str, tools: list[Message], messages: list[Message], **args: Any) -> str:
+    def _apply(
+        self, text: str, tools: list[ChatMessage], messages: list[ChatMessage], **args: Any
+    ) -> str:
         from transformers.utils import chat_template_utils  # slow to import
 
         # apply_chat_template would drop nulls, and some templates test for them.
@@ -181,7 +183,7 @@ def _tell_time(form: str) -> str:
     return (datetime.fromisoformat(clock) if clock else datetime.now()).strftime(form)
 
 
-def _with_known_roles(text: str, messages: list[Message]) -> list[Message]:
+def _with_known_roles(text: str, messages: list[ChatMessage]) -> list[ChatMessage]:
     """Return messages of the role system in place of developer, if a template has not that one."""
     if _DEVELOPER.search(text):
         return messages

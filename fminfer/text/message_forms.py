@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 from fminfer.text.tool_calls import load_object
 
-Message = dict[str, Any]
-Render = Callable[[list[Message]], str]
+ChatMessage = dict[str, Any]
+Render = Callable[[list[ChatMessage]], str]
 Lacking = Literal["absent", "null", "empty"]
 # What a model wrote for arguments may hold no object. Among objects such a text stays a text, or
 # becomes the only argument of an object.
@@ -25,7 +25,7 @@ ARGUMENT_FORMS: tuple[ArgumentForm, ...] = ("objects", "JSON", "only objects")
 
 _ID = "a1b2c3d4e"  # Mistral's templates want nine letters or digits
 # What may stand for the content that a message with calls lacks.
-_LACKING: dict[Lacking, Message] = {
+_LACKING: dict[Lacking, ChatMessage] = {
     "absent": {},
     "null": {"content": None},
     "empty": {"content": ""},
@@ -42,7 +42,7 @@ class Turn:
     is_empty: bool  # "" stands beside calls, which counts as no content
 
     @staticmethod
-    def of(message: Message) -> Turn:
+    def of(message: ChatMessage) -> Turn:
         """Return the turn of a message."""
         content, sent = message.get("content"), message.get("tool_calls", ())
         calls = tuple(_find_object(each["function"]["arguments"]) is not None for each in sent)
@@ -52,9 +52,9 @@ class Turn:
             num_parts = len(content)
         return Turn(message["role"], num_parts, calls, is_empty)
 
-    def probe(self, number: int) -> Message:
+    def probe(self, number: int) -> ChatMessage:
         """Return a message of this structure, with texts that are easy to find in a prompt."""
-        message: Message = {"role": self.role}
+        message: ChatMessage = {"role": self.role}
         if self.num_parts is not None:
             texts = self.texts(number)
             parts = [{"type": "text", "text": text} for text in texts]
@@ -75,7 +75,7 @@ class Turn:
         """
         return [f"73019{number:05}{part:05}46285" for part in range(max(1, self.num_parts or 0))]
 
-    def arguments(self, number: int) -> list[Message | str]:
+    def arguments(self, number: int) -> list[ChatMessage | str]:
         """Return the arguments of a probe's calls: objects with a text, or a text alone."""
         texts = f"28642{number:05}90753", f"28641{number:05}90753"
         return [{"value": texts[1]} if holds_object else texts[0] for holds_object in self.calls]
@@ -91,9 +91,9 @@ class Forms:
     of_parts: frozenset[str] = frozenset()  # roles whose lists stay; others' are joined
     losses: tuple[str, ...] = ()  # what the prompt lacks all the same, for people
 
-    def convert(self, message: Message) -> Message:
+    def convert(self, message: ChatMessage) -> ChatMessage:
         """Return a message in these forms."""
-        changed: Message = {}
+        changed: ChatMessage = {}
         role, content = message["role"], message.get("content")
         if content in (None, "") and "tool_calls" in message:
             changed |= _LACKING[self.lacking]  # a key that is there keeps its place
@@ -109,11 +109,11 @@ class Forms:
             changed["tool_calls"] = [self._convert_call(call) for call in message["tool_calls"]]
         return message | changed
 
-    def _convert_call(self, call: Message) -> Message:
+    def _convert_call(self, call: ChatMessage) -> ChatMessage:
         arguments = self.convert_arguments(call["function"]["arguments"])
         return call | {"function": call["function"] | {"arguments": arguments}}
 
-    def convert_arguments(self, sent: Message | str) -> Message | str:
+    def convert_arguments(self, sent: ChatMessage | str) -> ChatMessage | str:
         """Return a call's arguments in these forms."""
         if self.arguments == "JSON":
             return sent if isinstance(sent, str) else json.dumps(sent, ensure_ascii=False)
@@ -123,7 +123,7 @@ class Forms:
         return sent if found is None else found
 
 
-def _find_object(arguments: Message | str) -> Message | None:
+def _find_object(arguments: ChatMessage | str) -> ChatMessage | None:
     """Return the object that arguments are, or hold as JSON; None: they hold none."""
     try:
         return load_object(arguments) if isinstance(arguments, str) else arguments
@@ -206,7 +206,7 @@ class _Probe:
                 self._written[forms] = None
         return self._written[forms]
 
-    def _convert(self, forms: Forms) -> list[Message]:
+    def _convert(self, forms: Forms) -> list[ChatMessage]:
         """Return the messages in a form. A part's key shows only if the raw list is written."""
         messages = [forms.convert(message) for message in self._messages]
         for number, message in enumerate(messages):
@@ -244,7 +244,7 @@ class _Probe:
         return empty is not None and any(text.count(w) > empty.count(w) for w in ("None", "null"))
 
 
-def _is_written(text: str, sent: Message | str, forms: Forms) -> bool:
+def _is_written(text: str, sent: ChatMessage | str, forms: Forms) -> bool:
     """Tell whether a probe's arguments stand in a prompt, and not as Python writes objects."""
     given = forms.convert_arguments(sent)
     wanted = str(sent["value"] if isinstance(sent, dict) else sent)

@@ -14,7 +14,7 @@ from fminfer.contract.envelope import open_envelope
 from fminfer.contract.line import Line
 from fminfer.contract.record import Record
 from fminfer.core.errors import ErrorCode
-from fminfer.engine.intake import Limits
+from fminfer.engine.intake import RequestLimits
 from tests.engine.test_contract import CONTEXT, EOS, VOCAB, Bench
 
 REQUEST = b'{ "prompt" :">","temperature":0.0,  "max_tokens":2.0,"user":null,"top_p":1}'
@@ -35,7 +35,7 @@ def batch(**fields: Any) -> dict[str, Any]:
 
 def strict_bench(**limits: Any) -> Bench:
     bench = Bench()
-    bench.intake.limits = Limits(CONTEXT, VOCAB, 100, frozenset({EOS}), **limits)
+    bench.intake.limits = RequestLimits(CONTEXT, VOCAB, 100, frozenset({EOS}), **limits)
     return bench
 
 

@@ -14,13 +14,13 @@ from fminfer.contract.line import Line
 from fminfer.contract.prompts import MAX_ENTRIES
 from fminfer.core.errors import RequestError
 from fminfer.engine.events import Delta, Event, Finished
-from fminfer.engine.intake import Intake, Limits
+from fminfer.engine.intake import Intake, RequestLimits
 from fminfer.engine.room import KvSize
 from fminfer.models.known_sizes import DEMO_MODEL
 from fminfer.runtime.lines import line_intake
-from fminfer.runtime.lines.asked import Asked
+from fminfer.runtime.lines.asked import LineRequest
 from fminfer.runtime.lines.line_intake import FILLS, LineIntake
-from fminfer.runtime.team.team_process import Heard
+from fminfer.runtime.team.team_process import StreamPosition
 from fminfer.text.tokenizer import Tokenizer
 from tests.engine.test_contract import Bench
 from tests.line_bench import over_lines
@@ -210,7 +210,7 @@ def test_a_stream_that_begins_anew_repeats_no_call() -> None:
     events = ChatBench(b"ab" + CALL + CALL + b"\0").stream(**asked)
     deltas = [event for event in events if isinstance(event, Delta)]
     for cut in range(len(deltas)):
-        heard = Heard()
+        heard = StreamPosition()
         sent = [heard.take(delta) for delta in deltas[:cut]]
         heard.begin_anew()
         sent += [heard.take(delta) for delta in deltas]
@@ -340,7 +340,7 @@ def test_equal_chats_are_equal_while_the_clock_goes_on() -> None:
         lines = [Line(0, n, json.dumps({"messages": HELLO}).encode()) for n in (1, 2)]
         intake = LineIntake(bench.intake)
         first, second = (intake.open(line) for line in lines)
-    assert isinstance(first, Asked) and isinstance(second, Asked)
+    assert isinstance(first, LineRequest) and isinstance(second, LineRequest)
     assert [each.prepared.repeat for each in (first, second)] == [0, 1]
 
 
@@ -394,7 +394,7 @@ def test_a_tag_that_is_a_special_token_is_read_all_the_same(is_special: bool) ->
     """Answers leave special tokens out, and calls would lose their tags with them."""
     hf = transformers.AutoTokenizer.from_pretrained(DEMO_MODEL)
     hf.add_tokens(["<tool_call>", "</tool_call>"], special_tokens=is_special)
-    intake = Intake(Tokenizer(hf), Limits(100, len(hf), 5, tool_call_parser="hermes"))
+    intake = Intake(Tokenizer(hf), RequestLimits(100, len(hf), 5, tool_call_parser="hermes"))
     asked = {"messages": HELLO, "tools": TOOLS}
     assert intake.parse(asked).params.skip_special_tokens is not is_special
     assert intake.parse({"messages": HELLO}).params.skip_special_tokens

@@ -17,7 +17,7 @@ from fminfer.contract.line import Line
 from fminfer.contract.record import Record
 from fminfer.core.messages import Step, StepResult, TokenLogprobs
 from fminfer.engine.blocks import BlockPool
-from fminfer.engine.intake import Limits
+from fminfer.engine.intake import RequestLimits
 from fminfer.engine.prefix import PrefixCache
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.sequence import Prepared, RequestState
@@ -114,7 +114,7 @@ class Bench(LineBench):
         )
         self.pipeline = ScriptedPipeline(script, block_size)
         super().__init__(
-            Limits(options.get("context", CONTEXT), VOCAB, 100, frozenset({EOS})),
+            RequestLimits(options.get("context", CONTEXT), VOCAB, 100, frozenset({EOS})),
             scheduler,
             self.pipeline,
             micro_batches=2,

@@ -13,7 +13,7 @@ import pytest
 from fminfer.contract.line import Line
 from fminfer.core.errors import StoppedError
 from fminfer.engine.order import plan_order
-from fminfer.runtime.lines.asked import Asked
+from fminfer.runtime.lines.asked import LineRequest
 from fminfer.runtime.lines.line_intake import LineIntake
 from fminfer.runtime.lines.runner import LOOKAHEAD, WINDOW, _in_order
 from tests.engine.test_contract import Bench
@@ -62,11 +62,11 @@ def test_long_rows_do_not_run_alone_at_the_end() -> None:
     assert steps[0] == pytest.approx(steps[1], abs=4) and steps[0] < 80
 
 
-def asked(rows: list[dict[str, Any]], source: int = 0) -> list[Asked]:
+def asked(rows: list[dict[str, Any]], source: int = 0) -> list[LineRequest]:
     intake, found = LineIntake(Bench(context=200).intake), []
     for number, row in enumerate(rows, start=1):
         line = intake.open(Line(source, number, json.dumps(row).encode()))
-        assert isinstance(line, Asked)
+        assert isinstance(line, LineRequest)
         found.append(line)
     return found
 

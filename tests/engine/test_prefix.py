@@ -15,7 +15,7 @@ from fminfer.contract.line import Line
 from fminfer.contract.record import Record
 from fminfer.core.messages import Step, StepResult, TokenLogprobs
 from fminfer.engine.blocks import BlockPool
-from fminfer.engine.intake import Limits
+from fminfer.engine.intake import RequestLimits
 from fminfer.engine.prefix import PrefixCache, SharedTokens
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.waiting import WaitingPrompts
@@ -118,7 +118,7 @@ class Bench(LineBench):
             cache=self.cache,
         )
         super().__init__(
-            Limits(200, VOCAB, 100),
+            RequestLimits(200, VOCAB, 100),
             scheduler,
             RememberingPipeline(block_size),
             micro_batches=num_stages + 1,

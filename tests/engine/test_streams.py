@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.events import Delta, Event
-from fminfer.engine.intake import Limits
+from fminfer.engine.intake import RequestLimits
 from fminfer.engine.scheduler import Scheduler
-from fminfer.runtime.team.team_process import Heard
+from fminfer.runtime.team.team_process import StreamPosition
 from fminfer.text.tokenizer import Tokenizer
 from tests.conftest import num_examples
 from tests.engine import test_prefix
@@ -193,7 +193,7 @@ def scripted(tokenizer: Tokenizer, ids: list[int]) -> LineBench:
     pool = BlockPool(64, 4)
     scheduler = Scheduler(pool, chunk_size=16, max_rows=8, micro_batches=2)
     pipeline = ScriptedPipeline(cast(bytes, ids), 4)
-    limits = Limits(200, 360, 100, frozenset({2}))
+    limits = RequestLimits(200, 360, 100, frozenset({2}))
     where = {"micro_batches": 2, "kv_capacity": 256}
     return LineBench(limits, scheduler, pipeline, **where, tokenizer=tokenizer)
 
@@ -271,7 +271,7 @@ def test_a_stream_that_begins_anew_tells_nothing_twice(
     """As often as the pipeline dies, and whatever of it was heard."""
     asked = {"stop": stop, "logprobs": 1, "max_tokens": 12, "echo": data.draw(st.booleans())}
     *deltas, answer = stream(Bench(script), **asked, n=2)
-    heard: dict[int, Heard] = {}
+    heard: dict[int, StreamPosition] = {}
     told: list[Event] = []
     cuts = data.draw(st.lists(st.integers(0, len(deltas)), max_size=3))
     for cut in [*cuts, len(deltas)]:
@@ -279,6 +279,6 @@ def test_a_stream_that_begins_anew_tells_nothing_twice(
             each.begin_anew()
         for delta in deltas[:cut]:
             assert isinstance(delta, Delta)
-            new = heard.setdefault(delta.index, Heard()).take(delta)
+            new = heard.setdefault(delta.index, StreamPosition()).take(delta)
             told += [] if new is None else [new]
     check_stream([*told, answer], answer.request_id)

@@ -27,11 +27,11 @@ import orjson
 from fminfer.contract.line import Line
 from fminfer.contract.record import Record
 from fminfer.core.errors import UsageError
-from fminfer.engine.intake import Intake, Limits
+from fminfer.engine.intake import Intake, RequestLimits
 from fminfer.files.journal import Journal, journal_path
 from fminfer.files.journal_rows import Row
 from fminfer.files.line_reader import read_lines
-from fminfer.runtime.lines.asked import Asked
+from fminfer.runtime.lines.asked import LineRequest
 from fminfer.runtime.lines.line_intake import LineIntake
 from fminfer.split.manifest import MANIFEST, read_manifest, read_paths
 from fminfer.split.splitting import SplitOptions, split_file
@@ -102,7 +102,7 @@ def mutate(data: bytes, others: list[bytes], source: random.Random) -> bytes:
 def check_line(intake: LineIntake, raw: bytes, number: int) -> None:
     """Take a line in as a run does."""
     opened = intake.open(Line(0, number, raw))
-    if isinstance(opened, Asked):
+    if isinstance(opened, LineRequest):
         opened = Record(opened.line, opened.envelope, {"choices": []})
     assert opened.error is None or opened.error.code != "internal_error", opened.error
     written = opened.to_json()
@@ -211,7 +211,7 @@ def corpus() -> list[bytes]:
 def rounds(seed: int) -> Iterator[int]:
     """Do one thing after another; yield how many were done."""
     source, lines = random.Random(seed), corpus()
-    limits = Limits(2048, 300, 100, is_strict=bool(seed % 2), chat_template=CHAT_TEMPLATE)
+    limits = RequestLimits(2048, 300, 100, is_strict=bool(seed % 2), chat_template=CHAT_TEMPLATE)
     intake = LineIntake(Intake(Tokenizer(None), limits))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

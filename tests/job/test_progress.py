@@ -17,7 +17,7 @@ from fminfer.contract.line import Line
 from fminfer.core.config import EngineConfig, StepSizes
 from fminfer.core.messages import StepResult
 from fminfer.engine.answer import AnswerForm
-from fminfer.engine.intake import Intake, Limits
+from fminfer.engine.intake import Intake, RequestLimits
 from fminfer.engine.packing import PlannedStep, pack
 from fminfer.engine.start import Starter
 from fminfer.engine.stats import EngineStats
@@ -101,7 +101,7 @@ def test_what_running_rows_may_still_draw_is_counted(monkeypatch: pytest.MonkeyP
     """Ctrl-C waited 10 s for rows that needed longer, and did not know it."""
     told: list[int] = []
 
-    class Asked(PretendPipeline):
+    class LineRequest(PretendPipeline):
         def collect(self) -> StepResult:
             told.append(loop.longest_row)
             return super().collect()
@@ -114,11 +114,11 @@ def test_what_running_rows_may_still_draw_is_counted(monkeypatch: pytest.MonkeyP
     while_packing: list[int] = []
     monkeypatch.setattr("fminfer.engine.scheduler.pack", asked_while_packing)
     tokenizer = Tokenizer(None)
-    limits = Limits(2048, 256, 100, eos_ids=frozenset({END_ID}))
+    limits = RequestLimits(2048, 256, 100, eos_ids=frozenset({END_ID}))
     loop = build_loop(
         EngineConfig(),
         Starter(tokenizer, limits.eos_ids, seed=1),
-        Asked(32),
+        LineRequest(32),
         AnswerForm(tokenizer, "auto"),
         sizes=StepSizes(chunk_size=512, max_rows=2),
         num_blocks=4096,

@@ -14,7 +14,7 @@ from fminfer.files.completed import find_completed, require_completed
 from fminfer.files.hold import Hold
 from fminfer.files.input_file import InputFile
 from fminfer.files.output_paths import STDOUT, plan_outputs
-from fminfer.files.row_counts import Counts, Tally
+from fminfer.files.row_counts import Counts, RowCounts
 from fminfer.files.status_file import StatusFile, read_status
 from fminfer.job.named_files import NamedFiles, open_files
 from fminfer.job.run_inputs import RunInputs
@@ -94,10 +94,18 @@ def test_counts_tell_own_rows_from_those_of_others() -> None:
     counts.start_from(2, 1, [6, 0, 4])
     counts.add(is_error=False, tokens=(3, 1, 2))
     counts.add(is_error=True, tokens=(0, 0, 0))
-    assert (counts.done, counts.kept, counts.own) == (Tally(5, 2), Tally(3, 1), Tally(2, 1))
+    assert (counts.done, counts.kept, counts.own) == (
+        RowCounts(5, 2),
+        RowCounts(3, 1),
+        RowCounts(2, 1),
+    )
     assert (counts.input_tokens, counts.cached_tokens, counts.output_tokens) == (9, 1, 6)
     counts.see_completed(9, 7, 2)
-    assert (counts.done, counts.kept, counts.own) == (Tally(9, 2), Tally(7, 1), Tally(2, 1))
+    assert (counts.done, counts.kept, counts.own) == (
+        RowCounts(9, 2),
+        RowCounts(7, 1),
+        RowCounts(2, 1),
+    )
 
 
 @pytest.mark.parametrize(
@@ -130,7 +138,7 @@ def test_what_is_complete_says_which_run_made_it(tmp_path: Path) -> None:
     assert find_completed(output) is None
     status.move("completed")
     found = require_completed(output, Path("in.jsonl"), FINGERPRINT)
-    assert (found.num_rows, found.done, found.limit) == (3, Tally(3, 1), 3)
+    assert (found.num_rows, found.done, found.limit) == (3, RowCounts(3, 1), 3)
     assert found.is_of_input_changed_at(7) and not found.is_of_input_changed_at(8)
     assert [found.leaves_rows(limit, 0.0) for limit in (2, 3, 4, None)] == [
         False,

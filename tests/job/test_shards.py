@@ -23,7 +23,7 @@ from fminfer.files import claims
 from fminfer.files import claims as claims_module
 from fminfer.files.claims import BEAT_S, STALE_S, TRUSTED_S, Claims, look_at, remove_dead
 from fminfer.files.output_paths import Plan, plan_outputs
-from fminfer.files.row_counts import Tally
+from fminfer.files.row_counts import RowCounts
 from fminfer.files.status_file import read_status
 from fminfer.job import shared_folder
 from fminfer.job.file_job import run_job
@@ -323,7 +323,7 @@ def test_what_another_run_has_finished_is_not_refused(
     assert bool(mine.refused) == (type(error) is UsageError), "one in use may come free"
     answer(open_first(tmp_path / "in"))
     assert list(turns) == [] and mine.is_finished
-    assert mine.refused == {} and mine.kept == Tally(3, 0)
+    assert mine.refused == {} and mine.kept == RowCounts(3, 0)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -481,7 +481,7 @@ def test_errors_of_complete_files_are_counted(tmp_path: Path) -> None:
     for line in file.lines(lambda line: None):
         file.add(Record(line, open_envelope(line), error=RequestError("out_of_range", "no")))
     again = share(tmp_path / "in")
-    assert not again.look() and again.kept == Tally(3, 3)
+    assert not again.look() and again.kept == RowCounts(3, 3)
 
 
 def test_a_file_that_goes_ends_nothing(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from fminfer.contract.line import Line
 from fminfer.core.config import EngineConfig
 from fminfer.core.messages import Step, StepResult, StepTrace
 from fminfer.engine.answer import AnswerForm
-from fminfer.engine.intake import Intake, Limits
+from fminfer.engine.intake import Intake, RequestLimits
 from fminfer.engine.start import Starter
 from fminfer.engine.stats import EngineStats
 from fminfer.estimate.cost_model import CostModel, StepWork
@@ -113,7 +113,7 @@ def run(
     costs = CostModel(MACHINES[how.get("machine", "float32")], 0.0)
 
     tokenizer = Tokenizer(None)
-    limits = Limits(2048, 256, 100, eos_ids=frozenset({END_ID}))
+    limits = RequestLimits(2048, 256, 100, eos_ids=frozenset({END_ID}))
     loop = build_loop(
         EngineConfig(),
         Starter(tokenizer, limits.eos_ids, seed=1),

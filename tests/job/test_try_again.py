@@ -24,7 +24,7 @@ from fminfer.files.journal import journal_path
 from fminfer.files.ordered_output import draft_path, errors_path
 from fminfer.files.output_paths import Plan
 from fminfer.files.reopening import is_retryable
-from fminfer.files.row_counts import Tally
+from fminfer.files.row_counts import RowCounts
 from fminfer.files.status_file import read_status, status_path
 from fminfer.job import journaled_input
 from fminfer.job.journaled_input import JournaledInput
@@ -120,7 +120,7 @@ def test_the_same_command_answers_them_in_place(
     assert not journal_path(output).exists(), "a refusal changes nothing"
     file = open_one(source, output)
     assert not file.is_finished
-    assert (file.kept, file.num_tried_rows) == (Tally(4, 2), 3)
+    assert (file.kept, file.num_tried_rows) == (RowCounts(4, 2), 3)
     (overview,) = look_over(output)
     assert overview.files[0].state == "stopped"
     assert answer(file, {4: "nan_logits"} | LASTING) == sorted(FAULTS)
@@ -377,7 +377,7 @@ def test_runs_over_one_folder_try_them_once_each(tmp_path: Path) -> None:
     later = share()
     assert later.look()
     assert [answer(file, FAULTS | LASTING) for file in later.turns()] == [sorted(FAULTS)]
-    assert later.is_finished and later.kept == Tally(4, 2)
+    assert later.is_finished and later.kept == RowCounts(4, 2)
 
 
 def test_a_larger_budget_answers_what_did_not_fit(tmp_path: Path) -> None:

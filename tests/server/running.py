@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from fminfer.runtime.engine_api import Engine
-from fminfer.server.batches.desk import Desk, ServerState
+from fminfer.server.batches.desk import BatchService, ServerState
 from fminfer.server.batches.state_folder import StateFolder
 from fminfer.server.http import HttpThread, open_socket
 from fminfer.server.settings import ServerSettings
@@ -65,7 +65,7 @@ class Running:
         return self.thread.url
 
     @property
-    def desk(self) -> Desk:
+    def desk(self) -> BatchService:
         """What serves files and batches."""
         assert self.thread.desk is not None, "it was started with a state folder"
         return self.thread.desk

@@ -17,7 +17,7 @@ from fminfer.contract.field_table import FIELDS, Field
 from fminfer.contract.request import SamplingParams
 from fminfer.core.errors import RequestError
 from fminfer.engine.events import Finished
-from fminfer.engine.intake import Limits
+from fminfer.engine.intake import RequestLimits
 from fminfer.server import answer_schemas, schemas
 from tests.streams import events_of
 
@@ -42,7 +42,7 @@ def engine() -> Iterator[fminfer.Engine]:
 
 
 @pytest.fixture(scope="module")
-def limits(engine: fminfer.Engine) -> Limits:
+def limits(engine: fminfer.Engine) -> RequestLimits:
     return engine._intake.limits
 
 
@@ -60,7 +60,7 @@ def tables() -> dict[str, tuple[Field, ...]]:
     return {"text": (*FIELDS["completions"].values(),), "chat": (*FIELDS["chat"].values(),)}
 
 
-def ranges(limits: Limits) -> Iterator[tuple[str, str, float, float, float]]:
+def ranges(limits: RequestLimits) -> Iterator[tuple[str, str, float, float, float]]:
     """Yield kind, field, lowest and highest value, and the step to a value beyond; 0: any."""
     for kind, fields in tables().items():
         for each in fields:
@@ -71,7 +71,7 @@ def ranges(limits: Limits) -> Iterator[tuple[str, str, float, float, float]]:
                     yield kind, each.name, schema["minimum"], schema["maximum"], step
 
 
-def test_every_default_changes_nothing(engine: fminfer.Engine, limits: Limits) -> None:
+def test_every_default_changes_nothing(engine: fminfer.Engine, limits: RequestLimits) -> None:
     names = {each.name for each in fields_of(SamplingParams)}
     for kind, fields in tables().items():
         needed: Fields = PROMPT if kind == "text" else MESSAGES
@@ -87,7 +87,7 @@ def test_every_default_changes_nothing(engine: fminfer.Engine, limits: Limits) -
                 assert getattr(plain.params, each.name) == default
 
 
-def test_every_limit_is_the_real_one(engine: fminfer.Engine, limits: Limits) -> None:
+def test_every_limit_is_the_real_one(engine: fminfer.Engine, limits: RequestLimits) -> None:
     found = list(ranges(limits))
     assert len(found) > 25, "the test looks at nothing"
     for kind, name, low, high, step in found:
@@ -117,7 +117,7 @@ def test_every_limit_is_the_real_one(engine: fminfer.Engine, limits: Limits) -> 
 
 @pytest.mark.parametrize("kind", ["text", "chat"])
 def test_what_the_schema_allows_is_accepted_and_nothing_else(
-    engine: fminfer.Engine, limits: Limits, kind: str
+    engine: fminfer.Engine, limits: RequestLimits, kind: str
 ) -> None:
     is_chat = kind == "chat"
     make = schemas.chat_request_schema if is_chat else schemas.completion_request_schema
@@ -169,7 +169,7 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
     + [[{"role": "user"}], [{}], [[]], [{"role": "user", "content": "x", "audio": {"id": "1"}}]],
     ids=str,
 )
-def test_messages(engine: fminfer.Engine, limits: Limits, messages: list[Any]) -> None:
+def test_messages(engine: fminfer.Engine, limits: RequestLimits, messages: list[Any]) -> None:
     question = {"role": "user", "content": "x"}  # which the demo model's template asks for
     sent = {"messages": [question, *messages]}
     valid = Draft202012Validator(schemas.chat_request_schema(limits))
@@ -188,7 +188,7 @@ def test_messages(engine: fminfer.Engine, limits: Limits, messages: list[Any]) -
     ],
     ids=str,
 )
-def test_tools(engine: fminfer.Engine, limits: Limits, tool: Any) -> None:
+def test_tools(engine: fminfer.Engine, limits: RequestLimits, tool: Any) -> None:
     sent = MESSAGES | {"tools": [tool]}
     valid = Draft202012Validator(schemas.chat_request_schema(limits))
     error = refusal(engine, sent, is_chat=True)
@@ -254,7 +254,7 @@ REFUSED = ("n", "best_of", "logprobs", "echo", "stream", "stream_options", "suff
 LATENCY = {"max_new_tokens": "max_tokens", "num_return_sequences": "n", "do_sample": None}
 
 
-def test_requests_of_older_servers(limits: Limits) -> None:
+def test_requests_of_older_servers(limits: RequestLimits) -> None:
     generation = Draft202012Validator(schemas.generation_request_schema(limits, 64, REFUSED))
     assert generation.is_valid({"prompt": "x", "max_new_tokens": 5, "top_k": 3, "n": None})
     for wrong in ({}, {"prompt": ["x"]}, {"prompt": "x", "n": 1}, {"prompt": "x", "top_p": 2}):
@@ -273,7 +273,7 @@ def test_requests_of_older_servers(limits: Limits) -> None:
         assert not latency.is_valid({"inputs": "x", "parameters": parameters}), parameters
 
 
-def test_requests_to_the_tokenizer(limits: Limits) -> None:
+def test_requests_to_the_tokenizer(limits: RequestLimits) -> None:
     tokenize = Draft202012Validator(schemas.tokenize_request_schema(limits))
     assert tokenize.is_valid({"prompt": "x", "return_token_strs": True})
     assert tokenize.is_valid(MESSAGES) and not tokenize.is_valid({"model": "demo"})
@@ -282,7 +282,7 @@ def test_requests_to_the_tokenizer(limits: Limits) -> None:
     assert not detokenize.is_valid({"tokens": [limits.vocab_size]})
 
 
-def test_a_strict_server_has_no_other_fields(limits: Limits) -> None:
+def test_a_strict_server_has_no_other_fields(limits: RequestLimits) -> None:
     for make, sent in (
         (schemas.completion_request_schema, PROMPT),
         (schemas.chat_request_schema, MESSAGES),
@@ -293,7 +293,7 @@ def test_a_strict_server_has_no_other_fields(limits: Limits) -> None:
             assert valid.is_valid(sent | {"max_token": 3}) is not is_strict
 
 
-def test_the_document_is_right_and_its_examples_too(limits: Limits) -> None:
+def test_the_document_is_right_and_its_examples_too(limits: RequestLimits) -> None:
     requests = [
         schemas.completion_request_schema(limits),
         schemas.chat_request_schema(limits),
@@ -312,7 +312,7 @@ def test_the_document_is_right_and_its_examples_too(limits: Limits) -> None:
         Draft202012Validator.check_schema(make())
 
 
-def test_what_a_route_is_given(limits: Limits) -> None:
+def test_what_a_route_is_given(limits: RequestLimits) -> None:
     body = schemas.describe_body(schemas.completion_request_schema(limits))
     assert body["requestBody"]["content"]["application/json"]["schema"]["required"] == ["prompt"]
     chunk = answer_schemas.completion_chunk_schema()

@@ -26,7 +26,7 @@ from fminfer.files.ordered_output import errors_path
 from fminfer.files.output_paths import answers_path
 from fminfer.files.status_file import status_path
 from fminfer.split import merging
-from fminfer.split.manifest import MANIFEST, Part, read_manifest
+from fminfer.split.manifest import MANIFEST, SplitPart, read_manifest
 from fminfer.split.merging import merge_parts, show_ranges
 from fminfer.split.splitting import SplitOptions, split_file
 from tests.forked import run_forked
@@ -217,7 +217,7 @@ def test_many_missing_parts_are_named_by_their_folders(tmp_path: Path) -> None:
 
 def test_ranges() -> None:
     def of(*lines: list[int]) -> str:
-        return show_ranges([Part("", None, {}, "", array("q", some)) for some in lines])
+        return show_ranges([SplitPart("", None, {}, "", array("q", some)) for some in lines])
 
     assert of([1]) == "1" and of([3, 1], [2]) == "1-3" and of([9, 7, 1]) == "1, 7, 9"
 

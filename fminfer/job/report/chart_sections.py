@@ -20,7 +20,7 @@ from fminfer.job.report.plain_text import escape
 from fminfer.job.report.row_choice import RowChoice
 from fminfer.job.report.scanning import Scan
 from fminfer.job.report.shown_rows import ShownRow
-from fminfer.job.report.tally import Tally
+from fminfer.job.report.tally import AnswerTally
 from fminfer.job.report.told_outputs import name_files
 from fminfer.job.report.told_runs import ToldRun, sum_stats
 
@@ -35,7 +35,7 @@ ENDS = {
 }
 
 
-def make_distributions(whole: Tally) -> str:
+def make_distributions(whole: AnswerTally) -> str:
     """Return the charts of all answered rows."""
     if not whole.num_answers:
         return "<p>No row is answered.</p>"
@@ -63,7 +63,7 @@ def _describe(histogram: Histogram, show: object) -> str:
     return f"{text}; bars widen to the right" if is_log and len(bins) > 1 else text
 
 
-def _make_logprobs(whole: Tally) -> str:
+def _make_logprobs(whole: AnswerTally) -> str:
     title, histogram = "Mean logprob of a row's tokens", whole.mean_logprobs
     if not histogram.counts:
         is_drawn = whole.completion_tokens > 0
@@ -85,7 +85,7 @@ def _make_logprobs(whole: Tally) -> str:
     return make_histogram(title, note, make_bins(kept)[0], lambda v: f"{v:.3g}", is_int=False)
 
 
-def _make_seconds(whole: Tally) -> str:
+def _make_seconds(whole: AnswerTally) -> str:
     title, histogram = "Time of a row, from its admission to its end", whole.seconds
     if not histogram.counts:
         return _make_unknown(title, "Not known: Batch lines hold no times.")
@@ -102,7 +102,7 @@ def _make_unknown(title: str, why: str) -> str:
     )
 
 
-def make_run_section(runs: Sequence[ToldRun], whole: Tally) -> str:
+def make_run_section(runs: Sequence[ToldRun], whole: AnswerTally) -> str:
     """Return the time line of the runs, and what the prefix cache saved."""
     if not runs:
         return "<p>The run's times are not known; see the notes above.</p>"
@@ -150,7 +150,7 @@ def _make_done(
     return wide, [Series("rows/s", "done", rates)]
 
 
-def _make_prefix(runs: Sequence[ToldRun], whole: Tally) -> str:
+def _make_prefix(runs: Sequence[ToldRun], whole: AnswerTally) -> str:
     """Say what the prefix cache saved, and what the best possible one would have saved."""
     stats, title = sum_stats(runs), "Prompt tokens that were shared"
     cached = stats["num_cached_tokens"]

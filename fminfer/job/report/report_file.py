@@ -26,7 +26,7 @@ from fminfer.job.report.report_place import check_place
 from fminfer.job.report.row_choice import Place, Reason
 from fminfer.job.report.scanning import LOOK_EVERY, OutOfTimeError, Scan
 from fminfer.job.report.shown_rows import ShownRow
-from fminfer.job.report.tally import Tally
+from fminfer.job.report.tally import AnswerTally
 from fminfer.job.report.told_outputs import ToldOutput
 from fminfer.job.report.told_runs import find_runs
 
@@ -40,7 +40,9 @@ class InputRequests:
     requests: dict[str, tuple[int, Any]] = field(default_factory=dict)  # by record: line, request
     notes: list[str] = field(default_factory=list)
 
-    def add(self, output: ToldOutput, wanted: dict[str, str], tally: Tally, end_s: float) -> None:
+    def add(
+        self, output: ToldOutput, wanted: dict[str, str], tally: AnswerTally, end_s: float
+    ) -> None:
         """Read an output's input for the requests of wanted records; count parameters of all.
 
         Args:
@@ -71,7 +73,7 @@ class InputRequests:
         path: Path,
         output: ToldOutput,
         wanted: dict[str, str],
-        tally: Tally | None,
+        tally: AnswerTally | None,
         end_s: float,
     ) -> int:
         num_found, custom_ids = 0, {*wanted.values()}

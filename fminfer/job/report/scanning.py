@@ -15,7 +15,7 @@ from fminfer.files.journal_rows import read_row
 from fminfer.files.ordered_output import errors_path
 from fminfer.job.report.answer_fields import ODD_RECORD, AnswerFields, read_answer
 from fminfer.job.report.row_choice import Place, RowChoice
-from fminfer.job.report.tally import Tally
+from fminfer.job.report.tally import AnswerTally
 from fminfer.job.report.told_outputs import ToldOutput
 
 LOOK_EVERY = 512  # rows, at the clock
@@ -27,7 +27,7 @@ class OutOfTimeError(FminferError):
 
 
 @dataclass(slots=True, frozen=True)
-class Source:
+class RowsFile:
     """A file with rows of an output."""
 
     path: Path
@@ -39,9 +39,9 @@ class Source:
 class Scan:
     """What was found in outputs."""
 
-    sources: list[Source] = field(default_factory=list)
-    tallies: list[Tally] = field(default_factory=list)  # one an output
-    whole: Tally = field(default_factory=Tally)
+    sources: list[RowsFile] = field(default_factory=list)
+    tallies: list[AnswerTally] = field(default_factory=list)  # one an output
+    whole: AnswerTally = field(default_factory=AnswerTally)
     choice: RowChoice = field(default_factory=RowChoice)
     end_s: float = math.inf  # in time.monotonic(); later it gives up
 
@@ -53,14 +53,14 @@ class Scan:
             OutOfTimeError: it takes too long.
         """
         number = len(self.tallies)
-        own = Tally()
+        own = AnswerTally()
         self.tallies.append(own)
         if output.is_unfinished:
-            sources = [Source(journal_path(output.path), number, "journal")]
+            sources = [RowsFile(journal_path(output.path), number, "journal")]
         else:
             sources = [
-                Source(output.path, number, "answers"),
-                Source(errors_path(output.path), number, "errors"),
+                RowsFile(output.path, number, "answers"),
+                RowsFile(errors_path(output.path), number, "errors"),
             ]
         for source in sources:
             if source.path.exists():
@@ -71,7 +71,7 @@ class Scan:
                     text = f"{source.path} cannot be read: {error.strerror or error}"
                     raise UsageError(text) from error
 
-    def _add_source(self, source: Source, own: Tally) -> None:
+    def _add_source(self, source: RowsFile, own: AnswerTally) -> None:
         file = len(self.sources) - 1
         rows = _rows_of_journal(source.path) if source.kind == "journal" else _rows(source)
         whole, choice = self.whole, self.choice
@@ -94,7 +94,7 @@ class Scan:
                 whole.num_unread += 1
 
     def _add_answer(
-        self, answer: AnswerFields, place: tuple[int, int, int, int], own: Tally
+        self, answer: AnswerFields, place: tuple[int, int, int, int], own: AnswerTally
     ) -> None:
         num_drawn = answer.usage.get("completion_tokens", 0)
         own.num_answers += 1
@@ -114,7 +114,7 @@ class Scan:
             return None
 
 
-def _rows(source: Source) -> Iterator[FoundRow]:
+def _rows(source: RowsFile) -> Iterator[FoundRow]:
     """Yield the rows of a complete file."""
     start = 0
     is_error = source.kind == "errors"

@@ -18,7 +18,7 @@ from fminfer.job.report.choice_logprobs import choice_logprobs, prompt_of
 from fminfer.job.report.plain_text import dump, show
 from fminfer.job.report.row_choice import Place, Reason
 from fminfer.job.report.tally import UNTOLD
-from fminfer.job.report.token_pieces import Piece, cut_choice
+from fminfer.job.report.token_pieces import TextPiece, cut_choice
 
 MAX_SHOWN = 80  # characters
 # Of them, those before the first that is not as in the most similar text.
@@ -237,7 +237,7 @@ def _show_choice(choice: dict[str, Any], request: dict[str, Any], cut: Cut) -> d
     return shown
 
 
-def _fit(text: str, pieces: list[Piece], *, is_all: bool) -> tuple[list[Piece], str]:
+def _fit(text: str, pieces: list[TextPiece], *, is_all: bool) -> tuple[list[TextPiece], str]:
     """Return the pieces to show, and what of the text stands behind them.
 
     Args:

@@ -13,7 +13,7 @@ from fminfer.job.report.axes import show_exactly, show_number
 from fminfer.job.report.charts import make_table
 from fminfer.job.report.plain_text import escape, shorten
 from fminfer.job.report.scanning import Scan
-from fminfer.job.report.tally import Tally, Values
+from fminfer.job.report.tally import AnswerTally, Values
 from fminfer.job.report.told_outputs import ToldOutput, name_files
 from fminfer.job.report.told_runs import ToldRun, sum_stats
 
@@ -29,7 +29,7 @@ DEFAULTS = {
 }
 
 
-def make_tiles(whole: Tally, runs: Sequence[ToldRun]) -> str:
+def make_tiles(whole: AnswerTally, runs: Sequence[ToldRun]) -> str:
     """Return the large numbers on top."""
     seconds, stats = sum(run.seconds for run in runs), sum_stats(runs)
     num_tokens = stats["num_prompt_tokens"] + stats["num_generated_tokens"]
@@ -153,7 +153,7 @@ def _join(values: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(values))
 
 
-def _describe_requests(whole: Tally) -> str:
+def _describe_requests(whole: AnswerTally) -> str:
     kinds = [f"{count:,} {kind}" for kind, count in whole.kinds.most_common()]
     names = {"bare": "bare", "wrapped": "wrapped", "batch": "OpenAI Batch"}
     shapes = [f"{count:,} {names[shape]}" for shape, count in whole.shapes.most_common()]
@@ -176,7 +176,7 @@ def _settings(terms: list[dict[str, Any]], runs: Sequence[ToldRun]) -> dict[str,
     return {name: _join(values) for name, values in sorted(found.items())}
 
 
-def _make_params(whole: Tally) -> str:
+def _make_params(whole: AnswerTally) -> str:
     if not whole.params:
         return ""
     rows = [

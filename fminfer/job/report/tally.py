@@ -44,7 +44,7 @@ class Values:
 
 
 @dataclass(slots=True)
-class Tally:
+class AnswerTally:
     """Counts over the rows of one output, or of several."""
 
     num_answers: int = 0

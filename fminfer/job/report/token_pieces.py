@@ -34,7 +34,7 @@ class Token:
 
 
 @dataclass(slots=True, frozen=True)
-class Piece:
+class TextPiece:
     """Tokens that together have whole characters."""
 
     text: str
@@ -49,7 +49,7 @@ class Piece:
         return [show(self.text), total, listed, *([1] if self.is_given else [])]
 
 
-def cut_choice(choice: dict[str, Any], prompt: Any, *, is_echo: bool) -> list[Piece]:
+def cut_choice(choice: dict[str, Any], prompt: Any, *, is_echo: bool) -> list[TextPiece]:
     """Return the pieces of a choice's text; an empty list if it has no logprobs."""
     logprobs = choice.get("logprobs")
     if not isinstance(logprobs, dict):
@@ -62,7 +62,7 @@ def cut_choice(choice: dict[str, Any], prompt: Any, *, is_echo: bool) -> list[Pi
         return []
     given = num_echoed(logprobs, prompt) if is_echo else 0
     if not text:  # of a run without a tokenizer: the names are all that there is
-        return [Piece(f"{token.name} ", [token], i < given) for i, token in enumerate(tokens)]
+        return [TextPiece(f"{token.name} ", [token], i < given) for i, token in enumerate(tokens)]
     return list(_cut_by_offsets(text, tokens, offsets, given))
 
 
@@ -81,7 +81,7 @@ def _tokens_of(logprobs: dict[str, Any]) -> list[Token]:
 
 def _cut_by_offsets(
     text: str, tokens: list[Token], offsets: list[int], num_given: int
-) -> Iterator[Piece]:
+) -> Iterator[TextPiece]:
     """Cut by the offset of each token, in characters from the prompt's start."""
     base = 0 if num_given else offsets[0]
     ends = [*offsets[1:], base + len(text)]
@@ -91,13 +91,13 @@ def _cut_by_offsets(
         piece = text[first - base : end - base]
         is_last_given = place == num_given - 1
         if piece or is_last_given:
-            yield Piece(piece, joined, place < num_given)
+            yield TextPiece(piece, joined, place < num_given)
             joined = []
     if joined:  # tokens without text, such as the one that ends
-        yield Piece("", joined)
+        yield TextPiece("", joined)
 
 
-def _cut_by_bytes(entries: list[dict[str, Any]]) -> Iterator[Piece]:
+def _cut_by_bytes(entries: list[dict[str, Any]]) -> Iterator[TextPiece]:
     """Cut by the bytes of each entry of a chat's logprobs."""
     raw, joined = b"", []
     for entry in entries:
@@ -113,5 +113,5 @@ def _cut_by_bytes(entries: list[dict[str, Any]]) -> Iterator[Piece]:
             if is_begun and entry is not entries[-1]:
                 continue
             text = raw.decode(errors="replace")
-        yield Piece(text, joined)
+        yield TextPiece(text, joined)
         raw, joined = b"", []

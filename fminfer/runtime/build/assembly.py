@@ -17,7 +17,7 @@ from fminfer.core.config import EngineConfig, StepSizes
 from fminfer.core.errors import CheckpointError, RequestError, UsageError
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.blocks import BlockPool
-from fminfer.engine.intake import Intake, Limits
+from fminfer.engine.intake import Intake, RequestLimits
 from fminfer.engine.loop import EngineLoop, Pipeline
 from fminfer.engine.prefix import PrefixCache
 from fminfer.engine.scheduler import Scheduler
@@ -32,9 +32,9 @@ from fminfer.runtime.lines.line_intake import LineIntake
 OF_MODELS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-def find_limits(config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer) -> Limits:
+def find_limits(config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer) -> RequestLimits:
     """Return what a model and the options of a run allow a request."""
-    return Limits(
+    return RequestLimits(
         checkpoint.context_length,
         checkpoint.config.vocab_size,
         config.max_logprobs,

@@ -7,11 +7,15 @@ from fminfer.models.layer_count import check_split
 from fminfer.pipeline.group import Group, require_no_group
 from fminfer.pipeline.meeting import End
 from fminfer.runtime.launch.processes import Processes, start_ranks
-from fminfer.runtime.launch.role import Manners, Spread
+from fminfer.runtime.launch.role import ChildOptions, Spread
 
 
 def lead_ranks(
-    config: EngineConfig, ranks: Processes, spread: Spread, manners: Manners, end: End | None
+    config: EngineConfig,
+    ranks: Processes,
+    spread: Spread,
+    child_options: ChildOptions,
+    end: End | None,
 ) -> Group:
     """Be rank 0 of processes that this one has started.
 
@@ -19,7 +23,7 @@ def lead_ranks(
         end: ends this process at once; None: it is not ours to end.
     """
     return Group(
-        ranks.become_ranks(config, spread, manners),
+        ranks.become_ranks(config, spread, child_options),
         join_timeout_s=spread.join_timeout_s,
         rank_timeout_s=spread.rank_timeout_s,
         end=end,
@@ -33,7 +37,7 @@ def start_own_ranks(config: EngineConfig) -> Group:
     check_split(config, config.num_stages)
     ranks = start_ranks(config.num_stages)
     try:
-        return lead_ranks(config, ranks, Spread(config.num_stages), Manners(), None)
+        return lead_ranks(config, ranks, Spread(config.num_stages), ChildOptions(), None)
     except BaseException:
         ranks.end()
         raise

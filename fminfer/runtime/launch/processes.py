@@ -22,7 +22,7 @@ from pathlib import Path
 from fminfer.core.config import EngineConfig
 from fminfer.machine.stopper import WARNINGS, Stopper
 from fminfer.pipeline.ranks import RankFacts
-from fminfer.runtime.launch.role import Manners, Role, Spread, Task, rank_names
+from fminfer.runtime.launch.role import ChildOptions, Role, Spread, Task, rank_names
 
 COMMAND = [sys.executable, "-m", "fminfer", "serve-part"]
 # Terminals and schedulers send these to all processes: only the run's own is to hear them.
@@ -99,7 +99,9 @@ class Processes:
             self.end()
             raise
 
-    def become_ranks(self, config: EngineConfig, spread: Spread, manners: Manners) -> RankFacts:
+    def become_ranks(
+        self, config: EngineConfig, spread: Spread, child_options: ChildOptions
+    ) -> RankFacts:
         """Give each its rank; return rank 0's place, with a socket that is open already."""
         listener = socket.create_server((LOOPBACK, 0), backlog=1024)
         facts = RankFacts(
@@ -115,7 +117,7 @@ class Processes:
         )
         for rank, process in enumerate(self.all, start=1):
             its = replace(facts, rank=rank, holds_store=False, listen_fd=None, parent=os.getpid())
-            process.give(Task(Role("rank", spread, its), config, manners))
+            process.give(Task(Role("rank", spread, its), config, child_options))
         return facts
 
     def why_ended(self) -> str:
@@ -234,6 +236,6 @@ class ProcessContext:
     is_verbose: bool
 
     @property
-    def manners(self) -> Manners:
+    def child_options(self) -> ChildOptions:
         """How the processes that this one has started should behave."""
-        return Manners(self.stopper.grace_s, self.is_verbose, is_of_command=True)
+        return ChildOptions(self.stopper.grace_s, self.is_verbose, is_of_command=True)

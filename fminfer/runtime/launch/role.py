@@ -98,7 +98,7 @@ def pipeline_names(count: int) -> list[str]:
 
 
 @dataclass(slots=True, frozen=True)
-class Manners:
+class ChildOptions:
     """How the processes of a run behave that others of it have started."""
 
     grace_s: float = 0.0
@@ -113,7 +113,7 @@ class Task:
 
     role: Role
     config: EngineConfig
-    manners: Manners
+    child_options: ChildOptions
 
     def to_json(self) -> str:
         """Return it as one line."""
@@ -129,5 +129,5 @@ class Task:
         return cls(
             Role(role["kind"], Spread(**role["spread"]), facts, link),
             EngineConfig.from_fields(told["config"]),
-            Manners(**told["manners"]),
+            ChildOptions(**told["child_options"]),
         )

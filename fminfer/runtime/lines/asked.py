@@ -16,7 +16,7 @@ Answer = Finished | Failed
 
 
 @dataclass(slots=True, eq=False)
-class Asked:
+class LineRequest:
     """One line with its request."""
 
     line: Line
@@ -26,7 +26,7 @@ class Asked:
     read_s: float = field(default_factory=time.perf_counter)
     added_s: float = 0.0  # when the engine had it
     answer: Answer | None = None
-    followers: list[Asked] = field(default_factory=list)  # equal ones, which take its answer
+    followers: list[LineRequest] = field(default_factory=list)  # equal ones, which take its answer
 
     @property
     def ids(self) -> list[int]:
@@ -46,7 +46,7 @@ class Asked:
         return sum(len(prompt.ids) for prompt in self.prepared.prompts)
 
 
-def answer_of(asked: Asked, leader: Asked) -> Answer:
+def answer_of(asked: LineRequest, leader: LineRequest) -> Answer:
     """Return what a line gets whose answer another had computed."""
     assert leader.answer is not None
     if isinstance(leader.answer, Failed):
@@ -78,7 +78,7 @@ class RecordForm:
     model_name: str
     created: int
 
-    def build(self, asked: Asked, answer: Answer) -> Record:
+    def build(self, asked: LineRequest, answer: Answer) -> Record:
         """Return a line's record."""
         line, envelope = asked.line, asked.envelope
         if isinstance(answer, Failed):
@@ -100,7 +100,7 @@ class RecordForm:
             repeat=asked.prepared.repeat,
         )
 
-    def _head(self, asked: Asked) -> dict[str, str | int]:
+    def _head(self, asked: LineRequest) -> dict[str, str | int]:
         """Return what an OpenAI completion object has before its choices."""
         model = asked.envelope.fields.get("model")
         is_chat = asked.prepared.kind == "chat"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 
 from fminfer.engine.events import Failed, Finished
-from fminfer.runtime.lines.asked import Asked
+from fminfer.runtime.lines.asked import LineRequest
 
 MAX_FOLLOWERS = 1024  # requests that wait for another's answer; with more, reading stops
 MAX_FOLLOWERS_OF_FILES = 64  # the same from several files, which stay open
@@ -23,8 +23,8 @@ class EqualRequests:
     """Finds the earlier request whose answer a new one can take, among those of late."""
 
     def __init__(self) -> None:
-        self._leaders: dict[bytes, Asked] = {}  # being answered
-        self._finished: OrderedDict[bytes, Asked] = OrderedDict()  # oldest use first
+        self._leaders: dict[bytes, LineRequest] = {}  # being answered
+        self._finished: OrderedDict[bytes, LineRequest] = OrderedDict()  # oldest use first
         self._num_kept = 0
         self._followers: Counter[int] = Counter()  # waiting, by file
         self._follower_bytes = 0  # of their lines
@@ -36,7 +36,7 @@ class EqualRequests:
         is_long = self._follower_bytes >= MAX_FOLLOWER_BYTES
         return is_long or self._followers.total() >= most
 
-    def follow(self, asked: Asked) -> Asked | None:
+    def follow(self, asked: LineRequest) -> LineRequest | None:
         """Return the equal request whose answer this one takes: at once, or when that has it.
 
         None: there is none, and later requests can follow this one.
@@ -56,7 +56,7 @@ class EqualRequests:
         self._leaders[asked.key] = asked
         return None
 
-    def finish(self, asked: Asked) -> list[Asked]:
+    def finish(self, asked: LineRequest) -> list[LineRequest]:
         """Keep a request's answer for later ones; return those that waited for it."""
         key = asked.key
         if key is None or self._leaders.get(key) is not asked:
@@ -75,7 +75,7 @@ class EqualRequests:
         return followers
 
 
-def _num_entries(asked: Asked) -> int:
+def _num_entries(asked: LineRequest) -> int:
     """Return what a finished request takes, in entries of ENTRY_BYTES."""
     num = REQUEST_ENTRIES + 4 * len(asked.line.raw) // ENTRY_BYTES  # its line is held parsed, too
     if isinstance(asked.answer, Finished):

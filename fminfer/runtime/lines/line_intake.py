@@ -19,7 +19,7 @@ from fminfer.contract.row_warnings import RowWarning
 from fminfer.core.errors import RequestError, row_error
 from fminfer.engine.intake import Intake, kind_of
 from fminfer.engine.noise import describe_params, meaning_beside, meaning_of
-from fminfer.runtime.lines.asked import Asked
+from fminfer.runtime.lines.asked import LineRequest
 from fminfer.runtime.lines.seen_counts import SeenCounts
 
 MAX_PARSED = 512  # sets of parameters
@@ -122,7 +122,7 @@ class LineIntake:
         self._meanings = Meanings(intake.parse, has_own_prompt=has_own_prompt)
         self._clock = read_clock()  # of lines that have none
 
-    def open(self, line: Line) -> Asked | Record:
+    def open(self, line: Line) -> LineRequest | Record:
         """Return a line's request, or the record that says why it cannot be answered."""
         envelope = Envelope("bare", as_text(line.raw))  # until it is opened
         try:
@@ -130,7 +130,7 @@ class LineIntake:
             request, repeat = self._identify(line, envelope)
             is_openai = envelope.shape == "batch"
             prepared = self.intake.prepare(request, repeat=repeat, is_openai=is_openai)
-            asked = Asked(line, envelope, prepared, _answer_key(request, is_openai=is_openai))
+            asked = LineRequest(line, envelope, prepared, _answer_key(request, is_openai=is_openai))
         except Exception as error:
             return Record(line, envelope, error=row_error(error, f"line {line.number}"))
         warnings = [*envelope.warnings, *request.warnings]

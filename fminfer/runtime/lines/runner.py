@@ -15,7 +15,7 @@ from fminfer.engine.engine_core import Origin
 from fminfer.engine.events import Delta, Event, Failed
 from fminfer.engine.order import plan_order
 from fminfer.engine.sequence import Prepared
-from fminfer.runtime.lines.asked import Answer, Asked, RecordForm, answer_of
+from fminfer.runtime.lines.asked import Answer, LineRequest, RecordForm, answer_of
 from fminfer.runtime.lines.equal_requests import EqualRequests
 from fminfer.runtime.lines.line_intake import LineIntake
 from fminfer.runtime.result_cache import ResultCache
@@ -103,9 +103,9 @@ class LineRunner:
         self._is_only_run = is_only_run
         self._cache = cache
         self._on_others = on_others
-        self._window: list[Asked] = []  # read, and not yet with the engine
+        self._window: list[LineRequest] = []  # read, and not yet with the engine
         self._num_window_prompts = self._num_window_tokens = 0
-        self._asked: dict[int, Asked] = {}  # with the engine
+        self._asked: dict[int, LineRequest] = {}  # with the engine
         self._done: deque[Record] = deque()
         self._has_all = False
         self._stop_at_s = math.inf
@@ -282,14 +282,14 @@ class LineRunner:
             return min(LOOKAHEAD, self._read_ahead)
         return self._read_ahead
 
-    def _give(self, asked: Asked) -> None:
+    def _give(self, asked: LineRequest) -> None:
         asked.added_s = time.perf_counter()
         try:
             self._asked[self._core.add(asked.prepared, is_counted=True)] = asked
         except Exception as error:  # it can never run here
             self._finish(asked, Failed(-1, row_error(error, f"line {asked.line.number}")))
 
-    def _finish(self, asked: Asked, answer: Answer) -> None:
+    def _finish(self, asked: LineRequest, answer: Answer) -> None:
         asked.answer = answer
         self._done.append(self._form.build(asked, answer))
         if self._equal is not None:
@@ -304,9 +304,9 @@ class LineRunner:
             raise StoppedError("stopped as told, and rows are left")
 
 
-def _in_order(window: list[Asked]) -> list[Asked]:
+def _in_order(window: list[LineRequest]) -> list[LineRequest]:
     """Order lines; files keep their order, so that they are done one after another."""
-    ordered: list[Asked] = []
+    ordered: list[LineRequest] = []
     first = 0
     for place in range(1, len(window) + 1):
         if place == len(window) or window[place].line.source != window[first].line.source:

@@ -21,7 +21,7 @@ from fminfer.pipeline.meeting import STOP_POLL_S, End, Meeting
 from fminfer.pipeline.ranks import RankFacts
 from fminfer.pipeline.watch import Fault
 from fminfer.runtime.launch.processes import Processes
-from fminfer.runtime.launch.role import Manners, RunLink, Spread
+from fminfer.runtime.launch.role import ChildOptions, RunLink, Spread
 from fminfer.runtime.team.team_process import DistantPipeline, TeamPipeline, start_pipeline
 
 HEAR_S = 5.0  # time for the other ranks to hear that there is nothing to do
@@ -122,7 +122,9 @@ class Apart(Meeting):
         self._store.set("start", str(int(is_needed)))
         self.watch.stop()
 
-    def start_pipelines(self, config: EngineConfig, manners: Manners) -> list[TeamPipeline]:
+    def start_pipelines(
+        self, config: EngineConfig, child_options: ChildOptions
+    ) -> list[TeamPipeline]:
         """Start rank 0's own stage, and wait for the lines of the other pipelines.
 
         Raises:
@@ -131,7 +133,7 @@ class Apart(Meeting):
         self._end_meeting(is_needed=True)
         member = Processes([self.pipeline_name], has_line=True).all[0]
         facts = replace(self._facts, parent=os.getpid()) if self._num_stages > 1 else None
-        first = start_pipeline(0, member, config, self._spread, manners, facts)
+        first = start_pipeline(0, member, config, self._spread, child_options, facts)
         try:
             return [first, *map(self._await_line, range(1, self._spread.num_pipelines))]
         except BaseException:

@@ -36,7 +36,7 @@ from fminfer.runtime.team.team_messages import (
     Told,
     receive,
 )
-from fminfer.runtime.team.team_process import Asking, Heard, TeamPipeline
+from fminfer.runtime.team.team_process import SentRequest, StreamPosition, TeamPipeline
 
 MOST_WAITING = 80  # requests that wait in one pipeline
 ASKED_AT_ONCE = 4  # neighbours, which may share a prefix, go to the same pipeline
@@ -65,9 +65,9 @@ class Team:
         self._say = say
         self._on_work: Callable[[int, int], None] = lambda num_fed, num_drawn: None
         self._ids = itertools.count()
-        self._added: deque[Asking] = deque()  # by other threads
+        self._added: deque[SentRequest] = deque()  # by other threads
         self._cancelled: deque[int] = deque()
-        self._waiting: deque[Asking] = deque()  # for a pipeline
+        self._waiting: deque[SentRequest] = deque()  # for a pipeline
         self._news = threading.Condition()
         self._is_closed = False
         self._wake_out, self._wake_in = os.pipe()
@@ -127,7 +127,7 @@ class Team:
         """Queue a request; return the id by which events name it."""
         request_id = next(self._ids)
         ask = Ask(request_id, prepared, priority, is_streamed, is_counted)
-        self._added.append(Asking(ask))
+        self._added.append(SentRequest(ask))
         self._wake()
         return request_id
 
@@ -355,7 +355,7 @@ class Team:
         if not isinstance(event, Delta):
             pipeline.leave(event.request_id)
             yield event
-        elif (new := asking.told.setdefault(event.index, Heard()).take(event)) is not None:
+        elif (new := asking.told.setdefault(event.index, StreamPosition()).take(event)) is not None:
             yield new
 
     def _take_stats(self, pipeline: TeamPipeline, stats: EngineStats) -> None:

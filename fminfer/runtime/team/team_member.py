@@ -50,7 +50,7 @@ def serve_pipeline(
     """
     connection = link.connect()
     try:
-        Member(config, group, connection, checkpoint).serve()
+        TeamMember(config, group, connection, checkpoint).serve()
     except (EOFError, ConnectionError, TimeoutError):
         os._exit(1)  # the run is gone, or the network to it
     except Exception as error:
@@ -61,7 +61,7 @@ def serve_pipeline(
         raise
 
 
-class Member:
+class TeamMember:
     """Keeps an engine busy with what comes over a connection."""
 
     def __init__(

@@ -15,12 +15,12 @@ from fminfer.engine.events import Delta
 from fminfer.engine.stats import EngineStats
 from fminfer.pipeline.ranks import RankFacts
 from fminfer.runtime.launch.processes import Process, Processes
-from fminfer.runtime.launch.role import Manners, Role, RunLink, Spread, Task
+from fminfer.runtime.launch.role import ChildOptions, Role, RunLink, Spread, Task
 from fminfer.runtime.team.team_messages import Ask, Broken, Loaded, Ready, send
 
 
 @dataclass(slots=True)
-class Heard:
+class StreamPosition:
     """How much of a streamed choice was sent, and how much a new pipeline will repeat.
 
     Another pipeline begins the choice anew after one has died; nothing is sent twice.
@@ -73,11 +73,11 @@ def _num_listed(logprobs: dict[str, Any] | None) -> int:
 
 
 @dataclass(slots=True, eq=False)
-class Asking:
+class SentRequest:
     """A request that the team has, and what was told of its choices."""
 
     ask: Ask
-    told: dict[int, Heard] = field(default_factory=dict)  # by choice
+    told: dict[int, StreamPosition] = field(default_factory=dict)  # by choice
 
     @property
     def is_behind(self) -> bool:
@@ -103,7 +103,7 @@ class TeamPipeline(ABC):
         self.loaded: Loaded | None = None
         self.ready: Ready | None = None
         self.stats = EngineStats()
-        self.asked: dict[int, Asking] = {}  # that it has, and has not answered
+        self.asked: dict[int, SentRequest] = {}  # that it has, and has not answered
         self.num_sent = self.num_begun = 0  # requests so far
         self.num_sent_behind = self.num_begun_behind = 0  # those whose priority is `BEHIND_ALL`
         self.has_begun = False
@@ -121,7 +121,7 @@ class TeamPipeline(ABC):
         """Those of them whose priority is `BEHIND_ALL`."""
         return self.num_sent_behind - self.num_begun_behind
 
-    def ask(self, asking: Asking) -> None:
+    def ask(self, asking: SentRequest) -> None:
         """Give it a request to answer."""
         self.asked[asking.ask.request_id] = asking
         self.num_sent += 1
@@ -173,12 +173,12 @@ class DistantPipeline(TeamPipeline):
 
 
 def start_pipelines(
-    members: Processes, config: EngineConfig, spread: Spread, manners: Manners
+    members: Processes, config: EngineConfig, spread: Spread, child_options: ChildOptions
 ) -> list[TeamPipeline]:
     """Give each process its pipeline, all of them on this machine."""
     count = len(members.all)
     return [
-        start_pipeline(number, process, replace(config, num_engines=count), spread, manners)
+        start_pipeline(number, process, replace(config, num_engines=count), spread, child_options)
         for number, process in enumerate(members.all)
     ]
 
@@ -188,7 +188,7 @@ def start_pipeline(
     process: Process,
     config: EngineConfig,
     spread: Spread,
-    manners: Manners,
+    child_options: ChildOptions,
     facts: RankFacts | None = None,
 ) -> TeamPipeline:
     """Give a process its pipeline.
@@ -199,5 +199,5 @@ def start_pipeline(
     """
     config = replace(config, world_size=spread.num_stages, data_group_size=1, engine_number=number)
     role = Role("member", spread, facts, RunLink(process.descriptor))
-    process.give(Task(role, config, manners))
+    process.give(Task(role, config, child_options))
     return PipelineProcess(number, process)

@@ -21,9 +21,9 @@ from fminfer.server.batches.batch_schemas import (
     file_schema,
     list_schema,
 )
-from fminfer.server.batches.desk import Desk
+from fminfer.server.batches.desk import BatchService
 from fminfer.server.batches.stored_batches import StoredBatch
-from fminfer.server.batches.stored_files import StoredFile
+from fminfer.server.batches.stored_files import ServerFile
 from fminfer.server.batches.upload import take_upload
 from fminfer.server.http_errors import HttpError
 from fminfer.server.openai_routes import respond_json
@@ -47,7 +47,7 @@ class _Download(FileResponse):
             raise HttpError(410, message, code="file_removed") from error
 
 
-def file_routes(desk: Desk | None) -> APIRouter:
+def file_routes(desk: BatchService | None) -> APIRouter:
     """Return the routes of files; None: the server keeps nothing."""
     router = APIRouter(tags=["Files"])
     one = file_schema()
@@ -111,7 +111,7 @@ def file_routes(desk: Desk | None) -> APIRouter:
     return router
 
 
-def batch_routes(service: Service, desk: Desk | None) -> APIRouter:
+def batch_routes(service: Service, desk: BatchService | None) -> APIRouter:
     """Return the routes of batches; no desk: the server keeps nothing."""
     router = APIRouter(tags=["Batches"])
     one = batch_schema()
@@ -165,7 +165,7 @@ def batch_routes(service: Service, desk: Desk | None) -> APIRouter:
 
 
 def _send_page(
-    shop: Desk, items: Sequence[StoredFile | StoredBatch], after: str | None, limit: int
+    shop: BatchService, items: Sequence[ServerFile | StoredBatch], after: str | None, limit: int
 ) -> Response:
     """Send the items behind the one of an id, as OpenAI's API lists them.
 
@@ -193,7 +193,7 @@ def _send_page(
     )
 
 
-def _require(desk: Desk | None) -> Desk:
+def _require(desk: BatchService | None) -> BatchService:
     """Return what serves files and batches.
 
     Raises:

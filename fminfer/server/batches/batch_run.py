@@ -32,7 +32,7 @@ from fminfer.server.batches.stored_batches import (
     StoredBatch,
     Trouble,
 )
-from fminfer.server.batches.stored_files import FileStore, StoredFile
+from fminfer.server.batches.stored_files import FileStore, ServerFile
 from fminfer.server.batches.troubles import check_unchanged, trouble_of
 from fminfer.server.http_errors import HttpError
 from fminfer.server.server_log import ServerLog
@@ -78,7 +78,7 @@ class DoneRows:
 
 
 @dataclass(slots=True, frozen=True)
-class Workshop:
+class BatchShared:
     """What the runs of all batches share."""
 
     engine: Engine
@@ -93,7 +93,7 @@ class Workshop:
 class BatchRun:
     """One batch that is being answered."""
 
-    def __init__(self, batch: StoredBatch, shop: Workshop) -> None:
+    def __init__(self, batch: StoredBatch, shop: BatchShared) -> None:
         self.batch = batch
         self.trouble: Trouble | None = None  # for which it paused
         self._shop = shop
@@ -292,7 +292,7 @@ class BatchRun:
         batch, now_ns, lives_s = self.batch, time.time_ns(), self.batch.output_expires_after_s
         kind = "errors" if is_errors else "output"
         self._shop.files.keep(
-            StoredFile(
+            ServerFile(
                 *(file_id, batch.owner, size, now_ns, f"{batch.id}_{kind}.jsonl"),
                 purpose="batch_output",
                 batch_id=batch.id,

@@ -8,7 +8,7 @@ from collections import Counter
 from contextlib import suppress
 
 from fminfer.core.errors import OutputError
-from fminfer.server.batches.batch_run import BatchRun, Workshop
+from fminfer.server.batches.batch_run import BatchRun, BatchShared
 from fminfer.server.batches.early_end import drop_journal
 from fminfer.server.batches.stored_batches import Progress, StoredBatch
 from fminfer.server.batches.troubles import MODEL_CHANGED
@@ -23,7 +23,7 @@ NEVER = float("inf")
 class BatchWork:
     """The runs of all open batches, each in a thread of its own."""
 
-    def __init__(self, shop: Workshop) -> None:
+    def __init__(self, shop: BatchShared) -> None:
         self._shop = shop
         self._news = threading.Condition()
         self._runs: dict[str, tuple[BatchRun, threading.Thread]] = {}

@@ -13,11 +13,11 @@ from fminfer.files.journal_head import Fingerprint
 from fminfer.files.run_terms import RunTerms
 from fminfer.runtime.engine_api import Engine
 from fminfer.server.batches.batch_request import BatchRequest
-from fminfer.server.batches.batch_run import DoneRows, Workshop
+from fminfer.server.batches.batch_run import BatchShared, DoneRows
 from fminfer.server.batches.batch_work import BatchWork
 from fminfer.server.batches.state_folder import StateFolder, new_id
 from fminfer.server.batches.stored_batches import BatchStore, StoredBatch
-from fminfer.server.batches.stored_files import FileStore, StoredFile
+from fminfer.server.batches.stored_files import FileStore, ServerFile
 from fminfer.server.batches.upload import PURPOSE, Upload, no_room
 from fminfer.server.http_errors import HttpError
 from fminfer.server.server_log import ServerLog
@@ -49,7 +49,7 @@ class ServerState:
             ) from error
 
 
-class Desk:
+class BatchService:
     """Serves clients that want files and batches. Its methods may wait for the disk."""
 
     def __init__(
@@ -71,7 +71,7 @@ class Desk:
         self.files, self.batches = state.files, state.batches
         self._terms = RunTerms(engine.model_name, state.fingerprint | {SERVED_NAME: model.names[0]})
         self.done = DoneRows()
-        shop = Workshop(engine, self.files, self.batches, self._terms, model, self.done, log)
+        shop = BatchShared(engine, self.files, self.batches, self._terms, model, self.done, log)
         self.work = BatchWork(shop)
 
     def owner_of(self, request: Request) -> str:
@@ -86,14 +86,14 @@ class Desk:
         """Batches that are not over."""
         return len(self.batches.open_ones)
 
-    def keep_upload(self, upload: Upload, owner: str) -> StoredFile:
+    def keep_upload(self, upload: Upload, owner: str) -> ServerFile:
         """Keep what was uploaded.
 
         Raises:
             HttpError: the disk is full.
         """
         now_ns, lives_s = time.time_ns(), upload.expires_after_s
-        stored = StoredFile(
+        stored = ServerFile(
             *(new_id("file-"), owner, upload.num_bytes, now_ns, upload.filename),
             purpose=PURPOSE,
             expires_at=None if lives_s is None else now_ns // 10**9 + lives_s,
@@ -105,7 +105,7 @@ class Desk:
             raise self._refuse(error) from error
         return stored
 
-    def find_file(self, file_id: str, owner: str) -> StoredFile:
+    def find_file(self, file_id: str, owner: str) -> ServerFile:
         """Return an owner's file.
 
         Raises:
@@ -232,9 +232,9 @@ class Desk:
         self.work.wake(batch)
         return batch
 
-    def describe(self, found: StoredBatch | StoredFile) -> dict[str, Any]:
+    def describe(self, found: StoredBatch | ServerFile) -> dict[str, Any]:
         """Return OpenAI's object of a file, or of a batch with the newest counts."""
-        if isinstance(found, StoredFile):
+        if isinstance(found, ServerFile):
             return found.to_object()
         return found.to_object(self.work.progress_of(found))
 

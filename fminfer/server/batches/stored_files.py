@@ -31,7 +31,7 @@ MOST_GONE = 10_000  # of these that are kept at least: as many as a page may hav
 
 
 @dataclass(slots=True, frozen=True)
-class StoredFile:
+class ServerFile:
     """One file, as its JSON beside it says."""
 
     id: str
@@ -74,25 +74,25 @@ class FileStore:
     def __init__(self, folder: StateFolder) -> None:
         self._folder = folder
         self.lock = threading.RLock()  # under which files are deleted: hold it to keep one
-        self._files: dict[str, StoredFile] = {}
+        self._files: dict[str, ServerFile] = {}
         for path in folder.files.glob("file-*.json"):
             stored = _read(path)
             self._files[stored.id] = stored
-        self._gone: dict[str, StoredFile] = {}  # deleted ones, of which only the place is known
+        self._gone: dict[str, ServerFile] = {}  # deleted ones, of which only the place is known
         self._read_gone()
         self._finish_uploads()
         self._check_records()
 
-    def get(self, file_id: str, owner: str) -> StoredFile | None:
+    def get(self, file_id: str, owner: str) -> ServerFile | None:
         """Return an owner's file; None: there is none of this id, or it is another's."""
         stored = self._files.get(file_id)
         return stored if stored and stored.owner == owner and not stored.is_over else None
 
-    def get_input(self, file_id: str) -> StoredFile | None:
+    def get_input(self, file_id: str) -> ServerFile | None:
         """Return a file that an open batch reads, also if it has expired."""
         return self._files.get(file_id)
 
-    def of(self, owner: str, cursor: str | None = None) -> list[StoredFile]:
+    def of(self, owner: str, cursor: str | None = None) -> list[ServerFile]:
         """Return an owner's files, the newest first.
 
         Args:
@@ -107,7 +107,7 @@ class FileStore:
         ]
         return sorted(found, key=lambda stored: (stored.created_ns, stored.id), reverse=True)
 
-    def path_of(self, stored: StoredFile) -> Path:
+    def path_of(self, stored: ServerFile) -> Path:
         """Return where a file's bytes are."""
         if stored.batch_id is None:
             return self.input_path(stored.id)
@@ -119,7 +119,7 @@ class FileStore:
         assert ID.fullmatch(file_id), "an id of ours"
         return self._folder.files / f"{file_id}.jsonl"
 
-    def take_upload(self, stored: StoredFile, upload: Path) -> None:
+    def take_upload(self, stored: ServerFile, upload: Path) -> None:
         """Keep an uploaded file, whose bytes are on the disk already.
 
         Raises:
@@ -142,7 +142,7 @@ class FileStore:
         with self.lock:
             self._files[stored.id] = stored
 
-    def keep(self, stored: StoredFile) -> None:
+    def keep(self, stored: ServerFile) -> None:
         """Add a file whose bytes are in their place; it is known for good when this returns.
 
         Raises:
@@ -152,15 +152,15 @@ class FileStore:
         with self.lock:
             self._files[stored.id] = stored
 
-    def _write(self, stored: StoredFile) -> None:
+    def _write(self, stored: ServerFile) -> None:
         write_durably(self._meta_path(stored.id), _to_line(stored))
 
     @property
-    def expired_ones(self) -> list[StoredFile]:
+    def expired_ones(self) -> list[ServerFile]:
         """The files whose time is over, and that are still on the disk."""
         return [stored for stored in list(self._files.values()) if stored.is_over]
 
-    def remove(self, stored: StoredFile) -> None:
+    def remove(self, stored: ServerFile) -> None:
         """Remove a file, if nobody has; its place in its owner's list stays known.
 
         Raises:
@@ -179,7 +179,7 @@ class FileStore:
             sync_folder(meta.parent)
             del self._files[stored.id]
 
-    def _note_gone(self, stored: StoredFile) -> None:
+    def _note_gone(self, stored: ServerFile) -> None:
         """Keep where a file stood in its list, so that a page can go on behind it."""
         self._gone[stored.id] = place = replace(stored, bytes=0, filename="", expires_at=None)
         if len(self._gone) > 2 * MOST_GONE:
@@ -197,7 +197,7 @@ class FileStore:
         path = self._folder.path / GONE
         for line in path.read_bytes().splitlines() if path.exists() else ():
             with suppress(ValueError, TypeError):  # a server died while it wrote the line
-                place = StoredFile(**json.loads(line))
+                place = ServerFile(**json.loads(line))
                 self._gone[place.id] = place
         self._write_gone()
 
@@ -232,13 +232,13 @@ class FileStore:
                 )
 
 
-def _to_line(stored: StoredFile) -> bytes:
+def _to_line(stored: ServerFile) -> bytes:
     return json.dumps(asdict(stored)).encode() + b"\n"
 
 
-def _read(path: Path) -> StoredFile:
+def _read(path: Path) -> ServerFile:
     try:
-        stored = StoredFile(**json.loads(path.read_bytes()))
+        stored = ServerFile(**json.loads(path.read_bytes()))
     except (ValueError, TypeError) as error:
         raise UsageError(
             f"{path} is damaged ({error}), so its file is not known; put it back as it "
