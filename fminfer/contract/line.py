@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -29,3 +31,16 @@ class Line:
 def read_clock() -> str:
     """Return the time as `Line.clock` has it, to the second."""
     return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def as_line(number: int, request: object) -> Line:
+    """Return a request as an input line. A wrong one fails alone."""
+    if not isinstance(request, Mapping):
+        fault = f"request {number} is a {type(request).__name__}; give a dict or a text"
+        return Line(0, number, repr(request).encode(), fault=fault)
+    try:
+        raw = json.dumps(dict(request)).encode()  # nan stays nan, and is refused by name
+    except (TypeError, ValueError, RecursionError) as error:
+        fault = f"request {number} is no JSON: {error}"
+        return Line(0, number, repr(request).encode(), fault=fault)
+    return Line(0, number, raw)

@@ -62,7 +62,7 @@ class Intake:
     """Prepares requests, one by one, on any thread."""
 
     def __init__(self, tokenizer: Tokenizer, limits: RequestLimits) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.limits = limits
         self.warnings = WarningCounts()
         self.on_warning: Callable[[str], None] = lambda text: None  # told of each one that is new
@@ -76,7 +76,7 @@ class Intake:
     def has_chat_template(self) -> bool:
         """Whether messages can become a prompt."""
         template = self._chat.template
-        return self._tokenizer.has_words and template.find_text(has_tools=False) is not None
+        return self.tokenizer.has_words and template.find_text(has_tools=False) is not None
 
     def parse(
         self,
@@ -121,7 +121,7 @@ class Intake:
         limits = self.limits
         if params.constraint is None:
             return
-        grammars = find_grammars(self._tokenizer, limits.vocab_size, limits.eos_ids)
+        grammars = find_grammars(self.tokenizer, limits.vocab_size, limits.eos_ids)
         if not compiles and not grammars.has(params.constraint):
             raise UncompiledError("the constraint is not compiled yet")
         try:
@@ -141,14 +141,14 @@ class Intake:
     def _warn_of_spelling(self, request: Request) -> Iterator[RowWarning]:
         """Tell of special tokens that a request spells, and that do what nobody expects."""
         params = request.params
-        bos = self._tokenizer.doubled_bos if params.add_special_tokens else None
+        bos = self.tokenizer.doubled_bos if params.add_special_tokens else None
         if bos and any(isinstance(each, str) and each.startswith(bos) for each in request.prompts):
             yield RowWarning(
                 f"prompts begin with {bos} and the tokenizer adds one, so that they have two. "
                 "Take it out, or set add_special_tokens to false"
             )
         stops = params.stop if params.skip_special_tokens else ()
-        if names := tuple(filter(self._tokenizer.cannot_appear, stops)):
+        if names := tuple(filter(self.tokenizer.cannot_appear, stops)):
             yield RowWarning(
                 "stop strings with a special token inside cannot match, for the text leaves these "
                 "out. Set skip_special_tokens to false",
@@ -166,7 +166,7 @@ class Intake:
 
     def _parse_chat(self, fields: Mapping[str, Any], clock: str) -> Request:
         limits = self.limits
-        if not self._tokenizer.has_words:
+        if not self.tokenizer.has_words:
             raise self._needs_words("messages are text", "messages")
         chat = parse_chat(
             overwrite(fields, limits.request_args or {}),
@@ -218,7 +218,7 @@ class Intake:
     def _fit_of(self, request: Request) -> PromptFit:
         limits = self.limits
         return PromptFit(
-            self._tokenizer,
+            self.tokenizer,
             limits.context_length,
             limits.on_too_long,
             request.params,
@@ -255,10 +255,10 @@ class Intake:
 
     def _encode_text(self, prompt: str, fit: PromptFit) -> EncodedPrompt:
         params = fit.params
-        if not self._tokenizer.has_words:
+        if not self.tokenizer.has_words:
             raise self._needs_words("prompt is text", "prompt")
         fit.refuse_giant(prompt)
-        encoded = self._tokenizer.encode(
+        encoded = self.tokenizer.encode(
             prompt,
             with_offsets=params.echo and params.logprobs is not None,
             add_special_tokens=params.add_special_tokens,
@@ -277,7 +277,7 @@ class Intake:
     def _check_params(self, params: SamplingParams) -> None:
         hint = "Was it written for another model?"
         for name, texts in (("stop", params.stop), ("bad_words", params.bad_words)):
-            if texts and not self._tokenizer.has_words:
+            if texts and not self.tokenizer.has_words:
                 raise self._needs_words(f"{name} is text", name)
         self._check_ids(params.stop_token_ids, "stop_token_ids", hint)
         self._check_ids([token_id for token_id, _ in params.logit_bias], "logit_bias", hint)
@@ -286,13 +286,13 @@ class Intake:
             raise out_of_range("bad_words", [*params.bad_words], f"at most {MAX_BAD_WORDS:,} words")
         for word in params.bad_words:
             check_text(word, "bad_words")
-        words = self._tokenizer.spell_all(params.bad_words)
+        words = self.tokenizer.spell_all(params.bad_words)
         if not all(words):
             raise out_of_range("bad_words", [*params.bad_words], "strings that have tokens")
         self._check_ids(chain(*chain(*words)), "bad_words", MORE_TOKENS)
         if len({ids[-1] for ids in chain(*words)} | self.limits.eos_ids) >= self.limits.vocab_size:
             raise out_of_range("bad_words", [*params.bad_words], "fewer: they can ban every token")
-        bans = find_bans(params, self._tokenizer, self.limits.eos_ids)
+        bans = find_bans(params, self.tokenizer, self.limits.eos_ids)
         if bans is not None:
             bans.check(0, bans.find(0, []))
 

@@ -2,77 +2,44 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from typing_extensions import Self, Unpack
 
-from fminfer.contract.chat import overwrite
 from fminfer.contract.envelope import Envelope
-from fminfer.contract.line import Line
+from fminfer.contract.line import Line, as_line
 from fminfer.contract.record import Record
-from fminfer.contract.request import DEFAULTS, RAW_TOKENS
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.core.messages import StepTrace
-from fminfer.engine.engine_core import EngineCore, Facts
+from fminfer.engine.engine_core import Facts
 from fminfer.engine.events import Event
 from fminfer.engine.intake import Intake, RequestLimits
-from fminfer.engine.prompt_fit import MAX_COUNTED_CHARS
 from fminfer.engine.room import KvSize
 from fminfer.engine.sequence import Prepared
 from fminfer.engine.stats import EngineStats
+from fminfer.engine.text_request import request_of_text
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.pipeline.group import Group
-from fminfer.plan.forecast import Layout, require_room_for_all
 from fminfer.plan.opening import open_model
 from fminfer.runtime.build.assembly import find_limits, load_tokenizer
 from fminfer.runtime.build.one_pipeline import OnePipeline
+from fminfer.runtime.computing import Compute, Computing, start_computing
 from fminfer.runtime.engine_options import EngineOptions, make_config, shows_options
-from fminfer.runtime.launch.leading import start_own_ranks
-from fminfer.runtime.launch.processes import Processes
-from fminfer.runtime.launch.role import ChildOptions, Spread, pipeline_names
 from fminfer.runtime.lines.asked import RecordForm
 from fminfer.runtime.lines.lanes import Lane, Lanes
 from fminfer.runtime.lines.line_intake import LineIntake, NameLine
 from fminfer.runtime.lines.runner import LOOKAHEAD, LineRunner
 from fminfer.runtime.result_cache import ResultCache
-from fminfer.runtime.team.team_core import Team
-from fminfer.runtime.team.team_process import start_pipelines
 from fminfer.text.chat_template import ChatTemplate
-from fminfer.text.tokenizer import Tokenizer
 
-log = logging.getLogger("fminfer")
 REPEAT_BITS = 64  # of the random number by which requests without a seed differ
-
-
-class Computing(Protocol):
-    """The processes that compute for an engine: one pipeline, or several."""
-
-    @property
-    def core(self) -> EngineCore: ...
-
-    @property
-    def facts(self) -> Facts: ...
-
-    @property
-    def gpu_memory(self) -> dict[str, int]: ...
-
-    def follow(
-        self, on_work: Callable[[int, int], None], on_step: Callable[[StepTrace], None] | None
-    ) -> None: ...
-
-    def close(self) -> None: ...
-
-
-Compute = Callable[[EngineConfig, Checkpoint, Tokenizer], Computing]
 
 
 class Engine:
@@ -134,10 +101,10 @@ class Engine:
         self.vocab_size: int = checkpoint.config.vocab_size
         if compute is not None:
             self._computing: Computing = compute(config, checkpoint, self.tokenizer)
-        elif config.data_group_size > 1:
-            self._computing = _start_team(config, checkpoint)
         else:
-            self._computing = _load_pipeline(config, checkpoint, self.tokenizer, group, on_progress)
+            self._computing = start_computing(
+                config, checkpoint, self.tokenizer, group, on_progress
+            )
         self._core = self._computing.core
         self.lanes = Lanes(self._core)  # of runs behind all other requests
         limits = find_limits(config, checkpoint, self.tokenizer)
@@ -167,24 +134,9 @@ class Engine:
             is_raw: complete it in any case.
             fields: of the request, by their names in completions.
         """
-        if not {"temperature", "top_p", "top_k", "n", "best_of"} & {*fields}:
-            fields["temperature"] = 0
         is_of_chat = self.config.chat_template is not None or not {"echo", "best_of"} & {*fields}
-        if not is_raw and self.has_chat_template and is_of_chat:
-            return overwrite({"messages": [{"role": "user", "content": text}]}, fields)
-        most = fields.get("best_of") or fields.get("n") or 1
-        return {"prompt": text, "max_tokens": self._most_raw_tokens(text, most)} | fields
-
-    def _most_raw_tokens(self, text: str, num_sequences: int) -> int:
-        """Return how many tokens a completion of a text may have, if it does not say."""
-        limits = self.limits
-        if not self.tokenizer.has_words or len(text) > MAX_COUNTED_CHARS:
-            return DEFAULTS.max_tokens
-        num_tokens = len(self.tokenizer.encode(text.encode(errors="replace").decode()).ids)
-        room = limits.context_length - num_tokens
-        if limits.kv_size is not None:
-            room = min(room, limits.kv_size.most_draws(num_tokens, num_sequences))
-        return min(RAW_TOKENS, room) if room > 0 else DEFAULTS.max_tokens
+        as_chat = not is_raw and self.has_chat_template and is_of_chat
+        return request_of_text(text, fields, self._intake, as_chat=as_chat)
 
     def add(
         self,
@@ -352,7 +304,7 @@ class Engine:
     def _as_lines(self, requests: Iterable[str | Mapping[str, Any] | Line]) -> Iterator[Line]:
         for number, request in enumerate(requests, start=1):
             request = self.make_request(request) if isinstance(request, str) else request
-            yield request if isinstance(request, Line) else _as_line(number, request)
+            yield request if isinstance(request, Line) else as_line(number, request)
 
     def stop(self, grace_s: float) -> None:
         """End the run in good order: no more lines, and rows that run have so long to end.
@@ -462,52 +414,3 @@ class Engine:
         """End what computes. The engine cannot be used afterwards."""
         self._is_closed = True
         self._computing.close()
-
-
-def _load_pipeline(
-    config: EngineConfig,
-    checkpoint: Checkpoint,
-    tokenizer: Tokenizer,
-    group: Group | None,
-    on_progress: Callable[[int, int], None],
-) -> OnePipeline:
-    """Load the model here, and in the processes of other ranks, which this may have to start."""
-    own = start_own_ranks(config) if group is None and config.num_stages > 1 else None
-    try:
-        return OnePipeline(
-            config, checkpoint, tokenizer, on_progress=on_progress, group=group or own
-        )
-    except BaseException:
-        if own is not None:
-            own.abandon()
-        raise
-
-
-def _start_team(config: EngineConfig, checkpoint: Checkpoint) -> Team:
-    """Start several pipelines, in somebody's program."""
-    spread = Spread(config.num_stages, config.data_group_size)
-    require_room_for_all(config, checkpoint, Layout(spread.num_stages, spread.num_pipelines))
-    names = pipeline_names(spread.num_pipelines)
-    members = Processes(names, num_ranks=spread.num_stages - 1, has_line=True)
-    try:
-        return Team(
-            checkpoint,
-            lambda: start_pipelines(members, config, spread, ChildOptions()),
-            log.warning,
-        )
-    except BaseException:
-        members.end()
-        raise
-
-
-def _as_line(number: int, request: object) -> Line:
-    """Return a request as an input line. A wrong one fails alone."""
-    if not isinstance(request, Mapping):
-        fault = f"request {number} is a {type(request).__name__}; give a dict or a text"
-        return Line(0, number, repr(request).encode(), fault=fault)
-    try:
-        raw = json.dumps(dict(request)).encode()  # nan stays nan, and is refused by name
-    except (TypeError, ValueError, RecursionError) as error:
-        fault = f"request {number} is no JSON: {error}"
-        return Line(0, number, repr(request).encode(), fault=fault)
-    return Line(0, number, raw)
