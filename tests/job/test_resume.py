@@ -236,6 +236,26 @@ def test_lines_of_stdin_are_compared_one_by_one(
     assert users == [str(number) for number in numbers]
 
 
+def test_a_journal_of_the_commit_before_is_taken_up(tmp_path: Path) -> None:
+    """It was killed; its rows are kept byte for byte when packages, plan and kernels moved.
+
+    The folder has its input and its journal.
+    """
+    earlier = Path(__file__).parent.parent / "data" / "earlier_run"
+    for name in ("in.jsonl", "out.jsonl.journal"):
+        (tmp_path / name).write_bytes((earlier / name).read_bytes())
+    kept = [json.loads(line) for line in (earlier / "out.jsonl.journal").read_text().splitlines()]
+    words = ["run", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+    run = Forked([*words, "--dtype", "float32", "--device", "cpu", "--budget", "4096"])
+    assert run.wait(60) == 3 and "4 kept from earlier runs" in run.said()
+    answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert len(answers) == 3
+    (answer,) = [row["record"] for row in kept[1:] if row["kind"] == "answer"]
+    assert answer in answers
+    errors = (tmp_path / "out.errors.jsonl").read_text()
+    assert all(json.dumps(row["record"]["error"]["message"]) in errors for row in kept[1:4])
+
+
 def test_equal_lines_draw_by_their_number_also_when_some_are_kept(
     engine: fminfer.Engine, tmp_path: Path
 ) -> None:
