@@ -18,13 +18,14 @@ from click.testing import CliRunner
 import fminfer
 from fminfer.cli.app import main
 from fminfer.compute.kernels.kernel_build import find_compiler
+from fminfer.compute.layers.bodies import Parts
 from fminfer.compute.linear import product_kernel
 from fminfer.compute.linear.product_kernel import PackedProduct, ProductKernel
 from fminfer.compute.linear.products import PackedProducts, Products
-from fminfer.compute.sampling.head_kernel import HeadKernel
 from fminfer.core.config import EngineConfig
 from fminfer.core.partition import Part, split_layers
 from fminfer.models.checkpoint import open_checkpoint
+from fminfer.models.layer_bodies import Bodies
 from fminfer.models.part_tensors import PartTensors, load_tensors
 from fminfer.models.tensor_shapes import is_of_product
 from fminfer.worker import footprint
@@ -70,10 +71,15 @@ def load(folder: Path, part: Part | None = None, *, keeps: bool = True) -> PartT
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_logits_are_those_of_float32(folders: list[Path], num_stages: int) -> None:
     """Bit for bit: only where a weight is widened is another."""
-    head = HeadKernel(built_library())
+
+    def bodies() -> Bodies:
+        kernel = ProductKernel(built_library())
+        packed = PackedProducts(is_fast_in_bfloat16=False, kernel=kernel, dtype=torch.float32)
+        return Bodies(Parts(), packed, 256)
+
     parts = split_layers(3, num_stages, head_cost=0.0)
     kept, widened = (
-        logits_of(folder, parts, keeps_bfloat16=True, head_kernel=head) for folder in folders
+        logits_of(folder, parts, keeps_bfloat16=True, bodies=bodies) for folder in folders
     )
     for ours, expected in zip(kept, widened, strict=True):
         assert torch.equal(ours, expected)
