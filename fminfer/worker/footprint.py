@@ -118,12 +118,13 @@ def measure_footprint(
     packed: dict[str, tuple[int, ...]] = {}
     if on_cpu and _packs(config, held_in, dtype, device):
         packed = {name: shape for name, shape in shapes.items() if is_of_product(name)}
-    if on_cpu and part.is_last and _has_kernels(config, held_in):  # other libraries pack no head
-        head = "head.weight" if "head.weight" in shapes else "embed.weight"
-        packed[head] = shapes[head]
     weights = sum(sizes.values())
     # Joined tensors are copies, which packing replaces; what they were joined of leaves memory.
     whole = {n for n in shapes if _is_mapped(checkpoint.architecture, n)}
+    if on_cpu and part.is_last and _has_kernels(config, held_in):  # so does a packed head's file
+        head = "head.weight" if "head.weight" in shapes else "embed.weight"
+        packed[head] = shapes[head]
+        whole.discard(head)
     mapped = sum(sizes[name] for name in whole if dtypes[name] == stored)
     copied = {name for name in whole if name in packed or is_moved(name)}
     weights += sum(sizes[name] for name in copied if dtypes[name] == stored)

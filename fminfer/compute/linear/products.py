@@ -90,6 +90,6 @@ class PackedProducts(Products):
             yield from product_pairs(product.unrounded, *some, self._dtype, torch.float32)
 
         make: Callable[[], PackedProduct] = partial(kernel.pack, *some)
-        tried, why = try_body("products in float32", self._asked, make, pairs, UNROUNDED_ERROR)
-        self.why_plain = self.why_plain or why
-        return None if tried is None else kernel.pack(weight, bias)
+        found = try_body("products in float32", self._asked, make, pairs, UNROUNDED_ERROR)
+        self.why_plain = self.why_plain or found[1]
+        return None if found[0] is None else kernel.pack(weight, bias)
