@@ -16,7 +16,6 @@ from benchmarks.gpu.cases import Figures, expect
 from benchmarks.gpu.stopwatch import call_s, median_s
 from fminfer.compute.attention.kv_cache import KvCache
 from fminfer.core.messages import StepRow
-from fminfer.models.head import Head
 from fminfer.models.layer_step import LayerStep
 from fminfer.runtime.build.loading import LoadedPart
 
@@ -54,7 +53,7 @@ def make_step(part: LoadedPart, cache: KvCache, rows: int, tokens: int) -> Step:
     cache.plan([StepRow([0], tokens - 1, table) for table in tables], None)
     ids = torch.arange(rows, device=part.device)
     positions = torch.full((rows,), tokens - 1, device=part.device)
-    head = Head(network.head, part.head)
+    head = network.head
 
     def run() -> torch.Tensor:  # (rows,) int64
         before = network.embed(ids, positions)

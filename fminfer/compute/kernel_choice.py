@@ -1,4 +1,4 @@
-"""Chooses what computes attention, parts of layers, head and draws: a kernel, or plain torch.
+"""Chooses what computes attention, parts of layers and draws: a kernel, or plain torch.
 
 A kernel is tried on a small problem beside plain torch first.
 """
@@ -19,7 +19,6 @@ from fminfer.compute.kernels.kernel_build import KernelBuild, may_have_library, 
 from fminfer.compute.layers.bodies import PartKernels, part_pairs
 from fminfer.compute.layers.layer_kernels import LayerKernels
 from fminfer.compute.sampling.draw_kernel import DrawKernel, ScoreKernel, draw_pairs, rank_pairs
-from fminfer.compute.sampling.head_kernel import HeadKernel, head_pairs
 from fminfer.compute.sampling.sampler import Drawer, Racer, Ranker, draw, rank
 from fminfer.compute.spec import Attention, Model
 from fminfer.compute.trial import Limits, Pair, try_body
@@ -32,7 +31,6 @@ CPU = torch.device("cpu")
 # Of the largest expected number. 16 bits round weights and results.
 ATTENTION_ERRORS: Limits = {torch.float32: 2e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
 PART_ERRORS: Limits = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 0.016}
-HEAD_ERROR = 1e-4
 TOKEN_ERROR = 1e-9  # none: the ids must be the same
 RANK_ERROR = 1e-5  # of logits and normalizers; ids are whole numbers up to 3,000
 # Of the longer row of a trial. The GPU's kernel has 64 keys on the way at once.
@@ -145,20 +143,6 @@ def find_layers(
         return part_pairs(parts, dtype, device)
 
     return try_body("norms and activations", kernels, make, pairs, PART_ERRORS[dtype])
-
-
-def find_head(
-    kernels: Kernels, library: ctypes.CDLL | None, dtype: torch.dtype
-) -> tuple[HeadKernel | None, str]:
-    """Return the CPU's head, or None and why it is slower than it could be.
-
-    Raises:
-        UsageError: --kernels require, and there is none or its trial fails.
-    """
-    if library is None or dtype not in HeadKernel.types:
-        return None, ""
-    pairs = partial(head_pairs, dtype=dtype)
-    return try_body("head", kernels, lambda: HeadKernel(library), pairs, HEAD_ERROR)
 
 
 def find_drawer(

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from fminfer.compute.sampling.head_kernel import HeadKernel
-from fminfer.models.transformer import HeadLayer
+from fminfer.compute.linear.products import Products
 
 # Of a weight, what plain torch widens to float32 at once: a cache holds it while it is multiplied.
 WIDENED_BYTES = 2 << 20
@@ -19,24 +18,30 @@ class Head:
     """A model's head, a linear layer, with logits in float32.
 
     Args:
-        layer: of the network.
-        kernel: the CPU's, for float32 and bfloat16; None: plain torch.
+        weight: (vocab, hidden); it may be the embedding.
+        products: pack the weight if a kernel serves it. Otherwise it stays as it is.
+        scale: of logits.
     """
 
-    def __init__(self, layer: HeadLayer, kernel: HeadKernel | None) -> None:
-        self._layer, self._kernel = layer, kernel
-        self._bias = None if layer.bias is None else layer.bias.float()
-        self.vocab_size = layer.vocab_size
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        products: Products,
+        scale: float = 1.0,
+    ) -> None:
+        self._bias, self._scale = None if bias is None else bias.float(), scale
+        self.vocab_size = len(weight)
+        self.packed = products.make_unrounded(weight, self._bias)
+        self._weight = weight if self.packed is None else weight.new_empty(0)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits, (rows, vocab) float32, of hidden states, (rows, hidden)."""
-        logits = self._multiply(hidden)
-        return logits if self._layer.scale == 1.0 else logits.mul_(self._layer.scale)
+        logits = self._multiply(hidden) if self.packed is None else self.packed.unrounded(hidden)
+        return logits if self._scale == 1.0 else logits.mul_(self._scale)
 
     def _multiply(self, hidden: torch.Tensor) -> torch.Tensor:
-        weight = self._layer.weight
-        if self._kernel is not None:
-            return self._kernel(hidden, weight, self._bias)
+        weight = self._weight
         if weight.dtype == torch.float32:
             return torch.nn.functional.linear(hidden, weight, self._bias)
         if weight.is_cuda:

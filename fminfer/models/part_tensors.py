@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -85,6 +86,11 @@ class TensorReader:
             and self._files.is_in_place(stored)
         )
 
+    def leave(self, origins: Iterable[Origin | None]) -> None:
+        """Leave the memory of stored tensors to others."""
+        for piece in (piece for origin in origins if origin for piece in origin.pieces):
+            self._files.drop(piece.stored)
+
     def count_bytes(self, origins: Origins) -> int:
         """Return what tensors will take in memory."""
         return sum(
@@ -126,6 +132,8 @@ class PartTensors:
     exit: Tensors  # after the last layer; empty but on the last stage
     dtype: torch.dtype  # of the arithmetic
     num_bytes: int  # of all of them; a tensor that has two names counts once
+    # Leaves memory of a head's files to others once it is packed. What is read again comes back.
+    leave_head: Callable[[], None] = lambda: None
 
 
 def load_tensors(
@@ -162,7 +170,9 @@ def load_tensors(
     is_tied = bool(checkpoint.config.tie_word_embeddings)
     outside = _read_exit(reader, origins, entry, is_tied=is_tied) if part.is_last else {}
     layers = _read_layers(reader, origins, checkpoint.model, part)
-    return PartTensors(layers, entry, outside, dtype, of_layers + _count_bytes(entry, outside))
+    num_bytes = of_layers + _count_bytes(entry, outside)
+    leave = partial(reader.leave, [origins.entry["embed.weight"], origins.exit.get("head.weight")])
+    return PartTensors(layers, entry, outside, dtype, num_bytes, leave)
 
 
 def _read_exit(

@@ -15,7 +15,6 @@ import torch
 
 from fminfer.compute.attention.kv_cache import KvCache
 from fminfer.compute.attention.paged_attention import AttentionKernel
-from fminfer.compute.sampling.head_kernel import HeadKernel
 from fminfer.compute.sampling.masks import make_masks
 from fminfer.compute.sampling.sampler import (
     Drawer,
@@ -40,7 +39,6 @@ from fminfer.core.messages import (
 )
 from fminfer.machine.out_of_memory import SizeLimit
 from fminfer.machine.threads import ThreadCount
-from fminfer.models.head import Head
 from fminfer.models.layer_step import LayerStep
 from fminfer.models.transformer import Transformer
 
@@ -107,7 +105,6 @@ class Stage:
         kernel: the compiled attention kernel; None: plain tensor operations.
         ranker: finds normalizers and the best of logits.
         drawer: draws tokens.
-        head_kernel: the compiled head; None: plain torch.
         threads: how many compute; looked at before each step. None: torch's own number.
     """
 
@@ -122,13 +119,11 @@ class Stage:
         kernel: AttentionKernel | None = None,
         ranker: Ranker = rank,
         drawer: Drawer = draw,
-        head_kernel: HeadKernel | None = None,
         threads: ThreadCount | None = None,
     ) -> None:
         self._threads = threads
         self._network = network
-        layer = network.head
-        self._head = None if layer is None else Head(layer, head_kernel)
+        self._head = network.head
         self._device = device
         self.has_kernel = kernel is not None  # attention is compiled
         self._ranker = ranker

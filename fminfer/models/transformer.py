@@ -6,28 +6,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
 
 from fminfer.compute.layers import plain
 from fminfer.compute.spec import Model
+from fminfer.models.head import Head
 from fminfer.models.layer import LayerOf, normed_sum
-from fminfer.models.layer_bodies import Bodies
+from fminfer.models.layer_bodies import Bodies, Function
 from fminfer.models.layer_step import LayerStep
 from fminfer.models.part_tensors import PartTensors
 from fminfer.models.tensor_specs import Tensors
 
 Join = Callable[[LayerOf, Tensors], LayerOf]
-
-
-class HeadLayer:
-    """The tensors of the head, which `head.Head` multiplies; its weight may be the embedding."""
-
-    def __init__(self, tensors: Tensors, scale: float = 1.0) -> None:
-        self.weight, self.bias = tensors["head.weight"], tensors.get("head.bias")
-        self.scale = scale  # of logits
-        self.vocab_size = len(self.weight)
 
 
 class Transformer:
@@ -67,15 +60,22 @@ class Transformer:
         self._embed_norm = bodies.norm(model.embed_norm, self._entry, "embed_norm")
         final_norm = model.final_norm if self._exit else None  # the last stage has it
         self._final_norm = bodies.norm(final_norm, self._exit, "final_norm")
-        self.head: HeadLayer | None = None
+        embed = self._entry.get("embed.weight", torch.empty(0))
+        self._look_up: Function = partial(nn.functional.embedding, weight=embed)
+        self.head: Head | None = None
         if self._exit:
-            self.head = HeadLayer(self._exit, model.logit_scale)
-            del self._exit["head.weight"]
+            weight, bias = self._exit.pop("head.weight"), self._exit.get("head.bias")
+            self.head = Head(weight, bias, bodies.products, model.logit_scale)
+            if self.head.packed is not None:
+                if weight is embed:  # kept once
+                    self._look_up = self.head.packed.rows
+                    del self._entry["embed.weight"]
+                tensors.leave_head()
 
     def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the hidden states before the first layer, (tokens, hidden), for (tokens,) ids."""
         model, entry = self.model, self._entry
-        x = nn.functional.embedding(ids, entry["embed.weight"]).to(self.dtype)
+        x = self._look_up(ids).to(self.dtype)
         if model.embed_scale != 1.0:  # rounded to the dtype, as Gemma was trained
             x = x * torch.tensor(model.embed_scale, dtype=x.dtype)
         if "project_in.weight" in entry:

@@ -117,6 +117,10 @@ def measure_footprint(
     weights = sum(sizes.values())
     # Joined tensors are copies, which packing replaces; what they were joined of leaves memory.
     whole = {n for n in specs if _is_mapped(checkpoint.architecture, n)}
+    if on_cpu and part.is_last and _has_kernels(config, held_in):  # so does a packed head's file
+        head = "head.weight" if "head.weight" in specs else "embed.weight"
+        packed[head] = specs[head]
+        whole.discard(head)
     mapped = sum(sizes[name] for name in whole if dtypes[name] == stored)
     copied = {name for name in whole if name in packed or specs[name].use == "moved"}
     weights += sum(sizes[name] for name in copied if dtypes[name] == stored)

@@ -14,10 +14,10 @@ from torch import nn
 
 import fminfer
 from fminfer.compute.kernels.kernel_build import find_compiler
-from fminfer.compute.sampling.head_kernel import HeadKernel
+from fminfer.compute.linear.product_kernel import ProductKernel
+from fminfer.compute.linear.products import PackedProducts, Products
 from fminfer.models import head as head_module
 from fminfer.models.head import Head
-from fminfer.models.transformer import HeadLayer
 from tests.conftest import built_library, make_model, save_byte_tokenizer
 
 # (rows, inputs, outputs): one of each; parts of vectors, of tiles and of blocks; several blocks.
@@ -28,10 +28,10 @@ PAIRS = [(of_rows, of_weight) for of_rows in TYPES for of_weight in TYPES]
 
 
 @pytest.fixture(scope="module")
-def kernel() -> HeadKernel:
+def kernel() -> ProductKernel:
     if find_compiler() is None:
         pytest.skip("there is no C++ compiler")
-    return HeadKernel(built_library())
+    return ProductKernel(built_library())
 
 
 @pytest.fixture
@@ -46,12 +46,17 @@ def make_layer(inputs: int, outputs: int, dtype: torch.dtype, *, has_bias: bool)
     return nn.Linear(inputs, outputs, bias=has_bias).to(dtype).requires_grad_(False)
 
 
-def make_head(layer: nn.Linear, kernel: HeadKernel | None) -> Head:
-    """Return the head of a network whose weights are a layer's."""
-    tensors = {"head.weight": layer.weight.detach()}
-    if layer.bias is not None:
-        tensors["head.bias"] = layer.bias.detach()
-    return Head(HeadLayer(tensors), kernel)
+def make_head(
+    layer: nn.Linear, kernel: ProductKernel | None, of_rows: torch.dtype | None = None
+) -> Head:
+    """Return the head of a network whose weights are a layer's, packed if they can be."""
+    products = Products()
+    if kernel is not None:
+        products = PackedProducts(is_fast_in_bfloat16=False, kernel=kernel, dtype=of_rows)
+    bias = None if layer.bias is None else layer.bias.detach()
+    head = Head(layer.weight.detach(), bias, products)
+    assert (head.packed is not None) == (kernel is not None and kernel.can_pack(layer.weight))
+    return head
 
 
 def assert_exact(found: torch.Tensor, x: torch.Tensor, layer: nn.Linear) -> None:
@@ -72,7 +77,7 @@ def test_the_kernel_keeps_float32(
     of_weight: torch.dtype,
     has_bias: bool,
     num_threads: int,
-    kernel: HeadKernel,
+    kernel: ProductKernel,
     set_threads: Callable[[int], None],
 ) -> None:
     set_threads(num_threads)
@@ -81,19 +86,20 @@ def test_the_kernel_keeps_float32(
     for rows, inputs, outputs in [*SHAPES, *some]:
         layer = make_layer(inputs, outputs, of_weight, has_bias=has_bias)
         x = torch.randn(rows, inputs).to(of_rows)
-        assert_exact(make_head(layer, kernel)(x), x, layer)
+        assert_exact(make_head(layer, kernel, of_rows)(x), x, layer)
 
 
 @pytest.mark.parametrize(("of_rows", "of_weight"), PAIRS)
 def test_nothing_beside_the_operands_is_read(
-    of_rows: torch.dtype, of_weight: torch.dtype, kernel: HeadKernel
+    of_rows: torch.dtype, of_weight: torch.dtype, kernel: ProductKernel
 ) -> None:
     """Before and behind rows, weight and bias lies nan; one that is read shows."""
     for rows, inputs, outputs in SHAPES:
         layer = make_layer(inputs, outputs, of_weight, has_bias=True)
         x = torch.randn(rows, inputs).to(of_rows)
         operands = [between_nan(each) for each in (x, layer.weight, layer.bias.float())]
-        assert_exact(kernel(*operands), x, layer)
+        if kernel.can_pack(layer.weight):  # of whole units
+            assert_exact(kernel.pack(*operands[1:]).unrounded(operands[0]), x, layer)
 
 
 def between_nan(tensor: torch.Tensor) -> torch.Tensor:
@@ -103,21 +109,23 @@ def between_nan(tensor: torch.Tensor) -> torch.Tensor:
     return inner.copy_(tensor.detach())
 
 
-def test_a_bfloat16_weight_gives_what_it_gives_widened(kernel: HeadKernel) -> None:
+def test_a_bfloat16_weight_gives_what_it_gives_widened(kernel: ProductKernel) -> None:
     """To the last bit: how a weight is stored must not show in an answer."""
     for rows, inputs, outputs in SHAPES:
         weight, x = torch.randn(outputs, inputs).bfloat16(), torch.randn(rows, inputs)
-        assert torch.equal(kernel(x, weight, None), kernel(x, weight.float(), None))
+        if kernel.can_pack(weight):  # of whole units
+            kept, widened = kernel.pack(weight, None), kernel.pack(weight.float(), None)
+            assert torch.equal(kept.unrounded(x), widened.unrounded(x))
 
 
 @pytest.mark.parametrize(("of_rows", "of_weight"), PAIRS)
 def test_a_row_is_the_same_beside_any_others(
     of_rows: torch.dtype,
     of_weight: torch.dtype,
-    kernel: HeadKernel,
+    kernel: ProductKernel,
     set_threads: Callable[[int], None],
 ) -> None:
-    head = make_head(make_layer(200, 150, of_weight, has_bias=True), kernel)
+    head = make_head(make_layer(200, 150, of_weight, has_bias=True), kernel, of_rows)
     x = torch.randn(61, 200).to(of_rows)
     set_threads(1)
     alone = torch.cat([head(row) for row in x.split(1)])
@@ -129,7 +137,7 @@ def test_a_row_is_the_same_beside_any_others(
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_a_row_that_is_not_finite_costs_no_other(
-    dtype: torch.dtype, value: float, kernel: HeadKernel
+    dtype: torch.dtype, value: float, kernel: ProductKernel
 ) -> None:
     head = make_head(make_layer(64, 65, dtype, has_bias=False), kernel)
     x = torch.randn(20, 64).to(dtype)

@@ -17,7 +17,6 @@ from fminfer.compute.linear.product_kernel import ProductKernel
 from fminfer.compute.linear.products import PackedProducts, Products
 from fminfer.compute.spec import Mlp, Moe
 from fminfer.models.checkpoint import open_checkpoint
-from fminfer.models.head import Head
 from fminfer.models.layer import MoeOf
 from fminfer.models.layer_bodies import Bodies
 from fminfer.models.layer_step import LayerStep
@@ -94,7 +93,7 @@ def logprobs_in_bfloat16(folder: Path, parts: Parts, rows: list[list[int]]) -> t
     x = network.embed(torch.tensor([each for row in rows for each in row]), dense.positions)
     x = network.run(x, LayerStep(dense.positions, attend))
     assert network.head is not None
-    logits, cap = Head(network.head, None)(x), checkpoint.model.logit_cap
+    logits, cap = network.head(x), checkpoint.model.logit_cap
     return (logits if cap is None else torch.tanh(logits / cap) * cap).log_softmax(-1)
 
 

@@ -121,6 +121,33 @@ def test_rows_that_are_not_in_one_piece(
     assert product(x[:, :0]).shape == (1, 0, 2, 70)
 
 
+@pytest.mark.parametrize("dtype", [FLOATS, HALVES])
+def test_rows_of_a_weight_are_found_in_its_packed_form(
+    dtype: torch.dtype, kernel: ProductKernel
+) -> None:
+    """A tied embedding was kept as it is stored, beside what is multiplied."""
+    for outputs, inputs in SHAPES:
+        weight, bias = random_layer(outputs, inputs, dtype)
+        ids = torch.tensor([outputs - 1, 0, outputs // 2, 0])
+        for some in (ids, ids[:0]):
+            found = kernel.pack(weight, bias).rows(some)
+            assert found.dtype == dtype and torch.equal(found, weight[some])
+
+
+@of_all_ways
+def test_sums_of_16_bit_products_may_stay_float32(
+    of_weight: torch.dtype, of_rows: torch.dtype, kernel: ProductKernel
+) -> None:
+    weight, bias = random_layer(150, 96, of_weight)
+    product = kernel.pack(weight, bias)
+    for rows in (1, 7, 30, 600):
+        x = torch.randn(rows, 96).to(of_rows)
+        found = product.unrounded(x)
+        assert found.dtype == torch.float32
+        assert torch.equal(found.to(of_rows), product(x))
+        assert of_rows == FLOATS or not torch.equal(found.bfloat16().float(), found)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_row_that_is_not_finite_costs_no_other(value: float, kernel: ProductKernel) -> None:
     weight, bias = random_layer(65, 64)

@@ -13,14 +13,12 @@ from click.testing import CliRunner
 import fminfer
 from fminfer.cli.app import main
 from fminfer.compute.attention.kernel_attention import KernelAttention
-from fminfer.compute.kernel_choice import find_head
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.layers.bodies import Parts
 from fminfer.compute.layers.layer_kernels import LayerKernels
-from fminfer.compute.linear.product_kernel import PackedProduct
-from fminfer.compute.linear.products import Products
+from fminfer.compute.linear.product_kernel import PackedProduct, ProductKernel
+from fminfer.compute.linear.products import PackedProducts, Products
 from fminfer.compute.sampling.draw_kernel import DrawKernel, ScoreKernel
-from fminfer.compute.sampling.head_kernel import HeadKernel
 from fminfer.compute.sampling.sampler import Ranking
 from fminfer.compute.trial import compare, try_body
 from fminfer.core.errors import UsageError
@@ -34,7 +32,7 @@ from tests.models.test_oracle import Oracle, check_all, mixed_requests
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
 PARTS = ["norm", "add_and_norm", "rotate", "gate"]
 EVERY = [(LayerKernels, name) for name in (*PARTS, "gelu")]
-EVERY += [(KernelAttention, "__call__"), (HeadKernel, "__call__")]
+EVERY += [(KernelAttention, "__call__"), (PackedProduct, "unrounded")]
 
 
 def make_wrong(owner: type, name: str, patch: pytest.MonkeyPatch) -> None:
@@ -92,10 +90,12 @@ def find_all(library: Any, model: Any, dtype: torch.dtype) -> list[tuple[object,
     from fminfer.compute.kernel_choice import find_attention, find_layers
 
     where: Any = {"dtype": dtype, "device": torch.device("cpu")}
+    products = PackedProducts(is_fast_in_bfloat16=False, kernel=ProductKernel(library), dtype=dtype)
+    head = products.make_unrounded(torch.randn(200, 96).to(dtype), None)
     return [
         find_attention("auto", library, model, 16, **where),
         find_layers("auto", library, **where),
-        find_head("auto", library, dtype),
+        (head or products, products.why_plain),
     ]
 
 
@@ -122,7 +122,7 @@ def test_a_whole_layer_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = LayerOf(how, tensors, Bodies(Parts(), Products(), 8))
     nothing: Any = None
     layer.products = {
-        k: PackedProduct(torch.empty(0), None, v[1], v[0], nothing) for k, v in sizes.items()
+        k: PackedProduct(torch.empty(0), None, v[1], v[0], nothing, 16) for k, v in sizes.items()
     }
     for off in (0.0, 1.0):
         whole = WholeLayers(built_library(), torch.bfloat16)

@@ -18,12 +18,10 @@ from fminfer.compute.layers import plain
 from fminfer.compute.layers.bodies import KernelParts, Parts
 from fminfer.compute.layers.layer_kernels import LayerKernels
 from fminfer.compute.linear.products import PackedProducts, Products
-from fminfer.compute.sampling.head_kernel import HeadKernel
 from fminfer.compute.spec import Model, Norm
 from fminfer.core.partition import Part, split_layers
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.families.table import ROWS
-from fminfer.models.head import Head
 from fminfer.models.layer_bodies import Bodies
 from fminfer.models.layer_step import LayerStep
 from fminfer.models.part_tensors import load_tensors
@@ -86,7 +84,6 @@ def logits_of(
     bodies: Callable[[], Bodies] = lambda: Bodies(Parts(), Products(), 256),
     change: Callable[[Model], Model] = lambda model: model,
     keeps_bfloat16: bool = False,
-    head_kernel: HeadKernel | None = None,
 ) -> list[torch.Tensor]:
     """Return the logits of every token of rows (None: `rows_of_ids`), of stages in turn."""
     checkpoint = open_checkpoint(str(folder))
@@ -110,7 +107,7 @@ def logits_of(
         x = stage.run(x, LayerStep(attend.positions, attend))
         if part.is_last:
             assert stage.head is not None
-            x = Head(stage.head, head_kernel)(x)
+            x = stage.head(x)
     if model.logit_cap is not None:
         x = torch.tanh(x / model.logit_cap) * model.logit_cap
     return list(x.split([len(row) for row in rows]))

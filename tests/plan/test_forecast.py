@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import fminfer
 from fminfer.cli.app import main
+from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.spec import Mlp
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
@@ -153,8 +154,9 @@ def test_the_tables_of_positions_are_foreseen(checkpoint: Checkpoint) -> None:
     assert longer.libraries - found.libraries == 2 * 4 * 32 * more
 
 
-def test_a_head_is_used_where_it_is_mapped(tmp_path: Path) -> None:
-    """One in float32 was packed, and had a second copy beside a tied embedding."""
+@pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
+def test_a_packed_head_is_held_once(tmp_path: Path) -> None:
+    """It counted as mapped, with a tied embedding, which is looked up in it now."""
     make_model("gpt2").save_pretrained(tmp_path)
     config = EngineConfig(model=str(tmp_path), dtype="float32", device="cpu")
     found = open_checkpoint(str(tmp_path))
@@ -165,6 +167,9 @@ def test_a_head_is_used_where_it_is_mapped(tmp_path: Path) -> None:
     head = 4 * found.model.vocab_size * found.model.embed_size
     assert other.held_weights == tied.held_weights > 0
     assert other.mapped - tied.mapped == other.weights - tied.weights == head
+    off = replace(config, kernels="off")
+    (plain,) = measure_footprints(off, found, 1, CPU, torch.float32)
+    assert plain.mapped - tied.mapped >= head
 
 
 def test_mapped_files_can_be_dropped(halves: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:

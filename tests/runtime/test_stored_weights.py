@@ -18,15 +18,18 @@ from click.testing import CliRunner
 import fminfer
 from fminfer.cli.app import main
 from fminfer.compute.kernels.kernel_build import find_compiler
+from fminfer.compute.layers.bodies import Parts
 from fminfer.compute.linear import product_kernel
 from fminfer.compute.linear.product_kernel import PackedProduct, ProductKernel
 from fminfer.compute.linear.products import PackedProducts, Products
-from fminfer.compute.sampling.head_kernel import HeadKernel
 from fminfer.core.config import EngineConfig
 from fminfer.core.partition import Part, split_layers
 from fminfer.models.checkpoint import open_checkpoint
+from fminfer.models.layer_bodies import Bodies
 from fminfer.models.part_tensors import PartTensors, load_tensors
+from fminfer.models.stored.tensor_table import TensorFiles
 from fminfer.models.tensor_specs import layer_specs
+from fminfer.models.transformer import Transformer
 from fminfer.plan import footprint
 from fminfer.plan.footprint import measure_footprints
 from fminfer.plan.forecast import Layout, make_forecast
@@ -70,13 +73,46 @@ def load(folder: Path, part: Part | None = None, *, keeps: bool = True) -> PartT
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_logits_are_those_of_float32(folders: list[Path], num_stages: int) -> None:
     """Bit for bit: only where a weight is widened is another."""
-    head = HeadKernel(built_library())
+
     parts = split_layers(3, num_stages, head_cost=0.0)
     kept, widened = (
-        logits_of(folder, parts, keeps_bfloat16=True, head_kernel=head) for folder in folders
+        logits_of(folder, parts, keeps_bfloat16=True, bodies=packing_bodies) for folder in folders
     )
     for ours, expected in zip(kept, widened, strict=True):
         assert torch.equal(ours, expected)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_packed_head_is_kept_once(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was multiplied as it is stored, at half of the speed of a packed weight.
+
+    Its part of the file is left to others, and an embedding that is the same is found in it.
+    """
+    folder, _ = save_both(name, tmp_path)
+    dropped: list[str] = []
+    monkeypatch.setattr(TensorFiles, "drop", lambda files, name: dropped.append(name))
+    checkpoint, tensors = open_checkpoint(str(folder)), load(folder)
+    is_tied = tensors.exit["head.weight"] is tensors.entry["embed.weight"]
+    assert is_tied == (name == "gemma2")
+    embed, head = tensors.entry["embed.weight"], tensors.exit["head.weight"]
+    network = Transformer(checkpoint.model, tensors, first=0, bodies=packing_bodies())
+    assert network.head is not None and network.head.packed is not None
+    assert network.head.packed.packed.dtype == torch.bfloat16
+    assert "head.weight" not in tensors.exit and ("embed.weight" in tensors.entry) != is_tied
+    assert ("model.embed_tokens.weight" if is_tied else "lm_head.weight") in dropped
+    ids, x = torch.tensor([7, 299, 7, 0]), torch.randn(3, head.shape[1])
+    scale = torch.tensor(checkpoint.model.embed_scale)
+    assert torch.equal(network.embed(ids, torch.arange(4)), embed[ids].float() * scale)
+    torch.testing.assert_close(network.head(x), x @ head.float().t(), atol=1e-4, rtol=1e-4)
+
+
+def packing_bodies() -> Bodies:
+    kernel = ProductKernel(built_library())
+    packed = PackedProducts(is_fast_in_bfloat16=False, kernel=kernel, dtype=torch.float32)
+    return Bodies(Parts(), packed, 256)
 
 
 @needs_compiler

@@ -41,26 +41,15 @@ struct Rows {
     int64_t num_threads;
 };
 
-// Must agree with product_kernel.Product.
+// Must agree with product_kernel.ProductCall.
 struct Product {
     const void* x;       // (rows, inputs)
     const void* weight;  // packed
     const float* bias;   // one for each packed output; null: none
-    void* out;           // (rows, outputs), of x's type
+    void* out;           // (rows, outputs)
     int64_t rows, inputs, outputs;
-    int64_t x_type, weight_type;  // 0 float32, 1 bfloat16; x of bfloat16 has weights of it
-    int64_t num_threads;
-};
-
-// Must agree with head_kernel.Arguments.
-struct Head {
-    const void* x;       // (rows, inputs)
-    const void* weight;  // (outputs, inputs)
-    const float* bias;   // (outputs,); null: none
-    float* out;          // (rows, outputs)
-    void* space;         // of fminfer_head_space
-    int64_t rows, inputs, outputs;
-    int64_t x_type, weight_type;  // 0 float32, 1 bfloat16
+    // 0 float32, 1 bfloat16; x of bfloat16 has weights of it, and out is float32 or of x's type.
+    int64_t x_type, weight_type, out_type;
     int64_t num_threads;
 };
 

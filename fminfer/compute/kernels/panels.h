@@ -126,9 +126,10 @@ constexpr decltype(&add_rows<Way, 1, LINES>) ADD_ROWS[] = {
 
 inline void widen_units(const uint32_t* units, int64_t num, uint32_t* to) {
     for (int64_t u = 0; u < num; u++, units += PANEL, to += 2 * PANEL)
-        for (int p = 0; p < PANEL; p++) {
-            to[p] = units[p] << 16;
-            to[PANEL + p] = units[p] & 0xFFFF0000;
+        UNROLLED for (int p = 0; p < PANEL; p += WIDTH) {
+            const UWide both = bits_at(units + p);
+            put_bits(to + p, both << 16);
+            put_bits(to + PANEL + p, both & 0xFFFF0000);
         }
 }
 

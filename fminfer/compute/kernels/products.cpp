@@ -11,9 +11,8 @@ namespace {
 
 constexpr int64_t WIDENED_ROWS = 2 * BLOCK_ROWS;  // of 16 bits that become floats at a time
 
-// Writes one row's sums of a panel that begins at output `first`.
 template <typename T>
-void finish(const Product& a, int64_t row, int64_t first, const float* sums) {
+void finish_as(const Product& a, int64_t row, int64_t first, const float* sums) {
     T* out = static_cast<T*>(a.out) + row * a.outputs + first;
     const int64_t left = a.outputs - first;
     for (int n = 0; n < PANEL; n += LANES) {
@@ -29,7 +28,13 @@ void finish(const Product& a, int64_t row, int64_t first, const float* sums) {
     }
 }
 
-template <typename Way, typename T>
+// Writes one row's sums of a panel that begins at output `first`.
+inline void finish(const Product& a, int64_t row, int64_t first, const float* sums) {
+    a.out_type == 0 ? finish_as<float>(a, row, first, sums)
+                    : finish_as<uint16_t>(a, row, first, sums);
+}
+
+template <typename Way>
 void multiply(const Product& a, const typename Way::Number* x) {
     const int64_t panels = (a.outputs + PANEL - 1) / PANEL, size = a.inputs / Way::INPUTS * PANEL;
     const uint32_t* const weight = static_cast<const uint32_t*>(a.weight);
@@ -46,7 +51,7 @@ void multiply(const Product& a, const typename Way::Number* x) {
         for (int64_t p = panels * t / tasks; p < end; p++) {
             const uint32_t* const next = weight + (p + 1 < end ? p + 1 : behind) * size;
             const auto use = [&](int64_t r, const float* sums) {
-                finish<T>(a, row + r, p * PANEL, sums);
+                finish(a, row + r, p * PANEL, sums);
             };
             multiply_panel<Way, false>(x + row * a.inputs, num, a.inputs, weight + p * size, next,
                                        space.sums.data(), use);
@@ -61,14 +66,14 @@ void multiply_widened(const Product& a, const uint16_t* x) {
     for (int64_t row = 0; row < a.rows; row += WIDENED_ROWS) {
         Product some = a;
         some.rows = std::min(WIDENED_ROWS, a.rows - row);
-        some.out = static_cast<uint16_t*>(a.out) + row * a.outputs;
+        some.out = static_cast<char*>(a.out) + row * a.outputs * (a.out_type == 0 ? 4 : 2);
         wide.resize(some.rows * a.inputs);
         float* const to = wide.data();
         const uint16_t* const from = x + row * a.inputs;
         for_parts(a.num_threads, some.rows * a.inputs, 1 << 13, [&](int64_t first, int64_t last) {
             for (int64_t i = first; i < last; i++) to[i] = from_bfloat16(from[i]);
         });
-        multiply<Widened, uint16_t>(some, to);
+        multiply<Widened>(some, to);
     }
 }
 #endif
@@ -77,11 +82,11 @@ void multiply_all(const Product& a) {
     const bool has_halves = a.weight_type == 1;
     if (a.x_type == 0) {
         const float* x = static_cast<const float*>(a.x);
-        return has_halves ? multiply<Widened, float>(a, x) : multiply<Floats, float>(a, x);
+        return has_halves ? multiply<Widened>(a, x) : multiply<Floats>(a, x);
     }
     const uint16_t* x = static_cast<const uint16_t*>(a.x);
 #ifdef HAS_PAIRS
-    multiply<Pairs, uint16_t>(a, x);
+    multiply<Pairs>(a, x);
 #else
     multiply_widened(a, x);
 #endif

@@ -38,6 +38,7 @@ typedef uint32_t LooseUWide __attribute__((vector_size(4 * WIDTH), aligned(4), m
 inline Wide wide_at(const float* from) { return *reinterpret_cast<const LooseWide*>(from); }
 inline UWide bits_at(const uint32_t* from) { return *reinterpret_cast<const LooseUWide*>(from); }
 inline void put_wide(float* to, Wide value) { *reinterpret_cast<LooseWide*>(to) = value; }
+inline void put_bits(uint32_t* to, UWide value) { *reinterpret_cast<LooseUWide*>(to) = value; }
 
 // Keeps g++ from reading a vector from memory again wherever it is used.
 inline void keep_in_register(Wide& value) {

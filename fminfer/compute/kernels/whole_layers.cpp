@@ -68,7 +68,7 @@ class Caller {
     void multiply(const Linear& l, const T* x, T* out, int64_t rows) const {
         const double start = spent ? seconds() : 0;
         const Product p = {x, l.weight, l.bias, out, rows, l.inputs,
-                           l.outputs, TYPE, l.weight_type, num_threads};
+                           l.outputs, TYPE, l.weight_type, TYPE, num_threads};
         if (fminfer_multiply(&p)) throw std::bad_alloc();
         if (spent) spent->products += seconds() - start;
     }

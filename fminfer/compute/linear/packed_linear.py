@@ -113,10 +113,17 @@ def product_pairs(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     dtype: torch.dtype | None = None,
+    summed: torch.dtype | None = None,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Multiply few rows and some, of a dtype (None: the weight's), packed and plain."""
-    weight = weight.to(dtype or weight.dtype)
+    """Multiply few rows and some, packed and plain.
+
+    Args:
+        dtype: of the rows; None: the weight's.
+        summed: of the plain product; None: that of the rows.
+    """
+    dtype, inputs = dtype or weight.dtype, weight.shape[1]
+    weight = weight.to(summed or dtype)
     for rows in CHECKED_ROWS:
-        x = torch.linspace(-1, 1, rows * weight.shape[1], dtype=weight.dtype).view(rows, -1)
-        x = x * torch.cos(torch.arange(weight.shape[1], dtype=torch.float32)).to(weight.dtype)
-        yield product(x), nn.functional.linear(x, weight, bias)
+        x = torch.linspace(-1, 1, rows * inputs, dtype=dtype).view(rows, -1)
+        x = x * torch.cos(torch.arange(inputs, dtype=torch.float32)).to(dtype)
+        yield product(x), nn.functional.linear(x.to(weight.dtype), weight, bias)

@@ -22,7 +22,7 @@ class ProductCall(ctypes.Structure):
     _fields_ = (
         *[(name, ctypes.c_void_p) for name in ("x", "weight", "bias", "out")],
         *[(name, ctypes.c_int64) for name in ("rows", "inputs", "outputs")],
-        *[(name, ctypes.c_int64) for name in ("x_type", "weight_type", "num_threads")],
+        *[(name, ctypes.c_int64) for name in ("x_type", "weight_type", "out_type", "num_threads")],
     )
 
 
@@ -38,6 +38,7 @@ class PackedProduct:
     inputs: int
     outputs: int
     multiply: Callable[[ProductCall], int]
+    panel: int  # outputs of a panel
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return (…, outputs) of x, (…, inputs), in x's type.
@@ -45,10 +46,23 @@ class PackedProduct:
         Raises:
             MemoryError: there was none for the threads' working space.
         """
+        return self._multiply(x, x.dtype)
+
+    def unrounded(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sums as they are, in float32, of x in float32 or bfloat16."""
+        return self._multiply(x.to(torch.promote_types(x.dtype, self.packed.dtype)), torch.float32)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return rows of W, (n, inputs) in its type, for (n,) ids, which are below `outputs`."""
+        units = self.packed.view(torch.int32)
+        panels = units.view(-1, units.shape[1], self.panel)
+        return panels[ids // self.panel, :, ids % self.panel].view(self.packed.dtype)
+
+    def _multiply(self, x: torch.Tensor, out_type: torch.dtype) -> torch.Tensor:
         assert x.is_cpu and x.shape[-1] == self.inputs, "rows"
         assert x.dtype in (torch.float32, self.packed.dtype), "rows"
         x = x.contiguous()
-        out = x.new_empty((*x.shape[:-1], self.outputs))
+        out = x.new_empty((*x.shape[:-1], self.outputs), dtype=out_type)
         product = ProductCall(
             x.data_ptr(),
             self.packed.data_ptr(),
@@ -59,6 +73,7 @@ class PackedProduct:
             self.outputs,
             TYPES[x.dtype],
             TYPES[self.packed.dtype],
+            TYPES[out_type],
             torch.get_num_threads(),
         )
         if self.multiply(product):
@@ -113,4 +128,4 @@ class ProductKernel:
             assert bias.shape == (outputs,), "a bias"
             biases = torch.zeros(num_packed, dtype=torch.float32, device="cpu")
             biases[:outputs] = bias.detach()
-        return PackedProduct(packed, biases, inputs, outputs, self._multiply)
+        return PackedProduct(packed, biases, inputs, outputs, self._multiply, self._panel)

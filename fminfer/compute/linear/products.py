@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 from torch import nn
 
 from fminfer.compute.linear.packed_linear import MAX_ERROR, can_pack, pack, product_pairs
-from fminfer.compute.linear.product_kernel import ProductKernel
-from fminfer.compute.trial import try_body
+from fminfer.compute.linear.product_kernel import PackedProduct, ProductKernel
+from fminfer.compute.trial import Pair, try_body
 from fminfer.core.config import Kernels
 
 Function = Callable[[torch.Tensor], torch.Tensor]
+TRIED_OUTPUTS, UNROUNDED_ERROR = 150, 1e-4  # the error is a part of the largest result
 
 
 class Products:
@@ -28,6 +29,12 @@ class Products:
             weight: (outputs, inputs); of another type than x, it is widened at each call.
         """
         return lambda x: nn.functional.linear(x, weight.to(x.dtype), bias)
+
+    def make_unrounded(
+        self, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> PackedProduct | None:
+        """Return x·Wᵀ + b for `PackedProduct.unrounded`; None: leave it to plain torch."""
+        return None
 
 
 class PackedProducts(Products):
@@ -69,3 +76,20 @@ class PackedProducts(Products):
         if not weight.isnan().any():  # else the next of its shape is tried as well
             self._tried[weight.shape] = product is not None
         return product or super().make(weight, bias)
+
+    def make_unrounded(
+        self, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> PackedProduct | None:
+        kernel = self._kernel
+        if kernel is None or not kernel.can_pack(weight):
+            return None
+        some = weight[:TRIED_OUTPUTS], None if bias is None else bias[:TRIED_OUTPUTS]
+
+        def pairs(product: PackedProduct) -> Iterator[Pair]:
+            yield product.rows(torch.arange(product.outputs)), some[0]
+            yield from product_pairs(product.unrounded, *some, self._dtype, torch.float32)
+
+        make: Callable[[], PackedProduct] = partial(kernel.pack, *some)
+        found = try_body("products in float32", self._asked, make, pairs, UNROUNDED_ERROR)
+        self.why_plain = self.why_plain or found[1]
+        return None if found[0] is None else kernel.pack(weight, bias)

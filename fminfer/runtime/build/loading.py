@@ -16,7 +16,6 @@ from fminfer.compute.attention.paged_attention import AttentionKernel
 from fminfer.compute.kernel_choice import (
     find_attention,
     find_drawer,
-    find_head,
     find_layers,
     find_library,
     find_ranker,
@@ -26,7 +25,6 @@ from fminfer.compute.layers.expert_kernel import ExpertKernel
 from fminfer.compute.layers.experts import KernelExperts
 from fminfer.compute.linear.product_kernel import ProductKernel
 from fminfer.compute.linear.products import PackedProducts, Products
-from fminfer.compute.sampling.head_kernel import HeadKernel
 from fminfer.compute.sampling.sampler import Drawer, Ranker
 from fminfer.core.config import EngineConfig, Kernels
 from fminfer.core.errors import PipelineError
@@ -137,7 +135,6 @@ class LoadedPart:
     form: HiddenForm
     library: ctypes.CDLL | None  # the CPU's kernels
     attention: AttentionKernel | None  # None: plain torch
-    head: HeadKernel | None  # None: plain torch
     drawer: Drawer
     ranker: Ranker
     why_plain: str  # why a kernel that was to be used is not
@@ -200,7 +197,7 @@ def load_part(
         keeps_bfloat16=dtype == torch.float32 and library is not None,
         on_progress=on_progress,
     )
-    network, attention, head, (drawer, ranker), why_plain = _build_network(
+    network, attention, (drawer, ranker), why_plain = _build_network(
         config, checkpoint, part, tensors, library, dtype, device
     )
     form = HiddenForm(checkpoint.config.hidden_size, dtype, device, hidden_group)
@@ -219,7 +216,6 @@ def load_part(
         form,
         library,
         attention,
-        head,
         drawer,
         ranker,
         why_plain,
@@ -237,10 +233,9 @@ def _build_network(
     library: ctypes.CDLL | None,
     dtype: torch.dtype,
     device: torch.device,
-) -> tuple[Transformer, AttentionKernel | None, HeadKernel | None, tuple[Drawer, Ranker], str]:
+) -> tuple[Transformer, AttentionKernel | None, tuple[Drawer, Ranker], str]:
     """Choose bodies, build a part of them, and say why kernels are not used."""
     layers, no_layers = find_layers(config.kernels, library, dtype=dtype, device=device)
-    head, no_head = find_head(config.kernels, library, dtype)
     drawer, no_drawer = find_drawer(config.kernels, library, device)
     ranker, no_ranker = find_ranker(config.kernels, library)
     bodies, whole = _find_bodies(config.kernels, checkpoint, library, layers, dtype, device)
@@ -255,10 +250,10 @@ def _build_network(
         kv_dtype=choose_kv_dtype(config.kv_dtype, dtype),
         device=device,
     )
-    reasons = [no_attention, no_layers, no_head, no_drawer, no_ranker, bodies.products.why_plain]
+    reasons = [no_attention, no_layers, no_drawer, no_ranker, bodies.products.why_plain]
     reasons += [each.why_plain for each in (bodies.experts, whole) if each is not None]
     why_plain = "; ".join(filter(None, reasons))
-    return network, attention, head, (drawer, ranker), why_plain
+    return network, attention, (drawer, ranker), why_plain
 
 
 def _find_bodies(

@@ -106,7 +106,6 @@ def _build_stage(config: EngineConfig, loaded: LoadedPart, num_blocks: int) -> S
         kernel=loaded.attention,
         ranker=loaded.ranker,
         drawer=loaded.drawer,
-        head_kernel=loaded.head,
         threads=loaded.threads,
     )
 
