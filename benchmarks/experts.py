@@ -42,7 +42,8 @@ def build(model: Any, held: Any, dtype: Any, *, in_one_call: bool) -> Any:
     import torch
 
     from fminfer.compute.kernel_choice import find_layers, find_library
-    from fminfer.models.part_tensors import PartTensors
+    from fminfer.compute.weights import Dense, Weight
+    from fminfer.models.layer_source import MemorySource
     from fminfer.models.tensor_specs import layer_specs
     from fminfer.models.transformer import Transformer
     from fminfer.runtime.build import loading
@@ -56,16 +57,16 @@ def build(model: Any, held: Any, dtype: Any, *, in_one_call: bool) -> Any:
     layers = []
     generator = torch.Generator().manual_seed(0)
     for how in model.layers:
-        tensors = {}
+        weights = {}
         for name, spec in layer_specs(how, WIDTH).items():
             tensor = torch.empty(spec.shape).normal_(0, 0.02, generator=generator)
             is_norm = spec.use == "norm"
-            tensors[name] = torch.ones(spec.shape, dtype=dtype) if is_norm else tensor.to(held)
-        tensors["router.weight"] = tensors["router.weight"].to(dtype)
-        layers.append(tensors)
+            tensor = torch.ones(spec.shape, dtype=dtype) if is_norm else tensor.to(held)
+            tensor = tensor.to(dtype) if spec.is_precise else tensor
+            weights[name] = Weight(spec, Dense(tensor.dtype), (tensor,))
+        layers.append(weights)
     join = None if whole is None else whole.join
-    part = PartTensors(iter(layers), {}, {}, dtype, 0)
-    return Transformer(model, part, first=0, bodies=bodies, join=join)
+    return Transformer(model, MemorySource(dtype, layers), first=0, bodies=bodies, join=join)
 
 
 def time_step(network: Any, model: Any, dtype: Any, rows: int, tokens: int) -> float:

@@ -10,7 +10,8 @@ import torch
 
 # product: a layer's matrix, rows times it; moved: one that becomes others when its layer is made
 # (`kv_up` of a latent); router and choice: small ones that decide between experts.
-Use = Literal["product", "moved", "head", "embedding", "router", "choice", "norm", "bias", "other"]
+Matrix = Literal["product", "moved", "head", "embedding", "router"]
+Use = Matrix | Literal["choice", "norm", "norm_bias", "bias", "other"]
 
 
 @dataclass(slots=True, frozen=True)
@@ -37,10 +38,12 @@ class TensorSpec:
 
 
 class Format(Protocol):
-    """How the numbers of a weight are held in memory.
+    """How the numbers of a weight are held in memory: in one or several tensors.
 
-    A new format is a class with these three and a row of `models/stored` that reads it; products
-    that take it say so by `serves`. All others get it dequantized.
+    The first dimensions of each tensor are the weight's, up to its outputs. So rows can be looked
+    up, joined, stacked and cut whatever they hold. A format is a class with these three and what
+    `models/formats` needs to read it; products that take it say so by `serves`. All others get it
+    dequantized.
     """
 
     @property
@@ -49,6 +52,9 @@ class Format(Protocol):
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         """Return what a weight of a shape takes."""
+
+    def empty(self, shape: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
+        """Return the tensors of a weight of a shape, without values yet."""
 
     def dequantize(self, tensors: tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return the weight's numbers in a dtype, of its shape. This is the reference."""
@@ -67,11 +73,14 @@ class Dense:
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         return math.prod(shape) * self.dtype.itemsize
 
+    def empty(self, shape: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
+        return (torch.empty(shape, dtype=self.dtype, device=device),)
+
     def dequantize(self, tensors: tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch.Tensor:
         return tensors[0].to(dtype)  # itself, where it is so
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True, frozen=True, eq=False)
 class Weight:
     """A weight as it is held: what it is for, how its numbers are kept, and its tensors."""
 
@@ -92,9 +101,30 @@ class Weight:
         """What it takes now."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
+    @property
+    def plain(self) -> torch.Tensor:
+        """Its only tensor, of floats."""
+        assert isinstance(self.format, Dense), f"held as {self.format.name}"
+        return self.tensors[0]
+
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """Return its numbers in a dtype, of its shape."""
         return self.format.dequantize(self.tensors, dtype)
+
+    def rows(self, numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return some of its rows, (numbers, inputs)."""
+        found = tuple(tensor.index_select(0, numbers) for tensor in self.tensors)
+        return self.format.dequantize(found, dtype)
+
+    def equals(self, other: Weight) -> bool:
+        """Tell whether another holds the same numbers in the same way."""
+        pairs = zip(self.tensors, other.tensors, strict=True)
+        return self.format == other.format and all(torch.equal(*pair) for pair in pairs)
+
+    def expert(self, number: int) -> Weight:
+        """Return that of one of its experts."""
+        spec = TensorSpec(self.shape[1:], self.spec.use)
+        return Weight(spec, self.format, tuple(tensor[number] for tensor in self.tensors))
 
 
 def dense(tensor: torch.Tensor, use: Use) -> Weight:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from fminfer.compute.sampling.head_kernel import HeadKernel
+from fminfer.compute.weights import Dense
 from fminfer.models.transformer import HeadLayer
 
 # Of a weight, what plain torch widens to float32 at once: a cache holds it while it is multiplied.
@@ -34,7 +35,10 @@ class Head:
         return logits if self._layer.scale == 1.0 else logits.mul_(self._layer.scale)
 
     def _multiply(self, hidden: torch.Tensor) -> torch.Tensor:
-        weight = self._layer.weight
+        if not isinstance(self._layer.weight.format, Dense):
+            widened = self._layer.weight.dequantized(torch.float32)
+            return torch.nn.functional.linear(hidden.float(), widened, self._bias)
+        weight = self._layer.weight.plain
         if self._kernel is not None:
             return self._kernel(hidden, weight, self._bias)
         if weight.dtype == torch.float32:

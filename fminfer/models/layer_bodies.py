@@ -6,13 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from fminfer.compute.layers import plain
 from fminfer.compute.layers.bodies import NormBody, Parts
-from fminfer.compute.layers.experts import KernelExperts
+from fminfer.compute.layers.experts import KernelExperts, Mix
 from fminfer.compute.linear.products import Products
-from fminfer.compute.spec import Norm, Rope
-from fminfer.models.tensor_specs import Tensors
+from fminfer.compute.spec import Moe, Norm, Rope
+from fminfer.compute.weights import Dense
+from fminfer.models.tensor_specs import Weights, plain_of
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 
@@ -32,22 +34,33 @@ class Bodies:
     experts: KernelExperts | None = None
     _tables: dict[Rope, torch.Tensor] = field(default_factory=dict)
 
-    def norm(self, how: Norm | None, tensors: Tensors, name: str) -> NormBody | None:
+    def norm(self, how: Norm | None, weights: Weights, name: str) -> NormBody | None:
         if how is None:
             return None
-        return self.parts.norm(how, tensors.get(f"{name}.weight"), tensors.get(f"{name}.bias"))
+        pair = (plain_of(weights, f"{name}.{leaf}") for leaf in ("weight", "bias"))
+        return self.parts.norm(how, *pair)
 
     def norms(
-        self, pair: tuple[Norm | None, Norm | None], tensors: Tensors, side: str
+        self, pair: tuple[Norm | None, Norm | None], weights: Weights, side: str
     ) -> tuple[NormBody | None, NormBody | None]:
         first, second = (
-            self.norm(how, tensors, f"{side}_{part}")
+            self.norm(how, weights, f"{side}_{part}")
             for how, part in zip(pair, ("attention", "mlp"), strict=True)
         )
         return first, second
 
-    def product(self, tensors: Tensors, name: str) -> Function:
-        return self.products.make(tensors[f"{name}.weight"], tensors.get(f"{name}.bias"))
+    def product(self, weights: Weights, name: str) -> Function:
+        weight, bias = weights[f"{name}.weight"], plain_of(weights, f"{name}.bias")
+        if isinstance(weight.format, Dense):
+            return self.products.make(weight.plain, bias)
+        return lambda x: nn.functional.linear(x, weight.dequantized(x.dtype), bias)
+
+    def mix(self, how: Moe, own: Weights) -> Mix | None:
+        """Return a compiled mixture of experts; None: their products are made one by one."""
+        pair = own["up.weight"], own["down.weight"]
+        if self.experts is None or not all(isinstance(each.format, Dense) for each in pair):
+            return None
+        return self.experts.make(how, *(each.plain for each in pair))
 
     def table(self, how: Rope, device: torch.device) -> torch.Tensor:
         """Return the cosines and sines of all positions, made once for each `Rope`."""

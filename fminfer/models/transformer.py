@@ -12,22 +12,23 @@ from torch import nn
 
 from fminfer.compute.layers import plain
 from fminfer.compute.spec import Model
+from fminfer.compute.weights import dense
 from fminfer.models.layer import LayerOf, normed_sum
 from fminfer.models.layer_bodies import Bodies
+from fminfer.models.layer_source import LayerSource
 from fminfer.models.layer_step import LayerStep
-from fminfer.models.part_tensors import PartTensors
-from fminfer.models.tensor_specs import Tensors
+from fminfer.models.tensor_specs import Weights, plain_of
 
-Join = Callable[[LayerOf, Tensors], LayerOf]
+Join = Callable[[LayerOf, Weights], LayerOf]
 
 
 class HeadLayer:
-    """The tensors of the head, which `head.Head` multiplies; its weight may be the embedding."""
+    """The weights of the head, which `head.Head` multiplies; one may be the embedding."""
 
-    def __init__(self, tensors: Tensors, scale: float = 1.0) -> None:
-        self.weight, self.bias = tensors["head.weight"], tensors.get("head.bias")
+    def __init__(self, weights: Weights, scale: float = 1.0) -> None:
+        self.weight, self.bias = weights["head.weight"], plain_of(weights, "head.bias")
         self.scale = scale  # of logits
-        self.vocab_size = len(self.weight)
+        self.vocab_size = self.weight.shape[0]
 
 
 class Transformer:
@@ -35,7 +36,7 @@ class Transformer:
 
     Args:
         model: the spec of the whole model.
-        tensors: those of the stage; each layer's go as soon as its bodies are made.
+        source: of the stage's weights; each layer's go as soon as its bodies are made.
         first: the number in the model of the stage's first layer.
         join: replaces a layer by one compiled call, where it can; None: layers stay as they are.
     """
@@ -43,16 +44,17 @@ class Transformer:
     def __init__(
         self,
         model: Model,
-        tensors: PartTensors,
+        source: LayerSource,
         *,
         first: int,
         bodies: Bodies,
         join: Join | None = None,
     ) -> None:
-        self.model, self._entry, self._exit = model, tensors.entry, tensors.exit
-        self.dtype = tensors.dtype  # of hidden states
+        self.model, self._entry = model, source.entry()
+        self._exit = source.exit(self._entry)
+        self.dtype = source.dtype  # of hidden states
         self.layers: list[LayerOf] = []
-        for each in tensors.layers:
+        for each in source.layers():
             how = model.layers[first + len(self.layers)]
             layer = LayerOf(how, each, bodies)
             self.layers.append(layer if join is None else join(layer, each))
@@ -61,9 +63,8 @@ class Transformer:
         self.own = model.layers[first : first + len(self.layers)]
         if self._entry and model.has_sinusoids:
             table = plain.sinusoids(model.num_positions, model.hidden_size)
-            self._entry["positions.weight"] = table.to(
-                self._entry["embed.weight"].device, self.dtype
-            )
+            table = table.to(self._entry["embed.weight"].device, self.dtype)
+            self._entry["positions.weight"] = dense(table, "other")
         self._embed_norm = bodies.norm(model.embed_norm, self._entry, "embed_norm")
         final_norm = model.final_norm if self._exit else None  # the last stage has it
         self._final_norm = bodies.norm(final_norm, self._exit, "final_norm")
@@ -75,13 +76,13 @@ class Transformer:
     def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the hidden states before the first layer, (tokens, hidden), for (tokens,) ids."""
         model, entry = self.model, self._entry
-        x = nn.functional.embedding(ids, entry["embed.weight"]).to(self.dtype)
+        x = entry["embed.weight"].rows(ids, self.dtype)
         if model.embed_scale != 1.0:  # rounded to the dtype, as Gemma was trained
             x = x * torch.tensor(model.embed_scale, dtype=x.dtype)
         if "project_in.weight" in entry:
-            x = nn.functional.linear(x, entry["project_in.weight"])
+            x = nn.functional.linear(x, entry["project_in.weight"].plain)
         if model.num_positions:
-            x = x + entry["positions.weight"][positions + model.position_offset]
+            x = x + entry["positions.weight"].plain[positions + model.position_offset]
         return x if self._embed_norm is None else self._embed_norm(x)
 
     def run(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
@@ -101,5 +102,5 @@ class Transformer:
             x, more = layer(x, more, number, step)
         _, x = normed_sum(self._final_norm, x, more)
         if "project_out.weight" in self._exit:
-            x = nn.functional.linear(x, self._exit["project_out.weight"])
+            x = nn.functional.linear(x, self._exit["project_out.weight"].plain)
         return x

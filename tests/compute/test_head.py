@@ -15,6 +15,7 @@ from torch import nn
 import fminfer
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.sampling.head_kernel import HeadKernel
+from fminfer.compute.weights import dense
 from fminfer.models import head as head_module
 from fminfer.models.head import Head
 from fminfer.models.transformer import HeadLayer
@@ -48,10 +49,10 @@ def make_layer(inputs: int, outputs: int, dtype: torch.dtype, *, has_bias: bool)
 
 def make_head(layer: nn.Linear, kernel: HeadKernel | None) -> Head:
     """Return the head of a network whose weights are a layer's."""
-    tensors = {"head.weight": layer.weight.detach()}
+    weights = {"head.weight": dense(layer.weight.detach(), "head")}
     if layer.bias is not None:
-        tensors["head.bias"] = layer.bias.detach()
-    return Head(HeadLayer(tensors), kernel)
+        weights["head.bias"] = dense(layer.bias.detach(), "bias")
+    return Head(HeadLayer(weights), kernel)
 
 
 def assert_exact(found: torch.Tensor, x: torch.Tensor, layer: nn.Linear) -> None:

@@ -15,7 +15,7 @@ from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.core.messages import Step, StepResult, StepTrace
 from fminfer.core.partition import Part, parts_of, split_layers
 from fminfer.models.checkpoint import open_random
-from fminfer.models.part_tensors import load_tensors
+from fminfer.models.layer_source import open_weights
 from fminfer.models.stage import Stage
 from fminfer.models.stored.tensor_table import TensorFiles
 from fminfer.models.whole_layers import WholeLayers
@@ -154,13 +154,13 @@ def test_random_weights_are_the_same_in_parts(tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     checkpoint = open_random(str(tmp_path))
     whole, *parts = (
-        load_tensors(checkpoint, part, dtype=torch.float32, device=CPU, seed=5)
+        open_weights(checkpoint, part, dtype=torch.float32, device=CPU, seed=5)
         for part in (*parts_of([4]), *parts_of([3, 1]))
     )
-    assert torch.equal(parts[1].exit["head.weight"], whole.entry["embed.weight"])
-    (last,) = parts[1].layers
-    for name, tensor in [*whole.layers][3].items():
-        assert torch.equal(tensor, last[name])
+    assert parts[1].exit({})["head.weight"].equals(whole.entry()["embed.weight"])
+    (last,) = parts[1].layers()
+    for name, weight in [*whole.layers()][3].items():
+        assert weight.equals(last[name])
 
 
 def test_a_stage_reads_only_its_own_tensors(

@@ -14,9 +14,9 @@ Shape = tuple[int, ...]
 
 @dataclass(slots=True, frozen=True)
 class Layout:
-    """How a stored tensor becomes ours. The number of elements stays the same."""
+    """How a stored tensor becomes ours: turned, and then with its rows in another order."""
 
-    change: Callable[[torch.Tensor, Attention], torch.Tensor]
+    change: Callable[[torch.Tensor, Attention], torch.Tensor] | None = None
     is_transposed: bool = False  # stored matrices are (inputs, outputs)
     is_row: bool = False  # stored vectors are matrices of one row
 
@@ -102,15 +102,13 @@ def _by_turns(t: torch.Tensor, how: Attention) -> torch.Tensor:
     return torch.cat([t[:, ::2], t[:, 1::2]], 1)
 
 
-# GPT-2's Conv1D.
-TRANSPOSED = Layout(lambda t, how: t.t() if t.dim() == 2 else t, is_transposed=True)
-# gpt-oss's experts: matrices as GPT-2's, and rows of gate and up in turns.
-EXPERTS_TRANSPOSED = Layout(lambda t, how: t.transpose(1, 2), is_transposed=True)
+TRANSPOSED = Layout(is_transposed=True)  # GPT-2's Conv1D, gpt-oss's experts
+# gpt-oss's rows of gate and up.
 BY_TURNS = Layout(_by_turns)
-BY_TURNS_TRANSPOSED = Layout(lambda t, how: _by_turns(t.transpose(1, 2), how), is_transposed=True)
+BY_TURNS_TRANSPOSED = Layout(_by_turns, is_transposed=True)
 # Each KV head's queries, key and value follow each other: BLOOM, GPT-NeoX, Falcon, GPT-BigCode.
 BY_HEAD = Layout(_by_head)
 # ERNIE's bias of experts.
-AS_ROW = Layout(lambda t, how: t[0], is_row=True)
+AS_ROW = Layout(is_row=True)
 # CodeGen's: four cores of a TPU, each with its queries, values and keys.
 BY_CORE = Layout(_by_core)
