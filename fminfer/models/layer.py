@@ -13,7 +13,7 @@ from fminfer.compute.layers.experts import Mix, PlainExperts
 from fminfer.compute.spec import Attention, Layer, Mlp, Moe
 from fminfer.models.layer_bodies import Bodies, Function
 from fminfer.models.layer_step import LayerStep
-from fminfer.models.tensor_specs import Weights, plain_of
+from fminfer.models.tensor_specs import Weights
 
 
 def route(
@@ -207,12 +207,12 @@ class MoeOf:
         # Not packed: with few outputs it is no faster, and its rounding could choose other experts.
         # It is float32, until it is rounded as hidden states are.
         self._router = weights["router.weight"].plain
-        self._router_bias = plain_of(weights, "router.bias")
-        self._bias = plain_of(weights, "choice.bias")
+        self._router_bias = weights["router.bias"].plain if how.has_router_bias else None
+        self._bias = weights["choice.bias"].plain if how.has_choice_bias else None
         self._shared = (
             None if how.shared is None else MlpOf(how.shared, _under("shared.", weights), bodies)
         )
-        self._shared_gate = plain_of(weights, "shared_gate.weight")
+        self._shared_gate = weights["shared_gate.weight"].plain if how.has_shared_gate else None
         own = _under("experts.", weights)
         self.mix: Mix = bodies.mix(how, own) or PlainExperts(
             how,
