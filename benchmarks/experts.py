@@ -18,6 +18,7 @@ import statistics
 
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as the command does, before torch is imported
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import click
@@ -37,13 +38,33 @@ SHAPE = {"hidden_size": WIDTH, "num_attention_heads": 12, "num_key_value_heads":
 SHAPE |= {"vocab_size": 1000, "max_position_embeddings": 4096, "sliding_window": None}
 
 
+class InMemory:
+    """A source of layers' weights that are there already."""
+
+    num_bytes = 0
+
+    def __init__(self, weights: list[Any], dtype: Any) -> None:
+        self._weights, self.dtype = weights, dtype
+
+    def layer(self, number: int) -> Any:
+        return self._weights[number]
+
+    def layers(self) -> Iterator[Any]:
+        return iter(self._weights)
+
+    def entry(self) -> Any:
+        return {}
+
+    def exit(self, entry: Any) -> Any:
+        return {}
+
+
 def build(model: Any, held: Any, dtype: Any, *, in_one_call: bool) -> Any:
     """Return a model's layers; both sides have the same weights."""
     import torch
 
     from fminfer.compute.kernel_choice import find_layers, find_library
     from fminfer.compute.weights import Dense, Weight
-    from fminfer.models.layer_source import MemorySource
     from fminfer.models.tensor_specs import layer_specs
     from fminfer.models.transformer import Transformer
     from fminfer.runtime.build import loading
@@ -66,7 +87,7 @@ def build(model: Any, held: Any, dtype: Any, *, in_one_call: bool) -> Any:
             weights[name] = Weight(spec, Dense(tensor.dtype), (tensor,))
         layers.append(weights)
     join = None if whole is None else whole.join
-    return Transformer(model, MemorySource(dtype, layers), first=0, bodies=bodies, join=join)
+    return Transformer(model, InMemory(layers, dtype), first=0, bodies=bodies, join=join)
 
 
 def time_step(network: Any, model: Any, dtype: Any, rows: int, tokens: int) -> float:

@@ -8,6 +8,8 @@ from typing import Literal, Protocol
 
 import torch
 
+Shape = tuple[int, ...]
+Tensors = tuple[torch.Tensor, ...]
 # product: a layer's matrix, rows times it; moved: one that becomes others when its layer is made
 # (`kv_up` of a latent); router and choice: small ones that decide between experts.
 Matrix = Literal["product", "moved", "head", "embedding", "router"]
@@ -18,7 +20,7 @@ Use = Matrix | Literal["choice", "norm", "norm_bias", "bias", "other"]
 class TensorSpec:
     """One tensor of a spec. Matrices are (outputs, inputs), of experts (experts, …)."""
 
-    shape: tuple[int, ...]
+    shape: Shape
     use: Use
 
     @property
@@ -50,13 +52,13 @@ class Format(Protocol):
     def name(self) -> str:
         """What people call it: "bfloat16", "int8"."""
 
-    def num_bytes(self, shape: tuple[int, ...]) -> int:
+    def num_bytes(self, shape: Shape) -> int:
         """Return what a weight of a shape takes."""
 
-    def empty(self, shape: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
+    def empty(self, shape: Shape, device: torch.device) -> Tensors:
         """Return the tensors of a weight of a shape, without values yet."""
 
-    def dequantize(self, tensors: tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch.Tensor:
+    def dequantize(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight's numbers in a dtype, of its shape. This is the reference."""
 
 
@@ -70,13 +72,13 @@ class Dense:
     def name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
 
-    def num_bytes(self, shape: tuple[int, ...]) -> int:
+    def num_bytes(self, shape: Shape) -> int:
         return math.prod(shape) * self.dtype.itemsize
 
-    def empty(self, shape: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
+    def empty(self, shape: Shape, device: torch.device) -> Tensors:
         return (torch.empty(shape, dtype=self.dtype, device=device),)
 
-    def dequantize(self, tensors: tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch.Tensor:
+    def dequantize(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
         return tensors[0].to(dtype)  # itself, where it is so
 
 
@@ -86,10 +88,10 @@ class Weight:
 
     spec: TensorSpec
     format: Format
-    tensors: tuple[torch.Tensor, ...]
+    tensors: Tensors
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         return self.spec.shape
 
     @property
@@ -102,9 +104,13 @@ class Weight:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
+    def is_plain(self) -> bool:
+        return isinstance(self.format, Dense)
+
+    @property
     def plain(self) -> torch.Tensor:
         """Its only tensor, of floats."""
-        assert isinstance(self.format, Dense), f"held as {self.format.name}"
+        assert self.is_plain, f"held as {self.format.name}"
         return self.tensors[0]
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:

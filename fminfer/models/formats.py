@@ -7,9 +7,7 @@ from typing import Protocol
 
 import torch
 
-from fminfer.compute.weights import Dense, Format, TensorSpec
-
-Shape = tuple[int, ...]
+from fminfer.compute.weights import Dense, Format, Shape, Tensors, TensorSpec
 
 
 class StoredFormat(Format, Protocol):
@@ -30,14 +28,11 @@ class StoredFormat(Format, Protocol):
             is_transposed: a plain one is stored as (inputs, outputs).
         """
 
-    def read(
-        self, stored: tuple[torch.Tensor, ...], *, is_transposed: bool
-    ) -> tuple[torch.Tensor, ...]:
+    def read(self, stored: Tensors, *, is_transposed: bool) -> Tensors:
         """Return the tensors of a weight, outputs first, of what is stored of it."""
 
 
-# A row for each; the first that fits what is stored counts.
-FORMATS: list[StoredFormat] = []
+FORMATS: list[StoredFormat] = []  # a row for each; the first that fits what is stored counts
 
 
 def held_format(
@@ -46,14 +41,14 @@ def held_format(
     """Return the format in which a tensor is held: loading and forecasts ask it here.
 
     Args:
-        stored: the formats of the stored ones that it is made of; none: it is drawn at random.
+        stored: the formats of what it is made of; none: it is drawn at random.
         dtype: of the arithmetic.
         keeps_bfloat16: what is stored so and multiplied or looked up stays so.
     """
     if spec.is_precise:
         return Dense(torch.float32)
-    if spec.is_widened and len(found := {*stored}) == 1:
-        (own,) = found
-        if not isinstance(own, Dense) or (keeps_bfloat16 and own.dtype == torch.bfloat16):
-            return own
-    return Dense(dtype)
+    own = next(iter(stored), None)
+    if own is None or len(set(stored)) > 1 or not spec.is_widened:
+        return Dense(dtype)
+    is_kept = keeps_bfloat16 and own == Dense(torch.bfloat16)
+    return own if is_kept or not isinstance(own, Dense) else Dense(dtype)

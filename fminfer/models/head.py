@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 
 from fminfer.compute.sampling.head_kernel import HeadKernel
-from fminfer.compute.weights import Dense
 from fminfer.models.transformer import HeadLayer
 
 # Of a weight, what plain torch widens to float32 at once: a cache holds it while it is multiplied.
@@ -35,7 +34,7 @@ class Head:
         return logits if self._layer.scale == 1.0 else logits.mul_(self._layer.scale)
 
     def _multiply(self, hidden: torch.Tensor) -> torch.Tensor:
-        if not isinstance(self._layer.weight.format, Dense):
+        if not self._layer.weight.is_plain:
             widened = self._layer.weight.dequantized(torch.float32)
             return torch.nn.functional.linear(hidden.float(), widened, self._bias)
         weight = self._layer.weight.plain

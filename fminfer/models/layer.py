@@ -186,10 +186,9 @@ class MlpOf:
     def __init__(self, how: Mlp, weights: Weights, bodies: Bodies) -> None:
         self.products = {name: bodies.product(weights, name) for name in ("up", "down")}
         parts = bodies.parts
-        own = _under(f"{how.activation}.", weights)
         if how.activation == "xielu":
-            values = {name: weight.plain for name, weight in own.items()}
-            self._act: Function = partial(plain.xielu, **values)
+            own = {name: each.plain for name, each in _under("xielu.", weights).items()}
+            self._act: Function = partial(plain.xielu, **own)
         elif how.limit is not None:
             self._act = partial(plain.limited_gate, activation=how.activation, limit=how.limit)
         else:
@@ -213,8 +212,11 @@ class MoeOf:
             None if how.shared is None else MlpOf(how.shared, _under("shared.", weights), bodies)
         )
         self._shared_gate = weights["shared_gate.weight"].plain if how.has_shared_gate else None
-        own = _under("experts.", weights)
-        self.mix: Mix = bodies.mix(how, own) or PlainExperts(
+        own, mix = _under("experts.", weights), None
+        up, down = own["up.weight"], own["down.weight"]
+        if bodies.experts is not None and up.is_plain and down.is_plain:
+            mix = bodies.experts.make(how, up.plain, down.plain)
+        self.mix: Mix = mix or PlainExperts(
             how,
             [
                 MlpOf(how.expert, {name: each.expert(n) for name, each in own.items()}, bodies)

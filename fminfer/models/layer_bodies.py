@@ -10,10 +10,9 @@ from torch import nn
 
 from fminfer.compute.layers import plain
 from fminfer.compute.layers.bodies import NormBody, Parts
-from fminfer.compute.layers.experts import KernelExperts, Mix
+from fminfer.compute.layers.experts import KernelExperts
 from fminfer.compute.linear.products import Products
-from fminfer.compute.spec import Moe, Norm, Rope
-from fminfer.compute.weights import Dense
+from fminfer.compute.spec import Norm, Rope
 from fminfer.models.tensor_specs import Weights, plain_of
 
 Function = Callable[[torch.Tensor], torch.Tensor]
@@ -51,16 +50,9 @@ class Bodies:
 
     def product(self, weights: Weights, name: str) -> Function:
         weight, bias = weights[f"{name}.weight"], plain_of(weights, f"{name}.bias")
-        if isinstance(weight.format, Dense):
+        if weight.is_plain:
             return self.products.make(weight.plain, bias)
         return lambda x: nn.functional.linear(x, weight.dequantized(x.dtype), bias)
-
-    def mix(self, how: Moe, own: Weights) -> Mix | None:
-        """Return a compiled mixture of experts; None: their products are made one by one."""
-        pair = own["up.weight"], own["down.weight"]
-        if self.experts is None or not all(isinstance(each.format, Dense) for each in pair):
-            return None
-        return self.experts.make(how, *(each.plain for each in pair))
 
     def table(self, how: Rope, device: torch.device) -> torch.Tensor:
         """Return the cosines and sines of all positions, made once for each `Rope`."""

@@ -10,15 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from fminfer.compute.spec import Layer, Mlp, Moe
-from fminfer.compute.weights import TensorSpec
+from fminfer.compute.spec import Layer, Mlp, Model, Moe
+from fminfer.compute.weights import Shape, TensorSpec
 from fminfer.core.errors import CheckpointError
-from fminfer.models.families.tensor_names import Architecture, Layout, Source, source_of
+from fminfer.models.families.tensor_names import AS_STORED, Architecture, Layout, Source, source_of
 from fminfer.models.formats import FORMATS, StoredFormat
 from fminfer.models.stored.stored_tensors import FLOATS
 from fminfer.models.tensor_specs import TensorSpecs, entry_specs, exit_specs, layer_specs
 
-Shape = tuple[int, ...]
 # Old checkpoints hold causal masks and tables of positions, which nothing reads.
 _LEFT_OVER = re.compile(
     r"\.(attn\.bias|attention\.bias|masked_bias|attn\.causal_mask|position_ids|inv_freq"
@@ -43,28 +42,16 @@ class Piece:
 
 @dataclass(slots=True, frozen=True)
 class Origin:
-    """The stored tensors that one of ours is made of."""
+    """The stored tensors that one of ours is made of; without pieces it is drawn at random."""
 
     spec: TensorSpec
     pieces: tuple[Piece, ...]
-    layout: Layout | None
-
-    @property
-    def shape(self) -> Shape:
-        return self.spec.shape
+    layout: Layout
 
     @property
     def is_one_piece(self) -> bool:
         """Whether ours is one stored matrix or vector, and does not stack it."""
         return len(self.pieces) == 1 and self.pieces[0].item is None
-
-    @property
-    def is_transposed(self) -> bool:
-        return self.layout is not None and self.layout.is_transposed and len(self.shape) > 1
-
-    @property
-    def is_row(self) -> bool:
-        return self.layout is not None and self.layout.is_row
 
 
 Origins = dict[str, Origin]
@@ -125,6 +112,19 @@ def find_origins(
     return found
 
 
+def drawn_origins(model: Model, *, is_tied: bool) -> ModelOrigins:
+    """Return the tensors of a model that is stored nowhere."""
+
+    def drawn(specs: TensorSpecs) -> Origins:
+        return {name: Origin(spec, (), AS_STORED) for name, spec in specs.items()}
+
+    layers = tuple(drawn(layer_specs(layer, model.hidden_size)) for layer in model.layers)
+    outside = exit_specs(model)
+    if is_tied:
+        del outside["head.weight"]
+    return ModelOrigins(drawn(entry_specs(model)), layers, drawn(outside), not is_tied)
+
+
 class _Search:
     def __init__(
         self,
@@ -138,8 +138,7 @@ class _Search:
         self._name = name
         self._prefixes = tuple(dict.fromkeys((*PREFIXES, architecture.base)))
         self._by_core = {self._core(each): each for each in stored}
-        self._used: set[str] = set()
-        self._in_formats: set[str] = set()
+        self._used: dict[str, StoredFormat | None] = {}
         self._missing: list[str] = []
         self._misshapen: list[str] = []
 
@@ -159,8 +158,8 @@ class _Search:
     def refuse_what_is_wrong(self) -> None:
         left_out = self._architecture.left_out
         for tensor, dtype in self._types.items():
-            is_plain = dtype in FLOATS or tensor in self._in_formats
-            if not is_plain and not is_left_out(tensor, left_out):
+            is_read = dtype in FLOATS or self._used.get(tensor) is not None
+            if not is_read and not is_left_out(tensor, left_out):
                 why = "weights have one of " + ", ".join(FLOATS)
                 if dtype not in ("I64", "BOOL", "C64"):
                     why = "quantized weights do not run yet"
@@ -231,20 +230,19 @@ class _Search:
         self,
         names: Sequence[str],
         shape: Shape,
-        layout: Layout | None,
+        layout: Layout,
         item: int | None = None,
         first: int = 0,
     ) -> Piece:
         """Return a matrix or vector under the first of its names that is stored, in any format."""
         place = item, first, first + sum(shape[:1])
-        is_transposed = layout is not None and layout.is_transposed
         for form, name in product(FORMATS, names if len(shape) > 1 else ()):
-            parts = form.stored(name, shape, is_transposed=is_transposed)
+            parts = form.stored(name, shape, is_transposed=layout.is_transposed)
             found = {self._resolve(part): each for part, (_, each) in parts.items()}
             types = zip(found, parts.values(), strict=True)
             if all(n in self._stored and self._types.get(n, t) == t for n, (t, _) in types):
                 return Piece(found, form, *place)
-        return Piece({self._resolve(*names): _stored_shape(shape, layout)}, None, *place)
+        return Piece({self._resolve(*names): layout.stored_shape(shape)}, None, *place)
 
     def _has(self, piece: Piece) -> bool:
         return all(name in self._stored for name in piece.stored)
@@ -266,11 +264,9 @@ class _Search:
         return stem + _OLD_LEAVES.get(dot + leaf, dot + leaf)
 
     def _take(self, piece: Piece) -> None:
-        self._used |= piece.stored.keys()
-        if piece.format is not None:
-            self._in_formats |= piece.stored.keys()
         for name, shape in piece.stored.items():
             found = self._stored.get(name)
+            self._used[name] = piece.format
             if name not in self._stored:
                 self._missing.append(name)
             elif found is not None and found != shape:
@@ -293,10 +289,3 @@ def _part_sizes(module: str, layer: Layer | None, num: int, rows: int) -> tuple[
         mlp = mlp.shared if module == "shared.up" else mlp.expert
     assert isinstance(mlp, Mlp), "an expert"
     return (mlp.size, mlp.size)
-
-
-def _stored_shape(shape: Shape, layout: Layout | None) -> Shape:
-    """Return the shape in which a checkpoint holds a tensor."""
-    if layout is not None and layout.is_transposed and len(shape) > 1:
-        return (*shape[:-2], shape[-1], shape[-2])
-    return (1, *shape) if layout is not None and layout.is_row else shape

@@ -32,25 +32,23 @@ def check_tensors(checkpoint: Checkpoint, *, has_weights: bool = True) -> None:
         _find_origins(checkpoint, dict.fromkeys(names))
 
 
-def stored_format(checkpoint: Checkpoint) -> Format | None:
+def stored_formats(checkpoint: Checkpoint) -> tuple[Format, ...]:
     """Return the format of most weights by their files' headers, or the config's without files.
 
     A config may lack it, or name another one. None: random weights, a format that does not run
     here, or a broken file, which loading will name.
     """
     folder = checkpoint.folder
-    if folder is None:
-        return None
     try:
-        if not weight_files(folder):
-            own = checkpoint.config.dtype
-            return None if own is None else Dense(own)
+        if folder is None or not weight_files(folder):
+            own = None if folder is None else checkpoint.config.dtype
+            return () if own is None else (Dense(own),)
         found = open_files(checkpoint, folder).main_type()
     except CheckpointError:
-        return None
+        return ()
     if found in FLOATS:
-        return Dense(DTYPES[found])
-    return next((each for each in FORMATS if found in each.types), None)
+        return (Dense(DTYPES[found]),)
+    return tuple(each for each in FORMATS if found in each.types)[:1]
 
 
 def open_files(checkpoint: Checkpoint, folder: Path) -> TensorFiles:

@@ -6,7 +6,6 @@ The spec gives the shapes of one part's tensors; no weight is read.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,15 +15,15 @@ import torch
 from fminfer.compute.kernel_choice import keeps_bfloat16
 from fminfer.compute.kernels.kernel_build import may_have_library
 from fminfer.compute.linear.packed_linear import can_pack_dtype
-from fminfer.compute.weights import Dense, Format, TensorSpec
+from fminfer.compute.weights import Dense, TensorSpec
 from fminfer.core.config import EngineConfig
 from fminfer.core.partition import Part
 from fminfer.machine.device import choose_kv_dtype, is_fast_in_bfloat16
 from fminfer.models.checkpoint import Checkpoint
-from fminfer.models.families.tensor_names import Architecture, source_of
+from fminfer.models.families.tensor_names import AS_STORED, Architecture, source_of
 from fminfer.models.formats import held_format
 from fminfer.models.tensor_specs import TensorSpecs, part_specs
-from fminfer.models.weight_headers import stored_format
+from fminfer.models.weight_headers import stored_formats
 from fminfer.plan.kv_size import kv_token_bytes
 from fminfer.plan.opening import split_model
 from fminfer.plan.step_memory import GPU_RESERVE, step_bytes
@@ -88,18 +87,9 @@ def held_dtype(
     config: EngineConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
 ) -> torch.dtype:
     """Return the dtype in which a run will hold most weights, of arithmetic in `dtype`."""
-    held = _held(config, checkpoint, device, dtype)(TensorSpec((), "product"))
+    stored, keeps = stored_formats(checkpoint), keeps_bfloat16(config.kernels, dtype, device)
+    held = held_format(TensorSpec((), "product"), stored, dtype, keeps_bfloat16=keeps)
     return held.dtype if isinstance(held, Dense) else dtype
-
-
-def _held(
-    config: EngineConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
-) -> Callable[[TensorSpec], Format]:
-    """Return what tells the format in which a run will hold a tensor."""
-    found = stored_format(checkpoint)
-    stored = () if found is None else (found,)
-    keeps = keeps_bfloat16(config.kernels, dtype, device)
-    return partial(held_format, stored=stored, dtype=dtype, keeps_bfloat16=keeps)
 
 
 def measure_footprint(
@@ -116,20 +106,21 @@ def measure_footprint(
     if is_tied and part.is_first:  # the embedding is the head
         specs.pop("head.weight", None)
     held_in = held_dtype(config, checkpoint, device, dtype)
-    held_as = _held(config, checkpoint, device, dtype)
+    stored, keeps = stored_formats(checkpoint), keeps_bfloat16(config.kernels, dtype, device)
+    held_as = partial(held_format, stored=stored, dtype=dtype, keeps_bfloat16=keeps)
     formats = {name: held_as(spec) for name, spec in specs.items()}
     sizes = {name: formats[name].num_bytes(spec.shape) for name, spec in specs.items()}
-    # Of files in this very format the system keeps what was read, for it is mapped and not copied.
-    stored = stored_format(checkpoint) if on_cpu else None
     packed: TensorSpecs = {}
     if on_cpu and _packs(config, held_in, dtype, device):
         packed = {name: spec for name, spec in specs.items() if spec.use == "product"}
     weights = sum(sizes.values())
     # Joined tensors are copies, which packing replaces; what they were joined of leaves memory.
-    whole = {n for n in specs if _is_mapped(checkpoint.architecture, n)}
-    mapped = sum(sizes[name] for name in whole if formats[name] == stored)
+    # Of files in this very format the system keeps what was read, for it is mapped and not copied.
+    as_stored = (name for name in specs if on_cpu and formats[name] in stored)
+    whole = {name for name in as_stored if _is_mapped(checkpoint.architecture, name)}
+    mapped = sum(sizes[name] for name in whole)
     copied = {name for name in whole if name in packed or specs[name].use == "moved"}
-    weights += sum(sizes[name] for name in copied if formats[name] == stored)
+    weights += sum(sizes[name] for name in copied)
     held = weights - mapped
     tables = _table_bytes(checkpoint, part)
     weights += len(packed) * HOLE_BYTES.get(held_in, 0)
@@ -165,7 +156,7 @@ def _is_mapped(architecture: Architecture, name: str) -> bool:
         else source_of(name, architecture.outer)
     )
     is_one = not source.names or (len(source.names) == 1 and "*" not in source.names[0])
-    return is_one and source.layout is None
+    return is_one and source.layout == AS_STORED
 
 
 def _packs(

@@ -23,7 +23,7 @@ from fminfer.models.fingerprint import digest_files, fingerprint_of, name_differ
 from fminfer.models.layer_source import LayerSource, open_weights
 from fminfer.models.stored.tensor_table import TensorFiles
 from fminfer.models.stored.weight_folder import find_weight_files, weight_files
-from fminfer.models.weight_headers import check_tensors, stored_format
+from fminfer.models.weight_headers import check_tensors, stored_formats
 from fminfer.plan.opening import open_model
 from tests.conftest import make_model, save_byte_tokenizer, some_families
 from tests.forked import run_forked
@@ -165,7 +165,7 @@ def test_tensors_that_lie_otherwise(form: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_every_form_tells_its_type_and_size(form: str, dtype: torch.dtype, tmp_path: Path) -> None:
     folder = save(form, make_model("opt").to(dtype), tmp_path)
-    assert stored_format(open_checkpoint(str(folder))) == Dense(dtype)
+    assert stored_formats(open_checkpoint(str(folder))) == (Dense(dtype),)
     files = weight_files(folder)
     assert {file.name for file in files} == {
         file.name for file in folder.iterdir() if file.suffix != ".json"

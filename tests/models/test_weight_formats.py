@@ -23,8 +23,8 @@ from fminfer.core.errors import CheckpointError
 from fminfer.core.partition import split_layers
 from fminfer.models.checkpoint import open_checkpoint, open_random
 from fminfer.models.formats import FORMATS, Shape, held_format
-from fminfer.models.layer_source import LayerSource, MemorySource, open_weights
-from fminfer.models.weight_headers import check_tensors, find_stored, open_files, stored_format
+from fminfer.models.layer_source import LayerSource, open_weights
+from fminfer.models.weight_headers import check_tensors, find_stored, open_files, stored_formats
 from fminfer.plan.footprint import measure_footprints
 from tests.conftest import make_model, save_byte_tokenizer
 from tests.models.test_transformer import MAX_ERROR, error_of, logits_of, one_stage
@@ -81,7 +81,12 @@ def quantize(folder: Path, *, is_stored_so: bool) -> None:
     for origin in origins:
         for name in [n for piece in origin.pieces for n in piece.stored]:
             if origin.spec.use in ("product", "moved", "head", "embedding"):
-                _round(tensors, name, -2 if origin.is_transposed else -1, is_stored_so=is_stored_so)
+                _round(
+                    tensors,
+                    name,
+                    -2 if origin.layout.is_transposed else -1,
+                    is_stored_so=is_stored_so,
+                )
     save_file(tensors, path, metadata={"format": "pt"})
 
 
@@ -137,7 +142,7 @@ def test_they_are_held_as_they_are_stored(name: str, tmp_path: Path, int8: RowsO
     num_bytes = sum(weight.num_bytes for weight in found)
     assert num_bytes == source.num_bytes
     checkpoint, config = open_checkpoint(str(folder)), EngineConfig(model=str(folder), budget=512)
-    assert stored_format(checkpoint) == int8
+    assert stored_formats(checkpoint) == (int8,)
     (foreseen,) = measure_footprints(config, checkpoint, 1, CPU, torch.float32)
     assert foreseen.weights >= num_bytes >= foreseen.held_weights
 
@@ -173,12 +178,10 @@ def test_layers_may_be_asked_for_again_and_in_any_order(tmp_path: Path) -> None:
     drawn = open_weights(
         *(open_random("llama-160m"), one_stage()[0]), dtype=torch.float32, device=CPU, seed=0
     )
-    in_memory = MemorySource(torch.float32, kept)
     for number in (2, 0, 2, 1):
         again = source.layer(number)
         assert again.keys() == kept[number].keys()
         assert all(weight.equals(kept[number][name]) for name, weight in again.items())
-        assert in_memory.layer(number) is kept[number]
         mine, other = drawn.layer(number), drawn.layer(number)
         assert all(weight.equals(other[name]) for name, weight in mine.items())
     assert all(weight.equals(kept[0][name]) for name, weight in first.items())

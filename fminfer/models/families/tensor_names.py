@@ -20,6 +20,21 @@ class Layout:
     is_transposed: bool = False  # stored matrices are (inputs, outputs)
     is_row: bool = False  # stored vectors are matrices of one row
 
+    def turned(self, stored: torch.Tensor) -> torch.Tensor:
+        """Return a view of what is stored, outputs first."""
+        if self.is_row:
+            return stored[0]
+        return stored.mT if self.is_transposed and stored.dim() > 1 else stored
+
+    def stored_shape(self, shape: Shape) -> Shape:
+        """Return the shape in which a checkpoint holds a tensor."""
+        if self.is_transposed and len(shape) > 1:
+            return (*shape[:-2], shape[-1], shape[-2])
+        return (1, *shape) if self.is_row else shape
+
+
+AS_STORED = Layout()
+
 
 @dataclass(slots=True, frozen=True)
 class Source:
@@ -30,7 +45,7 @@ class Source:
     """
 
     names: tuple[str, ...]
-    layout: Layout | None = None
+    layout: Layout = AS_STORED
     # A parameter that some checkpoints have instead, equal to ours. All have it, if names is empty.
     whole: str = ""
 
@@ -50,7 +65,7 @@ class Architecture:
     left_out: str = ""  # a pattern of the names of stored tensors that are none of the model's
 
 
-def sources(layout: Layout | None = None, **ours: str) -> Sources:
+def sources(layout: Layout = AS_STORED, **ours: str) -> Sources:
     """Return sources by our names, with __ for a dot; a space separates names of theirs."""
     return {
         name.replace("__", "."): Source(tuple(theirs.split()), layout)
@@ -76,7 +91,7 @@ def experts(up: str, down: str, whole: str) -> Sources:
     }
 
 
-def parameter(name: str, layout: Layout | None = None) -> Source:
+def parameter(name: str, layout: Layout = AS_STORED) -> Source:
     """Return a source that is a parameter by its full name, or by one of two."""
     return Source((), layout, name)
 
