@@ -87,7 +87,8 @@ def build(model: Any, held: Any, dtype: Any, *, in_one_call: bool) -> Any:
             weights[name] = Weight(spec, Dense(tensor.dtype), (tensor,))
         layers.append(weights)
     join = None if whole is None else whole.join
-    return Transformer(model, InMemory(layers, dtype), first=0, bodies=bodies, join=join)
+    source: Any = InMemory(layers, dtype)
+    return Transformer(model, source, first=0, bodies=bodies, join=join)
 
 
 def time_step(network: Any, model: Any, dtype: Any, rows: int, tokens: int) -> float:
