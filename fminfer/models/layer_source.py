@@ -182,10 +182,11 @@ class Reader:
         return tensors
 
     def waiting(self, origin: Origin) -> Iterator[Waiting]:
-        name, on_cpu = self._in_place(origin), self.device.type == "cpu"
-        stays = name is not None and origin.layout == AS_STORED and on_cpu
-        if stays and name is not None:  # as it is stored, where it lies
-            stays = self.format_of(origin) == Dense(DTYPES[self.files.types[name]])
+        name, is_here = self._in_place(origin), self.device.type == "cpu"
+        stays = (  # as it is stored, where it lies
+            (name is not None and is_here and origin.layout == AS_STORED)
+            and self.format_of(origin) == Dense(DTYPES[self.files.types[name]])
+        )
         for piece in origin.pieces:
             for each in piece.stored:
                 yield from self.files.waiting(each, is_used_there=stays)

@@ -112,7 +112,8 @@ def measure_footprint(
     sizes = {name: formats[name].num_bytes(spec.shape) for name, spec in specs.items()}
     packed: TensorSpecs = {}
     if on_cpu and _packs(config, held_in, dtype, device):
-        packed = {name: spec for name, spec in specs.items() if spec.use == "product"}
+        dense = {n: s for n, s in specs.items() if isinstance(formats[n], Dense)}
+        packed = {name: spec for name, spec in dense.items() if spec.use == "product"}
     weights = sum(sizes.values())
     # Joined tensors are copies, which packing replaces; what they were joined of leaves memory.
     # Of files in this very format the system keeps what was read, for it is mapped and not copied.
