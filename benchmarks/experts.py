@@ -18,6 +18,7 @@ import statistics
 
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as the command does, before torch is imported
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import click
@@ -37,12 +38,33 @@ SHAPE = {"hidden_size": WIDTH, "num_attention_heads": 12, "num_key_value_heads":
 SHAPE |= {"vocab_size": 1000, "max_position_embeddings": 4096, "sliding_window": None}
 
 
+class InMemory:
+    """A source of layers' weights that are there already."""
+
+    num_bytes = 0
+
+    def __init__(self, weights: list[Any], dtype: Any) -> None:
+        self._weights, self.dtype = weights, dtype
+
+    def layer(self, number: int) -> Any:
+        return self._weights[number]
+
+    def layers(self) -> Iterator[Any]:
+        return iter(self._weights)
+
+    def entry(self) -> Any:
+        return {}
+
+    def exit(self, entry: Any) -> Any:
+        return {}
+
+
 def build(model: Any, held: Any, dtype: Any, *, in_one_call: bool) -> Any:
     """Return a model's layers; both sides have the same weights."""
     import torch
 
     from fminfer.compute.kernel_choice import find_layers, find_library
-    from fminfer.models.part_tensors import PartTensors
+    from fminfer.compute.weights import Dense, Weight
     from fminfer.models.tensor_specs import layer_specs
     from fminfer.models.transformer import Transformer
     from fminfer.runtime.build import loading
@@ -56,16 +78,17 @@ def build(model: Any, held: Any, dtype: Any, *, in_one_call: bool) -> Any:
     layers = []
     generator = torch.Generator().manual_seed(0)
     for how in model.layers:
-        tensors = {}
+        weights = {}
         for name, spec in layer_specs(how, WIDTH).items():
             tensor = torch.empty(spec.shape).normal_(0, 0.02, generator=generator)
             is_norm = spec.use == "norm"
-            tensors[name] = torch.ones(spec.shape, dtype=dtype) if is_norm else tensor.to(held)
-        tensors["router.weight"] = tensors["router.weight"].to(dtype)
-        layers.append(tensors)
+            tensor = torch.ones(spec.shape, dtype=dtype) if is_norm else tensor.to(held)
+            tensor = tensor.to(dtype) if spec.is_precise else tensor
+            weights[name] = Weight(spec, Dense(tensor.dtype), (tensor,))
+        layers.append(weights)
     join = None if whole is None else whole.join
-    part = PartTensors(iter(layers), {}, {}, dtype, 0)
-    return Transformer(model, part, first=0, bodies=bodies, join=join)
+    source: Any = InMemory(layers, dtype)
+    return Transformer(model, source, first=0, bodies=bodies, join=join)
 
 
 def time_step(network: Any, model: Any, dtype: Any, rows: int, tokens: int) -> float:

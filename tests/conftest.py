@@ -29,7 +29,7 @@ from fminfer.compute.trial import compare  # noqa: E402
 from fminfer.core.partition import Part  # noqa: E402
 from fminfer.models.checkpoint import open_checkpoint  # noqa: E402
 from fminfer.models.layer_bodies import Bodies  # noqa: E402
-from fminfer.models.part_tensors import load_tensors  # noqa: E402
+from fminfer.models.layer_source import open_weights  # noqa: E402
 from fminfer.models.transformer import Transformer  # noqa: E402
 from tests.further_families import BIGGER, FURTHER, GROUPED, VISION  # noqa: E402
 
@@ -233,7 +233,7 @@ def load_network(folder: Path, part: Part | None = None) -> Transformer:
     checkpoint = open_checkpoint(str(folder))
     num_layers = len(checkpoint.model.layers)
     part = part or Part(0, 1, 0, num_layers)
-    tensors = load_tensors(
+    tensors = open_weights(
         checkpoint, part, dtype=torch.float32, device=torch.device("cpu"), seed=1
     )
     bodies = Bodies(Parts(), Products(), checkpoint.context_length)

@@ -27,7 +27,7 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.messages import StepTrace
 from fminfer.core.partition import Part
 from fminfer.models.checkpoint import Checkpoint, open_checkpoint
-from fminfer.models.part_tensors import load_tensors
+from fminfer.models.layer_source import open_weights
 from fminfer.plan.footprint import measure_footprints
 from fminfer.plan.opening import open_model
 from fminfer.runtime.build.loading import LoadedPart, load_part
@@ -341,8 +341,8 @@ def read_checkpoint(setting: Setting, held: Held) -> Figures:
     model.save_pretrained(folder)
     started = time.perf_counter()
     checkpoint, part = open_checkpoint(str(folder)), Part(0, 1, 0, STORED_LAYERS)
-    tensors = load_tensors(checkpoint, part, dtype=dtype, device=device, seed=0)
-    layers = list(tensors.layers)
+    tensors = open_weights(checkpoint, part, dtype=dtype, device=device, seed=0)
+    layers = list(tensors.layers())
     if device.type == "cuda":
         torch.cuda.synchronize()
     took = time.perf_counter() - started

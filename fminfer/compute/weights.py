@@ -8,16 +8,19 @@ from typing import Literal, Protocol
 
 import torch
 
+Shape = tuple[int, ...]
+Tensors = tuple[torch.Tensor, ...]
 # product: a layer's matrix, rows times it; moved: one that becomes others when its layer is made
 # (`kv_up` of a latent); router and choice: small ones that decide between experts.
-Use = Literal["product", "moved", "head", "embedding", "router", "choice", "norm", "bias", "other"]
+Matrix = Literal["product", "moved", "head", "embedding", "router"]
+Use = Matrix | Literal["choice", "norm", "norm_bias", "bias", "other"]
 
 
 @dataclass(slots=True, frozen=True)
 class TensorSpec:
     """One tensor of a spec. Matrices are (outputs, inputs), of experts (experts, …)."""
 
-    shape: tuple[int, ...]
+    shape: Shape
     use: Use
 
     @property
@@ -37,20 +40,25 @@ class TensorSpec:
 
 
 class Format(Protocol):
-    """How the numbers of a weight are held in memory.
+    """How the numbers of a weight are held in memory: in one or several tensors.
 
-    A new format is a class with these three and a row of `models/stored` that reads it; products
-    that take it say so by `serves`. All others get it dequantized.
+    The first dimensions of each tensor are the weight's, up to its outputs. So rows can be looked
+    up, joined, stacked and cut whatever they hold. A format is a class with these three and what
+    `models/formats` needs to read it; products that take it say so by `serves`. All others get it
+    dequantized.
     """
 
     @property
     def name(self) -> str:
         """What people call it: "bfloat16", "int8"."""
 
-    def num_bytes(self, shape: tuple[int, ...]) -> int:
+    def num_bytes(self, shape: Shape) -> int:
         """Return what a weight of a shape takes."""
 
-    def dequantize(self, tensors: tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch.Tensor:
+    def empty(self, shape: Shape, device: torch.device) -> Tensors:
+        """Return the tensors of a weight of a shape, without values yet."""
+
+    def dequantize(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight's numbers in a dtype, of its shape. This is the reference."""
 
 
@@ -64,23 +72,26 @@ class Dense:
     def name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
 
-    def num_bytes(self, shape: tuple[int, ...]) -> int:
+    def num_bytes(self, shape: Shape) -> int:
         return math.prod(shape) * self.dtype.itemsize
 
-    def dequantize(self, tensors: tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch.Tensor:
+    def empty(self, shape: Shape, device: torch.device) -> Tensors:
+        return (torch.empty(shape, dtype=self.dtype, device=device),)
+
+    def dequantize(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
         return tensors[0].to(dtype)  # itself, where it is so
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True, frozen=True, eq=False)
 class Weight:
     """A weight as it is held: what it is for, how its numbers are kept, and its tensors."""
 
     spec: TensorSpec
     format: Format
-    tensors: tuple[torch.Tensor, ...]
+    tensors: Tensors
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         return self.spec.shape
 
     @property
@@ -92,9 +103,34 @@ class Weight:
         """What it takes now."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
+    @property
+    def is_plain(self) -> bool:
+        return isinstance(self.format, Dense)
+
+    @property
+    def plain(self) -> torch.Tensor:
+        """Its only tensor, of floats."""
+        assert self.is_plain, f"held as {self.format.name}"
+        return self.tensors[0]
+
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """Return its numbers in a dtype, of its shape."""
         return self.format.dequantize(self.tensors, dtype)
+
+    def rows(self, numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return some of its rows, (numbers, inputs)."""
+        found = tuple(tensor.index_select(0, numbers) for tensor in self.tensors)
+        return self.format.dequantize(found, dtype)
+
+    def equals(self, other: Weight) -> bool:
+        """Tell whether another holds the same numbers in the same way."""
+        pairs = zip(self.tensors, other.tensors, strict=True)
+        return self.format == other.format and all(torch.equal(*pair) for pair in pairs)
+
+    def expert(self, number: int) -> Weight:
+        """Return that of one of its experts."""
+        spec = TensorSpec(self.shape[1:], self.spec.use)
+        return Weight(spec, self.format, tuple(tensor[number] for tensor in self.tensors))
 
 
 def dense(tensor: torch.Tensor, use: Use) -> Weight:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from fminfer.compute.linear.products import Products
+from fminfer.compute.weights import Weight
 
 # Of a weight, what plain torch widens to float32 at once: a cache holds it while it is multiplied.
 WIDENED_BYTES = 2 << 20
@@ -25,15 +26,18 @@ class Head:
 
     def __init__(
         self,
-        weight: torch.Tensor,
+        weight: Weight,
         bias: torch.Tensor | None,
         products: Products,
         scale: float = 1.0,
     ) -> None:
         self._bias, self._scale = None if bias is None else bias.float(), scale
-        self.vocab_size = len(weight)
-        self.packed = products.make_unrounded(weight, self._bias)
-        self._weight = weight if self.packed is None else weight.new_empty(0)
+        self.vocab_size = weight.shape[0]
+        self.packed = None
+        if weight.is_plain:
+            self.packed = products.make_unrounded(weight.plain, self._bias)
+        if self.packed is None:  # otherwise it is kept packed alone
+            self._weight = weight
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits, (rows, vocab) float32, of hidden states, (rows, hidden)."""
@@ -41,7 +45,10 @@ class Head:
         return logits if self._scale == 1.0 else logits.mul_(self._scale)
 
     def _multiply(self, hidden: torch.Tensor) -> torch.Tensor:
-        weight = self._weight
+        if not self._weight.is_plain:
+            widened = self._weight.dequantized(torch.float32)
+            return torch.nn.functional.linear(hidden.float(), widened, self._bias)
+        weight = self._weight.plain
         if weight.dtype == torch.float32:
             return torch.nn.functional.linear(hidden, weight, self._bias)
         if weight.is_cuda:

@@ -13,7 +13,7 @@ from fminfer.compute.layers.experts import Mix, PlainExperts
 from fminfer.compute.spec import Attention, Layer, Mlp, Moe
 from fminfer.models.layer_bodies import Bodies, Function
 from fminfer.models.layer_step import LayerStep
-from fminfer.models.tensor_specs import Tensors
+from fminfer.models.tensor_specs import Weights
 
 
 def route(
@@ -66,19 +66,19 @@ def _mix_sparsely(how: Moe, logits: torch.Tensor) -> tuple[torch.Tensor, torch.T
 class AttentionOf:
     """The attention of a layer with its products, norms of queries and keys, and positions."""
 
-    def __init__(self, how: Attention, tensors: Tensors, bodies: Bodies) -> None:
+    def __init__(self, how: Attention, weights: Weights, bodies: Bodies) -> None:
         self._how = how
-        self.products = {name: bodies.product(tensors, name) for name in ("qkv", "out")}
-        self._q_norm = bodies.norm(how.qk_norm, tensors, "q_norm")
-        self._k_norm = bodies.norm(how.qk_norm, tensors, "k_norm")
-        device = tensors["qkv.weight"].device
+        self.products = {name: bodies.product(weights, name) for name in ("qkv", "out")}
+        self._q_norm = bodies.norm(how.qk_norm, weights, "q_norm")
+        self._k_norm = bodies.norm(how.qk_norm, weights, "k_norm")
+        device = weights["qkv.weight"].device
         self._rotate, self._table = None, torch.empty(0, device=device)
         if how.rope is not None:
             self._rotate = bodies.parts.rotate(how.rope)
             self._table = bodies.table(how.rope, device)
         slopes = () if how.alibi is None else how.alibi.slopes
         self._slopes = torch.tensor(slopes, device=device).bfloat16()
-        self._sinks = tensors["sinks.weight"].float() if how.has_sinks else None
+        self._sinks = weights["sinks.weight"].plain.float() if how.has_sinks else None
 
     def __call__(self, x: torch.Tensor, layer: int, step: LayerStep) -> torch.Tensor:
         how, qkv = self._how, self.products["qkv"](x)
@@ -134,15 +134,15 @@ class AttentionOf:
 class LatentAttentionOf:
     """Latent attention, with what makes keys and values of the latent moved to queries and out."""
 
-    def __init__(self, how: Attention, tensors: Tensors, bodies: Bodies) -> None:
+    def __init__(self, how: Attention, weights: Weights, bodies: Bodies) -> None:
         assert how.latent is not None and how.rope is not None, "latent attention"
         self._how, self._latent = how, how.latent
         names = ("q",) if how.latent.query_rank is None else ("q_down", "q_up")
-        self.products = {n: bodies.product(tensors, n) for n in (*names, "kv_down", "out")}
+        self.products = {n: bodies.product(weights, n) for n in (*names, "kv_down", "out")}
         norm = None if how.latent.query_rank is None else how.latent.norm
-        self._q_norm = bodies.norm(norm, tensors, "q_norm")
-        self._kv_norm = bodies.norm(how.latent.norm, tensors, "kv_norm")
-        weight = tensors["kv_up.weight"]
+        self._q_norm = bodies.norm(norm, weights, "q_norm")
+        self._kv_norm = bodies.norm(how.latent.norm, weights, "kv_norm")
+        weight = weights["kv_up.weight"].plain
         by_head = weight.view(how.heads, -1, how.latent.rank)
         of_keys, of_values = by_head[:, : how.latent.key_dim], by_head[:, how.latent.key_dim :]
         self._to_latent = of_keys.contiguous()  # (heads, key_dim, rank)
@@ -183,11 +183,12 @@ def _by_heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 class MlpOf:
     """The MLP of a layer or of an expert: two products with an activation between them."""
 
-    def __init__(self, how: Mlp, tensors: Tensors, bodies: Bodies) -> None:
-        self.products = {name: bodies.product(tensors, name) for name in ("up", "down")}
+    def __init__(self, how: Mlp, weights: Weights, bodies: Bodies) -> None:
+        self.products = {name: bodies.product(weights, name) for name in ("up", "down")}
         parts = bodies.parts
         if how.activation == "xielu":
-            self._act: Function = partial(plain.xielu, **_under("xielu.", tensors))
+            own = {name: each.plain for name, each in _under("xielu.", weights).items()}
+            self._act: Function = partial(plain.xielu, **own)
         elif how.limit is not None:
             self._act = partial(plain.limited_gate, activation=how.activation, limit=how.limit)
         else:
@@ -200,24 +201,26 @@ class MlpOf:
 class MoeOf:
     """A mixture of experts: chooses those of each token, and how much each counts."""
 
-    def __init__(self, how: Moe, tensors: Tensors, bodies: Bodies) -> None:
+    def __init__(self, how: Moe, weights: Weights, bodies: Bodies) -> None:
         self._how = how
         # Not packed: with few outputs it is no faster, and its rounding could choose other experts.
-        self._router = tensors["router.weight"]  # float32, until it is rounded as hidden states are
-        self._router_bias = tensors["router.bias"] if how.has_router_bias else None
-        self._bias = tensors["choice.bias"] if how.has_choice_bias else None
+        # It is float32, until it is rounded as hidden states are.
+        self._router = weights["router.weight"].plain
+        self._router_bias = weights["router.bias"].plain if how.has_router_bias else None
+        self._bias = weights["choice.bias"].plain if how.has_choice_bias else None
         self._shared = (
-            None if how.shared is None else MlpOf(how.shared, _under("shared.", tensors), bodies)
+            None if how.shared is None else MlpOf(how.shared, _under("shared.", weights), bodies)
         )
-        self._shared_gate = tensors["shared_gate.weight"] if how.has_shared_gate else None
-        own, mix = _under("experts.", tensors), None
-        if bodies.experts is not None:
-            mix = bodies.experts.make(how, own["up.weight"], own["down.weight"])
+        self._shared_gate = weights["shared_gate.weight"].plain if how.has_shared_gate else None
+        own, mix = _under("experts.", weights), None
+        up, down = own["up.weight"], own["down.weight"]
+        if bodies.experts is not None and up.is_plain and down.is_plain:
+            mix = bodies.experts.make(how, up.plain, down.plain)
         self.mix: Mix = mix or PlainExperts(
             how,
             [
-                MlpOf(how.expert, {name: each[number] for name, each in own.items()}, bodies)
-                for number in range(how.num_experts)
+                MlpOf(how.expert, {name: each.expert(n) for name, each in own.items()}, bodies)
+                for n in range(how.num_experts)
             ],
         )
 
@@ -243,31 +246,31 @@ class MoeOf:
         return out + more
 
 
-def _under(top: str, tensors: Tensors) -> Tensors:
-    return {name.removeprefix(top): each for name, each in tensors.items() if name.startswith(top)}
+def _under(top: str, weights: Weights) -> Weights:
+    return {name.removeprefix(top): each for name, each in weights.items() if name.startswith(top)}
 
 
 class LayerOf:
-    """A layer with its tensors."""
+    """A layer with its weights."""
 
-    def __init__(self, how: Layer, tensors: Tensors, bodies: Bodies) -> None:
+    def __init__(self, how: Layer, weights: Weights, bodies: Bodies) -> None:
         self.how = how
         self.attention: AttentionOf | LatentAttentionOf
         if how.attention.latent is not None:
-            self.attention = LatentAttentionOf(how.attention, tensors, bodies)
+            self.attention = LatentAttentionOf(how.attention, weights, bodies)
         else:
-            self.attention = AttentionOf(how.attention, tensors, bodies)
+            self.attention = AttentionOf(how.attention, weights, bodies)
         self.mlp: Function
         if isinstance(how.mlp, Moe):
-            self.mlp = MoeOf(how.mlp, tensors, bodies)
+            self.mlp = MoeOf(how.mlp, weights, bodies)
         else:
-            self.mlp = MlpOf(how.mlp, tensors, bodies)
+            self.mlp = MlpOf(how.mlp, weights, bodies)
         self.products = self.attention.products  # and those of a plain MLP
         if isinstance(self.mlp, MlpOf):
             self.products = self.products | self.mlp.products
-        self._before = bodies.norms(how.before, tensors, "before")
-        self._after = bodies.norms(how.after, tensors, "after")
-        self._of_sum = bodies.norms(how.of_sum, tensors, "sum")
+        self._before = bodies.norms(how.before, weights, "before")
+        self._after = bodies.norms(how.after, weights, "after")
+        self._of_sum = bodies.norms(how.of_sum, weights, "sum")
 
     def __call__(
         self, x: torch.Tensor, more: torch.Tensor | None, number: int, step: LayerStep

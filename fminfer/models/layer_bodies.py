@@ -6,13 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from fminfer.compute.layers import plain
 from fminfer.compute.layers.bodies import NormBody, Parts
 from fminfer.compute.layers.experts import KernelExperts
 from fminfer.compute.linear.products import Products
 from fminfer.compute.spec import Norm, Rope
-from fminfer.models.tensor_specs import Tensors
+from fminfer.models.tensor_specs import Weights, plain_of
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 
@@ -32,22 +33,26 @@ class Bodies:
     experts: KernelExperts | None = None
     _tables: dict[Rope, torch.Tensor] = field(default_factory=dict)
 
-    def norm(self, how: Norm | None, tensors: Tensors, name: str) -> NormBody | None:
+    def norm(self, how: Norm | None, weights: Weights, name: str) -> NormBody | None:
         if how is None:
             return None
-        return self.parts.norm(how, tensors.get(f"{name}.weight"), tensors.get(f"{name}.bias"))
+        pair = (plain_of(weights, f"{name}.{leaf}") for leaf in ("weight", "bias"))
+        return self.parts.norm(how, *pair)
 
     def norms(
-        self, pair: tuple[Norm | None, Norm | None], tensors: Tensors, side: str
+        self, pair: tuple[Norm | None, Norm | None], weights: Weights, side: str
     ) -> tuple[NormBody | None, NormBody | None]:
         first, second = (
-            self.norm(how, tensors, f"{side}_{part}")
+            self.norm(how, weights, f"{side}_{part}")
             for how, part in zip(pair, ("attention", "mlp"), strict=True)
         )
         return first, second
 
-    def product(self, tensors: Tensors, name: str) -> Function:
-        return self.products.make(tensors[f"{name}.weight"], tensors.get(f"{name}.bias"))
+    def product(self, weights: Weights, name: str) -> Function:
+        weight, bias = weights[f"{name}.weight"], plain_of(weights, f"{name}.bias")
+        if weight.is_plain:
+            return self.products.make(weight.plain, bias)
+        return lambda x: nn.functional.linear(x, weight.dequantized(x.dtype), bias)
 
     def table(self, how: Rope, device: torch.device) -> torch.Tensor:
         """Return the cosines and sines of all positions, made once for each `Rope`."""

@@ -10,9 +10,10 @@ from fminfer.compute import spec
 from fminfer.compute.layers.bodies import GATES, PLAIN
 from fminfer.compute.linear.product_kernel import TYPES, PackedProduct
 from fminfer.models.layer import LayerOf
-from fminfer.models.tensor_specs import Tensors
+from fminfer.models.tensor_specs import Weights
 
 NO_WINDOW = 2**31 - 1
+Tensors = dict[str, torch.Tensor]
 
 
 class NormStruct(ctypes.Structure):
@@ -55,13 +56,10 @@ class Spent(ctypes.Structure):
     _fields_ = (("products", ctypes.c_double), ("attention", ctypes.c_double))
 
 
-def tensors_of_norms(tensors: Tensors) -> Tensors:
+def tensors_of_norms(weights: Weights) -> Tensors:
     """Return those that a struct points to; who calls the library keeps them."""
-    return {
-        name: each.contiguous()
-        for name, each in tensors.items()
-        if "norm" in name or "before" in name
-    }
+    norms = {n: each for n, each in weights.items() if each.spec.use in ("norm", "norm_bias")}
+    return {name: each.plain.contiguous() for name, each in norms.items()}
 
 
 def describe_layer(parts: LayerOf, tensors: Tensors, dtype: torch.dtype) -> LayerStruct:

@@ -6,16 +6,18 @@ A tensor that is missing, left over or misshapen is refused by name.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
-from fminfer.compute.spec import Layer, Mlp, Moe
-from fminfer.compute.weights import TensorSpec
+from fminfer.compute.spec import Layer, Mlp, Model, Moe
+from fminfer.compute.weights import Shape, TensorSpec
 from fminfer.core.errors import CheckpointError
-from fminfer.models.families.tensor_names import Architecture, Layout, Source, source_of
+from fminfer.models.families.tensor_names import AS_STORED, Architecture, Layout, Source, source_of
+from fminfer.models.formats import FORMATS, StoredFormat
+from fminfer.models.stored.stored_tensors import FLOATS
 from fminfer.models.tensor_specs import TensorSpecs, entry_specs, exit_specs, layer_specs
 
-Shape = tuple[int, ...]
 # Old checkpoints hold causal masks and tables of positions, which nothing reads.
 _LEFT_OVER = re.compile(
     r"\.(attn\.bias|attention\.bias|masked_bias|attn\.causal_mask|position_ids|inv_freq"
@@ -29,10 +31,10 @@ _OLD_LEAVES = {".gamma": ".weight", ".beta": ".bias"}
 
 @dataclass(slots=True, frozen=True)
 class Piece:
-    """One stored tensor, and its place in ours: rows `first` to `last`, of one item if stacked."""
+    """What is stored of one of ours: rows `first` to `last` of it, of one item if stacked."""
 
-    stored: str
-    shape: Shape
+    stored: Mapping[str, Shape]  # in the order of its format
+    format: StoredFormat | None  # None: plain floats, one tensor
     item: int | None
     first: int  # row
     last: int
@@ -40,19 +42,15 @@ class Piece:
 
 @dataclass(slots=True, frozen=True)
 class Origin:
-    """The stored tensors that one of ours is made of."""
+    """The stored tensors that one of ours is made of; without pieces it is drawn at random."""
 
     spec: TensorSpec
     pieces: tuple[Piece, ...]
-    layout: Layout | None
-
-    @property
-    def shape(self) -> Shape:
-        return self.spec.shape
+    layout: Layout
 
     @property
     def is_one_piece(self) -> bool:
-        """Whether ours holds one stored tensor, and does not stack it."""
+        """Whether ours is one stored matrix or vector, and does not stack it."""
         return len(self.pieces) == 1 and self.pieces[0].item is None
 
 
@@ -79,7 +77,12 @@ def is_left_out(name: str, others: str) -> bool:
 
 
 def find_origins(
-    architecture: Architecture, stored: Mapping[str, Shape | None], *, is_tied: bool, name: str
+    architecture: Architecture,
+    stored: Mapping[str, Shape | None],
+    *,
+    is_tied: bool,
+    name: str,
+    types: Mapping[str, str] | None = None,
 ) -> ModelOrigins:
     """Find every tensor of the model among the stored ones.
 
@@ -87,15 +90,16 @@ def find_origins(
         stored: the shape of each tensor of the checkpoint; None: it is not known.
         is_tied: a model that stores no head uses the embedding as its head.
         name: of the checkpoint, for messages.
+        types: of the stored tensors; None: they are not known.
 
     Raises:
-        CheckpointError: tensors are missing, of another shape, or not part of the model.
+        CheckpointError: tensors are missing, of another shape or type, or not part of the model.
     """
-    search = _Search(architecture, stored, name)
+    search = _Search(architecture, stored, types or {}, name)
     model = architecture.model
     layers = tuple(search.find_layer(layer, number) for number, layer in enumerate(model.layers))
     outside = exit_specs(model)
-    has_own_head = search.has(architecture.outer["head"])
+    has_own_head = search.has(architecture.outer["head"], outside["head.weight"].shape)
     if is_tied and not has_own_head:
         del outside["head.weight"]
     found = ModelOrigins(
@@ -108,16 +112,33 @@ def find_origins(
     return found
 
 
+def drawn_origins(model: Model, *, is_tied: bool) -> ModelOrigins:
+    """Return the tensors of a model that is stored nowhere."""
+
+    def drawn(specs: TensorSpecs) -> Origins:
+        return {name: Origin(spec, (), AS_STORED) for name, spec in specs.items()}
+
+    layers = tuple(drawn(layer_specs(layer, model.hidden_size)) for layer in model.layers)
+    outside = exit_specs(model)
+    if is_tied:
+        del outside["head.weight"]
+    return ModelOrigins(drawn(entry_specs(model)), layers, drawn(outside), not is_tied)
+
+
 class _Search:
     def __init__(
-        self, architecture: Architecture, stored: Mapping[str, Shape | None], name: str
+        self,
+        architecture: Architecture,
+        stored: Mapping[str, Shape | None],
+        types: Mapping[str, str],
+        name: str,
     ) -> None:
         self._architecture = architecture
-        self._stored = stored
+        self._stored, self._types = stored, types
         self._name = name
         self._prefixes = tuple(dict.fromkeys((*PREFIXES, architecture.base)))
         self._by_core = {self._core(each): each for each in stored}
-        self._used: set[str] = set()
+        self._used: dict[str, StoredFormat | None] = {}
         self._missing: list[str] = []
         self._misshapen: list[str] = []
 
@@ -129,15 +150,25 @@ class _Search:
     def find_outside(self, specs: TensorSpecs) -> Origins:
         return self._find(specs, self._architecture.outer, "", None)
 
-    def has(self, source: Source) -> bool:
+    def has(self, source: Source, shape: Shape) -> bool:
         """Tell whether the checkpoint has the weight of a module outside layers."""
         names = [f"{name}.weight" for name in source.names[0].split("|")]
-        return self._resolve(*names) in self._stored
+        return self._has(self._piece(names, shape, source.layout))
 
     def refuse_what_is_wrong(self) -> None:
+        left_out = self._architecture.left_out
+        for tensor, dtype in self._types.items():
+            is_read = dtype in FLOATS or self._used.get(tensor) is not None
+            if not is_read and not is_left_out(tensor, left_out):
+                why = "weights have one of " + ", ".join(FLOATS)
+                if dtype not in ("I64", "BOOL", "C64"):
+                    why = "quantized weights do not run yet"
+                raise CheckpointError(
+                    f"{self._name} stores {tensor!r} as {dtype}: {why}. "
+                    "Take a checkpoint in 16 or 32 bits"
+                )
         for wrong in self._misshapen[:1]:
             raise CheckpointError(f"{self._name}: {wrong}")
-        left_out = self._architecture.left_out
         left = [n for n in self._stored if n not in self._used and not is_left_out(n, left_out)]
         for name in self._missing[:1]:
             why = "the checkpoint is incomplete, fetch it again"
@@ -171,16 +202,13 @@ class _Search:
             shape = spec.shape
             module, _, leaf = ours.rpartition(".")
             source = source_of(ours, where)
-            whole = self._resolve(*(prefix + each for each in source.whole.split("|")))
-            has_whole = source.whole and whole in self._stored
-            if has_whole or not source.names:
-                found = _stored_shape(shape, source.layout)
-                pieces: tuple[Piece, ...] = (Piece(whole, found, None, 0, sum(shape[:1])),)
-            else:
+            whole = [prefix + each for each in source.whole.split("|")]
+            pieces: tuple[Piece, ...] = (self._piece(whole, shape, source.layout),)
+            if source.names and not (source.whole and self._has(pieces[0])):
                 form = f"{prefix}{{}}.{leaf}"
                 pieces = tuple(self._pieces(source, form, shape, module, layer))
             for piece in pieces:
-                self._take(piece, source.layout)
+                self._take(piece)
             origins[ours] = Origin(spec, pieces, source.layout)
         return origins
 
@@ -193,12 +221,31 @@ class _Search:
         for item in range(shape[0]) if is_stacked else (None,):
             first = 0
             for theirs, size in zip(source.names, sizes, strict=True):
-                part = _stored_shape((size, *of_item[1:]), source.layout)
-                names = theirs.replace("*", str(item)).split("|")
-                yield Piece(
-                    self._resolve(*map(form.format, names)), part, item, first, first + size
-                )
+                part = (size, *of_item[1:])
+                names = [form.format(n) for n in theirs.replace("*", str(item)).split("|")]
+                yield self._piece(names, part, source.layout, item, first)
                 first += size
+
+    def _piece(
+        self,
+        names: Sequence[str],
+        shape: Shape,
+        layout: Layout,
+        item: int | None = None,
+        first: int = 0,
+    ) -> Piece:
+        """Return a matrix or vector under the first of its names that is stored, in any format."""
+        place = item, first, first + sum(shape[:1])
+        for form, name in product(FORMATS, names if len(shape) > 1 else ()):
+            parts = form.stored(name, shape, is_transposed=layout.is_transposed)
+            found = {self._resolve(part): each for part, (_, each) in parts.items()}
+            types = zip(found, parts.values(), strict=True)
+            if all(n in self._stored and self._types.get(n, t) == t for n, (t, _) in types):
+                return Piece(found, form, *place)
+        return Piece({self._resolve(*names): layout.stored_shape(shape)}, None, *place)
+
+    def _has(self, piece: Piece) -> bool:
+        return all(name in self._stored for name in piece.stored)
 
     def _resolve(self, *names: str) -> str:
         """Return the first of these names that the checkpoint has, or else the first name."""
@@ -216,16 +263,17 @@ class _Search:
         stem, dot, leaf = name.rpartition(".")
         return stem + _OLD_LEAVES.get(dot + leaf, dot + leaf)
 
-    def _take(self, piece: Piece, layout: Layout | None) -> None:
-        self._used.add(piece.stored)
-        found = self._stored.get(piece.stored)
-        if piece.stored not in self._stored:
-            self._missing.append(piece.stored)
-        elif found is not None and found != piece.shape:
-            self._misshapen.append(
-                f"tensor {piece.stored!r} has shape {found}, and config.json asks for {piece.shape}"
-                + "; it seems to be transposed" * (found == piece.shape[::-1])
-            )
+    def _take(self, piece: Piece) -> None:
+        for name, shape in piece.stored.items():
+            found = self._stored.get(name)
+            self._used[name] = piece.format
+            if name not in self._stored:
+                self._missing.append(name)
+            elif found is not None and found != shape:
+                self._misshapen.append(
+                    f"tensor {name!r} has shape {found}, and config.json asks for {shape}"
+                    + "; it seems to be transposed" * (found == shape[::-1])
+                )
 
 
 def _part_sizes(module: str, layer: Layer | None, num: int, rows: int) -> tuple[int, ...]:
@@ -241,10 +289,3 @@ def _part_sizes(module: str, layer: Layer | None, num: int, rows: int) -> tuple[
         mlp = mlp.shared if module == "shared.up" else mlp.expert
     assert isinstance(mlp, Mlp), "an expert"
     return (mlp.size, mlp.size)
-
-
-def _stored_shape(shape: Shape, layout: Layout | None) -> Shape:
-    """Return the shape in which a checkpoint holds a tensor."""
-    if layout is not None and layout.is_transposed and len(shape) > 1:
-        return (*shape[:-2], shape[-1], shape[-2])
-    return (1, *shape) if layout is not None and layout.is_row else shape

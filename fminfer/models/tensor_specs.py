@@ -10,14 +10,19 @@ from collections.abc import Iterator
 import torch
 
 from fminfer.compute.spec import ACTIVATION_SHAPES, Attention, Latent, Layer, Mlp, Model, Moe, Norm
-from fminfer.compute.weights import TensorSpec, Use
+from fminfer.compute.weights import TensorSpec, Use, Weight
 from fminfer.core.partition import Part
 
 TensorSpecs = dict[str, TensorSpec]
-Tensors = dict[str, torch.Tensor]  # by the same names
+Weights = dict[str, Weight]  # by the same names
 # The share of tokens that run the head: generated tokens do, most prompt tokens do not.
 HEAD_SHARE = 0.5
 Specs = Iterator[tuple[str, TensorSpec]]
+
+
+def plain_of(weights: Weights, name: str) -> torch.Tensor | None:
+    """Return a small weight's tensor, if there is one of that name."""
+    return weights[name].plain if name in weights else None
 
 
 def layer_specs(layer: Layer, hidden_size: int) -> TensorSpecs:
@@ -133,7 +138,7 @@ def _of_norm(name: str, norm: Norm | None, shape: tuple[int, ...]) -> Specs:
     if norm is not None and norm.has_weight:
         yield f"{name}.weight", TensorSpec(shape, "norm")
     if norm is not None and norm.has_bias:
-        yield f"{name}.bias", TensorSpec(shape, "bias")
+        yield f"{name}.bias", TensorSpec(shape, "norm_bias")
 
 
 def _qk_norm_shape(attention: Attention, heads: int) -> tuple[int, ...]:

@@ -13,14 +13,15 @@ from torch import nn
 
 from fminfer.compute.layers import plain
 from fminfer.compute.spec import Model
+from fminfer.compute.weights import dense
 from fminfer.models.head import Head
 from fminfer.models.layer import LayerOf, normed_sum
 from fminfer.models.layer_bodies import Bodies, Function
+from fminfer.models.layer_source import LayerSource
 from fminfer.models.layer_step import LayerStep
-from fminfer.models.part_tensors import PartTensors
-from fminfer.models.tensor_specs import Tensors
+from fminfer.models.tensor_specs import Weights, plain_of
 
-Join = Callable[[LayerOf, Tensors], LayerOf]
+Join = Callable[[LayerOf, Weights], LayerOf]
 
 
 class Transformer:
@@ -28,7 +29,7 @@ class Transformer:
 
     Args:
         model: the spec of the whole model.
-        tensors: those of the stage; each layer's go as soon as its bodies are made.
+        source: of the stage's weights; each layer's go as soon as its bodies are made.
         first: the number in the model of the stage's first layer.
         join: replaces a layer by one compiled call, where it can; None: layers stay as they are.
     """
@@ -36,16 +37,17 @@ class Transformer:
     def __init__(
         self,
         model: Model,
-        tensors: PartTensors,
+        source: LayerSource,
         *,
         first: int,
         bodies: Bodies,
         join: Join | None = None,
     ) -> None:
-        self.model, self._entry, self._exit = model, tensors.entry, tensors.exit
-        self.dtype = tensors.dtype  # of hidden states
+        self.model, self._entry = model, source.entry()
+        self._exit = source.exit(self._entry)
+        self.dtype = source.dtype  # of hidden states
         self.layers: list[LayerOf] = []
-        for each in tensors.layers:
+        for each in source.layers():
             how = model.layers[first + len(self.layers)]
             layer = LayerOf(how, each, bodies)
             self.layers.append(layer if join is None else join(layer, each))
@@ -54,34 +56,35 @@ class Transformer:
         self.own = model.layers[first : first + len(self.layers)]
         if self._entry and model.has_sinusoids:
             table = plain.sinusoids(model.num_positions, model.hidden_size)
-            self._entry["positions.weight"] = table.to(
-                self._entry["embed.weight"].device, self.dtype
-            )
+            table = table.to(self._entry["embed.weight"].device, self.dtype)
+            self._entry["positions.weight"] = dense(table, "other")
         self._embed_norm = bodies.norm(model.embed_norm, self._entry, "embed_norm")
         final_norm = model.final_norm if self._exit else None  # the last stage has it
         self._final_norm = bodies.norm(final_norm, self._exit, "final_norm")
-        embed = self._entry.get("embed.weight", torch.empty(0))
-        self._look_up: Function = partial(nn.functional.embedding, weight=embed)
+        embed = self._entry.pop("embed.weight", None)
+        self._look_up: Function | None = None
+        if embed is not None:
+            self._look_up = partial(embed.rows, dtype=self.dtype)
         self.head: Head | None = None
         if self._exit:
-            weight, bias = self._exit.pop("head.weight"), self._exit.get("head.bias")
+            weight, bias = self._exit.pop("head.weight"), plain_of(self._exit, "head.bias")
             self.head = Head(weight, bias, bodies.products, model.logit_scale)
             if self.head.packed is not None:
                 if weight is embed:  # kept once
                     self._look_up = self.head.packed.rows
-                    del self._entry["embed.weight"]
-                tensors.leave_head()
+                source.leave_head()
 
     def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the hidden states before the first layer, (tokens, hidden), for (tokens,) ids."""
         model, entry = self.model, self._entry
+        assert self._look_up is not None, "the first stage"
         x = self._look_up(ids).to(self.dtype)
         if model.embed_scale != 1.0:  # rounded to the dtype, as Gemma was trained
             x = x * torch.tensor(model.embed_scale, dtype=x.dtype)
         if "project_in.weight" in entry:
-            x = nn.functional.linear(x, entry["project_in.weight"])
+            x = nn.functional.linear(x, entry["project_in.weight"].plain)
         if model.num_positions:
-            x = x + entry["positions.weight"][positions + model.position_offset]
+            x = x + entry["positions.weight"].plain[positions + model.position_offset]
         return x if self._embed_norm is None else self._embed_norm(x)
 
     def run(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
@@ -101,5 +104,5 @@ class Transformer:
             x, more = layer(x, more, number, step)
         _, x = normed_sum(self._final_norm, x, more)
         if "project_out.weight" in self._exit:
-            x = nn.functional.linear(x, self._exit["project_out.weight"])
+            x = nn.functional.linear(x, self._exit["project_out.weight"].plain)
         return x

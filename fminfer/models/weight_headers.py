@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
-
+from fminfer.compute.weights import Dense, Format
 from fminfer.core.errors import CheckpointError
 from fminfer.models.checkpoint import Checkpoint
-from fminfer.models.origins import ModelOrigins, find_origins, is_left_out
+from fminfer.models.formats import FORMATS
+from fminfer.models.origins import ModelOrigins, find_origins
 from fminfer.models.stored.stored_tensors import FLOATS
-from fminfer.models.stored.tensor_table import TensorFiles
+from fminfer.models.stored.tensor_table import DTYPES, TensorFiles
 from fminfer.models.stored.weight_folder import indexed_names, weight_files
 
 
 def check_tensors(checkpoint: Checkpoint, *, has_weights: bool = True) -> None:
-    """Refuse what `load_tensors` would refuse, by the headers of the weight files alone.
+    """Refuse what `open_weights` would refuse, by the headers of the weight files alone.
 
     Args:
         has_weights: otherwise the names of an index are checked, if there is one.
@@ -32,49 +32,28 @@ def check_tensors(checkpoint: Checkpoint, *, has_weights: bool = True) -> None:
         _find_origins(checkpoint, dict.fromkeys(names))
 
 
-def stored_dtype(checkpoint: Checkpoint) -> torch.dtype | None:
-    """Return the dtype of most weights by their files' headers, or the config's without files.
+def stored_formats(checkpoint: Checkpoint) -> tuple[Format, ...]:
+    """Return the format of most weights by their files' headers, or the config's without files.
 
-    A config may lack it, or name another one. None: a dtype that does not run here, or a broken
-    file, which loading will name.
+    A config may lack it, or name another one. None: random weights, a format that does not run
+    here, or a broken file, which loading will name.
     """
     folder = checkpoint.folder
     try:
         if folder is None or not weight_files(folder):
-            own: torch.dtype | None = checkpoint.config.dtype
-            return own
-        return open_files(checkpoint, folder).main_dtype()
+            own = None if folder is None else checkpoint.config.dtype
+            return () if own is None else (Dense(own),)
+        found = open_files(checkpoint, folder).main_type()
     except CheckpointError:
-        return None
-
-
-def weight_dtype(
-    checkpoint: Checkpoint, dtype: torch.dtype, *, keeps_bfloat16: bool
-) -> torch.dtype:
-    """Return the dtype in which most weights are held, of arithmetic in `dtype`.
-
-    Args:
-        keeps_bfloat16: as `load_tensors` is told.
-    """
-    is_kept = keeps_bfloat16 and checkpoint.folder is not None
-    return torch.bfloat16 if is_kept and stored_dtype(checkpoint) == torch.bfloat16 else dtype
+        return ()
+    if found in FLOATS:
+        return (Dense(DTYPES[found]),)
+    return tuple(each for each in FORMATS if found in each.types)[:1]
 
 
 def open_files(checkpoint: Checkpoint, folder: Path) -> TensorFiles:
     """Read the headers of all weight files."""
     return TensorFiles(folder, checkpoint.architecture.prefix)
-
-
-def _refuse_types(files: TensorFiles, left_out: str, name: str) -> None:
-    """Refuse values that are no plain floats, such as those of quantized weights."""
-    for tensor, dtype in files.types.items():
-        if dtype not in FLOATS and not is_left_out(tensor, left_out):
-            why = "weights have one of " + ", ".join(FLOATS)
-            if dtype not in ("I64", "BOOL", "C64"):
-                why = "quantized weights do not run yet"
-            raise CheckpointError(
-                f"{name} stores {tensor!r} as {dtype}: {why}. Take a checkpoint in 16 or 32 bits"
-            )
 
 
 def find_stored(checkpoint: Checkpoint, files: TensorFiles) -> ModelOrigins:
@@ -83,12 +62,14 @@ def find_stored(checkpoint: Checkpoint, files: TensorFiles) -> ModelOrigins:
     Raises:
         CheckpointError: a tensor is missing, unexpected, misshapen, or of a type that does not run.
     """
-    _refuse_types(files, checkpoint.architecture.left_out, checkpoint.name)
-    return _find_origins(checkpoint, files.shapes)
+    return _find_origins(checkpoint, files.shapes, files.types)
 
 
 def _find_origins(
-    checkpoint: Checkpoint, stored: Mapping[str, tuple[int, ...] | None]
+    checkpoint: Checkpoint,
+    stored: Mapping[str, tuple[int, ...] | None],
+    types: Mapping[str, str] | None = None,
 ) -> ModelOrigins:
     is_tied = bool(checkpoint.config.tie_word_embeddings)
-    return find_origins(checkpoint.architecture, stored, is_tied=is_tied, name=checkpoint.name)
+    architecture, name = checkpoint.architecture, checkpoint.name
+    return find_origins(architecture, stored, is_tied=is_tied, name=name, types=types)

@@ -30,7 +30,7 @@ from fminfer.core.messages import StepRow
 from fminfer.models.layer import LayerOf
 from fminfer.models.layer_step import LayerStep
 from fminfer.models.layer_structs import LayerStruct, Spent, describe_layer, tensors_of_norms
-from fminfer.models.tensor_specs import Tensors
+from fminfer.models.tensor_specs import Weights
 
 # Of the largest number that the parts give.
 MAX_ERROR: Limits = {torch.float32: 1e-4, torch.bfloat16: 0.02}
@@ -97,7 +97,7 @@ class WholeLayer(LayerOf):
     def __init__(
         self,
         parts: LayerOf,
-        tensors: Tensors,
+        weights: Weights,
         library: ctypes.CDLL,
         step: StepCall,
         dtype: torch.dtype,
@@ -105,7 +105,7 @@ class WholeLayer(LayerOf):
         self._parts, self.step, self._dtype = parts, step, dtype
         self.how, self.attention, self.mlp = parts.how, parts.attention, parts.mlp
         self.has_experts = isinstance(parts.how.mlp, spec.Moe)
-        self._kept = tensors_of_norms(tensors)  # the library is told where they lie
+        self._kept = tensors_of_norms(weights)  # the library is told where they lie
         self.layer = describe_layer(parts, self._kept, dtype)
         self._run = library.fminfer_layer
         self._space = library.fminfer_layer_space(ctypes.byref(self.layer))
@@ -202,7 +202,7 @@ class WholeLayers:
         library.fminfer_layer_space.argtypes = [ctypes.POINTER(LayerStruct)]
         library.fminfer_layer_space.restype = ctypes.c_int64
 
-    def join(self, parts: LayerOf, tensors: Tensors) -> LayerOf:
+    def join(self, parts: LayerOf, weights: Weights) -> LayerOf:
         """Return the layer as one call, or as it is."""
         products = parts.products.values()
         is_packed = all(isinstance(each, PackedProduct) for each in products)
@@ -210,11 +210,11 @@ class WholeLayers:
         if not (is_served and self._tried.get(parts.how, True)):
             return parts
         if parts.how in self._tried:
-            return self._make(parts, tensors)
+            return self._make(parts, weights)
         whole, why = try_body(
             "whole layers",
             self._asked,
-            lambda: self._make(parts, tensors),
+            lambda: self._make(parts, weights),
             partial(self._pairs, parts=parts),
             MAX_ERROR[self._dtype],
         )
@@ -222,8 +222,8 @@ class WholeLayers:
         self._tried[parts.how] = whole is not None
         return whole or parts
 
-    def _make(self, parts: LayerOf, tensors: Tensors) -> LayerOf:
-        return WholeLayer(parts, tensors, self._library, self._step, self._dtype)
+    def _make(self, parts: LayerOf, weights: Weights) -> LayerOf:
+        return WholeLayer(parts, weights, self._library, self._step, self._dtype)
 
     def _pairs(self, whole: LayerOf, parts: LayerOf) -> Iterator[Pair]:
         """Compute a few tokens of two rows with a layer in one call, and part by part."""

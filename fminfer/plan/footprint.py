@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,16 +15,15 @@ import torch
 from fminfer.compute.kernel_choice import keeps_bfloat16
 from fminfer.compute.kernels.kernel_build import may_have_library
 from fminfer.compute.linear.packed_linear import can_pack_dtype
+from fminfer.compute.weights import Dense, TensorSpec
 from fminfer.core.config import EngineConfig
 from fminfer.core.partition import Part
 from fminfer.machine.device import choose_kv_dtype, is_fast_in_bfloat16
 from fminfer.models.checkpoint import Checkpoint
-from fminfer.models.families.tensor_names import Architecture, source_of
-from fminfer.models.tensor_specs import (
-    TensorSpecs,
-    part_specs,
-)
-from fminfer.models.weight_headers import stored_dtype, weight_dtype
+from fminfer.models.families.tensor_names import AS_STORED, Architecture, source_of
+from fminfer.models.formats import held_format
+from fminfer.models.tensor_specs import TensorSpecs, part_specs
+from fminfer.models.weight_headers import stored_formats
 from fminfer.plan.kv_size import kv_token_bytes
 from fminfer.plan.opening import split_model
 from fminfer.plan.step_memory import GPU_RESERVE, step_bytes
@@ -87,8 +87,9 @@ def held_dtype(
     config: EngineConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
 ) -> torch.dtype:
     """Return the dtype in which a run will hold most weights, of arithmetic in `dtype`."""
-    keeps = keeps_bfloat16(config.kernels, dtype, device)
-    return weight_dtype(checkpoint, dtype, keeps_bfloat16=keeps)
+    stored, keeps = stored_formats(checkpoint), keeps_bfloat16(config.kernels, dtype, device)
+    held = held_format(TensorSpec((), "product"), stored, dtype, keeps_bfloat16=keeps)
+    return held.dtype if isinstance(held, Dense) else dtype
 
 
 def measure_footprint(
@@ -105,25 +106,26 @@ def measure_footprint(
     if is_tied and part.is_first:  # the embedding is the head
         specs.pop("head.weight", None)
     held_in = held_dtype(config, checkpoint, device, dtype)
-    dtypes = {name: held_in if spec.is_widened else dtype for name, spec in specs.items()}
-    dtypes |= {name: torch.float32 for name, spec in specs.items() if spec.is_precise}
-    sizes = {name: spec.size * dtypes[name].itemsize for name, spec in specs.items()}
-    # Of files in this very dtype the system keeps what was read, for it is mapped and not copied.
-    has_files = on_cpu and checkpoint.folder is not None
-    stored = stored_dtype(checkpoint) if has_files else None
+    stored, keeps = stored_formats(checkpoint), keeps_bfloat16(config.kernels, dtype, device)
+    held_as = partial(held_format, stored=stored, dtype=dtype, keeps_bfloat16=keeps)
+    formats = {name: held_as(spec) for name, spec in specs.items()}
+    sizes = {name: formats[name].num_bytes(spec.shape) for name, spec in specs.items()}
     packed: TensorSpecs = {}
     if on_cpu and _packs(config, held_in, dtype, device):
-        packed = {name: spec for name, spec in specs.items() if spec.use == "product"}
+        dense = {n: s for n, s in specs.items() if isinstance(formats[n], Dense)}
+        packed = {name: spec for name, spec in dense.items() if spec.use == "product"}
     weights = sum(sizes.values())
     # Joined tensors are copies, which packing replaces; what they were joined of leaves memory.
-    whole = {n for n in specs if _is_mapped(checkpoint.architecture, n)}
+    # Of files in this very format the system keeps what was read, for it is mapped and not copied.
+    as_stored = (name for name in specs if on_cpu and formats[name] in stored)
+    whole = {name for name in as_stored if _is_mapped(checkpoint.architecture, name)}
     if on_cpu and part.is_last and _has_kernels(config, held_in):  # so does a packed head's file
         head = "head.weight" if "head.weight" in specs else "embed.weight"
         packed[head] = specs[head]
         whole.discard(head)
-    mapped = sum(sizes[name] for name in whole if dtypes[name] == stored)
+    mapped = sum(sizes[name] for name in whole)
     copied = {name for name in whole if name in packed or specs[name].use == "moved"}
-    weights += sum(sizes[name] for name in copied if dtypes[name] == stored)
+    weights += sum(sizes[name] for name in copied)
     held = weights - mapped
     tables = _table_bytes(checkpoint, part)
     weights += len(packed) * HOLE_BYTES.get(held_in, 0)
@@ -159,7 +161,7 @@ def _is_mapped(architecture: Architecture, name: str) -> bool:
         else source_of(name, architecture.outer)
     )
     is_one = not source.names or (len(source.names) == 1 and "*" not in source.names[0])
-    return is_one and source.layout is None
+    return is_one and source.layout == AS_STORED
 
 
 def _packs(

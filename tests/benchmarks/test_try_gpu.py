@@ -41,7 +41,7 @@ from fminfer.compute.linear.products import Products
 from fminfer.core.partition import Part
 from fminfer.models.checkpoint import open_random
 from fminfer.models.layer_bodies import Bodies
-from fminfer.models.part_tensors import load_tensors
+from fminfer.models.layer_source import open_weights
 from fminfer.models.transformer import Transformer
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -195,7 +195,7 @@ def test_a_step_that_is_captured_neither_waits_nor_brings_anything(
     path, device = tmp_path / "config.json", torch.device("cpu")
     path.write_text(json.dumps(time_model.TINY))
     checkpoint = open_random(str(path))
-    tensors = load_tensors(checkpoint, Part(0, 1, 0, 2), dtype=torch.float32, device=device, seed=1)
+    tensors = open_weights(checkpoint, Part(0, 1, 0, 2), dtype=torch.float32, device=device, seed=1)
     parts = KernelParts(triton_layers.TritonLayers(device), torch.float32)
     network = Transformer(
         checkpoint.model, tensors, first=0, bodies=Bodies(parts, Products(), 8192)

@@ -26,10 +26,12 @@ from fminfer.compute.sampling.sampler import (
     sample,
     token_bits,
 )
+from fminfer.compute.weights import dense
 from fminfer.contract.request import SamplingParams
 from fminfer.core.messages import Mask, make_mask, pack_ids
 from fminfer.engine.noise import draw_key, noise_key, step_noise
-from fminfer.models.part_tensors import load_tensors
+from fminfer.models.layer_source import open_weights
+from fminfer.models.tensor_specs import Weights
 from tests.conftest import built_library
 
 VOCAB = 60
@@ -275,11 +277,17 @@ def test_draws_through_the_engine_are_unrelated(
     """Choices, steps and requests beside each other, where all tokens are equally likely."""
 
     def load_flat(*arguments: Any, **options: Any) -> Any:
-        tensors = load_tensors(*arguments, **options)
-        tensors.exit["head.weight"] = torch.zeros_like(tensors.exit["head.weight"])
-        return tensors
+        source: Any = open_weights(*arguments, **options)
+        own = source.exit
 
-    monkeypatch.setattr("fminfer.runtime.build.loading.load_tensors", load_flat)
+        def flat(entry: Weights) -> Weights:
+            head = own(entry)["head.weight"].plain
+            return own(entry) | {"head.weight": dense(torch.zeros_like(head), "head")}
+
+        source.exit = flat
+        return source
+
+    monkeypatch.setattr("fminfer.runtime.build.loading.open_weights", load_flat)
     folder, model = llama_checkpoint
     engine = fminfer.Engine(str(folder), dtype="float32", kernels="off")
     vocab = model.config.vocab_size

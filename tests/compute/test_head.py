@@ -16,6 +16,7 @@ import fminfer
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.linear.product_kernel import ProductKernel
 from fminfer.compute.linear.products import PackedProducts, Products
+from fminfer.compute.weights import dense
 from fminfer.models import head as head_module
 from fminfer.models.head import Head
 from tests.conftest import built_library, make_model, save_byte_tokenizer
@@ -54,7 +55,7 @@ def make_head(
     if kernel is not None:
         products = PackedProducts(is_fast_in_bfloat16=False, kernel=kernel, dtype=of_rows)
     bias = None if layer.bias is None else layer.bias.detach()
-    head = Head(layer.weight.detach(), bias, products)
+    head = Head(dense(layer.weight.detach(), "head"), bias, products)
     assert (head.packed is not None) == (kernel is not None and kernel.can_pack(layer.weight))
     return head
 

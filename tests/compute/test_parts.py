@@ -16,11 +16,13 @@ from fminfer.compute.linear.packed_linear import onednn_packs_bfloat16
 from fminfer.compute.linear.product_kernel import ProductKernel
 from fminfer.compute.linear.products import PackedProducts, Products
 from fminfer.compute.spec import Mlp, Moe
+from fminfer.compute.weights import dense
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.layer import MoeOf
 from fminfer.models.layer_bodies import Bodies
+from fminfer.models.layer_source import open_weights
 from fminfer.models.layer_step import LayerStep
-from fminfer.models.part_tensors import load_tensors
+from fminfer.models.tensor_specs import Weights
 from fminfer.models.transformer import Transformer
 from tests.conftest import VOCAB, built_library, make_model, some_families
 from tests.models.test_transformer import CPU, Dense, logits_of, one_stage
@@ -83,7 +85,7 @@ def bodies_of(parts: Parts) -> Bodies:
 @torch.inference_mode()
 def logprobs_in_bfloat16(folder: Path, parts: Parts, rows: list[list[int]]) -> torch.Tensor:
     checkpoint, dtype = open_checkpoint(str(folder)), torch.bfloat16
-    tensors = load_tensors(checkpoint, one_stage()[0], dtype=dtype, device=CPU, seed=0)
+    tensors = open_weights(checkpoint, one_stage()[0], dtype=dtype, device=CPU, seed=0)
     network = Transformer(checkpoint.model, tensors, first=0, bodies=bodies_of(parts))
     dense = Dense(checkpoint.model, [len(row) for row in rows])
 
@@ -131,26 +133,27 @@ def test_bfloat16_errs_no_more_than_transformers(name: str, tmp_path: Path) -> N
         assert error_of(found) <= limit
 
 
-def make_experts(dtype: torch.dtype) -> tuple[Moe, dict[str, torch.Tensor]]:
+def make_experts(dtype: torch.dtype) -> tuple[Moe, Weights]:
     how = Moe(EXPERTS, 2, Mlp("silu", 48))
     shapes = {"router": (EXPERTS, WIDTH), "experts.up": (EXPERTS, 96, WIDTH)}
     shapes |= {"experts.down": (EXPERTS, WIDTH, 48)}
     torch.manual_seed(5)
-    return how, {f"{n}.weight": torch.randn(s).mul(0.3).to(dtype) for n, s in shapes.items()}
+    drawn = {n: torch.randn(s).mul(0.3).to(dtype) for n, s in shapes.items()}
+    return how, {f"{name}.weight": dense(each, "product") for name, each in drawn.items()}
 
 
 @torch.inference_mode()
-def expected_of(how: Moe, tensors: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+def expected_of(how: Moe, given: Weights, x: torch.Tensor) -> torch.Tensor:
     """Return the mixture of all experts, token by token, in float64."""
     out = torch.zeros(x.shape, dtype=torch.float64)
-    scores = (x @ tensors["router.weight"].t()).float().softmax(-1)
+    scores = (x @ given["router.weight"].plain.t()).float().softmax(-1)
     weights, chosen = scores.topk(how.top_k)
     weights = weights / weights.sum(-1, keepdim=True)
     for token, row in enumerate(x.double()):
         for weight, number in zip(weights[token], chosen[token], strict=True):
-            both = tensors["experts.up.weight"][number].double() @ row
+            both = given["experts.up.weight"].plain[number].double() @ row
             gated = torch.nn.functional.silu(both[:48]) * both[48:]
-            out[token] += weight * (tensors["experts.down.weight"][number].double() @ gated)
+            out[token] += weight * (given["experts.down.weight"].plain[number].double() @ gated)
     return out
 
 

@@ -15,7 +15,7 @@ from fminfer.core.partition import Part
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.layer import MoeOf
 from fminfer.models.layer_bodies import Bodies
-from fminfer.models.part_tensors import load_tensors
+from fminfer.models.layer_source import open_weights
 from fminfer.models.transformer import Transformer
 from tests.conftest import make_model
 
@@ -29,7 +29,7 @@ def load_routers(folder: Path) -> list[MoeOf | None]:
     checkpoint = open_checkpoint(str(folder))
     part = Part(0, 1, 0, len(checkpoint.model.layers))
     where = torch.device("cpu")
-    tensors = load_tensors(checkpoint, part, dtype=torch.bfloat16, device=where, seed=0)
+    tensors = open_weights(checkpoint, part, dtype=torch.bfloat16, device=where, seed=0)
     bodies = Bodies(Parts(), Products(), checkpoint.context_length)
     layers = Transformer(checkpoint.model, tensors, first=0, bodies=bodies).layers
     return [layer.mlp if isinstance(layer.mlp, MoeOf) else None for layer in layers]

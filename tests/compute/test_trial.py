@@ -21,6 +21,7 @@ from fminfer.compute.linear.products import PackedProducts, Products
 from fminfer.compute.sampling.draw_kernel import DrawKernel, ScoreKernel
 from fminfer.compute.sampling.sampler import Ranking
 from fminfer.compute.trial import compare, try_body
+from fminfer.compute.weights import dense
 from fminfer.core.errors import UsageError
 from fminfer.models.checkpoint import open_random
 from fminfer.models.layer import LayerOf
@@ -117,9 +118,12 @@ def test_a_whole_layer_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"qkv": (3 * width, size), "out": (size, width)}
     mlp: Any = how.mlp
     sizes |= {"up": (mlp.up_size, size), "down": (size, mlp.size)}
-    tensors = {f"{k}.weight": (torch.randn(v) / 30).bfloat16() for k, v in sizes.items()}
-    tensors |= {f"before_{k}.weight": torch.ones(size).bfloat16() for k in ("attention", "mlp")}
-    layer = LayerOf(how, tensors, Bodies(Parts(), Products(), 8))
+    weights = {
+        f"{k}.weight": dense((torch.randn(v) / 30).bfloat16(), "product") for k, v in sizes.items()
+    }
+    norms = (f"before_{k}.weight" for k in ("attention", "mlp"))
+    weights |= {name: dense(torch.ones(size).bfloat16(), "norm") for name in norms}
+    layer = LayerOf(how, weights, Bodies(Parts(), Products(), 8))
     nothing: Any = None
     layer.products = {
         k: PackedProduct(torch.empty(0), None, v[1], v[0], nothing, 16) for k, v in sizes.items()
@@ -127,12 +131,12 @@ def test_a_whole_layer_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     for off in (0.0, 1.0):
         whole = WholeLayers(built_library(), torch.bfloat16)
         for _ in range(2):
-            joined = whole.join(layer, tensors)
+            joined = whole.join(layer, weights)
             assert isinstance(joined, Whole if off == 0.0 else LayerOf)
         assert bool(whole.why_plain) == bool(off)
     whole = WholeLayers(built_library(), torch.bfloat16, "require")
     with pytest.raises(UsageError, match=r"whole layers: .* is off by"):
-        whole.join(layer, tensors)
+        whole.join(layer, weights)
 
 
 def test_what_is_compared() -> None:

@@ -13,7 +13,7 @@ from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.contract.record import Record
 from fminfer.core.messages import Step, StepResult
 from fminfer.engine.sequence import PromptState, RequestState, TokenReport
-from fminfer.models.part_tensors import load_tensors
+from fminfer.models.layer_source import open_weights
 from fminfer.text.encoded_prompt import EncodedPrompt
 from tests.engine.test_contract import Bench, ScriptedPipeline
 
@@ -140,11 +140,13 @@ def test_a_row_with_nan_fails_alone_among_those_that_share_its_beginning(
     """0 times the nan of its last tokens made its first ones nan, which three others shared."""
 
     def load_damaged(*arguments: Any, **options: Any) -> Any:
-        tensors = load_tensors(*arguments, **options)
-        tensors.entry["embed.weight"][BAD] = float("nan")
-        return tensors
+        source: Any = open_weights(*arguments, **options)
+        entry = source.entry()
+        entry["embed.weight"].plain[BAD] = float("nan")
+        source.entry = lambda: entry
+        return source
 
-    monkeypatch.setattr("fminfer.runtime.build.loading.load_tensors", load_damaged)
+    monkeypatch.setattr("fminfer.runtime.build.loading.open_weights", load_damaged)
     asked: dict[str, Any] = {"temperature": 0, "max_tokens": 4, "logprobs": 2}
     if is_scored:
         asked |= {"max_tokens": 0, "echo": True}

@@ -30,12 +30,12 @@ if kind and "-m" in sys.orig_argv:
     import fminfer.runtime.build.loading
     from fminfer.models.stage import Stage
 
-    load_tensors, forward = fminfer.runtime.build.loading.load_tensors, Stage.forward
+    open_weights, forward = fminfer.runtime.build.loading.open_weights, Stage.forward
 
     def load_or_fail(*args, **options):
         if phase == "load" and _is_here():
             _fail()
-        return load_tensors(*args, **options)
+        return open_weights(*args, **options)
 
     def forward_or_fail(self, step, hidden):
         is_prefill = any(len(row.token_ids) > 1 for row in step.rows)
@@ -46,5 +46,5 @@ if kind and "-m" in sys.orig_argv:
             _fail()
         return forward(self, step, hidden)
 
-    fminfer.runtime.build.loading.load_tensors = load_or_fail
+    fminfer.runtime.build.loading.open_weights = load_or_fail
     Stage.forward = forward_or_fail

@@ -16,7 +16,7 @@ from fminfer.core.errors import CheckpointError
 from fminfer.core.partition import split_layers
 from fminfer.models.checkpoint import open_checkpoint, text_part
 from fminfer.models.families.table import architecture_of
-from fminfer.models.part_tensors import PartTensors, load_tensors
+from fminfer.models.layer_source import LayerSource, open_weights
 from fminfer.models.tensor_specs import entry_specs, exit_specs, layer_specs
 from tests.conftest import make_model
 from tests.published_configs import PUBLISHED
@@ -101,10 +101,10 @@ def test_an_activation_that_does_not_run_is_named() -> None:
         architecture_of(config_of({"model_type": "llama", "hidden_act": "relu6"}))
 
 
-def load(folder: Path) -> PartTensors:
+def load(folder: Path) -> LayerSource:
     checkpoint = open_checkpoint(str(folder))
     (part,) = split_layers(3, 1, head_cost=0.0)
-    return load_tensors(checkpoint, part, dtype=torch.float32, device=torch.device("cpu"), seed=0)
+    return open_weights(checkpoint, part, dtype=torch.float32, device=torch.device("cpu"), seed=0)
 
 
 def save(name: str, folder: Path, change: Callable[[Tensors], object], **fields: Any) -> None:
@@ -206,15 +206,18 @@ def test_a_head_of_its_own_is_used_whatever_the_config_says(tmp_path: Path) -> N
     """Of `tie_word_embeddings: true` and another lm_head.weight, logprobs were off by up to 2.4."""
     save("llama", tmp_path, lambda tensors: None, tie_word_embeddings=True)
     found, stored = load(tmp_path), load_file(tmp_path / "model.safetensors")
-    assert torch.equal(found.exit["head.weight"], stored["lm_head.weight"])
-    assert not torch.equal(found.exit["head.weight"], found.entry["embed.weight"])
+    entry = found.entry()
+    head = found.exit(entry)["head.weight"]
+    assert torch.equal(head.plain, stored["lm_head.weight"])
+    assert not head.equals(entry["embed.weight"])
 
 
 def test_a_head_that_is_the_embedding_is_kept_once(tmp_path: Path) -> None:
     same = _put("lm_head.weight", lambda tensors: tensors["model.embed_tokens.weight"].clone())
     save("llama", tmp_path, same, tie_word_embeddings=True)
     found = load(tmp_path)
-    assert found.exit["head.weight"] is found.entry["embed.weight"]
+    entry = found.entry()
+    assert found.exit(entry)["head.weight"] is entry["embed.weight"]
 
 
 def test_masks_and_tables_of_old_checkpoints_are_passed_over(tmp_path: Path) -> None:
@@ -225,18 +228,18 @@ def test_masks_and_tables_of_old_checkpoints_are_passed_over(tmp_path: Path) -> 
         tensors["h.0.attn.masked_bias"] = torch.ones(())
 
     save("gpt2", tmp_path, change)
-    assert len([*load(tmp_path).layers]) == 3
+    assert len([*load(tmp_path).layers()]) == 3
 
 
 def test_experts_that_are_fused_on_disk_too(tmp_path: Path) -> None:
     """As transformers holds them in memory, and some checkpoints on disk."""
     model = make_model("qwen3_moe")
     model.save_pretrained(tmp_path)
-    one_by_one = next(load(tmp_path).layers)
+    one_by_one = next(load(tmp_path).layers())
     save_file(dict(model.state_dict()), tmp_path / "model.safetensors", metadata={"format": "pt"})
-    fused = next(load(tmp_path).layers)
+    fused = next(load(tmp_path).layers())
     for name in ("experts.up.weight", "experts.down.weight", "router.weight"):
-        assert torch.equal(fused[name], one_by_one[name])
+        assert fused[name].equals(one_by_one[name])
 
 
 def test_an_expert_under_two_names_is_refused(tmp_path: Path) -> None:
@@ -254,4 +257,4 @@ def test_both_names_of_gpt_neox_s_head(name: str, tmp_path: Path) -> None:
         tensors[f"{name}.weight"] = tensors.pop(head)
 
     save("gpt_neox", tmp_path, change)
-    assert "head.weight" in load(tmp_path).exit
+    assert "head.weight" in load(tmp_path).exit({})

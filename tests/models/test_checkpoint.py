@@ -17,7 +17,7 @@ import fminfer
 from fminfer.core.errors import CheckpointError, UsageError
 from fminfer.core.partition import Part
 from fminfer.models.checkpoint import open_checkpoint, open_random
-from fminfer.models.part_tensors import load_tensors
+from fminfer.models.layer_source import open_weights
 from fminfer.models.weight_headers import check_tensors
 from tests.conftest import make_model, save_byte_tokenizer
 from tests.models.test_transformer import logits_of
@@ -269,7 +269,7 @@ def test_shards_that_overlap_are_refused_by_name(family: str, tmp_path: Path) ->
 def test_progress_ends_at_the_whole(llama_checkpoint: Any) -> None:
     seen: list[tuple[int, int]] = []
     checkpoint = open_checkpoint(str(llama_checkpoint[0]))
-    found = load_tensors(
+    found = open_weights(
         checkpoint,
         Part(0, 1, 0, 3),
         dtype=torch.float32,
@@ -277,7 +277,8 @@ def test_progress_ends_at_the_whole(llama_checkpoint: Any) -> None:
         seed=1,
         on_progress=lambda done, total: seen.append((done, total)),
     )
-    assert len([*found.layers]) == 3
+    found.exit(found.entry())
+    assert len([*found.layers()]) == 3
     assert len(seen) > 10 and seen[-1][0] == seen[-1][1]
     assert seen == sorted(seen)
 
@@ -289,8 +290,8 @@ def test_random_weights_from_a_size_a_file_or_a_folder(tmp_path: Path) -> None:
     drawn = []
     for name, seed in [(tmp_path, 1), (tmp_path / "config.json", 1), (tmp_path, 2)]:
         checkpoint, part = open_random(str(name)), Part(0, 1, 0, 2)
-        found = load_tensors(checkpoint, part, dtype=torch.float32, device=CPU, seed=seed)
-        drawn.append([*found.layers][1]["qkv.weight"])
+        found = open_weights(checkpoint, part, dtype=torch.float32, device=CPU, seed=seed)
+        drawn.append([*found.layers()][1]["qkv.weight"].plain)
     assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
     assert float(drawn[0].std()) == pytest.approx(0.02, rel=0.1)
     assert open_random("bloom-560m").config.num_hidden_layers == 24

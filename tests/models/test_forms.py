@@ -15,18 +15,19 @@ import pytest
 import torch
 import transformers
 
+from fminfer.compute.weights import Dense
 from fminfer.core.config import EngineConfig
 from fminfer.core.partition import Part, parts_of
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.fingerprint import digest_files, fingerprint_of, name_differences
-from fminfer.models.part_tensors import PartTensors, load_tensors
+from fminfer.models.layer_source import LayerSource, open_weights
 from fminfer.models.stored.tensor_table import TensorFiles
 from fminfer.models.stored.weight_folder import find_weight_files, weight_files
-from fminfer.models.weight_headers import check_tensors, stored_dtype
+from fminfer.models.weight_headers import check_tensors, stored_formats
 from fminfer.plan.opening import open_model
 from tests.conftest import make_model, save_byte_tokenizer, some_families
 from tests.forked import run_forked
-from tests.forms import FORMS, TOPS, Files, Tensors, save
+from tests.forms import FORMS, TOPS, Files, save
 from tests.models.test_transformer import logits_of
 
 CPU = torch.device("cpu")
@@ -34,9 +35,9 @@ SPLITS = ([3], [1, 2], [1, 1, 1])
 IDS = [list(range(20)), [7, 3]]
 
 
-def load(folder: Path, part: Part, dtype: torch.dtype = torch.float32) -> PartTensors:
+def load(folder: Path, part: Part, dtype: torch.dtype = torch.float32) -> LayerSource:
     checkpoint = open_checkpoint(str(folder))
-    return load_tensors(checkpoint, part, dtype=dtype, device=CPU, seed=0)
+    return open_weights(checkpoint, part, dtype=dtype, device=CPU, seed=0)
 
 
 def own_logits(model: Any) -> list[torch.Tensor]:
@@ -164,7 +165,7 @@ def test_tensors_that_lie_otherwise(form: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_every_form_tells_its_type_and_size(form: str, dtype: torch.dtype, tmp_path: Path) -> None:
     folder = save(form, make_model("opt").to(dtype), tmp_path)
-    assert stored_dtype(open_checkpoint(str(folder))) == dtype
+    assert stored_formats(open_checkpoint(str(folder))) == (Dense(dtype),)
     files = weight_files(folder)
     assert {file.name for file in files} == {
         file.name for file in folder.iterdir() if file.suffix != ".json"
@@ -274,11 +275,12 @@ def _measure(folder: Path, part: Part, dtype: torch.dtype, told: Connection) -> 
         torch.ones(1 << 20, dtype=torch.float16).to(each).sum()
     Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is held
     before = _memory("VmRSS")
-    found = load_tensors(checkpoint, part, dtype=dtype, device=CPU, seed=0)
-    tensors: list[Tensors] = [found.entry, *found.layers, found.exit]
-    for each in tensors:
-        assert all(bool(tensor.sum().isfinite()) for tensor in each.values())
-    largest = max(tensor.nbytes for each in tensors for tensor in each.values())
+    found = open_weights(checkpoint, part, dtype=dtype, device=CPU, seed=0)
+    entry = found.entry()
+    groups = [entry, *found.layers(), found.exit(entry)]
+    for each in groups:
+        assert all(bool(weight.plain.sum().isfinite()) for weight in each.values())
+    largest = max(weight.num_bytes for each in groups for weight in each.values())
     told.send((_memory("VmHWM") - before, found.num_bytes, largest))
 
 

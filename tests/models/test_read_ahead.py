@@ -19,10 +19,10 @@ from fminfer.compute.linear.products import Function, Products
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.layer import LayerOf
 from fminfer.models.layer_bodies import Bodies
-from fminfer.models.part_tensors import load_tensors
+from fminfer.models.layer_source import open_weights
 from fminfer.models.stored import read_ahead
 from fminfer.models.stored.read_ahead import Waiting, reading_ahead
-from fminfer.models.tensor_specs import Tensors
+from fminfer.models.tensor_specs import Weights
 from fminfer.models.transformer import Transformer
 from tests.models.test_transformer import one_stage
 
@@ -87,15 +87,15 @@ def test_one_layer_is_in_memory_beside_the_packed_ones(
     joined: list[weakref.ref[torch.Tensor]] = []
     left: list[int] = []
 
-    def keep_in_sight(layer: LayerOf, tensors: Tensors) -> LayerOf:
+    def keep_in_sight(layer: LayerOf, weights: Weights) -> LayerOf:
         left.append(sum(each() is not None for each in joined))
-        joined.append(weakref.ref(tensors["qkv.weight"]))
+        joined.append(weakref.ref(weights["qkv.weight"].plain))
         return layer
 
     def see(done: int, total: int) -> None:
         left.append(sum(each() is not None for each in joined))
 
-    tensors = load_tensors(
+    tensors = open_weights(
         checkpoint,
         one_stage()[0],
         dtype=torch.float32,

@@ -14,8 +14,8 @@ import fminfer
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.core.messages import Step, StepResult, StepTrace
 from fminfer.core.partition import Part, parts_of, split_layers
-from fminfer.models.checkpoint import open_random
-from fminfer.models.part_tensors import load_tensors
+from fminfer.models.checkpoint import open_checkpoint, open_random
+from fminfer.models.layer_source import open_weights
 from fminfer.models.stage import Stage
 from fminfer.models.stored.tensor_table import TensorFiles
 from fminfer.models.whole_layers import WholeLayers
@@ -154,13 +154,30 @@ def test_random_weights_are_the_same_in_parts(tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     checkpoint = open_random(str(tmp_path))
     whole, *parts = (
-        load_tensors(checkpoint, part, dtype=torch.float32, device=CPU, seed=5)
+        open_weights(checkpoint, part, dtype=torch.float32, device=CPU, seed=5)
         for part in (*parts_of([4]), *parts_of([3, 1]))
     )
-    assert torch.equal(parts[1].exit["head.weight"], whole.entry["embed.weight"])
-    (last,) = parts[1].layers
-    for name, tensor in [*whole.layers][3].items():
-        assert torch.equal(tensor, last[name])
+    assert parts[1].exit({})["head.weight"].equals(whole.entry()["embed.weight"])
+    (last,) = parts[1].layers()
+    for name, weight in [*whole.layers()][3].items():
+        assert weight.equals(last[name])
+
+
+def test_the_progress_of_a_last_stage_counts_its_tied_head(tmp_path: Path) -> None:
+    """The head was read when the progress stood at its end."""
+    make_model("gpt2").save_pretrained(tmp_path)
+    seen: list[tuple[int, int]] = []
+    source = open_weights(
+        *(open_checkpoint(str(tmp_path)), parts_of([2, 1])[1]),
+        dtype=torch.float32,
+        device=CPU,
+        seed=0,
+        on_progress=lambda done, total: seen.append((done, total)),
+    )
+    groups = [source.exit({}), *source.layers()]
+    num_bytes = sum(weight.num_bytes for group in groups for weight in group.values())
+    assert "head.weight" in groups[0] and source.num_bytes == num_bytes
+    assert len(set(seen)) == len(seen) and seen[-1] == (num_bytes, num_bytes)
 
 
 def test_a_stage_reads_only_its_own_tensors(

@@ -23,8 +23,8 @@ from fminfer.core.partition import Part, split_layers
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.families.table import ROWS
 from fminfer.models.layer_bodies import Bodies
+from fminfer.models.layer_source import open_weights
 from fminfer.models.layer_step import LayerStep
-from fminfer.models.part_tensors import load_tensors
 from fminfer.models.transformer import Transformer
 from tests.conftest import FIELDS, VOCAB, built_library, make_model
 
@@ -92,7 +92,7 @@ def logits_of(
     attend = Dense(model, [len(row) for row in rows])
     x = torch.empty(0)
     for part in parts:
-        tensors = load_tensors(
+        tensors = open_weights(
             checkpoint,
             part,
             dtype=torch.float32,

@@ -24,7 +24,7 @@ from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.stored import pickles
 from fminfer.models.stored.weight_file import read_torch_file, read_weight_file
 from fminfer.models.stored.weight_folder import find_weight_files
-from fminfer.models.weight_headers import check_tensors, stored_dtype
+from fminfer.models.weight_headers import check_tensors, stored_formats
 from tests.conftest import make_model
 from tests.forms import FORMS, Files, Tensors, save
 
@@ -41,7 +41,7 @@ def refuse(folder: Path) -> str:
     checkpoint = open_checkpoint(str(folder))
     with pytest.raises(CheckpointError) as caught:
         check_tensors(checkpoint)
-    stored_dtype(checkpoint)  # a forecast does not fail, whatever is wrong
+    stored_formats(checkpoint)  # a forecast does not fail, whatever is wrong
     find_weight_files(str(folder))
     return str(caught.value)
 

@@ -25,7 +25,7 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.errors import StepLimitError
 from fminfer.core.messages import SamplingRows, ScoringRows, Step, StepResult, TokenLogprobs
 from fminfer.machine.device import why_slow
-from fminfer.models.part_tensors import load_tensors
+from fminfer.models.layer_source import open_weights
 from fminfer.pipeline.local import LocalPipeline
 from fminfer.plan.opening import open_model
 from fminfer.runtime.engine_options import EngineOptions, make_config
@@ -134,11 +134,13 @@ def test_nan_weights_cost_each_row_an_error_and_not_the_run(
     """One token's embedding is nan: the rows that hold it fail, their neighbours are unharmed."""
 
     def load_damaged(*arguments: Any, **options: Any) -> Any:
-        tensors = load_tensors(*arguments, **options)
-        tensors.entry["embed.weight"][77] = float("nan")
-        return tensors
+        source: Any = open_weights(*arguments, **options)
+        entry = source.entry()
+        entry["embed.weight"].plain[77] = float("nan")
+        source.entry = lambda: entry
+        return source
 
-    monkeypatch.setattr("fminfer.runtime.build.loading.load_tensors", load_damaged)
+    monkeypatch.setattr("fminfer.runtime.build.loading.open_weights", load_damaged)
     engine = fminfer.Engine(
         str(llama_checkpoint[0]),
         dtype="float32",

@@ -26,9 +26,9 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.partition import Part, split_layers
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.layer_bodies import Bodies
-from fminfer.models.part_tensors import PartTensors, load_tensors
+from fminfer.models.layer_source import LayerSource, open_weights
 from fminfer.models.stored.tensor_table import TensorFiles
-from fminfer.models.tensor_specs import layer_specs
+from fminfer.models.tensor_specs import Weights, layer_specs
 from fminfer.models.transformer import Transformer
 from fminfer.plan import footprint
 from fminfer.plan.footprint import measure_footprints
@@ -58,8 +58,8 @@ def save_both(name: str, folder: Path) -> list[Path]:
     return found
 
 
-def load(folder: Path, part: Part | None = None, *, keeps: bool = True) -> PartTensors:
-    return load_tensors(
+def load(folder: Path, part: Part | None = None, *, keeps: bool = True) -> LayerSource:
+    return open_weights(
         open_checkpoint(str(folder)),
         part or one_stage()[0],
         dtype=torch.float32,
@@ -67,6 +67,11 @@ def load(folder: Path, part: Part | None = None, *, keeps: bool = True) -> PartT
         seed=0,
         keeps_bfloat16=keeps,
     )
+
+
+def groups_of(source: LayerSource) -> list[Weights]:
+    entry = source.entry()
+    return [entry, *source.layers(), source.exit(entry)]
 
 
 @needs_compiler
@@ -139,13 +144,12 @@ def test_answers_are_those_of_float32(folders: list[Path]) -> None:
 def test_what_is_multiplied_or_looked_up_stays_as_it_is_stored(folders: list[Path]) -> None:
     stored, cast = load(folders[0]), load(folders[0], keeps=False)
     stays = {"embed", "head", "qkv", "out", "up", "down", "experts.up", "experts.down"}
-    tensors = [stored.entry, *stored.layers, stored.exit]
-    for mine, other in zip(tensors, [cast.entry, *cast.layers, cast.exit], strict=True):
-        for name, tensor in mine.items():
+    for mine, other in zip(groups_of(stored), groups_of(cast), strict=True):
+        for name, weight in mine.items():
             module, _, leaf = name.rpartition(".")
             is_kept = leaf == "weight" and module in stays
-            assert tensor.dtype == (torch.bfloat16 if is_kept else torch.float32), name
-            assert torch.equal(tensor.float(), other[name])
+            assert weight.plain.dtype == (torch.bfloat16 if is_kept else torch.float32), name
+            assert torch.equal(weight.dequantized(torch.float32), other[name].plain)
     assert 0.5 <= stored.num_bytes / cast.num_bytes < 0.6
     assert load(folders[1]).num_bytes == cast.num_bytes, "stored in float32"
 
@@ -153,7 +157,7 @@ def test_what_is_multiplied_or_looked_up_stays_as_it_is_stored(folders: list[Pat
 def test_progress_counts_what_is_held(tmp_path: Path) -> None:
     folder, _ = save_both("llama", tmp_path)
     seen: list[tuple[int, int]] = []
-    found = load_tensors(
+    found = open_weights(
         open_checkpoint(str(folder)),
         one_stage()[0],
         dtype=torch.float32,
@@ -162,16 +166,16 @@ def test_progress_counts_what_is_held(tmp_path: Path) -> None:
         keeps_bfloat16=True,
         on_progress=lambda done, total: seen.append((done, total)),
     )
-    groups = [*found.layers, found.entry, found.exit]
-    tensors = {id(tensor): tensor for group in groups for tensor in group.values()}
-    assert found.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
+    weights = {id(weight): weight for group in groups_of(found) for weight in group.values()}
+    assert found.num_bytes == sum(weight.num_bytes for weight in weights.values())
     assert seen[-1] == (found.num_bytes, found.num_bytes)
 
 
 def test_a_head_that_is_stored_twice_is_kept_once(tmp_path: Path) -> None:
     folder, _ = save_both("llama-biases", tmp_path)
     found = load(folder)
-    assert found.exit["head.weight"] is found.entry["embed.weight"]
+    entry = found.entry()
+    assert found.exit(entry)["head.weight"] is entry["embed.weight"]
 
 
 @needs_compiler
@@ -201,11 +205,13 @@ def test_the_forecast_counts_mapped_files_beside_packed_weights(
     monkeypatch.setattr(footprint, "HOLE_BYTES", {})
     folder, _ = save_both("llama", tmp_path)
     tensors = load(folder)
-    layers = list(tensors.layers)
+    layers = list(tensors.layers())
     model = open_checkpoint(str(folder)).model
     specs = layer_specs(model.layers[0], model.hidden_size)
-    packed = sum(t.nbytes for each in layers for n, t in each.items() if specs[n].use == "product")
-    mapped = sum(each[name].nbytes for each in layers for name in ("out.weight", "down.weight"))
+    packed = sum(
+        w.num_bytes for each in layers for n, w in each.items() if specs[n].use == "product"
+    )
+    mapped = sum(each[name].num_bytes for each in layers for name in ("out.weight", "down.weight"))
     config = EngineConfig(model=str(folder), dtype="float32", device="cpu", budget=1024)
     checkpoint = open_checkpoint(str(folder))
     (found,) = measure_footprints(config, checkpoint, 1, CPU, torch.float32)

@@ -17,6 +17,7 @@ from fminfer.models.families.config_parts import (
     same,
 )
 from fminfer.models.families.tensor_names import (
+    AS_STORED,
     BY_CORE,
     BY_HEAD,
     TRANSPOSED,
@@ -149,7 +150,7 @@ def gpt2(c: Any) -> Architecture:
 def gpt_bigcode(c: Any) -> Architecture:
     scaling = head_dim_of(c) ** -0.5 if c.scale_attn_weights else 1.0
     kv_heads = 1 if c.multi_query else c.num_attention_heads
-    layout = None if c.multi_query else BY_HEAD
+    layout = AS_STORED if c.multi_query else BY_HEAD
     return gpt_like(
         c,
         size=c.n_inner,

@@ -24,7 +24,7 @@ from fminfer.models.families.tensor_names import (
     AS_ROW,
     BY_TURNS,
     BY_TURNS_TRANSPOSED,
-    EXPERTS_TRANSPOSED,
+    TRANSPOSED,
     Architecture,
     Sources,
     parameter,
@@ -154,7 +154,7 @@ def gpt_oss(c: Any) -> Architecture:
         "sinks": parameter("self_attn.sinks"),
         "experts.up.weight": parameter("mlp.experts.gate_up_proj", BY_TURNS_TRANSPOSED),
         "experts.up.bias": parameter("mlp.experts.gate_up_proj_bias", BY_TURNS),
-        "experts.down.weight": parameter("mlp.experts.down_proj", EXPERTS_TRANSPOSED),
+        "experts.down.weight": parameter("mlp.experts.down_proj", TRANSPOSED),
         "experts.down.bias": parameter("mlp.experts.down_proj_bias"),
     }
     attention = biases(c) | {"has_sinks": True}

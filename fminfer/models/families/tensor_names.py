@@ -14,11 +14,26 @@ Shape = tuple[int, ...]
 
 @dataclass(slots=True, frozen=True)
 class Layout:
-    """How a stored tensor becomes ours. The number of elements stays the same."""
+    """How a stored tensor becomes ours: turned, and then with its rows in another order."""
 
-    change: Callable[[torch.Tensor, Attention], torch.Tensor]
+    change: Callable[[torch.Tensor, Attention], torch.Tensor] | None = None
     is_transposed: bool = False  # stored matrices are (inputs, outputs)
     is_row: bool = False  # stored vectors are matrices of one row
+
+    def turned(self, stored: torch.Tensor) -> torch.Tensor:
+        """Return a view of what is stored, outputs first."""
+        if self.is_row:
+            return stored[0]
+        return stored.mT if self.is_transposed and stored.dim() > 1 else stored
+
+    def stored_shape(self, shape: Shape) -> Shape:
+        """Return the shape in which a checkpoint holds a tensor."""
+        if self.is_transposed and len(shape) > 1:
+            return (*shape[:-2], shape[-1], shape[-2])
+        return (1, *shape) if self.is_row else shape
+
+
+AS_STORED = Layout()
 
 
 @dataclass(slots=True, frozen=True)
@@ -30,7 +45,7 @@ class Source:
     """
 
     names: tuple[str, ...]
-    layout: Layout | None = None
+    layout: Layout = AS_STORED
     # A parameter that some checkpoints have instead, equal to ours. All have it, if names is empty.
     whole: str = ""
 
@@ -50,7 +65,7 @@ class Architecture:
     left_out: str = ""  # a pattern of the names of stored tensors that are none of the model's
 
 
-def sources(layout: Layout | None = None, **ours: str) -> Sources:
+def sources(layout: Layout = AS_STORED, **ours: str) -> Sources:
     """Return sources by our names, with __ for a dot; a space separates names of theirs."""
     return {
         name.replace("__", "."): Source(tuple(theirs.split()), layout)
@@ -76,7 +91,7 @@ def experts(up: str, down: str, whole: str) -> Sources:
     }
 
 
-def parameter(name: str, layout: Layout | None = None) -> Source:
+def parameter(name: str, layout: Layout = AS_STORED) -> Source:
     """Return a source that is a parameter by its full name, or by one of two."""
     return Source((), layout, name)
 
@@ -102,15 +117,13 @@ def _by_turns(t: torch.Tensor, how: Attention) -> torch.Tensor:
     return torch.cat([t[:, ::2], t[:, 1::2]], 1)
 
 
-# GPT-2's Conv1D.
-TRANSPOSED = Layout(lambda t, how: t.t() if t.dim() == 2 else t, is_transposed=True)
-# gpt-oss's experts: matrices as GPT-2's, and rows of gate and up in turns.
-EXPERTS_TRANSPOSED = Layout(lambda t, how: t.transpose(1, 2), is_transposed=True)
+TRANSPOSED = Layout(is_transposed=True)  # GPT-2's Conv1D, gpt-oss's experts
+# gpt-oss's rows of gate and up.
 BY_TURNS = Layout(_by_turns)
-BY_TURNS_TRANSPOSED = Layout(lambda t, how: _by_turns(t.transpose(1, 2), how), is_transposed=True)
+BY_TURNS_TRANSPOSED = Layout(_by_turns, is_transposed=True)
 # Each KV head's queries, key and value follow each other: BLOOM, GPT-NeoX, Falcon, GPT-BigCode.
 BY_HEAD = Layout(_by_head)
 # ERNIE's bias of experts.
-AS_ROW = Layout(lambda t, how: t[0], is_row=True)
+AS_ROW = Layout(is_row=True)
 # CodeGen's: four cores of a TPU, each with its queries, values and keys.
 BY_CORE = Layout(_by_core)

@@ -23,6 +23,7 @@ from fminfer.models.stored.weight_file import read_weight_file
 from fminfer.models.stored.weight_folder import LAYER, WeightFiles, find_weights, no_weights_error
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+DTYPES |= {"I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "F8_E4M3": torch.float8_e4m3fn}
 PAGE = mmap.PAGESIZE
 COPIED_BYTES = 1 << 18  # at once, of what is not aligned
 
@@ -52,8 +53,6 @@ class TensorFiles:
             self._tensors = _one_table(folder, found, files, layer_prefix)
         self.types = {name: tensor.dtype for name, tensor in self._tensors.items()}
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
-        # None: one that does not run here
-        self.dtypes = {name: DTYPES.get(each) for name, each in self.types.items()}
 
     def read(self, name: str) -> torch.Tensor:
         """Return the values of a tensor, a view of its mapped file if it is in place there.
@@ -104,12 +103,12 @@ class TensorFiles:
                 fetch = partial(read_mapped, address + first, last - first)
             yield Waiting(last - first, fetch)
 
-    def main_dtype(self) -> torch.dtype | None:
-        """Return the dtype of most weights; None: one that does not run here."""
+    def main_type(self) -> str:
+        """Return the type of most values."""
         sizes: Counter[str] = Counter()
         for name, dtype in self.types.items():
             sizes[dtype] += prod(self.shapes[name])
-        return DTYPES.get(max(sizes, key=sizes.__getitem__, default=""))
+        return max(sizes, key=sizes.__getitem__, default="")
 
     def _view(self, tensor: StoredTensor) -> torch.Tensor:
         dtype = DTYPES[tensor.dtype]

@@ -43,7 +43,7 @@ from fminfer.machine.threads import ThreadCount
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.fingerprint import digest_files, name_differences
 from fminfer.models.layer_bodies import Bodies
-from fminfer.models.part_tensors import PartTensors, load_tensors
+from fminfer.models.layer_source import LayerSource, open_weights
 from fminfer.models.transformer import Transformer
 from fminfer.models.whole_layers import WholeLayers
 from fminfer.pipeline.group import Group
@@ -188,7 +188,7 @@ def load_part(
         compare_weights(group, digests)
         hidden_group = connect_gpus(group, device)
     library = find_library(config.kernels, device)
-    tensors = load_tensors(
+    source = open_weights(
         checkpoint,
         part,
         dtype=dtype,
@@ -198,7 +198,7 @@ def load_part(
         on_progress=on_progress,
     )
     network, attention, (drawer, ranker), why_plain = _build_network(
-        config, checkpoint, part, tensors, library, dtype, device
+        config, checkpoint, part, source, library, dtype, device
     )
     form = HiddenForm(checkpoint.config.hidden_size, dtype, device, hidden_group)
     why_slower = "; ".join(filter(None, (why_plain, why_slow(dtype, device))))
@@ -209,7 +209,7 @@ def load_part(
         checkpoint,
         part,
         network,
-        tensors.num_bytes,
+        source.num_bytes,
         dtype,
         kv_dtype,
         device,
@@ -229,7 +229,7 @@ def _build_network(
     config: EngineConfig,
     checkpoint: Checkpoint,
     part: Part,
-    tensors: PartTensors,
+    source: LayerSource,
     library: ctypes.CDLL | None,
     dtype: torch.dtype,
     device: torch.device,
@@ -240,7 +240,7 @@ def _build_network(
     ranker, no_ranker = find_ranker(config.kernels, library)
     bodies, whole = _find_bodies(config.kernels, checkpoint, library, layers, dtype, device)
     join = None if whole is None else whole.join
-    network = Transformer(checkpoint.model, tensors, first=part.first, bodies=bodies, join=join)
+    network = Transformer(checkpoint.model, source, first=part.first, bodies=bodies, join=join)
     attention, no_attention = find_attention(
         config.kernels,
         library,
