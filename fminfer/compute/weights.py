@@ -96,6 +96,11 @@ class Weight:
         """Return its numbers in a dtype, of its shape."""
         return self.format.dequantize(self.tensors, dtype)
 
+    def expert(self, number: int) -> Weight:
+        """Return the weight of one of the experts, (experts, outputs, inputs)."""
+        spec = TensorSpec(self.shape[1:], self.spec.use)
+        return Weight(spec, self.format, tuple(each[number] for each in self.tensors))
+
 
 def dense(tensor: torch.Tensor, use: Use) -> Weight:
     """Return a tensor of floats as a weight."""

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
 from fminfer.compute.layers import plain
-from fminfer.compute.layers.bodies import NormBody, Parts
-from fminfer.compute.layers.experts import KernelExperts
-from fminfer.compute.linear.products import Products
-from fminfer.compute.spec import Norm, Rope
+from fminfer.compute.layers.bodies import NormBody
+from fminfer.compute.layers.experts import Mix
+from fminfer.compute.layers.plain import Function
+from fminfer.compute.registry import Registry
+from fminfer.compute.spec import Moe, Norm, Rope
+from fminfer.compute.weights import dense
 from fminfer.models.tensor_specs import Tensors
-
-Function = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -22,20 +21,20 @@ class Bodies:
     """Makes the bodies of layers.
 
     Args:
+        registry: chooses them.
         num_positions: the longest sequence.
-        experts: makes compiled mixtures of experts; None: their products are made one by one.
     """
 
-    parts: Parts
-    products: Products
+    registry: Registry
     num_positions: int
-    experts: KernelExperts | None = None
     _tables: dict[Rope, torch.Tensor] = field(default_factory=dict)
 
     def norm(self, how: Norm | None, tensors: Tensors, name: str) -> NormBody | None:
         if how is None:
             return None
-        return self.parts.norm(how, tensors.get(f"{name}.weight"), tensors.get(f"{name}.bias"))
+        return self.registry.parts.norm(
+            how, tensors.get(f"{name}.weight"), tensors.get(f"{name}.bias")
+        )
 
     def norms(
         self, pair: tuple[Norm | None, Norm | None], tensors: Tensors, side: str
@@ -47,7 +46,12 @@ class Bodies:
         return first, second
 
     def product(self, tensors: Tensors, name: str) -> Function:
-        return self.products.make(tensors[f"{name}.weight"], tensors.get(f"{name}.bias"))
+        weight = dense(tensors[f"{name}.weight"], "product")
+        return self.registry.product(weight, tensors.get(f"{name}.bias"))
+
+    def experts(self, how: Moe, tensors: Tensors) -> Mix | None:
+        up, down = (dense(tensors[f"{name}.weight"], "product") for name in ("up", "down"))
+        return self.registry.experts(how, up, down)
 
     def table(self, how: Rope, device: torch.device) -> torch.Tensor:
         """Return the cosines and sines of all positions, made once for each `Rope`."""

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from fminfer.compute.attention.kv_cache import KvCache
-from fminfer.compute.attention.paged_attention import AttentionKernel
+from fminfer.compute.attention.paged_attention import AttentionBody
 from fminfer.compute.sampling.head_kernel import HeadKernel
 from fminfer.compute.sampling.masks import make_masks
 from fminfer.compute.sampling.sampler import (
@@ -119,7 +119,7 @@ class Stage:
         device: torch.device,
         num_blocks: int,
         block_size: int,
-        kernel: AttentionKernel | None = None,
+        kernel: AttentionBody | None = None,
         ranker: Ranker = rank,
         drawer: Drawer = draw,
         head_kernel: HeadKernel | None = None,

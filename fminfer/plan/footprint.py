@@ -11,12 +11,11 @@ from pathlib import Path
 
 import torch
 
-from fminfer.compute.kernel_choice import keeps_bfloat16
-from fminfer.compute.kernels.kernel_build import may_have_library
-from fminfer.compute.linear.packed_linear import can_pack_dtype
+from fminfer.compute.registry import foresee_library, keeps_bfloat16, product_form
+from fminfer.compute.weights import Dense
 from fminfer.core.config import EngineConfig
 from fminfer.core.partition import Part
-from fminfer.machine.device import choose_kv_dtype, is_fast_in_bfloat16
+from fminfer.machine.device import choose_kv_dtype
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.families.tensor_names import Architecture, source_of
 from fminfer.models.tensor_specs import (
@@ -87,7 +86,7 @@ def held_dtype(
     config: EngineConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
 ) -> torch.dtype:
     """Return the dtype in which a run will hold most weights, of arithmetic in `dtype`."""
-    keeps = keeps_bfloat16(config.kernels, dtype, device)
+    keeps = keeps_bfloat16(dtype, has_library=foresee_library(config.kernels, device))
     return weight_dtype(checkpoint, dtype, keeps_bfloat16=keeps)
 
 
@@ -112,7 +111,9 @@ def measure_footprint(
     has_files = on_cpu and checkpoint.folder is not None
     stored = stored_dtype(checkpoint) if has_files else None
     packed: TensorSpecs = {}
-    if on_cpu and _packs(config, held_in, dtype, device):
+    has_library = foresee_library(config.kernels, device)
+    form = product_form(Dense(held_in), dtype, device, has_library=has_library)
+    if form != "plain":
         packed = {name: spec for name, spec in specs.items() if spec.use == "product"}
     weights = sum(sizes.values())
     # Joined tensors are copies, which packing replaces; what they were joined of leaves memory.
@@ -123,7 +124,7 @@ def measure_footprint(
     held = weights - mapped
     tables = _table_bytes(checkpoint, part)
     weights += len(packed) * HOLE_BYTES.get(held_in, 0)
-    if not _has_kernels(config, held_in):
+    if form != "kernel":  # which packs all experts of a layer at once
         num_products = sum(spec.shape[0] for spec in packed.values() if len(spec.shape) == 3)
         weights += num_products * EXPERT_HOLE_BYTES.get(held_in, 0)
     return Footprint(
@@ -156,19 +157,3 @@ def _is_mapped(architecture: Architecture, name: str) -> bool:
     )
     is_one = not source.names or (len(source.names) == 1 and "*" not in source.names[0])
     return is_one and source.layout is None
-
-
-def _packs(
-    config: EngineConfig, held_in: torch.dtype, dtype: torch.dtype, device: torch.device
-) -> bool:
-    """Return whether products are packed: by the kernels, or by torch's libraries."""
-    is_same = held_in == dtype
-    return _has_kernels(config, held_in) or (
-        is_same and can_pack_dtype(dtype, is_fast_in_bfloat16(device))
-    )
-
-
-def _has_kernels(config: EngineConfig, held_in: torch.dtype) -> bool:
-    """Return whether the kernels pack weights of a type."""
-    has_library = config.kernels != "off" and may_have_library()
-    return has_library and held_in in (torch.float32, torch.bfloat16)

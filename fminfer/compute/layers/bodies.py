@@ -6,16 +6,20 @@ that these serve, on the CPU or on a GPU, and plain ones for the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import ctypes
+from collections.abc import Iterator
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from fminfer.compute.layers import plain
-from fminfer.compute.layers.layer_kernels import GELU_TANH, RELU, SILU
+from fminfer.compute.layers.layer_kernels import GELU_TANH, RELU, SILU, LayerKernels
+from fminfer.compute.layers.plain import Function
 from fminfer.compute.spec import Norm, Rope
+from fminfer.compute.trial import Candidate, Limits, Pair, Trial
 
-Function = Callable[[torch.Tensor], torch.Tensor]
+PART_ERRORS: Limits = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 0.016}
 TANH_GELUS = frozenset({"gelu_new", "gelu_fast", "gelu_pytorch_tanh"})
 GATES = {"silu": SILU, "swish": SILU} | dict.fromkeys(TANH_GELUS, GELU_TANH)
 PLAIN = {"relu": RELU} | dict.fromkeys(TANH_GELUS, GELU_TANH)  # of the C++ kernels, ungated
@@ -161,9 +165,22 @@ class _KernelRotate(RotateBody):
         return self._kernels.rotate(x, *turns)
 
 
-def part_pairs(
-    kernels: PartKernels, dtype: torch.dtype, device: torch.device
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def parts_trial(dtype: torch.dtype, device: torch.device) -> Trial[PartKernels]:
+    """Return how the parts are tried."""
+    pairs = partial(part_pairs, dtype=dtype, device=device)
+    return Trial("norms and activations", pairs, PART_ERRORS[dtype])
+
+
+def parts_candidate(library: ctypes.CDLL, dtype: torch.dtype) -> Candidate[None, PartKernels]:
+    """Return the CPU's parts, of hidden states of a dtype."""
+    return Candidate(
+        lambda _: LayerKernels(library),
+        lambda _: parts_trial(dtype, LayerKernels.device),
+        lambda _: dtype in LayerKernels.types,
+    )
+
+
+def part_pairs(kernels: PartKernels, dtype: torch.dtype, device: torch.device) -> Iterator[Pair]:
     """Compute small tensors with compiled parts, and with those of plain torch."""
     generator = torch.Generator().manual_seed(0)
     x, other = (torch.randn(5, 3, 80, generator=generator).to(device, dtype) for _ in "xy")

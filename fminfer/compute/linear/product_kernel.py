@@ -8,9 +8,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from fminfer.compute.layers.plain import Function
+from fminfer.compute.linear.products import Linear
+from fminfer.compute.trial import Candidate
+from fminfer.compute.weights import Dense, Format
 from fminfer.machine.processor import has_unit
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -77,22 +82,12 @@ class ProductKernel:
         library.fminfer_panel.restype = number
         self._panel: int = library.fminfer_panel()
 
-    def is_best_for(self, weight: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
-        """Tell whether it is faster than other products of such a weight, (outputs, inputs).
-
-        Of bfloat16 with rows of bfloat16 oneDNN's are, where the processor has tiles (AMX).
-
-        Args:
-            dtype: of the rows; None: as the weight's.
-        """
-        is_bfloat16 = torch.bfloat16 == weight.dtype == (dtype or weight.dtype)
-        return self.can_pack(weight) and not (is_bfloat16 and has_unit("amx_bf16"))
-
-    def can_pack(self, weight: torch.Tensor) -> bool:
+    @staticmethod
+    def can_pack(weight: torch.Tensor) -> bool:
         """Tell whether it can multiply with such a weight at all: of whole units of 32 bits."""
         if not weight.is_cpu or weight.numel() == 0 or weight.dtype not in TYPES:
             return False
-        return weight.shape[1] * weight.itemsize % 4 == 0
+        return weight.shape[-1] * weight.itemsize % 4 == 0
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedProduct:
         """Return the product x·Wᵀ + b for x of (…, inputs).
@@ -114,3 +109,27 @@ class ProductKernel:
             biases = torch.zeros(num_packed, dtype=torch.float32, device="cpu")
             biases[:outputs] = bias.detach()
         return PackedProduct(packed, biases, inputs, outputs, self._multiply)
+
+
+def kernel_takes(held: Format, dtype: torch.dtype) -> bool:
+    """Tell whether it is faster than other products of a format, for rows of a dtype.
+
+    Of bfloat16 with rows of bfloat16 oneDNN's are, where the processor has tiles (AMX).
+    """
+    if not isinstance(held, Dense) or held.dtype not in TYPES:
+        return False
+    is_bfloat16 = held.dtype == dtype == torch.bfloat16
+    return dtype in (torch.float32, held.dtype) and not (is_bfloat16 and has_unit("amx_bf16"))
+
+
+def product_candidate(library: ctypes.CDLL, dtype: torch.dtype) -> Candidate[Linear, Function]:
+    """Return the kernel's products, for rows of a dtype."""
+    kernel = ProductKernel(library)
+
+    def serves(asked: Linear) -> bool:
+        return kernel_takes(asked.weight.format, dtype) and kernel.can_pack(asked.tensor)
+
+    def make(asked: Linear) -> Function:
+        return kernel.pack(asked.tensor, asked.bias)
+
+    return Candidate(make, partial(Linear.trial, dtype=dtype), serves)

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from functools import partial
 from typing import ClassVar
 
 import torch
+
+from fminfer.compute.trial import Candidate, Pair, Trial
+
+HEAD_ERROR = 1e-4
 
 
 class Arguments(ctypes.Structure):
@@ -71,9 +76,16 @@ class HeadKernel:
         return out
 
 
-def head_pairs(
-    kernel: HeadKernel, dtype: torch.dtype
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def head_candidate(library: ctypes.CDLL, dtype: torch.dtype) -> Candidate[None, HeadKernel]:
+    """Return the head, of hidden states of a dtype."""
+    return Candidate(
+        lambda _: HeadKernel(library),
+        lambda _: Trial("head", partial(head_pairs, dtype=dtype), HEAD_ERROR),
+        lambda _: dtype in HeadKernel.types,
+    )
+
+
+def head_pairs(kernel: HeadKernel, dtype: torch.dtype) -> Iterator[Pair]:
     """Multiply small tensors with the kernel, and in plain torch in float32."""
     generator = torch.Generator().manual_seed(0)
     for stored in {dtype, torch.bfloat16}:
