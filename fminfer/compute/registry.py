@@ -17,13 +17,7 @@ from fminfer.compute.attention.attention_trial import AttentionAsked, attention_
 from fminfer.compute.attention.kernel_attention import attention_candidate
 from fminfer.compute.attention.paged_attention import AttentionBody
 from fminfer.compute.kernels.kernel_build import KernelBuild, may_have_library, start_build
-from fminfer.compute.layers.bodies import (
-    KernelParts,
-    PartKernels,
-    Parts,
-    parts_candidate,
-    parts_trial,
-)
+from fminfer.compute.layers.bodies import PartKernels, Parts, parts_candidate, parts_trial
 from fminfer.compute.layers.expert_kernel import expert_candidate
 from fminfer.compute.layers.experts import Mix, Mixture
 from fminfer.compute.layers.plain import Function
@@ -189,8 +183,7 @@ class Registry:
     @cached_property
     def parts(self) -> Parts:
         """What makes norms, rotary positions and activations."""
-        kernels = self.find(self.of_parts, None)
-        return Parts() if kernels is None else KernelParts(kernels, self.dtype)
+        return Parts(self.find(self.of_parts, None))
 
     def product(self, weight: Weight, bias: torch.Tensor | None) -> Function:
         """Return x·Wᵀ + b of x, (…, inputs), packed once where that is faster.

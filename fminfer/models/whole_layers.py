@@ -21,7 +21,7 @@ from fminfer.compute.attention.kernel_attention import (
     step_arguments,
 )
 from fminfer.compute.attention.kv_cache import KvCache
-from fminfer.compute.layers.bodies import GATES, PLAIN, KernelParts
+from fminfer.compute.layers.bodies import GATES, PLAIN
 from fminfer.compute.linear.product_kernel import PackedProduct
 from fminfer.compute.registry import Registry
 from fminfer.compute.trial import Candidate, Limits, Pair, Trial
@@ -213,7 +213,7 @@ class WholeLayers:
     def _serves(self, asked: Joinable) -> bool:
         products = asked.parts.products.values()
         is_packed = all(isinstance(each, PackedProduct) for each in products)
-        has_parts = isinstance(self._registry.parts, KernelParts)
+        has_parts = self._registry.parts.kernels is not None
         return is_packed and has_parts and serves(asked.parts.how)
 
     def _make(self, asked: Joinable) -> LayerOf:

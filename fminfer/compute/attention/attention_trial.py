@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
-from fminfer.compute.attention.paged_attention import AttentionBody, PagedAttention
+from fminfer.compute.attention.paged_attention import AttentionBody, PlainAttention
 from fminfer.compute.attention.scoring import Scoring
 from fminfer.compute.spec import Attention
 from fminfer.compute.trial import Limits, Pair, Trial
@@ -60,7 +60,7 @@ def attention_pairs(
 
 
 def _attend_some(
-    body: AttentionBody | None,
+    kernel: AttentionBody | None,
     asked: AttentionAsked,
     num_keys: int,
     is_limited: bool,
@@ -70,24 +70,21 @@ def _attend_some(
     """Attend from two prompts, a chunk of one beside a token of the other, and two that share."""
     how, block_size = asked.how, asked.block_size
     heads, (_, kv_heads, head_dim) = how.heads, how.cache_shape
-    given = dtype if body else torch.float32
+    body: AttentionBody = kernel or PlainAttention(kv_heads, device)
+    given = dtype if kernel else torch.float32
     count = -(-(num_keys + 3) // block_size)
-    shape = (2 * count + 1, block_size, kv_heads, head_dim)
-    cache = PagedAttention(*shape, dtype=asked.kv_dtype, device=device, kernel=body)
-    cache.keys.fill_(float("nan"))  # what others left there must not matter
-    cache.values.fill_(float("nan"))
+    shape = (2 * count + 1, kv_heads, block_size, head_dim)
+    nan = torch.full((2, *shape), torch.nan, dtype=asked.kv_dtype, device=device)
+    keys, values = nan  # what others left there must not matter
     blocks = list(range(2 * count))
     first, second = blocks[1::2], blocks[-2::-2]
     part, shared = num_keys * 2 // 5, num_keys // block_size
-    slopes = torch.linspace(0.01, 0.1, heads, device=device) if is_limited else None
-    has_sinks = is_limited and how.has_sinks  # a GPU compiles for them
-    scoring = Scoring(
-        head_dim**-0.5,
-        num_keys // 2 if is_limited else None,
-        slopes,
-        how.softcap,
-        torch.linspace(-1, 2, heads, device=device) if has_sinks else None,
-    )
+    scoring = Scoring(head_dim**-0.5, softcap=how.softcap)
+    if is_limited:
+        slopes, sinks = torch.linspace(0.01, 0.1, heads), torch.linspace(-1, 2, heads)
+        scoring = replace(scoring, window=num_keys // 2, slopes=slopes.to(device))
+        if how.has_sinks:  # a GPU compiles for them
+            scoring = replace(scoring, sinks=sinks.to(device))
     generator = torch.Generator().manual_seed(0)
     outs = []
     for rows in (
@@ -98,12 +95,11 @@ def _attend_some(
             StepRow([0], shared * block_size, [*first[:shared], 2 * count]),
         ],
     ):
-        cache.plan = cache.body.plan(rows, block_size)
         tokens = sum(len(row.token_ids) for row in rows)
         query, key, value = (
             torch.randn((1, num, tokens, head_dim), generator=generator).to(dtype).to(device, given)
             for num in (heads, kv_heads, kv_heads)
         )
-        out = cache(query, key, value, scoring)
+        out = body(query, key, value, keys, values, body.plan(rows, block_size), scoring)
         outs.append(out[0].float().cpu())
     return torch.cat(outs)

@@ -12,7 +12,7 @@ import torch
 
 from fminfer.compute.attention.attention_trial import AttentionAsked, attention_trial
 from fminfer.compute.attention.paged_attention import AttentionBody
-from fminfer.compute.attention.scoring import Scoring
+from fminfer.compute.attention.scoring import Scoring, with_rows
 from fminfer.compute.attention.shared_runs import find_shared_runs, token_slots
 from fminfer.compute.trial import Candidate
 from fminfer.core.messages import StepRow
@@ -160,7 +160,7 @@ class KernelAttention:
     ) -> torch.Tensor:
         """Attend as `AttentionBody` says."""
         kind = torch.bfloat16 if query.dtype == torch.bfloat16 else torch.float32
-        asked, key, value = (_with_rows(given.to(kind)) for given in (query, new_keys, new_values))
+        asked, key, value = (with_rows(given.to(kind)) for given in (query, new_keys, new_values))
         _, heads, tokens, head_dim = asked.shape
         # The kernel trusts what it is given.
         assert key.shape == value.shape == (1, keys.shape[1], tokens, head_dim), "keys of a step"
@@ -170,29 +170,16 @@ class KernelAttention:
         of_heads = [
             None if each is None else each.float().contiguous() for each in (how.slopes, how.sinks)
         ]
-        tensors = (asked, out, keys, values, key, value, rows.slots, rows.rows, rows.blocks)
-        failed = self._attend(
-            Arguments(
-                *(t.data_ptr() for t in (*tensors, rows.runs, rows.members, rows.entries)),
-                *(None if each is None else each.data_ptr() for each in of_heads),
-                len(rows.rows),
-                len(rows.runs),
-                len(rows.members),
-                tokens,
-                *(step for t in (asked, key, value) for step in t.stride()[1:3]),
-                heads,
-                keys.shape[1],
-                head_dim,
-                keys.shape[2],
-                min(how.window or 0, 2**31 - 1),
-                TYPES[kind],
-                TYPES[keys.dtype],
-                torch.get_num_threads(),
-                how.scaling,
-                how.softcap or 0.0,
-            )
-        )
-        if failed:
+        given = step_arguments(rows, heads, keys, kind)
+        given.query, given.new_keys, given.new_values = (t.data_ptr() for t in (asked, key, value))
+        given.out, given.keys, given.values = (t.data_ptr() for t in (out, keys, values))
+        given.slopes, given.sinks = (None if t is None else t.data_ptr() for t in of_heads)
+        _, given.query_head, given.query_token, _ = asked.stride()
+        _, given.new_key_head, given.new_key_token, _ = key.stride()
+        _, given.new_value_head, given.new_value_token, _ = value.stride()
+        given.window, given.scaling = min(how.window or 0, 2**31 - 1), how.scaling
+        given.softcap = how.softcap or 0.0
+        if self._attend(given):
             raise MemoryError("no memory for the attention kernel's working space")
         if rows.kept is not None:
             out = out[:, rows.kept]
@@ -205,8 +192,3 @@ def attention_candidate(
     """Return the CPU's attention, of queries of a dtype."""
     trial = partial(attention_trial, dtype=dtype, device=torch.device("cpu"))
     return Candidate(lambda _: KernelAttention(library), trial)
-
-
-def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor with its last dimension in one piece."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

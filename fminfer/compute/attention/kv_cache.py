@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fminfer.compute.attention.paged_attention import AttentionBody, PagedAttention
+from fminfer.compute.attention.paged_attention import AttentionBody, PagedAttention, PlainAttention
 from fminfer.compute.attention.scoring import Scoring
 from fminfer.compute.spec import Attention
 from fminfer.core.messages import StepRow
@@ -41,19 +41,8 @@ class KvCache:
         self._kv = torch.empty(shape, dtype=dtype, device=device)
         if device.type == "cpu":
             use_small_pages(self._kv.data_ptr(), self._kv.nbytes)
-        self.layers = [
-            PagedAttention(
-                num_blocks,
-                block_size,
-                kv_heads,
-                head_dim,
-                dtype=dtype,
-                device=device,
-                kernel=kernel,
-                kept_in=each,
-            )
-            for each in self._kv
-        ]
+        body = kernel or PlainAttention(kv_heads, device)
+        self.layers = [PagedAttention(each[0], each[-1], body) for each in self._kv]
         self._block_size, self._device = block_size, device
 
     def plan(self, rows: list[StepRow], kept: torch.Tensor | None) -> None:

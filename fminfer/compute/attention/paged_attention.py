@@ -8,6 +8,7 @@ each) run together, over the flat list of their blocks, so that no row is padded
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -18,7 +19,6 @@ from fminfer.compute.attention.decode_attention import decode_attention
 from fminfer.compute.attention.scoring import Scoring, weigh_values
 from fminfer.compute.soft_cap import soft_cap
 from fminfer.core.messages import StepRow
-from fminfer.machine.host_memory import use_small_pages
 
 MAX_SCORES = 1 << 24  # elements of one product's scores (64 MB in float32)
 
@@ -171,40 +171,17 @@ def _attend_chunk(
         )
 
 
+@dataclass(slots=True)
 class PagedAttention:
-    """One layer's keys and values in blocks, and the product over them.
+    """One layer's keys and values in blocks, and attention over them.
 
-    Args:
-        num_blocks, block_size, num_kv_heads, head_dim: the shape of the cache.
-        dtype: of the cache. New keys and values are rounded to it, and read as their own type.
-        kernel: the compiled body; None: plain tensor operations.
-        kept_in: (2, …) where keys and values are kept, or (1, …), where values are the keys; None:
-            in memory of its own.
+    New keys and values are rounded to the cache's type, and read as their own type.
     """
 
-    def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        kernel: AttentionBody | None = None,
-        kept_in: torch.Tensor | None = None,
-    ) -> None:
-        shape = (2, num_blocks, num_kv_heads, block_size, head_dim)
-        if kept_in is None:
-            # Not zeroed, so that the system gives memory only as blocks come into use, page by
-            # page.
-            kept_in = torch.empty(shape, dtype=dtype, device=device)
-            if device.type == "cpu":
-                use_small_pages(kept_in.data_ptr(), kept_in.nbytes)
-        assert kept_in.shape[1:] == shape[1:], "a cache"
-        self.keys, self.values = kept_in[0], kept_in[-1]  # one of both: values are the keys
-        self.body: AttentionBody = kernel or PlainAttention(num_kv_heads, device)
-        self.plan: Any = None  # what the body's `plan` gave, set before each step
+    keys: torch.Tensor  # (blocks, kv_heads, block_size, head_dim)
+    values: torch.Tensor  # the same; or the very keys, where one of both is kept
+    body: AttentionBody
+    plan: Any = None  # what the body's `plan` gave, set before each step
 
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: Scoring

@@ -54,3 +54,8 @@ def weigh_values(
     reaches = (~is_hidden).to(weights.dtype) @ is_odd.to(weights.dtype) > 0
     out = weights @ values.masked_fill(is_odd, 0.0)
     return out.masked_fill(reaches, float("nan"))
+
+
+def with_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor with its last dimension in one piece."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

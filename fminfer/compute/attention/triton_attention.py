@@ -12,7 +12,7 @@ from itertools import chain
 import numpy as np
 import torch
 
-from fminfer.compute.attention.scoring import Scoring
+from fminfer.compute.attention.scoring import Scoring, with_rows
 from fminfer.compute.attention.shared_runs import token_slots
 from fminfer.compute.kernels.triton_kernels import attend_kernel, store_kernel
 from fminfer.core.messages import StepRow
@@ -125,8 +125,8 @@ class TritonAttention:
         how: Scoring,
     ) -> torch.Tensor:
         """Attend as `AttentionBody` says."""
-        asked = _with_rows(query[0])
-        key, value = (_with_rows(new[0].to(keys.dtype)) for new in (new_keys, new_values))
+        asked = with_rows(query[0])
+        key, value = (with_rows(new[0].to(keys.dtype)) for new in (new_keys, new_values))
         heads, tokens, head_dim = asked.shape
         _, kv_heads, block_size, _ = keys.shape
         # The kernels trust what they are given.
@@ -181,8 +181,3 @@ def _shared_bytes(device: torch.device) -> int:
     facts = torch.cuda.get_device_properties(device)
     found: int = getattr(facts, "shared_memory_per_block_optin", 0)
     return found
-
-
-def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor with its last dimension in one piece."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
