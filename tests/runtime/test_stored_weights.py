@@ -19,9 +19,11 @@ import fminfer
 from fminfer.cli.app import main
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.linear import product_kernel
-from fminfer.compute.linear.product_kernel import PackedProduct, ProductKernel
-from fminfer.compute.linear.products import PackedProducts, Products
+from fminfer.compute.linear.packed_linear import library_products
+from fminfer.compute.linear.product_kernel import PackedProduct
+from fminfer.compute.registry import Registry
 from fminfer.compute.sampling.head_kernel import HeadKernel
+from fminfer.compute.weights import dense
 from fminfer.core.config import EngineConfig
 from fminfer.core.partition import Part, split_layers
 from fminfer.models.checkpoint import open_checkpoint
@@ -30,7 +32,7 @@ from fminfer.models.tensor_specs import layer_specs
 from fminfer.plan import footprint
 from fminfer.plan.footprint import measure_footprints
 from fminfer.plan.forecast import Layout, make_forecast
-from tests.conftest import built_library, make_model, save_byte_tokenizer
+from tests.conftest import built_library, make_model, plain_registry, save_byte_tokenizer
 from tests.models.test_transformer import logits_of, one_stage
 
 CPU = torch.device("cpu")
@@ -214,9 +216,11 @@ def test_weights_of_another_type_than_rows_are_widened() -> None:
     weight, bias, x = torch.randn(70, 40).bfloat16(), torch.randn(70), torch.randn(5, 40)
     expected = torch.nn.functional.linear(x, weight.float(), bias)
     for is_fast in (False, True):  # a processor with units for bfloat16 packed it, for such rows
-        packed = PackedProducts(is_fast_in_bfloat16=is_fast, kernel=None, dtype=torch.float32)
-        for products in (packed, Products()):
-            torch.testing.assert_close(products.make(weight, bias)(x), expected)
+        packed = plain_registry()
+        packed.of_products += library_products(torch.float32, is_fast=is_fast)
+        for registry in (packed, plain_registry()):
+            found = registry.product(dense(weight, "product"), bias)(x)
+            torch.testing.assert_close(found, expected)
 
 
 @needs_compiler
@@ -226,13 +230,16 @@ def test_the_kernel_packs_them_as_they_are(
 ) -> None:
     """On every processor: oneDNN's products of tiles have no rows of float32."""
     monkeypatch.setattr(product_kernel, "has_unit", lambda name: has_tiles)
-    kernel = ProductKernel(built_library())
-    packed = PackedProducts(is_fast_in_bfloat16=has_tiles, kernel=kernel, dtype=torch.float32)
+    registry = Registry("auto", built_library(), torch.float32, CPU)
+
+    def pack(weight: torch.Tensor) -> Any:
+        return registry.product(dense(weight, "product"), bias)
+
     weight, bias, x = torch.randn(70, 40).bfloat16(), torch.randn(70), torch.randn(5, 40)
-    product = packed.make(weight, bias)
+    product = pack(weight)
     assert isinstance(product, PackedProduct) and product.packed.dtype == torch.bfloat16
-    assert torch.equal(product(x), packed.make(weight.float(), bias)(x))
+    assert torch.equal(product(x), pack(weight.float())(x))
     odd = torch.randn(70, 33).bfloat16()  # inputs that it does not serve
     x = torch.randn(5, 33)
-    torch.testing.assert_close(packed.make(odd, bias)(x), x @ odd.float().t() + bias)
-    assert not packed.why_plain
+    torch.testing.assert_close(pack(odd)(x), x @ odd.float().t() + bias)
+    assert not registry.why_plain
