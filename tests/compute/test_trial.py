@@ -137,7 +137,7 @@ def test_what_is_compared() -> None:
     for found, expected in ((nan, one), (one + 0.1, one), (one * math.inf, one)):
         with pytest.raises(ValueError, match=r"what it gives is off by (nan|0\.05|inf)"):
             compare([(found, expected)], 0.01)
-    trial = Trial[int]("sums", lambda body: [(one * body, one)], 0.01)
+    trial: Trial[int] = Trial("sums", lambda body: [(one * body, one)], 0.01)
     registry = plain_registry()
     assert registry.find([Candidate(lambda asked: 1, lambda asked: trial)], None) == 1
     assert not registry.why_plain
@@ -152,7 +152,7 @@ def test_memory_that_runs_out_in_a_trial_ends_loading() -> None:
     def fail(asked: None) -> int:
         raise MemoryError
 
-    trial = Trial[int]("sums", lambda body: [], 0.0)
+    trial: Trial[int] = Trial("sums", lambda body: [], 0.0)
     registry = plain_registry()
     with pytest.raises(MemoryError):
         registry.find([Candidate(fail, lambda asked: trial)], None)

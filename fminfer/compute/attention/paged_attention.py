@@ -35,17 +35,12 @@ def chunk_attention(
     kv_heads, num_keys, _ = keys.shape
     tile = max(1, MAX_SCORES // (heads * num_keys))
     if queries > tile:  # a very long context: fewer queries at a time
-        halves = [slice(0, tile), slice(tile, queries)]
-        parts = [
-            chunk_attention(
-                query[:, half],
-                keys[:, : position + min(half.stop, queries)],
-                values[:, : position + min(half.stop, queries)],
-                position + half.start,
-                how,
-            )
-            for half in halves
-        ]
+        parts, first = [], 0
+        for part in query.split(tile, 1):
+            seen = position + first + part.shape[1]
+            given = part, keys[:, :seen], values[:, :seen], position + first
+            parts.append(chunk_attention(*given, how))
+            first += part.shape[1]
         return torch.cat(parts)
     grouped = (query * how.scaling).reshape(kv_heads, -1, head_dim)
     scores = (grouped @ keys.transpose(1, 2)).view(heads, queries, num_keys)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Protocol
 
@@ -26,8 +26,6 @@ class PartKernels(Protocol):
 
     Each passes over memory once, computes in float32 and rounds once.
     """
-
-    types: frozenset[torch.dtype]
 
     def can_norm(
         self, how: Norm, weight: torch.Tensor | None, bias: torch.Tensor | None
@@ -63,12 +61,13 @@ class NormBody:
         bias: torch.Tensor | None,
         kernels: PartKernels | None,
     ) -> None:
-        self._kernels = None
-        self._norm = partial(plain.norm, how=how, weight=weight, bias=bias)
-        if kernels is not None and weight is not None and kernels.can_norm(how, weight, bias):
-            weight, self._kernels = weight.contiguous(), kernels
-            self._norm = partial(kernels.norm, how=how, weight=weight, bias=bias)
-            self._add_and_norm = partial(kernels.add_and_norm, how=how, weight=weight, bias=bias)
+        self._add_and_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
+        if kernels is None or weight is None or not kernels.can_norm(how, weight, bias):
+            self._norm: Function = lambda x: plain.norm(x, how, weight, bias)
+            return
+        own = weight.contiguous()
+        self._norm = lambda x: kernels.norm(x, how, own, bias)
+        self._add_and_norm = lambda x, more: kernels.add_and_norm(x, more, how, own, bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._norm(x)
@@ -77,10 +76,11 @@ class NormBody:
         self, x: torch.Tensor, more: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return x + more, both (tokens, width), and the norm of that sum."""
-        if more is not None and self._kernels is not None:
+        if more is None:
+            return x, self(x)
+        if self._add_and_norm is not None:
             return self._add_and_norm(x, more)
-        if more is not None:
-            x = x + more
+        x = x + more
         return x, self(x)
 
 
@@ -119,8 +119,9 @@ class Parts:
 
     def gate(self, activation: str) -> Function:
         if self.kernels is None or activation not in GATES:
-            return partial(plain.gate, activation=activation)
-        return partial(self.kernels.gate, activation=GATES[activation])
+            return lambda both: plain.gate(both, activation)
+        kernel, number = self.kernels.gate, GATES[activation]
+        return lambda both: kernel(both, number)
 
     def activation(self, name: str) -> Function:
         if self.kernels is None or name not in TANH_GELUS:
