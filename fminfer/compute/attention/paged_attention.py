@@ -36,7 +36,7 @@ def chunk_attention(
     tile = max(1, MAX_SCORES // (heads * num_keys))
     if queries > tile:  # a very long context: fewer queries at a time
         parts, first = [], 0
-        for part in query.split(tile, 1):
+        for part in torch.split(query, tile, 1):
             seen = position + first + part.shape[1]
             given = part, keys[:, :seen], values[:, :seen], position + first
             parts.append(chunk_attention(*given, how))
