@@ -63,18 +63,16 @@ def build(model: Any, held: Any, dtype: Any, *, in_one_call: bool) -> Any:
     """Return a model's layers; both sides have the same weights."""
     import torch
 
-    from fminfer.compute.kernel_choice import find_layers, find_library
+    from fminfer.compute.registry import open_registry
     from fminfer.compute.weights import Dense, Weight
+    from fminfer.models.layer_bodies import Bodies
     from fminfer.models.tensor_specs import layer_specs
     from fminfer.models.transformer import Transformer
-    from fminfer.runtime.build import loading
+    from fminfer.models.whole_layers import WholeLayers
 
-    cpu, library = torch.device("cpu"), find_library("require", torch.device("cpu"))
-    parts, _ = find_layers("require", library, dtype=dtype, device=cpu)
-    checkpoint: Any = type("Any", (), {"context_length": 4096})
-    bodies, whole = loading._find_bodies("require", checkpoint, library, parts, dtype, cpu)
+    registry = open_registry("require", dtype, torch.device("cpu"))
     if not in_one_call:
-        bodies.experts = whole = None
+        registry.of_experts.clear()
     layers = []
     generator = torch.Generator().manual_seed(0)
     for how in model.layers:
@@ -86,9 +84,9 @@ def build(model: Any, held: Any, dtype: Any, *, in_one_call: bool) -> Any:
             tensor = tensor.to(dtype) if spec.is_precise else tensor
             weights[name] = Weight(spec, Dense(tensor.dtype), (tensor,))
         layers.append(weights)
-    join = None if whole is None else whole.join
+    join = WholeLayers(registry).join if in_one_call else None
     source: Any = InMemory(layers, dtype)
-    return Transformer(model, source, first=0, bodies=bodies, join=join)
+    return Transformer(model, source, first=0, bodies=Bodies(registry, 4096), join=join)
 
 
 def time_step(network: Any, model: Any, dtype: Any, rows: int, tokens: int) -> float:
@@ -97,7 +95,7 @@ def time_step(network: Any, model: Any, dtype: Any, rows: int, tokens: int) -> f
 
     from fminfer.compute.attention.kernel_attention import KernelAttention
     from fminfer.compute.attention.kv_cache import KvCache
-    from fminfer.compute.kernel_choice import find_library
+    from fminfer.compute.registry import find_library
     from fminfer.core.messages import StepRow
     from fminfer.models.layer_step import LayerStep
 

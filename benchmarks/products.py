@@ -43,8 +43,10 @@ import click  # noqa: E402
 import torch  # noqa: E402
 
 from fminfer.compute.kernels.kernel_build import FLAGS, find_compiler, start_build  # noqa: E402
-from fminfer.compute.linear import packed_linear  # noqa: E402
+from fminfer.compute.linear.packed_linear import library_products  # noqa: E402
 from fminfer.compute.linear.product_kernel import ProductKernel  # noqa: E402
+from fminfer.compute.linear.products import Linear  # noqa: E402
+from fminfer.compute.weights import dense  # noqa: E402
 
 SHAPES = ((768, 3072), (3072, 768), (768, 2304), (2048, 8192), (768, 32000))  # inputs, outputs
 ROWS = (1, 4, 16, 64, 256, 512)
@@ -135,8 +137,10 @@ def pack_sides(
         sides["fminfer"] = [kernel.pack(copy, None) for copy in copies]
     if weight.dtype == rows:
         sides["linear"] = [_linear(copy) for copy in copies]
-        if packed_linear.can_pack(weight, is_fast_in_bfloat16=True):
-            sides["packed"] = [packed_linear.pack(copy, None) for copy in copies]
+        for packed in library_products(rows, is_fast=True):
+            asked = [Linear(dense(copy, "product"), None) for copy in copies]
+            if packed.serves(asked[0]):
+                sides["packed"] = [packed.make(each) for each in asked]
     return sides
 
 

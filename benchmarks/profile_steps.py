@@ -35,14 +35,13 @@ import torch
 from against_transformers import SIZE, gemm_gflops, make_workload
 
 import fminfer
-from fminfer.compute.attention import kv_cache
 from fminfer.compute.attention.kernel_attention import KernelAttention
-from fminfer.compute.attention.paged_attention import PagedAttention
+from fminfer.compute.attention.paged_attention import PagedAttention, PlainAttention
 from fminfer.models.layer_structs import Spent
 from fminfer.models.tensor_specs import layer_specs
 from fminfer.models.whole_layers import WholeLayer
 
-PLANNING: list[tuple[Any, str]] = [(kv_cache, "plan_attention"), (KernelAttention, "plan")]
+PLANNING: list[tuple[Any, str]] = [(PlainAttention, "plan"), (KernelAttention, "plan")]
 PARTS = ["products", "attention", "head", "drawing", "planning", "rest", "waiting"]
 COLOURS = ["#4f86b8", "#e8983e", "#7ba05b", "#c9b458", "#a46fb0", "#999999", "#eeeeee"]
 

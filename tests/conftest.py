@@ -20,10 +20,14 @@ import transformers  # noqa: E402
 if not torch.cuda.is_available():  # triton reads it when imported: its kernels run on the CPU
     os.environ["TRITON_INTERPRET"] = "1"
 
-from fminfer.compute.kernel_choice import ATTENTION_ERRORS, attention_pairs  # noqa: E402
+from fminfer.compute.attention.attention_trial import (  # noqa: E402
+    ATTENTION_ERRORS,
+    AttentionAsked,
+    attention_pairs,
+)
 from fminfer.compute.kernels.kernel_build import start_build  # noqa: E402
-from fminfer.compute.layers.bodies import Parts  # noqa: E402
-from fminfer.compute.linear.products import Products  # noqa: E402
+from fminfer.compute.layers.bodies import PartKernels, Parts  # noqa: E402
+from fminfer.compute.registry import Registry  # noqa: E402
 from fminfer.compute.spec import Attention  # noqa: E402
 from fminfer.compute.trial import compare  # noqa: E402
 from fminfer.core.partition import Part  # noqa: E402
@@ -228,6 +232,16 @@ def make_model(name: str, num_layers: int = 3) -> Any:
     return model
 
 
+def plain_registry(
+    dtype: torch.dtype = torch.float32, kernels: PartKernels | None = None
+) -> Registry:
+    """Return a registry without a candidate: all is plain torch, but what parts are given."""
+    registry = Registry("off", None, dtype, torch.device("cpu"))
+    registry.of_products.clear()
+    registry.parts = Parts(kernels)
+    return registry
+
+
 def load_network(folder: Path, part: Part | None = None) -> Transformer:
     """Load a checkpoint, or a stage's part of it, in float32 and plain torch."""
     checkpoint = open_checkpoint(str(folder))
@@ -236,7 +250,7 @@ def load_network(folder: Path, part: Part | None = None) -> Transformer:
     tensors = open_weights(
         checkpoint, part, dtype=torch.float32, device=torch.device("cpu"), seed=1
     )
-    bodies = Bodies(Parts(), Products(), checkpoint.context_length)
+    bodies = Bodies(plain_registry(), checkpoint.context_length)
     return Transformer(checkpoint.model, tensors, first=part.first, bodies=bodies)
 
 
@@ -258,7 +272,7 @@ def try_triton(dtype: torch.dtype) -> None:
     kernel = TritonAttention(how.heads, *how.cache_shape[1:], **where)
     num_keys = 327 if torch.cuda.is_available() else 150  # more than two tiles of 64
     for kv_dtype in {dtype, torch.float32}:
-        pairs = attention_pairs(kernel, how, 8, num_keys, **where, kv_dtype=kv_dtype)
+        pairs = attention_pairs(kernel, AttentionAsked(how, 8, kv_dtype), num_keys, **where)
         compare(pairs, ATTENTION_ERRORS[dtype])
 
 

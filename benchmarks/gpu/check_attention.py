@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.gpu.cases import Case, Figures, Setting, expect
 from benchmarks.gpu.references import Heads, attend_as_torch, attend_in_float64
+from fminfer.compute.attention.scoring import Scoring
 from fminfer.compute.attention.triton_attention import TritonAttention
 from fminfer.core.messages import StepRow
 
@@ -98,10 +99,7 @@ class Trial:
         query, key, value = (each.transpose(1, 2) for each in new)
         found = self.kernel(
             *(query, key, value, self.keys, self.values, self.kernel.plan(rows, self.block)),
-            scaling=shape.dim**-0.5,
-            sliding_window=shape.window,
-            alibi_slopes=shape.slopes(self.device),
-            softcap=shape.softcap,
+            Scoring(shape.dim**-0.5, shape.window, shape.slopes(self.device), shape.softcap),
         )[0].transpose(0, 1)
         expect(not bool(found.isnan().any()), "nan in what it gives")
         first = 0

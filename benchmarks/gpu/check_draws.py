@@ -12,9 +12,8 @@ from functools import partial
 import torch
 
 from benchmarks.gpu.cases import Case, Figures, Setting, expect
-from fminfer.compute.kernel_choice import find_drawer, find_library
+from fminfer.compute.registry import open_registry
 from fminfer.compute.sampling import sampler
-from fminfer.compute.sampling.draw_kernel import ScoreKernel
 from fminfer.compute.sampling.sampler import Drawer, Ranker, Ranking, SamplingTensors
 
 SIZES = {"cuda": (64, 128256), "cpu": (16, 3000)}  # rows, vocabulary
@@ -140,6 +139,5 @@ def _differ(right: Ranking, found: Ranking) -> torch.Tensor:  # (rows,) bool
 
 def _bodies(device: str) -> tuple[Drawer, Ranker]:
     """Return what is compared with plain torch on the CPU."""
-    library = find_library("require", torch.device(device))
-    drawer, _ = find_drawer("require", library, torch.device(device))
-    return drawer, sampler.rank if library is None else ScoreKernel(library)
+    registry = open_registry("require", torch.float32, torch.device(device))
+    return registry.drawer(), registry.ranker()

@@ -15,17 +15,12 @@ from torch.nn.functional import gelu, silu
 from benchmarks.gpu import references
 from benchmarks.gpu.cases import Case, Figures, Setting, Skipped, expect
 from benchmarks.gpu.processes import END_S, run_within
+from fminfer.compute.attention.attention_trial import AttentionAsked, attention_trial
 from fminfer.compute.attention.triton_attention import TritonAttention
-from fminfer.compute.kernel_choice import (
-    ATTENTION_ERRORS,
-    PART_ERRORS,
-    TOKEN_ERROR,
-    TRIED_KEYS,
-    attention_pairs,
-)
-from fminfer.compute.layers.bodies import part_pairs
+from fminfer.compute.layers.bodies import parts_trial
 from fminfer.compute.layers.layer_kernels import GELU_TANH, SILU
 from fminfer.compute.layers.triton_layers import TritonLayers
+from fminfer.compute.sampling.draw_kernel import TOKEN_ERROR
 from fminfer.compute.sampling.triton_draws import race_pairs, triton_race
 from fminfer.compute.spec import Attention, Norm
 from fminfer.compute.trial import compare
@@ -131,10 +126,10 @@ def try_kernels(device: torch.device) -> None:
     dtype = torch.float16
     how = Attention(heads=4, kv_heads=2, head_dim=64, scaling=0.125)
     attention = TritonAttention(how.heads, *how.cache_shape[1:], dtype=dtype, device=device)
-    keys = TRIED_KEYS[device.type]
-    pairs = attention_pairs(attention, how, 16, keys, dtype=dtype, device=device)
-    compare(pairs, ATTENTION_ERRORS[dtype])
-    compare(part_pairs(TritonLayers(device), dtype, device), PART_ERRORS[dtype])
+    of_attention = attention_trial(AttentionAsked(how, 16, dtype), dtype, device)
+    compare(of_attention.pairs(attention), of_attention.limit)
+    of_parts = parts_trial(dtype, device)
+    compare(of_parts.pairs(TritonLayers(device)), of_parts.limit)
     compare(race_pairs(triton_race, device), TOKEN_ERROR)
 
 

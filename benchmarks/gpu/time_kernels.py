@@ -13,6 +13,7 @@ from benchmarks.gpu import results
 from benchmarks.gpu.cases import Case, Figures, Setting, Skipped
 from benchmarks.gpu.references import Heads
 from benchmarks.gpu.stopwatch import call_s, median_s
+from fminfer.compute.attention.scoring import Scoring
 from fminfer.compute.attention.triton_attention import TritonAttention
 from fminfer.core.messages import StepRow
 
@@ -63,7 +64,7 @@ class Bench:
             for count in (shape.heads, shape.kv_heads, shape.kv_heads)
         )
         self.plan = self.kernel.plan(self.rows, BLOCK)
-        self.scaling = shape.dim**-0.5
+        self.scoring = Scoring(shape.dim**-0.5)
 
     def __call__(self) -> torch.Tensor:
         return self.kernel(
@@ -73,10 +74,7 @@ class Bench:
             self.keys,
             self.values,
             self.plan,
-            scaling=self.scaling,
-            sliding_window=None,
-            alibi_slopes=None,
-            softcap=None,
+            self.scoring,
         )
 
 

@@ -1,4 +1,4 @@
-"""Tries a compiled body beside plain torch before it is used, as a model loads.
+"""What a kernel offers, and its trial beside plain torch before it is used, as a model loads.
 
 On two busy Zen 3 cores attention, parts and head of llama-160m take 45 ms to try.
 """
@@ -6,15 +6,13 @@ On two busy Zen 3 cores attention, parts and head of llama-160m take 45 ms to tr
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 
-from fminfer.core.config import Kernels
-from fminfer.core.errors import UsageError
-from fminfer.machine.out_of_memory import is_out_of_memory
-
+Asked = TypeVar("Asked")
 Body = TypeVar("Body")
 Pair = tuple[torch.Tensor, torch.Tensor]  # (found, expected)
 Limits = dict[torch.dtype, float]  # of an error, as a part of the largest expected number
@@ -29,6 +27,28 @@ OUR_FAULTS = (
     TypeError,
 )
 POSITION = re.compile(r"at \d+:\d+:")
+
+
+@dataclass(slots=True, frozen=True)
+class Trial(Generic[Body]):
+    """How a body is compared with plain torch."""
+
+    name: str  # what messages call what it computes
+    pairs: Callable[[Body], Iterable[Pair]]
+    limit: float  # of an error, as a part of the largest expected number
+    key: Hashable = None  # a trial stands for all that have the same: a shape, a spec
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class Candidate(Generic[Asked, Body]):
+    """A compiled body. Its kernel's file makes the candidate, and the registry chooses it.
+
+    What is asked of it says what differs from one body to the next: a weight, a spec.
+    """
+
+    make: Callable[[Asked], Body]
+    trial: Callable[[Asked], Trial[Body]]
+    serves: Callable[[Asked], bool] = lambda asked: True
 
 
 def compare(pairs: Iterable[Pair], limit: float) -> None:
@@ -46,47 +66,7 @@ def compare(pairs: Iterable[Pair], limit: float) -> None:
             raise ValueError(f"what it gives is off by {(error / (largest or 1.0)).item():.2g}")
 
 
-def try_body(
-    what: str,
-    asked: Kernels,
-    make: Callable[[], Body],
-    pairs: Callable[[Body], Iterable[Pair]],
-    limit: float,
-) -> tuple[Body | None, str]:
-    """Make a body and compare what it gives; return it, or None and why it is not used.
-
-    Raises:
-        UsageError: --kernels require, or the GPU's context is broken.
-    """
-    try:
-        body = make()
-        with torch.inference_mode():
-            compare(pairs(body), limit)
-    except Exception as error:
-        if is_out_of_memory(error):  # that says nothing of the body
-            raise
-        return None, why_plain(asked, what, error)
-    return body, ""
-
-
-def why_plain(asked: Kernels, what: str, error: BaseException) -> str:
-    """Return why plain torch computes something, or raise it if no other body will do.
-
-    Raises:
-        UsageError: --kernels require, or the GPU's context is broken.
-    """
-    problem = f"{what}: the kernel cannot be used ({_reason(error)})"
-    if asked == "require":
-        raise UsageError(f"--kernels require: {problem}. Use --kernels auto") from error
-    try:
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.synchronize()
-    except RuntimeError as broken:  # after a wrong access nothing works in this process any more
-        raise UsageError(f"{problem}, and broke the GPU's context. Use --kernels off") from broken
-    return problem
-
-
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """Return what a compiler or a driver says, in a line; a fault of our own is called one."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:

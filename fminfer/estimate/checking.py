@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from fminfer.compute.kernel_choice import find_library
+from fminfer.compute.registry import find_library
 from fminfer.contract.record import Record
 from fminfer.core.config import EngineConfig
 from fminfer.engine.answer import AnswerForm

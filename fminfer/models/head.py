@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from fminfer.compute.linear.products import Products
+from fminfer.compute.registry import Registry
 from fminfer.compute.weights import Weight
 
 # Of a weight, what plain torch widens to float32 at once: a cache holds it while it is multiplied.
@@ -20,7 +20,7 @@ class Head:
 
     Args:
         weight: (vocab, hidden); it may be the embedding.
-        products: pack the weight if a kernel serves it. Otherwise it stays as it is.
+        registry: has what packs the weight, if a kernel serves it. Otherwise it stays as it is.
         scale: of logits.
     """
 
@@ -28,14 +28,12 @@ class Head:
         self,
         weight: Weight,
         bias: torch.Tensor | None,
-        products: Products,
+        registry: Registry,
         scale: float = 1.0,
     ) -> None:
         self._bias, self._scale = None if bias is None else bias.float(), scale
         self.vocab_size = weight.shape[0]
-        self.packed = None
-        if weight.is_plain:
-            self.packed = products.make_unrounded(weight.plain, self._bias)
+        self.packed = registry.head(weight, self._bias)
         if self.packed is None:  # otherwise it is kept packed alone
             self._weight = weight
 

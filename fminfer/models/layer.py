@@ -7,11 +7,13 @@ from functools import partial
 import torch
 from torch import nn
 
+from fminfer.compute.attention.scoring import scoring_of
 from fminfer.compute.layers import plain
 from fminfer.compute.layers.bodies import NormBody
 from fminfer.compute.layers.experts import Mix, PlainExperts
+from fminfer.compute.layers.plain import Function
 from fminfer.compute.spec import Attention, Layer, Mlp, Moe
-from fminfer.models.layer_bodies import Bodies, Function
+from fminfer.models.layer_bodies import Bodies
 from fminfer.models.layer_step import LayerStep
 from fminfer.models.tensor_specs import Weights
 
@@ -74,11 +76,12 @@ class AttentionOf:
         device = weights["qkv.weight"].device
         self._rotate, self._table = None, torch.empty(0, device=device)
         if how.rope is not None:
-            self._rotate = bodies.parts.rotate(how.rope)
+            self._rotate = bodies.registry.parts.rotate(how.rope)
             self._table = bodies.table(how.rope, device)
         slopes = () if how.alibi is None else how.alibi.slopes
         self._slopes = torch.tensor(slopes, device=device).bfloat16()
-        self._sinks = weights["sinks.weight"].plain.float() if how.has_sinks else None
+        sinks = weights["sinks.weight"].plain.float() if how.has_sinks else None
+        self.scoring = scoring_of(how, device, sinks)
 
     def __call__(self, x: torch.Tensor, layer: int, step: LayerStep) -> torch.Tensor:
         how, qkv = self._how, self.products["qkv"](x)
@@ -88,7 +91,7 @@ class AttentionOf:
         v = qkv[:, -how.qkv_sizes[2] :].view(len(x), how.kv_heads, how.head_dim)
         if how.keeps_bias:
             q, k, v = self._with_bias(q, k, v, step.positions)
-        out = step.attend(layer, q, k, v, self._sinks)[..., : how.head_dim]
+        out = step.attend(layer, q, k, v, self.scoring)[..., : how.head_dim]
         return self.products["out"](out.flatten(1))
 
     def _turned(self, qkv: torch.Tensor, step: LayerStep) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,8 +150,9 @@ class LatentAttentionOf:
         of_keys, of_values = by_head[:, : how.latent.key_dim], by_head[:, how.latent.key_dim :]
         self._to_latent = of_keys.contiguous()  # (heads, key_dim, rank)
         self._from_latent = of_values.transpose(1, 2).contiguous()  # (heads, rank, value_dim)
-        self._rotate = bodies.parts.rotate(how.rope)
+        self._rotate = bodies.registry.parts.rotate(how.rope)
         self._table = bodies.table(how.rope, weight.device)
+        self.scoring = scoring_of(how, weight.device)
 
     def __call__(self, x: torch.Tensor, layer: int, step: LayerStep) -> torch.Tensor:
         latent = self._latent
@@ -161,7 +165,7 @@ class LatentAttentionOf:
         kept = self._kv_norm(kv[:, : latent.rank].contiguous())[:, None]
         k_turned = self._rotate(kv[:, None, latent.rank :].contiguous(), turns)
         key = torch.cat([kept, k_turned], -1)
-        out = step.attend(layer, torch.cat([asked, q_turned], -1), key, key)
+        out = step.attend(layer, torch.cat([asked, q_turned], -1), key, key, self.scoring)
         values = _by_heads(out[..., : latent.rank], self._from_latent)
         return self.products["out"](values.flatten(1))
 
@@ -185,7 +189,7 @@ class MlpOf:
 
     def __init__(self, how: Mlp, weights: Weights, bodies: Bodies) -> None:
         self.products = {name: bodies.product(weights, name) for name in ("up", "down")}
-        parts = bodies.parts
+        parts = bodies.registry.parts
         if how.activation == "xielu":
             own = {name: each.plain for name, each in _under("xielu.", weights).items()}
             self._act: Function = partial(plain.xielu, **own)
@@ -212,10 +216,8 @@ class MoeOf:
             None if how.shared is None else MlpOf(how.shared, _under("shared.", weights), bodies)
         )
         self._shared_gate = weights["shared_gate.weight"].plain if how.has_shared_gate else None
-        own, mix = _under("experts.", weights), None
-        up, down = own["up.weight"], own["down.weight"]
-        if bodies.experts is not None and up.is_plain and down.is_plain:
-            mix = bodies.experts.make(how, up.plain, down.plain)
+        own = _under("experts.", weights)
+        mix = bodies.registry.experts(how, own["up.weight"], own["down.weight"])
         self.mix: Mix = mix or PlainExperts(
             how,
             [

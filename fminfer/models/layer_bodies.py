@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
 
 from fminfer.compute.layers import plain
-from fminfer.compute.layers.bodies import NormBody, Parts
-from fminfer.compute.layers.experts import KernelExperts
-from fminfer.compute.linear.products import Products
+from fminfer.compute.layers.bodies import NormBody
+from fminfer.compute.layers.plain import Function
+from fminfer.compute.registry import Registry
 from fminfer.compute.spec import Norm, Rope
 from fminfer.models.tensor_specs import Weights, plain_of
-
-Function = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -23,21 +19,19 @@ class Bodies:
     """Makes the bodies of layers.
 
     Args:
+        registry: chooses them.
         num_positions: the longest sequence.
-        experts: makes compiled mixtures of experts; None: their products are made one by one.
     """
 
-    parts: Parts
-    products: Products
+    registry: Registry
     num_positions: int
-    experts: KernelExperts | None = None
     _tables: dict[Rope, torch.Tensor] = field(default_factory=dict)
 
     def norm(self, how: Norm | None, weights: Weights, name: str) -> NormBody | None:
         if how is None:
             return None
         pair = (plain_of(weights, f"{name}.{leaf}") for leaf in ("weight", "bias"))
-        return self.parts.norm(how, *pair)
+        return self.registry.parts.norm(how, *pair)
 
     def norms(
         self, pair: tuple[Norm | None, Norm | None], weights: Weights, side: str
@@ -49,10 +43,7 @@ class Bodies:
         return first, second
 
     def product(self, weights: Weights, name: str) -> Function:
-        weight, bias = weights[f"{name}.weight"], plain_of(weights, f"{name}.bias")
-        if weight.is_plain:
-            return self.products.make(weight.plain, bias)
-        return lambda x: nn.functional.linear(x, weight.dequantized(x.dtype), bias)
+        return self.registry.product(weights[f"{name}.weight"], plain_of(weights, f"{name}.bias"))
 
     def table(self, how: Rope, device: torch.device) -> torch.Tensor:
         """Return the cosines and sines of all positions, made once for each `Rope`."""

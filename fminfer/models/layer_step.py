@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from fminfer.compute.attention.scoring import Scoring
 from fminfer.compute.layers.bodies import RotateBody
 
 
@@ -19,7 +20,7 @@ class Attend(Protocol):
         query: torch.Tensor,  # (tokens, heads, head_dim)
         key: torch.Tensor,  # (tokens, KV heads, head_dim)
         value: torch.Tensor,
-        sinks: torch.Tensor | None = None,  # (heads,) float32
+        how: Scoring,
     ) -> torch.Tensor:  # (kept tokens, heads, head_dim)
         """Store the new keys and values of a layer, then attend."""
 

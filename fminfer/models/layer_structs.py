@@ -77,12 +77,17 @@ def describe_layer(parts: LayerOf, tensors: Tensors, dtype: torch.dtype) -> Laye
     if isinstance(mlp, spec.Mlp):
         assert products["up"].outputs == mlp.up_size and products["down"].inputs == mlp.size
         activation = (GATES if mlp.is_gated else PLAIN)[mlp.activation]
+    slopes = parts.attention.scoring.slopes
+    if slopes is not None:
+        assert slopes.shape == (attention.heads,) and slopes.dtype == torch.float32, "slopes"
+        assert slopes.is_contiguous(), "slopes"
     return LayerStruct(
         _norm(how.before[0], tensors, "before_attention", dtype),
         _norm(how.before[1], tensors, "before_mlp", dtype),
         _norm(attention.qk_norm, tensors, "q_norm", dtype),
         _norm(attention.qk_norm, tensors, "k_norm", dtype),
         **products,
+        slopes=None if slopes is None else slopes.data_ptr(),
         head_step=attention.head_dim,
         key_at=of_query,
         value_at=of_query + of_key,

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from fminfer.compute.attention.kv_cache import KvCache
-from fminfer.compute.attention.paged_attention import AttentionKernel
+from fminfer.compute.attention.paged_attention import AttentionBody
 from fminfer.compute.sampling.masks import make_masks
 from fminfer.compute.sampling.sampler import (
     Drawer,
@@ -116,7 +116,7 @@ class Stage:
         device: torch.device,
         num_blocks: int,
         block_size: int,
-        kernel: AttentionKernel | None = None,
+        kernel: AttentionBody | None = None,
         ranker: Ranker = rank,
         drawer: Drawer = draw,
         threads: ThreadCount | None = None,

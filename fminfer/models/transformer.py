@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from fminfer.compute.layers import plain
+from fminfer.compute.layers.plain import Function
 from fminfer.compute.spec import Model
 from fminfer.compute.weights import dense
 from fminfer.models.head import Head
 from fminfer.models.layer import LayerOf, normed_sum
-from fminfer.models.layer_bodies import Bodies, Function
+from fminfer.models.layer_bodies import Bodies
 from fminfer.models.layer_source import LayerSource
 from fminfer.models.layer_step import LayerStep
 from fminfer.models.tensor_specs import Weights, plain_of
@@ -68,7 +69,7 @@ class Transformer:
         self.head: Head | None = None
         if self._exit:
             weight, bias = self._exit.pop("head.weight"), plain_of(self._exit, "head.bias")
-            self.head = Head(weight, bias, bodies.products, model.logit_scale)
+            self.head = Head(weight, bias, bodies.registry, model.logit_scale)
             if self.head.packed is not None:
                 if weight is embed:  # kept once
                     self._look_up = self.head.packed.rows

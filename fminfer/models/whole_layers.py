@@ -23,9 +23,9 @@ from fminfer.compute.attention.kernel_attention import (
 from fminfer.compute.attention.kv_cache import KvCache
 from fminfer.compute.layers.bodies import GATES, PLAIN
 from fminfer.compute.linear.product_kernel import PackedProduct
-from fminfer.compute.trial import Limits, Pair, try_body
+from fminfer.compute.registry import Registry
+from fminfer.compute.trial import Candidate, Limits, Pair, Trial
 from fminfer.compute.workspace import Workspace
-from fminfer.core.config import Kernels
 from fminfer.core.messages import StepRow
 from fminfer.models.layer import LayerOf
 from fminfer.models.layer_step import LayerStep
@@ -128,7 +128,7 @@ class WholeLayer(LayerOf):
         x = (x if more is None else x + more).contiguous()
         rows, attention, how = paged.plan, self.how.attention, self.layer
         if paged.keys is not self._cache:
-            self._use(paged.keys, paged.values, cache.slopes[number])
+            self._use(paged.keys, paged.values)
         self.step.see(rows, attention.heads, paged.keys, self._dtype)
         tokens, width = x.shape
         kept, turn = rows.kept, self._turn(step, tokens)
@@ -167,33 +167,37 @@ class WholeLayer(LayerOf):
         assert turned % 2 == 0 and turned <= self.how.attention.head_dim, "cos and sin"
         return turn.contiguous()
 
-    def _use(self, keys: torch.Tensor, values: torch.Tensor, slopes: torch.Tensor | None) -> None:
+    def _use(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Take a cache, if it is of the layer's shape: the kernel trusts what it is given."""
-        attention = self.how.attention
         _, kv_heads, _, head_dim = keys.shape
-        assert (kv_heads, head_dim) == attention.cache_shape[1:], "keys of a step"
-        if slopes is not None:
-            assert slopes.shape == (attention.heads,) and slopes.dtype == torch.float32, "slopes"
-            assert slopes.is_contiguous(), "slopes"
-            self.layer.slopes = slopes.data_ptr()
+        assert (kv_heads, head_dim) == self.how.attention.cache_shape[1:], "keys of a step"
         self.layer.keys, self.layer.values = keys.data_ptr(), values.data_ptr()
         self._cache = keys
+
+
+@dataclass(slots=True, frozen=True)
+class Joinable:
+    """A layer that may become one call."""
+
+    parts: LayerOf
+    weights: Weights
 
 
 class WholeLayers:
     """Makes layers of one call, where spec and products allow it.
 
     Args:
-        library: the CPU's kernels.
-        dtype: of hidden states and norms: float32 or bfloat16.
-        asked: "require": a kernel that gives something else is refused.
+        registry: of the CPU's kernels.
     """
 
-    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, asked: Kernels = "auto") -> None:
-        self._dtype, self._asked, self.why_plain = dtype, asked, ""  # why some are left as they are
-        self._tried: dict[spec.Layer, bool] = {}
+    def __init__(self, registry: Registry) -> None:
+        self._registry, self._dtype, self._step = registry, registry.dtype, StepCall()
+        self._candidates: list[Candidate[Joinable, LayerOf]] = []
+        if registry.library is None:
+            return
+        self._library = library = registry.library
+        self._candidates.append(Candidate(self._make, self._trial, self._serves))
         pointer, number = ctypes.c_void_p, ctypes.c_int64
-        self._library, self._step = library, StepCall()
         library.fminfer_layer.argtypes = [
             *(ctypes.POINTER(LayerStruct), ctypes.POINTER(Arguments)),
             *(pointer, pointer, number, pointer, number, pointer, pointer, pointer, pointer),
@@ -204,26 +208,20 @@ class WholeLayers:
 
     def join(self, parts: LayerOf, weights: Weights) -> LayerOf:
         """Return the layer as one call, or as it is."""
-        products = parts.products.values()
-        is_packed = all(isinstance(each, PackedProduct) for each in products)
-        is_served = is_packed and serves(parts.how)
-        if not (is_served and self._tried.get(parts.how, True)):
-            return parts
-        if parts.how in self._tried:
-            return self._make(parts, weights)
-        whole, why = try_body(
-            "whole layers",
-            self._asked,
-            lambda: self._make(parts, weights),
-            partial(self._pairs, parts=parts),
-            MAX_ERROR[self._dtype],
-        )
-        self.why_plain = self.why_plain or why
-        self._tried[parts.how] = whole is not None
-        return whole or parts
+        return self._registry.find(self._candidates, Joinable(parts, weights)) or parts
 
-    def _make(self, parts: LayerOf, weights: Weights) -> LayerOf:
-        return WholeLayer(parts, weights, self._library, self._step, self._dtype)
+    def _serves(self, asked: Joinable) -> bool:
+        products = asked.parts.products.values()
+        is_packed = all(isinstance(each, PackedProduct) for each in products)
+        has_parts = self._registry.parts.kernels is not None
+        return is_packed and has_parts and serves(asked.parts.how)
+
+    def _make(self, asked: Joinable) -> LayerOf:
+        return WholeLayer(asked.parts, asked.weights, self._library, self._step, self._dtype)
+
+    def _trial(self, asked: Joinable) -> Trial[LayerOf]:
+        pairs = partial(self._pairs, parts=asked.parts)
+        return Trial("whole layers", pairs, MAX_ERROR[self._dtype], asked.parts.how)
 
     def _pairs(self, whole: LayerOf, parts: LayerOf) -> Iterator[Pair]:
         """Compute a few tokens of two rows with a layer in one call, and part by part."""

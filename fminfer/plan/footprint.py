@@ -12,13 +12,12 @@ from pathlib import Path
 
 import torch
 
-from fminfer.compute.kernel_choice import keeps_bfloat16
-from fminfer.compute.kernels.kernel_build import may_have_library
-from fminfer.compute.linear.packed_linear import can_pack_dtype
+from fminfer.compute.linear.product_kernel import head_takes
+from fminfer.compute.registry import foresee_library, keeps_bfloat16, product_form
 from fminfer.compute.weights import Dense, TensorSpec
 from fminfer.core.config import EngineConfig
 from fminfer.core.partition import Part
-from fminfer.machine.device import choose_kv_dtype, is_fast_in_bfloat16
+from fminfer.machine.device import choose_kv_dtype
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.families.tensor_names import AS_STORED, Architecture, source_of
 from fminfer.models.formats import held_format
@@ -87,7 +86,8 @@ def held_dtype(
     config: EngineConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
 ) -> torch.dtype:
     """Return the dtype in which a run will hold most weights, of arithmetic in `dtype`."""
-    stored, keeps = stored_formats(checkpoint), keeps_bfloat16(config.kernels, dtype, device)
+    stored, has_library = stored_formats(checkpoint), foresee_library(config.kernels, device)
+    keeps = keeps_bfloat16(dtype, has_library=has_library)
     held = held_format(TensorSpec((), "product"), stored, dtype, keeps_bfloat16=keeps)
     return held.dtype if isinstance(held, Dense) else dtype
 
@@ -106,12 +106,14 @@ def measure_footprint(
     if is_tied and part.is_first:  # the embedding is the head
         specs.pop("head.weight", None)
     held_in = held_dtype(config, checkpoint, device, dtype)
-    stored, keeps = stored_formats(checkpoint), keeps_bfloat16(config.kernels, dtype, device)
+    stored, has_library = stored_formats(checkpoint), foresee_library(config.kernels, device)
+    keeps = keeps_bfloat16(dtype, has_library=has_library)
     held_as = partial(held_format, stored=stored, dtype=dtype, keeps_bfloat16=keeps)
     formats = {name: held_as(spec) for name, spec in specs.items()}
     sizes = {name: formats[name].num_bytes(spec.shape) for name, spec in specs.items()}
     packed: TensorSpecs = {}
-    if on_cpu and _packs(config, held_in, dtype, device):
+    form = product_form(Dense(held_in), dtype, device, has_library=has_library)
+    if form != "plain":
         dense = {n: s for n, s in specs.items() if isinstance(formats[n], Dense)}
         packed = {name: spec for name, spec in dense.items() if spec.use == "product"}
     weights = sum(sizes.values())
@@ -119,8 +121,8 @@ def measure_footprint(
     # Of files in this very format the system keeps what was read, for it is mapped and not copied.
     as_stored = (name for name in specs if on_cpu and formats[name] in stored)
     whole = {name for name in as_stored if _is_mapped(checkpoint.architecture, name)}
-    if on_cpu and part.is_last and _has_kernels(config, held_in):  # so does a packed head's file
-        head = "head.weight" if "head.weight" in specs else "embed.weight"
+    head = "head.weight" if "head.weight" in specs else "embed.weight"
+    if part.is_last and has_library and head_takes(formats[head]):  # a packed head leaves its file
         packed[head] = specs[head]
         whole.discard(head)
     mapped = sum(sizes[name] for name in whole)
@@ -129,7 +131,7 @@ def measure_footprint(
     held = weights - mapped
     tables = _table_bytes(checkpoint, part)
     weights += len(packed) * HOLE_BYTES.get(held_in, 0)
-    if not _has_kernels(config, held_in):
+    if form != "kernel":  # which packs all experts of a layer at once
         num_products = sum(spec.shape[0] for spec in packed.values() if len(spec.shape) == 3)
         weights += num_products * EXPERT_HOLE_BYTES.get(held_in, 0)
     return Footprint(
@@ -162,19 +164,3 @@ def _is_mapped(architecture: Architecture, name: str) -> bool:
     )
     is_one = not source.names or (len(source.names) == 1 and "*" not in source.names[0])
     return is_one and source.layout == AS_STORED
-
-
-def _packs(
-    config: EngineConfig, held_in: torch.dtype, dtype: torch.dtype, device: torch.device
-) -> bool:
-    """Return whether products are packed: by the kernels, or by torch's libraries."""
-    is_same = held_in == dtype
-    return _has_kernels(config, held_in) or (
-        is_same and can_pack_dtype(dtype, is_fast_in_bfloat16(device))
-    )
-
-
-def _has_kernels(config: EngineConfig, held_in: torch.dtype) -> bool:
-    """Return whether the kernels pack weights of a type."""
-    has_library = config.kernels != "off" and may_have_library()
-    return has_library and held_in in (torch.float32, torch.bfloat16)

@@ -36,13 +36,12 @@ from benchmarks.gpu.summary import has_passed, latest, to_text
 from benchmarks.gpu.worker import run_case
 from fminfer.compute.attention import triton_attention
 from fminfer.compute.layers import triton_layers
-from fminfer.compute.layers.bodies import KernelParts
-from fminfer.compute.linear.products import Products
 from fminfer.core.partition import Part
 from fminfer.models.checkpoint import open_random
 from fminfer.models.layer_bodies import Bodies
 from fminfer.models.layer_source import open_weights
 from fminfer.models.transformer import Transformer
+from tests.conftest import plain_registry
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 LACKING = (
@@ -196,10 +195,8 @@ def test_a_step_that_is_captured_neither_waits_nor_brings_anything(
     path.write_text(json.dumps(time_model.TINY))
     checkpoint = open_random(str(path))
     tensors = open_weights(checkpoint, Part(0, 1, 0, 2), dtype=torch.float32, device=device, seed=1)
-    parts = KernelParts(triton_layers.TritonLayers(device), torch.float32)
-    network = Transformer(
-        checkpoint.model, tensors, first=0, bodies=Bodies(parts, Products(), 8192)
-    )
+    registry = plain_registry(kernels=triton_layers.TritonLayers(device))
+    network = Transformer(checkpoint.model, tensors, first=0, bodies=Bodies(registry, 8192))
     how = checkpoint.model.layers[0].attention
     kernel = triton_attention.TritonAttention(
         how.heads, *how.cache_shape[1:], dtype=torch.float32, device=device

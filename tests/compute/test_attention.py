@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from fminfer.compute.attention import paged_attention
-from fminfer.compute.attention.attention_plan import plan_attention
 from fminfer.compute.attention.kernel_attention import KernelAttention, plan_rows
-from fminfer.compute.attention.paged_attention import AttentionKernel, PagedAttention
+from fminfer.compute.attention.kv_cache import KvCache
+from fminfer.compute.attention.paged_attention import AttentionBody, PagedAttention
+from fminfer.compute.attention.scoring import Scoring
 from fminfer.compute.kernels.kernel_build import find_compiler
+from fminfer.compute.spec import Attention, Latent, Norm
 from fminfer.core.messages import StepRow
 from fminfer.machine.host_memory import use_small_pages
 from tests.conftest import built_library, triton_device
@@ -33,7 +35,7 @@ def compiled_kernel() -> KernelAttention:
 
 def make_kernel(
     body: str, heads: int, kv_heads: int, dim: int, dtype: torch.dtype
-) -> tuple[AttentionKernel | None, torch.device]:
+) -> tuple[AttentionBody | None, torch.device]:
     """Return a body of attention and its device; "triton" is the GPU's, or interpreted."""
     if body == "triton":
         from fminfer.compute.attention.triton_attention import TritonAttention
@@ -41,6 +43,31 @@ def make_kernel(
         device = triton_device()
         return TritonAttention(heads, kv_heads, dim, dtype=dtype, device=device), device
     return (None if body == "plain" else compiled_kernel()), CPU
+
+
+def paged_layer(
+    num_blocks: int,
+    block: int,
+    kv_heads: int,
+    dim: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
+    kernel: AttentionBody | None = None,
+    is_shared: bool = False,
+) -> PagedAttention:
+    """Return the only layer of a cache; if `is_shared`, values are the keys, and lie there."""
+    latent = Latent(dim, None, dim, 0, dim, Norm(1e-5)) if is_shared else None
+    how = Attention(kv_heads, kv_heads, dim, 1.0, latent=latent)
+    cache = KvCache(
+        [how],
+        num_blocks=num_blocks,
+        block_size=block,
+        dtype=dtype,
+        device=device,
+        kernel=kernel,
+    )
+    return cache.layers[0]
 
 
 def plain(
@@ -102,14 +129,8 @@ def check_every_kind_of_row(
     torch.manual_seed(0)
     kernel, device = make_kernel(body, heads, kv_heads, dim, dtype)
     kept = kv_dtype or dtype
-    memory = torch.empty((1, 90, kv_heads, block, dim), dtype=kept, device=device)
-    paged = PagedAttention(
-        *(90, block, kv_heads, dim),
-        dtype=kept,
-        device=device,
-        kernel=kernel,
-        kept_in=memory if is_shared else None,
-    )
+    where: Any = {"dtype": kept, "device": device, "kernel": kernel}
+    paged = paged_layer(90, block, kv_heads, dim, **where, is_shared=is_shared)
     paged.keys.fill_(float("nan"))  # whatever other rows left there must not matter
     paged.values.fill_(float("nan"))
     long = 2 * piece + 44
@@ -122,17 +143,14 @@ def check_every_kind_of_row(
 
     def run(parts: list[tuple[int, int, int]]) -> None:  # (row, first token, last token)
         rows = [StepRow([0] * (b - a), a, tables[r]) for r, a, b in parts]
-        paged.plan = (
-            kernel.plan(rows, block) if kernel else plan_attention(rows, block, kv_heads, CPU)
-        )
+        paged.plan = paged.body.plan(rows, block)
         packed = [
             torch.cat([x[r][a:b] for r, a, b in parts]).to(device).transpose(0, 1)[None]
             for x in (q, k, v)
         ]
-        how: Any = {"sliding_window": window, "softcap": softcap}
-        for name, of_heads in (("alibi_slopes", slopes), ("sinks", sinks)):
-            how[name] = None if of_heads is None else of_heads.to(device)
-        out = paged(*packed, scaling=dim**-0.5, **how)[0].cpu()
+        there = [None if each is None else each.to(device) for each in (slopes, sinks)]
+        how = Scoring(dim**-0.5, window, there[0], softcap, there[1])
+        out = paged(*packed, how)[0].cpu()
         first = 0
         for r, a, b in parts:
             seen = (x[r][:b].to(kept).float() for x in (k, v))
@@ -270,8 +288,7 @@ def test_what_is_kept_is_rounded_as_torch_rounds(kv_dtype: torch.dtype) -> None:
     tables = [StepRow([0], 0, [block]) for block in range(len(numbers))]
     keys, values = (torch.empty_like(numbers, dtype=kv_dtype) for _ in "kv")
     given = numbers.view(1, 1, -1, 69)
-    how: Any = {"sliding_window": None, "alibi_slopes": None, "softcap": None}
-    compiled_kernel()(given, given, given, keys, values, plan_rows(tables, 1), scaling=1.0, **how)
+    compiled_kernel()(given, given, given, keys, values, plan_rows(tables, 1), Scoring(1.0))
     for found in (keys, values):
         assert found.view(torch.int16).equal(numbers.to(kv_dtype).view(torch.int16))
 
@@ -341,7 +358,7 @@ def check_rows_that_share(
     rows.insert(7, StepRow([0], block + 3, take(2)))
     rows.append(StepRow([0], block + 3, all_share[:1] + take(1)))
     kept = kv_dtype or dtype
-    paged = PagedAttention(160, block, kv_heads, dim, dtype=kept, device=device, kernel=kernel)
+    paged = paged_layer(160, block, kv_heads, dim, dtype=kept, device=device, kernel=kernel)
     paged.keys.fill_(float("nan"))
     paged.values.fill_(float("nan"))
     total = sum(len(row.token_ids) for row in rows)
@@ -352,11 +369,11 @@ def check_rows_that_share(
     blocks, places = torch.tensor(sorted(used)).unbind(1)
     for cache in (paged.keys, paged.values):
         cache[blocks, :, places] = torch.randn(len(used), kv_heads, dim).to(device, kept)
-    paged.plan = kernel.plan(rows, block) if kernel else plan_attention(rows, block, kv_heads, CPU)
+    paged.plan = paged.body.plan(rows, block)
     if body == "compiled":
         counts = sorted(run[1] for run in paged.plan.runs.tolist())
         assert counts == [num_rows // 2, num_rows, num_rows + 1]
-    out = paged(query, new_keys, new_values, scaling=dim**-0.5, **how)[0]
+    out = paged(query, new_keys, new_values, Scoring(dim**-0.5, **how))[0]
     first = 0
     for row in rows:
         last = first + len(row.token_ids)
@@ -368,8 +385,8 @@ def check_rows_that_share(
             query[0, :, first:last].transpose(0, 1).float(),
             keys.float(),
             values.float(),
-            how.get("sliding_window"),
-            how.get("alibi_slopes"),
+            how.get("window"),
+            how.get("slopes"),
             how.get("softcap"),
             how.get("sinks"),
         )
@@ -393,9 +410,9 @@ def check_rows_that_share(
 )
 def test_rows_that_share(body: str, heads: int, kv_heads: int, dim: int, block: int) -> None:
     shape = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "block": block}
-    kinds: list[dict[str, Any]] = [{}, {"softcap": 0.7}, {"alibi_slopes": torch.rand(heads)}]
+    kinds: list[dict[str, Any]] = [{}, {"softcap": 0.7}, {"slopes": torch.rand(heads)}]
     kinds.append({"sinks": 6 * torch.rand(heads) - 3})
-    for how in [*kinds, {"sliding_window": 2 * block + 3}]:
+    for how in [*kinds, {"window": 2 * block + 3}]:
         check_rows_that_share(body, **shape, **how)
         check_rows_that_share(body, **shape, **how, dtype=torch.bfloat16, tolerance=0.03)
     for num_rows in (32, 34, 66):  # of which some are left over when 32 are taken at a time
@@ -436,10 +453,7 @@ def test_the_kernel_reads_16_bits_as_they_are() -> None:
             torch.zeros_like(values),
             torch.empty_like(values),
             plan_rows(tables, 1),
-            scaling=1.0,
-            sliding_window=None,
-            alibi_slopes=None,
-            softcap=None,
+            Scoring(1.0),
         )
         expected = values.view(1, -1, 1, 64).float()
         assert torch.equal(out.isnan(), expected.isnan())
@@ -450,7 +464,7 @@ def test_the_kernel_reads_16_bits_as_they_are() -> None:
 @pytest.mark.parametrize("num_queries", [1, 3, 5, 20, 40])
 def test_a_nan_of_a_key_reaches_those_that_see_it_and_no_others(num_queries: int) -> None:
     kernel = compiled_kernel()
-    paged = PagedAttention(8, BLOCK, 1, DIM, dtype=torch.float32, device=CPU, kernel=kernel)
+    paged = paged_layer(8, BLOCK, 1, DIM, kernel=kernel)
     for value in (float("nan"), float("inf")):
         for tables in ([[0, 1, 2, 3, 4, 5]], [[0, 1, 2, 3, 4, 5], [6, 7]]):
             rows = [StepRow([0] * num_queries, 0, tables[0])]
@@ -459,7 +473,7 @@ def test_a_nan_of_a_key_reaches_those_that_see_it_and_no_others(num_queries: int
             q, k, v = (torch.randn(1, 1, total, DIM).abs() for _ in range(3))
             k[0, 0, num_queries // 2] = value
             paged.plan = plan_rows(rows, BLOCK)
-            is_nan = paged(q, k, v, scaling=1.0)[0, :, 0].isnan().all(-1)
+            is_nan = paged(q, k, v, Scoring(1.0))[0, :, 0].isnan().all(-1)
             expected = [num_queries // 2 <= i < num_queries for i in range(total)]
             assert is_nan.tolist() == expected
 
@@ -483,7 +497,7 @@ def check_odd_values(
     num_blocks = -(-64 // block)
     kept = kv_dtype or dtype
     where: Any = {"dtype": kept, "device": device}
-    paged = PagedAttention(num_blocks, block, kv_heads, dim, **where, kernel=kernel)
+    paged = paged_layer(num_blocks, block, kv_heads, dim, **where, kernel=kernel)
     paged.keys.zero_()
     paged.values.fill_(odd)
     q, k, v = (torch.randn(60, num, dim).to(dtype) for num in (heads, kv_heads, kv_heads))
@@ -491,11 +505,9 @@ def check_odd_values(
     table = list(range(num_blocks))[::-1]
     for a, b in ((0, 21), (21, 24), (24, 26), (26, 27), (27, 57), (57, 58), (58, 60)):
         rows = [StepRow([0] * (b - a), a, table)]
-        paged.plan = (
-            kernel.plan(rows, block) if kernel else plan_attention(rows, block, kv_heads, CPU)
-        )
+        paged.plan = paged.body.plan(rows, block)
         packed = [x[a:b].to(device).transpose(0, 1)[None] for x in (q, k, v)]
-        found = paged(*packed, scaling=dim**-0.5, sliding_window=window)[0].float().cpu()
+        found = paged(*packed, Scoring(dim**-0.5, window))[0].float().cpu()
         seen = (x[:b].to(kept).float() for x in (k, v))
         expected = plain(q[a:b].float(), *seen, window, None, None)
         assert torch.equal(found.isfinite(), expected.isfinite()), (a, b)
@@ -522,14 +534,14 @@ def test_a_value_that_is_no_number_among_rows_that_share(body: str) -> None:
     """With a window, one of those that read a block together may see a nan, and others not."""
     torch.manual_seed(0)
     kernel, _ = make_kernel(body, HEADS, KV_HEADS, DIM, torch.float32)
-    paged = PagedAttention(20, BLOCK, KV_HEADS, DIM, dtype=torch.float32, device=CPU, kernel=kernel)
+    paged = paged_layer(20, BLOCK, KV_HEADS, DIM, kernel=kernel)
     torch.nn.init.normal_(paged.keys)
     torch.nn.init.normal_(paged.values)
     paged.values[0, :, 5] = float("nan")
     rows = [StepRow([0], 16 + i, [0, 1, 2 + 2 * i, 3 + 2 * i]) for i in range(6)]
-    paged.plan = kernel.plan(rows, BLOCK) if kernel else plan_attention(rows, BLOCK, KV_HEADS, CPU)
+    paged.plan = paged.body.plan(rows, BLOCK)
     packed = [torch.randn(1, num, 6, DIM) for num in (HEADS, KV_HEADS, KV_HEADS)]
-    out = paged(*packed, scaling=1.0, sliding_window=14)[0]
+    out = paged(*packed, Scoring(1.0, 14))[0]
     seen = [16 + i - 5 < 14 for i in range(6)]
     assert out.isnan().all((-1, -2)).tolist() == seen
     assert out.isnan().any(-1).any(-1).tolist() == seen
@@ -543,11 +555,11 @@ def test_a_nan_of_one_row_does_not_reach_another() -> None:
     torch.set_num_threads(1)  # one thread, so that both rows meet the same memory
     try:
         kernel = compiled_kernel()
-        paged = PagedAttention(8, 32, 1, dim, dtype=torch.bfloat16, device=CPU, kernel=kernel)
+        paged = paged_layer(8, 32, 1, dim, dtype=torch.bfloat16, kernel=kernel)
         q, k, v = (torch.randn(1, 1, 41, dim).bfloat16() for _ in range(3))
         k[0, 0, :40] = float("nan")
         paged.plan = plan_rows([StepRow([0] * 40, 0, [0, 1]), StepRow([0], 0, [2])], 32)
-        out = paged(q, k, v, scaling=1.0)[0, :, 0]
+        out = paged(q, k, v, Scoring(1.0))[0, :, 0]
     finally:
         torch.set_num_threads(before)
     assert out[:40].isnan().all() and not out[40].isnan().any()
@@ -580,19 +592,20 @@ def test_the_kernel_gets_only_what_fits_the_cache(
 ) -> None:
     """It would read and write past the tensors' ends."""
     kernel = compiled_kernel()
-    paged = PagedAttention(4, BLOCK, KV_HEADS, DIM, dtype=torch.float32, device=CPU, kernel=kernel)
+    paged = paged_layer(4, BLOCK, KV_HEADS, DIM, kernel=kernel)
     paged.plan = plan_rows([StepRow([0] * 5, 0, [1])], BLOCK)
     with pytest.raises(AssertionError, match="keys of a step"):
-        paged(torch.zeros(query), torch.zeros(key), torch.zeros(key), scaling=1.0)
+        paged(torch.zeros(query), torch.zeros(key), torch.zeros(key), Scoring(1.0))
 
 
 def test_a_context_too_long_for_one_product_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     query, keys = torch.randn(HEADS, 20, DIM), torch.randn(KV_HEADS, 50, DIM)
     values = torch.randn(KV_HEADS, 50, DIM)
-    whole = paged_attention.chunk_attention(query, keys, values, 30, 0.25, 9, None, 0.5)
+    how = Scoring(0.25, 9, softcap=0.5)
+    whole = paged_attention.chunk_attention(query, keys, values, 30, how)
     monkeypatch.setattr(paged_attention, "MAX_SCORES", 3 * HEADS * 50)
-    parts = paged_attention.chunk_attention(query, keys, values, 30, 0.25, 9, None, 0.5)
+    parts = paged_attention.chunk_attention(query, keys, values, 30, how)
     torch.testing.assert_close(whole, parts, atol=1e-6, rtol=1e-6)
 
 
@@ -621,7 +634,7 @@ def test_the_cache_takes_memory_in_small_pages() -> None:
 
     The test asked malloc for memory beside it, which may be what an earlier cache had.
     """
-    cache = PagedAttention(512, 32, 4, 64, dtype=torch.float32, device=CPU)
+    cache = paged_layer(512, 32, 4, 64)
     for tensor in (cache.keys, cache.values):
         for place in (1 << 20, tensor.nbytes // 2, tensor.nbytes - (1 << 20)):
             assert "nh" in flags_of(tensor.data_ptr() + place)

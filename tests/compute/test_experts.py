@@ -13,10 +13,12 @@ import torch
 import fminfer
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.layers import plain
-from fminfer.compute.layers.expert_kernel import ExpertKernel, PackedExperts
-from fminfer.compute.layers.experts import KernelExperts, serves
-from fminfer.compute.linear.product_kernel import ProductKernel
+from fminfer.compute.layers.expert_kernel import PackedExperts, serves
+from fminfer.compute.layers.experts import Mix
+from fminfer.compute.linear import product_kernel
+from fminfer.compute.registry import Registry
 from fminfer.compute.spec import Mlp, Moe
+from fminfer.compute.weights import dense
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.models.checkpoint import open_checkpoint
@@ -50,15 +52,20 @@ def set_threads() -> Iterator[Callable[[int], None]]:
 @pytest.fixture
 def own_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have them multiply also where tiles are faster."""
-    monkeypatch.setattr(
-        ProductKernel, "is_best_for", lambda kernel, weight, _: kernel.can_pack(weight)
-    )
+    monkeypatch.setattr(product_kernel, "has_unit", lambda name: False)
 
 
-def make(dtype: torch.dtype, asked: Any = "auto") -> KernelExperts:
-    return KernelExperts(
-        ExpertKernel(built_library()), ProductKernel(built_library()), dtype, asked
-    )
+class Maker(Registry):
+    """Makes compiled experts of tensors; None: they are not served."""
+
+    def __init__(self, dtype: torch.dtype, asked: Any = "auto") -> None:
+        super().__init__(asked, built_library(), dtype, torch.device("cpu"))
+
+    def make(self, how: Moe, up: torch.Tensor, down: torch.Tensor) -> Mix | None:
+        return self.experts(how, dense(up, "product"), dense(down, "product"))
+
+
+make = Maker
 
 
 def draw(how: Moe, hidden: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

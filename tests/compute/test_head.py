@@ -15,7 +15,7 @@ from torch import nn
 import fminfer
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.linear.product_kernel import ProductKernel
-from fminfer.compute.linear.products import PackedProducts, Products
+from fminfer.compute.registry import Registry
 from fminfer.compute.weights import dense
 from fminfer.models import head as head_module
 from fminfer.models.head import Head
@@ -51,11 +51,10 @@ def make_head(
     layer: nn.Linear, kernel: ProductKernel | None, of_rows: torch.dtype | None = None
 ) -> Head:
     """Return the head of a network whose weights are a layer's, packed if they can be."""
-    products = Products()
-    if kernel is not None:
-        products = PackedProducts(is_fast_in_bfloat16=False, kernel=kernel, dtype=of_rows)
+    library = None if kernel is None else built_library()
+    registry = Registry("auto", library, of_rows or layer.weight.dtype, torch.device("cpu"))
     bias = None if layer.bias is None else layer.bias.detach()
-    head = Head(dense(layer.weight.detach(), "head"), bias, products)
+    head = Head(dense(layer.weight.detach(), "head"), bias, registry)
     assert (head.packed is not None) == (kernel is not None and kernel.can_pack(layer.weight))
     return head
 

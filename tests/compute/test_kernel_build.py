@@ -17,9 +17,9 @@ import pytest
 import torch
 
 import fminfer
-from fminfer.compute.kernel_choice import find_library
 from fminfer.compute.kernels import kernel_build
 from fminfer.compute.kernels.kernel_build import KernelBuild, find_compiler
+from fminfer.compute.registry import find_library
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.runtime.engine_api import Engine

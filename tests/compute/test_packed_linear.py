@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import random
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +13,44 @@ import torch
 from torch import nn
 
 import fminfer
-from fminfer.compute.linear import products
-from fminfer.compute.linear.packed_linear import onednn_packs_bfloat16
-from fminfer.compute.linear.products import PackedProducts
+from fminfer.compute.layers.plain import Function
+from fminfer.compute.linear.packed_linear import library_products, onednn_packs_bfloat16
+from fminfer.compute.linear.products import Linear
+from fminfer.compute.registry import Registry
+from fminfer.compute.trial import Candidate
+from fminfer.compute.weights import Weight, dense
 from fminfer.core.errors import UsageError
+from tests.conftest import plain_registry
 
 needs_packed_bfloat16 = pytest.mark.skipif(
     not onednn_packs_bfloat16(), reason="on this processor oneDNN packs no bfloat16"
 )
 needs_mkl = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch without MKL")
 
-Product = Callable[[torch.Tensor], torch.Tensor]
+CPU = torch.device("cpu")
 
 
-def product_of(linear: nn.Linear, *, is_fast: bool = False) -> Product:
+def product_of(linear: nn.Linear, *, is_fast: bool = False) -> Function:
     """Return the product of a layer, packed where that can be."""
-    bias = None if linear.bias is None else linear.bias.detach()
-    packed = PackedProducts(is_fast_in_bfloat16=is_fast, kernel=None)
-    return packed.make(linear.weight.detach(), bias)
+    bias, weight = None if linear.bias is None else linear.bias.detach(), linear.weight.detach()
+    registry = plain_registry(weight.dtype)
+    registry.of_products += library_products(weight.dtype, is_fast=is_fast)
+    return registry.product(dense(weight, "product"), bias)
+
+
+def registry_of_wrong_products(asked: Any = "auto") -> Registry:
+    """Return a registry whose packed products are off by one."""
+
+    def make(asked: Linear) -> Function:
+        return lambda x: x @ asked.tensor.t() + 1
+
+    registry = Registry(asked, None, torch.float32, CPU)
+    registry.of_products[:] = [Candidate(make, lambda asked: asked.trial(torch.float32))]
+    return registry
 
 
 @torch.inference_mode()
-def is_packed(product: Product, x: torch.Tensor) -> bool:
+def is_packed(product: Function, x: torch.Tensor) -> bool:
     with torch.profiler.profile() as seen:
         product(x)
     return "aten::linear" not in [event.name for event in seen.events()]
@@ -107,29 +122,50 @@ def test_many_rows_of_few_outputs_in_bfloat16(outputs: int) -> None:
             torch.set_num_threads(before)
 
 
-def test_what_packs_wrong_is_left_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_packs_wrong_is_left_plain() -> None:
     """It was, and nobody was told."""
-    monkeypatch.setattr(products, "pack", lambda weight, *_: lambda x: x @ weight.t() + 1)
     linear = nn.Linear(16, 16, bias=False)
     x = torch.randn(3, 16)
-    weight = linear.weight.detach()
-    packed = PackedProducts(is_fast_in_bfloat16=False, kernel=None)
-    torch.testing.assert_close(packed.make(weight, None)(x), linear(x))
+    weight = dense(linear.weight.detach(), "product")
+    packed = registry_of_wrong_products()
+    torch.testing.assert_close(packed.product(weight, None)(x), linear(x))
     assert "products of 16 × 16: the kernel cannot be used (what it gives is" in packed.why_plain
-    packed = PackedProducts(is_fast_in_bfloat16=False, kernel=None, asked="require")
+    packed = registry_of_wrong_products("require")
     with pytest.raises(UsageError, match="--kernels require: products of 16 × 16"):
-        packed.make(weight, None)
+        packed.product(weight, None)
 
 
-def test_nan_in_one_weight_does_not_vouch_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_in_one_weight_does_not_vouch_for_the_others() -> None:
     """What cannot be compared was taken for right, and so was the next of its shape."""
-    monkeypatch.setattr(products, "pack", lambda weight, *_: lambda x: x @ weight.t() + 1)
     first, second = (nn.Linear(16, 16, bias=False).requires_grad_(False) for _ in range(2))
-    first.weight[3] = float("nan")
-    packed = PackedProducts(is_fast_in_bfloat16=False, kernel=None)
-    packed.make(first.weight, None)
+    first.weight[:] = float("nan")
+    packed = registry_of_wrong_products()
+    found = packed.product(dense(first.weight, "product"), None)
     x = torch.randn(3, 16)
-    torch.testing.assert_close(packed.make(second.weight, None)(x), second(x))
+    assert found(x).isnan().all() and not packed.why_plain, "nothing can be compared"
+    found = packed.product(dense(second.weight, "product"), None)
+    torch.testing.assert_close(found(x), second(x))
+
+
+def test_the_next_candidate_is_tried_where_the_first_fails() -> None:
+    """A kernel that failed left the product to plain torch, though MKL or oneDNN were there."""
+    calls: list[str] = []
+
+    def product_named(name: str, off: float) -> Candidate[Linear, Function]:
+        def make(asked: Linear) -> Function:
+            calls.append(name)
+            return lambda x: x @ asked.tensor.t() + off
+
+        return Candidate(make, lambda asked: asked.trial(torch.float32))
+
+    registry = plain_registry()
+    registry.of_products += [product_named("first", 1.0), product_named("second", 0.0)]
+    weight = dense(torch.randn(16, 16), "product")
+    x = torch.randn(3, 16)
+    for _ in range(2):
+        torch.testing.assert_close(registry.product(weight, None)(x), x @ weight.tensors[0].t())
+    assert calls == ["first", "second", "second"], "the first is tried once"
+    assert registry.why_plain.count("products of 16 × 16") == 1
 
 
 @needs_mkl
@@ -138,13 +174,13 @@ def test_weights_are_only_once_in_memory(
 ) -> None:
     """Those that were packed are let go."""
     seen: list[weakref.ref[torch.Tensor]] = []
-    own = PackedProducts.make
+    own = Registry.product
 
-    def make(self: PackedProducts, weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-        seen.append(weakref.ref(weight))
+    def product(self: Registry, weight: Weight, bias: torch.Tensor | None) -> Function:
+        seen.append(weakref.ref(weight.tensors[0]))
         return own(self, weight, bias)
 
-    monkeypatch.setattr(PackedProducts, "make", make)
+    monkeypatch.setattr(Registry, "product", product)
     engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="float32", kernels="off")
     gc.collect()
     assert len(seen) == 3 * 4 and all(weight() is None for weight in seen)

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from fminfer.compute.attention.scoring import Scoring
 from fminfer.compute.kernels.kernel_build import find_compiler
-from fminfer.compute.layers.bodies import KernelParts, Parts
+from fminfer.compute.layers.bodies import PartKernels
 from fminfer.compute.layers.layer_kernels import LayerKernels
-from fminfer.compute.linear.packed_linear import onednn_packs_bfloat16
-from fminfer.compute.linear.product_kernel import ProductKernel
-from fminfer.compute.linear.products import PackedProducts, Products
+from fminfer.compute.linear.packed_linear import library_products, onednn_packs_bfloat16
+from fminfer.compute.linear.product_kernel import product_candidate
+from fminfer.compute.registry import Registry
 from fminfer.compute.spec import Mlp, Moe
-from fminfer.compute.weights import dense
+from fminfer.compute.weights import Weight, dense
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.layer import MoeOf
 from fminfer.models.layer_bodies import Bodies
@@ -24,7 +25,7 @@ from fminfer.models.layer_source import open_weights
 from fminfer.models.layer_step import LayerStep
 from fminfer.models.tensor_specs import Weights
 from fminfer.models.transformer import Transformer
-from tests.conftest import VOCAB, built_library, make_model, some_families
+from tests.conftest import VOCAB, built_library, make_model, plain_registry, some_families
 from tests.models.test_transformer import CPU, Dense, logits_of, one_stage
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
@@ -72,25 +73,28 @@ class Counting(LayerKernels):
 def test_kernels_compute_what_they_can(name: str, tmp_path: Path) -> None:
     make_model(name).save_pretrained(tmp_path)
     kernels = Counting()
-    parts = KernelParts(kernels, torch.float32)
-    found = logits_of(tmp_path, one_stage(), [[3, 4, 5]], bodies=lambda: bodies_of(parts))
+    found = logits_of(tmp_path, one_stage(), [[3, 4, 5]], bodies=lambda: bodies_of(kernels))
     assert tuple(kernels.calls[each] for each in NAMES) == CALLS[name]
     torch.testing.assert_close(found, logits_of(tmp_path, one_stage(), [[3, 4, 5]]))
 
 
-def bodies_of(parts: Parts) -> Bodies:
-    return Bodies(parts, Products(), 256)
+def bodies_of(kernels: PartKernels | None = None, dtype: torch.dtype = torch.float32) -> Bodies:
+    return Bodies(plain_registry(dtype, kernels), 256)
 
 
 @torch.inference_mode()
-def logprobs_in_bfloat16(folder: Path, parts: Parts, rows: list[list[int]]) -> torch.Tensor:
+def logprobs_in_bfloat16(
+    folder: Path, kernels: PartKernels | None, rows: list[list[int]]
+) -> torch.Tensor:
     checkpoint, dtype = open_checkpoint(str(folder)), torch.bfloat16
     tensors = open_weights(checkpoint, one_stage()[0], dtype=dtype, device=CPU, seed=0)
-    network = Transformer(checkpoint.model, tensors, first=0, bodies=bodies_of(parts))
+    network = Transformer(checkpoint.model, tensors, first=0, bodies=bodies_of(kernels, dtype))
     dense = Dense(checkpoint.model, [len(row) for row in rows])
 
-    def attend(layer: int, *given: torch.Tensor | None) -> torch.Tensor:
-        return dense(layer, *(None if part is None else part.float() for part in given)).to(dtype)
+    def attend(
+        layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: Scoring
+    ) -> torch.Tensor:
+        return dense(layer, query.float(), key.float(), value.float(), how).to(dtype)
 
     x = network.embed(torch.tensor([each for row in rows for each in row]), dense.positions)
     x = network.run(x, LayerStep(dense.positions, attend))
@@ -125,11 +129,11 @@ def test_bfloat16_errs_no_more_than_transformers(name: str, tmp_path: Path) -> N
         return float(errors.median() if has_experts else errors.mean())
 
     limit = 1.1 * error_of(own_logprobs(model.bfloat16(), rows))
-    bodies = [Parts()]
+    bodies: list[PartKernels | None] = [None]
     if find_compiler() is not None:
-        bodies.append(KernelParts(LayerKernels(built_library()), torch.bfloat16))
-    for parts in bodies:
-        found = logprobs_in_bfloat16(tmp_path, parts, rows)
+        bodies.append(LayerKernels(built_library()))
+    for kernels in bodies:
+        found = logprobs_in_bfloat16(tmp_path, kernels, rows)
         assert error_of(found) <= limit
 
 
@@ -165,10 +169,12 @@ def expected_of(how: Moe, given: Weights, x: torch.Tensor) -> torch.Tensor:
 def test_packed_experts_mix_as_plain_ones(dtype: torch.dtype) -> None:
     """Of one token most experts have none; equal tokens all go to the same two."""
     how, tensors = make_experts(dtype)
-    kernel = ProductKernel(built_library()) if find_compiler() is not None else None
-    products = PackedProducts(is_fast_in_bfloat16=True, kernel=kernel)
-    packed = MoeOf(how, tensors, Bodies(Parts(), products, 8))
-    plain = MoeOf(how, tensors, bodies_of(Parts()))
+    registry = plain_registry(dtype)
+    if find_compiler() is not None:
+        registry.of_products.append(product_candidate(built_library(), dtype))
+    registry.of_products += library_products(dtype, is_fast=True)
+    packed = MoeOf(how, tensors, Bodies(registry, 8))
+    plain = MoeOf(how, tensors, bodies_of(dtype=dtype))
     many = torch.randn(70, WIDTH).to(dtype)
     limit = 1e-5 if dtype == torch.float32 else 0.03
     for x in (many[:1], many[:3], many, many[:1].repeat(9, 1)):
@@ -180,13 +186,13 @@ def test_packed_experts_mix_as_plain_ones(dtype: torch.dtype) -> None:
 
 def test_a_router_stays_plain() -> None:
     """Another rounding would choose other experts."""
-    made: list[torch.Size] = []
+    made: list[tuple[int, ...]] = []
 
-    class Recording(Products):
-        def make(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+    class Recording(Registry):
+        def product(self, weight: Weight, bias: torch.Tensor | None) -> Any:
             made.append(weight.shape)
-            return super().make(weight, bias)
+            return super().product(weight, bias)
 
     how, tensors = make_experts(torch.float32)
-    MoeOf(how, tensors, Bodies(Parts(), Recording(), 8))
+    MoeOf(how, tensors, Bodies(Recording("off", None, torch.float32, CPU), 8))
     assert made == [(96, WIDTH), (WIDTH, 48)] * EXPERTS

@@ -24,7 +24,7 @@ import json, os, time
 from fminfer.machine.threads import wait_briefly
 wait_briefly()
 import torch
-from fminfer.compute.kernel_choice import find_library
+from fminfer.compute.registry import find_library
 from fminfer.compute.linear.product_kernel import ProductKernel
 
 def tasks():

@@ -14,9 +14,10 @@ from torch import nn
 import fminfer
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.linear import product_kernel
-from fminfer.compute.linear.packed_linear import onednn_packs_bfloat16
-from fminfer.compute.linear.product_kernel import ProductKernel
-from fminfer.compute.linear.products import PackedProducts
+from fminfer.compute.linear.packed_linear import library_products, onednn_packs_bfloat16
+from fminfer.compute.linear.product_kernel import ProductKernel, kernel_takes
+from fminfer.compute.registry import Registry
+from fminfer.compute.weights import Dense, dense
 from tests.conftest import built_library
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
@@ -183,28 +184,27 @@ def test_a_product_without_memory_is_a_memory_error(kernel: ProductKernel) -> No
 
 @pytest.mark.parametrize("has_tiles", [False, True])
 def test_it_is_used_where_onednn_is_slower(
-    has_tiles: bool, kernel: ProductKernel, monkeypatch: pytest.MonkeyPatch
+    has_tiles: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(product_kernel, "has_unit", lambda name: has_tiles)
-    assert kernel.is_best_for(torch.empty(2, 64))
-    assert kernel.is_best_for(torch.empty(2, 64, dtype=HALVES)) == (not has_tiles)
-    assert kernel.is_best_for(torch.empty(2, 64, dtype=HALVES), torch.float32)
+    assert kernel_takes(Dense(FLOATS), FLOATS)
+    assert kernel_takes(Dense(HALVES), HALVES) == (not has_tiles)
+    assert kernel_takes(Dense(HALVES), FLOATS)
 
 
 @needs_onednn
-def test_linear_layers_are_packed_for_it(
-    kernel: ProductKernel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        ProductKernel, "is_best_for", lambda kernel, weight, _: kernel.can_pack(weight)
-    )
+def test_linear_layers_are_packed_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(product_kernel, "has_unit", lambda name: False)
     layers = nn.ModuleList([nn.Linear(64, 96), nn.Linear(33, 96)]).bfloat16()
     layers.requires_grad_(False)
     xs = [torch.randn(1, 7, 64).bfloat16(), torch.randn(1, 7, 33).bfloat16()]
     with torch.inference_mode():
         expected = [layer(x) for layer, x in zip(layers, xs, strict=True)]
-        packed = PackedProducts(is_fast_in_bfloat16=True, kernel=kernel)
-        products = [packed.make(layer.weight, layer.bias) for layer in layers]
+        registry = Registry("auto", built_library(), HALVES, torch.device("cpu"))
+        registry.of_products[1:] = library_products(HALVES, is_fast=True)
+        products = [
+            registry.product(dense(layer.weight, "product"), layer.bias) for layer in layers
+        ]
         with torch.profiler.profile() as seen:
             found = [product(x) for product, x in zip(products, xs, strict=True)]
     torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
@@ -229,9 +229,7 @@ def test_a_model_answers_with_it(
     scored = {"max_tokens": 0, "echo": True, "logprobs": 1}
     rows = [{"prompt": [1, 2, 3, 4 + i]} | scored for i in range(9)]
     scores = {}
-    monkeypatch.setattr(
-        ProductKernel, "is_best_for", lambda kernel, weight, _: kernel.can_pack(weight)
-    )
+    monkeypatch.setattr(product_kernel, "has_unit", lambda name: False)
     for body in ("off", "require"):
         engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="bfloat16", kernels=body)
         results = [record.result for record in engine.run(rows)]

@@ -9,15 +9,13 @@ import pytest
 import torch
 import transformers
 
-from fminfer.compute.layers.bodies import Parts
-from fminfer.compute.linear.products import Products
 from fminfer.core.partition import Part
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.layer import MoeOf
 from fminfer.models.layer_bodies import Bodies
 from fminfer.models.layer_source import open_weights
 from fminfer.models.transformer import Transformer
-from tests.conftest import make_model
+from tests.conftest import make_model, plain_registry
 
 # The last two keep their routers in float32 in any dtype.
 IN_FLOAT32 = ("deepseek_v2", "deepseek_v3", "glm4_moe", "ernie4_5_moe", "hunyuan_v1_moe")
@@ -30,7 +28,7 @@ def load_routers(folder: Path) -> list[MoeOf | None]:
     part = Part(0, 1, 0, len(checkpoint.model.layers))
     where = torch.device("cpu")
     tensors = open_weights(checkpoint, part, dtype=torch.bfloat16, device=where, seed=0)
-    bodies = Bodies(Parts(), Products(), checkpoint.context_length)
+    bodies = Bodies(plain_registry(torch.bfloat16), checkpoint.context_length)
     layers = Transformer(checkpoint.model, tensors, first=0, bodies=bodies).layers
     return [layer.mlp if isinstance(layer.mlp, MoeOf) else None for layer in layers]
 

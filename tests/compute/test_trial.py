@@ -14,20 +14,19 @@ import fminfer
 from fminfer.cli.app import main
 from fminfer.compute.attention.kernel_attention import KernelAttention
 from fminfer.compute.kernels.kernel_build import find_compiler
-from fminfer.compute.layers.bodies import Parts
 from fminfer.compute.layers.layer_kernels import LayerKernels
-from fminfer.compute.linear.product_kernel import PackedProduct, ProductKernel
-from fminfer.compute.linear.products import PackedProducts, Products
+from fminfer.compute.linear.product_kernel import PackedProduct
+from fminfer.compute.registry import Registry
 from fminfer.compute.sampling.draw_kernel import DrawKernel, ScoreKernel
 from fminfer.compute.sampling.sampler import Ranking
-from fminfer.compute.trial import compare, try_body
+from fminfer.compute.trial import Candidate, Trial, compare
 from fminfer.compute.weights import dense
 from fminfer.core.errors import UsageError
 from fminfer.models.checkpoint import open_random
 from fminfer.models.layer import LayerOf
 from fminfer.models.layer_bodies import Bodies
 from fminfer.models.whole_layers import WholeLayers
-from tests.conftest import built_library
+from tests.conftest import built_library, plain_registry
 from tests.models.test_oracle import Oracle, check_all, mixed_requests
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
@@ -79,25 +78,19 @@ def test_a_wrong_kernel_of_the_cpu_costs_speed_alone(
 def test_each_kernel_of_the_cpu_is_tried(
     owner: type, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library, model = built_library(), open_random("llama-160m").model
-    found = find_all(library, model, dtype)
-    assert not any(why for _, why in found)
-    assert all(kernel is not None for kernel, _ in found)
+    found, why_plain = find_all(dtype)
+    assert not why_plain and all(kernel is not None for kernel in found)
     make_wrong(owner, name, monkeypatch)
-    assert [bool(why) for _, why in find_all(library, model, dtype)].count(True) == 1
+    found, why_plain = find_all(dtype)
+    assert [kernel is None for kernel in found].count(True) == 1
+    assert why_plain.count("the kernel cannot be used") == 1
 
 
-def find_all(library: Any, model: Any, dtype: torch.dtype) -> list[tuple[object, str]]:
-    from fminfer.compute.kernel_choice import find_attention, find_layers
-
-    where: Any = {"dtype": dtype, "device": torch.device("cpu")}
-    products = PackedProducts(is_fast_in_bfloat16=False, kernel=ProductKernel(library), dtype=dtype)
-    head = products.make_unrounded(torch.randn(200, 96).to(dtype), None)
-    return [
-        find_attention("auto", library, model, 16, **where),
-        find_layers("auto", library, **where),
-        (head or products, products.why_plain),
-    ]
+def find_all(dtype: torch.dtype) -> tuple[list[object], str]:
+    registry = Registry("auto", built_library(), dtype, torch.device("cpu"))
+    how = open_random("llama-160m").model.layers[0].attention
+    head = registry.head(dense(torch.randn(200, 96).to(dtype), "head"), None)
+    return [registry.attention(how, 16, dtype), registry.parts.kernels, head], registry.why_plain
 
 
 @needs_compiler
@@ -123,20 +116,21 @@ def test_a_whole_layer_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     norms = (f"before_{k}.weight" for k in ("attention", "mlp"))
     weights |= {name: dense(torch.ones(size).bfloat16(), "norm") for name in norms}
-    layer = LayerOf(how, weights, Bodies(Parts(), Products(), 8))
+    layer = LayerOf(how, weights, Bodies(plain_registry(torch.bfloat16), 8))
     nothing: Any = None
     layer.products = {
         k: PackedProduct(torch.empty(0), None, v[1], v[0], nothing, 16) for k, v in sizes.items()
     }
     for off in (0.0, 1.0):
-        whole = WholeLayers(built_library(), torch.bfloat16)
+        registry = Registry("auto", built_library(), torch.bfloat16, torch.device("cpu"))
+        whole = WholeLayers(registry)
         for _ in range(2):
             joined = whole.join(layer, weights)
             assert isinstance(joined, Whole if off == 0.0 else LayerOf)
-        assert bool(whole.why_plain) == bool(off)
-    whole = WholeLayers(built_library(), torch.bfloat16, "require")
+        assert bool(registry.why_plain) == bool(off)
+    registry = Registry("require", built_library(), torch.bfloat16, torch.device("cpu"))
     with pytest.raises(UsageError, match=r"whole layers: .* is off by"):
-        whole.join(layer, weights)
+        WholeLayers(registry).join(layer, weights)
 
 
 def test_what_is_compared() -> None:
@@ -146,9 +140,26 @@ def test_what_is_compared() -> None:
     for found, expected in ((nan, one), (one + 0.1, one), (one * math.inf, one)):
         with pytest.raises(ValueError, match=r"what it gives is off by (nan|0\.05|inf)"):
             compare([(found, expected)], 0.01)
-    body, why = try_body("sums", "auto", lambda: 3, lambda body: [(one * body, one)], 0.01)
-    assert body is None and why == "sums: the kernel cannot be used (what it gives is off by 2)"
-    assert try_body("sums", "auto", lambda: 1, lambda body: [(one * body, one)], 0.0) == (1, "")
+    trial: Trial[int] = Trial("sums", lambda body: [(one * body, one)], 0.01)
+    registry = plain_registry()
+    assert registry.find([Candidate(lambda asked: 1, lambda asked: trial)], None) == 1
+    assert not registry.why_plain
+    assert registry.find([Candidate(lambda asked: 3, lambda asked: trial)], None) is None
+    said = "sums: the kernel cannot be used (what it gives is off by 2)"
+    assert registry.why_plain == said
+
+
+def test_memory_that_runs_out_in_a_trial_ends_loading() -> None:
+    """That says nothing of the kernel, and plain torch would have no more."""
+
+    def fail(asked: None) -> int:
+        raise MemoryError
+
+    trial: Trial[int] = Trial("sums", lambda body: [], 0.0)
+    registry = plain_registry()
+    with pytest.raises(MemoryError):
+        registry.find([Candidate(fail, lambda asked: trial)], None)
+    assert not registry.why_plain
 
 
 @needs_compiler

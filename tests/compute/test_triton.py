@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,23 +20,19 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from fminfer.compute.attention import triton_attention
+from fminfer.compute.attention.attention_trial import AttentionAsked, attention_pairs
+from fminfer.compute.attention.scoring import Scoring
 from fminfer.compute.attention.triton_attention import LARGE_TILE_BYTES, TritonAttention
-from fminfer.compute.kernel_choice import (
-    PART_ERRORS,
-    TOKEN_ERROR,
-    attention_pairs,
-    find_attention,
-    find_drawer,
-    find_layers,
-)
 from fminfer.compute.layers import triton_layers
-from fminfer.compute.layers.bodies import part_pairs
+from fminfer.compute.layers.bodies import PART_ERRORS, part_pairs
 from fminfer.compute.layers.triton_layers import TritonLayers
+from fminfer.compute.registry import Registry
+from fminfer.compute.sampling.draw_kernel import TOKEN_ERROR
 from fminfer.compute.sampling.masks import make_masks
 from fminfer.compute.sampling.sampler import LogitEditTensors, SamplingTensors, draw, sample
 from fminfer.compute.sampling.triton_draws import TOKENS, race_pairs, triton_race
-from fminfer.compute.spec import Model
 from fminfer.compute.trial import compare
+from fminfer.core.config import Kernels
 from fminfer.core.errors import UsageError
 from fminfer.core.messages import StepRow
 from fminfer.engine.noise import step_noise
@@ -178,20 +175,13 @@ def test_greedy_equals_transformers_alone(
 def _interpret(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the GPU's kernels used on the CPU, in triton's interpreter."""
 
-    def find_parts(
-        *body: object, dtype: torch.dtype, device: torch.device
-    ) -> tuple[TritonLayers, str]:
-        return try_parts(dtype), ""
+    def open_interpreted(kernels: Kernels, dtype: torch.dtype, device: torch.device) -> Registry:
+        registry = Registry(kernels, None, dtype, device)
+        registry.have_triton()
+        registry.of_draws.clear()
+        return registry
 
-    def find(
-        body: str, library: None, model: Model, block_size: int, **where: Any
-    ) -> tuple[TritonAttention, str]:
-        how = model.layers[0].attention
-        return TritonAttention(how.heads, *how.cache_shape[1:], **where), ""
-
-    monkeypatch.setattr(loading, "find_library", lambda body, device: None)
-    monkeypatch.setattr(loading, "find_attention", find)
-    monkeypatch.setattr(loading, "find_layers", find_parts)
+    monkeypatch.setattr(loading, "open_registry", open_interpreted)
 
 
 def try_parts(dtype: torch.dtype) -> TritonLayers:
@@ -288,9 +278,8 @@ def test_blocks_behind_2_to_31_elements() -> None:
     table = [pool - 1, 3, pool - 2]
     query, key, value = (torch.randn(1, kv_heads, 2 * block + 5, dim).half() for _ in range(3))
     rows = kernel.plan([StepRow([0] * query.shape[2], 0, table)], block)
-    how: Any = {"scaling": dim**-0.5, "sliding_window": None, "alibi_slopes": None}
     asked = (query.to(DEVICE), key.to(DEVICE), value.to(DEVICE))
-    found = kernel(*asked, keys, values, rows, softcap=None, **how)[0].cpu().transpose(0, 1)
+    found = kernel(*asked, keys, values, rows, Scoring(dim**-0.5))[0].cpu().transpose(0, 1)
     expected = scaled_dot_product_attention(
         query.double(), key.double(), value.double(), is_causal=True
     )[0]
@@ -344,23 +333,26 @@ def test_a_part_of_a_layer_that_gives_something_else_is_refused(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_where_the_kernel_cannot_be_tried_plain_torch_attends() -> None:
-    model = open_random("llama-160m").model
-    where: Any = {"dtype": torch.float16, "device": torch.device("cuda")}
-    kernel, problem = find_attention("auto", None, model, 32, **where)
-    assert kernel is None and re.search(NO_GPU, problem)
-    assert find_attention("off", None, model, 32, **where) == (None, "")
-    with pytest.raises(UsageError, match=f"--kernels require: .*({NO_GPU})"):
-        find_attention("require", None, model, 32, **where)
-    layers, problem = find_layers("auto", None, **where)
-    assert layers is None and re.search(NO_GPU, problem)
-    assert find_layers("off", None, **where) == (None, "")
-    with pytest.raises(UsageError, match=f"norms and activations: .*({NO_GPU})"):
-        find_layers("require", None, **where)
-    drawer, problem = find_drawer("auto", None, where["device"])
-    assert drawer is draw and re.search(NO_GPU, problem)
-    assert find_drawer("off", None, where["device"]) == (draw, "")
-    with pytest.raises(UsageError, match=f"draws: .*({NO_GPU})"):
-        find_drawer("require", None, where["device"])
+    how = open_random("llama-160m").model.layers[0].attention
+    kinds: dict[str, Callable[[Registry], Any]] = {
+        "attention": lambda registry: registry.attention(how, 32, torch.float16),
+        "norms and activations": lambda registry: registry.parts.kernels,
+        "draws": lambda registry: registry.drawer(),
+    }
+    for name, find in kinds.items():
+        plain = draw if name == "draws" else None
+        registry = on_gpu("auto")
+        assert find(registry) is plain
+        assert re.search(f"{name}: .*({NO_GPU})", registry.why_plain)
+        registry = on_gpu("off")
+        assert find(registry) is plain and registry.why_plain == ""
+        with pytest.raises(UsageError, match=f"--kernels require: {name}: .*({NO_GPU})"):
+            find(on_gpu("require"))
+
+
+def on_gpu(kernels: Kernels, dtype: torch.dtype = torch.float16) -> Registry:
+    """Return the registry of a GPU, which need not be there."""
+    return Registry(kernels, None, dtype, torch.device("cuda"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -373,7 +365,7 @@ def test_a_trial_that_breaks_the_gpu_is_told(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", fail)
     with pytest.raises(UsageError, match=r"norms and activations: .* Use --kernels off"):
-        find_layers("auto", None, dtype=torch.float16, device=torch.device("cuda"))
+        _ = on_gpu("auto").parts
 
 
 @pytest.mark.parametrize(
@@ -400,11 +392,10 @@ def test_why_a_kernel_is_not_used_is_told(
         raise error
 
     monkeypatch.setattr(triton_layers, "TritonLayers", fail)
-    how: Any = {"dtype": torch.float16, "device": torch.device("cuda")}
-    layers, problem = find_layers("auto", None, **how)
-    assert layers is None and re.search(told, problem)
+    registry = on_gpu("auto")
+    assert registry.parts.kernels is None and re.search(told, registry.why_plain)
     with pytest.raises(UsageError, match=told):
-        find_layers("require", None, **how)
+        _ = on_gpu("require").parts
 
 
 COMPILE = """
@@ -517,10 +508,11 @@ def test_wide_heads_have_more_warps_and_larger_tiles_where_they_fit(
 
 def test_keys_too_wide_for_a_gpu_are_refused_at_once() -> None:
     """DeepSeek's, of 576 elements, compiled for minutes, and then did not fit."""
-    model = open_random("deepseek-v3").model
-    where: Any = {"dtype": torch.bfloat16, "device": torch.device("cuda")}
-    kernel, problem = find_attention("auto", None, model, 32, **where)
-    assert kernel is None and "keys of 576 elements" in problem and "up to 256" in problem
+    how = open_random("deepseek-v3").model.layers[0].attention
+    registry = on_gpu("auto", torch.bfloat16)
+    assert registry.attention(how, 32, torch.bfloat16) is None
+    problem = registry.why_plain
+    assert "keys of 576 elements" in problem and "up to 256" in problem
 
 
 def test_only_models_with_sinks_are_tried_with_them() -> None:
@@ -531,13 +523,14 @@ def test_only_models_with_sinks_are_tried_with_them() -> None:
         def plan(self, rows: Any, block_size: int) -> str:
             return "of this kernel"
 
-        def __call__(self, query: torch.Tensor, *more: Any, sinks: Any, **how: Any) -> torch.Tensor:
-            given.append(sinks is not None)
-            return query.transpose(1, 2)
+        def __call__(self, *tensors: Any) -> Any:
+            given.append(tensors[-1].sinks is not None)
+            return tensors[0].transpose(1, 2)
 
     how = open_random("llama-160m").model.layers[0].attention
     where: Any = {"dtype": torch.float32, "device": torch.device("cpu")}
     for has_sinks in (False, True):
         given.clear()
-        list(attention_pairs(Kernel(), replace(how, has_sinks=has_sinks), 32, 67, **where))
+        asked = AttentionAsked(replace(how, has_sinks=has_sinks), 32, torch.float32)
+        list(attention_pairs(Kernel(), asked, 67, **where))
         assert any(given) == has_sinks

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from fminfer.compute.layers.bodies import Parts
-from fminfer.compute.linear.products import Function, Products
+from fminfer.compute.layers.plain import Function
+from fminfer.compute.registry import Registry
+from fminfer.compute.weights import Weight
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.layer import LayerOf
 from fminfer.models.layer_bodies import Bodies
@@ -69,10 +70,10 @@ def test_an_error_ends_it_at_once(read: list[int]) -> None:
         pass
 
 
-class Unpacked(Products):
-    """Products that keep no weight, as packed ones do."""
+class Unpacked(Registry):
+    """A registry whose products keep no weight, as packed ones do."""
 
-    def make(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Function:
+    def product(self, weight: Weight, bias: torch.Tensor | None) -> Function:
         return lambda x: x
 
 
@@ -107,7 +108,7 @@ def test_one_layer_is_in_memory_beside_the_packed_ones(
         checkpoint.model,
         tensors,
         first=0,
-        bodies=Bodies(Parts(), Unpacked(), 64),
+        bodies=Bodies(Unpacked("off", None, torch.float32, torch.device("cpu")), 64),
         join=keep_in_sight,
     )
     assert len(joined) == 3 and set(left) == {0}

@@ -14,10 +14,10 @@ from typing import Any, cast
 import pytest
 import torch
 
+from fminfer.compute.attention.scoring import Scoring
 from fminfer.compute.layers import plain
-from fminfer.compute.layers.bodies import KernelParts, Parts
 from fminfer.compute.layers.layer_kernels import LayerKernels
-from fminfer.compute.linear.products import PackedProducts, Products
+from fminfer.compute.linear.packed_linear import library_products
 from fminfer.compute.spec import Model, Norm
 from fminfer.core.partition import Part, split_layers
 from fminfer.models.checkpoint import open_checkpoint
@@ -26,7 +26,7 @@ from fminfer.models.layer_bodies import Bodies
 from fminfer.models.layer_source import open_weights
 from fminfer.models.layer_step import LayerStep
 from fminfer.models.transformer import Transformer
-from tests.conftest import FIELDS, VOCAB, built_library, make_model
+from tests.conftest import FIELDS, VOCAB, built_library, make_model, plain_registry
 
 CPU = torch.device("cpu")
 MAX_ERROR = 1e-5  # of a logit; those of the models are up to 10
@@ -54,9 +54,9 @@ class Dense:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        sinks: torch.Tensor | None = None,
+        scoring: Scoring,
     ) -> torch.Tensor:
-        how = self._model.layers[self.first + layer].attention
+        how, sinks = self._model.layers[self.first + layer].attention, scoring.sinks
         key, value = (
             part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value)
         )
@@ -81,7 +81,7 @@ def logits_of(
     parts: list[Part],
     rows: list[list[int]] | None = None,
     *,
-    bodies: Callable[[], Bodies] = lambda: Bodies(Parts(), Products(), 256),
+    bodies: Callable[[], Bodies] = lambda: Bodies(plain_registry(), 256),
     change: Callable[[Model], Model] = lambda model: model,
     keeps_bfloat16: bool = False,
 ) -> list[torch.Tensor]:
@@ -129,8 +129,9 @@ def one_stage(num_layers: int = 3) -> list[Part]:
 
 def kernel_bodies() -> Bodies:
     kernels = LayerKernels(built_library())
-    products = PackedProducts(is_fast_in_bfloat16=False, kernel=None)
-    return Bodies(KernelParts(kernels, torch.float32), products, 256)
+    registry = plain_registry(kernels=kernels)
+    registry.of_products += library_products(torch.float32, is_fast=False)
+    return Bodies(registry, 256)
 
 
 def test_every_row_and_variant(family_checkpoint: tuple[Path, Any]) -> None:

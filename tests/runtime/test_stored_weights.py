@@ -18,10 +18,11 @@ from click.testing import CliRunner
 import fminfer
 from fminfer.cli.app import main
 from fminfer.compute.kernels.kernel_build import find_compiler
-from fminfer.compute.layers.bodies import Parts
 from fminfer.compute.linear import product_kernel
-from fminfer.compute.linear.product_kernel import PackedProduct, ProductKernel
-from fminfer.compute.linear.products import PackedProducts, Products
+from fminfer.compute.linear.packed_linear import library_products
+from fminfer.compute.linear.product_kernel import PackedProduct
+from fminfer.compute.registry import Registry
+from fminfer.compute.weights import dense
 from fminfer.core.config import EngineConfig
 from fminfer.core.partition import Part, split_layers
 from fminfer.models.checkpoint import open_checkpoint
@@ -33,7 +34,7 @@ from fminfer.models.transformer import Transformer
 from fminfer.plan import footprint
 from fminfer.plan.footprint import measure_footprints
 from fminfer.plan.forecast import Layout, make_forecast
-from tests.conftest import built_library, make_model, save_byte_tokenizer
+from tests.conftest import built_library, make_model, plain_registry, save_byte_tokenizer
 from tests.models.test_transformer import logits_of, one_stage
 
 CPU = torch.device("cpu")
@@ -99,14 +100,17 @@ def test_a_packed_head_is_kept_once(
     folder, _ = save_both(name, tmp_path)
     dropped: list[str] = []
     monkeypatch.setattr(TensorFiles, "drop", lambda files, name: dropped.append(name))
-    checkpoint, tensors = open_checkpoint(str(folder)), load(folder)
-    is_tied = tensors.exit["head.weight"] is tensors.entry["embed.weight"]
+    checkpoint, source = open_checkpoint(str(folder)), load(folder)
+    entry = source.entry()
+    outside = source.exit(entry)
+    is_tied = outside["head.weight"] is entry["embed.weight"]
     assert is_tied == (name == "gemma2")
-    embed, head = tensors.entry["embed.weight"], tensors.exit["head.weight"]
-    network = Transformer(checkpoint.model, tensors, first=0, bodies=packing_bodies())
+    embed, head = entry["embed.weight"].plain, outside["head.weight"].plain
+    network = Transformer(checkpoint.model, source, first=0, bodies=packing_bodies())
     assert network.head is not None and network.head.packed is not None
     assert network.head.packed.packed.dtype == torch.bfloat16
-    assert "head.weight" not in tensors.exit and ("embed.weight" in tensors.entry) != is_tied
+    looked_up_in = getattr(network._look_up, "__self__", None)
+    assert (looked_up_in is network.head.packed) == is_tied, "kept once"
     assert ("model.embed_tokens.weight" if is_tied else "lm_head.weight") in dropped
     ids, x = torch.tensor([7, 299, 7, 0]), torch.randn(3, head.shape[1])
     scale = torch.tensor(checkpoint.model.embed_scale)
@@ -115,9 +119,7 @@ def test_a_packed_head_is_kept_once(
 
 
 def packing_bodies() -> Bodies:
-    kernel = ProductKernel(built_library())
-    packed = PackedProducts(is_fast_in_bfloat16=False, kernel=kernel, dtype=torch.float32)
-    return Bodies(Parts(), packed, 256)
+    return Bodies(Registry("auto", built_library(), torch.float32, torch.device("cpu")), 256)
 
 
 @needs_compiler
@@ -256,9 +258,11 @@ def test_weights_of_another_type_than_rows_are_widened() -> None:
     weight, bias, x = torch.randn(70, 40).bfloat16(), torch.randn(70), torch.randn(5, 40)
     expected = torch.nn.functional.linear(x, weight.float(), bias)
     for is_fast in (False, True):  # a processor with units for bfloat16 packed it, for such rows
-        packed = PackedProducts(is_fast_in_bfloat16=is_fast, kernel=None, dtype=torch.float32)
-        for products in (packed, Products()):
-            torch.testing.assert_close(products.make(weight, bias)(x), expected)
+        packed = plain_registry()
+        packed.of_products += library_products(torch.float32, is_fast=is_fast)
+        for registry in (packed, plain_registry()):
+            found = registry.product(dense(weight, "product"), bias)(x)
+            torch.testing.assert_close(found, expected)
 
 
 @needs_compiler
@@ -268,13 +272,16 @@ def test_the_kernel_packs_them_as_they_are(
 ) -> None:
     """On every processor: oneDNN's products of tiles have no rows of float32."""
     monkeypatch.setattr(product_kernel, "has_unit", lambda name: has_tiles)
-    kernel = ProductKernel(built_library())
-    packed = PackedProducts(is_fast_in_bfloat16=has_tiles, kernel=kernel, dtype=torch.float32)
+    registry = Registry("auto", built_library(), torch.float32, CPU)
+
+    def pack(weight: torch.Tensor) -> Any:
+        return registry.product(dense(weight, "product"), bias)
+
     weight, bias, x = torch.randn(70, 40).bfloat16(), torch.randn(70), torch.randn(5, 40)
-    product = packed.make(weight, bias)
+    product = pack(weight)
     assert isinstance(product, PackedProduct) and product.packed.dtype == torch.bfloat16
-    assert torch.equal(product(x), packed.make(weight.float(), bias)(x))
+    assert torch.equal(product(x), pack(weight.float())(x))
     odd = torch.randn(70, 33).bfloat16()  # inputs that it does not serve
     x = torch.randn(5, 33)
-    torch.testing.assert_close(packed.make(odd, bias)(x), x @ odd.float().t() + bias)
-    assert not packed.why_plain
+    torch.testing.assert_close(pack(odd)(x), x @ odd.float().t() + bias)
+    assert not registry.why_plain

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
 
 from fminfer.compute.attention.decode_attention import DecodeRows, SharedBlocks
-from fminfer.compute.attention.kernel_attention import token_slots
-from fminfer.compute.attention.shared_runs import SharedRun, find_shared_runs
+from fminfer.compute.attention.shared_runs import SharedRun, find_shared_runs, token_slots
 from fminfer.core.messages import StepRow
 
 SHARED_KEYS = 512  # keys that decode rows share, of one product
@@ -33,6 +32,11 @@ class AttentionPlan:
     slots: torch.Tensor  # (tokens * kv_heads,) int64: where new keys go, in rows of head_dim
     chunks: list[ChunkRow]
     decode: DecodeRows | None
+    kept: torch.Tensor | None = None  # int64: the tokens whose output is wanted; None: all
+
+    def keep(self, tokens: torch.Tensor) -> AttentionPlan:
+        """Return a plan of which only some tokens' outputs are returned."""
+        return replace(self, kept=tokens)
 
 
 def plan_attention(

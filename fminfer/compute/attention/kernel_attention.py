@@ -5,11 +5,16 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 
-from fminfer.compute.attention.shared_runs import find_shared_runs
+from fminfer.compute.attention.attention_trial import AttentionAsked, attention_trial
+from fminfer.compute.attention.paged_attention import AttentionBody
+from fminfer.compute.attention.scoring import Scoring, with_rows
+from fminfer.compute.attention.shared_runs import find_shared_runs, token_slots
+from fminfer.compute.trial import Candidate
 from fminfer.core.messages import StepRow
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -113,15 +118,6 @@ def _plan_runs(
     return runs, members, entries, own
 
 
-def token_slots(rows: Sequence[StepRow], block_size: int) -> list[int]:
-    """Return where each token's key goes: block * block_size + place."""
-    return [
-        row.block_table[position // block_size] * block_size + position % block_size
-        for row in rows
-        for position in range(row.position, row.position + len(row.token_ids))
-    ]
-
-
 def step_arguments(
     rows: KernelRows, heads: int, keys: torch.Tensor, kind: torch.dtype
 ) -> Arguments:
@@ -154,28 +150,17 @@ class KernelAttention:
 
     def __call__(
         self,
-        query: torch.Tensor,  # (1, heads, tokens, head_dim)
-        new_keys: torch.Tensor,  # (1, kv_heads, tokens, head_dim)
+        query: torch.Tensor,
+        new_keys: torch.Tensor,
         new_values: torch.Tensor,
-        keys: torch.Tensor,  # (pool, kv_heads, block_size, head_dim)
+        keys: torch.Tensor,
         values: torch.Tensor,
         rows: KernelRows,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        alibi_slopes: torch.Tensor | None,  # (heads,) float32
-        softcap: float | None,
-        sinks: torch.Tensor | None = None,  # (heads,) float32
-    ) -> torch.Tensor:  # (1, tokens, heads, head_dim), of the tokens that are kept
-        """Put the new keys and values into the cache, then attend from the tokens of a step.
-
-        They are rounded to the cache's type, and attended to as they are kept.
-
-        Raises:
-            MemoryError: there was none for the threads' working space.
-        """
+        how: Scoring,
+    ) -> torch.Tensor:
+        """Attend as `AttentionBody` says."""
         kind = torch.bfloat16 if query.dtype == torch.bfloat16 else torch.float32
-        asked, key, value = (_with_rows(given.to(kind)) for given in (query, new_keys, new_values))
+        asked, key, value = (with_rows(given.to(kind)) for given in (query, new_keys, new_values))
         _, heads, tokens, head_dim = asked.shape
         # The kernel trusts what it is given.
         assert key.shape == value.shape == (1, keys.shape[1], tokens, head_dim), "keys of a step"
@@ -183,37 +168,27 @@ class KernelAttention:
         assert len(rows.slots) == tokens, "tokens of a step"
         out = torch.empty((1, tokens, heads, head_dim), dtype=kind, device="cpu")
         of_heads = [
-            None if each is None else each.float().contiguous() for each in (alibi_slopes, sinks)
+            None if each is None else each.float().contiguous() for each in (how.slopes, how.sinks)
         ]
-        tensors = (asked, out, keys, values, key, value, rows.slots, rows.rows, rows.blocks)
-        failed = self._attend(
-            Arguments(
-                *(t.data_ptr() for t in (*tensors, rows.runs, rows.members, rows.entries)),
-                *(None if each is None else each.data_ptr() for each in of_heads),
-                len(rows.rows),
-                len(rows.runs),
-                len(rows.members),
-                tokens,
-                *(step for t in (asked, key, value) for step in t.stride()[1:3]),
-                heads,
-                keys.shape[1],
-                head_dim,
-                keys.shape[2],
-                min(sliding_window or 0, 2**31 - 1),
-                TYPES[kind],
-                TYPES[keys.dtype],
-                torch.get_num_threads(),
-                scaling,
-                softcap or 0.0,
-            )
-        )
-        if failed:
+        given = step_arguments(rows, heads, keys, kind)
+        given.query, given.new_keys, given.new_values = (t.data_ptr() for t in (asked, key, value))
+        given.out, given.keys, given.values = (t.data_ptr() for t in (out, keys, values))
+        given.slopes, given.sinks = (None if t is None else t.data_ptr() for t in of_heads)
+        _, given.query_head, given.query_token, _ = asked.stride()
+        _, given.new_key_head, given.new_key_token, _ = key.stride()
+        _, given.new_value_head, given.new_value_token, _ = value.stride()
+        given.window, given.scaling = min(how.window or 0, 2**31 - 1), how.scaling
+        given.softcap = how.softcap or 0.0
+        if self._attend(given):
             raise MemoryError("no memory for the attention kernel's working space")
         if rows.kept is not None:
             out = out[:, rows.kept]
         return out.to(query.dtype)
 
 
-def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor with its last dimension in one piece."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+def attention_candidate(
+    library: ctypes.CDLL, dtype: torch.dtype
+) -> Candidate[AttentionAsked, AttentionBody]:
+    """Return the CPU's attention, of queries of a dtype."""
+    trial = partial(attention_trial, dtype=dtype, device=torch.device("cpu"))
+    return Candidate(lambda _: KernelAttention(library), trial)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from fminfer.compute.attention.attention_plan import plan_attention
-from fminfer.compute.attention.paged_attention import AttentionKernel, PagedAttention
+from fminfer.compute.attention.paged_attention import AttentionBody, PagedAttention, PlainAttention
+from fminfer.compute.attention.scoring import Scoring
 from fminfer.compute.spec import Attention
 from fminfer.core.messages import StepRow
 from fminfer.machine.host_memory import use_small_pages
@@ -34,7 +33,7 @@ class KvCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        kernel: AttentionKernel | None,
+        kernel: AttentionBody | None,
     ) -> None:
         ((kept, kv_heads, head_dim),) = {how.cache_shape for how in layers}
         shape = (len(layers), kept, num_blocks, kv_heads, block_size, head_dim)
@@ -42,24 +41,9 @@ class KvCache:
         self._kv = torch.empty(shape, dtype=dtype, device=device)
         if device.type == "cpu":
             use_small_pages(self._kv.data_ptr(), self._kv.nbytes)
-        self.layers = [
-            PagedAttention(
-                num_blocks,
-                block_size,
-                kv_heads,
-                head_dim,
-                dtype=dtype,
-                device=device,
-                kernel=kernel,
-                kept_in=each,
-            )
-            for each in self._kv
-        ]
-        self._how = list(layers)
-        self.slopes = [_slopes_of(how, device) for how in layers]
-        self._kernel, self._block_size, self._kv_heads = kernel, block_size, kv_heads
-        self._device = device
-        self._kept: torch.Tensor | None = None
+        body = kernel or PlainAttention(kv_heads, device)
+        self.layers = [PagedAttention(each[0], each[-1], body) for each in self._kv]
+        self._block_size, self._device = block_size, device
 
     def plan(self, rows: list[StepRow], kept: torch.Tensor | None) -> None:
         """Prepare attention for the rows of a step.
@@ -67,16 +51,11 @@ class KvCache:
         Args:
             kept: (wanted,) int64, the tokens whose queries the last layer needs; None: all.
         """
-        plan: Any
-        if self._kernel is not None:
-            plan = self._kernel.plan(rows, self._block_size)
-        else:
-            plan = plan_attention(rows, self._block_size, self._kv_heads, self._device)
+        plan = self.layers[0].body.plan(rows, self._block_size)
         for layer in self.layers:
             layer.plan = plan
-        if kept is not None and self._kernel is not None:
+        if kept is not None:
             self.layers[-1].plan = plan.keep(kept)
-        self._kept = None if self._kernel is not None else kept
 
     def __call__(
         self,
@@ -84,31 +63,14 @@ class KvCache:
         query: torch.Tensor,  # (tokens, heads, head_dim)
         key: torch.Tensor,  # (tokens, KV heads, head_dim)
         value: torch.Tensor,
-        sinks: torch.Tensor | None = None,  # (heads,) float32
+        how: Scoring,
     ) -> torch.Tensor:  # (tokens, heads, head_dim); in the last layer only kept tokens
         """Store a step's new keys and values, then attend."""
-        how = self._how[layer]
-        out = self.layers[layer](
-            *(part.transpose(0, 1)[None] for part in (query, key, value)),
-            scaling=how.scaling,
-            sliding_window=how.window,
-            alibi_slopes=self.slopes[layer],
-            softcap=how.softcap,
-            sinks=sinks,
-        )[0]
-        if self._kept is not None and layer == len(self.layers) - 1:
-            return out[self._kept]  # plain torch computes all queries
-        return out
+        q, k, v = (part.transpose(0, 1)[None] for part in (query, key, value))
+        return self.layers[layer](q, k, v, how)[0]
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copy whole blocks, given as pairs (from, to)."""
         sources, targets = torch.tensor(copies, device=self._device).T
         for kv in self._kv:  # all layers at once would need their blocks twice
             kv[:, targets] = kv[:, sources]
-
-
-def _slopes_of(how: Attention, device: torch.device) -> torch.Tensor | None:
-    """Return the slopes of ALiBi, (heads,) float32, if attention adds the bias."""
-    if how.alibi is None or how.keeps_bias:
-        return None
-    return torch.tensor(how.alibi.slopes, device=device)

@@ -8,16 +8,17 @@ each) run together, over the flat list of their blocks, so that no row is padded
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 
-from fminfer.compute.attention.attention_plan import AttentionPlan, ChunkRow
+from fminfer.compute.attention.attention_plan import AttentionPlan, ChunkRow, plan_attention
 from fminfer.compute.attention.decode_attention import decode_attention
-from fminfer.compute.attention.weighed_values import weigh_values
+from fminfer.compute.attention.scoring import Scoring, weigh_values
 from fminfer.compute.soft_cap import soft_cap
 from fminfer.core.messages import StepRow
-from fminfer.machine.host_memory import use_small_pages
 
 MAX_SCORES = 1 << 24  # elements of one product's scores (64 MB in float32)
 
@@ -27,46 +28,31 @@ def chunk_attention(
     keys: torch.Tensor,  # (kv_heads, keys, head_dim); the last one is the last query's own
     values: torch.Tensor,
     position: int,
-    scaling: float,
-    sliding_window: int | None,
-    alibi_slopes: torch.Tensor | None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,  # (heads,) float32
+    how: Scoring,
 ) -> torch.Tensor:  # (queries, heads, head_dim)
     """Attend from consecutive tokens of one row, the first at `position`, to all before them."""
     heads, queries, head_dim = query.shape
     kv_heads, num_keys, _ = keys.shape
     tile = max(1, MAX_SCORES // (heads * num_keys))
     if queries > tile:  # a very long context: fewer queries at a time
-        halves = [slice(0, tile), slice(tile, queries)]
-        parts = [
-            chunk_attention(
-                query[:, half],
-                keys[:, : position + min(half.stop, queries)],
-                values[:, : position + min(half.stop, queries)],
-                position + half.start,
-                scaling,
-                sliding_window,
-                alibi_slopes,
-                softcap,
-                sinks,
-            )
-            for half in halves
-        ]
+        parts, first = [], 0
+        for part in torch.split(query, tile, 1):
+            seen = position + first + part.shape[1]
+            given = part, keys[:, :seen], values[:, :seen], position + first
+            parts.append(chunk_attention(*given, how))
+            first += part.shape[1]
         return torch.cat(parts)
-    grouped = (query * scaling).reshape(kv_heads, -1, head_dim)
+    grouped = (query * how.scaling).reshape(kv_heads, -1, head_dim)
     scores = (grouped @ keys.transpose(1, 2)).view(heads, queries, num_keys)
-    if softcap is not None:
-        scores = soft_cap(scores, softcap)
+    if how.softcap is not None:
+        scores = soft_cap(scores, how.softcap)
     distance = _distance(position, queries, num_keys, query.device)
-    if alibi_slopes is not None:
-        scores = scores - alibi_slopes[:, None, None] * distance
-    is_hidden = distance < 0
-    if sliding_window is not None:
-        is_hidden |= distance >= sliding_window
+    if how.slopes is not None:
+        scores = scores - how.slopes[:, None, None] * distance
+    is_hidden = how.hides(distance)
     scores = scores.masked_fill(is_hidden, float("-inf"))
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.to(scores)[:, None, None].expand(-1, queries, 1)], -1)
+    if how.sinks is not None:
+        scores = torch.cat([scores, how.sinks.to(scores)[:, None, None].expand(-1, queries, 1)], -1)
     weights = torch.softmax(scores, -1, dtype=torch.float32)[..., :num_keys].to(values.dtype)
     weights = weights.reshape(kv_heads, -1, num_keys)
     out = weigh_values(weights, values, is_hidden.repeat(heads // kv_heads, 1))
@@ -83,11 +69,47 @@ def _distance(
 QUERY_TILE = 128  # query tokens of one product; bounds the memory of the scores
 
 
-class AttentionKernel(Protocol):
-    """A compiled body of attention: the CPU's kernel_attention or the GPU's triton_attention."""
+class AttentionBody(Protocol):
+    """What attends over a layer's cache: plain torch, kernel_attention or triton_attention."""
 
     def plan(self, rows: Sequence[StepRow], block_size: int) -> Any:
-        """Lay out a step's rows, in packed order, as the kernel reads them."""
+        """Lay out a step's rows, in packed order, as the body reads them."""
+
+    def __call__(
+        self,
+        query: torch.Tensor,  # (1, heads, tokens, head_dim)
+        new_keys: torch.Tensor,  # (1, kv_heads, tokens, head_dim)
+        new_values: torch.Tensor,
+        keys: torch.Tensor,  # (pool, kv_heads, block_size, head_dim)
+        values: torch.Tensor,  # the very keys, where a layer keeps one of both
+        rows: Any,
+        how: Scoring,
+    ) -> torch.Tensor:  # (1, tokens, heads, head_dim), of the tokens that are kept
+        """Put the new keys and values into the cache, then attend; each row sees only itself.
+
+        They are rounded to the cache's type, and attended to as they are kept.
+
+        Args:
+            rows: what `plan` gave; its `keep` says whose outputs are wanted.
+
+        Raises:
+            MemoryError: there was none for the threads' working space.
+        """
+
+
+class PlainAttention:
+    """Attention in plain tensor operations, on any device: the reference.
+
+    Args:
+        kv_heads: of the cache.
+        device: where all tensors are.
+    """
+
+    def __init__(self, kv_heads: int, device: torch.device) -> None:
+        self._kv_heads, self._device = kv_heads, device
+
+    def plan(self, rows: Sequence[StepRow], block_size: int) -> AttentionPlan:
+        return plan_attention(rows, block_size, self._kv_heads, self._device)
 
     def __call__(
         self,
@@ -96,139 +118,34 @@ class AttentionKernel(Protocol):
         new_values: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        rows: Any,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        alibi_slopes: torch.Tensor | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None = None,
+        rows: AttentionPlan,
+        how: Scoring,
     ) -> torch.Tensor:
-        """Put the new keys and values into the cache, then attend: as PagedAttention."""
-
-
-class _Scoring(NamedTuple):
-    """What PagedAttention is told of scores, as chunk_attention and decode_attention take it."""
-
-    scaling: float
-    sliding_window: int | None
-    alibi_slopes: torch.Tensor | None
-    softcap: float | None
-    sinks: torch.Tensor | None
-
-
-class PagedAttention:
-    """One layer's keys and values in blocks, and the product over them.
-
-    Args:
-        num_blocks, block_size, num_kv_heads, head_dim: the shape of the cache.
-        dtype: of the cache. New keys and values are rounded to it, and read as their own type.
-        kernel: the compiled kernel; None: plain tensor operations.
-        kept_in: (2, …) where keys and values are kept, or (1, …), where values are the keys; None:
-            in memory of its own.
-    """
-
-    def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        kernel: AttentionKernel | None = None,
-        kept_in: torch.Tensor | None = None,
-    ) -> None:
-        shape = (2, num_blocks, num_kv_heads, block_size, head_dim)
-        if kept_in is None:
-            # Not zeroed, so that the system gives memory only as blocks come into use, page by
-            # page.
-            kept_in = torch.empty(shape, dtype=dtype, device=device)
-            if device.type == "cpu":
-                use_small_pages(kept_in.data_ptr(), kept_in.nbytes)
-        assert kept_in.shape[1:] == shape[1:], "a cache"
-        self.keys, self.values = kept_in[0], kept_in[-1]  # one of both: values are the keys
-        # The stage sets it before each step: what the kernel's `plan` gave if it is to attend.
-        self.plan: Any = None
-        self._kernel = kernel
-
-    def __call__(
-        self,
-        query: torch.Tensor,  # (1, heads, tokens, head_dim)
-        key: torch.Tensor,  # (1, kv_heads, tokens, head_dim)
-        value: torch.Tensor,
-        *,
-        scaling: float,
-        sliding_window: int | None = None,
-        alibi_slopes: torch.Tensor | None = None,  # (heads,) float32
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,  # (heads,) float32
-    ) -> torch.Tensor:  # (1, tokens, heads, head_dim)
-        """Store the new keys and values, then attend; each row sees only itself, causally.
-
-        Of KernelRows that keep some tokens, only theirs are returned.
-
-        A key is seen if 0 <= query position - key position < sliding_window (None: no limit).
-        Scores are bent into (-softcap, softcap) before ALiBi and mask (None: left as they are).
-        A sink is the score of one key more, which has no value (Xiao et al. 2024; gpt-oss).
-        """
-        plan = self.plan
-        assert plan is not None, "no step is planned"
-        if not isinstance(plan, AttentionPlan):
-            assert self._kernel is not None, "the step was planned for the kernel"
-            return self._kernel(
-                query,
-                key,
-                value,
-                self.keys,
-                self.values,
-                plan,
-                scaling=scaling,
-                sliding_window=sliding_window,
-                alibi_slopes=alibi_slopes,
-                softcap=softcap,
-                sinks=sinks,
-            )
-        how = _Scoring(scaling, sliding_window, alibi_slopes, softcap, sinks)
-        self._store(plan, key, value)
+        new, caches = (new_keys[0], new_values[0]), (keys, values)
+        for cache, each in zip(caches, new, strict=True):
+            stored = each.transpose(0, 1).reshape(-1, each.shape[-1]).to(cache.dtype)
+            cache.view(-1, each.shape[-1]).index_copy_(0, rows.slots, stored)
         out = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
-        for chunk in plan.chunks:
-            keys, values = self._gather(chunk, key, value)
-            _attend_chunk(chunk, query[0], keys, values, out[0], how)
-        if plan.decode is not None:
-            first = plan.decode.first
-            rows = query[0, :, first:].transpose(0, 1)
-            out[0, first:] = decode_attention(rows, self.keys, self.values, plan.decode, *how)
-        return out
+        for chunk in rows.chunks:
+            all_keys, all_values = map(partial(_gather, chunk), new, caches)
+            _attend_chunk(chunk, query[0], all_keys, all_values, out[0], how)
+        if rows.decode is not None:
+            first = rows.decode.first
+            asked = query[0, :, first:].transpose(0, 1)
+            out[0, first:] = decode_attention(asked, keys, values, rows.decode, how)
+        return out if rows.kept is None else out[:, rows.kept]
 
-    def _store(self, plan: AttentionPlan, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Put the step's keys and values into the cache."""
-        for cache, new in ((self.keys, key), (self.values, value)):
-            rows = new[0].transpose(0, 1).reshape(-1, new.shape[-1]).to(cache.dtype)
-            cache.view(-1, new.shape[-1]).index_copy_(0, plan.slots, rows)
 
-    def _gather(
-        self, chunk: ChunkRow, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the row's keys and values up to the chunk's end, (kv_heads, keys, head_dim).
+def _gather(chunk: ChunkRow, new: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+    """Return a row's keys or values up to the chunk's end, (kv_heads, keys, head_dim).
 
-        They are of the type of new ones, and rounded as they are kept.
-        """
-        if chunk.position == 0:  # they are all at hand
-            kind = self.keys.dtype
-            new = (each[0, :, chunk.first : chunk.last] for each in (key, value))
-            keys, values = (each.to(kind).to(key.dtype) for each in new)
-            return keys, values
-        num_keys = chunk.position + chunk.last - chunk.first
-        keys, values = (
-            cache.index_select(0, chunk.blocks)
-            .transpose(0, 1)
-            .flatten(1, 2)[:, :num_keys]
-            .to(key.dtype)
-            for cache in (self.keys, self.values)
-        )
-        return keys, values
+    They are of the type of new ones, and rounded as they are kept.
+    """
+    if chunk.position == 0:  # they are all at hand
+        return new[:, chunk.first : chunk.last].to(cache.dtype).to(new.dtype)
+    num_keys = chunk.position + chunk.last - chunk.first
+    kept = cache.index_select(0, chunk.blocks).transpose(0, 1).flatten(1, 2)[:, :num_keys]
+    return kept.to(new.dtype)
 
 
 def _attend_chunk(
@@ -237,7 +154,7 @@ def _attend_chunk(
     keys: torch.Tensor,  # (kv_heads, keys, head_dim), of the row
     values: torch.Tensor,
     out: torch.Tensor,  # (tokens, heads, head_dim), of the step
-    how: _Scoring,
+    how: Scoring,
 ) -> None:
     """Attend from a chunk's tokens, some at a time."""
     for start in range(chunk.first, chunk.last, QUERY_TILE):
@@ -245,5 +162,25 @@ def _attend_chunk(
         position = chunk.position + start - chunk.first
         seen = position + end - start
         out[start:end] = chunk_attention(
-            query[:, start:end], keys[:, :seen], values[:, :seen], position, *how
+            query[:, start:end], keys[:, :seen], values[:, :seen], position, how
         )
+
+
+@dataclass(slots=True)
+class PagedAttention:
+    """One layer's keys and values in blocks, and attention over them.
+
+    New keys and values are rounded to the cache's type, and read as their own type.
+    """
+
+    keys: torch.Tensor  # (blocks, kv_heads, block_size, head_dim)
+    values: torch.Tensor  # the same; or the very keys, where one of both is kept
+    body: AttentionBody
+    plan: Any = None  # what the body's `plan` gave, set before each step
+
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: Scoring
+    ) -> torch.Tensor:
+        """Store the new keys and values, then attend, as `AttentionBody`."""
+        assert self.plan is not None, "no step is planned"
+        return self.body(query, key, value, self.keys, self.values, self.plan, how)

@@ -1,6 +1,6 @@
-"""Finds runs of blocks that several rows have in common, so that attention reads them once.
+"""Bookkeeping on block tables, without tensors: where keys go, and which blocks rows share.
 
-Pure bookkeeping on block tables; it knows no tensor.
+Attention reads runs of blocks that several rows have in common once.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from fminfer.core.messages import StepRow
 
 MIN_ROWS = 4  # fewer rows gain too little from one product
 
@@ -53,3 +55,12 @@ def _common_end(tables: Sequence[list[int]], rows: list[int], start: int) -> int
         if tables[row][start:end] != first[start:end]:
             end = next(i for i in range(start, end) if tables[row][i] != first[i])
     return end
+
+
+def token_slots(rows: Sequence[StepRow], block_size: int) -> list[int]:
+    """Return where each token's key goes: block * block_size + place."""
+    return [
+        row.block_table[position // block_size] * block_size + position % block_size
+        for row in rows
+        for position in range(row.position, row.position + len(row.token_ids))
+    ]

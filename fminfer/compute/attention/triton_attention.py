@@ -12,7 +12,8 @@ from itertools import chain
 import numpy as np
 import torch
 
-from fminfer.compute.attention.kernel_attention import token_slots
+from fminfer.compute.attention.scoring import Scoring, with_rows
+from fminfer.compute.attention.shared_runs import token_slots
 from fminfer.compute.kernels.triton_kernels import attend_kernel, store_kernel
 from fminfer.core.messages import StepRow
 
@@ -115,22 +116,17 @@ class TritonAttention:
 
     def __call__(
         self,
-        query: torch.Tensor,  # (1, heads, tokens, head_dim)
-        new_keys: torch.Tensor,  # (1, kv_heads, tokens, head_dim)
+        query: torch.Tensor,
+        new_keys: torch.Tensor,
         new_values: torch.Tensor,
-        keys: torch.Tensor,  # (pool, kv_heads, block_size, head_dim)
+        keys: torch.Tensor,
         values: torch.Tensor,
         rows: TileRows,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        alibi_slopes: torch.Tensor | None,  # (heads,) float32
-        softcap: float | None,
-        sinks: torch.Tensor | None = None,  # (heads,) float32
-    ) -> torch.Tensor:  # (1, tokens, heads, head_dim), of the tokens that are kept
-        """Put the new keys and values into the cache, then attend from the tokens of a step."""
-        asked = _with_rows(query[0])
-        key, value = (_with_rows(new[0].to(keys.dtype)) for new in (new_keys, new_values))
+        how: Scoring,
+    ) -> torch.Tensor:
+        """Attend as `AttentionBody` says."""
+        asked = with_rows(query[0])
+        key, value = (with_rows(new[0].to(keys.dtype)) for new in (new_keys, new_values))
         heads, tokens, head_dim = asked.shape
         _, kv_heads, block_size, _ = keys.shape
         # The kernels trust what they are given.
@@ -140,7 +136,7 @@ class TritonAttention:
         out = torch.empty((1, tokens, heads, head_dim), dtype=query.dtype, device=keys.device)
         slopes, of_sinks = (
             self._no_slopes if each is None else each.float().contiguous()
-            for each in (alibi_slopes, sinks)
+            for each in (how.slopes, how.sinks)
         )
         shape = self.shape(block_size)
         # Triton launches on the current device of the thread.
@@ -159,11 +155,11 @@ class TritonAttention:
                     attend_kernel[(len(tiles), kv_heads)](
                         *(asked, out, keys, values, tiles, rows.blocks, slopes, of_sinks),
                         *asked.stride()[:2],
-                        min(sliding_window or NO_WINDOW, NO_WINDOW),
-                        scaling,
-                        softcap or 1.0,
-                        HAS_CAP=softcap is not None,
-                        HAS_SINKS=sinks is not None,
+                        min(how.window or NO_WINDOW, NO_WINDOW),
+                        how.scaling,
+                        how.softcap or 1.0,
+                        HAS_CAP=how.softcap is not None,
+                        HAS_SINKS=how.sinks is not None,
                         **shape,
                         **self.tile(queries),
                         num_warps=self.warps(queries),
@@ -185,8 +181,3 @@ def _shared_bytes(device: torch.device) -> int:
     facts = torch.cuda.get_device_properties(device)
     found: int = getattr(facts, "shared_memory_per_block_optin", 0)
     return found
-
-
-def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor with its last dimension in one piece."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

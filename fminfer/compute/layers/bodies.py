@@ -1,72 +1,24 @@
-"""Bodies of norms, rotary positions and activations.
-
-`Parts` makes them in plain torch, for every spec. `KernelParts` makes compiled ones for the specs
-that these serve, on the CPU or on a GPU, and plain ones for the rest.
-"""
+"""Bodies of norms, rotary positions and activations: compiled for what kernels serve, or plain."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from fminfer.compute.layers import plain
-from fminfer.compute.layers.layer_kernels import GELU_TANH, RELU, SILU
+from fminfer.compute.layers.layer_kernels import GELU_TANH, RELU, SILU, LayerKernels
+from fminfer.compute.layers.plain import Function
 from fminfer.compute.spec import Norm, Rope
+from fminfer.compute.trial import Candidate, Limits, Pair, Trial
 
-Function = Callable[[torch.Tensor], torch.Tensor]
+PART_ERRORS: Limits = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 0.016}
 TANH_GELUS = frozenset({"gelu_new", "gelu_fast", "gelu_pytorch_tanh"})
 GATES = {"silu": SILU, "swish": SILU} | dict.fromkeys(TANH_GELUS, GELU_TANH)
 PLAIN = {"relu": RELU} | dict.fromkeys(TANH_GELUS, GELU_TANH)  # of the C++ kernels, ungated
-
-
-class NormBody:
-    """A norm with its weights, on (…, width)."""
-
-    def __init__(self, how: Norm, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:
-        self._how, self._weight, self._bias = how, weight, bias
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return plain.norm(x, self._how, self._weight, self._bias)
-
-    def of_sum(
-        self, x: torch.Tensor, more: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return x + more, both (tokens, width), and the norm of that sum."""
-        if more is not None:
-            x = x + more
-        return x, self(x)
-
-
-class RotateBody:
-    """Rotary positions, on (tokens, heads, head_dim)."""
-
-    def __init__(self, how: Rope) -> None:
-        self._how = how
-
-    def turns(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Look up the cosines and sines of a step's tokens in a `plain.rotary_table`."""
-        return table[:, positions]
-
-    def __call__(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-        return plain.rotate(x, self._how, turns)
-
-
-class Parts:
-    """Makes the bodies of plain torch."""
-
-    def norm(self, how: Norm, weight: torch.Tensor | None, bias: torch.Tensor | None) -> NormBody:
-        return NormBody(how, weight, bias)
-
-    def rotate(self, how: Rope) -> RotateBody:
-        return RotateBody(how)
-
-    def gate(self, activation: str) -> Function:
-        return lambda both: plain.gate(both, activation)
-
-    def activation(self, name: str) -> Function:
-        return plain.ACTIVATIONS[name]
 
 
 class PartKernels(Protocol):
@@ -74,8 +26,6 @@ class PartKernels(Protocol):
 
     Each passes over memory once, computes in float32 and rounds once.
     """
-
-    types: frozenset[torch.dtype]
 
     def can_norm(
         self, how: Norm, weight: torch.Tensor | None, bias: torch.Tensor | None
@@ -101,69 +51,100 @@ class PartKernels(Protocol):
     def gelu(self, x: torch.Tensor) -> torch.Tensor: ...
 
 
-class KernelParts(Parts):
-    """Makes compiled bodies where there are some, and those of plain torch elsewhere.
+class NormBody:
+    """A norm with its weights, on (…, width)."""
 
-    Args:
-        dtype: of the weights and hidden states, one of the kernels' types.
-    """
-
-    def __init__(self, kernels: PartKernels, dtype: torch.dtype) -> None:
-        assert dtype in kernels.types, "a dtype of the kernels"
-        self._kernels = kernels
-
-    def norm(self, how: Norm, weight: torch.Tensor | None, bias: torch.Tensor | None) -> NormBody:
-        if self._kernels.can_norm(how, weight, bias):
-            assert weight is not None, "a norm that a kernel computes"
-            return _KernelNorm(how, weight, bias, self._kernels)
-        return super().norm(how, weight, bias)
-
-    def rotate(self, how: Rope) -> RotateBody:
-        return super().rotate(how) if how.is_interleaved else _KernelRotate(how, self._kernels)
-
-    def gate(self, activation: str) -> Function:
-        if activation in GATES:
-            return lambda both: self._kernels.gate(both, GATES[activation])
-        return super().gate(activation)
-
-    def activation(self, name: str) -> Function:
-        return self._kernels.gelu if name in TANH_GELUS else super().activation(name)
-
-
-class _KernelNorm(NormBody):
     def __init__(
-        self, how: Norm, weight: torch.Tensor, bias: torch.Tensor | None, kernels: PartKernels
+        self,
+        how: Norm,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        kernels: PartKernels | None,
     ) -> None:
-        weight = weight.contiguous()
-        super().__init__(how, weight, bias)
-        self._kernels, self._with = kernels, (how, weight, bias)
+        self._add_and_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
+        if kernels is None or weight is None or not kernels.can_norm(how, weight, bias):
+            self._norm: Function = lambda x: plain.norm(x, how, weight, bias)
+            return
+        own = weight.contiguous()
+        self._norm = lambda x: kernels.norm(x, how, own, bias)
+        self._add_and_norm = lambda x, more: kernels.add_and_norm(x, more, how, own, bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._kernels.norm(x, *self._with)
+        return self._norm(x)
 
     def of_sum(
         self, x: torch.Tensor, more: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return x + more, both (tokens, width), and the norm of that sum."""
         if more is None:
             return x, self(x)
-        return self._kernels.add_and_norm(x, more, *self._with)
+        if self._add_and_norm is not None:
+            return self._add_and_norm(x, more)
+        x = x + more
+        return x, self(x)
 
 
-class _KernelRotate(RotateBody):
-    def __init__(self, how: Rope, kernels: PartKernels) -> None:
-        super().__init__(how)
-        self._kernels = kernels
+class RotateBody:
+    """Rotary positions, on (tokens, heads, head_dim)."""
+
+    def __init__(self, how: Rope, kernels: PartKernels | None) -> None:
+        self._how, self._kernels = how, None if how.is_interleaved else kernels
 
     def turns(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return table[:, positions].repeat(1, 1, 2)  # the same for both halves of a head
+        """Look up the cosines and sines of a step's tokens in a `plain.rotary_table`."""
+        found = table[:, positions]
+        return found if self._kernels is None else found.repeat(1, 1, 2)  # for both halves
 
     def __call__(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        if self._kernels is None:
+            return plain.rotate(x, self._how, turns)
         return self._kernels.rotate(x, *turns)
 
 
-def part_pairs(
-    kernels: PartKernels, dtype: torch.dtype, device: torch.device
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+class Parts:
+    """Makes norms, rotary positions and activations.
+
+    Args:
+        kernels: compute those that they serve; None: all are plain torch.
+    """
+
+    def __init__(self, kernels: PartKernels | None = None) -> None:
+        self.kernels = kernels
+
+    def norm(self, how: Norm, weight: torch.Tensor | None, bias: torch.Tensor | None) -> NormBody:
+        return NormBody(how, weight, bias, self.kernels)
+
+    def rotate(self, how: Rope) -> RotateBody:
+        return RotateBody(how, self.kernels)
+
+    def gate(self, activation: str) -> Function:
+        if self.kernels is None or activation not in GATES:
+            return lambda both: plain.gate(both, activation)
+        kernel, number = self.kernels.gate, GATES[activation]
+        return lambda both: kernel(both, number)
+
+    def activation(self, name: str) -> Function:
+        if self.kernels is None or name not in TANH_GELUS:
+            return plain.ACTIVATIONS[name]
+        return self.kernels.gelu
+
+
+def parts_trial(dtype: torch.dtype, device: torch.device) -> Trial[PartKernels]:
+    """Return how the parts are tried."""
+    pairs = partial(part_pairs, dtype=dtype, device=device)
+    return Trial("norms and activations", pairs, PART_ERRORS[dtype])
+
+
+def parts_candidate(library: ctypes.CDLL, dtype: torch.dtype) -> Candidate[None, PartKernels]:
+    """Return the CPU's parts, of hidden states of a dtype."""
+    return Candidate(
+        lambda _: LayerKernels(library),
+        lambda _: parts_trial(dtype, LayerKernels.device),
+        lambda _: dtype in LayerKernels.types,
+    )
+
+
+def part_pairs(kernels: PartKernels, dtype: torch.dtype, device: torch.device) -> Iterator[Pair]:
     """Compute small tensors with compiled parts, and with those of plain torch."""
     generator = torch.Generator().manual_seed(0)
     x, other = (torch.randn(5, 3, 80, generator=generator).to(device, dtype) for _ in "xy")

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from fminfer.compute.linear.product_kernel import TYPES
+from fminfer.compute.layers.bodies import GATES, PLAIN
+from fminfer.compute.layers.experts import Mix, Mixture
+from fminfer.compute.linear.product_kernel import TYPES, ProductKernel, kernel_takes
+from fminfer.compute.spec import Moe
+from fminfer.compute.trial import Candidate
 from fminfer.compute.workspace import Workspace
 
 
@@ -110,3 +115,32 @@ class PackedExperts:
             self.kernel.workspace.drop()  # for the halves of the step
             raise MemoryError("no memory for the experts' working space")
         return out
+
+
+def serves(how: Moe) -> bool:
+    """Tell whether the kernel computes such experts: no bias, an activation that it has."""
+    expert = how.expert
+    is_plain = not expert.has_bias and expert.limit is None
+    return is_plain and expert.activation in (GATES if expert.is_gated else PLAIN)
+
+
+def expert_candidate(library: ctypes.CDLL, dtype: torch.dtype) -> Candidate[Mixture, Mix]:
+    """Return the kernel's mixtures, of hidden states of a dtype."""
+    kernel = ExpertKernel(library)
+
+    def serves_all(asked: Mixture) -> bool:
+        weights = (asked.up, asked.down)
+        is_best = all(kernel_takes(each.format, dtype) for each in weights)
+        return (
+            is_best
+            and serves(asked.how)
+            and all(ProductKernel.can_pack(each.tensors[0][0]) for each in weights)
+        )
+
+    def make(asked: Mixture) -> Mix:
+        expert = asked.how.expert
+        activation = (GATES if expert.is_gated else PLAIN)[expert.activation]
+        up, down = asked.up.tensors[0], asked.down.tensors[0]
+        return kernel.pack(up, down, is_gated=expert.is_gated, activation=activation)
+
+    return Candidate(make, partial(Mixture.trial, dtype=dtype), serves_all)

@@ -19,8 +19,6 @@ COLUMNS = 1024  # of a gate's rows that one program computes
 class TritonLayers:
     """The kernels as functions of tensors; `layer_kernels.LayerKernels` says what each gives."""
 
-    types = frozenset({torch.float32, torch.bfloat16, torch.float16})
-
     def __init__(self, device: torch.device) -> None:
         self.device = device
 

@@ -6,14 +6,20 @@ It knows nothing of layers.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from fminfer.compute.layers.plain import Function
+from fminfer.compute.linear.products import Linear, product_pairs
+from fminfer.compute.trial import Candidate, Pair, Trial
+from fminfer.compute.weights import Dense, Format, dense
 from fminfer.machine.processor import has_unit
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
+TRIED_OUTPUTS, UNROUNDED_ERROR = 150, 1e-4  # the error is a part of the largest result
 
 
 class ProductCall(ctypes.Structure):
@@ -92,22 +98,12 @@ class ProductKernel:
         library.fminfer_panel.restype = number
         self._panel: int = library.fminfer_panel()
 
-    def is_best_for(self, weight: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
-        """Tell whether it is faster than other products of such a weight, (outputs, inputs).
-
-        Of bfloat16 with rows of bfloat16 oneDNN's are, where the processor has tiles (AMX).
-
-        Args:
-            dtype: of the rows; None: as the weight's.
-        """
-        is_bfloat16 = torch.bfloat16 == weight.dtype == (dtype or weight.dtype)
-        return self.can_pack(weight) and not (is_bfloat16 and has_unit("amx_bf16"))
-
-    def can_pack(self, weight: torch.Tensor) -> bool:
+    @staticmethod
+    def can_pack(weight: torch.Tensor) -> bool:
         """Tell whether it can multiply with such a weight at all: of whole units of 32 bits."""
         if not weight.is_cpu or weight.numel() == 0 or weight.dtype not in TYPES:
             return False
-        return weight.shape[1] * weight.itemsize % 4 == 0
+        return weight.shape[-1] * weight.itemsize % 4 == 0
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedProduct:
         """Return the product x·Wᵀ + b for x of (…, inputs).
@@ -129,3 +125,59 @@ class ProductKernel:
             biases = torch.zeros(num_packed, dtype=torch.float32, device="cpu")
             biases[:outputs] = bias.detach()
         return PackedProduct(packed, biases, inputs, outputs, self._multiply, self._panel)
+
+
+def kernel_takes(held: Format, dtype: torch.dtype) -> bool:
+    """Tell whether it is faster than other products of a format, for rows of a dtype.
+
+    Of bfloat16 with rows of bfloat16 oneDNN's are, where the processor has tiles (AMX).
+    """
+    if not isinstance(held, Dense) or held.dtype not in TYPES:
+        return False
+    is_bfloat16 = held.dtype == dtype == torch.bfloat16
+    return dtype in (torch.float32, held.dtype) and not (is_bfloat16 and has_unit("amx_bf16"))
+
+
+def product_candidate(library: ctypes.CDLL, dtype: torch.dtype) -> Candidate[Linear, Function]:
+    """Return the kernel's products, for rows of a dtype."""
+    kernel = ProductKernel(library)
+
+    def serves(asked: Linear) -> bool:
+        return kernel_takes(asked.weight.format, dtype) and kernel.can_pack(asked.tensor)
+
+    def make(asked: Linear) -> Function:
+        return kernel.pack(asked.tensor, asked.bias)
+
+    return Candidate(make, partial(Linear.trial, dtype=dtype), serves)
+
+
+def head_takes(held: Format) -> bool:
+    """Tell whether the kernel's sums may stay float32 for weights of a format, as a head's do."""
+    return isinstance(held, Dense) and held.dtype in TYPES
+
+
+def head_candidate(library: ctypes.CDLL, dtype: torch.dtype) -> Candidate[Linear, PackedProduct]:
+    """Return the kernel's products whose sums stay float32, for rows of a dtype.
+
+    The trial is of the weight's first outputs.
+    """
+    kernel = ProductKernel(library)
+
+    def serves(asked: Linear) -> bool:
+        return head_takes(asked.weight.format) and kernel.can_pack(asked.tensor)
+
+    def make(asked: Linear) -> PackedProduct:
+        return kernel.pack(asked.tensor, asked.bias)
+
+    def trial(asked: Linear) -> Trial[PackedProduct]:
+        bias = None if asked.bias is None else asked.bias[:TRIED_OUTPUTS]
+        some = Linear(dense(asked.tensor[:TRIED_OUTPUTS], "head"), bias)
+
+        def pairs(_: PackedProduct) -> Iterator[Pair]:
+            product = make(some)
+            yield product.rows(torch.arange(product.outputs)), some.tensor
+            yield from product_pairs(product.unrounded, some, dtype, torch.float32)
+
+        return Trial("products in float32", pairs, UNROUNDED_ERROR, asked.weight.format.name)
+
+    return Candidate(make, trial, serves)

@@ -8,7 +8,10 @@ from collections.abc import Iterator
 import torch
 
 from fminfer.compute.sampling.sampler import Drawer, Ranker, Ranking, SamplingTensors, draw, rank
-from fminfer.compute.trial import Pair
+from fminfer.compute.trial import Candidate, Pair, Trial
+
+TOKEN_ERROR = 1e-9  # none: the ids must be the same
+RANK_ERROR = 1e-5  # of logits and normalizers; ids are whole numbers up to 3,000
 
 
 class DrawKernel:
@@ -91,6 +94,18 @@ class ScoreKernel:
             torch.get_num_threads(),
         )
         return Ranking(normalizer, best, best_ids, best_ids[:, 0])
+
+
+def draw_candidate(library: ctypes.CDLL) -> Candidate[None, Drawer]:
+    """Return the kernel's draws."""
+    trial: Trial[Drawer] = Trial("draws", draw_pairs, TOKEN_ERROR)
+    return Candidate(lambda _: DrawKernel(library), lambda _: trial)
+
+
+def rank_candidate(library: ctypes.CDLL) -> Candidate[None, Ranker]:
+    """Return the kernel's ranking."""
+    trial: Trial[Ranker] = Trial("scores", rank_pairs, RANK_ERROR)
+    return Candidate(lambda _: ScoreKernel(library), lambda _: trial)
 
 
 VOCAB = 3000

@@ -13,6 +13,7 @@ import triton
 
 from fminfer.compute.kernels.triton_kernels import race_kernel
 from fminfer.compute.sampling.sampler import Racer, race
+from fminfer.compute.trial import Pair
 
 TOKENS = 2048  # that one program looks at
 
@@ -32,7 +33,7 @@ def triton_race(scaled: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     return winners.gather(-1, scores.argmax(-1, keepdim=True))[:, 0]
 
 
-def race_pairs(racer: Racer, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def race_pairs(racer: Racer, device: torch.device) -> Iterator[Pair]:
     """Let some rows race on a device, and in plain torch on the CPU."""
     generator = torch.Generator().manual_seed(0)
     scaled = -3 * torch.rand((8, 5000), generator=generator)

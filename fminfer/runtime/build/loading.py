@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import socket
@@ -12,28 +11,16 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from fminfer.compute.attention.paged_attention import AttentionKernel
-from fminfer.compute.kernel_choice import (
-    find_attention,
-    find_drawer,
-    find_layers,
-    find_library,
-    find_ranker,
-)
-from fminfer.compute.layers.bodies import KernelParts, PartKernels, Parts
-from fminfer.compute.layers.expert_kernel import ExpertKernel
-from fminfer.compute.layers.experts import KernelExperts
-from fminfer.compute.linear.product_kernel import ProductKernel
-from fminfer.compute.linear.products import PackedProducts, Products
+from fminfer.compute.attention.paged_attention import AttentionBody
+from fminfer.compute.registry import keeps_bfloat16, open_registry
 from fminfer.compute.sampling.sampler import Drawer, Ranker
-from fminfer.core.config import EngineConfig, Kernels
+from fminfer.core.config import EngineConfig
 from fminfer.core.errors import PipelineError
 from fminfer.core.partition import Part
 from fminfer.core.version import __version__
 from fminfer.machine.device import (
     choose_dtype,
     choose_kv_dtype,
-    is_fast_in_bfloat16,
     memory_name,
     own_device,
     use_device,
@@ -43,7 +30,7 @@ from fminfer.machine.threads import ThreadCount
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.fingerprint import digest_files, name_differences
 from fminfer.models.layer_bodies import Bodies
-from fminfer.models.layer_source import LayerSource, open_weights
+from fminfer.models.layer_source import open_weights
 from fminfer.models.transformer import Transformer
 from fminfer.models.whole_layers import WholeLayers
 from fminfer.pipeline.group import Group
@@ -133,8 +120,7 @@ class LoadedPart:
     kv_dtype: torch.dtype  # of the KV cache
     device: torch.device
     form: HiddenForm
-    library: ctypes.CDLL | None  # the CPU's kernels
-    attention: AttentionKernel | None  # None: plain torch
+    attention: AttentionBody | None  # None: plain torch
     drawer: Drawer
     ranker: Ranker
     why_plain: str  # why a kernel that was to be used is not
@@ -187,19 +173,23 @@ def load_part(
         agree(group, config, checkpoint, dtype, kv_dtype, parts)
         compare_weights(group, digests)
         hidden_group = connect_gpus(group, device)
-    library = find_library(config.kernels, device)
+    registry = open_registry(config.kernels, dtype, device)
     source = open_weights(
         checkpoint,
         part,
         dtype=dtype,
         device=device,
         seed=config.seed,
-        keeps_bfloat16=dtype == torch.float32 and library is not None,
+        keeps_bfloat16=keeps_bfloat16(dtype, has_library=registry.library is not None),
         on_progress=on_progress,
     )
-    network, attention, (drawer, ranker), why_plain = _build_network(
-        config, checkpoint, part, source, library, dtype, device
-    )
+    model = checkpoint.model
+    attention = registry.attention(model.layers[0].attention, config.block_size, kv_dtype)
+    bodies = Bodies(registry, max(4, checkpoint.context_length))  # a trial has 4 positions
+    drawer, ranker = registry.drawer(), registry.ranker()
+    join = WholeLayers(registry).join
+    network = Transformer(model, source, first=part.first, bodies=bodies, join=join)
+    why_plain = registry.why_plain
     form = HiddenForm(checkpoint.config.hidden_size, dtype, device, hidden_group)
     why_slower = "; ".join(filter(None, (why_plain, why_slow(dtype, device))))
     if group is not None:
@@ -214,7 +204,6 @@ def load_part(
         kv_dtype,
         device,
         form,
-        library,
         attention,
         drawer,
         ranker,
@@ -223,61 +212,3 @@ def load_part(
         threads,
         digests,
     )
-
-
-def _build_network(
-    config: EngineConfig,
-    checkpoint: Checkpoint,
-    part: Part,
-    source: LayerSource,
-    library: ctypes.CDLL | None,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> tuple[Transformer, AttentionKernel | None, tuple[Drawer, Ranker], str]:
-    """Choose bodies, build a part of them, and say why kernels are not used."""
-    layers, no_layers = find_layers(config.kernels, library, dtype=dtype, device=device)
-    drawer, no_drawer = find_drawer(config.kernels, library, device)
-    ranker, no_ranker = find_ranker(config.kernels, library)
-    bodies, whole = _find_bodies(config.kernels, checkpoint, library, layers, dtype, device)
-    join = None if whole is None else whole.join
-    network = Transformer(checkpoint.model, source, first=part.first, bodies=bodies, join=join)
-    attention, no_attention = find_attention(
-        config.kernels,
-        library,
-        checkpoint.model,
-        config.block_size,
-        dtype=dtype,
-        kv_dtype=choose_kv_dtype(config.kv_dtype, dtype),
-        device=device,
-    )
-    reasons = [no_attention, no_layers, no_drawer, no_ranker, bodies.products.why_plain]
-    reasons += [each.why_plain for each in (bodies.experts, whole) if each is not None]
-    why_plain = "; ".join(filter(None, reasons))
-    return network, attention, (drawer, ranker), why_plain
-
-
-def _find_bodies(
-    asked: Kernels,
-    checkpoint: Checkpoint,
-    library: ctypes.CDLL | None,
-    layers: PartKernels | None,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> tuple[Bodies, WholeLayers | None]:
-    """Choose what computes the parts of layers, and what joins them."""
-    products = Products()
-    if device.type == "cpu":
-        kernel = None if library is None else ProductKernel(library)
-        is_fast = is_fast_in_bfloat16(device)
-        products = PackedProducts(
-            is_fast_in_bfloat16=is_fast, kernel=kernel, asked=asked, dtype=dtype
-        )
-    parts = Parts()
-    if layers is not None:
-        parts = KernelParts(layers, dtype)
-    bodies = Bodies(parts, products, max(4, checkpoint.context_length))  # a trial has 4 positions
-    if library is not None and isinstance(parts, KernelParts):
-        kernels = ExpertKernel(library), ProductKernel(library)
-        bodies.experts = KernelExperts(*kernels, dtype, asked)
-        return bodies, WholeLayers(library, dtype, asked)
-    return bodies, None

@@ -1,0 +1,61 @@
+"""What attention makes of scores, and the product of its weights and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fminfer.compute.spec import Attention
+
+
+@dataclass(slots=True, frozen=True)
+class Scoring:
+    """What a layer makes of its scores: the same at each step, and made once for each layer.
+
+    A key is seen if 0 <= query position - key position < window (None: no limit). Scores are bent
+    into (-softcap, softcap) before ALiBi and mask (None: left as they are). A sink is the score of
+    one key more, which has no value (Xiao et al. 2024; gpt-oss).
+    """
+
+    scaling: float
+    window: int | None = None
+    slopes: torch.Tensor | None = None  # (heads,) float32, of ALiBi
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None  # (heads,) float32
+
+    def hides(self, distance: torch.Tensor) -> torch.Tensor:
+        """Tell which keys a query must not see, by query position - key position."""
+        is_hidden = distance < 0
+        return is_hidden if self.window is None else is_hidden | (distance >= self.window)
+
+
+def scoring_of(how: Attention, device: torch.device, sinks: torch.Tensor | None = None) -> Scoring:
+    """Return it as a spec says; a bias that keys have themselves is not added."""
+    slopes = None
+    if how.alibi is not None and not how.keeps_bias:
+        slopes = torch.tensor(how.alibi.slopes, device=device)
+    return Scoring(how.scaling, how.window, slopes, how.softcap, sinks)
+
+
+def weigh_values(
+    weights: torch.Tensor,  # (kv_heads, queries, keys), 0 where hidden
+    values: torch.Tensor,  # (kv_heads, keys, head_dim)
+    is_hidden: torch.Tensor,  # (queries, keys) bool
+) -> torch.Tensor:  # (kv_heads, queries, head_dim)
+    """Return weights @ values, with nan where a query sees a value that is nan or infinite.
+
+    A hidden value has the weight 0. But 0 times a nan or an infinity is nan, and so a later token,
+    or one that a window has left behind, would reach those that must not see it.
+    """
+    is_odd = ~values.isfinite()
+    if not is_odd.any():
+        return weights @ values
+    reaches = (~is_hidden).to(weights.dtype) @ is_odd.to(weights.dtype) > 0
+    out = weights @ values.masked_fill(is_odd, 0.0)
+    return out.masked_fill(reaches, float("nan"))
+
+
+def with_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor with its last dimension in one piece."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

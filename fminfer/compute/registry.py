@@ -1,0 +1,282 @@
+"""Chooses what computes each part of a model as it loads: a kernel, or plain torch.
+
+Each kind of part has candidates in order of preference. The first that serves what is asked is
+tried beside plain torch, once for all that are like it; if it fails, the next is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Hashable, Iterable, Iterator
+from functools import cached_property, partial
+from typing import Literal
+
+import torch
+
+from fminfer.compute.attention.attention_trial import AttentionAsked, attention_trial
+from fminfer.compute.attention.kernel_attention import attention_candidate
+from fminfer.compute.attention.paged_attention import AttentionBody
+from fminfer.compute.kernels.kernel_build import KernelBuild, may_have_library, start_build
+from fminfer.compute.layers.bodies import PartKernels, Parts, parts_candidate, parts_trial
+from fminfer.compute.layers.expert_kernel import expert_candidate
+from fminfer.compute.layers.experts import Mix, Mixture
+from fminfer.compute.layers.plain import Function
+from fminfer.compute.linear.packed_linear import library_products, mkl_takes, onednn_takes
+from fminfer.compute.linear.product_kernel import (
+    PackedProduct,
+    head_candidate,
+    kernel_takes,
+    product_candidate,
+)
+from fminfer.compute.linear.products import Linear
+from fminfer.compute.sampling.draw_kernel import TOKEN_ERROR, draw_candidate, rank_candidate
+from fminfer.compute.sampling.sampler import Drawer, Ranker, draw, rank
+from fminfer.compute.spec import Attention, Moe
+from fminfer.compute.trial import Asked, Body, Candidate, Pair, Trial, compare, reason_of
+from fminfer.compute.weights import Format, Weight
+from fminfer.core.config import Kernels
+from fminfer.core.errors import UsageError
+from fminfer.machine.device import is_fast_in_bfloat16, start_openmp_threads
+from fminfer.machine.out_of_memory import is_out_of_memory
+
+ProductForm = Literal["kernel", "mkl", "onednn", "plain"]
+
+
+def find_library(
+    kernels: Kernels, device: torch.device, build: KernelBuild | None = None
+) -> ctypes.CDLL | None:
+    """Return the CPU's kernels, waiting for their build; None: not the CPU, or all in plain torch.
+
+    Raises:
+        UsageError: --kernels require, and there is none.
+    """
+    if kernels == "off" or device.type != "cpu":
+        return None
+    build = build or start_build()
+    library = build.library()
+    start_openmp_threads()
+    if library is None and kernels == "require":
+        raise UsageError(f"--kernels require: {build.error}. Use --kernels auto")
+    return library
+
+
+def foresee_library(kernels: Kernels, device: torch.device) -> bool:
+    """Tell whether a run will have the CPU's kernels, as far as is known without waiting."""
+    return kernels != "off" and device.type == "cpu" and may_have_library()
+
+
+def keeps_bfloat16(dtype: torch.dtype, *, has_library: bool) -> bool:
+    """Tell whether weights that are stored in bfloat16 stay so while `dtype` is computed."""
+    return has_library and dtype == torch.float32
+
+
+def product_form(
+    held: Format, dtype: torch.dtype, device: torch.device, *, has_library: bool
+) -> ProductForm:
+    """Tell how weights of a format are held for products of a dtype: plan and loading ask this.
+
+    Those of odd shapes are plain, and those of which a trial fails.
+    """
+    if device.type != "cpu":
+        return "plain"
+    if has_library and kernel_takes(held, dtype):
+        return "kernel"
+    if mkl_takes(held, dtype):
+        return "mkl"
+    is_fast = is_fast_in_bfloat16(device)
+    return "onednn" if onednn_takes(held, dtype, is_fast=is_fast) else "plain"
+
+
+def open_registry(kernels: Kernels, dtype: torch.dtype, device: torch.device) -> Registry:
+    """Return a registry of what this machine has, waiting for the build of its kernels.
+
+    Raises:
+        UsageError: --kernels require, and there are none.
+    """
+    registry = Registry(kernels, find_library(kernels, device), dtype, device)
+    if kernels != "off" and device.type == "cpu" and registry.library is None:
+        registry.reasons[None] = start_build().error
+    return registry
+
+
+class Registry:
+    """What computes the parts of a model; the candidates of each kind stand in `of_…`.
+
+    Args:
+        asked: --kernels. "require": a kernel that fails its trial ends the run.
+        library: the CPU's kernels; None: there are none, or they are off.
+        dtype: of hidden states.
+        device: where all tensors are.
+    """
+
+    def __init__(
+        self,
+        asked: Kernels,
+        library: ctypes.CDLL | None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.asked, self.library, self.dtype, self.device = asked, library, dtype, device
+        self.reasons: dict[object, str] = {}  # why each candidate failed first; None: no library
+        self._passed: dict[tuple[object, Hashable], bool] = {}
+        self.of_attention: list[Candidate[AttentionAsked, AttentionBody]] = []
+        self.of_parts: list[Candidate[None, PartKernels]] = []
+        self.of_products: list[Candidate[Linear, Function]] = []
+        self.of_experts: list[Candidate[Mixture, Mix]] = []
+        self.of_heads: list[Candidate[Linear, PackedProduct]] = []
+        self.of_draws: list[Candidate[None, Drawer]] = []
+        self.of_ranks: list[Candidate[None, Ranker]] = []
+        if device.type == "cpu":
+            self._have_library(library)
+            self.of_products += library_products(dtype, is_fast=is_fast_in_bfloat16(device))
+        elif asked != "off":
+            self.have_triton()
+
+    def _have_library(self, library: ctypes.CDLL | None) -> None:
+        if library is None:
+            return
+        self.of_attention.append(attention_candidate(library, self.dtype))
+        self.of_parts.append(parts_candidate(library, self.dtype))
+        self.of_products.append(product_candidate(library, self.dtype))
+        self.of_experts.append(expert_candidate(library, self.dtype))
+        self.of_heads.append(head_candidate(library, self.dtype))
+        self.of_draws.append(draw_candidate(library))
+        self.of_ranks.append(rank_candidate(library))
+
+    def have_triton(self) -> None:
+        """Add the GPU's kernels. Triton comes with torch for CUDA only, and is imported late."""
+        dtype, device = self.dtype, self.device
+
+        def attend(asked: AttentionAsked) -> AttentionBody:
+            from fminfer.compute.attention.triton_attention import TritonAttention
+
+            shape = (asked.how.heads, *asked.how.cache_shape[1:])
+            return TritonAttention(*shape, dtype=dtype, device=device, kv_dtype=asked.kv_dtype)
+
+        def make_parts(_: None) -> PartKernels:
+            from fminfer.compute.layers.triton_layers import TritonLayers
+
+            return TritonLayers(device)
+
+        def make_drawer(_: None) -> Drawer:
+            from fminfer.compute.sampling.triton_draws import triton_race
+
+            return partial(draw, racer=triton_race)
+
+        def race_pairs(_: Drawer) -> Iterator[Pair]:
+            from fminfer.compute.sampling import triton_draws
+
+            yield from triton_draws.race_pairs(triton_draws.triton_race, device)
+
+        attention = partial(attention_trial, dtype=dtype, device=device)
+        self.of_attention.append(Candidate(attend, attention))
+        self.of_parts.append(Candidate(make_parts, lambda _: parts_trial(dtype, device)))
+        draws: Trial[Drawer] = Trial("draws", race_pairs, TOKEN_ERROR)
+        self.of_draws.append(Candidate(make_drawer, lambda _: draws))
+
+    def attention(
+        self, how: Attention, block_size: int, kv_dtype: torch.dtype
+    ) -> AttentionBody | None:
+        """Return the compiled attention of layers that attend in one shape; None: plain torch.
+
+        Args:
+            block_size: tokens a block of the KV cache.
+        """
+        return self.find(self.of_attention, AttentionAsked(how, block_size, kv_dtype))
+
+    @cached_property
+    def parts(self) -> Parts:
+        """What makes norms, rotary positions and activations."""
+        return Parts(self.find(self.of_parts, None))
+
+    def product(self, weight: Weight, bias: torch.Tensor | None) -> Function:
+        """Return x·Wᵀ + b of x, (…, inputs), packed once where that is faster.
+
+        Args:
+            weight: (outputs, inputs).
+        """
+        asked = Linear(weight, bias)
+        return self.find(self.of_products, asked) or asked.plain()
+
+    def experts(self, how: Moe, up: Weight, down: Weight) -> Mix | None:
+        """Return a layer's experts; None: their products are to be made one by one.
+
+        Args:
+            up: (experts, outputs, hidden).
+            down: (experts, hidden, size).
+        """
+        return self.find(self.of_experts, Mixture(how, up, down))
+
+    def head(self, weight: Weight, bias: torch.Tensor | None) -> PackedProduct | None:
+        """Return the head, packed, for `PackedProduct.unrounded`; None: plain torch.
+
+        Args:
+            weight: (vocab, hidden).
+            bias: (vocab,) float32.
+        """
+        return self.find(self.of_heads, Linear(weight, bias))
+
+    def drawer(self) -> Drawer:
+        """Return what draws tokens."""
+        return self.find(self.of_draws, None) or draw
+
+    def ranker(self) -> Ranker:
+        """Return what ranks logits."""
+        return self.find(self.of_ranks, None) or rank
+
+    @property
+    def why_plain(self) -> str:
+        """Why plain torch computes what a kernel should; "": it does not."""
+        return "; ".join(dict.fromkeys(filter(None, self.reasons.values())))
+
+    def find(self, candidates: Iterable[Candidate[Asked, Body]], asked: Asked) -> Body | None:
+        """Return the first body that serves and passes its trial; None: plain torch computes.
+
+        Raises:
+            UsageError: --kernels require and one fails, or the GPU's context is broken.
+        """
+        for candidate in candidates:
+            if candidate.serves(asked):
+                body = self._make(candidate, asked)
+                if body is not None:
+                    return body
+        return None
+
+    def _make(self, candidate: Candidate[Asked, Body], asked: Asked) -> Body | None:
+        trial = candidate.trial(asked)
+        key = candidate, trial.key
+        if key in self._passed:
+            return candidate.make(asked) if self._passed[key] else None
+        seen: list[bool] = []
+
+        def pairs(body: Body) -> Iterator[Pair]:
+            for pair in trial.pairs(body):
+                seen.append(bool(pair[1].isnan().any()))
+                yield pair
+
+        body: Body | None = None
+        try:
+            body = candidate.make(asked)
+            with torch.inference_mode():
+                compare(pairs(body), trial.limit)
+        except Exception as error:
+            if is_out_of_memory(error):  # that says nothing of the body
+                raise
+            body = None
+            self._tell(candidate, trial.name, error)
+        if not any(seen):  # what is nan could not be compared: the next of its key is tried, too
+            self._passed[key] = body is not None
+        return body
+
+    def _tell(self, candidate: object, name: str, error: Exception) -> None:
+        """Note why a kernel is not used, or raise it if plain torch will not do."""
+        problem = f"{name}: the kernel cannot be used ({reason_of(error)})"
+        if self.asked == "require":
+            raise UsageError(f"--kernels require: {problem}. Use --kernels auto") from error
+        try:
+            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+                torch.cuda.synchronize()
+        except RuntimeError as broken:  # after a wrong access nothing works in this process
+            told = f"{problem}, and broke the GPU's context. Use --kernels off"
+            raise UsageError(told) from broken
+        self.reasons.setdefault(candidate, problem)
