@@ -22,6 +22,7 @@ from fminfer.files.storage import Location, RemoteFolders, default_work_dir
 from fminfer.job.run_paths import refuse_other_models
 from fminfer.machine.library_imports import import_transformers
 from fminfer.pipeline.ranks import RankConfig
+from fminfer.runtime.launch.role import Spread
 
 
 @click.command(cls=ConfiguredCommand, settings_of="run")
@@ -75,12 +76,11 @@ def check(
     refuse_other_models(config, inputs)
     import_transformers()
     from fminfer.estimate.checking import Check  # imports torch
-    from fminfer.plan.forecast import Layout
 
-    layout = Layout(ranks.size or 1, data_group_size, device_bytes)
+    spread = Spread(ranks.size or 1, data_group_size)
     with tempfile.TemporaryFile() as spool:
         errors = _Errors(inputs, spool, None if is_all or is_json else MAX_TOLD, is_json)
-        report = Check(config, layout, has_weights=not no_weights).run(
+        report = Check(config, spread, device_bytes, has_weights=not no_weights).run(
             inputs, errors.add, is_quiet=is_json
         )
         if is_json:
@@ -88,7 +88,7 @@ def check(
         else:
             errors.tell_rest()
             click.echo(report.to_text())
-    if report.forecast.shortage:
+    if report.plan.shortage:
         sys.exit(EXIT_FAILED)
     sys.exit(EXIT_SOME_ERRORS if report.counts.num_wrong else 0)
 

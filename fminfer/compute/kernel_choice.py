@@ -15,7 +15,7 @@ import torch
 from fminfer.compute.attention.attention_plan import plan_attention
 from fminfer.compute.attention.kernel_attention import KernelAttention
 from fminfer.compute.attention.paged_attention import AttentionKernel, PagedAttention
-from fminfer.compute.kernels.kernel_build import KernelBuild, may_have_library, start_build
+from fminfer.compute.kernels.kernel_build import KernelBuild, start_build
 from fminfer.compute.layers.bodies import PartKernels, part_pairs
 from fminfer.compute.layers.layer_kernels import LayerKernels
 from fminfer.compute.sampling.draw_kernel import DrawKernel, ScoreKernel, draw_pairs, rank_pairs
@@ -55,15 +55,6 @@ def find_library(
     if library is None and kernels == "require":
         raise UsageError(f"--kernels require: {build.error}. Use --kernels auto")
     return library
-
-
-def keeps_bfloat16(kernels: Kernels, dtype: torch.dtype, device: torch.device) -> bool:
-    """Tell whether weights that are stored in bfloat16 stay so while `dtype` is computed.
-
-    It does not wait for the kernels' build, and takes for granted that it succeeds.
-    """
-    has_library = kernels != "off" and device.type == "cpu" and may_have_library()
-    return has_library and dtype == torch.float32
 
 
 def find_attention(

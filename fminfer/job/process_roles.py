@@ -14,9 +14,9 @@ from fminfer.job.progress import LoadingBar
 from fminfer.job.run_context import ProcessContext
 from fminfer.job.run_engine import MakeEngine, engine_of_several, own_engine
 from fminfer.models.checkpoint import Checkpoint
-from fminfer.models.fingerprint import fingerprint_of
 from fminfer.pipeline.ranks import RankFacts
 from fminfer.plan.opening import open_model
+from fminfer.plan.planning import plan_ahead
 from fminfer.runtime.build.one_pipeline import serve_rank
 from fminfer.runtime.engine_api import Engine
 from fminfer.runtime.part_process import Opening, be_a_stage, meet
@@ -74,7 +74,9 @@ def _be_one_of_several(
     spread = process.role.spread
     apart = Apart(facts, spread, prepare=prepare, end=process.end)
     checkpoint = prepare.checkpoint.with_weights()
-    config = apart.part(process.config, fingerprint_of(process.config, checkpoint))
+    config = apart.part(
+        process.config, plan_ahead(process.config, checkpoint, spread.num_stages).fingerprint()
+    )
     if apart.rank == 0:
 
         def make_engine(checkpoint: Checkpoint, loading: LoadingBar) -> Engine:

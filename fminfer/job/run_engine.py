@@ -13,7 +13,7 @@ from fminfer.job.progress import LoadingBar, write_beside_bar
 from fminfer.job.run_context import ProcessContext
 from fminfer.machine.user_cache import why_no_cache
 from fminfer.models.checkpoint import Checkpoint
-from fminfer.plan.forecast import Layout, require_room_for_all
+from fminfer.runtime.build.loading import require_room_for_all
 from fminfer.runtime.engine_api import Engine
 from fminfer.runtime.launch.leading import lead_ranks
 from fminfer.runtime.team.team_core import Team
@@ -28,9 +28,7 @@ def own_engine(run: ProcessContext) -> MakeEngine:
 
     def make(checkpoint: Checkpoint, loading: LoadingBar) -> Engine:
         if spread.num_pipelines > 1:
-            require_room_for_all(
-                config, checkpoint, Layout(spread.num_stages, spread.num_pipelines)
-            )
+            require_room_for_all(config, checkpoint, spread)
             return engine_of_several(
                 config, checkpoint, lambda: start_pipelines(children, config, spread, run.manners)
             )

@@ -48,18 +48,6 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype | None:
         return None
 
 
-def weight_dtype(
-    checkpoint: Checkpoint, dtype: torch.dtype, *, keeps_bfloat16: bool
-) -> torch.dtype:
-    """Return the dtype in which most weights are held, of arithmetic in `dtype`.
-
-    Args:
-        keeps_bfloat16: as `load_tensors` is told.
-    """
-    is_kept = keeps_bfloat16 and checkpoint.folder is not None
-    return torch.bfloat16 if is_kept and stored_dtype(checkpoint) == torch.bfloat16 else dtype
-
-
 def open_files(checkpoint: Checkpoint, folder: Path) -> TensorFiles:
     """Read the headers of all weight files."""
     return TensorFiles(folder, checkpoint.architecture.prefix)

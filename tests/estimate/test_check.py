@@ -272,8 +272,9 @@ def test_layers_are_spread_over_processes(tmp_path: Path) -> None:
 
 
 def test_the_weights_are_those_of_an_engine() -> None:
-    from fminfer.machine.device import choose_device, choose_dtype
     from fminfer.plan.footprint import HOLE_BYTES, measure_footprints
+
+    from fminfer.machine.device import choose_device, choose_dtype
 
     config = EngineConfig(random_init="llama-160m", dtype="float16")  # not packed: no holes
     device = choose_device("cpu")

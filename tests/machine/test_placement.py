@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from fminfer.plan.forecast import Layout, make_forecast
+from fminfer.plan.step_memory import GPU_RESERVE, auto_budget, step_bytes
 
 import fminfer
 from fminfer.core.config import EngineConfig, StepSizes
@@ -30,8 +32,6 @@ from fminfer.models.checkpoint import open_random
 from fminfer.pipeline import ring
 from fminfer.pipeline.group import _choose_interface
 from fminfer.pipeline.transport import HiddenForm
-from fminfer.plan.forecast import Layout, make_forecast
-from fminfer.plan.step_memory import GPU_RESERVE, auto_budget, step_bytes
 from fminfer.runtime.build.loading import connect_neighbours
 from fminfer.runtime.build.one_pipeline import _build_pipeline, build_stage, count_blocks
 

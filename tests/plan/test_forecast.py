@@ -12,6 +12,9 @@ from typing import Any, cast
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from fminfer.plan.footprint import RUN_BYTES, measure_footprints
+from fminfer.plan.forecast import Layout, make_forecast, require_room, require_room_for_all
+from fminfer.plan.step_memory import auto_budget
 from safetensors.torch import load_file, save_file
 
 import fminfer
@@ -23,10 +26,7 @@ from fminfer.machine import control_groups, host_memory
 from fminfer.models.checkpoint import Checkpoint, open_checkpoint
 from fminfer.pipeline.group import Group
 from fminfer.plan import footprint, forecast
-from fminfer.plan.footprint import RUN_BYTES, measure_footprints
-from fminfer.plan.forecast import Layout, make_forecast, require_room, require_room_for_all
 from fminfer.plan.opening import open_model
-from fminfer.plan.step_memory import auto_budget
 from tests.conftest import make_model
 
 CPU = torch.device("cpu")

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from fminfer.plan.forecast import Layout, make_forecast
 
 import fminfer
 from fminfer.cli.app import main
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.core.config import EngineConfig
 from fminfer.models.fingerprint import fingerprint_of
-from fminfer.plan.forecast import Layout, make_forecast
 from fminfer.plan.opening import open_model
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")

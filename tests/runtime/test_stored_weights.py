@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from fminfer.plan.footprint import measure_footprints
+from fminfer.plan.forecast import Layout, make_forecast
 
 import fminfer
 from fminfer.cli.app import main
@@ -28,8 +30,6 @@ from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.part_tensors import PartTensors, load_tensors
 from fminfer.models.tensor_specs import layer_specs
 from fminfer.plan import footprint
-from fminfer.plan.footprint import measure_footprints
-from fminfer.plan.forecast import Layout, make_forecast
 from tests.conftest import built_library, make_model, save_byte_tokenizer
 from tests.models.test_transformer import logits_of, one_stage
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import json
 import socket
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
@@ -28,19 +27,11 @@ from fminfer.compute.linear.product_kernel import ProductKernel
 from fminfer.compute.linear.products import PackedProducts, Products
 from fminfer.compute.sampling.head_kernel import HeadKernel
 from fminfer.compute.sampling.sampler import Drawer, Ranker
-from fminfer.core.config import EngineConfig, Kernels
-from fminfer.core.errors import PipelineError
+from fminfer.core.config import EngineConfig
+from fminfer.core.errors import PipelineError, UsageError
 from fminfer.core.partition import Part
-from fminfer.core.version import __version__
-from fminfer.machine.device import (
-    choose_dtype,
-    choose_kv_dtype,
-    is_fast_in_bfloat16,
-    memory_name,
-    own_device,
-    use_device,
-    why_slow,
-)
+from fminfer.machine.device import free_bytes, memory_name, use_device, why_slow
+from fminfer.machine.out_of_memory import is_out_of_memory
 from fminfer.machine.threads import ThreadCount
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.fingerprint import digest_files, name_differences
@@ -50,41 +41,75 @@ from fminfer.models.transformer import Transformer
 from fminfer.models.whole_layers import WholeLayers
 from fminfer.pipeline.group import Group
 from fminfer.pipeline.transport import HiddenForm
-from fminfer.plan.kv_size import kv_token_bytes
-from fminfer.plan.opening import split_model
-from fminfer.plan.step_memory import step_bytes
+from fminfer.plan.machine_facts import find_machine
+from fminfer.plan.planning import make_plan, plan_ahead
+from fminfer.plan.run_plan import RunPlan
+from fminfer.plan.shortage import RankRoom, find_rank_shortage, find_room, no_cache
+from fminfer.runtime.launch.role import Spread
+
+END_S = 3.0  # time for rank 0 to say what is wrong, and to end, once ranks know it
 
 
-def agree(
-    group: Group,
-    config: EngineConfig,
-    checkpoint: Checkpoint,
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    parts: list[Part],
-) -> None:
+def plan_run(config: EngineConfig, checkpoint: Checkpoint, group: Group | None = None) -> RunPlan:
+    """Plan this rank's run on this machine, and refuse one that does not fit its memory.
+
+    Args:
+        group: the ranks of the pipeline; None: this process alone runs the model.
+
+    Raises:
+        UsageError: an option that cannot be, or weights or a --budget for which there is no room.
+    """
+    plan = make_plan(config, checkpoint, find_machine(config, group))
+    shortage = plan.shortage
+    if group is not None:  # none reads its weights before all have looked
+        free = (plan.machine.free or 0) + plan.machine.swap
+        mine = find_room(plan, plan.own, memory_name(plan.device, socket.gethostname()), free)
+        rooms = [RankRoom(**room) for room in group.gather("room", asdict(mine))]
+        shortage = find_rank_shortage(plan, rooms)
+        if shortage and group.rank > 0:
+            time.sleep(END_S)  # rank 0 says it, and ends the run
+    if shortage:
+        raise UsageError(shortage)
+    if plan.device.type == "cpu" and config.budget is not None:
+        _require_cache(plan, -(-config.budget // config.block_size) * config.block_size)
+    return plan
+
+
+def require_room_for_all(config: EngineConfig, checkpoint: Checkpoint, spread: Spread) -> None:
+    """Refuse pipelines that this machine's memory cannot hold together, before any is started.
+
+    Of GPUs each process looks at its own.
+
+    Raises:
+        UsageError: there is no room.
+    """
+    plan = plan_ahead(config, checkpoint, spread.num_stages, spread.num_pipelines)
+    if plan.shortage:
+        raise UsageError(plan.shortage)
+
+
+def _require_cache(plan: RunPlan, num_tokens: int) -> None:
+    """Refuse a --budget for which the CPU's system gives no memory, before weights are read.
+
+    It asks for that memory and gives it back. Nothing touches it, so that this costs no time.
+    """
+    try:
+        torch.empty(num_tokens * plan.own.takes.kv_token, dtype=torch.uint8, device="cpu")
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise no_cache(plan, num_tokens, free_bytes(plan.device)) from error
+
+
+def agree(group: Group, plan: RunPlan) -> None:
     """Check that every rank was started for the same run as rank 0."""
-    fields = checkpoint.config.to_dict()
-    fields.pop("_name_or_path", None)  # each machine may have its own copy
-    text = json.dumps(fields, sort_keys=True, default=str)
-    mine = {
-        "fminfer's version": __version__,
-        "the model's config": hashlib.sha256(text.encode()).hexdigest()[:12],
-        "the dtype": str(dtype).removeprefix("torch."),
-        "the KV cache's dtype": str(kv_dtype).removeprefix("torch."),
-        "the layers of each rank": [part.num_layers for part in parts],
-        "--budget": config.budget,
-        "the block size": config.block_size,
-        "--max-rows": config.max_rows,
-        "--seed": config.seed,
-    }
+    mine = plan.shared
     theirs = group.gather("options", mine)[0]
-    for name, value in mine.items():
-        if theirs[name] != value:
-            raise PipelineError(
-                f"{name} is {value} on rank {group.rank} and {theirs[name]} on rank 0; start every "
-                "rank with the same model and options"
-            )
+    for name in [name for name in mine if mine[name] != theirs[name]]:
+        raise PipelineError(
+            f"{name} is {mine[name]} on rank {group.rank} and {theirs[name]} on rank 0; start every "
+            "rank with the same model and options"
+        )
 
 
 def compare_weights(group: Group, mine: dict[str, str]) -> None:
@@ -127,13 +152,9 @@ def connect_neighbours(gpus: dist.ProcessGroup, group: Group, device: torch.devi
 class LoadedPart:
     """One rank's part of a model, in memory."""
 
-    checkpoint: Checkpoint
-    part: Part
+    plan: RunPlan
     network: Transformer
     weight_bytes: int
-    dtype: torch.dtype
-    kv_dtype: torch.dtype  # of the KV cache
-    device: torch.device
     form: HiddenForm
     library: ctypes.CDLL | None  # the CPU's kernels
     attention: AttentionKernel | None  # None: plain torch
@@ -146,18 +167,17 @@ class LoadedPart:
     file_digests: dict[str, str]  # of its weight files, if others must have the same
 
     @property
-    def kv_bytes_per_token(self) -> int:
-        """What one token's keys and values take on this rank."""
-        return kv_token_bytes(self.checkpoint, self.part, self.kv_dtype)
+    def part(self) -> Part:
+        """This rank's layers."""
+        return self.plan.own.part
 
-    def step_bytes(self, config: EngineConfig) -> int:
-        """What the largest step takes on this rank."""
-        return step_bytes(config, self.checkpoint.model, self.dtype, self.device, self.part)
+    @property
+    def device(self) -> torch.device:
+        return self.plan.device
 
 
 def load_part(
-    config: EngineConfig,
-    checkpoint: Checkpoint,
+    plan: RunPlan,
     group: Group | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> LoadedPart:
@@ -172,50 +192,41 @@ def load_part(
         PipelineError: the ranks were started with different options, or have different weights.
         UsageError: an option that cannot be.
     """
-    local_rank, local_size = (group.local_rank, group.local_size) if group else (0, 1)
-    device = own_device(config, local_rank, local_size)
+    config, checkpoint, device = plan.config, plan.checkpoint, plan.device
     use_device(device)
-    dtype = choose_dtype(config.dtype, checkpoint.config.dtype, device)
-    kv_dtype = choose_kv_dtype(config.kv_dtype, dtype)
-    parts = split_model(config, checkpoint, group.world_size if group else 1)
-    part = parts[group.rank if group else 0]
     hidden_group = None
-    num_processes = local_size * config.num_engines
+    num_processes = (1 if group is None else group.local_size) * config.num_engines
     threads = ThreadCount(
         config.threads, torch.get_num_threads(), num_processes, torch.set_num_threads
     )
     is_alone = group is None and config.num_engines == 1
     digests = {} if is_alone else digest_files(checkpoint)
     if group is not None:
-        agree(group, config, checkpoint, dtype, kv_dtype, parts)
+        agree(group, plan)
         compare_weights(group, digests)
         hidden_group = connect_gpus(group, device)
     library = find_library(config.kernels, device)
+    if library is None and plan.machine.has_library:  # its build failed
+        plan = make_plan(config, checkpoint, find_machine(config, group))
     tensors = load_tensors(
         checkpoint,
-        part,
-        dtype=dtype,
+        plan.own.part,
+        dtype=plan.dtype,
         device=device,
         seed=config.seed,
-        keeps_bfloat16=dtype == torch.float32 and library is not None,
+        keeps_bfloat16=plan.keeps_bfloat16,
         on_progress=on_progress,
     )
-    network, attention, head, (drawer, ranker), why_plain = _build_network(
-        config, checkpoint, part, tensors, library, dtype, device
-    )
-    form = HiddenForm(checkpoint.config.hidden_size, dtype, device, hidden_group)
-    why_slower = "; ".join(filter(None, (why_plain, why_slow(dtype, device))))
+    network, attention, head, (drawer, ranker), why_plain = _build_network(plan, tensors, library)
+    form = HiddenForm(checkpoint.config.hidden_size, plan.dtype, device, hidden_group)
+    why_slower = "; ".join(filter(None, (why_plain, why_slow(plan.dtype, device))))
     if group is not None:
         ranks = group.gather("why slower", [why_plain, why_slower])
         why_plain, why_slower = (next(filter(None, each), "") for each in zip(*ranks, strict=True))
     return LoadedPart(
-        checkpoint,
-        part,
+        plan,
         network,
         tensors.num_bytes,
-        dtype,
-        kv_dtype,
-        device,
         form,
         library,
         attention,
@@ -230,29 +241,25 @@ def load_part(
 
 
 def _build_network(
-    config: EngineConfig,
-    checkpoint: Checkpoint,
-    part: Part,
-    tensors: PartTensors,
-    library: ctypes.CDLL | None,
-    dtype: torch.dtype,
-    device: torch.device,
+    plan: RunPlan, tensors: PartTensors, library: ctypes.CDLL | None
 ) -> tuple[Transformer, AttentionKernel | None, HeadKernel | None, tuple[Drawer, Ranker], str]:
     """Choose bodies, build a part of them, and say why kernels are not used."""
-    layers, no_layers = find_layers(config.kernels, library, dtype=dtype, device=device)
-    head, no_head = find_head(config.kernels, library, dtype)
-    drawer, no_drawer = find_drawer(config.kernels, library, device)
-    ranker, no_ranker = find_ranker(config.kernels, library)
-    bodies, whole = _find_bodies(config.kernels, checkpoint, library, layers, dtype, device)
+    kernels, model = plan.config.kernels, plan.checkpoint.model
+    dtype, device = plan.dtype, plan.device
+    layers, no_layers = find_layers(kernels, library, dtype=dtype, device=device)
+    head, no_head = find_head(kernels, library, dtype)
+    drawer, no_drawer = find_drawer(kernels, library, device)
+    ranker, no_ranker = find_ranker(kernels, library)
+    bodies, whole = _find_bodies(plan, library, layers)
     join = None if whole is None else whole.join
-    network = Transformer(checkpoint.model, tensors, first=part.first, bodies=bodies, join=join)
+    network = Transformer(model, tensors, first=plan.own.part.first, bodies=bodies, join=join)
     attention, no_attention = find_attention(
-        config.kernels,
+        kernels,
         library,
-        checkpoint.model,
-        config.block_size,
+        model,
+        plan.config.block_size,
         dtype=dtype,
-        kv_dtype=choose_kv_dtype(config.kv_dtype, dtype),
+        kv_dtype=plan.kv_dtype,
         device=device,
     )
     reasons = [no_attention, no_layers, no_head, no_drawer, no_ranker, bodies.products.why_plain]
@@ -262,25 +269,22 @@ def _build_network(
 
 
 def _find_bodies(
-    asked: Kernels,
-    checkpoint: Checkpoint,
-    library: ctypes.CDLL | None,
-    layers: PartKernels | None,
-    dtype: torch.dtype,
-    device: torch.device,
+    plan: RunPlan, library: ctypes.CDLL | None, layers: PartKernels | None
 ) -> tuple[Bodies, WholeLayers | None]:
     """Choose what computes the parts of layers, and what joins them."""
+    asked, dtype = plan.config.kernels, plan.dtype
     products = Products()
-    if device.type == "cpu":
+    if plan.device.type == "cpu":
         kernel = None if library is None else ProductKernel(library)
-        is_fast = is_fast_in_bfloat16(device)
+        is_fast = plan.machine.is_fast_in_bfloat16
         products = PackedProducts(
             is_fast_in_bfloat16=is_fast, kernel=kernel, asked=asked, dtype=dtype
         )
     parts = Parts()
     if layers is not None:
         parts = KernelParts(layers, dtype)
-    bodies = Bodies(parts, products, max(4, checkpoint.context_length))  # a trial has 4 positions
+    num_positions = max(4, plan.checkpoint.context_length)  # a trial has 4 positions
+    bodies = Bodies(parts, products, num_positions)
     if library is not None and isinstance(parts, KernelParts):
         kernels = ExpertKernel(library), ProductKernel(library)
         bodies.experts = KernelExperts(*kernels, dtype, asked)
