@@ -67,7 +67,7 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, machine: Machine) ->
 
 
 def plan_ahead(
-    config: EngineConfig, checkpoint: Checkpoint, num_stages: int, num_pipelines: int = 1
+    config: EngineConfig, checkpoint: Checkpoint, num_stages: int = 1, num_pipelines: int = 1
 ) -> RunPlan:
     """Plan a run on this machine that other processes may compute, or that may not come about.
 
