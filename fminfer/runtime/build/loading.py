@@ -206,7 +206,7 @@ def load_part(
         compare_weights(group, digests)
         hidden_group = connect_gpus(group, device)
     library = find_library(config.kernels, device)
-    if library is None and plan.machine.has_library:  # its build failed
+    if library is None and plan.packed_by == "kernels":  # their build failed
         plan = make_plan(config, checkpoint, find_machine(config, group))
     tensors = load_tensors(
         checkpoint,
