@@ -62,9 +62,10 @@ OWN_LATE = {
     ("compute", "fminfer.compute.sampling.triton_draws"): "the same",
 }
 # What is decided of a run, and the packages that may name it. Others read it of the `RunPlan`.
+CHOICES = ["choose_device", "choose_dtype", "choose_kv_dtype", "choose_formats", "choose_packer"]
+CHOICES += ["own_device", "held_dtype", "split_model"]
 DECISIONS = {
-    **dict.fromkeys(("choose_device", "choose_dtype", "choose_kv_dtype", "own_device"), {"plan"}),
-    **dict.fromkeys(("choose_formats", "choose_packer", "held_dtype", "split_model"), {"plan"}),
+    **{name: {"plan"} for name in CHOICES},
     "split_layers": {"core", "plan", "models"},  # layer_count refuses a split before torch comes
     "step_sizes": {"core", "plan", "cli"},  # --help shows its defaults
 }

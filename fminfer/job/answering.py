@@ -32,7 +32,6 @@ from fminfer.job.shared_folder import share_files
 from fminfer.machine.processor import chosen_name
 from fminfer.machine.stopper import AGAIN, Stopper
 from fminfer.models.checkpoint import Checkpoint
-from fminfer.models.fingerprint import KV_DTYPE
 from fminfer.plan.planning import plan_ahead
 from fminfer.plan.run_plan import name_of
 from fminfer.runtime.build.assembly import line_counting
@@ -164,9 +163,9 @@ def _answer_files(
     count_lines = line_counting(run.config, checkpoint)
     facts = RunFacts(settings=name_settings(run.config))
     files, is_done = _open(job, plan, fingerprint, checkpoint.name, count_lines, facts)
-    summary = JobSummary(checkpoint.name, fingerprint["the dtype"], plan.inputs, plan.outputs)
-    summary.kv_dtype, summary.limit = fingerprint.get(KV_DTYPE, summary.dtype), job.limit
-    summary.weight_dtype = name_of(foreseen.held_in)
+    summary = JobSummary(checkpoint.name, name_of(foreseen.dtype), plan.inputs, plan.outputs)
+    summary.kv_dtype, summary.weight_dtype = name_of(foreseen.kv_dtype), name_of(foreseen.held_in)
+    summary.limit = job.limit
     if is_done and not is_awaited:
         summary = run_job(None, files, summary, is_quiet=job.is_quiet)
     else:

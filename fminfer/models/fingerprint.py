@@ -27,7 +27,6 @@ TOKENIZER_FILES = (
     *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json"),
 )
 FURTHER_TEMPLATES = "additional_chat_templates/*.jinja"  # such as one for requests with tools
-KV_DTYPE = "--kv-dtype"  # named if it is another than that of hidden states
 SETTINGS = (
     *("seed", "on_too_long", "max_logprobs", "token_format", "skip_tokenizer_init"),
     *("strict", "check_model"),
@@ -66,7 +65,7 @@ def fingerprint_of(
         "--model-name": checkpoint.name,  # it stands in records
     }
     if kv_dtype != dtype:
-        found[KV_DTYPE] = str(kv_dtype).removeprefix("torch.")
+        found["--kv-dtype"] = str(kv_dtype).removeprefix("torch.")
     if config.max_model_len is not None:
         found["--max-model-len"] = str(config.max_model_len)
     if config.request_args:
