@@ -50,6 +50,7 @@ OWN_LATE = {
     ("cli", "fminfer.estimate"): "brings torch, and `fminfer --help` needs 0.3 s",
     ("cli", "fminfer.job"): "the same",
     ("cli", "fminfer.runtime"): "the same",
+    ("cli", "fminfer.plan"): "the same",
     ("cli", "fminfer.server"): "the same",
     ("cli", "fminfer.split"): "only its own commands need it",
     ("cli", "fminfer.files"): "only `fminfer merge` needs it",

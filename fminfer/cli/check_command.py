@@ -22,7 +22,6 @@ from fminfer.files.storage import Location, RemoteFolders, default_work_dir
 from fminfer.job.run_paths import refuse_other_models
 from fminfer.machine.library_imports import import_transformers
 from fminfer.pipeline.ranks import RankConfig
-from fminfer.runtime.launch.role import Spread
 
 
 @click.command(cls=ConfiguredCommand, settings_of="run")
@@ -76,11 +75,14 @@ def check(
     refuse_other_models(config, inputs)
     import_transformers()
     from fminfer.estimate.checking import Check  # imports torch
+    from fminfer.plan.machine_facts import Machine
 
-    spread = Spread(ranks.size or 1, data_group_size)
+    machine = Machine(
+        num_stages=ranks.size or 1, num_pipelines=data_group_size, device_bytes=device_bytes
+    )
     with tempfile.TemporaryFile() as spool:
         errors = _Errors(inputs, spool, None if is_all or is_json else MAX_TOLD, is_json)
-        report = Check(config, spread, device_bytes, has_weights=not no_weights).run(
+        report = Check(config, machine, has_weights=not no_weights).run(
             inputs, errors.add, is_quiet=is_json
         )
         if is_json:

@@ -30,11 +30,10 @@ from fminfer.files.line_reader import count_rows, read_lines
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.known_sizes import folder_of
 from fminfer.models.weight_headers import check_tensors
-from fminfer.plan.machine_facts import find_machine
+from fminfer.plan.machine_facts import Machine, find_machine
 from fminfer.plan.opening import open_model
 from fminfer.plan.planning import make_plan
 from fminfer.runtime.build.assembly import build_loop, find_limits, load_tokenizer
-from fminfer.runtime.launch.role import Spread
 from fminfer.runtime.lines.line_intake import LineIntake
 from fminfer.runtime.lines.runner import LOOKAHEAD, WINDOW
 from fminfer.text.tokenizer import Tokenizer
@@ -44,34 +43,21 @@ class Check:
     """A model, opened as far as its config and tokenizer, and what a run of it would allow.
 
     Args:
-        spread: the processes of the run.
-        device_bytes: memory of each process's device; None: this machine's.
+        machine: over how many processes it will be spread, and whether devices are planned.
         has_weights: otherwise a folder needs no weights.
 
     Raises:
         FminferError: the model does not run, or not so.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        spread: Spread,
-        device_bytes: int | None = None,
-        *,
-        has_weights: bool = True,
-    ) -> None:
+    def __init__(self, config: EngineConfig, machine: Machine, *, has_weights: bool = True) -> None:
         self._config = config
         self._checkpoint: Checkpoint = open_model(config, has_weights=False)
         if folder_of(config.model) is not None:  # else the hub still has them
             check_tensors(self._checkpoint, has_weights=has_weights)
         self._tokenizer: Tokenizer = load_tokenizer(config, self._checkpoint)
         self._limits: Limits = find_limits(config, self._checkpoint, self._tokenizer)
-        machine = find_machine(
-            config,
-            num_stages=spread.num_stages,
-            num_pipelines=spread.num_pipelines,
-            device_bytes=device_bytes,
-        )
+        machine = find_machine(config, replace(machine, local_size=machine.num_stages))
         self._plan = plan = make_plan(config, self._checkpoint, machine)
         # Without room no line is judged by it: the plan says what is wrong.
         self._num_blocks = (plan.num_kv_tokens or plan.most_kv_tokens) // config.block_size

@@ -18,7 +18,6 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.machine.device import free_bytes, is_fast_in_bfloat16
 from fminfer.machine.host_memory import free_swap_bytes
-from fminfer.pipeline.group import Group
 
 PACKED_BY_TORCH = (torch.float32, torch.bfloat16)  # by MKL and by oneDNN, where these are there
 
@@ -42,46 +41,27 @@ class Machine:
     local_size: int = 1
 
 
+ALONE = Machine()  # one process
+
+
 def find_machine(
-    config: EngineConfig,
-    group: Group | None = None,
-    *,
-    num_stages: int = 1,
-    num_pipelines: int = 1,
-    device_bytes: int | None = None,
-    is_computing: bool = True,
+    config: EngineConfig, known: Machine = ALONE, *, is_computing: bool = True
 ) -> Machine:
     """Look up what this machine has for a run.
 
     Args:
-        group: the ranks of the pipeline; None: this process alone has it, or only plans.
-        device_bytes: of another machine's devices, which are planned for.
+        known: its spread over processes, the place of this one, and whether devices are planned.
         is_computing: otherwise it does not ask for a GPU's free memory, which takes some of it.
 
     Raises:
         UsageError: no such device.
     """
-    machine = Machine(
-        num_gpus=torch.cuda.device_count() if torch.cuda.is_available() else 0,
-        device_bytes=device_bytes,
-        num_stages=num_stages,
-        num_pipelines=num_pipelines,
-        local_size=num_stages,
-    )
-    if group is not None:
-        machine = replace(
-            machine,
-            num_stages=group.world_size,
-            rank=group.rank,
-            local_rank=group.local_rank,
-            local_size=group.local_size,
-        )
-    device = choose_device(config, machine, machine.rank)
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = choose_device(config, machine := replace(known, num_gpus=num_gpus), known.rank)
     is_fast = is_fast_in_bfloat16(device)
-    can_look = device_bytes is None and (is_computing or device.type == "cpu")
-    machine = replace(
-        machine, is_fast_in_bfloat16=is_fast, free=free_bytes(device) if can_look else None
-    )
+    if known.device_bytes is None and (is_computing or device.type == "cpu"):
+        machine = replace(machine, free=free_bytes(device))
+    machine = replace(machine, is_fast_in_bfloat16=is_fast)
     if device.type != "cpu":
         return machine
     has_library = may_have_library()

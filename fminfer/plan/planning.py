@@ -74,10 +74,8 @@ def plan_ahead(
     Raises:
         UsageError: layers that cannot be split so, or no such device.
     """
-    machine = find_machine(
-        config, num_stages=num_stages, num_pipelines=num_pipelines, is_computing=False
-    )
-    return make_plan(config, checkpoint, machine)
+    known = Machine(num_stages=num_stages, num_pipelines=num_pipelines, local_size=num_stages)
+    return make_plan(config, checkpoint, find_machine(config, known, is_computing=False))
 
 
 def choose_dtype(

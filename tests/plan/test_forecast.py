@@ -27,7 +27,7 @@ from fminfer.plan.machine_facts import Machine
 from fminfer.plan.opening import open_model
 from fminfer.plan.planning import make_plan, plan_ahead
 from fminfer.plan.run_plan import ExpectedBytes
-from fminfer.plan.shortage import auto_budget
+from fminfer.plan.shortage import auto_budget, find_rank_shortage, find_room
 from fminfer.runtime.build import loading
 from fminfer.runtime.build.loading import agree, plan_run, require_room_for_all
 from fminfer.runtime.launch.role import Spread
@@ -299,6 +299,19 @@ def test_a_budget_beyond_a_gpus_memory_is_named(checkpoint: Checkpoint, facts: A
 def test_a_budget_is_no_remedy_where_the_weights_do_not_fit(checkpoint: Checkpoint) -> None:
     assert "--budget" not in gpu_refusal(checkpoint, 1_000_000, device_bytes=GIB // 2)
     assert "--budget" not in gpu_refusal(checkpoint, None, free=GIB // 2)
+
+
+def test_ranks_beside_each_other_on_a_gpu_name_a_budget_that_is_given(
+    checkpoint: Checkpoint,
+) -> None:
+    """ "A smaller --budget" was the remedy without any, where weights alone do not fit."""
+    for budget, is_named in ((None, False), (1_000_000, True)):
+        config = replace(SMALL, device="cuda", budget=budget)
+        plan = make_plan(config, checkpoint, Machine(num_gpus=1, free=GIB // 4, num_stages=2))
+        rooms = [find_room(plan, rank, "a card", GIB // 4) for rank in plan.ranks]
+        said = find_rank_shortage(plan, rooms)
+        assert "ranks 0, 1 together would take" in said and "a GPU with more memory" in said
+        assert ("a smaller --budget" in said) == is_named
 
 
 def test_the_same_facts_give_the_same_plan(checkpoint: Checkpoint) -> None:

@@ -14,7 +14,7 @@ import fminfer
 from fminfer.cli.app import main
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.core.config import EngineConfig
-from fminfer.plan.machine_facts import find_machine
+from fminfer.plan.machine_facts import Machine, find_machine
 from fminfer.plan.opening import open_model
 from fminfer.plan.planning import make_plan, plan_ahead
 
@@ -86,7 +86,7 @@ def test_it_takes_half_the_memory() -> None:
     tokens = []
     for kv_dtype in ("auto", "bfloat16"):
         config = EngineConfig(dtype="float32", kv_dtype=kv_dtype, device="cpu")  # type: ignore[arg-type]
-        machine = find_machine(config, device_bytes=1 << 30)
+        machine = find_machine(config, Machine(device_bytes=1 << 30))
         found = make_plan(config, open_model(config), machine)
         engine = fminfer.Engine(config)
         assert engine.facts.kv_bytes_per_token == found.own.takes.kv_token

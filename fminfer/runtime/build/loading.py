@@ -41,7 +41,7 @@ from fminfer.models.transformer import Transformer
 from fminfer.models.whole_layers import WholeLayers
 from fminfer.pipeline.group import Group
 from fminfer.pipeline.transport import HiddenForm
-from fminfer.plan.machine_facts import find_machine
+from fminfer.plan.machine_facts import ALONE, Machine, find_machine
 from fminfer.plan.planning import make_plan, plan_ahead
 from fminfer.plan.run_plan import RunPlan
 from fminfer.plan.shortage import RankRoom, find_rank_shortage, find_room, no_cache
@@ -59,7 +59,7 @@ def plan_run(config: EngineConfig, checkpoint: Checkpoint, group: Group | None =
     Raises:
         UsageError: an option that cannot be, or weights or a --budget for which there is no room.
     """
-    plan = make_plan(config, checkpoint, find_machine(config, group))
+    plan = make_plan(config, checkpoint, find_machine(config, _place_of(group)))
     shortage = plan.shortage
     if group is not None:  # none reads its weights before all have looked
         free = (plan.machine.free or 0) + plan.machine.swap
@@ -73,6 +73,18 @@ def plan_run(config: EngineConfig, checkpoint: Checkpoint, group: Group | None =
     if plan.device.type == "cpu" and config.budget is not None:
         _require_cache(plan, -(-config.budget // config.block_size) * config.block_size)
     return plan
+
+
+def _place_of(group: Group | None) -> Machine:
+    """Return of a machine's facts those that say where this process stands in its pipeline."""
+    if group is None:
+        return ALONE
+    return Machine(
+        num_stages=group.world_size,
+        rank=group.rank,
+        local_rank=group.local_rank,
+        local_size=group.local_size,
+    )
 
 
 def require_room_for_all(config: EngineConfig, checkpoint: Checkpoint, spread: Spread) -> None:
@@ -207,7 +219,7 @@ def load_part(
         hidden_group = connect_gpus(group, device)
     library = find_library(config.kernels, device)
     if library is None and plan.packed_by == "kernels":  # their build failed
-        plan = make_plan(config, checkpoint, find_machine(config, group))
+        plan = make_plan(config, checkpoint, find_machine(config, _place_of(group)))
     tensors = load_tensors(
         checkpoint,
         plan.own.part,
