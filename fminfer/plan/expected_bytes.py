@@ -40,9 +40,9 @@ def expect_bytes(plan: RunPlan, part: Part) -> ExpectedBytes:
     """
     checkpoint, on_cpu = plan.checkpoint, plan.device.type == "cpu"
     specs = part_specs(checkpoint.model, part)
-    if bool(checkpoint.config.tie_word_embeddings) and part.is_first:
+    if checkpoint.config.tie_word_embeddings and part.is_first:
         specs.pop("head.weight", None)  # the embedding is the head
-    # No format takes the bytes of the files' but theirs, in which they are mapped.
+    # A tensor is mapped, and not copied, where it is held as the files have it.
     stored = "" if plan.stored_in is None else str(plan.stored_in).removeprefix("torch.")
     formats = {name: plan.formats[spec.use] for name, spec in specs.items()}
     sizes = {name: formats[name].num_bytes(spec.shape) for name, spec in specs.items()}

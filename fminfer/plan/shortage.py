@@ -93,7 +93,7 @@ def find_shortage(plan: RunPlan) -> str:
     needs = [_least_bytes(plan, rank) + size for rank, size in zip(plan.ranks, more, strict=True)]
     if max(needs) <= room:
         return ""
-    rank, budget = needs.index(max(needs)), plan.config.budget
+    rank, budget = needs.index(max(needs)), _taken_budget(plan)
     cache = "KV cache" if budget is None else f"a KV cache of {budget:,} tokens"
     if is_planned:
         cache = f"libraries, a step and {cache}"
@@ -137,13 +137,14 @@ def find_rank_shortage(plan: RunPlan, rooms: Sequence[RankRoom]) -> str:
 
 
 def _least_bytes(plan: RunPlan, rank: RankPlan) -> int:
-    """Return the least memory with which a process can answer a request.
+    """Return the least memory with which a process can answer a request."""
+    num_kv_tokens = _taken_budget(plan) or plan.config.block_size
+    return rank.takes.held_weights + num_kv_tokens * rank.takes.kv_token
 
-    The CPU's KV cache takes memory block by block, as rows use it; a GPU's is taken whole.
-    """
-    is_whole = plan.device.type == "cuda" and plan.config.budget is not None
-    num_kv_tokens = plan.config.budget if is_whole else None
-    return rank.takes.held_weights + (num_kv_tokens or plan.config.block_size) * rank.takes.kv_token
+
+def _taken_budget(plan: RunPlan) -> int | None:
+    """Return a --budget that takes memory at once: a GPU's. A CPU's does block by block."""
+    return plan.config.budget if plan.device.type == "cuda" else None
 
 
 def _weights(plan: RunPlan) -> str:
@@ -152,9 +153,7 @@ def _weights(plan: RunPlan) -> str:
 
 def _remedy(plan: RunPlan) -> str:
     smaller = "--dtype bfloat16, which takes half; " * (name_of(plan.held_in) == "float32")
-    budget = "a smaller --budget; " * (
-        plan.device.type == "cuda" and plan.config.budget is not None
-    )
+    budget = "a smaller --budget; " * (_taken_budget(plan) is not None)
     where = "a machine" if plan.device.type == "cpu" else "a GPU"
     return (
         f"Use {smaller}{budget}{where} with more memory; or spread its layers over machines with "
@@ -167,7 +166,7 @@ def _device_remedy(plan: RunPlan) -> str:
 
     Layers count as if they could be cut at any place.
     """
-    budget, takes, ways = plan.config.budget, [rank.takes for rank in plan.ranks], []
+    budget, takes, ways = _taken_budget(plan), [rank.takes for rank in plan.ranks], []
     if budget is not None:
         without = replace(plan, config=replace(plan.config, budget=None))
         if not find_shortage(without):
